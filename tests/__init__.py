@@ -1,4 +1,4 @@
-"""unit/ mirrors verl_ext/, stack/ starts the real thing, support/ is what both share."""
+"""unit/ mirrors verl_ext/, stack/ starts the real stack, support/ has the helpers of both."""
 
 from pathlib import Path
 

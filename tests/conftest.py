@@ -30,7 +30,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 
 
 def pytest_report_header() -> list[str]:
-    """An editable installation of another checkout lends its configs to this one's code."""
+    """Warns of an editable installation of another checkout, whose configs this code would use."""
     installed = Path(str(files("verl_ext.configs").joinpath("")))
     if installed.resolve() == (ROOT / "configs").resolve():
         return []
@@ -38,7 +38,7 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork the workers of `-n` from one process with the libraries imported, instead of each importing them."""
+    """Forks the workers of `-n` from one process that has imported the libraries, so that each starts faster."""
     if config.getoption("tx", None) and not hasattr(config, "workerinput"):
         from tests.support.forking import LIBRARIES, forked
 
@@ -75,7 +75,7 @@ def compose() -> Callable:
 
 @pytest.fixture(scope="session")
 def libraries() -> Iterator["Forked"]:
-    """The interpreters that `fresh_python` forks from; the workers of `-n` are forked from them too."""
+    """Starts the interpreters that `fresh_python` forks from; the workers of `-n` are forked from them too."""
     from tests.support.forking import LIBRARIES, exported, forked
 
     if found := exported():
@@ -89,8 +89,8 @@ def libraries() -> Iterator["Forked"]:
 def fresh_python(libraries) -> Callable:
     """fresh_python(code, argument, ..., NAME=value) -> the process that ran it.
 
-    Nothing of verl, vLLM or ours is imported there; other libraries are, which makes it quick. None leaves a variable
-    out of the environment.
+    It has imported other libraries, which makes it quick, but nothing of verl, vLLM or verl_ext. NAME=None removes a
+    variable from the environment.
     """
 
     def run(code: str, *arguments: str, **variables: str | None) -> subprocess.CompletedProcess:
@@ -108,7 +108,7 @@ def fresh_python(libraries) -> Callable:
 
 @pytest.fixture(scope="module")
 def quick_ranks(libraries) -> Iterator[None]:
-    """Processes that are spawned have the libraries imported when they start."""
+    """Makes spawned processes start with the libraries imported."""
     before = multiprocessing.spawn.get_executable()
     with pytest.MonkeyPatch.context() as patched:
         for name, value in libraries.environment.items():

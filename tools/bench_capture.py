@@ -85,8 +85,8 @@ def make_batch(tokens: int, vocabulary: int, device: str, **settings: Any) -> Te
         },
         batch_size=count,
     )
-    told = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
-    tu.assign_non_tensor(data, **told | settings)
+    defaults = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
+    tu.assign_non_tensor(data, **defaults | settings)
     return data
 
 

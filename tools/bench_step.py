@@ -107,7 +107,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It has got to its end, or is interrupted."""
+        """Lets the run end, or interrupts it."""
         if sys.exc_info()[0] is not None:
             self.stand_still()
             self._process.terminate()
@@ -121,7 +121,7 @@ class Run:
 
 
 def measure(steps: int, folder: Path, *, on_first: bool) -> list[Pair]:
-    """So many steps of both runs, after the warm-up."""
+    """Measures `steps` steps of both runs, after the warm-up."""
     last = WARM_UP + steps + 1  # which is not measured: beside it, the other run comes to its end
     with Run(OFF, last, folder / "off") as off, Run(ON, last, folder / "on") as on:
         runs = (on, off) if on_first else (off, on)

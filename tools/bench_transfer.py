@@ -4,7 +4,7 @@
 
 Starts Ray and the real TransferQueue with so many storage units. A client is a Ray actor, a process of its own: it puts
 trajectories one after another, as verl's agent loops do, and gets its whole share at once, as a training rank does:
-what another client put. Clients start together, at a moment that all are told; the rate is the bytes of all of them
+what another client put. Clients start together, at a moment that all of them get; the rate is the bytes of all of them
 over the time from then to the last one's end. What arrives is compared with what was sent. Units and clients come in a
 random order, anew in each round; a cell's first repeat in a round, into memory that no process has used, is left out.
 On a machine that is too slow for all rounds, the tables show what --minutes were enough for.

@@ -93,7 +93,7 @@ def numeric_modules() -> list[str]:
 
 
 def environment(asked: dict[str, str]) -> dict[str, str]:
-    """This process's, its own choices of kernels and threads replaced by `asked`."""
+    """Returns this process's environment, with its choices of kernels and threads replaced by `asked`."""
     inherited = {name: value for name, value in os.environ.items() if name not in AXES}
     return inherited | {"OMP_NUM_THREADS": str(min(2, os.cpu_count() or 1))} | asked
 

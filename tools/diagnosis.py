@@ -233,11 +233,11 @@ def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
     for name, found in metrics.items():
         for step, value in found:
             by_step[step][name] = value
-    watching, told = Diagnosis(), []
+    watching, reported = Diagnosis(), []
     for step in sorted(by_step):
         if watching.add(step, by_step[step]) is not None:
-            told.append((step, watching.told))
-    return told, len(by_step)
+            reported.append((step, watching.reported))
+    return reported, len(by_step)
 
 
 @dataclass(frozen=True)
@@ -247,14 +247,14 @@ class Judged:
     Attributes:
         found: the causes that are named at its end, the likeliest first.
         plain: the same from only verl's metrics.
-        told: (step, cause) as the run named them while it ran.
+        reports: (step, cause) as the run reported them while it ran.
         steps: of the run.
         onset: the step from which the planted cause acts.
     """
 
     found: list[str]
     plain: list[str]
-    told: list[tuple[int, str]]
+    reports: list[tuple[int, str]]
     steps: int
     onset: int
 
@@ -286,8 +286,8 @@ def judge(which: str, out: Path) -> None:
         wrong = Counter(
             run.found[0] if run.found else "not known" for run in judged if not is_right(cause, run.found, 1)
         )
-        first_told = [[step - run.onset for step, told in run.told if told == cause] for run in judged]
-        delays = [steps[0] for steps in first_told if steps]
+        reported = [[step - run.onset for step, named in run.reports if named == cause] for run in judged]
+        delays = [steps[0] for steps in reported if steps]
         row = (
             name,
             len(judged),
@@ -306,7 +306,7 @@ def judge(which: str, out: Path) -> None:
             shares = f"first in {one} ({one / len(faulty):.1%}), among the first two in {two} ({two / len(faulty):.1%})"
             print(f"- from {known}: {shares}")
     if sound:
-        alarms, steps = sum(len(run.told) for run in sound), sum(run.steps for run in sound)
+        alarms, steps = sum(len(run.reports) for run in sound), sum(run.steps for run in sound)
         accused, plainly = (sum(bool(getattr(run, named)) for run in sound) for named in ("found", "plain"))
         print(
             f"\nOf {len(sound)} sound runs, {accused} have a cause named at the end, {plainly} by verl's metrics only."

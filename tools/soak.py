@@ -117,10 +117,10 @@ def lines_of(samples: Mapping[str, Sequence[tuple[int, float, float]]]) -> Itera
     yield f"{'processes':<26}{'MB':>8}{'MB / 100 steps':>20}{'handles':>9}{'handles / 100 steps':>22}"
     for title, rows in sorted(samples.items(), key=lambda item: -item[1][-1][1]):
         steps, memory, handles = np.array(rows, dtype=float).T
-        told = [slope(steps, values) for values in (memory, handles)]
-        if any(each is None for each in told):
+        slopes = [slope(steps, values) for values in (memory, handles)]
+        if any(each is None for each in slopes):
             continue  # not there long enough
-        (memory_slope, memory_error), (handle_slope, handle_error) = told  # type: ignore[misc]
+        (memory_slope, memory_error), (handle_slope, handle_error) = slopes  # type: ignore[misc]
         yield (
             f"{title:<26}{memory[-1]:>8.0f}{100 * memory_slope:>11.2f} ± {100 * memory_error:<6.2f}"
             f"{handles[-1]:>9.0f}{100 * handle_slope:>13.2f} ± {100 * handle_error:<6.2f}"

@@ -386,7 +386,7 @@ def is_of(run: Run, pair: Pair) -> bool:
 
 
 def refusal(pair: Pair, row: Row, folder: str) -> str:
-    """Why these engines refuse it, without the remedy; "" where they do not."""
+    """Returns the reason why these engines refuse a feature, without the remedy; "" if they accept it."""
     base = (*pair.overrides, f"assets={folder}", f"{MODEL}.path={folder}", "data.max_response_length=8192")
     try:
         run = composed((*base, *row.overrides), "verl_ext.main_ppo")

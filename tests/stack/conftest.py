@@ -1,6 +1,7 @@
 """Whole verl runs on CPU cores: Ray, vLLM and FSDP2, on the random model of recipes/cpu_tool.
 
-Its probabilities spread over every token and every expert: short and long answers, ties of routers, all buckets filled.
+The model spreads its probabilities over all tokens and experts. So answers are short and long, routers have ties, and
+all buckets are filled.
 """
 
 import importlib.util
@@ -87,8 +88,8 @@ def with_faults(fault_arguments, request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def switching_run_of(assets, tmp_path_factory, request) -> Callable[[str], Run]:
-    """switching_run_of(engine) -> the one run of that engine which takes another method each step: in two turns, a
-    tool between them."""
+    """switching_run_of(engine) -> the run of that engine which changes its method at each step; answers have two turns
+    with a tool between them."""
 
     @cache
     def train(engine: str) -> Run:

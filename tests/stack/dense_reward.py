@@ -1,4 +1,4 @@
-"""A reward that differs between any two responses: every step of a test run has a gradient to weigh."""
+"""A reward that differs between any two responses, so that every step of a test run has a gradient."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:

@@ -1,9 +1,9 @@
-"""A run that meets a fault at a step of its own, so that many share one start of Ray, vLLM and the workers.
+"""A run with another fault at each of some steps, so that many faults share one start of Ray, vLLM and the workers.
 
     python -m tests.stack.faults SCENARIO <overrides of the run>
 
-SCENARIOS names what happens at which step. A fault is put where it would come from: into the batch in TransferQueue, in
-the place of a weight sync, or into the settings of one step.
+SCENARIOS lists the faults by step. A fault is planted where it would occur in practice: in the batch in TransferQueue,
+instead of a weight sync, or in the settings of one step.
 """
 
 import sys
@@ -81,7 +81,7 @@ def rules(*names: str) -> str:
 
 
 def faulty(trainer_class: type, faults: dict[int, str]) -> type:
-    """`trainer_class` with the fault of each step."""
+    """Returns a subclass of `trainer_class` that plants the fault of each step."""
     import torch
     from omegaconf import OmegaConf
 
@@ -90,7 +90,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
     from verl_ext.trainer.queue import get_fields, put_fields
 
     def change(batch, field, edit):
-        """Put an edited copy of a field's values."""
+        """Writes an edited copy of a field's values to the batch."""
         return put_fields(batch, {field: edit(get_fields(batch, [field])[field])})
 
     def filled(value):
@@ -113,7 +113,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
         return edit
 
     def wrong(routes):
-        """None of the first trajectory's tokens, twice the same one for the second's."""
+        """Returns no routes for the first trajectory's tokens, and one expert twice for the second's."""
         changed, (_, first, second, *_) = routes.values().clone(), routes.offsets()
         changed[:first] = 0
         changed[first:second, :, 1] = changed[first:second, :, 0]
@@ -183,7 +183,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
 
 def losing(worker_class: type) -> type:
-    """`worker_class`, whose weight syncs can be made to send only one tensor, silently."""
+    """Returns a subclass of `worker_class` whose weight syncs can be made to send only one tensor, without an error."""
     from verl.single_controller.base.decorator import Dispatch, register
 
     class LosingWorker(worker_class):

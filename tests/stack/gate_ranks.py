@@ -22,7 +22,7 @@ BYPASS_CASES = {"bypass": {}, "bypass, a gap": {"gap": 3.0, "first": True}, "byp
 
 
 def batch(rank, gap=0.0, first=False):
-    """`gap` is added to l_infer of the last two trajectories of rank 1 alone, or of the first two."""
+    """Builds a batch; rank 1 adds `gap` to l_infer of its last two trajectories, or with `first` of its first two."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
@@ -97,7 +97,7 @@ def weights_of(worker):
 
 
 def run(case, rank, folder):
-    """The weights' change in the update, and what the update reported on this rank."""
+    """Makes an update; returns its number of optimizer steps, the weights, and the metrics on this rank."""
     from tensordict import NonTensorData
     from verl.utils import tensordict_utils as tu
 
@@ -158,11 +158,11 @@ UNDO_CASES = {
 
 
 def take_back_updates(gate, rank, everything=everything, weights_of=weights_of, again=4):
-    """Updates of two mini-batches each, taken back and made again.
+    """Makes updates of two mini-batches each, takes them back and makes them again.
 
     Args:
-        gate: around a training worker of verl's; it keeps updates from now on.
-        rank: this one's share of the data; ranks that have the same have the same batch.
+        gate: the gate around verl's training worker; it keeps updates from now on.
+        rank: the number of the data-parallel rank; ranks with the same number have the same batch.
         again: trajectories to score again; they become four.
         everything, weights_of: read from the worker what an update changes, and its weights in one row.
     """
@@ -218,7 +218,7 @@ def same_metrics(one, other):
 
 
 def scored_again(worker, rank, count):
-    """Sum of k3 of l_old against the policy as it is, over the first trajectories; and their tokens."""
+    """Returns the sum of k3 of l_old against the current policy over the first trajectories, and their tokens."""
     from verl.utils import tensordict_utils as tu
 
     rows = tu.index_select_tensor_dict(batch(rank), list(range(count)))

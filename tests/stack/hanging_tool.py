@@ -5,11 +5,11 @@ import time
 
 from verl.tools.function_tool import get_function_tool
 
-from tests.stack.switching import told
+from tests.stack.switching import hang_report
 from tests.stack.telling_tool import double
 
 CALL = 250  # some ten steps into a run
-SECONDS = 120  # where nothing is told, the call ends by itself, and the test fails
+SECONDS = 120  # without a report, the call ends by itself, and the test fails
 
 _calls = itertools.count()
 
@@ -17,9 +17,9 @@ _calls = itertools.count()
 def hanging_double(digit: int) -> str:
     if next(_calls) == CALL:
         end = time.monotonic() + SECONDS
-        while not told().exists() and time.monotonic() < end:
+        while not hang_report().exists() and time.monotonic() < end:
             time.sleep(0.2)
-        told().unlink(missing_ok=True)
+        hang_report().unlink(missing_ok=True)
     return double(digit)
 
 

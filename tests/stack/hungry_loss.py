@@ -1,4 +1,4 @@
-"""A policy loss that asks the training worker for more memory than there is, once a file is there."""
+"""A policy loss that makes the training worker allocate more memory than there is, once a file exists."""
 
 import os
 from pathlib import Path

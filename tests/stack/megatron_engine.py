@@ -197,7 +197,7 @@ class Rank:
         self.tokens = sum(len(ids) - 1 for ids in rows) / size
 
     def infer(self) -> list[torch.Tensor] | None:
-        """Log-probs of the sequences' tokens but the first, where the last pipeline stage is."""
+        """Returns log-probs of all tokens but the first of each sequence, on ranks with the last pipeline stage."""
         with self.engine.eval_mode():
             output = self.engine.infer_batch(batch(self.rows))
         if not self.engine.is_mp_src_rank_with_outputs():
@@ -232,7 +232,7 @@ class Rank:
 
 
 def check(rank: Rank) -> None:
-    """Log-probs, every exported weight, gradient norm, and both after one step of Adam: those of transformers."""
+    """Compares log-probs, exported weights and the gradient norm with transformers, before and after a step of Adam."""
     check_now(rank, "")
     check_states(rank)
     norm = rank.step()
@@ -279,7 +279,7 @@ def compare(folder: Path, layouts: dict[str, dict]) -> None:
 
 
 def value(folder: Path) -> None:
-    """A critic's values, and its gradient's norm: those of transformers' last hidden states under the same head."""
+    """Compares a critic's values and its gradient norm with the same head on transformers' last hidden states."""
     from megatron.core import parallel_state as mpu
     from transformers import AutoModel
 
@@ -312,7 +312,7 @@ def value(folder: Path) -> None:
 
 
 def save(folder: Path) -> None:
-    """A step, a checkpoint, and the step that a resumed run has to take."""
+    """Makes a step, saves a checkpoint, and makes the step that a resumed run has to repeat."""
     rank = Rank(folder, build(folder, VANILLA))
     rank.step()
     rank.engine.save_checkpoint(str(folder / "checkpoint"), global_step=1)

@@ -85,7 +85,7 @@ def build_worker(folder: Path, case: Case):
 
 
 def offload_as_on_gpus() -> None:
-    """verl's engine takes a move to `cpu` for one to the accelerator where that is the CPU itself."""
+    """Makes verl's engine offload to `cpu`, which it takes for a move to the accelerator if that is the CPU itself."""
     from verl.workers.engine import base
     from verl.workers.engine.megatron import transformer_impl
 
@@ -117,7 +117,7 @@ def copied(value):
 
 
 def weights_of(worker):
-    """The parameters of this rank; verl exports none where the optimizer is not distributed."""
+    """Returns the parameters of this rank; verl exports none if the optimizer is not distributed."""
     with worker.engine.train_mode():
         parameters = [parameter for chunk in worker.engine.module for parameter in chunk.parameters()]
         return torch.cat([parameter.detach().float().flatten() for parameter in parameters])

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from tests.support.head_ranks import alone as read_alone
-from tests.support.head_ranks import give, response_values, sampler_heads
-from tests.support.megatron_cpu import build_engine, infer, logits_alone, put_on_cpu, route_alone, verls_patch
-from tests.support.megatron_shift import check_shift, move_routers, scores_alone
+from tests.support.head_ranks import give, reference_reading, response_values, sampler_heads
+from tests.support.megatron_cpu import build_engine, infer, put_on_cpu, sequence_logits, sequence_routes, verls_patch
+from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -37,7 +36,7 @@ PARALLEL = {
 
 
 def rank_main(rank, store):
-    """Under each kind of parallelism, the routes are in order, a planted disagreement is found, and heads are read."""
+    """Checks, for each kind of parallelism, the order of routes, a planted disagreement, and the heads."""
     from megatron.core import parallel_state as mpu
 
     torch.set_num_threads(1)
@@ -47,14 +46,15 @@ def rank_main(rank, store):
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
         mpu.initialize_model_parallel()
         alone = build_engine("disabled")
-        rollout = as_rollout([route_alone(alone, index) for index in range(len(LENGTHS))])
+        rollout = as_rollout([sequence_routes(alone, index) for index in range(len(LENGTHS))])
         weights = alone.module[0].state_dict()
-        heads = list(sampler_heads(logits_alone(alone), sequences(), LENGTHS))
-        read = {cut: read_alone(logits_alone(alone), heads, cut, sequences(), LENGTHS) for cut in (True, False)}
+        logits_of = sequence_logits(alone)
+        heads = list(sampler_heads(logits_of, sequences(), LENGTHS))
+        read = {cut: reference_reading(logits_of, heads, cut, sequences(), LENGTHS) for cut in (True, False)}
         weights = {name: value.clone() for name, value in weights.items() if torch.is_tensor(value)}
-        old = scores_alone(alone)
+        old = sequence_scores(alone)
         move_routers(alone)
-        current = scores_alone(alone)
+        current = sequence_scores(alone)
         mpu.destroy_model_parallel()
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)
@@ -85,7 +85,7 @@ def rank_main(rank, store):
 
 
 def check_r3(parallel, weights, rank, rollout):
-    """Under R3, the experts in use are the rollout's; the router's own choice is compared too."""
+    """Checks that with R3 the rollout's experts are used, and that the router's own choice is compared too."""
     engine = build_engine("R3", parallel)
     load(engine, weights, rank)
     routing = RecordedRouting(worker_config("R3", forward_only=True, **parallel))
@@ -98,7 +98,7 @@ def check_r3(parallel, weights, rank, rollout):
 
 
 def check_vocabulary_in_parts(rank):
-    """log_probs_at of this rank's half of the vocabulary, and its gradient, are those of all of it."""
+    """Checks that log_probs_at on a half of the vocabulary per rank gives the values and gradient of the whole."""
     generator = torch.Generator().manual_seed(1)
     whole = (5 * torch.randn(6, 10, generator=generator)).requires_grad_()
     ids = torch.randint(0, 10, (6, 4), generator=generator)
@@ -113,7 +113,7 @@ def check_vocabulary_in_parts(rank):
 
 
 def load(engine, weights, rank):
-    """The weights of the whole model into this rank's part of it."""
+    """Loads the weights of the whole model into this rank's part of it."""
     from verl.utils.megatron.router_replay_utils import get_current_rank_layer_info
 
     for stage, chunk in enumerate(engine.module):

@@ -331,8 +331,8 @@ def check(rank: Rank, dtype: torch.dtype) -> None:
 
 
 def check_checkpoint(rank: Rank, folder: Path) -> None:
-    """A checkpoint that is loaded into a running engine has the weights that were saved; the next step, at the learning
-    rate of the schedule then, is the one that followed them."""
+    """Checks that a running engine can load a checkpoint: it has the saved weights, and the next step is the one that
+    followed them, at the same learning rate."""
     engine = rank.engine
     engine.save_checkpoint(str(folder), global_step=2)
     saved, norm, after = rank.weights(), rank.step(), rank.weights()
@@ -345,7 +345,7 @@ def check_checkpoint(rank: Rank, folder: Path) -> None:
 
 
 def run(folder: Path) -> None:
-    """Every case, and every refusal with its words; one process for all."""
+    """Checks every case, and every refusal with its message, in one process."""
     for name in cases(folder):
         settings = OmegaConf.load(folder / f"{name}.yaml")
         with parallel_state():

@@ -1,6 +1,6 @@
 """A probe that looks several times, each time with another cause planted in the training engine.
 
-Of a model with a LoRA: with a LoRA that the rollout lacks, and over batches without updates.
+If the model has a LoRA, the probe looks with a LoRA that the rollout lacks, and over batches without updates.
 
 python -m tests.stack.probing <overrides of a probe>
 """
@@ -29,7 +29,7 @@ class Parts:
 
 
 def parts_of(engine, number) -> list[Parts]:
-    """Those of a layer, where this rank has it."""
+    """Returns the parts of a layer, if this rank has the layer."""
     if engine.engine_config.strategy == "megatron":
         layers = [layer for its_number, layer in megatron_layers(engine.module) if its_number == number]
         return [
@@ -124,7 +124,7 @@ PLANTS = {name: plant for name, (plant, *_) in CAUSES.items()} | {"no adapter": 
 
 
 def changed(weight, value) -> Callable[[], object]:
-    """Put these values into a rank's weight; what puts back those that were there."""
+    """Writes these values to a rank's weight; returns the function that restores the old ones."""
     before = weight.clone()
     weight.copy_(value)
     return lambda: weight.copy_(before)

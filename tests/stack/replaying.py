@@ -1,10 +1,10 @@
-"""A run that replays the routing otherwise after every few steps, so that the ways share one start of the stack.
+"""A run that changes how it replays routing after every few steps, so that all ways share one start of the stack.
 
     python -m tests.stack.replaying <overrides of the run, router_replay.mode=R3 among them>
 
-It starts with what R3 needs, which is all that any of them needs; SCHEDULE says how each step replays. In one, every
-second token of the rollout comes with an expert that is named twice. The last two are in verl's bypass mode; in the
-last, the routes of a trajectory have moved by a token on their way, which ends the run.
+It starts with the settings of R3, which include those of the others; SCHEDULE has the replay of each step. In one step,
+every second token of the rollout has the same expert twice. The last two steps are in verl's bypass mode; in the last,
+the routes of a trajectory are shifted by a token after their capture, which ends the run.
 """
 
 from verl_ext.features.verl_config import BYPASS, FSDP_REPLAY
@@ -22,7 +22,7 @@ def settings_of(entry: str) -> dict[str, object]:
 
 
 def replaying(trainer_class: type) -> type:
-    """`trainer_class`, setting itself and its workers to SCHEDULE's next entry before each step."""
+    """Returns a subclass of `trainer_class` that takes SCHEDULE's next entry before each step, as do its workers."""
     import torch
     from omegaconf import OmegaConf
 

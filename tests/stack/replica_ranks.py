@@ -38,9 +38,9 @@ def put(name):
 
 def meta(name, only=None, fields=("input_ids", *ROUTING)):
     keys = [f"{name} {index}" for index in (range(len(BATCHES[name])) if only is None else only)]
-    told = {"temperature": 0.5, "dataloader_kwargs": {"shuffle": True}}
+    extra_info = {"temperature": 0.5, "dataloader_kwargs": {"shuffle": True}}
     fields = None if fields is None else list(fields)
-    return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id="train", fields=fields, extra_info=told)
+    return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id="train", fields=fields, extra_info=extra_info)
 
 
 class Rank:
@@ -69,7 +69,7 @@ class Rank:
 
 
 def flat(data):
-    """Everything of a batch that could differ."""
+    """Returns all parts of a batch that could differ."""
     found = {}
     for name, value in data.items():
         if isinstance(value, torch.Tensor):
@@ -111,7 +111,7 @@ def join_cluster(rank):
 
 
 def rank_main(rank, store, results):
-    """Fetch every batch plainly and shared, and leave in results/RANK.pt what differed and what was fetched."""
+    """Fetches every batch plainly and shared; writes the differences and the fetched rows to results/RANK.pt."""
     from verl_ext.workers import replica_fetch
 
     torch.set_num_threads(1)

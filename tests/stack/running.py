@@ -105,7 +105,7 @@ def forked_command(arguments: list[str], stack: Forked) -> list[str]:
 
 
 def assert_k1_is_verls(step: dict[str, float]) -> None:
-    """verl computes the same mean; the terms of either sign are so much larger than what is left of them."""
+    """Checks our k1 against verl's, relative to the mean |log k|: k1 is much smaller than its terms of either sign."""
     assert abs(step["vllm_kl/k1"] - step["rollout_corr/kl"]) < 1e-4 * step["vllm_kl/log_ratio_abs_mean"]
 
 
@@ -113,13 +113,13 @@ def assert_documented(run: Run) -> None:
     assert undocumented(name for step in run.steps for name in step) == set()
 
 
-def suspected(run: Run) -> list[str]:
+def suspected_causes(run: Run) -> list[str]:
     """The causes that the report of this run names, the likeliest first."""
     return [suspect.cause.name for suspect in judge_run(read_run(run.folder / "verl_ext")).suspects]
 
 
 def assert_heads(step):
-    """Every token has one, and their KL is the size of what k3 estimates from single tokens."""
+    """Checks that every token has a head, and that the heads' KL has the size of k3's estimate from single tokens."""
     assert step["vllm_kl/head_missing"] == 0
     assert 0 < step["vllm_kl/head"] < 0.01
     assert 0.1 < step["vllm_kl/head"] / step["vllm_kl/k3"] < 10
@@ -142,8 +142,8 @@ def processes(mark: str) -> list[psutil.Process]:
     return found
 
 
-def marked(mark: str) -> list[str]:
-    """Their names, as a process list shows them."""
+def process_titles(mark: str) -> list[str]:
+    """Returns the titles of these processes, as a process list shows them."""
     found = []
     for process in processes(mark):
         try:
@@ -178,31 +178,31 @@ def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: 
         time.sleep(0.2)
 
 
-def spawned(mark: str) -> list[psutil.Process]:
+def engine_processes(mark: str) -> list[psutil.Process]:
     """Returns the processes that the rollout engine of a forked run started, oldest first: vLLM's engine core, SGLang's
     scheduler.
 
-    A forked process has no title. Its client, with which it ends, has a command.
+    A forked process has no title. It ends together with its client, which has a command.
     """
     found = [process for process in processes(mark) if "--multiprocessing-fork" in process.cmdline()]
     return sorted(found, key=lambda process: process.create_time())
 
 
-def named(start: str, mark: str) -> list[psutil.Process]:
-    """The run's processes whose titles start like this: marked, or forked from a server of this process."""
+def titled_processes(start: str, mark: str) -> list[psutil.Process]:
+    """Returns the run's processes whose titles begin with `start`: marked ones, or forks of this process's servers."""
     found = {*processes(mark), *psutil.Process().children(recursive=True)}
     return [process for process in found if process.name().startswith(start)]
 
 
 def assert_one_error(console: str, said: str) -> None:
-    """A run that died says so in one line, which matches `said` and names the remedy."""
+    """Checks that a run that died printed one error line, which matches `said` and names the remedy."""
     errors = [line for line in console.splitlines() if line.startswith("verl_ext: error:")]
     assert len(errors) == 1 and re.search(said, errors[0]), console[-3000:]
     assert "trainer.resume_mode=auto" in errors[0]
 
 
 def kill_all(mark: str) -> None:
-    """SIGKILL, the daemons of Ray too."""
+    """Kills all processes of the run, Ray's daemons included."""
     while found := processes(mark):
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -2,7 +2,7 @@
 
     python -m tests.stack.sglang_engine TASK FOLDER
 
-FOLDER has `model/`. What the tests compare is printed as a line of JSON.
+FOLDER has `model/`. The results for the tests are printed as a line of JSON.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def experts_of(model, tokens) -> torch.Tensor:
 
 @torch.no_grad()
 def compare(engine, model) -> dict[str, float]:
-    """The largest difference of the answers' log-probs, and the share of (token, layer) with the same experts."""
+    """Returns the largest difference of the answers' log-probs, and the share of (token, layer) with equal experts."""
     layers, top_k = model.config.num_hidden_layers, model.config.num_experts_per_tok
     sampling = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     answers = engine.generate(
@@ -155,8 +155,8 @@ def compare_heads(engine, server, model, sampling) -> dict[str, float]:
 
 
 def compare_turns(server, model, run) -> dict[str, float]:
-    """Two turns through verl's server, of which the second brings what the first has not: how many of the rows that
-    come together have the model's experts, and how many there are."""
+    """Runs two turns through verl's server; the second brings only new rows. Returns how many rows of both have the
+    model's experts, and how many rows there are."""
     from verl_ext.upstream.agent_loop import ROWS_HELD, Turn
 
     same, rows = 0, 0
@@ -213,7 +213,7 @@ def compare_states(engine, model) -> dict[str, float]:
 
 
 def as_transformers(folder):
-    """First, again with the prefix cache filled, and after other weights were sent."""
+    """Compares three times: at first, with the prefix cache filled, and after sending other weights."""
     engine, model = start(folder), reference(folder)
     found = {"first": compare(engine, model), "again": compare(engine, model), "states": compare_states(engine, model)}
     torch.manual_seed(3)
@@ -243,7 +243,7 @@ def served(folder):
 
 
 def retracted(folder):
-    """More requests at once than the cache has room for: all prompts twice, through verl's server."""
+    """Sends more requests at once than fit into the cache: all prompts twice, through verl's server."""
     from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
     from verl_ext.upstream.agent_loop import HEAD_ASKED
 
@@ -276,7 +276,7 @@ def retracted(folder):
 
 
 def interrupted(folder):
-    """Responses that weight syncs interrupt, through verl's client of the asynchronous modes, in a cache that is too
+    """Interrupts responses by weight syncs, through verl's client of the asynchronous modes, in a cache that is too
     small for them."""
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
@@ -370,7 +370,7 @@ def overlapped(folder):
 
 
 def failing(folder):
-    """The scheduler finds less than no memory for its cache; this process gets its SIGQUIT."""
+    """Starts a scheduler that finds no memory for its cache; this process gets its SIGQUIT."""
     start(folder, max_total_tokens=None, mem_fraction_static=-1.0)
 
 

@@ -4,9 +4,9 @@
 
 ENGINE is fsdp2 or megatron, which train while vLLM generates, or sglang, which generates while FSDP2 trains. Each entry
 of its schedule is what a user would add to the command line. The step's config is composed from the run's own overrides
-and these, and checked as at launch; the trainer and the workers' loss are set from it. What verl reads once, at the
-start, stays as BASE has it: the reward manager, the engines, the clip range and the KL loss of the workers. The batch
-of every other step is taken in blocks.
+and these, and checked as at launch; the trainer and the workers' loss are set from it. Settings that
+verl reads only at the start stay as in BASE: the reward manager, the engines, the clip range and the KL loss of the
+workers. The batch of every other step is taken in blocks.
 """
 
 import os
@@ -133,13 +133,13 @@ def compose(overrides: list[str]):
     return config, stability
 
 
-def told() -> Path:
+def hang_report() -> Path:
     """Returns the file that exists once the run has reported the hanging tool."""
-    return Path(tempfile.gettempdir(), f"told_{os.environ[MARK]}")
+    return Path(tempfile.gettempdir(), f"hang_reported_{os.environ[MARK]}")
 
 
 def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: list[str]) -> type:
-    """`trainer_class`, taking the settings of the schedule's next entry before each step."""
+    """Returns a subclass of `trainer_class` that takes the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
     from verl_ext.core.tokens import BLOCK_TOKENS
@@ -152,7 +152,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     def say_to_the_tool(said: str) -> None:
         say(said)
         if "hanging_double" in said:
-            told().touch()
+            hang_report().touch()
 
     watch.say = say_to_the_tool
 

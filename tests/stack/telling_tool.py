@@ -1,5 +1,5 @@
-"""The tool of recipes/cpu_tool. Agent loops run in the process that imports it: it tells how much of a second turn's
-routing came."""
+"""The tool of recipes/cpu_tool. The process that imports it runs the agent loops, so it can also print how much of a
+second turn's routing came."""
 
 from recipes.cpu_tool.tool import double
 from verl_ext.upstream.agent_loop import Turn

@@ -1,7 +1,7 @@
-"""Runs that start as on a cluster: submitted to two nodes, over a network that breaks, and one whose raylet is killed.
+"""Runs on a cluster: submitted to two nodes, over a network that breaks, and one whose raylet is killed.
 
-Ray counts the jobs of each cluster from 1, and verl names the socket of its weights after the job: one file, so that no
-two of them run at a time.
+All are in one file, so that no two run at a time: Ray counts the jobs of each cluster from 1, and verl names the socket
+of its weights after the job.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import uuid
 import psutil
 import pytest
 
-from tests.stack.left import SAVES, last_saved, saved, shards
+from tests.stack.run_files import SAVES, has_saved, last_saved, shards
 from tests.stack.running import (
     CPU,
     MARK,
@@ -23,10 +23,10 @@ from tests.stack.running import (
     SMALL,
     assert_one_error,
     kill_all,
-    marked,
-    named,
+    process_titles,
     processes,
     start,
+    titled_processes,
     wait_for,
 )
 from tests.stack.two_nodes import two_nodes
@@ -133,12 +133,12 @@ def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
         try:
             environment = head.environment | {"RAY_AUTH_MODE": "disabled"}
             console, started = start(nodes.inside(0, head.python, *settings), tmp_path, nodes.mark, environment)
-            wait_for(lambda: saved(tmp_path, 2), started, console)
+            wait_for(lambda: has_saved(tmp_path, 2), started, console)
             nodes.cable("down")
             before = last_saved(tmp_path)
             time.sleep(CUT_S)
             nodes.cable("up")
-            wait_for(lambda: saved(tmp_path, before + 3), started, console)
+            wait_for(lambda: has_saved(tmp_path, before + 3), started, console)
             (runner,) = (process for process in processes(nodes.mark) if process.name().startswith("ray::StabilityT"))
             nodes.raylet(1 - nodes.number_of(runner)).kill()
             assert started.wait(150) == 1
@@ -151,7 +151,7 @@ def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
 
 
 def wait_for_no_worker(mark):
-    """Ray's daemons of the node that lives are the cluster's, and stay."""
+    """Waits until the run has no worker; Ray's daemons on the living node belong to the cluster and stay."""
     deadline = time.monotonic() + 60
     while found := [name for name in names(mark) if name.startswith(("ray::", "VLLM"))]:
         if all(name.endswith("Agent") for name in found):
@@ -161,13 +161,13 @@ def wait_for_no_worker(mark):
 
 
 def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, tmp_path):
-    """Nothing is forked from prefork.py, which ends workers too."""
+    """No process is forked from prefork.py here, because that ends workers too."""
     mark = uuid.uuid4().hex
     command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=500)]
     console, started = start(command, tmp_path, mark)
     try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        (raylet,) = named("raylet", mark)
+        wait_for(lambda: has_saved(tmp_path, 2), started, console)
+        (raylet,) = titled_processes("raylet", mark)
         raylet.kill()
         assert started.wait(150) == 1
         wait_for_nobody(mark)
@@ -179,9 +179,9 @@ def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, 
 
 def wait_for_nobody(mark):
     deadline = time.monotonic() + 60
-    while marked(mark) and time.monotonic() < deadline:
+    while process_titles(mark) and time.monotonic() < deadline:
         time.sleep(1)
-    assert marked(mark) == []
+    assert process_titles(mark) == []
 
 
 def names(mark):

@@ -1,4 +1,4 @@
-"""Runs that somebody ends: nothing is lost that was written, and no process stays behind."""
+"""Runs that a user or a signal ends: no written data is lost, and no process stays behind."""
 
 import json
 import os
@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.stack.left import SAVES, events, last_saved, saved, shards, weights
+from tests.stack.run_files import SAVES, events, has_saved, last_saved, shards, weights
 from tests.stack.running import (
     CLEAN_EXIT,
     MARK,
     PY_EXECUTABLE,
     forked_command,
     kill_all,
-    marked,
+    process_titles,
     start,
-    suspected,
+    suspected_causes,
     wait_for,
 )
 from tests.support.forking import PREFORK
@@ -42,7 +42,7 @@ def test_ctrl_c_leaves_no_process_behind(arguments, tmp_path):
         os.killpg(run.pid, signal.SIGINT)  # what a terminal does
         assert run.wait(120) == 130
         assert not [process for process in started if process.is_running()]
-        assert marked(mark) == []
+        assert process_titles(mark) == []
     finally:
         kill_all(mark)
 
@@ -58,7 +58,7 @@ def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):
         timeout=60,
     ).returncode
     assert code == 7
-    assert marked(mark) == []
+    assert process_titles(mark) == []
 
 
 @pytest.mark.e2e
@@ -79,7 +79,7 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
     command = forked_command(arguments(*settings, steps=50), stack)
     console, started = start(command, tmp_path, mark, stack.environment)
     try:
-        wait_for(lambda: saved(tmp_path, 3), started, console)
+        wait_for(lambda: has_saved(tmp_path, 3), started, console)
     finally:
         kill_all(mark)
         started.wait()
@@ -105,7 +105,7 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
     assert rows[-1]["step"] == 9
     stops = [event for event in events(tmp_path) if event["action"] == "stop"]
     assert [event["step"] for event in stops] == [9]
-    assert suspected(resumed)[0] == "no_signal"
+    assert suspected_causes(resumed)[0] == "no_signal"
 
     initial = weights(assets / "model")
     for step in (1, 9):

@@ -62,9 +62,11 @@ def test_in_bypass_mode_the_first_mini_batch_of_any_rank_decides_for_all(ranks, 
     """Only one mini-batch of rank 1 has the gap; 0.5 is the limit."""
     assert [rank[case]["steps"] for rank in ranks] == [steps, steps]
     assert torch.equal(ranks[0][case]["weights"], ranks[1][case]["weights"])
-    told = [{name: values for name, values in rank[case]["metrics"].items() if "/" in name} for rank in ranks]
-    measured = {name: told[0][name] for name in told[0] if name.startswith(("vllm_kl/", "correction/", "first_pass/"))}
-    assert measured == {name: told[1][name] for name in measured}
+    metrics = [{name: values for name, values in rank[case]["metrics"].items() if "/" in name} for rank in ranks]
+    measured = {
+        name: metrics[0][name] for name in metrics[0] if name.startswith(("vllm_kl/", "correction/", "first_pass/"))
+    }
+    assert measured == {name: metrics[1][name] for name in measured}
     assert all(len(values) == 2 and values[0] == values[1] for values in measured.values()), "once, as of each rank"
     assert measured["first_pass/refused"] == [float(steps == 0)] * 2
     assert measured["first_pass/tokens"] == [18.0, 18.0], "of both ranks' first mini-batch"
@@ -88,8 +90,8 @@ def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
 @pytest.mark.shows("after_update.trajectories", engine="fsdp2")
 @pytest.mark.parametrize("case", UNDO_CASES)
 def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
-    told = [rank[case]["after_update"] for rank in ranks]
-    assert told[0] == told[1]
+    distances = [rank[case]["after_update"] for rank in ranks]
+    assert distances[0] == distances[1]
     total, tokens = (sum(rank[case]["independently"][i] for rank in ranks) for i in range(2))
-    policy_kl, vllm_kl = told[0]
+    policy_kl, vllm_kl = distances[0]
     assert policy_kl == pytest.approx([total / tokens], rel=1e-5) == vllm_kl, "here l_infer is l_old"

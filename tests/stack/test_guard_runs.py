@@ -8,7 +8,7 @@ import torch
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.dense_smoke.make_assets import build_model
 from tests.stack.faults import CANARY, DECIDED, RULES, rules
-from tests.stack.left import SAVES, events, full, same, shards, told
+from tests.stack.run_files import SAVES, equal_tensors, events, local_part, logged_events, shards
 from tests.stack.running import assert_documented
 
 pytestmark = pytest.mark.e2e
@@ -21,7 +21,7 @@ def test_every_action(with_faults):
     settings = (*REPLAY, CANARY, *SAVES, rules(*RULES), *(f"stability.guard.{x}" for x in guard))
     run = with_faults("every action", *settings, steps=14)
     assert run.code == 3, run.tail
-    assert told(run.folder) == DECIDED
+    assert logged_events(run.folder) == DECIDED
     reasons = {event["step"]: event["reason"] for event in events(run.folder)}
     # Of 32 trajectories, one has no experts and another has one twice; their tokens route themselves.
     wrong = run.steps[9]
@@ -47,11 +47,11 @@ def test_every_action(with_faults):
     # A skipped update and one with a NaN gradient leave the weights as they were.
     for before, after in ((2, 3), (6, 7), (7, 8)):
         assert_same(shards(run.folder, before), shards(run.folder, after))
-    assert not same(shards(run.folder, 1), shards(run.folder, 2))
+    assert not equal_tensors(shards(run.folder, 1), shards(run.folder, 2))
     # Step 9 went back to checkpoint 4: that of 5 was not synchronised, those of 6 to 8 came after a jump or no update.
     assert_same(shards(run.folder, 9), shards(run.folder, 4))
     assert_same_optimizer(shards(run.folder, 9, "optim"), shards(run.folder, 4, "optim"))
-    assert not same(shards(run.folder, 8), shards(run.folder, 9))
+    assert not equal_tensors(shards(run.folder, 8), shards(run.folder, 9))
     # The rollout got the weights back as well: no gap in the step after.
     assert run.steps[9]["vllm_kl/k3"] < 1e-3
 
@@ -59,7 +59,7 @@ def test_every_action(with_faults):
     for after in (11, 12):
         assert_same(shards(run.folder, after), shards(run.folder, 9))
         assert_same_optimizer(shards(run.folder, after, "optim"), shards(run.folder, 9, "optim"))
-    assert not same(shards(run.folder, 10), shards(run.folder, 9))
+    assert not equal_tensors(shards(run.folder, 10), shards(run.folder, 9))
     assert run.steps[11]["vllm_kl/k3"] < 1e-3
     assert [step["guard/undos"] for step in run.steps] == [0] * 6 + [1] * 4 + [2, 3, 3]
     assert [step["guard/lr_scale"] for step in run.steps] == [1] * 5 + [0.5] * 3 + [1] * 5
@@ -76,7 +76,7 @@ def test_a_lora_whose_first_weight_sync_is_lost(with_faults, tmp_path):
     run = with_faults("lost adapter", "stability.metrics=true", *lora, f"{model}.target_modules=all-linear", steps=3)
     assert run.code == 0, run.tail  # for a LoRA the canary is on by default
     assert re.search(r"sync canary +│ 8 trajectories, each sync +│ PPOTrainerSync.on_step_end; 8 modules", run.console)
-    assert told(run.folder) == [(1, "weight_sync", "warn"), (2, "weight_sync", "recover")]
+    assert logged_events(run.folder) == [(1, "weight_sync", "warn"), (2, "weight_sync", "recover")]
     assert_documented(run)
     lost, *there = run.steps
     assert lost["sync/arrived_high"] < 0.5 < min(step["sync/arrived_low"] for step in there)
@@ -84,13 +84,13 @@ def test_a_lora_whose_first_weight_sync_is_lost(with_faults, tmp_path):
 
 def assert_same(one, other):
     assert one.keys() == other.keys()
-    assert same(one, other)
+    assert equal_tensors(one, other)
 
 
 def assert_same_optimizer(one, other):
     for name, state in one["state"].items():
         for moment, value in state.items():
-            assert torch.equal(full(value), full(other["state"][name][moment])), (name, moment)
+            assert torch.equal(local_part(value), local_part(other["state"][name][moment])), (name, moment)
 
 
 def test_short_log_probs_end_the_run_and_a_full_disk_does_not(with_faults):

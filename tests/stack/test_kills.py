@@ -1,4 +1,4 @@
-"""A process of a run is killed, or its reward breaks down: what the run does, and what it leaves."""
+"""Runs in which a process is killed or the reward fails: how the run ends, and the files that it leaves."""
 
 import json
 import re
@@ -11,8 +11,16 @@ import pytest
 from tests import ROOT
 from tests.stack.faulty_reward import FILE
 from tests.stack.hungry_loss import FILE as HUNGER
-from tests.stack.left import SAVES, events, last_saved, same, saved, shards
-from tests.stack.running import PY_EXECUTABLE, assert_one_error, kill_all, named, spawned, start, wait_for
+from tests.stack.run_files import SAVES, equal_tensors, events, has_saved, last_saved, shards
+from tests.stack.running import (
+    PY_EXECUTABLE,
+    assert_one_error,
+    engine_processes,
+    kill_all,
+    start,
+    titled_processes,
+    wait_for,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -28,7 +36,7 @@ KILLED = {
 
 @pytest.fixture
 def file_system(tmp_path):
-    """The checkpoints' folder is a file system of its own."""
+    """Mounts a file system as the checkpoints' folder."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2g", "tmpfs", str(folder)], stderr=subprocess.PIPE)
@@ -55,9 +63,9 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_p
     mark = uuid.uuid4().hex
     console, started = begin(mark)
     try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        victims = spawned(mark) if name == ENGINE_CORE else named(name, mark)
-        assert victims, sorted({process.name() for process in named("", mark)})
+        wait_for(lambda: has_saved(tmp_path, 2), started, console)
+        victims = engine_processes(mark) if name == ENGINE_CORE else titled_processes(name, mark)
+        assert victims, sorted({process.name() for process in titled_processes("", mark)})
         victims[0].kill()
         assert started.wait(150) == 1
     finally:
@@ -67,7 +75,7 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_p
 
 
 def read_only(folder):
-    """The checkpoints' file system, as one that has met an error."""
+    """Makes the checkpoints' file system read-only, as after an error of the disk."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder / "checkpoints")], check=True)
 
 
@@ -90,7 +98,7 @@ def test_what_a_run_is_denied_ends_it_and_the_same_command_goes_on(begin, file_s
         mark = uuid.uuid4().hex
         console, started = begin(mark, *hungry, **{HUNGER: str(tmp_path / "hunger"), "PYTHONPATH": str(ROOT)})
         try:
-            wait_for(partial(saved, tmp_path, last + 2), started, console)
+            wait_for(partial(has_saved, tmp_path, last + 2), started, console)
             if fault:
                 fault(tmp_path)
                 assert started.wait(150) == 1
@@ -112,7 +120,7 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
     console, started = begin(mark, reward, slow, **{FILE: str(word), "PYTHONPATH": str(ROOT)})
     guard, metrics = (tmp_path / "verl_ext" / f"cpu_smoke{kind}.jsonl" for kind in (".guard", ""))
     try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
+        wait_for(lambda: has_saved(tmp_path, 2), started, console)
         metrics.unlink()
         word.write_text("nan")
         wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
@@ -123,7 +131,7 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
         wait_for(lambda: hangs.search(console.read_text()), started, console, 150)
         last = last_saved(tmp_path)
         word.unlink()
-        wait_for(lambda: saved(tmp_path, last + 1), started, console)
+        wait_for(lambda: has_saved(tmp_path, last + 1), started, console)
         word.write_text("raise")
         assert started.wait(150) == 1
     finally:
@@ -138,4 +146,4 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2, "the metrics are there again, from the first"
     assert "the judge does not answer" in text and "no materializable trajectories" in text
     first = skips[0]["step"]
-    assert same(shards(tmp_path, first - 1), shards(tmp_path, first)), "a skipped update changes nothing"
+    assert equal_tensors(shards(tmp_path, first - 1), shards(tmp_path, first)), "a skipped update changes nothing"

@@ -1,5 +1,5 @@
-"""The gate and the undo on two ranks of verl's Megatron engine: both decide alike, and an update is taken back bit for
-bit in each form of megatron-core's optimizer."""
+"""The gate and the undo on two ranks of verl's Megatron engine: the ranks decide alike, and an update is taken back bit
+for bit with each kind of megatron-core's optimizer."""
 
 import json
 
@@ -23,8 +23,8 @@ def ranks(stack, tmp_path_factory):
     for part in (build_model(tokenizer), tokenizer):
         part.save_pretrained(folder / "qwen3" / "model")
     make_model(folder / "moonlight", "moonlight")
-    told = run_ranks(stack, "tests.stack.megatron_gate", "judge_and_undo", 2, folder)
-    found = [{line["case"]: line for line in map(json.loads, lines)} for lines in told]
+    output = run_ranks(stack, "tests.stack.megatron_gate", "judge_and_undo", 2, folder)
+    found = [{line["case"]: line for line in map(json.loads, lines)} for lines in output]
     assert [list(rank) for rank in found] == [list(CASES)] * 2
     return {case: [rank[case] for rank in found] for case in CASES}
 
@@ -50,14 +50,14 @@ def test_the_norm_judged_is_the_one_that_verl_clips_by_and_reading_it_changes_no
     for norms in (found["norms"] for found in ranks[case]):
         assert norms["wide, taken back"] and norms["none, taken back"]
         assert norms["an allowed one is verl's"] and norms["a refused one leaves the weights"]
-    told = [found["norms"] for found in ranks[case] if found["outputs"]]
-    assert told and all(one == told[0] for one in told)
-    every = len(told)  # verl gathers a list of each rank's
-    judged, clipped, refused = told[0]["wide"]
+    gathered = [found["norms"] for found in ranks[case] if found["outputs"]]
+    assert gathered and all(one == gathered[0] for one in gathered)
+    every = len(gathered)  # verl gathers a list of each rank's
+    judged, clipped, refused = gathered[0]["wide"]
     assert judged[::every] == pytest.approx(clipped, rel=1e-6) and min(clipped) > 0
-    assert refused == [0.0] * 2 * every and told[0]["none"] == [None, clipped, None]
-    judged, clipped, refused = told[0]["narrow"]
-    assert refused == [1.0] * 2 * every and clipped is None and judged[0] == told[0]["wide"][0][0]
+    assert refused == [0.0] * 2 * every and gathered[0]["none"] == [None, clipped, None]
+    judged, clipped, refused = gathered[0]["narrow"]
+    assert refused == [1.0] * 2 * every and clipped is None and judged[0] == gathered[0]["wide"][0][0]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -56,7 +56,7 @@ def test_what_verl_and_megatron_core_do_not_know_is_refused(checked):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_override_is_a_setting_of_megatron_core_and_of_its_type(launch, name):
-    """Those too that CPU cores cannot have."""
+    """Includes the overrides that CPU cores cannot use."""
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import MLATransformerConfig

@@ -9,7 +9,15 @@ import torch
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.cpu_tool.make_assets import build_model
 from tests.stack.faults import CANARY, DECIDED, RULES, rules
-from tests.stack.left import SAVES, events, last_saved, megatron_optimizer, megatron_weights, same, told
+from tests.stack.run_files import (
+    SAVES,
+    equal_tensors,
+    events,
+    last_saved,
+    logged_events,
+    megatron_optimizer,
+    megatron_weights,
+)
 from tests.stack.running import (
     ASYNC_BUFFER,
     SEPARATE_ASYNC,
@@ -21,7 +29,7 @@ from tests.stack.running import (
     run,
     shares_by_lag,
     start,
-    suspected,
+    suspected_causes,
     wait_for,
 )
 from verl_ext.report.trajectories import load_trajectories
@@ -40,7 +48,7 @@ TP2_EP2 = tuple(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The recipe's, with an even vocabulary, which tensor parallelism halves, and experts that matter to a token."""
+    """The recipe's model, with an even vocabulary for tensor parallelism and experts that matter to a token."""
     folder = tmp_path_factory.mktemp("megatron_model")
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<spare>"])
@@ -67,7 +75,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, mo
     assert re.search(r"router agreement +│ compute_log_prob +│ 4 x TopKRouter on 2 rank\(s\)", finished.console)
     assert len(finished.steps) == 8
     assert_documented(finished)
-    assert suspected(finished)[0] == "lost_sync"
+    assert suspected_causes(finished)[0] == "lost_sync"
     first, *_ = (event for event in events(finished.folder) if event["rule"] == "zero_mismatch")
     assert (first["step"], first["action"]) == (5, "warn") and finished.steps[4]["vllm_kl/k3"] == first["value"]
     layers = [finished.steps[4][f"router/agreement/layer_{layer:02d}"] for layer in range(4)]
@@ -91,8 +99,8 @@ FLOAT16 = (  # Transformer Engine has the optimizer that verl takes
 
 
 def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_overflow_is(with_faults, model):
-    """Every expert id is one too high in step 2: the gap jumps, and the batch is skipped. The gradient of step 3 is
-    more than fp16 holds."""
+    """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. In step 3 the gradient
+    overflows fp16."""
     replay = ("stability=moe", "stability.batch_skip.threshold=1.0e-3")
     settings = (*FLOAT16, *SAVES, model)
     finished = with_faults("shifted experts and an overflow", *replay, *settings, recipe=RECIPE[0], steps=4)
@@ -106,10 +114,10 @@ def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_
     assert all(step["guard/skipped"] == 0 for step in (right, overflow, after))
     assert wrong["vllm_kl/k3"] > 10 * max(step["vllm_kl/k3"] for step in (right, overflow, after))
     assert overflow["actor/grad_norm"] is None, "as the file logger writes what is not finite"
-    assert (3, "non_finite", "warn") in told(finished.folder)
+    assert (3, "non_finite", "warn") in logged_events(finished.folder)
     for step, moves in ((2, False), (3, False), (4, True)):
         before, now = megatron_weights(finished.folder, step - 1), megatron_weights(finished.folder, step)
-        assert same(before, now) is not moves
+        assert equal_tensors(before, now) is not moves
     assert 0 < after["actor/grad_norm"] < 100, "without the loss scale, 32768 at first"
 
 
@@ -124,7 +132,7 @@ def test_every_action_of_the_guard(with_faults):
     finished = with_faults("every action", *settings, steps=14, **recipe)
     assert finished.code == 3, finished.tail
     folder, steps = finished.folder, finished.steps
-    assert told(folder) == DECIDED
+    assert logged_events(folder) == DECIDED
     reasons = {event["step"]: event["reason"] for event in events(folder)}
     assert "icepop dropped all" in reasons[4] and "low_probability dropped 100%" in reasons[8]
     assert "name an expert twice" in reasons[10] and "They are not compared." in reasons[10]
@@ -137,16 +145,16 @@ def test_every_action_of_the_guard(with_faults):
     # A skipped update and one with a NaN gradient leave the weights and the optimizer as they were.
     for before, after in ((2, 3), (3, 4), (6, 7), (7, 8)):
         assert_same(folder, before, after)
-    assert not same(megatron_weights(folder, 1), megatron_weights(folder, 2))
+    assert not equal_tensors(megatron_weights(folder, 1), megatron_weights(folder, 2))
     # Step 9 went back to checkpoint 4: that of 5 was not synchronised, those of 6 to 8 came after a jump or no update.
-    assert not same(megatron_weights(folder, 8), megatron_weights(folder, 4))
+    assert not equal_tensors(megatron_weights(folder, 8), megatron_weights(folder, 4))
     assert_same(folder, 4, 9)
     assert steps[9]["vllm_kl/k3"] < 1e-3, "the rollout got the weights back as well"
     wrong = steps[9]
     assert wrong["router/agreement"] > 0.9
     assert 0 < wrong["router/unknown"] < 0.1 and 0 < wrong["router/invalid"] < 0.1
     assert wrong["actor/grad_norm"] > 0, "and the run goes on from there"
-    assert not same(megatron_weights(folder, 10), megatron_weights(folder, 9))
+    assert not equal_tensors(megatron_weights(folder, 10), megatron_weights(folder, 9))
     # Step 11 took back the update of step 10, which the rollout had had; step 12 its own.
     for after in (11, 12):
         assert_same(folder, 9, after)
@@ -162,7 +170,7 @@ def assert_same(folder, one, other):
     for left in (megatron_weights, megatron_optimizer):
         before, after = left(folder, one), left(folder, other)
         assert before.keys() == after.keys()
-        assert same(before, after), (one, other, left.__name__)
+        assert equal_tensors(before, after), (one, other, left.__name__)
 
 
 def test_separate_async_with_truncated_sampling_and_score_centering(assets, stack, tmp_path):
@@ -261,15 +269,15 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
         assert step["actor/gate/refused"] == 0 < step["actor/grad_norm"]
 
     # Step 4 has no update: what it saved is what was loaded.
-    assert same(megatron_weights(tmp_path, 4), megatron_weights(tmp_path, 3))
+    assert equal_tensors(megatron_weights(tmp_path, 4), megatron_weights(tmp_path, 3))
     size = sum(weight.numel() for weight in megatron_weights(tmp_path, 3).values())
     before, after = megatron_optimizer(tmp_path, 3), megatron_optimizer(tmp_path, 4)
     assert len(before) == 3 and before.keys() == after.keys(), "the weights in float32 and two moments"
     assert all(torch.eq(before[name], after[name]).sum() >= size for name in before), "but for padding"
-    assert not same(megatron_weights(tmp_path, 5), megatron_weights(tmp_path, 4))
+    assert not equal_tensors(megatron_weights(tmp_path, 5), megatron_weights(tmp_path, 4))
 
     # In step 6 the experts that compute_log_prob recorded are changed before the update, which replays them.
     assert (
         steps[5]["actor/gate/refused"] == 1 and steps[5]["actor/gate/policy_kl"] > 50 * steps[4]["actor/gate/policy_kl"]
     )
-    assert same(megatron_weights(tmp_path, 6), megatron_weights(tmp_path, 5))
+    assert equal_tensors(megatron_weights(tmp_path, 6), megatron_weights(tmp_path, 5))

@@ -108,16 +108,16 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
 def test_a_second_turn_brings_the_ids_of_its_own_tokens_alone(switching_run):
     """The second turn brings ids from the last token of the first turn on, which had not been forwarded, except where
     the loop cuts that turn."""
-    told = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)
-    assert len(told) > TRAJECTORIES
-    assert all(0 < int(held) < int(tokens) and int(came) > 0 for held, came, tokens in told)
-    assert any(int(held) == int(tokens) - 1 for held, _, tokens in told)
+    turns = re.findall(r"turn_routes: (\d+) rows were held and (\d+) came, after (\d+) tokens", switching_run.console)
+    assert len(turns) > TRAJECTORIES
+    assert all(0 < int(held) < int(tokens) and int(came) > 0 for held, came, tokens in turns)
+    assert any(int(held) == int(tokens) - 1 for held, _, tokens in turns)
 
 
 def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
-    told = re.findall(r"switching: there is (.*); sent is (.*)", switching_run.console)
-    assert len(told) > len(BYPASSED)
-    for there, sent in ([set(names.split()) for names in found] for found in told):
+    updates = re.findall(r"switching: there is (.*); sent is (.*)", switching_run.console)
+    assert len(updates) > len(BYPASSED)
+    for there, sent in ([set(names.split()) for names in found] for found in updates):
         assert {"uid", "raw_prompt", "data_source", "extra_fields", "tools_kwargs"} <= there - sent
         assert (
             {"input_ids", "prompts", "responses", "response_mask", "old_log_probs", "multi_modal_inputs"}
@@ -128,8 +128,8 @@ def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
 
 @with_fsdp  # the rollout's part, which knows nothing of the training engine
 def test_a_tool_that_hangs_is_told_with_its_line(switching_run):
-    told = r"step \d+ has been running for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
-    assert re.search(told, switching_run.console), switching_run.tail
+    report = r"step \d+ has been running for \d+ s\b.*agent loop: [^;]*1 x hanging_double \(hanging_tool\.py:\d+\)"
+    assert re.search(report, switching_run.console), switching_run.tail
 
 
 @pytest.mark.parametrize(

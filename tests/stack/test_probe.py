@@ -1,5 +1,5 @@
-"""The probe on the real stack: for each pair of engines one start and several looks, each with a cause planted in the
-training engine; one start more for a LoRA."""
+"""The probe on the real stack. Each pair of engines is started once, for several looks, each with a cause planted in
+the training engine. One more start is for a LoRA."""
 
 import json
 
@@ -47,8 +47,8 @@ def looks(launch, assets, folder, stack, batches=1):
 
 
 def test_engines_that_compute_the_same_agree(found):
-    told = ProbeResult.read(found["nothing"]).conclusion
-    assert (told.cause, told.start) == ("none", "")
+    conclusion = ProbeResult.read(found["nothing"]).conclusion
+    assert (conclusion.cause, conclusion.start) == ("none", "")
     pairs = {(pair["one"], pair["other"]): pair for pair in found["nothing"]["pairs"]}
     from_decode = {("decode", other) for other in ("train", "prefill", "replayed", "packed")}
     assert set(pairs) == {*from_decode, ("prefill", "train")}
@@ -61,9 +61,9 @@ def test_engines_that_compute_the_same_agree(found):
 
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "nothing"])
 def test_a_planted_cause_is_found_at_its_place(found, cause):
-    told = ProbeResult.read(found[cause]).conclusion
+    conclusion = ProbeResult.read(found[cause]).conclusion
     _, start, verdict = CAUSES[cause]
-    assert told.start == start and told.cause == (verdict or told.cause), told.sentence
+    assert conclusion.start == start and conclusion.cause == (verdict or conclusion.cause), conclusion.sentence
 
 
 def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found):

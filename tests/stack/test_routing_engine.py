@@ -9,9 +9,9 @@ import torch
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.closeness import close
-from tests.support.head_ranks import alone, logits_alone, response_values, sampler_heads
+from tests.support.head_ranks import reference_reading, response_values, sampler_heads, sequence_logits
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
-from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, routes_alone, sequences
+from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
 from verl_ext.base.names import HEAD_SUMS
 from verl_ext.core.recorder import joined_passes
 from verl_ext.core.routing import RouterSums
@@ -108,7 +108,7 @@ def sets(ids):
 
 def own_routes(case, last_tokens=True):
     """[T, L, K] by the model itself, dense layers left out."""
-    routes = torch.cat([routes_alone(case.family, ids, last_token=last_tokens) for ids in sequences()])
+    routes = torch.cat([sequence_routes(case.family, ids, last_token=last_tokens) for ids in sequences()])
     return routes[:, moe_layers(case.family)]
 
 
@@ -211,8 +211,8 @@ def test_heads_are_read_in_every_layout(ran, name, truncated):
     found = ran[name][0][truncated]
     assert found["names"] == ["entropy", "log_probs", "router_agreement", "router_sums", HEAD_SUMS]
     model = build(case.family)
-    heads = list(sampler_heads(logits_alone(model)))
-    l_own, term, sums = alone(logits_alone(model), heads, truncated)
+    heads = list(sampler_heads(sequence_logits(model)))
+    l_own, term, sums = reference_reading(sequence_logits(model), heads, truncated)
     close(response_values(found["log_probs"]), l_own)
     close(torch.stack(list(found[HEAD_SUMS].unbind())), sums)
     (l_own.sum() + term.sum()).backward()

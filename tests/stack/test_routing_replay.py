@@ -1,7 +1,7 @@
 """Effects of routing replay on a real run: without, with R2 and with R3 in turn, on a model whose experts matter.
 
-The recipe's random experts add little to what they are added to. With eight times as large ones, another expert is
-another token, as in a trained model. Training in float32 keeps the rounding of bf16 log-probabilities out of vllm-kl.
+The recipe's random experts add little to the residual. With experts eight times as large, another expert gives another
+token, as in a trained model. Training in float32 keeps the rounding of bf16 log-probabilities out of vllm-kl.
 """
 
 import re
@@ -110,7 +110,7 @@ def test_r3_in_bypass_mode_is_replayed_in_the_update_whose_gap_is_measured(steps
 
 
 def test_r2_keeps_the_experts_of_compute_log_prob(steps):
-    """The first update of a step starts from the old policy: its routers would choose the same."""
+    """The first update of a step starts from the old policy, so its routers would choose the same experts."""
     for step in steps["R2"]:
         assert step["actor/router_own_agreement"] > 0.999
         assert step["router/own_agreement"] == step["router/agreement"]

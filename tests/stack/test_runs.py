@@ -12,7 +12,7 @@ from tests.stack.running import (
     assert_heads,
     assert_k1_is_verls,
     shares_by_lag,
-    suspected,
+    suspected_causes,
 )
 from verl_ext import cli
 from verl_ext.base.metrics import OURS
@@ -67,7 +67,8 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
 
 
 def assert_half_is_compared(step):
-    """Exactly, of the 32 of one agent loop's process; and what was left out is not taken for unknown."""
+    """Checks that exactly half of the 32 trajectories of one agent loop's process are compared, and that the others do
+    not count as unknown."""
     assert step["router/sampled"] == 0.5
     assert 0.25 < step["router/tokens"] / (32 * step["response_length/mean"]) < 0.75
     assert step["router/unknown"] == step["router/invalid"] == 0
@@ -75,7 +76,7 @@ def assert_half_is_compared(step):
 
 
 def assert_the_report_shows(run):
-    """The trajectories' numbers are those that the metrics were made of, and the pages are there."""
+    """Checks that the trajectories' numbers agree with the metrics, and that the pages exist."""
     assert re.search(r"trajectories +│ 2 per step +│ cpu_smoke\.trajectories\.jsonl", run.console)
     lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
     assert [(line.step, line.why) for line in lines] == [
@@ -98,7 +99,7 @@ def assert_the_report_shows(run):
 
 
 def assert_near_the_policy(run):
-    """Every rollout is of weights so near that the two engines mostly agree."""
+    """Checks that the engines mostly agree, because every rollout's weights are near the policy's."""
     assert_documented(run)
     for step in run.steps:
         assert 0 < step["vllm_kl/k3"] < 0.01
@@ -211,7 +212,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
         assert step["critic/score/min"] < 0
         assert_k1_is_verls(step)
         assert step["actor/grad_norm"] > 0
-    assert suspected(run)[0] == "quantized"
+    assert suspected_causes(run)[0] == "quantized"
 
 
 VERLS_WEIGHTS = (
@@ -222,7 +223,7 @@ VERLS_WEIGHTS = (
 
 @pytest.fixture(scope="module")
 def plain_verl(train_in, tmp_path_factory):
-    """verl's own entry point, of ours the loss alone."""
+    """A run of verl's own entry point, with only our loss."""
     return train_in(
         tmp_path_factory.mktemp("plain_verl"),
         "actor_rollout_ref.actor.policy_loss._target_=verl_ext.workers.loss_config.build_loss_config",
@@ -251,7 +252,7 @@ def test_none_logs_what_plain_verl_logs(train, plain_verl):
     assert keys(none)[:2] == [{name for name in names if "/icepop/" not in name} for names in keys(plain_verl)]
     assert not any(ours(names) for names in keys(none))
     assert {"actor/grad_norm", "critic/score/mean", "rollout_corr/kl"} <= keys(none)[0]
-    assert suspected(none) == ["truncated"]
+    assert suspected_causes(none) == ["truncated"]
 
 
 @pytest.mark.no_step

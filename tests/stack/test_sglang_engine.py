@@ -1,4 +1,4 @@
-"""SGLang's engine on CPU cores against transformers, in float32, and what its processes leave when they fail."""
+"""SGLang's engine on CPU cores against transformers, in float32, and the reasons that failing processes leave."""
 
 import json
 import os
@@ -34,13 +34,13 @@ def folder(tmp_path_factory):
 
 
 def in_background():
-    """A shell script starts what it puts in the background deaf to SIGQUIT, by which SGLang ends its parent."""
+    """Ignores SIGQUIT, by which SGLang ends its parent, as a shell script does in its background commands."""
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
 
 
 @pytest.fixture
 def ended(tmp_path, folder):
-    """ended(python, environment, task) -> exit code and output; nothing of it is left."""
+    """ended(python, environment, task) -> exit code and output; no process of it is left."""
     mark = uuid.uuid4().hex
     command = ("-m", "tests.stack.sglang_engine")
 

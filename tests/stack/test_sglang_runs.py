@@ -8,20 +8,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.stack.faults import CANARY
-from tests.stack.left import SAVES, events, last_saved, saved
+from tests.stack.run_files import SAVES, events, has_saved, last_saved
 from tests.stack.running import (
     ASYNC_BUFFER,
     RETRACTS,
     SEPARATE_ASYNC,
     SMALL,
     assert_documented,
+    engine_processes,
     forked_command,
     kill_all,
     run,
     shares_by_lag,
-    spawned,
     start,
-    suspected,
+    suspected_causes,
     wait_for,
 )
 
@@ -116,7 +116,7 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
     for step in finished.steps:
         assert step["router/agreement"] == 1, "of the experts in use"
     assert wrong["router/own_agreement"] < 0.9 < right["router/own_agreement"]
-    assert suspected(finished)[0] == "wrong_routes"
+    assert suspected_causes(finished)[0] == "wrong_routes"
 
 
 def test_megatron_and_sglang_in_separate_async(train):
@@ -176,8 +176,8 @@ def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoi
     mark = uuid.uuid4().hex
     console, started = start(forked_command(arguments, sglang_stack), tmp_path, mark, sglang_stack.environment)
     try:
-        wait_for(lambda: saved(tmp_path, 2), started, console)
-        scheduler, _detokenizer = spawned(mark)
+        wait_for(lambda: has_saved(tmp_path, 2), started, console)
+        scheduler, _detokenizer = engine_processes(mark)
         scheduler.kill()
         assert started.wait(150) == 1
     finally:
@@ -195,4 +195,4 @@ def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoi
     assert all(step["guard/skips"] == step["training/global_step"] for step in resumed.steps)
     assert resumed.steps[-1]["guard/skips"] == 9
     assert [event["step"] for event in events(tmp_path) if event["action"] == "stop"] == [9]
-    assert suspected(resumed)[0] == "temperature"
+    assert suspected_causes(resumed)[0] == "temperature"

@@ -1,6 +1,6 @@
 """vLLM's engine on CPU against transformers, before and after weight syncs.
 
-In float32, so that the two may differ by rounding only.
+They run in float32, so they may differ only by rounding.
 """
 
 import copy
@@ -252,7 +252,7 @@ def test_routed_experts_are_those_of_the_routers(engine: Engine, index: int) -> 
 @pytest.mark.e2e
 @pytest.mark.parametrize("sampling", [{}, {"top_k": HEAD - 2, "top_p": 0.6, "temperature": 0.8}], ids=["all", "kept"])
 def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, sampling: dict) -> None:
-    """Asked and answered as in verl's server; transformers' logits cut by the definitions of top-k and top-p."""
+    """Asks as verl's server does; compares with transformers' logits, cut by the definitions of top-k and top-p."""
     model = engine.models[0]
     engine.sync(model)
     asked = agent_loop.ask_for_head(

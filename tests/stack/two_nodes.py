@@ -30,13 +30,13 @@ class Nodes:
         self._servers = contextlib.ExitStack()
 
     def inside(self, number: int, *command: str) -> list[str]:
-        """The command that runs this one on a node."""
+        """Returns the command that runs `command` on a node."""
         address = ADDRESSES[number]
         variables = (f"VLLM_HOST_IP={address}", f"RAY_ADDRESS={ADDRESSES[0]}:{PORT}", f"GLOO_SOCKET_IFNAME={CABLE}")
         return ["ip", "netns", "exec", self.names[number], "env", *variables, *command]
 
     def cable(self, state: str) -> None:
-        """Pull the cable ("down"), or put it back ("up")."""
+        """Pulls the cable ("down"), or puts it back ("up")."""
         _ip("-n", self.names[0], "link", "set", CABLE, state)
 
     def number_of(self, process: psutil.Process) -> int:
@@ -82,7 +82,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[Nodes]:
-    """They are gone afterwards; what runs in them, the caller ends by the mark before."""
+    """Makes the nodes, and removes them afterwards; before that, the caller ends their processes by the mark."""
     nodes = Nodes(uuid.uuid4().hex, folder)
     try:
         try:

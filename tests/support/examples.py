@@ -10,6 +10,6 @@ def at_most(count):
     return settings(max_examples=min(count, settings().max_examples))
 
 
-def some(cases: Iterable) -> list:
+def slow_cases(cases: Iterable) -> list:
     """Returns all of these slow cases, or one in three with the fast profile."""
     return [*cases][:: 3 if settings().max_examples < 100 else 1]

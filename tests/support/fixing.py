@@ -7,10 +7,10 @@ def assert_fixed(error, run):
     """Checks an error's fix, if it has one: `run(*overrides)` with the fix appended ends with another error, or with
     none."""
     if error.fix:
-        assert said_by(run, error.fix) != str(error)
+        assert error_text(run, error.fix) != str(error)
 
 
-def said_by(run, overrides):
+def error_text(run, overrides):
     try:
         run(*overrides)
     except ConfigError as error:

@@ -32,11 +32,11 @@ def give(data, heads):
     return data
 
 
-def logits_alone(model):
+def sequence_logits(model):
     return lambda ids: model(ids.unsqueeze(0)).logits[0]
 
 
-def alone(logits_of, heads, truncated, rows=None, lengths=LENGTHS):
+def reference_reading(logits_of, heads, truncated, rows=None, lengths=LENGTHS):
     """l_theta [R] and centering term [R] of the response tokens with gradient, and sums [B, 5] by trajectory."""
     l_own, terms, sums = [], [], []
     for ids, (prompt, response), (tokens, log_q) in zip(rows or sequences(), lengths, heads, strict=True):
@@ -80,7 +80,7 @@ def run_heads(case, folder):
 
     worker, found = make_worker(case, folder), {}
     reader = HeadReader(worker.engine)
-    heads = list(sampler_heads(logits_alone(build(case.family))))
+    heads = list(sampler_heads(sequence_logits(build(case.family))))
     worker.set_loss_fn(loss)
     weight = worker.engine.module.lm_head.weight
     gradients = []

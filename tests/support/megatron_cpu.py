@@ -219,7 +219,7 @@ def worker_of(engine):
     return worker
 
 
-def route_alone(engine, index):
+def sequence_routes(engine, index):
     """[n, L, K] expert ids of one sequence by itself, from the routers' own outputs: the oracle."""
     from megatron.core.transformer.moe.router import TopKRouter
 
@@ -238,7 +238,7 @@ def route_alone(engine, index):
     return torch.stack([seen[layer] for layer in sorted(seen)], dim=1)
 
 
-def logits_alone(engine):
+def sequence_logits(engine):
     """A sequence's ids -> [n, V] logits of it by itself, from the model's LM head."""
 
     def logits(ids):

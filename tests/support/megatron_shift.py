@@ -25,7 +25,7 @@ def move_routers(engine):
 
 
 @torch.no_grad()
-def scores_alone(engine):
+def sequence_scores(engine):
     """[r, L, E] log-probabilities of the routers of each sequence by itself, from the routers' inputs: the oracle."""
     found = []
     for index, (prompt, response) in enumerate(LENGTHS):
@@ -47,7 +47,7 @@ def check_shift(engine, old, current):
     """Checks that compute_log_prob records `old` (the engine as it is), and that the update gets how far `current` is.
 
     Args:
-        old, current: `scores_alone` of the same weights in one process, before and after `move_routers`.
+        old, current: `sequence_scores` of the same weights in one process, before and after `move_routers`.
     """
     recorder = MegatronShiftRecorder(engine)
     recorder.enabled = True

@@ -47,7 +47,7 @@ def sequences():
 
 
 @torch.no_grad()
-def routes_alone(family, ids, last_token=False, model=None):
+def sequence_routes(family, ids, last_token=False, model=None):
     """[n, L, K] uint8 as vLLM would ship it: of a sequence by itself, zeros for dense layers and for the last token."""
     model = model or build(family)
     routes = torch.zeros(len(ids), LAYERS, TOP_K, dtype=torch.uint8)
@@ -61,7 +61,7 @@ def routes_alone(family, ids, last_token=False, model=None):
 
 
 def rollout_routes(case):
-    routes = [routes_alone(case.family, ids) for ids in sequences()]
+    routes = [sequence_routes(case.family, ids) for ids in sequences()]
     for trajectory, token, layer in case.planted:
         chosen = routes[trajectory][LENGTHS[trajectory][0] + token - 1, layer]
         chosen[0] = next(e for e in range(8) if e not in chosen.tolist())

@@ -38,7 +38,7 @@ class VerlTrainer:
 
     def _update_actor(self, batch, metrics):
         self.ran.append(("actor", list(batch.fields)))
-        self.told = batch.extra_info
+        self.extra_info = batch.extra_info
         metrics.update(self.by_workers)
         return batch
 

@@ -47,7 +47,7 @@ print(json.dumps([seen, printed]))
 
 @pytest.mark.slow
 def test_what_needs_no_engine_imports_none():
-    """One interpreter for all, in the order of what they need."""
+    """Runs all commands in one interpreter, those that need least first."""
     commands = {
         "doctor of the installation": ["doctor", "--json"],
         "plan": ["plan", "--json", "recipe=qwen3_30b_a3b", "stability=icepop"],
@@ -64,6 +64,6 @@ def test_what_needs_no_engine_imports_none():
     assert {finding["check"] for finding in json.loads(findings)} >= {"packages", "plugins"}
     for name in ("doctor of a run", "doctor of a loss"):
         _, findings = printed.pop(name)
-        told = {(finding["level"], finding["check"]) for finding in json.loads(findings)}
-        assert told >= {("ok", "hooks"), ("ok", "verl's validation"), ("ok", "sizes")}
+        levels = {(finding["level"], finding["check"]) for finding in json.loads(findings)}
+        assert levels >= {("ok", "hooks"), ("ok", "verl's validation"), ("ok", "sizes")}
     assert all(code == 0 and json.loads(plan)["fits"] for code, plan in printed.values())

@@ -1,4 +1,4 @@
-"""Things that the pages name exist: links, files, tests, options, launches, and settings with their defaults."""
+"""All that the pages name exists: links, files, tests, options, launches, and settings with their defaults."""
 
 import ast
 import re
@@ -76,7 +76,7 @@ def test_launches_compose(page, compose):
 
 
 def leaves(node: dict, prefix: str, none: str = "null") -> dict[str, str]:
-    """Name -> default, as YAML has it, of every setting; `none` for what has none."""
+    """Returns name -> default, as in YAML, of every setting; `none` if it has no default."""
     words = {"None": none, "True": "true", "False": "false"}
     found = {}
     for key, value in node.items():

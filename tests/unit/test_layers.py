@@ -1,4 +1,4 @@
-"""Imports point down: what each room of the package imports anywhere in its files, inside functions too."""
+"""Imports point down: a room of the package imports only rooms below it, inside functions too."""
 
 import ast
 import re
@@ -98,8 +98,7 @@ def named_in(file: Path) -> set[str]:
 
 
 def is_there(name: str) -> bool:
-    """Checks that a dotted name is a folder, a file, or a name that a file defines; a member of that is not looked
-    at."""
+    """Checks that a dotted name is a folder, a file, or a name that a file defines; members are not checked."""
     path = ROOT / "verl_ext"
     for part in name.split("."):
         if (path / part).is_dir():

@@ -43,7 +43,7 @@ def no_ray(monkeypatch):
 
 
 def test_a_wrong_setting_is_reported_before_verl_ray_and_torch_are_imported(tmp_path):
-    """One interpreter of its own for all; `fresh_python` has these libraries imported already."""
+    """All cases share one new interpreter, because `fresh_python` has imported these libraries already."""
     launches = json.dumps([["recipe=cpu_smoke", *overrides] for overrides in WRONG])
     out = subprocess.check_output([sys.executable, "-c", LAUNCHES, launches], cwd=tmp_path, text=True)
     for message, (said, imported) in zip(WRONG.values(), json.loads(out.splitlines()[-1]), strict=True):
@@ -97,7 +97,7 @@ def test_who_died_is_said_without_the_rest_of_rays_message():
 
 
 def test_a_line_of_the_console_goes_out_at_once_into_a_file_too(monkeypatch, tmp_path):
-    """Python keeps 8 KB back, and a run that hangs prints less."""
+    """Python buffers 8 KB, and a run that hangs prints less than that."""
     file = tmp_path / "console.log"
     with file.open("wb") as written, io.TextIOWrapper(written) as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)

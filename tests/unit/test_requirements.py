@@ -1,4 +1,4 @@
-"""The extras for GPUs and their pins: what verl asks for, and what its packages ask for."""
+"""The extras for GPUs and their pins, against the requirements of verl and of its packages."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def ours():
 
 
 def unmet(wanted, versions, requirements_of, without=()):
-    """Returns what is asked for and not pinned so, as `parent -> requirement`, through all that is pinned.
+    """Returns the requirements that the pins do not meet, as `parent -> requirement`, over all pinned packages.
 
     Args:
         requirements_of: canonical name -> the lines of its metadata; None where they are not known.
@@ -114,7 +114,7 @@ def test_what_is_pinned_twice_and_asked_for_otherwise_is_found():
 def described(tmp_path_factory):
     """described(name -> version) -> name -> pip's report of that package; each is looked up once, a second each.
 
-    By a pip whose dry run reads the metadata of a wheel without the wheel.
+    Uses a pip whose dry run reads the metadata of a wheel without downloading the wheel.
     """
     folder, known = tmp_path_factory.mktemp("pip"), {}
     pip = [sys.executable, "-m", "pip", "install", "-q", "--target", folder / "pip", "pip>=25.3"]

@@ -40,12 +40,12 @@ def machine(dry: bool) -> dict[str, str]:
 def _gpu() -> dict[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
         raise KitError(f"no GPU was found here: nvidia-smi says {error}; --dry runs everything on a CPU") from error
-    if not told:
+    if not lines:
         raise KitError("no GPU was found here: nvidia-smi lists none; --dry runs everything on a CPU")
-    name, driver, memory = (field.strip() for field in told[0].split(","))
+    name, driver, memory = (field.strip() for field in lines[0].split(","))
     return {"gpu": name, "driver": driver, "gpu memory": memory}
 
 

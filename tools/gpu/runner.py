@@ -91,8 +91,8 @@ def _run(part: Part, entry: dict[str, Any], dry: bool, tiny: bool, write: Callab
         try:
             while process.poll() is None and time.monotonic() - begun < part.seconds:
                 time.sleep(POLL)
-                if len(told := _read(lines)) > len(entry["lines"]):
-                    entry["lines"] = told
+                if len(found := _read(lines)) > len(entry["lines"]):
+                    entry["lines"] = found
                     write()
             timed_out = process.poll() is None
         except BaseException:

@@ -43,7 +43,7 @@ class Change:
 
     @property
     def written_for(self) -> str:
-        """Such as `verl 0.9.1` or `vllm >=0.24,<0.32`."""
+        """The versions as text, such as `verl 0.9.1` or `vllm >=0.24,<0.32`."""
         each = (f"{name} {wanted.removeprefix('==').replace('.*', '')}" for name, wanted in self.versions.items())
         return "; ".join(each)
 

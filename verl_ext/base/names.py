@@ -56,7 +56,7 @@ TRAJECTORIES = ".trajectories.jsonl"
 
 
 def older_part(trajectories: Path) -> Path:
-    """`run.trajectories.jsonl` -> `run.trajectories.1.jsonl`"""
+    """Returns the name of the older part: `run.trajectories.jsonl` -> `run.trajectories.1.jsonl`."""
     return trajectories.with_suffix(".1.jsonl")
 
 

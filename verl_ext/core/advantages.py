@@ -225,7 +225,7 @@ class GrpoPositive:
     """The settings of `algorithm.grpo_positive`.
 
     Attributes:
-        negative_scale: what a negative advantage is multiplied by: 0 drops it, 1 is GRPO.
+        negative_scale: the factor of negative advantages: 0 drops them, 1 is GRPO.
     """
 
     negative_scale: float = 0.0
@@ -239,7 +239,7 @@ class GrpoPositive:
 def grpo_positive_advantages(
     rewards_S: Tensor, group_S: Tensor, *, negative_scale: float, norm_by_std: bool = True
 ) -> Tensor:
-    """GRPO's advantage (R - mean) / (std + 1e-6), where it is negative times `negative_scale`.
+    """Returns GRPO's advantage (R - mean) / (std + 1e-6); negative ones are multiplied by `negative_scale`.
 
     With 0, responses below their group's mean are not pushed down: +1 and -1 become +1 and 0. With 1 it is verl's GRPO
     (`compute_grpo_outcome_advantage`), its rule for a group of one included: mean 0 and std 1, so the reward itself

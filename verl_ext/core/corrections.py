@@ -1,11 +1,10 @@
 """Corrections: a weight on the policy-gradient loss, made from the mismatch between the engines.
 
-Each is a pure function of what its registration says it reads, and of its settings; `core.measure.weigh` computes those
-quantities, multiplies the weights of all corrections that are asked for, and counts what they did. Weights are detached
-constants. A token weighted 0 leaves the numerator of the loss; what divides is the trainer's choice
-(`stability.denominator`). One that acts in the update, on the policy being updated, is a function of a LossBatch that
-gives a LossChange, as a policy loss is (`verl_ext.core.losses`); `opsm` is, and stands beside the loss that it
-also is (`verl_ext.core.losses`).
+Each is a pure function of its settings and of the quantities that its registration names. `core.measure.weigh` computes
+these quantities, multiplies the weights of all corrections that are switched on, and counts their effects. Weights are
+detached constants. A token weighted 0 leaves the numerator of the loss; the trainer chooses the denominator
+(`stability.denominator`). A correction that acts in the update, on the policy being updated, is a function from a
+LossBatch to a LossChange, like a policy loss (`verl_ext.core.losses`); `opsm` is registered there as both.
 
     k = exp(l_old - l_infer)         training over inference, per token (the log-ratio clamped to +-20)
     p_infer, p_old                   the two probabilities, per token
@@ -29,16 +28,17 @@ if TYPE_CHECKING:
 
 TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
-IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # of a LossBatch, besides what each has
+IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # optional fields of a LossBatch
 CLAMP_P = 1e-6
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a correction did, each field of the shape and dtype of what it reads.
+    """The weights of a correction, and which values are outside its bounds; shape and dtype are those of its input.
 
-    A value is outside the bounds on the low side or on the high side, or inside; NaN is on neither and weighs 0, and an
-    infinite one what the formula tends to. What only bends is outside where it begins to, as of `tis`, or nowhere.
+    A value is below the bounds, above them or inside. NaN is neither below nor above, and weighs 0; an infinite value
+    weighs the limit of the formula. If a correction only bends the weight, as `tis` does, a value is outside from where
+    the weight bends, or never.
     """
 
     weight: Tensor
@@ -52,12 +52,12 @@ class Correction(Method):
 
     Attributes:
         reads: the quantities, or the optional fields of the batch.
-        by_ratio: whether it weighs a token by its ratio, or a function of the settings that says so: two that do would
-            count it twice.
-        as_mask: the override under its settings with which it does not; empty where there is none.
-        drops: whether it drops tokens besides. Where the loss has the ratio k already, in verl's bypass mode, that is
-            what it does; one that weighs by the ratio and drops nothing has nothing to do there.
-        in_update: whether it acts inside each update step, on the policy being updated, and not before the update.
+        by_ratio: it weighs a token by its ratio, or a function from the settings to that. Two such corrections would
+            count the ratio twice.
+        as_mask: the override under its settings with which it does not weigh by the ratio; empty if there is none.
+        drops: it also drops tokens. In verl's bypass mode the loss has the ratio k already, so only the drops have an
+            effect there; a correction that weighs by the ratio and drops nothing has none.
+        in_update: it acts inside each update step, on the policy being updated, and not before the update.
     """
 
     reads: tuple[str, ...] = ()
@@ -85,11 +85,11 @@ def register_correction(
     in_update: bool = False,
     **traits: Any,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Register a correction; `traits` are further attributes of Correction.
+    """Registers a correction; `traits` are further attributes of Correction.
 
     Args:
-        settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
-            arguments themselves.
+        settings: a dataclass whose fields are the keyword arguments of the function; by default it is made from the
+            function's keyword-only arguments.
         reads: quantities of tokens only, or of sequences only; in the update, some of IN_UPDATE or none.
 
     Raises:
@@ -113,12 +113,12 @@ def register_correction(
 
 
 def below(value: Tensor, bound: float | Tensor) -> Tensor:
-    """1 where value < bound, else 0, NaN too; a float tensor, which torch writes faster than one of bools."""
+    """Returns 1 where value < bound, else 0, also for NaN; a float tensor, which torch writes faster than bools."""
     return torch.lt(value, bound, out=torch.empty_like(value))
 
 
 def above(value: Tensor, bound: float | Tensor) -> Tensor:
-    """1 where value > bound, else 0, NaN too."""
+    """Returns 1 where value > bound, else 0, also for NaN."""
     return torch.gt(value, bound, out=torch.empty_like(value))
 
 
@@ -186,7 +186,7 @@ class IcePop:
         _require_band(self, "alpha", "beta")
 
     def narrowed(self, factor: float) -> IcePop:
-        """The band narrowed towards 1, in logarithms."""
+        """Returns the band narrowed towards 1, in logarithms."""
         return IcePop(self.alpha**factor, self.beta**factor)
 
 
@@ -325,7 +325,7 @@ def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
 
 
 def _one(value: Tensor) -> Tensor:
-    """1, and 0 for NaN."""
+    """Returns 1, and 0 for NaN."""
     return torch.eq(value, value).to(value)
 
 

@@ -247,8 +247,8 @@ class Call:
 
 
 def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
-    """ids [r, K] int32 and log q [r, K] float32 of a trajectory's response; log q is -inf where no call generated the
-    token: tool output, a template's token, one that the agent loop has replaced.
+    """Returns ids [r, K] int32 and log q [r, K] float32 of a trajectory's response. log q is -inf if no call generated
+    the token: tool output, a template's token, or one that the agent loop has replaced.
 
     A call belongs to a trajectory that begins with its prompt, so that each trajectory of an agent loop that returns
     several gets its own calls. Its heads belong to the tokens up to the first that the trajectory lacks: later tokens
@@ -274,8 +274,8 @@ COLUMNS = ("tokens", "without", "kl", "mass", "differs")
 
 
 def head_sums(found: Divergence, known_N: Tensor, mask_N: Tensor, offsets: Tensor) -> Tensor:
-    """[B, 5] float64, over the tokens that the model generated: how many there are, how many have no head, and of the
-    others the sums of the divergence.
+    """Returns [B, 5] float64 over the tokens that the model generated: their number, the number without a head, and the
+    sums of the divergence over the others.
 
     Args:
         known_N, mask_N: bool.

@@ -1,10 +1,10 @@
-"""The policy losses, and what they and the workers' loss are made of: sequence masks, penalties, a KL estimate.
+"""The policy losses, and the parts of them and of the workers' loss: sequence masks, penalties, a KL estimate.
 
 Shape legend: B trajectories, T response tokens (padded), N tokens, L MoE layers, K experts per token.
-Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. Only what is said to carry a gradient does.
+Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. A tensor carries a gradient only if its description says so.
 
-What is small is a difference of large numbers here (x - log x - 1 is (log x)^2 / 2 near x = 1, and a mean over
-30,000 tokens loses digits too), so exponents and sums run in float64 whatever comes in; results are float32.
+Small values are differences of large numbers here (x - log x - 1 is (log x)^2 / 2 near x = 1, and a mean over 30,000
+tokens loses digits too), so exponents and sums run in float64 for every input dtype; results are float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ READABLE = ("k", "l_infer", "entropy", "router_agreement", "router_deviation", "
 
 @dataclass(frozen=True)
 class LossBatch:
-    """What a policy loss may look at, [B, T] each; of the optional ones, those that its registration says it reads.
+    """The inputs of a policy loss, [B, T] each. An optional one is given if the loss is registered to read it.
 
     Attributes:
         l_theta: with gradient.
@@ -53,7 +53,7 @@ class LossBatch:
     lag: Tensor | None = None
 
     def require(self, name: str) -> Tensor:
-        """The optional tensor `name`; ValueError where the registration does not name it."""
+        """Returns the optional tensor `name`; raises ValueError if the registration does not name it."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"the batch comes without {name}: register the function with reads=({name!r},)")
@@ -62,11 +62,11 @@ class LossBatch:
 
 @dataclass(frozen=True)
 class LossChange:
-    """What becomes of the base loss; None leaves it as it is.
+    """The changes to the base loss; None leaves a part as it is.
 
     Attributes:
-        weight: [B, T], multiplied into the tokens' weights; a constant, whatever it was made of.
-        log_factor: [B, T], added to the log-ratio before the base clips; a constant too.
+        weight: [B, T], multiplied into the tokens' weights; always detached.
+        log_factor: [B, T], added to the log-ratio before the base clips; detached too.
         term: [B, T] with gradient, whose mean over all response tokens is added to the loss, in every loss_agg_mode.
         metrics: of this micro-batch, logged as `actor/<name>/<metric>`.
     """
@@ -86,8 +86,8 @@ class Loss(Method):
 
     Attributes:
         reads: optional fields of LossBatch.
-        rescales: whether it gives a log_factor, for which the base has to have a ratio.
-        needs_l_old: whether l_old has to be the training engine's own; in bypass mode it is the rollout's.
+        rescales: it gives a log_factor, so the base must have a ratio.
+        needs_l_old: l_old must be the training engine's own; in bypass mode it is the rollout's.
     """
 
     reads: tuple[str, ...] = ()
@@ -105,15 +105,15 @@ LOSSES: Registry[Loss] = Registry("policy loss")
 def register_loss(
     name: str, settings: type | None = None, *, reads: tuple[str, ...] = (), **traits: bool
 ) -> Callable[[LossFunction], LossFunction]:
-    """Register a function of a LossBatch and settings, which becomes `policy_loss.loss_mode=NAME`; `traits` are further
-    attributes of Loss.
+    """Registers a function of a LossBatch and settings, which becomes `policy_loss.loss_mode=NAME`; `traits` are
+    further attributes of Loss.
 
     Args:
-        settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
-            arguments themselves.
+        settings: a dataclass whose fields are the keyword arguments of the function; by default it is made from the
+            function's keyword-only arguments.
 
     Raises:
-        ValueError: the name is taken, or what it reads is unknown.
+        ValueError: the name is taken, or `reads` has an unknown field.
     """
     if unknown := set(reads) - set(READABLE):
         raise ValueError(f"the policy loss {name} reads {sorted(unknown)}; choose from {READABLE}")
@@ -126,10 +126,10 @@ def register_loss(
 
 
 def change(chosen: Chosen, batch: LossBatch, gives: Collection[str]) -> LossChange:
-    """What a method with its settings makes of a batch.
+    """Calls a method with its settings on a batch.
 
     Raises:
-        ValueError: it gives something besides `gives`, or a tensor that is not [B, T].
+        ValueError: the method gives a part that is not in `gives`, or a tensor that is not [B, T].
     """
     found = chosen.method.function(batch, **asdict(chosen.settings))
     expected = tuple(batch.mask.shape)
@@ -164,8 +164,8 @@ class SequenceDivergence:
     """Per sequence, means over its m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
 
     Attributes:
-        mismatch: mean(l_infer - l_old), the part the two engines disagree on.
-        staleness: mean(l_old - l_theta), the part the policy has moved since.
+        mismatch: mean(l_infer - l_old), the disagreement of the two engines.
+        staleness: mean(l_old - l_theta), the movement of the policy since then.
     """
 
     mismatch: Tensor
@@ -173,13 +173,13 @@ class SequenceDivergence:
 
     @property
     def whole(self) -> Tensor:
-        """mean(l_infer - l_theta), what OPSM compares with delta; the two parts add up to it exactly."""
+        """mean(l_infer - l_theta), which OPSM compares with delta; the two parts add up to it exactly."""
         return self.mismatch + self.staleness
 
 
 @no_grad
 def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> SequenceDivergence:
-    """Split the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
+    """Splits the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
 
     Args:
         l_infer, l_old, l_theta: [B, T] log-probabilities, any float dtype.
@@ -195,7 +195,7 @@ def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: T
 
 @dataclass(frozen=True)
 class Opsm:
-    """The bound of off-policy sequence masking, and which sequences it looks at.
+    """The bound of off-policy sequence masking, and the choice of the sequences that it may mask.
 
     Attributes:
         delta: drop a response of negative advantage whose mean of l_infer - l_theta is above this many nats per token.
@@ -235,12 +235,13 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
 def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossChange:
     """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
 
-    `stale_only` is ours: where the engines disagree much, dropping what they disagree on ended every run of the lab
-    (docs/lab.md), and what a rollout's age brings is all that is to be masked. Without lags, nothing is stale.
+    `stale_only` is ours. If the engines disagree much, masking by their disagreement ended every run of the lab
+    (docs/lab.md); with `stale_only`, only stale sequences can be masked. Without lags, no sequence is stale.
 
     Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
-    staleness, the two parts of the divergence, means over those sequences. Where rollouts can be older than the policy,
-    `mismatch` has in it what that moved since: sequences_dropped and mismatch come as what each lag brings to them too.
+    staleness, the two parts of the divergence, means over those sequences. If rollouts can be older than the policy,
+    `mismatch` includes the policy's movement since then. So sequences_dropped and mismatch are also logged by lag, as
+    the contribution of each.
     """
     parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
     keep = opsm_mask(parts.whole, batch.advantages, delta)
@@ -284,11 +285,11 @@ def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
     """Weight 0 on the tokens that an update moves further from the rollout, largest (log r)^2 first, until the mean of
     the rest is at most `threshold`; r = exp(l_theta - l_infer).
 
-    M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04: of the
-    tokens with A > 0 and r > 1, or A < 0 and r < 1, which are those that PPO's clip looks at. Its objective weighs the
-    others by r, which is left to `tis`, or to the loss in bypass mode. The mean is of a micro-batch, as in its authors'
-    code (Infini-AI-Lab/M2PO), which clips PPO's ratio at the bound found so. AReaL's `m2_threshold` takes all tokens,
-    whatever the sign of A, and l_old for l_theta. NaN weighs 0.
+    M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04. It considers
+    the tokens with A > 0 and r > 1, or A < 0 and r < 1, as PPO's clip does. Its objective weighs the others by r; here
+    `tis` does that, or the loss in bypass mode. The mean is of a micro-batch, as in the authors' code
+    (Infini-AI-Lab/M2PO), which clips PPO's ratio at the resulting bound. AReaL's `m2_threshold` takes all tokens, for
+    either sign of A, and l_old instead of l_theta. NaN weighs 0.
 
     Metrics: dropped, share of the tokens; second_moment, the mean before any is dropped.
     """
@@ -304,14 +305,15 @@ def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
 
 
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
-    """max(0, l_old - l_theta) on the tokens of preserved actions or responses whose likelihood falls as a whole.
+    """Returns max(0, l_old - l_theta) on the tokens of preserved actions or responses whose likelihood falls as a
+    whole.
 
-    LLDS of "On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral" (arXiv 2512.04220). Preserved
-    are tokens with A >= 0 (Y_pre); the gate is 1 where the sum of l_old - l_theta over the whole is positive; the paper
-    adds lambda times the mean over all response tokens, preserved or not, with lambda 0.1. So does its authors' code
-    (vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1, dp_actor.py: a masked mean over
+    LLDS of "On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral" (arXiv 2512.04220). Tokens
+    with A >= 0 are preserved (Y_pre); the gate is 1 where the sum of l_old - l_theta over the whole is positive. The
+    paper adds lambda times the mean over all response tokens, preserved or not, with lambda 0.1. So does the authors'
+    code (vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1, dp_actor.py: a masked mean over
     response_mask), where `gate` "action" is `chunk_noreduce`; their model card: the action-level gate performs best. A
-    later revision of the paper has lambda 0.2, and seems to divide by the tokens of the preserved responses alone.
+    later revision of the paper has lambda 0.2, and seems to divide by only the tokens of the preserved responses.
 
     Args:
         l_theta: [B, T] with gradient.
@@ -320,7 +322,8 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
             a token that a batch filter took out.
 
     Returns:
-        [B, T] float32, 0 outside the penalised tokens; its gradient is -1 on them. What holds a NaN is not penalised.
+        [B, T] float32, 0 outside the penalised tokens; its gradient is -1 on them. An action or response with a NaN is
+        not penalised.
 
     Raises:
         ValueError: `gate` is neither of the two.
@@ -344,10 +347,10 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
 
 @dataclass(frozen=True)
 class Llds:
-    """The weight of the penalty, and what it is gated by.
+    """The weight of the penalty, and its gate.
 
     Attributes:
-        coef: what the penalty is multiplied by, the paper's lambda.
+        coef: the factor of the penalty, the paper's lambda.
         gate: the unit whose likelihood has to fall as a whole: `action` or `response`.
     """
 
@@ -361,7 +364,7 @@ class Llds:
 
 @register_loss("llds", Llds, needs_l_old=True)
 def llds(batch: LossBatch, *, coef: float, gate: str) -> LossChange:
-    """Plus coef times the mean of `llds_penalty` over all response tokens, whatever the weights (arXiv 2512.04220).
+    """Adds coef times the mean of `llds_penalty` over all response tokens, for any weights (arXiv 2512.04220).
 
     Metrics: penalised, share of the tokens; penalty, its mean.
     """
@@ -374,8 +377,8 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
     """r' (x - log x - 1), x = pi_ref / pi_theta, r' = pi_theta / pi_sampled: k3, importance-weighted, per token.
 
     DeepSeek-V3.2 (arXiv 2512.02556) eq. 7. The gradient passes through r' as well, which makes it
-    r' (l_theta - l_ref) per token, the unbiased gradient of KL(pi_theta || pi_ref); k3 alone has
-    1 - x there. The paper's denominator is the policy that "o is sampled from": with two engines that is l_infer;
+    r' (l_theta - l_ref) per token, the unbiased gradient of KL(pi_theta || pi_ref); plain k3 has 1 - x
+    instead. The paper's denominator is the policy that "o is sampled from": with two engines that is l_infer;
     TRL (`use_bias_correction_kl`) and slime use l_old.
 
     Args:
@@ -385,10 +388,10 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
         mask: [B, T].
 
     Returns:
-        [B, T] float32, 0 outside the mask, whatever stands there. Of the value, both log-ratios are clamped to +-20;
-        of the gradient r' alone, as an importance weight, so that it points at the reference from any distance. (verl
-        clamps its k3 to +-10 as well: no gradient past log x = 2.6, where the KL is largest. Its `k3+` has the
-        gradient of k2, l_theta - l_ref, unclamped.) What is not finite under the mask gives NaN.
+        [B, T] float32, 0 outside the mask for any value there. In the value, both log-ratios are clamped to +-20. In
+        the gradient only r' is clamped, as an importance weight, so that it points to the reference from any distance.
+        (verl clamps its k3 to +-10 as well: no gradient past log x = 2.6, where the KL is largest. Its `k3+` has the
+        gradient of k2, l_theta - l_ref, unclamped.) A value under the mask that is not finite gives NaN.
     """
     chosen = mask.bool()
     # torch.where on what goes in: on what comes out, it would leave a gradient of 0 * NaN.
@@ -406,7 +409,7 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
 
 @no_grad
 def router_deviation(old_NK: Tensor, current_NK: Tensor) -> Tensor:
-    """[N] float32, mean over K of |log r_theta(e) - log r_old(e)| in one layer (RSPO, arXiv 2510.23027).
+    """Returns [N] float32, mean over K of |log r_theta(e) - log r_old(e)| in one layer (RSPO, arXiv 2510.23027).
 
     Args:
         old_NK, current_NK: log-probabilities, over all experts, of the K experts that the old router chose.
@@ -416,7 +419,7 @@ def router_deviation(old_NK: Tensor, current_NK: Tensor) -> Tensor:
 
 @no_grad
 def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
-    """max(exp(-deviation), floor), float32: the detached factor on a token's importance ratio.
+    """Returns max(exp(-deviation), floor), float32: the detached factor on a token's importance ratio.
 
     RSPO ("Towards Stable and Effective Reinforcement Learning for Mixture-of-Experts", arXiv 2510.23027): gamma =
     exp(-1/L sum_l 1/K sum_k |log r_theta - log r_old|), over the experts that were active under the old policy.

@@ -133,7 +133,7 @@ ROW_BLOCK = 1 << 17  # tokens, in whole trajectories: their temporaries stay in 
 
 @torch.no_grad()
 def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
-    """[3, 3] float64: of the tokens with A > 0, with A < 0, and of all, how many count, and their k1 and k3.
+    """Returns [3, 3] float64: for tokens with A > 0, with A < 0, and all, the number that count, and their k1 and k3.
 
     A token counts with m = 1 and finite log-probabilities; sums of several parts add up.
 
@@ -154,8 +154,8 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sums_by_row(tokens: Tokens) -> Tensor:
-    """[B, 4] float64: of each trajectory the tokens that count, as of `sums_by_sign`, their k1 and k3, and its
-    generated tokens."""
+    """Returns [B, 4] float64 for each trajectory: the number of tokens that count (as in `sums_by_sign`), their k1 and
+    k3, and its number of generated tokens."""
     sums = torch.zeros(len(tokens.offsets) - 1, 4, dtype=torch.float64, device=tokens.mask.device)
     for part, rows in blocks(tokens.offsets, ROW_BLOCK):
         mask, lengths = tokens.mask[part], tokens.offsets[rows.start : rows.stop + 1].diff()
@@ -169,8 +169,8 @@ def sums_by_row(tokens: Tokens) -> Tensor:
 
 @torch.no_grad()
 def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int]]:
-    """`sums_by_sign` of the trajectories whose generated tokens all have A > 0, or all A < 0, or none either; and which
-    trajectories these are not, whose tokens have to be looked at.
+    """Returns `sums_by_sign` of the trajectories whose generated tokens all have A > 0, all A < 0, or all A = 0; and
+    the other trajectories, whose tokens have to be read.
 
     Args:
         sums_B4: of `sums_by_row`.

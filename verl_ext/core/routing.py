@@ -69,7 +69,7 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
 
 
 def _view_words(train_PK: Tensor, infer_PK: Tensor) -> tuple[Tensor, Tensor]:
-    """The same bytes in the widest words that make up a row, and that start at a multiple of their width in both."""
+    """Returns the same bytes as the widest words that fill a row and are aligned in both tensors."""
     places = (train_PK.shape[1], train_PK.storage_offset(), infer_PK.storage_offset())
     size = train_PK.element_size()
     word = next(dtype for width, dtype in WORDS if all(place * size % width == 0 for place in places))

@@ -52,7 +52,7 @@ def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
 
 
 def total(values: Tensor) -> Tensor:
-    """The float64 sum of [n] values; of float32 in parts that it counts exactly, at the cost of float32."""
+    """Returns the float64 sum of [n] values; sums float32 in parts that it counts exactly, at the cost of float32."""
     return torch.stack([part.sum().double() for part in values.split(EXACT)]).sum()
 
 
@@ -100,15 +100,15 @@ def fill_added_rows(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor
 
 
 def left_out_rows(field: Tensor, lengths: Tensor) -> Tensor:
-    """[B] bool: the rows of a nested field [B, n, ...] that came empty where they ought to have `lengths`, [B] int64.
+    """Returns [B] bool: the rows of a nested field [B, n, ...] that are empty although `lengths`, [B] int64, is not 0.
 
-    A trajectory whose routing did not travel (upstream/agent_loop.py).
+    They are trajectories whose routing was not sent (upstream/agent_loop.py).
     """
     return (field.offsets().diff().to(lengths.device) == 0) & (lengths > 0)
 
 
 def fill_gaps(values: Tensor, lengths: Tensor, left_out_B: Tensor) -> Tensor:
-    """[N, ...] of the packed values of the rows that are there: zeros on the tokens of those that are left out."""
+    """Returns [N, ...] from the packed values of the rows that are there, with zeros for the tokens of the others."""
     if not left_out_B.any():
         return values
     there = (~left_out_B).repeat_interleave(lengths)

@@ -1,6 +1,6 @@
 """The input and the result of a check, the registry of checks, and fixes.
 
-A part of the installation or the config that is slow to read is read once, when first needed.
+A part of the installation or the config that is slow to read is read only when needed, and only once.
 """
 
 import ast
@@ -40,12 +40,13 @@ DISTRIBUTIONS = (
     "TransferQueue",
     "flash-attn",
 )
-KNOWN_VERL = "0.9.1"  # what was read of verl is of this version
+KNOWN_VERL = "0.9.1"  # the version of verl whose source the checks cite
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
 def installed_versions() -> dict[str, str]:
-    """Distribution -> version, and Python's. Read before verl is: on CPU cores our platform answers for `vllm`."""
+    """Returns distribution -> version, and Python's. To be called before verl is imported: on CPU cores our platform
+    then answers for `vllm`."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -62,16 +63,16 @@ class Context:
     """One installation, and one composed config or None.
 
     Attributes:
-        versions: distribution -> version; what is not installed is not there.
+        versions: distribution -> version, of installed distributions.
         plugins: entry-point group -> names in it.
         environ: environment variables.
-        failure: why the overrides do not compose; "" when they do, or none were given.
+        failure: why the overrides do not compose; "" if they do, or none were given.
         gpu: the rollout's, if it is known.
-        trust: whether code that the config names may be run (`hooks.py`).
-        folder: where a package's source lies.
-        has: whether a module can be found.
-        other_machine: whether the run was said to be for another machine than this, by --gpu.
-        errors: what `hooks.errors_once` found.
+        trust: code that the config names may be run (`hooks.py`).
+        folder: returns the folder of a package's source.
+        has: returns True if a module can be found.
+        other_machine: --gpu was given, so the run is for another machine.
+        errors: the findings of `hooks.errors_once`.
     """
 
     versions: Mapping[str, str]
@@ -97,7 +98,7 @@ class Context:
     def engine_argument(self, name: str) -> tuple[str, Any]:
         """Returns where an argument of the rollout's engine is set, and its value.
 
-        Those of engine_kwargs go over rollout's own, for vLLM except null: `launch_server` of
+        Values of engine_kwargs override rollout's own, for vLLM only if they are not null: `launch_server` of
         verl/workers/rollout/vllm_rollout/vllm_async_server.py and sglang_rollout/async_sglang_server.py (0.9.1).
         """
         setting = f"{ROLLOUT}.engine_kwargs.{self.get(f'{ROLLOUT}.name')}.{name}"
@@ -107,7 +108,7 @@ class Context:
 
     @property
     def with_vllm(self) -> bool:
-        """Whether there is a config, and its rollout engine is vLLM."""
+        """True if there is a config and its rollout engine is vLLM."""
         return self.get(f"{ROLLOUT}.name") == "vllm"
 
     @property
@@ -124,7 +125,7 @@ class Context:
 
     @property
     def older_verl(self) -> bool:
-        """Whether the installed verl is older than the one that was read."""
+        """True if the installed verl is older than the version whose source the checks cite."""
         return Version(self.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
 
     @property
@@ -141,13 +142,15 @@ class Context:
 
     @property
     def engine(self) -> str | None:
-        """The rollout engine's name for itself; None without a config, or if we do not know the engine."""
+        """The proper name of the rollout engine, such as vLLM; None without a config, or if the engine is unknown."""
         return ROLLOUTS.get(self.get(f"{ROLLOUT}.name", ""))
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the run is for another machine, whose packages are not known: it needs a GPU and this machine has
-        none, or --gpu named one."""
+        """True if the run is for another machine, whose packages are not known.
+
+        That is: the run needs a GPU, and this machine has none, or --gpu named one.
+        """
         on_cpu = self.get("trainer.device", "cuda") == "cpu"
         return not on_cpu and (self.other_machine or self.gpu is None)
 
@@ -157,12 +160,12 @@ class Context:
 
     @cached_property
     def plugin_modules(self) -> list[str]:
-        """The modules that stability.plugins would import and may not; [] with `trust`."""
+        """The modules of stability.plugins, which may not be imported; [] with `trust`."""
         return [] if self.trust else plugins(self.config)
 
     @cached_property
     def model_code(self) -> bool:
-        """Whether the model comes with code of its own, which the run would execute and which may not be here."""
+        """True if the model has code of its own, which the run would execute and this process may not."""
         if self.trust or not self.get(f"{MODEL}.trust_remote_code"):
             return False
         files = ((self._model_path, "config.json"), (self._tokenizer_path, "tokenizer_config.json"))
@@ -178,7 +181,7 @@ class Context:
 
     @cached_property
     def model_config(self) -> Any:
-        """The model's transformers config; None where its files are not on this machine, or its code may not run."""
+        """The model's transformers config; None if its files are not on this machine, or its code may not run."""
         if not (path := self._model_path) or self.model_code or not json_of_model(path, "config.json"):
             return None
         from transformers import AutoConfig
@@ -190,7 +193,7 @@ class Context:
 
     @cached_property
     def tokenizer_length(self) -> int | None:
-        """`len(tokenizer)`, which verl masks vLLM's ids by; None as with `model_config`."""
+        """`len(tokenizer)`, from which on verl masks ids in vLLM; None as for `model_config`."""
         if not (path := self._tokenizer_path) or self.model_code:
             return None
         from transformers import AutoTokenizer
@@ -241,8 +244,8 @@ class Finding:
 
     @property
     def cause(self) -> str:
-        """The name in base/causes.py under which a report of the run would show it; "" where nothing is wrong, or no
-        metric shows it."""
+        """The name in base/causes.py under which a report of the run would show it; "" if nothing is wrong or no metric
+        shows it."""
         return "" if self.level == "ok" else CAUSE_OF_CHECK.get(self.check, "")
 
 
@@ -252,10 +255,10 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(name: str, needs: str = "") -> Callable[[Check], Check]:
-    """Register a check: a pure function of the context. Its docstring names where its claim was read.
+    """Registers a check: a pure function of the context. Its docstring cites the source of its claim.
 
     Args:
-        needs: what the context must have, by the name of its attribute; else the check finds nothing.
+        needs: an attribute of the context; if it is false or empty, the check finds nothing.
     """
 
     def register(function: Check) -> Check:
@@ -272,7 +275,7 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[Finding]:
-    """All findings of these checks, in their order; of all, in the order of registration, where none is named."""
+    """Returns the findings of these checks, in their order; if none is named, of all, in the order of registration."""
     return [
         Finding(found.level, found.found, found.why, found.fix, name)
         for name in names or CHECKS
@@ -281,7 +284,7 @@ def run_checks(context: Context, names: Iterable[str] = ()) -> list[Finding]:
 
 
 def fixes(findings: Iterable[Finding]) -> list[str]:
-    """The overrides of all findings, worst first, each key once."""
+    """Returns the overrides of all findings, worst first, each key once."""
     chosen: dict[str, str] = {}
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         for override in finding.fix:
@@ -294,11 +297,11 @@ def apply_fix(
 ) -> tuple[DictConfig, tuple[str, ...]]:
     """Applies the fix that an error carries, to see whether the error goes away.
 
-    Returns the config with the fix, and the overrides in it that were not set already; the config as it was, and (),
-    where that does not help.
+    Returns the config with the fix, and those of its overrides that were not set already. If the fix does not help,
+    returns the config as it was, and ().
 
     Args:
-        found: the error that a config has; None where it has none.
+        found: returns the error of a config; None if it has none.
     """
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in error.fix:

@@ -34,7 +34,7 @@ COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
 
 def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
-    """The findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
+    """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
     Code that the config names is run only with `trust`.
     """
@@ -52,7 +52,7 @@ def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) 
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the findings; 1 where there is an error, or with --strict a warning."""
+    """Prints the findings; returns 1 if there is an error, or with --strict a warning."""
     findings = diagnose(given_arguments(arguments), arguments.gpu, trust=arguments.trust)
     if arguments.fix:
         for override in fixes(findings):
@@ -72,7 +72,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """The table, worst first, and below it the overrides that fix."""
+    """Prints the table, worst first, and below it the overrides that fix findings."""
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):

@@ -1,4 +1,4 @@
-"""The rollout engine: attention, lengths, and which experts it returns; what versions of vLLM do otherwise.
+"""The rollout engine: attention, lengths, the experts that it returns, and differences between versions of vLLM.
 
 Claims on newer versions were read in the wheels of vLLM 0.27.1 to 0.33.0, in `VllmConfig` (vllm/config/vllm.py) unless
 another file is named.
@@ -37,7 +37,7 @@ def captures_routing(context: Context) -> bool:
 
 
 def first_runner(context: Context) -> bool:
-    """Whether model runner V1 was asked for. Since 0.29 V2 is the default for every model that it can run."""
+    """Returns True if the environment asks for model runner V1. Since 0.29, vLLM uses V2 for all models it can run."""
     return context.environ.get(RUNNER, "").strip() in ("0", "false", "False")
 
 

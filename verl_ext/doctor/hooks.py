@@ -1,15 +1,15 @@
-"""Which of verl_ext's hooks attach, whether verl takes the config, and which code of the config was not run for that.
+"""Checks that verl_ext's hooks attach and that verl accepts the config; lists code of the config that was not run.
 
-The checks are those that the run itself makes before Ray starts. They must not execute code that somebody's config
-names, unless --trust allows it. A config names code in
+The run itself makes the same checks before Ray starts. Here they must not execute code that somebody's config names,
+unless --trust allows it. A config names code in
 
     stability.plugins             imported by `StabilityConfig`
     model.trust_remote_code       lets transformers import Python files in the model's folder
     _target_                      called by `hydra.utils.instantiate` in verl's `validate_config`: any callable
     hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`launch/command_line.py` looks before)
 
-Other code, such as reward functions, data set classes, `external_lib`, agent loops and chat templates, is used by a run
-only: no check of this folder goes near it.
+Other code, such as reward functions, data set classes, `external_lib`, agent loops and chat templates, is used only by
+a run: no check of this folder touches it.
 
 `passes_quickly` validates a config without `import verl`, which takes seconds. It is written for verl 0.9.1.
 """
@@ -38,9 +38,9 @@ from verl_ext.launch.packages import package_folder
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = f"{ACTOR}.fsdp_config"
 TRUST = f"{MODEL}.trust_remote_code"
-MOST_ERRORS = 20  # in a row, each found once the one before is fixed
+MOST_ERRORS = 20  # in a row; each is found after the one before is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
-FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # of verl's configs: what those two are composed of
+FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # of verl's configs, which compose the two
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 
 BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
@@ -70,10 +70,10 @@ def config_composes(context: Context) -> Iterable[Finding]:
 
 @check("hooks")
 def hooks(context: Context) -> Iterable[Finding]:
-    """The rows of the start-up table, or each error that would come instead.
+    """The rows of the start-up table, or the errors that the run would stop with.
 
     Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.trainer.start.run` calls them;
-    `check_run` also probes the model's routers, where that runs no code of the model's own.
+    `check_run` also probes the model's routers, if that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
         return
@@ -93,7 +93,7 @@ def hooks(context: Context) -> Iterable[Finding]:
 
 @check("verl's validation")
 def verl_validation(context: Context) -> Iterable[Finding]:
-    """Settings that verl refuses in the config, as our entry point leaves it.
+    """Settings that verl refuses, in the config that our entry point gives it.
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it.
     """
@@ -158,35 +158,35 @@ def code(context: Context) -> Iterable[Finding]:
 
 
 def errors_once(context: Context) -> list[Finding]:
-    """The errors of the run's own checks, found once for all checks; none if plugins are not imported."""
+    """Returns the errors of the run's own checks, found once for all checks; none if plugins may not be imported."""
     if context.errors is None:
         context.errors = [] if context.plugin_modules else _errors_of(context)
     return context.errors
 
 
 def needs_reference(config: DictConfig) -> bool:
-    """`need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), whose import brings pandas and datasets along."""
+    """Repeats `need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), which imports pandas and datasets too."""
     return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
 
 
 def needs_critic(config: DictConfig) -> bool:
-    """`need_critic`, of the same file."""
+    """Repeats `need_critic` of the same file."""
     enabled = config.critic.enable
     return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
 
 
 def unknown_targets(built: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Place and name of each `_target_` that is not one of the settings classes; of `built_settings`."""
+    """Returns place and name of each `_target_` in `built_settings` that is not one of the settings classes."""
     known = settings_classes()
     found = (pair for path, values in built.items() for pair in _targets(values, path))
     return [(place, str(target)) for place, target in found if not isinstance(target, str) or target not in known]
 
 
 def built_settings(config: Any) -> dict[str, Any]:
-    """The parts of a config that verl's validation builds, as plain values; of the critic, without its model.
+    """Returns the parts of a config that verl's validation builds, as plain values; the critic without its model.
 
-    Building that (`HFModelConfig`) imports its external_lib, loads its tokenizer and may copy its files by a shell
-    command; the validation reads none of it.
+    Building the model's settings (`HFModelConfig`) imports its external_lib, loads its tokenizer and may copy its files
+    by a shell command; the validation reads none of them.
 
     Raises:
         OmegaConfBaseException: an interpolation does not resolve.
@@ -199,7 +199,7 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 
 def settings_classes() -> set[str]:
-    """The classes that verl's own files for actor and critic name, and what makes those of our losses."""
+    """Returns the classes that verl's own files for actor and critic name, and the function that builds our losses'."""
     from verl_ext.features import losses
     from verl_ext.launch.compose import VERL_CONFIGS
 
@@ -209,13 +209,13 @@ def settings_classes() -> set[str]:
 
 
 def passes_quickly(config: Any, **roles: bool) -> bool:
-    """Whether verl's `validate_config` takes a config, found out without all that `import verl` brings along.
+    """Returns True if verl's `validate_config` accepts a config, without the cost of `import verl`.
 
-    verl's settings classes are plain dataclasses, and `validate_config` builds and asks them. On the way to them are
-    packages whose `__init__` imports torch, tensordict, transformers and Ray, which no setting is checked by. The
-    modules of the settings are imported with those left out, and none is left in `sys.modules`.
+    verl's settings classes are plain dataclasses, which `validate_config` builds and checks. They lie in packages whose
+    `__init__` imports torch, tensordict, transformers and Ray, though no check of a setting needs these. So the modules
+    of the settings are imported without them, and removed from `sys.modules` afterwards.
 
-    True is final. False is also returned where only the whole of verl can judge, and where it is imported already.
+    True is final. False is also returned if only the whole of verl can judge, or if verl is imported already.
     """
     if "verl" in sys.modules:
         return False
@@ -229,7 +229,7 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 
 
 def _errors_of(context: Context) -> list[Finding]:
-    """The errors of a config, each found by fixing those before it."""
+    """Returns the errors of a config; each is found after those before it are fixed."""
     config, read_model = context.config, not context.model_code
     if context.get(TRUST) and not context.trust:
         config = copy.deepcopy(config)
@@ -245,7 +245,7 @@ def _errors_of(context: Context) -> list[Finding]:
 
 
 def _as_launched(config: DictConfig) -> DictConfig:
-    """A config without errors, with what our entry point sets in it before verl gets it."""
+    """Returns the config with the settings that our entry point adds before verl gets it; it must have no errors."""
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import apply_engine_settings, read_features
 
@@ -257,7 +257,7 @@ def _as_launched(config: DictConfig) -> DictConfig:
 
 
 def _first_error(config: DictConfig, read_model: bool) -> UserError | None:
-    """Returns the error that the run would stop with; None where it would not."""
+    """Returns the error that the run would stop with; None if it would not stop."""
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import check_run, read_features
 
@@ -291,7 +291,7 @@ def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _settings_alone() -> Iterator[None]:
-    """Stands hollow modules in for the packages on the way to verl's settings classes."""
+    """Replaces the packages that verl's settings classes lie in, and those that they import, by hollow modules."""
     folder = package_folder("verl")
     assert folder is not None
     ours = {name: types.ModuleType(name) for name in {*BARE, *HOLLOW} - {*sys.modules}}
@@ -315,7 +315,7 @@ def _settings_alone() -> Iterator[None]:
 
 
 class _LeftOut:
-    """Stands for a function or a class that no setting is checked by."""
+    """Replaces a function or a class that no check of a setting needs."""
 
     def __init__(self, *args: object, **kwargs: object):
         raise RuntimeError("left out of a quick validation")

@@ -68,10 +68,10 @@ def _package(name: str, version: str | None) -> Iterable[Finding]:
 
 @check("imports", needs="config")
 def imported_packages(context: Context) -> Iterable[Finding]:
-    """Packages that this config will import: an error if one is not installed, on the machine of the run.
+    """Packages that this config will import; on the machine of the run, one that is not installed is an error.
 
-    Doctor can be run on a laptop for a cluster, of whose packages it knows nothing: there it is a warning, without a
-    fix, which would make the run do without what the cluster has.
+    On a laptop the doctor can check a run for a cluster, whose packages it does not know. There it is a warning without
+    a fix, because a fix would switch off features that the cluster may support.
 
     Source: the table in verl_ext/launch/packages.py; versions and extras from verl's metadata.
     """

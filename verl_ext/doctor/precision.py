@@ -311,7 +311,7 @@ def fake_quantization(context: Context) -> Iterable[Finding]:
 
 
 def _corrected(context: Context) -> bool:
-    """Whether any method weights the loss by the ratio of the engines."""
+    """Returns True if any method weights the loss by the ratio of the engines."""
     from verl_ext.features.losses import LOSSES
 
     names = context.get("stability.correction", "none")

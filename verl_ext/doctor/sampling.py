@@ -57,7 +57,7 @@ def _knows_kept_tokens(context: Context) -> bool:
 
 @check("log-prob mode")
 def rollout_logprobs(context: Context) -> Iterable[Finding]:
-    """Whether the rollout's log-probabilities are of the distribution that the training engine computes.
+    """The distribution of the rollout's log-probabilities against the one that the training engine computes.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
     temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it. Of

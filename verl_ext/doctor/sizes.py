@@ -21,7 +21,7 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 @check("sizes", needs="engine")
 def sizes(context: Context) -> Iterable[Finding]:
-    """What the rules of `verl_ext/launch/sizes.py` refuse; those on the model, where its shape is in the table.
+    """Settings that the rules of `verl_ext/launch/sizes.py` refuse; rules on the model only if its shape is known.
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
@@ -55,7 +55,7 @@ def gpu(context: Context) -> Iterable[Finding]:
 
 @check("model files", needs="config")
 def model_files(context: Context) -> Iterable[Finding]:
-    """Whether the model could be looked at here, and what is not checked where it could not.
+    """Files of the model that are not on this machine, and the checks that are skipped without them.
 
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
     """

@@ -1,7 +1,7 @@
-"""The switches that the installed engines have for results that repeat, for runs that expect no mismatch at all.
+"""The switches of the installed engines for repeatable results, for runs that expect no mismatch at all.
 
-A switch makes one engine repeat itself, whatever shares a batch with a request. Whether both engines then compute the
-same is not known from any setting: `stability=zero_mismatch` measures it.
+A switch makes one engine repeat its results, whatever else is in a request's batch. No setting shows if both engines
+then compute the same: `stability=zero_mismatch` measures it.
 """
 
 from collections.abc import Iterable
@@ -20,11 +20,11 @@ class Switch:
     """A switch of an engine.
 
     Attributes:
-        engine: the rollout.name or actor.strategy whose runs it concerns.
-        package, file: where it was read: a package, and a file in it.
-        name: as that file spells it.
-        setting: what switches it on in a run of verl.
-        does: what it does, a clause.
+        engine: the rollout.name or actor.strategy of the runs that it concerns.
+        package, file: the package that has it, and the file in it.
+        name: its name in that file.
+        setting: the setting that switches it on in a run of verl.
+        does: its effect, a clause.
     """
 
     engine: str
@@ -97,7 +97,7 @@ SWITCHES = (
 
 @check("zero mismatch", needs="config")
 def zero_mismatch(context: Context) -> Iterable[Finding]:
-    """Which switches each engine has, and which of them are on; for runs with a rule that has `locate: true`.
+    """The switches of each engine, and which of them are on; for runs with a rule that has `locate: true`.
 
     Source: each switch's file, read on this machine. `enable_batch_invariant_mode` of
     vllm/model_executor/layers/batch_invariant.py (0.27.1); `_handle_deterministic_inference` of

@@ -370,7 +370,7 @@ def _bound(rule: Rule) -> str:
 
 
 def level_lines(run: RunFeatures) -> Iterator[TableLine]:
-    """The warning above a normal level of k3: it turns nothing on, and judges wherever the gap is measured anyway."""
+    """Yields the warning above a normal level of k3. It switches nothing on: it judges if the gap is measured."""
     if run.uses(Part.MEASURE):
         for rule in levels.level_rules(run.stability.guard.level):
             yield TableLine("normal level", _bound(rule), AFTER_RULE[rule.action])

@@ -61,13 +61,13 @@ def canary_settings(run: RunFeatures) -> SyncCanarySettings:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    """The canary that was asked for, which has every batch measured."""
+    """Yields the canary that was asked for, for which every batch is measured."""
     if run.stability.sync_canary.trajectories is not None:
         yield from _lines(run)
 
 
 def default_lines(run: RunFeatures) -> Iterator[TableLine]:
-    """The canary that is on by itself, where batches are measured anyway."""
+    """Yields the canary that is on by default, if batches are measured anyway."""
     if run.stability.sync_canary.trajectories is None:
         yield from _lines(run)
 

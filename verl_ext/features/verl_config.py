@@ -124,7 +124,7 @@ def sends_adapter(config: DictConfig) -> bool:
 
 
 def json_of_model(path: str, name: str) -> dict[str, Any]:
-    """A JSON file of a model folder, or of a model in Hugging Face's cache; {} where there is none."""
+    """Returns a JSON file of a model folder, or of a model in Hugging Face's cache; {} if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     file: Any = Path(os.path.expanduser(path), name)
@@ -143,13 +143,13 @@ def json_of_model(path: str, name: str) -> dict[str, Any]:
 
 
 def model_json(config: DictConfig) -> dict[str, Any]:
-    """The model's config.json, read without running its code; {} where this machine does not have it."""
+    """Returns the model's config.json, read without running its code; {} if this machine does not have it."""
     path = OmegaConf.select(config, f"{MODEL}.path", throw_on_missing=False)
     return json_of_model(path, "config.json") if path else {}
 
 
 def rollout_format(config: DictConfig) -> str:
-    """The format of the rollout's weights, as `guard.levels` names it, or verl's name of another format."""
+    """Returns the format of the rollout's weights, as `guard.levels` names it, or verl's name of another format."""
     training = "megatron" if strategy_of(config) == "megatron" else "fsdp_config"
     qat = OmegaConf.select(config, f"{ACTOR}.{training}.qat", throw_on_missing=False)
     if qat and qat.get("enable"):

@@ -1,16 +1,17 @@
-"""Whether a run is dead: its reward has lost nine tenths of its best and stays there, since when, and what moved first.
+"""Finds runs that are dead, when they began to die, and what moved first.
 
-A level is the mean of STRETCH readings in a row. The rule, whose false alarms docs/report.md lists:
+A run is dead if its reward has lost nine tenths of its best level and stays there. A level is the mean of STRETCH
+readings in a row. The rule (docs/report.md lists its false alarms):
 
-- the best is the highest level before the last STAYS readings, and the scale reaches from there to the bottom: 0, or -1
-  where a reading is negative (rewards of 1 and -1). Where one up to the best is below -1, or any below -2, which DAPO's
-  penalty of overlong responses can reach, the bottom is not known, and nothing is said;
-- the mean of STAYS readings in a row has come into the lowest tenth of that scale, and no level since, nor in the last
-  STAYS readings, has left its lowest fifth;
-- none of the last STAYS readings is as high as all but one of those that make the best level.
+- The best is the highest level before the last STAYS readings. The scale reaches from the best to the bottom, which is
+  0, or -1 if a reading is negative (rewards of 1 and -1). If a reading up to the best is below -1, or any reading below
+  -2, which DAPO's penalty of overlong responses can reach, the bottom is unknown and the run is not judged.
+- The mean of STAYS readings in a row has come into the lowest tenth of the scale. No level since then, nor in the last
+  STAYS readings, has left the lowest fifth.
+- None of the last STAYS readings is as high as the second-lowest reading of the best level.
 
-Each series left its calm at the first reading from which on all but one of STRETCH lie to one side of what it had been,
-by more than SIGMAS times its scatter there.
+A series leaves its calm at the first reading that is followed by a move: of it and the next ones, STRETCH in all, all
+but one lie on the same side of the calm level, by more than SIGMAS times the scatter of the calm readings.
 """
 
 from bisect import bisect_right
@@ -37,15 +38,15 @@ LEAST = -2.0  # a reward whose scale is known
 STRETCH, STAYS = 8, 24  # readings of a level; at the bottom, before that counts as staying there
 BEFORE = 64  # readings before the fall in whose earlier half a series is taken to be calm
 SIGMAS = 3.0
-LEAST_MOVE = 0.1  # of what it was; less is not what breaks a run
-HARMLESS_GAP = 1e-3  # k3 below it is not either: a hundredth of the boundary
+LEAST_MOVE = 0.1  # of the calm level; smaller moves do not break a run
+HARMLESS_GAP = 1e-3  # k3 below this is harmless: a hundredth of the boundary
 WORDS = {K3: "k3", GRADIENT: "the gradient norm", ENTROPY: "the entropy", LENGTH: "the response length"}
 RISES_ONLY = (K3, GRADIENT)
 
 
 @dataclass(frozen=True)
 class Move:
-    """A series that left its calm level for another one, at this step."""
+    """A series that left its calm level for another level, and the step at which it left."""
 
     signal: str
     step: int
@@ -58,8 +59,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Collapse:
-    """The best level of the reward and the mean of its last STAYS readings, the step at which it began to fall, and
-    what else moved until it had fallen, the earliest first."""
+    """The collapse of a reward.
+
+    Attributes:
+        best: the best level of the reward.
+        now: the mean of its last STAYS readings.
+        step: the step at which it began to fall.
+        moves: the other series that moved before it had fallen, the earliest first.
+    """
 
     best: float
     now: float
@@ -68,12 +75,12 @@ class Collapse:
 
     @property
     def gap_first(self) -> bool:
-        """Whether the engines came apart before anything else moved."""
+        """True if the engines came apart before anything else moved."""
         return bool(self.moves) and self.moves[0].signal == K3 and self.moves[0].step <= self.step
 
     @property
     def since(self) -> int:
-        """The step in which the first of all moved."""
+        """The step of the first move, the reward's included."""
         return min(self.step, self.moves[0].step) if self.moves else self.step
 
     @property
@@ -96,9 +103,9 @@ def find_collapse(series: Mapping[str, Readings]) -> Collapse | None:
     """Judges the reward at its last reading.
 
     Args:
-        series: name of a metric -> its readings; of READ, those that there are.
+        series: name of a metric -> its readings; those of READ that were logged.
 
-    Returns None where the run is not dead, or younger than STRETCH + STAYS readings.
+    Returns None if the run is not dead, or has fewer than STRETCH + STAYS readings.
     """
     reward = series.get(REWARD, ())
     early = len(reward) - STAYS
@@ -124,18 +131,18 @@ def find_collapse(series: Mapping[str, Readings]) -> Collapse | None:
 
 
 def what_moved(series: Mapping[str, Readings], began: int, until: int) -> tuple[Move, ...]:
-    """The series other than the reward that left their calm before `until`, the earliest first.
+    """Returns the series other than the reward that left their calm before `until`, the earliest first.
 
     Args:
-        series: name of a metric -> its readings; of READ, those that there are.
-        began, until: the steps in which the reward began to fall, and in which it had fallen.
+        series: name of a metric -> its readings; those of READ that were logged.
+        began, until: the step in which the reward began to fall, and the step in which it had fallen.
     """
     found = (_move(name, series.get(name, ()), began, until) for name in WORDS)
     return tuple(sorted((move for move in found if move is not None), key=lambda move: move.step))
 
 
 def _move(name: str, readings: Readings, began: int, until: int) -> Move | None:
-    """How the series left its calm before `until`, the step in which the reward, falling since `began`, had fallen."""
+    """Returns the move of one series, if it left its calm before `until`; the arguments are those of `what_moved`."""
     before = [value for step, value in readings if step <= began][-BEFORE:]
     start = bisect_right(readings, began, key=itemgetter(0)) - len(before)
     values = [value for _, value in readings[start:]]
@@ -159,12 +166,12 @@ def _move(name: str, readings: Readings, began: int, until: int) -> Move | None:
 
 
 def _means(values: Sequence[float], count: int) -> list[float]:
-    """The mean of `count` readings, from each one on; none for fewer."""
+    """Returns the mean of each reading and the next ones, `count` in all; empty if there are fewer readings."""
     sums = [0.0, *accumulate(values)]
     return [(later - sooner) / count for sooner, later in zip(sums, sums[count:], strict=False)]
 
 
 def _leaves(values: Sequence[float], outside: Callable[[float], bool]) -> int | None:
-    """The first reading that is outside and from which on all but one of STRETCH are."""
+    """Returns the index of the first reading outside that begins STRETCH readings of which at most one is not."""
     out = [outside(value) for value in values]
     return next((i for i in range(len(out) - STRETCH + 1) if out[i] and sum(out[i : i + STRETCH]) >= STRETCH - 1), None)

@@ -1,4 +1,4 @@
-"""What is wrong with a run: the likeliest causes of its gap or of its fall, with what speaks for and against each.
+"""Names the likeliest causes of a run's gap, or of the fall of its reward, with the evidence for and against each.
 
 Causes leave marks of their own in the metrics. The most telling ones:
 
@@ -8,14 +8,14 @@ Causes leave marks of their own in the metrics. The most telling ones:
   distribution than it sampled from, or that training reads other tokens than were sampled.
 - **Was the gap there before the first update?** Then the engines compute differently from the same weights. If it
   came with the updates, the weights of the updates did not arrive.
-- **How much gap comes with how much disagreement of the routers?** Rounding moves both a little. Another function
-  (another layer's weights, positions, a mask) moves probabilities much further than it moves routers. Where routers
+- **How large is the gap for the disagreement of the routers?** Rounding moves both a little. Another function
+  (another layer's weights, positions, a mask) moves probabilities much further than it moves routers. If the routers
   agree, the difference lies behind the last of them: the head, the temperature, a cut of the distribution.
-- **Whose gap is it?** A few tokens', a few trajectories', or every token's.
+- **Which tokens have the gap?** A few tokens, the tokens of a few trajectories, or all of them.
 
-A cause gains points for a mark that it explains and loses points for one that it does not. It is named from LEAST
-points on, and causes are ranked by their points. The points were chosen on runs of the lab in which one cause was
-planted (tools/diagnosis.py, before its FIRST). docs/diagnosis.md tells how often the right cause comes first in
+A cause gains points for a mark that it explains and loses points for one that it does not. It is named if it has at
+least LEAST points, and causes are ranked by their points. The points were chosen on runs of the lab in which one cause
+was planted (tools/diagnosis.py, before its FIRST). docs/diagnosis.md shows how often the right cause comes first in
 runs that no rule was chosen on.
 """
 
@@ -37,8 +37,8 @@ LEAST = 3.0  # points from which a cause is named
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
 APART = 1e-7  # k3 that float32 does not leave by itself
 LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
-LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run, and looks in a row that name the same cause before it is told
-REMEMBERED = 512  # readings of a metric that a run keeps, besides its first
+LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run; looks in a row that find the same cause before it is reported
+REMEMBERED = 512  # readings of a metric that a run keeps, in addition to its first ones
 READ = (  # beginnings of the names of all metrics that a mark is made of
     *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
     *(
@@ -56,8 +56,8 @@ ROUTER = "router/"  # begins the name of every metric of a mixture of experts' r
 STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
-FROZEN, MOVED = 0.2, 0.05  # share of the gap that was there at once: from the one on it is static, up to the other not
-LEANING = 0.07  # share of the gap that is to one side; raw log-probs leave 0.09 to 0.57 in the lab
+FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: static from FROZEN on, by updates up to MOVED
+LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
@@ -65,10 +65,10 @@ ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 b
 
 
 class Marks:
-    """What the metrics of a run show. Each mark is None where nothing measured it.
+    """The marks that the metrics of a run show. A mark is None if no metric measures it.
 
     Args:
-        series: name -> its finite readings, in ascending steps; names of verl's own will do where it logs the same.
+        series: name -> its finite readings, in ascending steps; verl's own name of the same metric is accepted too.
     """
 
     def __init__(self, series: Mapping[str, Readings | np.ndarray]):
@@ -77,37 +77,37 @@ class Marks:
         }
 
     def values(self, *names: str) -> np.ndarray:
-        """The readings of the first of these metrics that was logged; empty where none was."""
+        """Returns the readings of the first of these metrics that was logged; empty if none was."""
         for name in names:
             if name in self._series:
                 return self._series[name][:, 1]
         return np.empty(0)
 
     def late(self, *names: str) -> float | None:
-        """The mean of the last readings."""
+        """Returns the mean of the last readings."""
         found = self.values(*names)[-WINDOW:]
         return float(found.mean()) if found.size else None
 
     def early(self, *names: str) -> float | None:
-        """The mean of the first readings."""
+        """Returns the mean of the first readings."""
         found = self.values(*names)[:WINDOW]
         return float(found.mean()) if found.size else None
 
     # The gap.
 
     def logs(self, start: str) -> bool:
-        """Whether the name of any metric begins like this."""
+        """Returns True if the name of any metric begins with `start`."""
         return any(name.startswith(start) for name in self._series)
 
     def also(self, levels: Mapping[str, float]) -> "Marks":
-        """These marks, had the run logged other metrics too, each at one level all the time."""
+        """Returns the marks of the same run with more metrics logged, each constant at its level."""
         steps = next(self._series[name] for name in (K3, "rollout_corr/k3_kl") if name in self._series)[:, 0]
         constant = {name: np.stack([steps, np.full(len(steps), level)], 1) for name, level in levels.items()}
         return Marks({**self._series, **constant})
 
     @property
     def enough(self) -> bool:
-        """Whether there are readings enough to judge."""
+        """True if there are enough readings to judge."""
         return max(len(self.values(K3, "rollout_corr/k3_kl")), len(self.values(REWARD))) >= FEWEST
 
     @cached_property
@@ -116,7 +116,7 @@ class Marks:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether the engines differ by more than float32 leaves."""
+        """True if the engines differ by more than float32 explains."""
         return self.k3 is not None and self.k3 > APART
 
     @cached_property
@@ -132,7 +132,7 @@ class Marks:
 
     @cached_property
     def one_sided(self) -> float | None:
-        """k3 / k1: 1 where k averages 1, near 0 where every k is a little below 1."""
+        """k3 / k1: 1 if k averages 1, near 0 if every k is a little below 1."""
         k1, k3 = self._estimates
         return float(k3.mean() / k1.mean()) if k1.size and k1.mean() > 0 else None
 
@@ -149,24 +149,25 @@ class Marks:
 
     @cached_property
     def leaning(self) -> float | None:
-        """k1 over the mean of |log k|: 1 or -1 where every token's gap is to the same side, near 0 for noise."""
+        """k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
         size = self.values("vllm_kl/log_ratio_abs_mean")[-4 * WINDOW :]
         return float(self._k1s.mean() / size.mean()) if self._k1s.size and size.any() else None
 
     @cached_property
     def loses_mass(self) -> bool:
-        """Whether k averages less than 1 by far: some tokens were not sampled from the distribution of l_infer.
+        """True if the mean of k is far below 1: some tokens were not sampled from the distribution of l_infer.
 
-        Twice the usual errors: of a large gap, a few batches with the largest k make the mean 1, and may be missing.
+        The margin is twice the usual one. In a large gap the few largest k bring the mean up to 1, and the batches
+        with them may be missing from the window.
         """
         return self.excess is not None and self.excess < -2 * SIGMAS and (self.one_sided or 1.0) < 0.97
 
     @cached_property
     def at_once(self) -> float | None:
-        """The size of the gap in the first steps, as a share of what it is now, at most 1; None in a resumed run.
+        """The gap in the first steps, as a share of the gap now, at most 1; None in a resumed run.
 
-        Steps whose rollouts are older than the policy are left out: their gap is the policy's own movement too. If all
-        of them are, it is None unless even their gap was small.
+        Steps whose rollouts are older than the policy are left out, because their gap includes the policy's own
+        movement. If all first steps are such steps, it is None unless even their gap was small.
         """
         names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
         for name in names:
@@ -191,7 +192,7 @@ class Marks:
 
     @cached_property
     def sudden(self) -> bool:
-        """Whether k3 once rose a hundredfold from a few readings to the next; a run that comes apart takes longer."""
+        """True if k3 once rose a hundredfold within a few readings; a run that comes apart takes longer."""
         found = np.maximum(self.values(K3, "rollout_corr/k3_kl"), 1e-12)
         if len(found) < 2 * FIRST:
             return False
@@ -200,7 +201,7 @@ class Marks:
 
     @cached_property
     def by_probability(self) -> tuple[float, ...] | None:
-        """k1 / sqrt(2 k3) of each bucket of probability: 1 or -1 where all its tokens move alike, 0 for noise."""
+        """k1 / sqrt(2 k3) of each bucket of probability: 1 or -1 if all its tokens move alike, 0 for noise."""
         found = []
         for bucket in BUCKETS["prob"]:
             k1, k3 = self.late("vllm_kl/k1/prob/" + bucket), self.late("vllm_kl/k3/prob/" + bucket)
@@ -210,13 +211,13 @@ class Marks:
 
     @cached_property
     def tilted(self) -> bool:
-        """Whether unlikely tokens move one way and likely ones the other, all tokens of a bucket alike."""
+        """True if unlikely tokens move one way and likely ones the other, all tokens of a bucket alike."""
         by = self.by_probability
         return by is not None and by[0] * by[-1] < 0 and min(abs(by[0]), abs(by[-1])) > 0.4
 
     @cached_property
     def few_tokens(self) -> float | None:
-        """k3 over the square of the mean |log k|: 0.5 to 5 where many tokens make the gap, large where few do."""
+        """k3 over the square of the mean |log k|: 0.5 to 5 if many tokens make the gap, large if few do."""
         size = self.late("vllm_kl/log_ratio_abs_mean")
         return None if not size or self.k3 is None else self.k3 / size**2
 
@@ -230,7 +231,7 @@ class Marks:
 
     @cached_property
     def replayed(self) -> bool:
-        """Whether training uses the rollout's experts, so that its own choices alone tell of the routers."""
+        """True if training uses the rollout's experts, so that only its own choices show what its routers do."""
         agreement, own = self.late("router/agreement"), self.late("router/own_agreement")
         return agreement is not None and own is not None and agreement > 0.9999 and own < 0.999
 
@@ -242,27 +243,27 @@ class Marks:
 
     @cached_property
     def by_layer(self) -> tuple[float, ...]:
-        """The same by layer, of the experts that were used; empty under replay."""
+        """The share of experts that differ in each layer, among the experts that were used; empty under replay."""
         names = [name for name in self._series if name.startswith("router/agreement/layer_")]
         return () if self.replayed else tuple(1 - (self.late(name) or 0.0) for name in sorted(names))
 
     @cached_property
     def gap_per_choice(self) -> float | None:
-        """k3 over the share of experts chosen differently; None where no choice differs."""
+        """k3 over the share of experts chosen differently; None if no choice differs."""
         return None if not self.differ or self.differ < 1e-5 or self.k3 is None else self.k3 / self.differ
 
     @cached_property
     def routed(self) -> float | None:
-        """How many times the gap of tokens with the same experts those with others have."""
+        """The mean gap of tokens with other experts over that of tokens with the same experts."""
         differs, equal = self.late("router/gap_differs"), self.late("router/gap_equal")
         return None if not equal or differs is None else differs / equal
 
     @cached_property
     def gap_alike(self) -> float | None:
-        """The share of the gap that is of tokens with the same experts in all layers.
+        """The share of the gap that belongs to tokens with the same experts in all layers.
 
-        Another token in the place of the sampled one is predicted from the same states, by the same experts. What
-        changes the states changes some experts with them.
+        A token that replaces the sampled one is predicted from the same states, by the same experts. A cause that
+        changes the states also changes some experts.
         """
         differs, equal = self.late("router/any_layer_differs"), self.late("router/gap_equal")
         size = self.late("vllm_kl/log_ratio_abs_mean")
@@ -272,7 +273,7 @@ class Marks:
 
     @cached_property
     def starts_in_layer(self) -> int | None:
-        """The layer in front of which the routers agree and behind which they do not."""
+        """The layer up to which the routers agree, if they disagree in the next one."""
         for layer, (before, after) in enumerate(zip(self.by_layer, self.by_layer[1:], strict=False)):
             if after > 0.02 and before <= 0.1 * after:
                 return layer
@@ -294,7 +295,7 @@ class Marks:
 
     @cached_property
     def arrivals(self) -> np.ndarray:
-        """[looks, 2] the last intervals of the share of an update that arrived, of looks that could tell."""
+        """[looks, 2] intervals of the share of an update that arrived, one for each look that could measure it."""
         low, high = (self._series.get(f"sync/arrived_{end}") for end in ("low", "high"))
         if low is None or high is None:
             return np.empty((0, 2))
@@ -303,7 +304,7 @@ class Marks:
 
     @cached_property
     def arrived(self) -> tuple[float, float] | None:
-        """The interval of the share of the last updates that arrived, as the middle one of three looks sees it."""
+        """The interval of the share of the last updates that arrived: the median of the last three looks."""
         if not len(self.arrivals):
             return None
         last = self.arrivals[-3:]
@@ -311,11 +312,11 @@ class Marks:
 
     @cached_property
     def scaled(self) -> float | None:
-        """The share of an update that arrived for every token alike, where that is not 1.
+        """The share of an update that arrived for every token alike, if that is not 1.
 
-        More than all of it is only seen where updates are multiplied. Less than all of it is judged by the first looks:
-        the updates are still so small then that a multiplied one moves each token by the same share, and a part of one
-        moves some tokens and not others, which leaves a wide interval.
+        Only multiplied updates arrive by more than 1. A share below 1 is judged by the first looks, when updates are
+        small: a multiplied update then moves each token by the same share, whereas a part of an update moves some
+        tokens and not others, which leaves a wide interval.
         """
         if not len(self.arrivals):
             return None
@@ -329,7 +330,7 @@ class Marks:
 
     @cached_property
     def common_share(self) -> float | None:
-        """A share that none of the first looks rules out, where it is neither 0 nor 1."""
+        """A share of an update that all of the first looks allow, if it is neither 0 nor 1."""
         if len(self.arrivals) < FIRST:
             return None
         low, high = self.arrivals[:FIRST, 0].max(), self.arrivals[:FIRST, 1].min()
@@ -337,9 +338,9 @@ class Marks:
 
     @cached_property
     def moves_on(self) -> bool:
-        """Whether the rollout's scores still move, and further from look to look, since an update last arrived whole.
+        """True if the rollout's scores still move since an update last arrived whole, and further from look to look.
 
-        The upper end of what arrived, in nats, is noise for a rollout whose weights stay the same, and noise does not
+        If the rollout's weights stay the same, the upper end of what arrived, in nats, is noise, and noise does not
         grow.
         """
         moved = dict(self._series["sync/moved"].tolist()) if "sync/moved" in self._series else {}
@@ -352,7 +353,7 @@ class Marks:
     # The learning.
 
     def change(self, name: str) -> float | None:
-        """The last readings over the first ones."""
+        """Returns the mean of the last readings over the mean of the first ones."""
         early, late = self.early(name), self.late(name)
         return None if early is None or late is None or early <= 0 else late / early
 
@@ -365,8 +366,10 @@ class Marks:
 
     @cached_property
     def strides(self) -> float | None:
-        """The largest mean over a few steps of how far the policy moved within a step, as the KL that verl logs; None
-        where a step has one update, whose policy has not moved yet."""
+        """How far the policy moves within a step, as the KL that verl logs: the largest mean over a few steps.
+
+        None if each step has one update, because its policy has not moved yet.
+        """
         found = np.abs(self.values("actor/ppo_kl"))
         return (
             float(np.convolve(found, np.full(5, 1 / 5), mode="valid").max())
@@ -376,7 +379,7 @@ class Marks:
 
     @cached_property
     def gained(self) -> float | None:
-        """What the reward has gained, as a share of what the best answers got more than the first ones."""
+        """The gain of the reward, as a share of the distance from the first rewards to those of the best answers."""
         early, late, best = self.early(REWARD), self.late(REWARD), self.late("critic/score/max")
         if early is None or late is None or best is None or best <= early:
             return None
@@ -390,7 +393,7 @@ class Marks:
 
     @cached_property
     def reward_kept(self) -> float | None:
-        """The last reward over the best level, 1 where noise may have made that; None for rewards below 0."""
+        """The last reward over the best level; 1 if noise can explain the difference; None for rewards below 0."""
         found = self.values(REWARD)
         if len(found) < 2 * WINDOW or found.min() < 0:
             return None
@@ -402,8 +405,10 @@ class Marks:
 
     @cached_property
     def stands_low(self) -> float | None:
-        """The reward over that of the best answers, in a run that has gained nothing for a third of its steps though
-        half of that is still to be had."""
+        """The reward over that of the best answers, in a run that has stopped gaining; None in other runs.
+
+        Such a run has gained nothing in the last third of its steps and is below 0.7 of the best answers.
+        """
         found, best = self.values(REWARD), self.late("critic/score/max")
         if len(found) < 4 * WINDOW or not best or best <= 0:
             return None
@@ -412,12 +417,12 @@ class Marks:
 
     @cached_property
     def reward_scatter(self) -> float | None:
-        """How much the batches' mean reward scatters, as a share of the variance that tossing a coin for each answer
-        between the lowest and the highest reward would leave.
+        """The variance of the batches' mean reward, as a share of that of coin tosses.
 
-        Prompts are not equally hard, so the mean of a batch depends on its prompts, and scatters more than the answers'
-        rewards by themselves: 1.3 to 3 in the lab. Rewards that do not depend on the answer leave 1 if they are tossed,
-        and a third of it if all values are as likely.
+        The coin decides for each answer between the lowest and the highest reward. Prompts are not equally hard, so the
+        mean of a batch depends on its prompts and scatters more than the rewards of single answers explain: 1.3 to 3 in
+        the lab. Rewards that do not depend on the answer leave 1 if they are coin tosses, and a third if all values are
+        equally likely.
         """
         rewards, tokens = self.values(REWARD), self.values("router/tokens")
         most, least, length = (self.values(n) for n in ("critic/score/max", "critic/score/min", LENGTH))
@@ -429,13 +434,13 @@ class Marks:
 
     @cached_property
     def prompt_effect(self) -> float | None:
-        """The mean F of the rewards by prompt: 1 where the reward does not depend on the prompt."""
+        """The mean F of the rewards by prompt: 1 if the reward does not depend on the prompt."""
         found = self.values(PROMPT_EFFECT)
         return float(found.mean()) if len(found) >= 2 * WINDOW else None
 
     @cached_property
     def entropy_at_fall(self) -> float | None:
-        """The entropy when the reward first lost a third of its best level, over the first entropy."""
+        """The entropy at the step where the reward first lost a third of its best level, over the first entropy."""
         reward, entropy = self.values(REWARD), self.values(ENTROPY)
         if self.reward_kept is None or len(entropy) != len(reward):
             return None
@@ -447,7 +452,7 @@ class Marks:
 
 @dataclass(frozen=True)
 class Sign:
-    """One mark as it speaks for a cause, or against it where the points are negative."""
+    """One mark as evidence for a cause, or against it if the points are negative."""
 
     points: float
     text: str
@@ -461,7 +466,7 @@ class OpenQuestion:
     """Two causes that the metrics of a run leave open.
 
     Attributes:
-        setting: what measures a metric that the run does not log and that would tell which of them it is.
+        setting: switches on a metric that the run does not log and that would decide between them.
     """
 
     first: Cause
@@ -478,9 +483,9 @@ class Suspect:
     """A cause that the marks of a run point to.
 
     Attributes:
-        harmless: whether it is rounding, of a size that sound runs were published with.
-        moe: whether the run's model is a mixture of experts, by its metrics.
-        question: of the first suspect, where a metric that is not logged would tell it from the next cause.
+        harmless: it is rounding, and no larger than in published runs that were sound.
+        moe: the run's model is a mixture of experts, by its metrics.
+        question: for the first suspect, if a metric that is not logged would tell it from the next cause.
     """
 
     cause: Cause
@@ -503,17 +508,17 @@ class Suspect:
 
     @property
     def reasons(self) -> str:
-        """What speaks for it, as one text, the strongest first."""
+        """The evidence for the cause, as one text, the strongest first."""
         return "; ".join(sign.text for sign in sorted(self.signs, key=lambda sign: -sign.points) if sign.points > 0)
 
     @property
     def sentence(self) -> str:
-        """The cause, what speaks for it, and what to do, on one line."""
+        """The cause, the evidence for it, and what to do, on one line."""
         return f"likely cause: {self.cause.title} ({self.reasons}); {self.advice}"
 
     @property
     def advice(self) -> str:
-        """What to check, what to try, and what to measure."""
+        """The things to check, to try and to measure."""
         advice = self.cause.moe_advice if self.moe else self.cause.advice
         return advice + (f"; {self.question.sentence}" if self.question else "")
 
@@ -523,7 +528,7 @@ ROUNDING = ("two_precisions", "quantized")
 
 
 def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
-    """The causes that are named, the likeliest first; none where nothing points anywhere.
+    """Returns the causes with at least LEAST points, the likeliest first; none if no mark is clear enough.
 
     Args:
         series: name of a metric -> its finite readings (step, value), in ascending steps.
@@ -539,13 +544,14 @@ def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
 
 
 def find_question(series: Mapping[str, Readings | np.ndarray]) -> OpenQuestion | None:
-    """What would tell the two likeliest causes apart, be they named or not; None where no metric would."""
+    """Returns the question that would decide between the two likeliest causes, also below LEAST points; None if no
+    metric would."""
     marks = Marks(series)
     return _question_of(marks, _ranked(marks)) if marks.enough else None
 
 
 def _ranked(marks: Marks) -> list[Suspect]:
-    """All causes, the one with the most points first."""
+    """Returns all causes, the one with the most points first."""
     small = marks.k3 is not None and marks.k3 < LARGE
     moe = marks.logs(ROUTER)
     judged = [
@@ -556,9 +562,9 @@ def _ranked(marks: Marks) -> list[Suspect]:
 
 
 def _question_of(marks: Marks, ranked: Sequence[Suspect]) -> OpenQuestion | None:
-    """Asks for the metric whose possible levels move the first two causes furthest against each other.
+    """Returns the question for the metric whose possible levels move the first two causes furthest apart.
 
-    Asked for is only what one level of which would turn their order and another one confirm it.
+    A metric counts only if one of its levels would turn the order of the two and another one confirm it.
     """
     first, second = (suspect.cause for suspect in ranked[:2])
     if min(suspect.points for suspect in ranked[:2]) <= 0:
@@ -576,9 +582,9 @@ def _points(marks: Marks, cause: Cause) -> float:
 
 
 def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
-    """What the metrics of each setting may show that the run does not log: setting -> levels, the cheapest first.
+    """Returns possible levels of the metrics that the run does not log: setting -> levels, the cheapest first.
 
-    The levels are such as causes show that are planted in the lab, at this run's k3.
+    The levels are those of causes that were planted in the lab, scaled to this run's k3.
     """
     if not marks.apart or marks.k3 is None:
         return {}
@@ -617,11 +623,11 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
 
 
 def _routed_levels(shallow: float, deep: float, alike: float, size: float) -> dict[str, float]:
-    """Levels of `router/*` for a gap of this size.
+    """Returns levels of `router/*` for a gap of this size.
 
     Args:
         shallow, deep: the agreement in the first layer and in the last.
-        alike: the share of the gap that is of tokens with the same experts in all layers.
+        alike: the share of the gap that belongs to tokens with the same experts in all layers.
     """
     agreement = (shallow + deep) / 2
     differs = min(4 * (1 - agreement), 0.9)
@@ -636,23 +642,23 @@ def _routed_levels(shallow: float, deep: float, alike: float, size: float) -> di
 
 
 class Diagnosis:
-    """The diagnosis of a run while it runs, which speaks when the likeliest cause becomes another one.
+    """The diagnosis of a run while it runs. It reports each time that the likeliest cause changes.
 
     Attributes:
-        told: the name of the cause that was told last; "" for none.
+        reported: the name of the cause that was reported last; "" for none.
     """
 
     def __init__(self) -> None:
         self._first: dict[str, list[tuple[int, float]]] = {}
         self._last: dict[str, deque[tuple[int, float]]] = {}
         self._seen: list[str] = []
-        self.told = ""
+        self.reported = ""
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Event | None:
-        """Take the metrics of a step; an event where a cause is named that was not told before.
+        """Takes the metrics of a step, and returns an event if the likeliest cause is not the one reported last.
 
-        It has to come first in LOOKS looks, one every LOOK_EVERY steps, so that one odd batch names nothing. Rounding
-        of a harmless size is not told.
+        The cause has to come first in LOOKS looks in a row, one every LOOK_EVERY steps, so that one odd batch reports
+        nothing. Rounding of a harmless size is not reported.
         """
         for name, value in metrics.items():
             if not isinstance(value, int | float) or not math.isfinite(value) or not name.startswith(READ):
@@ -667,19 +673,19 @@ class Diagnosis:
         found = self.look()
         named = found.cause.name if found is not None else ""
         self._seen = [*self._seen, named][-LOOKS:]
-        if found is None or named == self.told or self._seen != [named] * LOOKS:
+        if found is None or named == self.reported or self._seen != [named] * LOOKS:
             return None
-        self.told = named
+        self.reported = named
         return Event(step, "diagnosis", "", None, None, "warn", found.sentence)
 
     def look(self) -> Suspect | None:
-        """The cause that all readings so far point to; None where there is none, or it is harmless rounding."""
+        """Returns the cause that all readings so far point to; None if there is none, or it is harmless rounding."""
         found = find_suspects({name: [*first, *self._last.get(name, ())] for name, first in self._first.items()})
         return found[0] if found and not found[0].harmless else None
 
 
 def judges(name: str) -> Callable[[Judge], Judge]:
-    """Registers what judges a cause of the table in base/causes.py."""
+    """Registers the function that judges a cause of the table in base/causes.py."""
     assert name in CAUSES, name
 
     def register(judge: Judge) -> Judge:
@@ -790,7 +796,7 @@ def _sampled_as_said(marks: Marks, points: float = 0.5) -> Iterator[Sign]:
 
 @judges("two_precisions")
 def _two_precisions(marks: Marks) -> Iterator[Sign]:
-    """Lab, `bf16` and `router_dtype`: little gap, and routers differ in near ties alone."""
+    """Lab, `bf16` and `router_dtype`: the gap is small, and routers differ only in near ties."""
     yield from _static(marks)
     yield from _sampled_as_said(marks)
     if marks.differ is not None:
@@ -805,7 +811,7 @@ def _two_precisions(marks: Marks) -> Iterator[Sign]:
 
 @judges("quantized")
 def _quantized(marks: Marks) -> Iterator[Sign]:
-    """Lab, `quantized`: routers differ more the deeper the layer, and the gap stays small for how much they differ."""
+    """Lab, `quantized`: routers differ more the deeper the layer, and the gap is small for that difference."""
     yield from _static(marks)
     yield from _sampled_as_said(marks)
     if marks.differ is not None:
@@ -844,8 +850,8 @@ def _rounds(marks: Marks) -> Iterator[Sign]:
 
 @judges("router_bias")
 def _router_bias(marks: Marks) -> Iterator[Sign]:
-    """Lab, `router_bias`: routers differ as much in the first layer as in the last, and the gap is that of tokens with
-    other experts."""
+    """Lab, `router_bias`: routers differ as much in the first layer as in the last, and tokens with other experts have
+    the gap."""
     yield from _static(marks)
     yield from _sampled_as_said(marks)
     if marks.differ is None or marks.replayed:
@@ -872,7 +878,7 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
 
 @judges("wrong_weights")
 def _wrong_weights(marks: Marks) -> Iterator[Sign]:
-    """Lab, `wrong_weights`: routers agree up to the layer and not behind it; of the last layer they all agree."""
+    """Lab, `wrong_weights`: routers agree up to the layer and not behind it; if it is the last layer, all agree."""
     yield from _static(marks)
     yield from _sampled_as_said(marks)
     if marks.starts_in_layer is not None:
@@ -927,8 +933,8 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
     """Lab, `respelled`: a few tokens, in a few trajectories, with a very large gap, which both engines route alike."""
     yield from _static(marks)
     if (drifted := marks.late("filter/retokenization_drift/drifted")) is not None:
-        told = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
-        yield Sign(4 if drifted > 0 else -4, told)
+        text = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
+        yield Sign(4 if drifted > 0 else -4, text)
     yield from _far_but_few(marks)
     if marks.loses_mass:
         yield Sign(1.5, _mass_sentence(marks))
@@ -978,7 +984,7 @@ def _wrong_routes(marks: Marks) -> Iterator[Sign]:
         yield Sign(-2, f"{1 - marks.differ:.0%} of the replayed experts are those of the training router")
 
 
-# What is sampled, and what is said of it.
+# The sampled distribution, and the log-probabilities that the rollout returns.
 
 TILT = "unlikely tokens move one way and likely ones the other, all tokens of a probability alike"
 
@@ -1024,7 +1030,7 @@ def _truncated(marks: Marks) -> Iterator[Sign]:
 
 @judges("raw_log_probs")
 def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
-    """Lab, `raw_log_probs`: k1 is negative, which it is not where l_infer is of the sampled distribution."""
+    """Lab, `raw_log_probs`: k1 is negative, which is impossible if l_infer is of the sampled distribution."""
     yield from _static(marks)
     if marks.k1_sign is not None:
         if marks.k1_sign < -SIGMAS and marks.leaning is not None and marks.leaning > -LEANING:
@@ -1050,8 +1056,8 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
 
 @judges("learning_rate")
 def _learning_rate(marks: Marks) -> Iterator[Sign]:
-    """Lab, a learning rate ten times too high: the reward dies while the engines agree, at once or by and by; where a
-    step has several updates, the policy moves ten times as far in it as in a sound run."""
+    """Lab, a learning rate ten times too high: the reward dies, at once or slowly, while the engines agree. If a step
+    has several updates, the policy moves ten times as far in a step as in a sound run."""
     yield from _gap_is_small(marks)
     if marks.reward_kept is None:
         return
@@ -1069,7 +1075,7 @@ def _learning_rate(marks: Marks) -> Iterator[Sign]:
 
 @judges("entropy_collapse")
 def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
-    """Lab, a negative entropy bonus: the entropy falls to a fraction and the reward gains nothing, or falls after."""
+    """Lab, a negative entropy bonus: the entropy falls to a fraction; the reward gains nothing, or falls later."""
     yield from _gap_is_small(marks)
     entropy, reward = marks.change(ENTROPY), marks.change(REWARD)
     if entropy is None or reward is None:
@@ -1113,8 +1119,8 @@ def _hacked_reward(marks: Marks) -> Iterator[Sign]:
 
 @judges("noisy_reward")
 def _noisy_reward(marks: Marks) -> Iterator[Sign]:
-    """Lab, rewards drawn at random: the reward does not rise, does not depend on the prompts, and the policy becomes no
-    surer; at large learning rates it drifts to more entropy."""
+    """Lab, rewards drawn at random: the reward does not rise and does not depend on the prompts. The policy does not
+    become surer; at large learning rates its entropy grows."""
     yield from _gap_is_small(marks)
     entropy, reward = marks.change(ENTROPY), marks.change(REWARD)
     if entropy is None or reward is None or marks.reward_kept is None:
@@ -1142,7 +1148,7 @@ def _if_prompts_matter(text: str, value: float, *, none: float, some: float, poi
 
 @judges("no_signal")
 def _no_signal(marks: Marks) -> Iterator[Sign]:
-    """Lab, a constant reward: advantages are 0, so is the gradient."""
+    """Lab, a constant reward: the advantages are 0, and so is the gradient."""
     most, norm = marks.late("critic/advantages/max"), marks.late(GRADIENT)
     if most is not None:
         yield Sign(4 if most < 1e-6 else -4, f"the largest advantage is {_number(most)}")

@@ -1,4 +1,4 @@
-"""Forecasts a run: the gap of the engines, a mask that is blind to it, a jump of it, a reward that collapses.
+"""Forecasts a run: growth of the engines' gap, a jump of it, a mask that does not see it, a reward that collapses.
 
 IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
 (1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
@@ -6,14 +6,15 @@ straight line before a collapse. `estimate_growth` takes its slope as the median
 which one spiked step in four cannot move. Two intervals show whether the slope is more than noise, and the narrower one
 counts:
 
-- Sen's, from the variance of Kendall's S, widened where the readings of neighbouring steps depend on each other (after
-  Hamed and Rao, 1998): it finds a weak trend under strong noise;
-- the scatter around the line, SCATTERS times, spread over the window: it finds a strong trend, whose curve the first
-  takes for dependence.
+- Sen's interval, from the variance of Kendall's S, widened if the readings of neighbouring steps depend on each other
+  (after Hamed and Rao, 1998). It finds a weak trend under strong noise.
+- SCATTERS times the scatter around the line, divided by the length of the window. It finds a strong trend whose curve
+  Sen's interval takes for dependence.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
-same, the difference is the engines' own. If the rollout's weights are older, it also holds what the policy has moved
-since. Trajectories of lag 0, and those that were rescored with the weights that sampled them, show the engines' part.
+same, the difference is the engines' part of the gap. If the rollout's weights are older, it also holds the movement of
+the policy since then. Trajectories of lag 0, and those that were rescored with the weights that sampled them, show only
+the engines' part.
 """
 
 import math
@@ -31,10 +32,10 @@ from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 # Growth towards the boundary.
 HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
-HIGHEST = math.log(sys.float_info.max)  # what the line passes there is no number any more
+HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
 FEWEST = 8  # readings before there is an estimate
 SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_forecast.py counts false alarms
-SCATTERS, SCATTER_FEWEST = 6.0, 16  # and of the other one in scatters; from so many readings on
+SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it
 ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
 LARGEST_AUTOCORRELATION = 0.9
 # A jump of the gap, and a collapse of the reward.
@@ -45,7 +46,7 @@ JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of 
 REMEMBERED = 512  # readings in which a collapse is looked for
 # The engines' part of the gap.
 ENGINES = "vllm_kl/"  # begins the name of every metric of the gap
-BY_LAG = "vllm_kl/share/lag/"  # how much of the batch is how old: logged where rollouts can be older than the policy
+BY_LAG = "vllm_kl/share/lag/"  # shares of the batch by age: logged if rollouts can be older than the policy
 FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
@@ -61,8 +62,8 @@ class Growth:
         rate: slope of log delta, per step; exp(rate) - 1 is the relative growth of a step.
         low, high: the interval of the slope.
         level: the delta of the line at the last step.
-        steps: predicted steps until delta passes the boundary: 0 where `level` is past it, HORIZON where growth is not
-            certain (low <= 0) or the boundary further away.
+        steps: predicted steps until delta passes the boundary: 0 if `level` is past it, HORIZON if growth is not
+            certain (low <= 0) or the boundary is further away.
     """
 
     rate: float
@@ -75,16 +76,16 @@ class Growth:
 def foresee(
     state: GuardState, boundary: Boundary, mask: str, step: int, signals: Mapping[str, float]
 ) -> tuple[dict[str, float], Decision]:
-    """Takes in what is known before an update, and changes `state` by it.
+    """Updates `state` with the signals that are known before an update.
 
-    Returns `guard/*` metrics, and a decision with what has just begun.
+    Returns `guard/*` metrics, and a decision with the events that have just begun.
 
     Args:
-        mask: the metric that is the share of tokens a mask with a fixed band drops; empty where there is none.
+        mask: the metric of the share of tokens that a mask with a fixed band drops; "" for none.
         signals: finite values; a step with several updates counts once, with the first.
 
-    guard/steps_to_boundary is 0 past the boundary, HORIZON where it is not in sight. It is of the engines' part of the
-    gap, where that is seen often enough.
+    guard/steps_to_boundary is 0 past the boundary, and HORIZON if the boundary is not in sight. It forecasts the
+    engines' part of the gap if that is seen often enough, otherwise the whole gap.
     """
     part = engines_part(boundary.signal, signals)
     state.growth = _append(state.growth, step, signals.get(boundary.signal), boundary.window)
@@ -120,8 +121,10 @@ def _append(readings: list[tuple[int, float]], step: int, value: float | None, w
 
 
 def is_seen_enough(steps: Sequence[int], now: int, window: int) -> bool:
-    """Whether readings in these steps are enough, and recent: rescoring is rare, so they may be as far back as the
-    time that they took."""
+    """Returns True if there are enough readings, and recent ones.
+
+    Rescoring is rare. So the last reading may be as far back as the last FEWEST readings took, or one window.
+    """
     return len(steps) >= FEWEST and now - steps[-1] <= max(window, steps[-1] - steps[-FEWEST])
 
 
@@ -134,9 +137,10 @@ def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None
 
 
 def _is_mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: int, growth: Growth | None) -> bool:
-    """Whether the gap grows for certain while the mask drops fewer tokens for certain, until either turns.
+    """Returns True from when the gap surely grows while the mask surely drops fewer tokens, until either trend turns.
 
-    KPop's authors saw it in IcePop's fixed band, before training became unstable (ringtech.notion.site/kpop, figure 1).
+    KPop's authors saw this with IcePop's fixed band before training became unstable (ringtech.notion.site/kpop,
+    figure 1).
     """
     if dropped is not None and (not state.dropped or state.dropped[-1][0] < dropped[0]):
         state.dropped = [*state.dropped, dropped][-window:]
@@ -151,9 +155,9 @@ def _is_mask_blind(state: GuardState, dropped: tuple[int, float] | None, window:
 
 
 def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> tuple[Event, ...]:
-    """Warns of a mismatch that is suddenly far above what it was. A collapse does not jump: it grows.
+    """Warns of a mismatch that is suddenly far above its earlier level. In a collapse it grows instead of jumping.
 
-    Judges the engines' part where it is seen, because the gap of an older rollout is larger, too.
+    Judges the engines' part if the batch shows it, because the gap of an older rollout is larger too.
     """
     name, gap, before = GAP, signals[GAP], state.gaps
     state.gaps = [*before, gap][-JUMP_WINDOW:]
@@ -176,7 +180,7 @@ def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> 
 
 
 def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, ...]:
-    """Reports once that the run is dead, and again when half of what it lost comes back."""
+    """Reports once that the run is dead, and once when it has got back half of the reward that it lost."""
     if not state.collapsed:
         found = find_collapse(state.record)
         if found is None:
@@ -197,7 +201,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
 
 
 def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> Growth | None:
-    """Fit the last readings of delta.
+    """Fits a line to the logarithm of the last readings of delta.
 
     Args:
         readings: (step, delta) with ascending steps; delta is a divergence, never negative, or a difference.
@@ -256,18 +260,21 @@ def engines_names(signal: str) -> tuple[str, ...]:
 
 
 def engines_part(signal: str, signals: Mapping[str, float]) -> tuple[str, float] | None:
-    """The engines' part of a metric, by its name; None where no trajectory shows it."""
+    """Returns the name and the value of the engines' part of a metric; None if no trajectory shows it."""
     return next(((name, signals[name]) for name in engines_names(signal) if name in signals), None)
 
 
 def holds_age(signal: str, signals: Mapping[str, float]) -> bool:
-    """Whether what the policy has moved since the rollouts is in a metric: of all of a gap, some of it older."""
+    """Returns True if the metric includes the policy's movement since the rollouts.
+
+    That is so for a metric of the whole gap, if some trajectories of the batch are older than the policy.
+    """
     of_all = signal.startswith(ENGINES) and not any(part in signal for part in PARTS)
     return of_all and any(name.startswith(BY_LAG) and name != f"{BY_LAG}0" for name in signals)
 
 
 def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
-    """A clause for a reason that rests on `signal`: whose gap that is; "" where there can be no doubt."""
+    """Returns a clause for a reason about `signal`: is it the engines' gap, or also the rollouts' age; "" if clear."""
     if signal.startswith(FORECAST) and MIXED in signals:
         return AGE_IN_IT if signals[MIXED] else " (of the engines alone)"
     if not holds_age(signal, signals):
@@ -278,15 +285,18 @@ def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
 
 
 def engines_value(signal: str, signals: Mapping[str, float]) -> float | None:
-    """The value of a metric without the age of the rollouts; None where the batch does not show it."""
+    """Returns the value of a metric without the age of the rollouts; None if the batch does not show it."""
     if part := engines_part(signal, signals):
         return part[1]
     return None if holds_age(signal, signals) else signals.get(signal)
 
 
 def place_clause(signal: str, threshold: float, signals: Mapping[str, float]) -> str:
-    """A clause that says where a gap begins: the first layer whose routers disagree, and the first positions of the
-    response at which `signal` is above `threshold`; "" where neither is logged."""
+    """Returns a clause about where a gap begins; "" if neither of the two is logged.
+
+    It names the first layer whose routers disagree, and the first positions of the response at which `signal` is above
+    `threshold`.
+    """
     layers = {int(name.removeprefix(LAYERS)): value for name, value in signals.items() if name.startswith(LAYERS)}
     places = []
     if differing := [layer for layer, agreement in layers.items() if agreement < 1]:

@@ -1,7 +1,7 @@
-"""Which batches may update the weights, and what else to do when a run leaves its bounds.
+"""Decides which batches may update the weights, and what else to do when a run leaves its bounds.
 
-A state machine without clock, files or verl: the trainer feeds it scalars and carries out what it decides. The same
-signals in the same order give the same decisions, also across `state_dict` and `load_state_dict`. In a step:
+The guard is a state machine without clock, files or verl: the trainer feeds it scalars and carries out its decisions.
+The same signals in the same order give the same decisions, also across `state_dict` and `load_state_dict`. In a step:
 
     begin -> (foresee -> judge -> count) for each update -> judge_late -> close -> judge_late on what is logged last
 """
@@ -44,12 +44,12 @@ class Guard:
     Attributes:
         rules: judged in this order.
         stop_after: steps in a row without a good update after which the run stops; None never stops for that reason.
-        max_rollbacks: after so many, a rollback is a stop.
-        cooldown: steps after a rollback in which another one is a skip, because what is then trained on may still come
-            from the weights that were given up; the same after an undo by what was measured before the update.
-        lower_lr: by how much the learning rate is lowered, where a rule asks for that.
-        boundary: what is extrapolated.
-        mask: the share of tokens that a mask with a fixed band drops, a metric's name; empty where there is none.
+        max_rollbacks: after this many rollbacks, the next one stops the run.
+        cooldown: steps after a rollback, or after an undo of an earlier step's update, in which another one only skips
+            the batch, because the batch may still come from the weights that were given up.
+        lower_lr: by how much the learning rate is lowered if a rule asks for it.
+        boundary: the extrapolation.
+        mask: the metric of the share of tokens that a mask with a fixed band drops; "" for none.
         unread: rules whose signal has not been logged yet.
     """
 
@@ -70,7 +70,7 @@ class Guard:
 
     @property
     def tightens(self) -> bool:
-        """Whether a rule asks for a narrower band."""
+        """True if a rule asks for a narrower band."""
         return self._fires("tighten")
 
     @property
@@ -80,33 +80,36 @@ class Guard:
 
     @property
     def level(self) -> float | None:
-        """The level of k3 above which the guard warns; None where it does not, or does not know one yet."""
+        """The level of k3 above which the guard warns; None if it has no such rule, or knows no level yet."""
         rule = next((rule for rule in self.rules if rule.name == levels.NAME), None)
         return None if rule is None else threshold_of(rule, self.state.rules[rule.name].history, rule.bound)
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The bounds past which the next batch will be refused; the workers refuse by them in bypass mode."""
+        """The bounds past which the next batch will be refused; in bypass mode the workers refuse by them."""
         refusing = [rule for rule in self.rules if rule.action in REFUSING]
         bounds = [(rule, next_bound(rule, self.state.rules[rule.name])) for rule in refusing]
         return tuple((rule.signal, rule.side, bound) for rule, bound in bounds if bound is not None)
 
     @property
     def calm(self) -> bool:
-        """Whether nothing contradicts the weights: updates are made, the reward has not collapsed, and no rule fires or
-        counts towards firing, except rules that only warn."""
+        """True if nothing contradicts the weights.
+
+        Updates are made, the reward has not collapsed, and no rule fires or counts towards firing, except rules that
+        only warn.
+        """
         acting = (self.state.rules[rule.name] for rule in self.rules if rule.action != "warn")
         return not self.state.in_a_row and not self.state.collapsed and not any(state.streak for state in acting)
 
     def begin(self, step: int) -> None:
-        """Begins a step. Everything of the step before has been judged, including what is logged last."""
+        """Begins a step. All signals of the step before have been judged, including those that are logged last."""
         self._prove(step)
         self.step = step
         self._judged = set()
         self.state.updated = self._failed = False
 
     def foresee(self, signals: Mapping[str, float]) -> tuple[dict[str, float], Decision]:
-        """Returns what `guard.forecast` makes of the signals so far; called before `judge`, which may read it."""
+        """Returns the metrics and events of `guard.forecast`; called before `judge`, whose rules may read them."""
         return foresee(self.state, self.boundary, self.mask, self.step, _finite(signals))
 
     def judge(self, signals: Mapping[str, float], non_finite: Mapping[str, int] | None = None) -> Decision:
@@ -167,13 +170,13 @@ class Guard:
         return Decision(tuple(events))
 
     def saved(self, step: int) -> None:
-        """Notes that a checkpoint was written. The next step measures its weights, and proves them good or not."""
+        """Notes that a checkpoint was written. The next step measures its weights and shows whether they are good."""
         self.state.unproven.append((step, step))
 
     def rolled_back(self, to: int) -> Event:
         """Notes that the weights are those of the checkpoint of step `to` again."""
         self.state.rollbacks += 1
-        # It has to be proven again: another rollback goes further back if it was not good after all.
+        # This checkpoint has to be proven again: if it was not good after all, the next rollback goes further back.
         self.state.good = [step for step in self.state.good if step < to]
         self.state.unproven = [(to, self.step)]
         self.state.rollback_due = self.state.undo_due = ""
@@ -197,14 +200,14 @@ class Guard:
         return Event(self.step, "undo", "", None, None, "restored", reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain numbers, strings, lists and dicts: JSON gives back the same floats."""
+        """Returns plain numbers, strings, lists and dicts, which JSON restores exactly, floats included."""
         return asdict(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned. New rules start afresh, and rules that are gone are forgotten.
 
         Raises:
-            ValueError: it is no such state; the message names the entry.
+            ValueError: `saved` is not such a state; the message names the entry.
         """
         state = read_state(saved)
         before, state.rules = state.rules, {}
@@ -219,7 +222,7 @@ class Guard:
         return any(rule.action == action and self.state.rules[rule.name].firing for rule in self.rules)
 
     def _give_up(self, after: int) -> None:
-        """Forgets what was measured after this step, because its weights are gone; all rules start to count again."""
+        """Forgets all readings after this step, because their weights are gone; all rules start to count again."""
         self.state.calm_from, self.state.given_up = self.step + 1 + self.cooldown, self.step
         self.state.forget(after)
         for state in self.state.rules.values():
@@ -229,9 +232,9 @@ class Guard:
         return f"the learning rate is {self.lr_scale:.3g} of the schedule's"
 
     def _prove(self, step: int) -> None:
-        """Keeps, of the checkpoints whose weights the last step has measured, those that nothing contradicted.
+        """Marks checkpoints as good if the last step measured their weights and nothing contradicted them.
 
-        Where the step made no update, its weights are still those of the checkpoint: the next step can prove them.
+        If that step made no update, the run still has the checkpoint's weights, and the next step can prove them.
         """
         measured = [saved for saved, since in self.state.unproven if since < step - 1]
         if self.calm:

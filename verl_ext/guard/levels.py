@@ -1,9 +1,9 @@
 """The levels of k3 that published runs stay below, by model family and by the format of the rollout, in one table.
 
-The guard warns above such a level; doctor, report and docs/guard.md take it from here. Where a family is not listed,
-the level is OWN_FACTOR times the mean of the run's own first OWN_STEPS steps.
+The guard warns above such a level; doctor, report and docs/guard.md take it from here. If a family is not listed, the
+level is OWN_FACTOR times the mean of the run's own first OWN_STEPS steps.
 
-The sources are limits and measurements of other projects, read in November 2026; none is a measurement of ours.
+The sources are limits and measurements of other projects, read in November 2026. None of them was measured here.
 NeMo-RL's `gen_kl_error` is the k3 of l_infer against l_old, as `vllm_kl/k3` is (`ClippedPGLossFn`,
 nemo_rl/algorithms/loss/loss_functions.py, commit 7ea279a); its limits are in tests/test_suites/llm. A new level is an
 entry here and its row in docs/guard.md, which a test compares.
@@ -17,7 +17,7 @@ NAME = "level"
 SETTING = "stability.guard.level"
 SIGNAL = "vllm_kl/k3"
 OWN_STEPS, OWN_FACTOR = 20, 2.0
-LEAST = 0.001  # the lowest level of the table: a run's own level is not below it
+LEAST = 0.001  # the lowest level of the table, and the least that a run's own level can be
 RECOVERS = 0.75  # of the bound, so that a run at its level is not reported again and again
 PATIENCE = 3  # readings in a row, because single tokens move k3 by tens of times
 ADVICE = "docs/guard.md#normal-levels lists what published runs have"
@@ -31,11 +31,11 @@ class Level:
 
     Attributes:
         model: the model that it was published for.
-        model_type: that of its transformers config.
-        format: of the rollout's weights.
+        model_type: the model_type of its transformers config.
+        format: the format of the rollout's weights.
         k3: published runs stay below it.
         source: where it was read.
-        hidden_size: of this model, where others have the same model_type; None for all of them.
+        hidden_size: the model's, if other models have the same model_type; None for all of them.
     """
 
     model: str
@@ -76,7 +76,7 @@ def published(model: dict[str, object], rollout_format: str) -> Level | None:
 
 
 def level_rules(level: float | None) -> tuple[Rule, ...]:
-    """Returns the rule that warns above a level; None is twice the run's own first steps, and 0 makes none."""
+    """Returns the rule that warns above a level; None takes OWN_FACTOR times the run's own first steps, 0 no rule."""
     if level == 0:
         return ()
     bound, baseline, least = (OWN_FACTOR, OWN_STEPS, LEAST) if level is None else (level, None, 0.0)

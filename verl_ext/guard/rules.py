@@ -1,4 +1,4 @@
-"""A rule on one logged signal: when it fires and for how long; how the learning rate follows those that lower it."""
+"""Rules on one logged signal each: when a rule fires, and when it stops; the learning rate that rules may lower."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from statistics import fmean, median, pstdev
 from verl_ext.base.methods import require
 
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
-REFUSING = ("skip", "undo", "rollback", "stop")  # the update of the same batch is not made
+REFUSING = ("skip", "undo", "rollback", "stop")  # the batch makes no update
 SIDES = ("above", "below")
 FEWEST = 8  # readings before an adaptive rule judges
 NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
@@ -61,8 +61,14 @@ class Rule:
 
 @dataclass
 class RuleState:
-    """What a rule on `signal` remembers: readings in a row past the bound, whether it fires, and the readings that its
-    threshold is made of: the last ones (`zscore_window`) or the first ones (`baseline`)."""
+    """The memory of a rule.
+
+    Attributes:
+        signal: the signal of the rule.
+        streak: readings in a row past the bound.
+        firing: the rule fires.
+        history: the readings that the threshold is made of: the last ones (`zscore_window`) or the first (`baseline`).
+    """
 
     signal: str = ""
     streak: int = 0
@@ -124,13 +130,13 @@ def threshold_of(rule: Rule, history: Sequence[float], bound: float) -> float | 
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Median, and the median absolute deviation as standard deviations of a normal distribution."""
+    """Returns the median, and the median absolute deviation as standard deviations of a normal distribution."""
     middle = median(values)
     return middle, NORMAL_MAD * median(abs(value - middle) for value in values)
 
 
 def scatter(residuals: Sequence[float]) -> float:
-    """The larger of the standard deviation and its robust estimate."""
+    """Returns the larger of the standard deviation and its robust estimate."""
     _, robust = spread(residuals)
     return max(pstdev(residuals), robust)
 

@@ -1,4 +1,4 @@
-"""What the guard decides, what it remembers, and how a saved state is read back."""
+"""The guard's decisions, its memory, and the reading of a saved state."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Event:
-    """One decision, a line of the event log. `threshold` is None if there is none (NaN, an empty batch)."""
+    """One line of the event log. `threshold` is None if there is none (NaN, an empty batch)."""
 
     step: int
     rule: str
@@ -42,12 +42,12 @@ class Decision:
     events: tuple[Event, ...] = ()
 
     def first(self, *actions: str) -> Event | None:
-        """The first event with one of these actions."""
+        """Returns the first event with one of these actions."""
         return next((event for event in self.events if event.action in actions), None)
 
     @property
     def refusal(self) -> Event | None:
-        """Why the batch may not update the weights; None where it may."""
+        """The event that forbids the batch to update the weights; None if it may."""
         return self.first(*REFUSING)
 
 
@@ -75,23 +75,23 @@ class GuardState:
     """The guard's memory, which survives a restart: it is saved with verl's checkpoint.
 
     Attributes:
-        skips, in_a_row: updates skipped so far, and how many steps just now went without a good update.
-        rollbacks, undos: how many so far.
-        calm_from: the first step at which another may follow.
-        given_up: the last step at whose end weights were given up by one of them.
-        lr: what is done to the learning rate.
+        skips, in_a_row: updates skipped so far, and the number of steps in a row, up to now, without a good update.
+        rollbacks, undos: the number of each so far.
+        calm_from: the first step at which another rollback or undo may follow.
+        given_up: the last step at whose end a rollback or an undo gave up the weights.
+        lr: the state of the learning rate.
         rules: name -> state.
         growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
         growth_alone: the same for the engines' part, if rollouts are older than the policy.
-        dropped, mask_blind: (step, share) of tokens that the mask drops; whether it drops fewer while delta grows.
-        record: name -> (step, value), in which a collapse of the reward is looked for.
-        collapsed, recovers_at: whether there was one, and the level of the reward above which it is over.
-        gaps, gaps_alone, jumped: the last readings of GAP, those of its engines' part, and whether a jump was reported
-            and is not over.
+        dropped, mask_blind: (step, share) of tokens that the mask drops; it drops fewer while delta grows.
+        record: name -> (step, value), the readings that are searched for a collapse of the reward.
+        collapsed, recovers_at: the reward has collapsed, and the level of the reward above which that is over.
+        gaps, gaps_alone, jumped: the last readings of GAP, those of its engines' part, and a jump was reported and is
+            not over.
         good: steps of checkpoints whose weights have been measured and found good, ascending.
-        unproven: (step of a checkpoint, step at whose end the weights were its) until a later step has measured them.
-        updated: whether an update of the last step was made.
-        rollback_due, undo_due: why one was asked for that has not been carried out yet; else empty.
+        unproven: (step of a checkpoint, step at whose end the run had its weights), until a later step measures them.
+        updated: the last step made an update.
+        rollback_due, undo_due: the reason of one that is not carried out yet; else empty.
     """
 
     skips: int = 0
@@ -120,7 +120,7 @@ class GuardState:
     undo_due: str = ""
 
     def forget(self, after: int) -> None:
-        """Drops all readings after this step: they are of weights that were given up."""
+        """Drops all readings after this step, because they measured weights that were given up."""
         self.growth = _keep_until(after, self.growth)
         self.growth_alone = _keep_until(after, self.growth_alone)
         self.dropped = _keep_until(after, self.dropped)
@@ -133,7 +133,7 @@ def _keep_until(step: int, readings: list[tuple[int, float]]) -> list[tuple[int,
 
 
 def read_state(saved: Mapping[str, Any]) -> GuardState:
-    """The state whose `asdict` was saved; what it lacks is as at the start of a run.
+    """Returns the state whose `asdict` was saved; entries that it lacks are as at the start of a run.
 
     Raises:
         ValueError: an entry is unknown, not of its field's type, or not in the order of its steps; names the entry.
@@ -147,7 +147,7 @@ def read_state(saved: Mapping[str, Any]) -> GuardState:
 
 
 def _restore(kind: Any, value: Any, path: str = "") -> Any:
-    """Returns a value of this type from JSON that may be half written, of another version or somebody else's.
+    """Returns a value of this type from JSON that may be half written, or by another version or program.
 
     Types may be int (0 to 2^63 - 1), float (finite), bool, str, dataclasses, and lists, pairs and mappings of these.
     """

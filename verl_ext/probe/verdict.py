@@ -148,7 +148,8 @@ class ProbeResult:
         return tuple(cause for cause in CAUSES.values() if shown & set(cause.probe))
 
     def agrees(self, limit: float) -> bool:
-        """Whether all is finite, after a sync and an update too, and k3 of sampling and training at most this."""
+        """Returns True if all values are finite, also after a sync and an update, and k3 of sampling and training is at
+        most `limit`."""
         finite = self.conclusion.cause != NOT_FINITE and not any(stage.not_finite for stage in self.stages)
         batches = (self.pairs[0], *self.batches)
         return finite and all(not one.not_finite and one.k3 is not None and one.k3 <= limit for one in batches)

@@ -1,9 +1,10 @@
-"""Which experts the training engine chooses: seen in `compute_log_prob`, and replayed where asked.
+"""Reads the experts that the training engine chooses in `compute_log_prob`, and replays others if asked.
 
-choices.py       where a transformers model chooses experts, and how to put others in their place
-engines.py       the training engines, each with its adapter; what an adapter is; the names of a model's sizes
+choices.py       finds where a transformers model chooses experts, and replaces the choice
+engines.py       the training engines, each with its adapter; the interface of an adapter; the names of a model's sizes
 fsdp.py          the adapter for FSDP and FSDP2: records, compares, replays
-recorded.py      the adapter for Megatron and VeOmni, where verl itself records and replays
-router_shift.py  how far the current routers have moved from the old ones, for the loss router_shift
-outputs.py       where tokens lie in a forward pass, and what travels to the controller: agreement per token, sums
+megatron.py      the adapter for Megatron and VeOmni, on which verl itself records and replays
+layers.py        the layers of a model in each training engine, for recorders of states
+router_shift.py  the movement of the current routers from the old ones, for the loss router_shift
+outputs.py       the places of tokens in a forward pass, and the outputs for the controller: agreement per token, sums
 """

@@ -1,10 +1,10 @@
-"""Sees where a transformers model chooses experts, and puts another choice in its place.
+"""Finds where a transformers model chooses experts, and can replace the choice.
 
 Shape legend: N tokens of a forward pass, E experts, K experts per token (top-k).
 
-Every router of the library ends in one top-k over [N, E] scores, whatever comes before it (softmax, sigmoid, bias,
-groups) and after it (normalisation, scaling). That top-k is what is intercepted: the weights of replayed experts are
-then gathered from the router's own scores by the model's own code, and gradients reach the router.
+Every router of the library has one top-k over [N, E] scores, whatever comes before it (softmax, sigmoid, bias, groups)
+and after it (normalisation, scaling). Only that top-k is intercepted. The model's own code then gathers the weights of
+replayed experts from the router's own scores, and gradients reach the router.
 """
 
 import inspect
@@ -21,12 +21,12 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.patching import wrap
 from verl_ext.routing.engines import EXPERT_COUNTS, TOP_KS, first_of
 
-ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns logits alone
+ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns only logits
 REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"
 OFF = ("stability.router_agreement=false", REPLAY_OFF)
 
 Choose = Callable[[Tensor, Tensor], Tensor]
-"""The ids to use, of scores [N, E] and the chosen ids [N, K] int64; the same tensor to leave them as they are."""
+"""(scores [N, E], chosen ids [N, K] int64) -> the ids to use; the same tensor leaves the choice as it is."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ChoicePoint:
     """A method of a module in which one MoE layer chooses experts.
 
     Attributes:
-        name: of the module within the model.
+        name: the name of the module within the model.
         layer: number of its decoder layer, dense layers counted.
-        module, method: whose method it is.
+        module, method: the module, and the name of its method.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ChoicePoint:
     method: str
 
     def intercept(self, experts: int, top_k: int, choose: Callable[[], Choose | None]) -> None:
-        """Pass every choice through what `choose()` returns at the time; None leaves the method as it is."""
+        """Passes each choice through the function that `choose()` returns then; None leaves the choice as it is."""
 
         def method(original: Callable, *args: Any, **kwargs: Any) -> Any:
             active = choose()
@@ -58,7 +58,7 @@ class ChoicePoint:
 
 
 class ExpertTopK(TorchFunctionMode):
-    """While open, hands each top-k over experts to `choose`, and gives its caller what that returns."""
+    """While open, passes each top-k over experts to `choose`, and returns its result to the caller."""
 
     def __init__(self, experts: int, top_k: int, choose: Choose):
         super().__init__()
@@ -79,14 +79,14 @@ class ExpertTopK(TorchFunctionMode):
 
 
 def find_choices(model: nn.Module) -> list[ChoicePoint]:
-    """The points where a transformers MoE chooses experts, in layer order.
+    """Returns the points where a transformers MoE chooses experts, in layer order.
 
-    A model declares its router class in `_can_record_outputs["router_logits"]`; some routers return logits alone, and
-    the block around them chooses in `route_tokens_to_experts`. Layers for multi-token prediction are left out: the
-    rollout's routing has none.
+    A model declares its router class in `_can_record_outputs["router_logits"]`. Some routers return only logits, and
+    the block around them chooses in `route_tokens_to_experts`. Layers for multi-token prediction are left out, because
+    the rollout's routing has none.
 
     Raises:
-        HookError: there is none, or its decoder layer cannot be read from its name.
+        HookError: there is no such point, or its decoder layer cannot be read from its name.
     """
     specs = [
         spec
@@ -120,7 +120,7 @@ def _to_list(spec: Any) -> list[Any]:
 
 
 def _matches(spec: Any, name: str, module: nn.Module) -> bool:
-    """`spec` is a module class, or transformers' OutputRecorder around one."""
+    """Returns True if the module fits `spec`, a module class or transformers' OutputRecorder around one."""
     target = getattr(spec, "target_class", spec)
     layer_name = getattr(spec, "layer_name", None)
     return isinstance(module, target) and (layer_name is None or layer_name in name)
@@ -138,10 +138,10 @@ def _layer(name: str) -> int:
 
 
 def expert_counts(hf_config: Any) -> tuple[int, int]:
-    """(experts, experts per token) of a transformers config.
+    """Returns (experts, experts per token) of a transformers config.
 
     Raises:
-        HookError: it names either in no known way.
+        HookError: the config has neither of them under a known name, or only one.
     """
     text = hf_config.get_text_config()
     experts, top_k = first_of(text, EXPERT_COUNTS), first_of(text, TOP_KS)
@@ -155,10 +155,11 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
 
 
 def check_replayable(hf_config: Any) -> None:
-    """Raise HookError where a replayed expert outside the router's own groups would weigh nothing.
+    """Raises HookError if a replayed expert outside the router's own groups would have the weight 0.
 
     DeepSeek-V2 and DeepSeek-OCR-2 (transformers 5.10) set the scores outside the chosen groups to 0 and take the
-    weights from these. The other families with groups mask the scores only to choose, and take the weights from all.
+    weights from these scores. The other families with groups mask the scores only for the choice, and take the weights
+    from the unmasked scores.
     """
     if getattr(hf_config.get_text_config(), "topk_method", None) == "group_limited_greedy":
         raise HookError(
@@ -171,11 +172,11 @@ def check_replayable(hf_config: Any) -> None:
 def probe_choices(
     hf_config: Any, read: Callable[[ChoicePoint, Any], Any] | None = None, *, trust_remote_code: bool = False
 ) -> None:
-    """Prove on a model without weights that each kind of router of this architecture chooses by one top-k.
+    """Checks, on a model without weights, that each kind of router of this architecture chooses by one top-k.
 
     Args:
-        read: called with each and what it returned; may raise HookError.
-        trust_remote_code: build a model of code of its own; without an answer, transformers asks on the terminal.
+        read: called with each choice point and its output; may raise HookError.
+        trust_remote_code: allow a model to run code of its own; without a value, transformers asks on the terminal.
 
     Raises:
         HookError: the model cannot be built, no router is found, or one cannot be intercepted.
@@ -202,7 +203,7 @@ def probe_choices(
 
 
 def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> tuple[int, Any]:
-    """How often a choice point chooses, called on two tokens, and what it returns."""
+    """Calls a choice point on two tokens; returns how often it chooses, and its output."""
     method = getattr(point.module, point.method)
     widths = {"hidden_states": hidden, "router_logits": experts}
     names = [p.name for p in inspect.signature(method).parameters.values() if p.default is p.empty]
@@ -213,7 +214,7 @@ def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtyp
             seen.append(ids)
             return ids
 
-        # What is not named above is the experts' bias.
+        # An argument that is not named above is the experts' bias.
         arguments = [torch.empty(*(shape if n in widths else ()), widths.get(n, experts), dtype=dtype) for n in names]
         try:
             with ExpertTopK(experts, top_k, keep):

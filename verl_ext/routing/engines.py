@@ -1,6 +1,6 @@
-"""The training engines whose routing and states are seen, by verl's `actor.strategy`; the names of a model's sizes.
+"""The training engines whose routing and states can be read, by verl's `actor.strategy`; the names of a model's sizes.
 
-Neither engines nor torch are imported here: a launch, `verl-ext doctor` and `plan` read these tables.
+Neither engines nor torch are imported here, because a launch, `verl-ext doctor` and `plan` read these tables.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 ACTOR = "actor_rollout_ref.actor"
-# How the transformers configs of mixtures of experts name them.
+# Names of these sizes in the transformers configs of mixtures of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 
@@ -20,14 +20,15 @@ class Engine:
     """A training engine of verl.
 
     Attributes:
-        settings: where a config has those of the engine.
-        adapter: module and class of what sees the engine's routing: made of a worker's config, its `config` builds the
-            engine, `prepare(engine)` hooks it, `hooks()` reports that, and `compute(infer, data)` is `infer(data)` with
-            `router_agreement` and `router_sums` among its outputs where there is what to compare.
-        recorder: module and function: of an engine that is built, hooks that record its model's states.
-        hooked: whether it runs models of transformers, whose routers we hook and replay ourselves; verl records and
-            replays on the others.
-        compares_r3: whether the agreement is measured in a pass that replays the rollout's experts.
+        settings: the place of the engine's settings in a config.
+        adapter: module and class of the adapter that reads the engine's routing. It is made from a worker's config; the
+            engine is built from its `config`; `prepare(engine)` hooks it, `hooks()` reports the hooks, and
+            `compute(infer, data)` returns `infer(data)`, with `router_agreement` and `router_sums` if the batch has
+            routing to compare.
+        recorder: module and function that hooks a built engine, to record its model's states.
+        hooked: the engine runs models of transformers, whose routers we hook and replay ourselves; on the others verl
+            records and replays.
+        compares_r3: the agreement is measured in a pass that replays the rollout's experts.
     """
 
     settings: str
@@ -62,5 +63,5 @@ HOOKED = tuple(strategy for strategy, engine in ENGINES.items() if engine.hooked
 
 
 def first_of(config: Any, names: tuple[str, ...]) -> int:
-    """The first of these that the config has and is not 0; 0 without one."""
+    """Returns the first of these values that the config has and that is not 0; 0 if there is none."""
     return next((size for name in names if (size := getattr(config, name, None))), 0)

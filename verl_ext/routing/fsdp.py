@@ -1,7 +1,7 @@
-"""Routing under FSDP and FSDP2: recorded and compared in `compute_log_prob`, replayed where asked.
+"""Routing under FSDP and FSDP2: recorded and compared in `compute_log_prob`, and replayed if asked.
 
 Shape legend: T tokens of a micro-batch (prompt and response), n rows of its forward pass on this rank, L MoE layers,
-L' layers as the rollout ships them, K experts per token (top-k), E experts.
+L' layers as the rollout sends them, K experts per token (top-k), E experts.
 
 verl's `router_replay.mode` is for Megatron and VeOmni; here it works for transformers models:
 
@@ -43,13 +43,13 @@ OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agree
 
 
 def is_old_policy(micro_batch: TensorDict, forward_only: bool) -> bool:
-    """Whether this is the pass for old_log_probs, which alone wants the entropy in verl 0.9.1, and not that of a LoRA's
-    reference."""
+    """Returns True in the pass for old_log_probs, and False in that of a LoRA's reference: in verl 0.9.1 only the
+    former asks for the entropy."""
     return forward_only and tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
 
 
 class ForwardPass:
-    """One micro-batch in one forward pass: what the routers choose, and what they are to use in its place."""
+    """One micro-batch in one forward pass: the experts that the routers choose, and those that they are to use."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class ForwardPass:
         self.over = False
 
     def choose(self, layer: int, scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
-        """What layer number `layer`, of L, is to use; called by its router."""
+        """Returns the ids that layer number `layer`, of L, is to use; called by its router."""
         used_nK = ids_nK
         if self.replayed_TLK is not None:
             if self.replayed_nLK is None or self.known_n1 is None:
                 self.replayed_nLK = self.layout.spread(self.replayed_TLK, len(ids_nK))
                 self.known_n1 = known_rows(self.replayed_nLK).unsqueeze(1)
             used_nK = torch.where(self.known_n1, self.replayed_nLK[:, layer].long(), ids_nK)
-        if not self.over:  # and not the backward pass, where gradient checkpointing runs the router once more
+        if not self.over:  # after that, the backward pass with gradient checkpointing runs the router once more
             if layer in self.used:
                 raise HookError(f"router {layer} of {self.layers} ran twice in one forward pass")
             self.own[layer] = ids_nK.to(self.dtype)
@@ -92,11 +92,11 @@ class ForwardPass:
             raise HookError(f"{len(self.used)} of {self.layers} routers ran in the forward pass; each must, once")
 
     def packed(self, by_layer: dict[int, Tensor]) -> Tensor:
-        """[T, L, ...] from what was recorded."""
+        """Returns the recorded values as [T, L, ...]."""
         return self.layout.collect(torch.stack([by_layer[layer] for layer in range(self.layers)], dim=1))
 
     def own_agreement(self) -> float:
-        """Share of the replayed experts that this rank's routers would have chosen too."""
+        """Returns the share of the replayed experts that this rank's routers would have chosen too."""
         if self.replayed_nLK is None or self.known_n1 is None:
             return 1.0
         own_nLK = torch.stack([self.own[layer] for layer in range(self.layers)], dim=1)
@@ -106,10 +106,10 @@ class ForwardPass:
 
 
 def top_k_margin(scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
-    """[n] float32: the k-th score less the best that was not chosen; 0 where there is no such score.
+    """Returns [n] float32: the k-th score minus the best score that was not chosen; 0 if there is no such score.
 
-    The scores are those that the router takes its top-k of: probabilities for most, probability and bias for
-    DeepSeek-V3's, logits for gpt_oss.
+    The scores are those of the router's top-k: probabilities for most models, probability plus bias for DeepSeek-V3,
+    logits for gpt_oss.
     """
     scores_nE = scores_nE.detach()
     kth_n = scores_nE.gather(1, ids_nK).amin(1)
@@ -131,7 +131,7 @@ class FsdpRouting:
         self.mode = config.engine_config.router_replay.mode
 
     def prepare(self, engine: Any) -> None:
-        """Hook the routers of the initialized engine. Raises HookError: there are none, or they cannot replay."""
+        """Hooks the routers of the initialized engine. Raises HookError if it has none, or they cannot replay."""
         hf_config = engine.model_config.hf_config
         if self.mode != "disabled":
             check_replayable(hf_config)
@@ -144,11 +144,11 @@ class FsdpRouting:
         wrap("fsdp_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def hooks(self) -> tuple[str, int]:
-        """(class that chooses, how many are hooked)."""
+        """Returns (class of the routers, number of hooked routers)."""
         return type(self.points[0].module).__name__, len(self.points)
 
     def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
-        """`infer(data)`: its micro-batches pass through `forward_step`."""
+        """Returns `infer(data)`, whose micro-batches pass through `forward_step`."""
         return infer(data)
 
     def _choose(self, layer: int) -> Any:
@@ -160,7 +160,7 @@ class FsdpRouting:
         return active
 
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        """verl's own, with the routers' choices recorded, compared and replaced."""
+        """Wraps verl's `forward_step`: records, compares and replaces the routers' choices."""
         old_policy = is_old_policy(micro_batch, forward_only)
         replays = self.mode != "disabled" and tu.get_non_tensor_data(
             micro_batch, "enable_routing_replay", default=False
@@ -219,10 +219,10 @@ class FsdpRouting:
         )
 
     def _rollout_routes(self, micro_batch: TensorDict) -> tuple[Tensor | None, Tensor | None]:
-        """[T, L, K] of the rollout, the layers in the order of the routers, and [T] why rows of it are refused, see
-        `drop_refused`; None where the batch has none. Trajectories that were left out are zeros.
+        """Returns the rollout's routes [T, L, K], layers in the order of the routers, and [T] the reasons why rows are
+        refused (`drop_refused`); (None, None) if the batch has no routes. Trajectories that were left out are zeros.
 
-        vLLM and SGLang ship a row for each decoder layer, dense ones included; others ship only the MoE layers.
+        vLLM and SGLang send a row for each decoder layer, dense ones included; others send only the MoE layers.
         """
         if (routes := micro_batch.get(ROLLOUT_ROUTES, None)) is None:
             return None, None
@@ -245,6 +245,6 @@ class FsdpRouting:
         return routes_TLK.to(narrow_dtype(self.experts)), refused_T
 
     def _old_routes(self, micro_batch: TensorDict) -> Tensor | None:
-        """[T, L, K] as `compute_log_prob` returned them."""
+        """Returns the routes [T, L, K] that `compute_log_prob` returned."""
         routes = micro_batch.get(OLD_ROUTES, None)
         return None if routes is None else routes.values().to(get_device_id(), narrow_dtype(self.experts))

@@ -1,6 +1,6 @@
-"""The layers of a model in each training engine of verl, and whole states where its ranks share the tokens.
+"""The layers of a model in each training engine of verl, and whole states if its ranks share the tokens.
 
-`ENGINES` of `routing.engines` names the function of each engine. Used in workers, on an engine that is built.
+`ENGINES` of `routing.engines` names the function of each engine. Workers use it on a built engine.
 
 Shape legend: n tokens of a pass, d width; R ranks that share them.
 """
@@ -16,28 +16,28 @@ from verl_ext.core.recorder import Recorder, StatePoint, named_points
 
 
 def open_recorder_of_transformers(engine: Any) -> Recorder:
-    """Hooks on the model of an FSDP or a VeOmni engine.
+    """Hooks the model of an FSDP or a VeOmni engine.
 
     Raises:
         HookError: as `named_points`.
     """
     from verl.utils.ulysses import gather_outputs_and_unpad
 
-    def whole(rows_nd: Tensor) -> Tensor:  # without sequence parallelism, what it is given
+    def whole(rows_nd: Tensor) -> Tensor:  # without sequence parallelism, returns its argument
         return gather_outputs_and_unpad(rows_nd.contiguous(), gather_dim=0)
 
     return Recorder(named_points(engine.module), whole)
 
 
 def open_recorder_of_megatron(engine: Any) -> Recorder:
-    """Hooks on the layers of this rank's pipeline stage; a stage may have none."""
+    """Hooks the layers of this rank's pipeline stage; a stage may have none."""
     return Recorder(megatron_points(engine.module), _whole_of_megatron(engine.tf_config))
 
 
 def megatron_layers(module: Any) -> list[tuple[int, nn.Module]]:
-    """(number, layer) of each decoder layer on this rank, numbered from 0 over all pipeline stages.
+    """Returns (number, layer) of each decoder layer on this rank, numbered from 0 over all pipeline stages.
 
-    Layers for multi-token prediction are outside of the decoder, and have the numbers of its first layers.
+    Layers for multi-token prediction, which have the numbers of the first layers, are outside of the decoder.
 
     Args:
         module: the model chunks of a Megatron engine.
@@ -46,7 +46,7 @@ def megatron_layers(module: Any) -> list[tuple[int, nn.Module]]:
 
 
 def megatron_points(module: Any) -> list[StatePoint]:
-    """The points of `core.recorder` in the model chunks of a Megatron engine."""
+    """Returns the points of `core.recorder` in the model chunks of a Megatron engine."""
     found = []
     for number, layer in megatron_layers(module):
         attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
@@ -64,8 +64,8 @@ def megatron_points(module: Any) -> list[StatePoint]:
 
 
 def unsplit(parts: Sequence[Tensor]) -> Tensor:
-    """[n, d] of a sequence from the [n / R, d] of each rank of context parallelism, which has the r-th of 2 R equal
-    pieces, and the r-th from the end.
+    """Returns [n, d] of a sequence from the [n / R, d] of each rank of context parallelism. Rank r has the r-th of 2 R
+    equal pieces, and the r-th from the end.
 
     Source: "zigzag" of `preprocess_thd_engine` in verl/models/mcore/util.py, verl 0.9.1.
     """
@@ -74,17 +74,17 @@ def unsplit(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _language_models(module: Any) -> list[Any]:
-    """The language model of each chunk."""
+    """Returns the language model of each chunk."""
     from verl.utils.megatron_utils import unwrap_model
 
     return [getattr(chunk, "language_model", chunk) for chunk in unwrap_model(list(module))]
 
 
 def _whole_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
-    """Puts a sequence's tokens together, one after another.
+    """Returns the function that joins a sequence's tokens, one after another.
 
-    With sequence parallelism each rank of tensor parallelism has its slice of all states that are hooked; without, all
-    of them.
+    With sequence parallelism, each rank of tensor parallelism has a slice of all hooked states; without it, each rank
+    has the whole states.
     """
     from megatron.core import parallel_state as mpu
 
@@ -109,11 +109,11 @@ def _first(module: nn.Module, inputs: Any, output: Any) -> Tensor:
 
 
 def _with_bias(module: nn.Module, inputs: Any, output: Any) -> Tensor:
-    """What the module adds to the residual: its bias is added outside of it."""
+    """Returns the module's output plus its bias, which Megatron adds outside of the module."""
     value, bias = output
     return value if bias is None else value + bias
 
 
 def _regated(module: nn.Module, inputs: Any, output: Any) -> Tensor:
-    """A router's logits, which it does not return, made once more from what it was given."""
+    """Returns a router's logits, computed again from its input, because the router does not return them."""
     return module.gating(inputs[0])

@@ -1,27 +1,27 @@
-"""Routing on Megatron and VeOmni, where verl itself records it: compared with the rollout's in `compute_log_prob`.
+"""Compares routing on Megatron and VeOmni, where verl itself records it, with the rollout's in `compute_log_prob`.
 
 Shape legend: T tokens of a batch (prompt and response, packed), t tokens of a block, L MoE layers, l layers as the
-rollout ships them, K experts per token (top-k).
+rollout sends them, K experts per token (top-k).
 
 Written for verl 0.9.1. An engine built with `router_replay.mode=R2` records in a forward-only pass whose batch carries
 the flag `enable_routing_replay` and, on Megatron, no `routed_experts`. It gathers the routes over tensor, context and
 pipeline parallelism and returns them as `routed_experts`, in the order of the batch (forward_backward_batch in
-workers/engine/megatron/transformer_impl.py, prepare_model_outputs in workers/engine/veomni/transformer_impl.py). What
-the setting of the user makes of that:
+workers/engine/megatron/transformer_impl.py, prepare_model_outputs in workers/engine/veomni/transformer_impl.py). The
+user's mode decides what happens with them:
 
 disabled  Only the engine is built with R2. verl's workers follow the setting and never send the flag
-          (_with_routing_replay_flag in workers/engine_workers.py), so no update replays anything; it is set here, for
-          the pass that records, and the routes are dropped once they are compared.
-R2        verl sends the flag, and the update replays what compute_log_prob recorded. The routes stay in the output,
-          and take the place of the rollout's in the batch: it is one field. verl records in int16, and the rollout's
-          ids may travel in a byte (upstream/agent_loop.py); TransferQueue takes one dtype for a field.
-R3        Megatron alone: the engine is built with R3, and for the pass that records it looks like one with R2, whose
-          routers have targets. Each router records what it would choose beside what it uses, in one row of [2K]
-          (`ReplayRecorder`). verl replays the rollout's routes as without us. VeOmni's controller does one or the
-          other, so there R3 is refused.
+          (_with_routing_replay_flag in workers/engine_workers.py), so no update replays anything. This file sets the
+          flag for the pass that records, and drops the routes after comparing them.
+R2        verl sends the flag, and the update replays the routes that compute_log_prob recorded. They stay in the output
+          and replace the rollout's in the batch, because both are one field. verl records in int16, and the rollout's
+          ids may be sent in a byte (upstream/agent_loop.py); TransferQueue takes one dtype for a field.
+R3        Only on Megatron: the engine is built with R3, and in the pass that records it looks like one with R2, whose
+          routers have targets. Each router records the experts that it would choose next to those that it uses, in one
+          row of [2K] (`ReplayRecorder`). verl replays the rollout's routes as it does without this package. VeOmni's
+          controller cannot do both, so there R3 is refused.
 
-Recording is not free on Megatron, whatever the mode (utils/megatron/router_replay_patch.py): the routers take verl's
-top-k instead of the fused one of `moe_router_fusion`, and the all-to-all dispatcher waits for the device at each layer.
+Recording has a cost on Megatron in every mode (utils/megatron/router_replay_patch.py): the routers use verl's top-k
+instead of the fused one of `moe_router_fusion`, and the all-to-all dispatcher waits for the device at each layer.
 """
 
 from collections.abc import Callable
@@ -56,8 +56,8 @@ class Recorders:
     Attributes:
         name: class of the routers.
         layers: numbers of the decoder layers with a router, dense ones counted, as verl orders the recorded routes.
-        decoder_layers: how many decoder layers there are, layers for multi-token prediction not counted.
-        experts: ids of experts are below this.
+        decoder_layers: the number of decoder layers, without layers for multi-token prediction.
+        experts: the number of experts; their ids are below it.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Recorders:
 
 
 class RecordedRouting:
-    """Lets verl record in `compute_log_prob`, and compares the routes.
+    """Makes verl record in `compute_log_prob`, and compares the routes.
 
     Args:
-        config: of the actor's training worker, before it builds the engine.
+        config: the config of the actor's training worker, before it builds the engine.
 
     Attributes:
-        config: what to build the engine from instead.
+        config: the config from which the engine is to be built instead.
 
     Raises:
-        HookError: a setting under which verl records nothing, or in the wrong place.
+        HookError: with one of the settings verl records nothing, or in the wrong place.
     """
 
     def __init__(self, config: TrainingWorkerConfig):
@@ -108,28 +108,28 @@ class RecordedRouting:
         self.recorders: Recorders
 
     def prepare(self, engine: Any) -> None:
-        """Find what records in the engine, once it is initialized; on all of its ranks, which may have to agree.
+        """Finds the routers that record, once the engine is initialized; call it on all ranks, which may communicate.
 
         Raises:
-            HookError: nothing does, or verl would put the layers in the wrong order.
+            HookError: no router records, or verl would put the layers in the wrong order.
         """
         self.recorders = (_megatron if engine.engine_config.strategy == "megatron" else _veomni)(engine)
         if self.replays is not None:
             self.replays.prepare(engine)
 
     def hooks(self) -> tuple[str, int]:
-        """(class of the routers, how many record over all pipeline stages)."""
+        """Returns (class of the routers, number of them that record, over all pipeline stages)."""
         return self.recorders.name, len(self.recorders.layers)
 
     def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
-        """`infer(data)`, the infer_batch of verl's TrainingWorker, with the agreement among its outputs.
+        """Calls `infer(data)`, the infer_batch of verl's TrainingWorker, and adds the agreement to its outputs.
 
         Args:
-            data: with the rollout's `routed_experts`, or there is nothing to compare; it is left as it is.
+            data: compared only if it has the rollout's `routed_experts`; it is not changed.
 
-        Returns what `infer` does: None on every rank but one of a model replica, and there in addition
+        Returns the result of `infer`: None on all ranks of a model replica but one. On that rank it also has
             router_agreement, router_sums: see `routing_outputs`.
-            routed_experts: what the engine recorded, only with R2, in the dtype of the rollout's.
+            routed_experts: the routes that the engine recorded, only with R2, in the dtype of the rollout's.
 
         Raises:
             HookError: the engine recorded nothing, or the rollout's routing is of other layers or experts.
@@ -137,12 +137,12 @@ class RecordedRouting:
         rollout = data.get(ROUTES, None)
         if tu.get_non_tensor_data(data, "no_lora_adapter", default=False):
             # The reference of a LoRA, after the actor: with R2 it replays the actor's routes (on VeOmni it records its
-            # own), which must not be replaced by it for the update.
+            # own). The update needs the actor's routes, so the reference must not replace them.
             return _without_routes(infer(data))
         if rollout is None:
             return infer(data)
-        # Only the pass for old_log_probs wants the entropy in verl 0.9.1. The others, of rescoring and the canary, must
-        # neither replay the rollout's routes nor write theirs over them: they are still to be compared.
+        # In verl 0.9.1 only the pass for old_log_probs asks for the entropy. Other passes (rescoring, the canary) must
+        # neither replay the rollout's routes nor overwrite them, because they are compared later.
         old_policy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if self.replays is not None:
             if not (old_policy and tu.get_non_tensor_data(data, "enable_routing_replay", default=False)):
@@ -176,12 +176,13 @@ class RecordedRouting:
 
 
 class ReplayRecorder:
-    """Records on Megatron, in a forward-only pass that replays, what each router would choose and what it uses.
+    """Records the experts that each Megatron router would choose and those that it uses, in a forward-only pass with
+    replay.
 
-    verl records or replays. Its forward_backward_batch asks for records if the engine's mode is R2 and the batch brings
-    no routes; its forward_step sets the targets if the routers are to replay, by the rules of the engine's mode, and
-    merges what was recorded if it was asked for (workers/engine/megatron/transformer_impl.py). So the batch travels
-    without its routes under an engine of mode R2, and each micro-batch gets them back under the engine's own mode.
+    verl can record or replay, not both. Its forward_backward_batch asks for records if the engine's mode is R2 and the
+    batch has no routes. Its forward_step sets the targets if the routers are to replay, by the rules of the engine's
+    mode, and merges the records if they were asked for (workers/engine/megatron/transformer_impl.py). So the batch is
+    passed without its routes to an engine of mode R2, and each micro-batch gets them back under the engine's own mode.
 
     Args:
         replaying: settings of the engine, of mode R3.
@@ -267,15 +268,15 @@ def compare_recorded(
     replayed: bool = False,
     block: int = BLOCK,
 ) -> dict[str, Tensor]:
-    """`routing_outputs` from jagged routes of both engines, [B, n, L, K] and [B, n, l, K], on any device; trajectories
-    that were left out are empty in the rollout's.
+    """Returns `routing_outputs` from jagged routes of both engines, on any device.
 
-    If the rollout's were replayed, the recorded ones are [B, n, L, 2K], those of `ReplayRecorder.infer`.
+    The training engine's are [B, n, L, K], or [B, n, L, 2K] as from `ReplayRecorder.infer` if the rollout's routes were
+    replayed. The rollout's are [B, n, l, K]; trajectories that were left out are empty.
 
-    Rows of the rollout's that are refused (core/routing.py) are not compared. What verl itself replays is as it was.
+    Refused rows of the rollout (core/routing.py) are not compared. The routes that verl itself replays do not change.
 
     Raises:
-        HookError: they are not of the same tokens and layers.
+        HookError: the routes are not of the same tokens and layers.
     """
     device, offsets = get_device_id(), data["input_ids"].offsets()
     own_TLK, train_TLK = recorded.values().chunk(2, -1) if replayed else (None, recorded.values())
@@ -317,10 +318,10 @@ def compare_recorded(
 
 
 def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: bool) -> None:
-    """Raise HookError unless the rollout routed in the layers that have a router in the training engine, and no other.
+    """Raises HookError unless the rollout routed in exactly the layers that have a router in the training engine.
 
-    A dense layer is zeros throughout. So would be a router that only ever chose expert 0, which tokens of more than one
-    expert (`enough`) rule out.
+    A dense layer is all zeros. A router that always chose expert 0 would be too, but not if there are tokens with more
+    than one expert (`enough`).
     """
     dense = torch.ones_like(routed_l).index_fill_(0, columns, False)
     extra = (routed_l & dense).nonzero().flatten().tolist()
@@ -334,7 +335,8 @@ def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: 
 
 
 def _megatron(engine: Any) -> Recorders:
-    """verl's RouterReplay on each TopKRouter of Megatron's decoder; a layer for multi-token prediction has none."""
+    """Returns the TopKRouters of Megatron's decoder with verl's RouterReplay; layers for multi-token prediction have
+    none."""
     from megatron.core import parallel_state as mpu
     from verl.utils.megatron.router_replay_utils import get_moe_num_layers_to_build, iter_model_routers
     from verl.utils.megatron_utils import unwrap_model
@@ -345,7 +347,7 @@ def _megatron(engine: Any) -> Recorders:
     if (size := mpu.get_pipeline_model_parallel_world_size()) > 1:
         stages = [[] for _ in range(size)]
         torch.distributed.all_gather_object(stages, chunks, group=mpu.get_pipeline_model_parallel_group())
-    # pp_gather of verl puts the stages one after another, and that once for each virtual stage.
+    # verl's pp_gather concatenates the stages, once for each virtual stage.
     layers = [layer for virtual in zip(*stages, strict=True) for stage in virtual for layer in sorted(stage)]
     if not layers:
         raise HookError(
@@ -356,7 +358,7 @@ def _megatron(engine: Any) -> Recorders:
     counts = [[len(virtual) for virtual in stage] for stage in stages]
     assumed = counts
     if config.virtual_pipeline_model_parallel_size is not None and size > 1:
-        # With virtual stages it cuts what a stage returns by these counts, whatever the stage has.
+        # With virtual stages, verl cuts the result of a stage by these counts, without looking at the stage.
         assumed = [[get_moe_num_layers_to_build(config, v, p) for v in range(len(chunks))] for p in range(size)]
     if layers != sorted(set(layers)) or assumed != counts:
         raise HookError(
@@ -369,7 +371,7 @@ def _megatron(engine: Any) -> Recorders:
 
 
 def _veomni(engine: Any) -> Recorders:
-    """The routers of VeOmni's models, which are transformers' own, with a call to verl's controller after the top-k."""
+    """Returns VeOmni's routers: those of transformers, with a call to verl's controller after the top-k."""
     if engine._router_replay is None or not engine._router_replay._installed:
         raise HookError("verl installed no recorder of routing in VeOmni", (OFF,))
     hf_config = engine.model_config.hf_config

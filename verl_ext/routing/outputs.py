@@ -1,4 +1,4 @@
-"""Routing outputs that travel with the log-probabilities, from the rows that routers see, for every training engine.
+"""Outputs about routing that are sent with the log-probabilities, made from the rows that routers see; all engines.
 
 Shape legend: B trajectories, T tokens of all of them (prompt and response, packed), R response tokens of all of them,
 n rows of the forward pass on this rank, L MoE layers, K experts per token.
@@ -24,12 +24,12 @@ from verl_ext.core.tokens import jagged
 class RowLayout:
     """The places of a micro-batch's tokens among the rows that a rank's routers see.
 
-    verl 0.9.1 runs the packed tokens, padded at their end and split over Ulysses sequence parallelism; or, without
-    padding removal, every sequence padded to the longest.
+    verl 0.9.1 runs the packed tokens, padded at their end and split over Ulysses sequence parallelism. Without padding
+    removal, it pads every sequence to the longest.
 
     Attributes:
         lengths: [B] int64, prompt and response.
-        packed: whether padding is removed.
+        packed: padding is removed.
     """
 
     lengths: Tensor
@@ -45,7 +45,7 @@ class RowLayout:
         return int(self.lengths.sum())
 
     def spread(self, values_T: Tensor, rows: int) -> Tensor:
-        """[n, ...], one row for each that this rank's routers see, 0 on padding, from [T, ...] packed tokens.
+        """Returns [n, ...], the rows that this rank's routers see, 0 on padding, from [T, ...] packed tokens.
 
         Raises:
             HookError: the routers see fewer rows than there are tokens, or not as many as the padded batch has.
@@ -59,7 +59,7 @@ class RowLayout:
         return whole.tensor_split(_ranks())[_rank()]
 
     def collect(self, values_n: Tensor) -> Tensor:
-        """[T, ...] packed tokens from the [n, ...] rows of every rank: the inverse of `spread`.
+        """Returns [T, ...] packed tokens from the [n, ...] rows of every rank: the inverse of `spread`.
 
         Raises:
             HookError: as `spread`.
@@ -67,7 +67,7 @@ class RowLayout:
         self._check(len(values_n))
         if not self.packed:
             return values_n[self._padded_rows()]
-        # No gradient passes here, and without a sequence-parallel group this returns what it is given.
+        # No gradient passes here; without a sequence-parallel group this returns its argument.
         return gather_outputs_and_unpad(values_n.contiguous(), gather_dim=0)[: self.tokens]
 
     def _padded_rows(self) -> Tensor:
@@ -94,15 +94,14 @@ def narrow_dtype(experts: int) -> torch.dtype:
 
 
 def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
-    """[R] int64 row, among the T, of the forward pass that predicted each response token, trajectory after trajectory.
+    """Returns [R] int64: the row, among the T, of the forward pass that predicted each response token.
 
-    Row t of a sequence is the forward pass over token t, which predicts token t + 1: the routing behind response token
-    j is in row prompt_length + j - 1. The last token was never forwarded by the rollout, and its row is not among
-    these.
+    Row t of a sequence is the forward pass over token t, which predicts token t + 1. So the routing behind response
+    token j is in row prompt_length + j - 1. The rollout never forwarded the last token, and its row is not returned.
 
     Args:
         lengths_B: int64, prompt and response.
-        response_lengths_B: int64, each at most the length less one: a response token without a token before it has no
+        response_lengths_B: int64, each at most the length minus one: a response token without a token before it has no
             forward pass.
     """
     ends_B = lengths_B.cumsum(0)
@@ -114,12 +113,12 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
 
 
 def check_captured(data: TensorDict) -> None:
-    """Checks that the routes of each trajectory are those that its rollout captured, for these tokens.
+    """Checks that the routes of each trajectory are those that its rollout captured for these tokens.
 
     Trajectories without a checksum or without routes are not checked, nor the rows that verl adds to fill a batch.
 
     Raises:
-        BatchError: they are not.
+        BatchError: the routes of a trajectory do not have its checksum.
     """
     routes, sums = data.get(ROLLOUT_ROUTES, None), data.get(ROUTE_SUM, None)
     if routes is None or sums is None:
@@ -138,8 +137,11 @@ def check_captured(data: TensorDict) -> None:
 
 
 def drop_refused(routes_TLK: Tensor, experts: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a rollout's routing with zeros in refused rows, as in unknown ones; and [T] uint8 the reasons, see
-    `core.routing.refused_rows`. The training router then chooses for those tokens, which count in no agreement."""
+    """Returns a rollout's routing with zeros in refused rows, as in unknown ones, and [T] uint8 the reasons
+    (`core.routing.refused_rows`).
+
+    For these tokens the training router chooses, and they do not count in the agreement.
+    """
     refused_T = refused_rows(routes_TLK, experts, offsets)
     if refused_T.any():
         routes_TLK = routes_TLK.masked_fill((refused_T > 0)[:, None, None], 0)
@@ -157,14 +159,14 @@ def routing_outputs(
     margin_TL: Tensor | None = None,
     own_TL: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Agreement of the response tokens of a batch, or micro-batch, from the overlap of all of its tokens.
+    """Returns the agreement of the response tokens of a batch, or micro-batch, from the overlap of all of its tokens.
 
     Args:
         overlap_TL: integer, |T and I| of each token's forward pass, packed in the order of the batch.
         known_T: bool, rows whose routing the rollout returned (`core.routing.known_rows`) and is not refused.
         batch: with jagged `input_ids` [B, n] and `response_mask` [B, r], on any device.
-        left_out_B: bool, trajectories whose routing did not travel (`core.tokens.left_out_rows`).
-        refused_T: why rows are refused, as of `drop_refused`.
+        left_out_B: bool, trajectories whose routing was not sent (`core.tokens.left_out_rows`).
+        refused_T: the reasons why rows are refused, from `drop_refused`.
         margin_TL, own_TL: see `core.routing.agreement`.
 
     Returns model outputs, on the device of `overlap_TL`:

@@ -1,11 +1,13 @@
-"""The router's scores of the old policy, kept for the update, and how far the current router is from them (RSPO).
+"""Keeps the router's scores of the old policy for the update, and measures how far the current router is from them
+(RSPO).
 
 Shape legend: N tokens of a forward pass, R response tokens of all trajectories, B trajectories, L MoE layers, K
 experts per token, E experts.
 
 compute_log_prob returns the experts that the old router chose and their log-probabilities, per response token; verl
-carries both to update_actor through TransferQueue. That is 4 L K bytes a token (int16 + float16; 1.5 KB for 48 layers
-and top-8). In the update, the hooks add each layer's deviation to one number a token; no score outlives its layer.
+carries both to update_actor through TransferQueue. That is 4 L K bytes per token (int16 + float16; 1.5 KB for 48 layers
+and top-8). In the update, the hooks add each layer's deviation to one number per token; no score is kept after its
+layer.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,17 +31,17 @@ from verl_ext.routing.fsdp import is_old_policy
 from verl_ext.routing.layers import megatron_points
 from verl_ext.routing.outputs import RowLayout, packed_rows
 
-Take = Callable[[int, Any, Any], None]  # (number of the layer, router, what it returns)
+Take = Callable[[int, Any, Any], None]  # (number of the layer, router, its output)
 
 
 class ShiftRecorder:
-    """Hooks on an FSDP engine's routers and around its `forward_step`; does nothing until `enabled`.
+    """Hooks an FSDP engine's routers and wraps its `forward_step`; does nothing until `enabled`.
 
     Written for verl 0.9.1, where `forward_step(micro_batch, loss_function, forward_only)` runs the model once and then
-    the loss. Gradient checkpointing runs the routers once more in the backward pass, when nothing records.
+    the loss. Gradient checkpointing runs the routers once more in the backward pass; that run is not recorded.
 
     Raises:
-        HookError: a router does not return what is read here, or there is none.
+        HookError: there is no router, or a router does not return expert ids and logits.
     """
 
     def __init__(self, engine: Any):
@@ -90,7 +92,7 @@ class ShiftRecorder:
         return self.enabled and not forward_only and SHIFT_SCORES in micro_batch.keys()  # noqa: SIM118 (a TensorDict)
 
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        """verl's own, recording where the old policy's scores are made or compared."""
+        """Wraps verl's `forward_step`: records the old policy's scores, or compares the current ones with them."""
         if self._records(micro_batch, forward_only):
             with self._recording(micro_batch) as fields:
                 loss, output = verls(micro_batch, loss_function=loss_function, forward_only=True)
@@ -108,7 +110,7 @@ class ShiftRecorder:
 
     @contextmanager
     def _recording(self, micro_batch: TensorDict) -> Iterator[Callable[[], dict[str, Tensor]]]:
-        """Record the passes inside; gives what makes the jagged fields of it, once they are over."""
+        """Records the passes inside; yields the function that makes the jagged fields after the passes."""
         seen: dict[int, tuple[Tensor, Tensor]] = {}
 
         def keep(layer: int, router: Any, output: Any) -> None:
@@ -133,7 +135,7 @@ class ShiftRecorder:
 
     @contextmanager
     def _comparing(self, micro_batch: TensorDict) -> Iterator[Callable[[], Tensor]]:
-        """Compare the routers in the pass inside; gives what makes the jagged deviations, once the model has run."""
+        """Compares the routers in the pass inside; yields the function that makes the jagged deviations after it."""
         device = get_device_id()  # where verl's forward_step moves the micro-batch
         rows = self._rows(micro_batch, device)
         ids_RLK = micro_batch[SHIFT_EXPERTS].values().to(device).long()
@@ -161,11 +163,12 @@ class ShiftRecorder:
 
 
 class MegatronShiftRecorder(ShiftRecorder):
-    """The same on a Megatron engine without pipeline or context parallelism, whose last stage would need the others'.
+    """The same on a Megatron engine without pipeline or context parallelism: the last stage would need the routers of
+    the others.
 
     verl's `forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)` runs the model and
-    returns a partial of the last, which megatron-core calls with the output: it has the micro-batch and the loss.
-    megatron-core's TopKRouter returns no logits: its `routing` is hooked, which is given them.
+    returns a partial of the last argument, with the micro-batch and the loss; megatron-core calls it with the output.
+    megatron-core's TopKRouter returns no logits, so its method `routing`, which gets them, is hooked.
     """
 
     def _find_routers(self, engine: Any) -> list[Any]:
@@ -209,7 +212,7 @@ class MegatronShiftRecorder(ShiftRecorder):
         logits_processor_func: Any,
         postprocess_micro_batch_func: Any,
     ) -> Any:
-        """verl's own, recording as `forward_step` does."""
+        """Wraps verl's `forward_step` for Megatron, as `forward_step` does for FSDP."""
         micro_batch = next(batch_iter)
         forward_only = postprocess_micro_batch_func.keywords["forward_only"]
 
@@ -248,7 +251,7 @@ class ResponseRows:
 
 
 class MegatronRows:
-    """The same rows, where Megatron has its tokens: each sequence padded for the ranks that then split them."""
+    """The same rows for Megatron, which pads each sequence for the ranks that split it."""
 
     def __init__(self, micro_batch: TensorDict, device: torch.device):
         from verl.models.mcore.util import preprocess_thd_engine
@@ -265,7 +268,7 @@ class MegatronRows:
         self.rows = place_T[packed_rows(offsets.diff(), self.offsets.diff())]
 
     def take(self, values_n: Tensor) -> Tensor:
-        """[R, *] from the [n, *] of each rank that shares the sequence."""
+        """Returns [R, *] from the [n, *] of each rank that shares the sequence."""
         if len(values_n) != self.count:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -279,20 +282,20 @@ class MegatronRows:
 
 
 def require_readable(point: ChoicePoint) -> ChoicePoint:
-    """Raise HookError for a router module that does not choose by itself, and so does not return what it chose."""
+    """Raises HookError for a router module that does not choose by itself, and so does not return the chosen ids."""
     if point.method == ROUTES:
         raise _unreadable_scores(point.module, "leaves the choice of experts to the block around it")
     return point
 
 
 def check_outputs(point: ChoicePoint, output: Any) -> None:
-    """Raise HookError unless a router returns what is read here: expert ids and logits."""
+    """Raises HookError unless a router returns expert ids and logits."""
     expert_ids(require_readable(point).module, output)
     router_logits(point.module, output)
 
 
 def expert_ids(router: nn.Module, output: Any) -> Tensor:
-    """The [N, K] int16 expert ids among a router's outputs: its one integer tensor."""
+    """Returns the [N, K] int16 expert ids among a router's outputs: its one integer tensor."""
     outputs = output if isinstance(output, tuple | list) else (output,)
     found = [v for v in outputs if isinstance(v, Tensor) and not v.is_floating_point() and v.dim() == 2]
     if len(found) != 1:
@@ -301,7 +304,7 @@ def expert_ids(router: nn.Module, output: Any) -> Tensor:
 
 
 def router_logits(router: nn.Module, output: Any) -> Tensor:
-    """[N, E], the widest of a router's [tokens, *] float tensors: the combine weights have K columns."""
+    """Returns [N, E], the widest of a router's [tokens, *] float tensors; the combine weights have only K columns."""
     found = [v for v in output if isinstance(v, Tensor) and v.is_floating_point() and v.dim() == 2]
     if not found:
         raise _unreadable_scores(router, "returns no [tokens, experts] logits")
@@ -309,7 +312,7 @@ def router_logits(router: nn.Module, output: Any) -> Tensor:
 
 
 def refuse_probabilities(router: nn.Module, logits_NE: Tensor) -> None:
-    """Raise HookError if a router returns its softmax instead of its logits."""
+    """Raises HookError if a router returns its softmax instead of its logits."""
     if bool((logits_NE >= 0).all()) and torch.allclose(
         logits_NE.float().sum(1), logits_NE.new_ones(1).float(), atol=1e-2
     ):

@@ -165,7 +165,7 @@ class Step:
         return self._add_refusal(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
 
     def _judge_unmeasured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
-        """l_old of these tokens is l_infer."""
+        """Judges a batch in bypass mode before it is measured; l_old of its tokens is l_infer."""
         tokens = bad = 0
         for block, found in batch.blocks(by_sign=False):
             tokens += found.count

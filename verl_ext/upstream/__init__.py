@@ -1,1 +1,1 @@
-"""Changes to verl's, vLLM's and SGLang's code, one file per thing changed; base/changes.py lists them."""
+"""Changes to the code of verl, vLLM and SGLang, one file per part that is changed; base/changes.py lists them."""

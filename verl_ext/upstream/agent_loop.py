@@ -1,19 +1,18 @@
-"""What a rollout sends along with its tokens: one change to verl's agent loop, its client and its vLLM server.
+"""Data that a rollout returns with its tokens: one change to verl's agent loop, its client and its vLLM server.
 
-    narrow   Expert ids of a byte stay a byte. verl converts them to int16 before it writes them to TransferQueue.
-    share    Only a share of the trajectories bring their expert ids. They are by far the largest field of a batch.
-    turns    A turn brings the expert ids of its own tokens, and their checksum; the trajectory's goes to its batch.
-             vLLM returns those of all turns, every time.
+    narrow   Expert ids of one byte stay one byte. verl converts them to int16 before it writes them to TransferQueue.
+    share    Only a share of the trajectories bring their expert ids, which are by far the largest field of a batch.
+    turns    A turn brings the expert ids of its own tokens, and their checksum; the checksum of the whole trajectory is
+             a field of the batch. vLLM returns the ids of all turns, every time.
     head     The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
 
-A process does what the environment variable VERL_EXT_AGENT_LOOP asks for, such as `narrow:1,head:32`, and without it
-leaves verl as it is. The launch asks for what the run's features need (`request`). `install_changes` reads the
-variable.
+The environment variable VERL_EXT_AGENT_LOOP, such as `narrow:1,head:32`, chooses the extras in each process; without it
+verl stays as it is. The launch sets it to what the run's features need (`request`). `install_changes` reads it.
 
-The functions follow an answer on its way: vLLM's server, the client that an agent loop calls, the worker that runs the
-agent loop, and the fields that this worker writes. The pure ones are at the bottom.
+The functions are in the order in which an answer passes them: vLLM's server, the client that an agent loop calls, the
+worker that runs the agent loop, and the fields that this worker writes. The pure ones are at the bottom.
 
-The launch asks without computing anything: torch is imported where it is used.
+The launch computes nothing here, so torch is imported only where it is used.
 
 Shape legend: n tokens of one answer, m tokens with expert ids, L layers, K experts per token or tokens of a head.
 """
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from verl_ext.core.head import Call
 
 VARIABLE = "VERL_EXT_AGENT_LOOP"
-BY_HAND = ("narrow", "turns")  # what the user may switch off, or on
+BY_HAND = ("narrow", "turns")  # the extras that the user may switch off, or on
 CHANGE = "agent_loop"
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 CLIENT = "verl.workers.rollout.llm_server"
@@ -53,7 +52,7 @@ ROWS_HELD = "verl_ext_rows_held"  # in the extra_args of a request, and in the e
 HEAD_ASKED = "verl_ext_head"  # in the extra_args of a request
 MEDIA = ("image_data", "video_data", "audio_data")
 
-# Besides temperature, top-k and top-p, the parameters of a request that change the distribution -> the neutral value.
+# Parameters of a request, other than temperature, top-k and top-p, that change the distribution -> the neutral value.
 DISTRIBUTION_CHANGES = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -67,13 +66,13 @@ DISTRIBUTION_CHANGES = {
 
 @dataclass(frozen=True)
 class Extras:
-    """What a rollout is asked to send along.
+    """The extra data that a rollout is asked to return.
 
     Attributes:
-        narrow: expert ids in uint8 travel in uint8.
-        share: of the trajectories, which bring their expert ids.
+        narrow: expert ids in uint8 are sent in uint8.
+        share: the share of the trajectories that bring their expert ids.
         turns: expert ids that the agent loop's process holds are not sent again; all have a checksum.
-        head: how many tokens at each place.
+        head: the number of tokens at each place.
     """
 
     narrow: bool = False
@@ -86,7 +85,7 @@ class Extras:
 
 
 def parse_extras(text: str) -> dict[str, Any]:
-    """The fields of `Extras` that a text such as `narrow:0,head:32` names.
+    """Returns the fields of `Extras` in a text such as `narrow:0,head:32`.
 
     Raises:
         ConfigError: it names something else, or gives a value that is not a number.
@@ -106,18 +105,18 @@ def parse_extras(text: str) -> dict[str, Any]:
     return found
 
 
-# What this process was asked for when it last called `install_changes`, and which trajectories bring expert ids: None
-# for all.
+# The extras of this process since it last called `install_changes`, and the choice of the trajectories that bring
+# expert ids: None for all.
 _extras = Extras()
 _sampling: Systematic | None = None
 
 
 def request(config: Any, wanted: Extras) -> None:
-    """Have all Ray processes of a run start with what is wanted; vLLM's own processes have their environment from them.
+    """Makes all Ray processes of a run start with the wanted extras; vLLM's own processes inherit their environment.
 
-    Where the launching shell or, over it, the run's own runtime_env says something of narrow ids or turns, that stays.
-    Ray takes the environment when it starts or when the run connects to it. A session that is already open keeps its
-    own.
+    Values of `narrow` and `turns` that the launching shell sets are kept, and so are those of the run's own
+    runtime_env, which take precedence. Ray takes the environment when it starts or when the run connects to it. A
+    session that is already open keeps its own.
     """
     from omegaconf import OmegaConf
 
@@ -130,9 +129,9 @@ def request(config: Any, wanted: Extras) -> None:
 
 
 def install_changes() -> None:
-    """Change verl's modules as soon as this process imports them, where its environment asks for anything.
+    """Changes verl's modules as soon as this process imports them, if its environment asks for any extra.
 
-    After a fork, another call takes the environment of the new process. No module is changed twice.
+    After a fork, another call reads the environment of the new process. No module is changed twice.
     """
     global _extras, _sampling
     _extras = Extras(**parse_extras(os.environ.get(VARIABLE, "")))
@@ -144,14 +143,14 @@ def install_changes() -> None:
         register_post_import_hook(change_agent_loop, AGENT_LOOP)
 
 
-# vLLM's server: leaves out the rows that are held, and returns the head.
+# vLLM's server: leaves out the rows that the client holds, and returns the head.
 
 
 def change_server(server: Any) -> Undo:
-    """Let verl's vLLM server do what the extra_args of a request ask for.
+    """Makes verl's vLLM server return what the extra_args of a request ask for.
 
     Raises:
-        PatchError: it takes other arguments, or makes the request or reads the answer in another way.
+        PatchError: the server takes other arguments, or makes the request or reads the answer in another way.
     """
     changes: list[Callable[[], Undo]] = []
     if _extras.turns:
@@ -170,7 +169,7 @@ def change_server(server: Any) -> Undo:
 async def generate_in_server(
     verls: Callable, server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
 ) -> Any:
-    """verl's `generate`, without the rows that the request says are held, and with the checksum of the others."""
+    """Wraps verl's `generate`: leaves out the rows that the client holds, and adds the checksum of the others."""
     extra = dict(sampling_params.get("extra_args") or {})
     held = extra.pop(ROWS_HELD, None)
     if held is None:
@@ -183,16 +182,16 @@ async def generate_in_server(
 
 
 def sums_of_answer(prompt_ids: Sequence[int], output: Any, held: int) -> dict[str, int]:
-    """Returns how many rows come before those that a server sends, and their checksum."""
+    """Returns the number of rows that the server leaves out, and the checksum of those that it sends."""
     tokens = [*prompt_ids, *output.token_ids]
     return {ROWS_HELD: held, ROUTE_SUM: int(row_terms(output.routed_experts, tokens, held).sum())}
 
 
 def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
-    """vLLM's SamplingParams, with the head where the request asks for it.
+    """Wraps vLLM's SamplingParams: adds the head if the request asks for it.
 
-    The head comes flat, without a dictionary per token. The text of its tokens, which verl reads only for stop strings,
-    is left out.
+    The head comes flat, without a dictionary per token. The text of its tokens is left out, because verl needs it only
+    for stop strings.
 
     Raises:
         HookError: the agent loop asks for a distribution that the training engine cannot know.
@@ -213,7 +212,7 @@ def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
 
 
 def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: int | None, result_dict: dict) -> None:
-    """verl's `extract_prompt_logprobs`, the one place that has both vLLM's answer and the fields that verl returns.
+    """Wraps verl's `extract_prompt_logprobs`, the only place with both vLLM's answer and the fields that verl returns.
 
     Raises:
         HookError: the answer has another number of heads than of tokens.
@@ -228,16 +227,16 @@ def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: i
     answer.logprobs = [{token: value} for token, value in zip(answer.token_ids, sampled, strict=True)]
 
 
-# The client: asks, and remembers the answers of a trajectory.
+# The client: asks for the extras, and remembers the answers of a trajectory.
 
 
 @dataclass
 class TrajectoryState:
-    """What is remembered of a trajectory while an agent loop is at work on it.
+    """The answers of one trajectory, kept while an agent loop works on it.
 
     Attributes:
-        turns: request id -> its last turn; None where each turn brings all rows.
-        calls: the answers with a head; None where no head is asked for, as in validation.
+        turns: request id -> its last turn; None if each turn brings all rows.
+        calls: the answers with a head; None if no head is asked for, as in validation.
     """
 
     turns: dict[Any, Turn] | None
@@ -248,7 +247,7 @@ _trajectory: ContextVar[TrajectoryState | None] = ContextVar("verl_ext_trajector
 
 
 def change_client(client: Any) -> Undo:
-    """Let the client that agent loops call ask for heads, and hold rows.
+    """Makes the client that agent loops call ask for heads, and hold rows.
 
     Raises:
         PatchError: it takes other arguments.
@@ -258,17 +257,17 @@ def change_client(client: Any) -> Undo:
 
 
 async def generate_in_client(verls: Callable, client: Any, request_id: Any, **arguments: Any) -> Any:
-    """verl's `generate`, which asks for the head and for the rows behind those held, and returns all rows.
+    """Wraps verl's `generate`: asks for the head and for the rows that are not held yet, and returns all rows.
 
-    A row that was held is what the routers chose when the token was sampled. vLLM's answer to a later turn has what its
-    KV cache was last computed with. The two are the same unless the cache was recomputed, after an eviction or with a
-    later step's weights.
+    A held row has the experts that were chosen when the token was sampled. vLLM's answer to a later turn has the
+    experts that were chosen when its KV cache was last computed. The two are the same unless the cache was recomputed,
+    after an eviction or with a later step's weights.
     """
     if (trajectory := _trajectory.get()) is None:
         return await verls(client, request_id, **arguments)
     prompt, calls, turns = list(arguments["prompt_ids"]), trajectory.calls, trajectory.turns
     if any(arguments.get(name) is not None for name in MEDIA):
-        turns = None  # the engine's tokens are others than the prompt's
+        turns = None  # the engine's tokens differ from the prompt's
     before = None if turns is None else turns.get(request_id)
 
     asked = {}
@@ -298,13 +297,13 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
     return output
 
 
-# The agent loop's worker: a trajectory begins and ends, and becomes the fields of a batch.
+# The agent loop's worker: begins and ends a trajectory, and writes it as the fields of a batch.
 
 
 def change_agent_loop(agent_loop: Any) -> Undo:
-    """Let a trajectory remember its calls, and write its fields as they are wanted.
+    """Makes a trajectory remember its calls, and write the wanted fields.
 
-    Not by methods of the worker: Ray has copied those into its own class when that was defined.
+    Methods of the worker cannot be wrapped, because Ray copied them into its own class when that was defined.
 
     Raises:
         PatchError: the worker runs its agent loop in another way, or the output writes other fields than verl 0.9.1's.
@@ -323,7 +322,7 @@ def change_agent_loop(agent_loop: Any) -> Undo:
 
 @contextmanager
 def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **settings: Any) -> Iterator[None]:
-    """verl's `rollout_trace_attr`, inside which a worker runs an agent loop and writes its output, in one task."""
+    """Wraps verl's `rollout_trace_attr`, inside which a worker runs an agent loop and writes its output in one task."""
     asks = _extras.head and not validate
     token = _trajectory.set(TrajectoryState(turns={} if _extras.turns else None, calls=[] if asks else None))
     try:
@@ -334,7 +333,7 @@ def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **setti
 
 
 def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
-    """The fields of an AgentLoopOutput: verl's, with the expert ids and the heads that are wanted."""
+    """Returns the fields of an AgentLoopOutput: verl's, with the expert ids and the heads that are wanted."""
     rows, total = output.routed_experts, 0
     trajectory = _trajectory.get()
     narrow = _extras.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
@@ -360,7 +359,7 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
 
 
 def _no_rows(verls: Callable[[Any], dict[str, Any]], output: Any) -> Tensor:
-    """[0, L, K] of the dtype that verl gives to expert ids, with no memory of theirs."""
+    """Returns [0, L, K] in the dtype that verl gives to expert ids; it does not share their memory."""
     one_token: dict[str, Any] = {"prompt_ids": [0], "response_ids": [0], "response_mask": [0]}
     one_token |= {"response_logprobs": None, "multi_modal_data": None, "extra_fields": {}}
     one_token |= {"routed_experts": output.routed_experts[:0]}
@@ -368,16 +367,16 @@ def _no_rows(verls: Callable[[Any], dict[str, Any]], output: Any) -> Tensor:
 
 
 def _narrow_fields(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
-    """verl's fields, with expert ids in uint8."""
-    # Hidden from verl's own, which would convert them and then copy them: 44 ms of the agent loop's event loop for
-    # 32k tokens, 48 layers and top-8, instead of 12 in all.
+    """Returns verl's fields, with expert ids in uint8."""
+    # The ids are hidden from verl's as_dict, which would convert and then copy them: 44 ms of the agent loop's event
+    # loop for 32k tokens, 48 layers and top-8, instead of 12 in all.
     written = verls(output.model_copy(update={"routed_experts": None}))
     tokens = len(written["prompts"]) + len(written["responses"])
     return written | {ROLLOUT_ROUTES: whole_sequence(output.routed_experts, tokens)}
 
 
 def _compare(agent_loop: Any, verls_as_dict: Any) -> None:
-    """Refuse narrow ids unless they change nothing but the dtype, with too few, enough and too many rows."""
+    """Refuses narrow ids unless they change only the dtype, with too few, enough and too many rows."""
     for rows in (1, 3, 5):
         ids: Any = np.arange(256 - 4 * rows, 256, dtype=np.uint8).reshape(rows, 2, 2)
         try:
@@ -407,9 +406,9 @@ def _unexpected(what: str) -> PatchError:
 
 
 def whole_sequence(ids_mLK: np.ndarray, tokens: int) -> Tensor:
-    """[tokens, L, K] from the rows of the tokens that were forwarded; zeros behind them, as in verl's as_dict.
+    """Returns [tokens, L, K]: the rows of the tokens that were forwarded, and zeros behind them, as verl's as_dict.
 
-    A copy, because Ray hands the array out read-only, in memory that it would otherwise keep for it.
+    This is a copy, because Ray's array is read-only and would keep Ray's memory in use.
     """
     missing = np.zeros((max(0, tokens - len(ids_mLK)), *ids_mLK.shape[1:]), ids_mLK.dtype)
     return torch.from_numpy(np.concatenate([ids_mLK[:tokens], missing]))
@@ -418,10 +417,10 @@ def whole_sequence(ids_mLK: np.ndarray, tokens: int) -> Tensor:
 class Systematic:
     """Takes every 1/share-th of a series, from a random start on (Cochran, Sampling Techniques, 3rd ed., ch. 8).
 
-    Of any n in a row, n times the share are taken, rounded up or down. Independent draws would leave a small batch
-    without any. A worker's trajectories complete about in the order of their lengths, so short and long ones are taken
-    alike. Each process has its own start, and leaves Python's global random state alone, which agent loops and tools
-    may have seeded.
+    Of any n in a row, n times the share are taken, rounded up or down. With independent draws, a small batch could have
+    none. A worker's trajectories complete roughly in the order of their lengths, so short and long ones are taken
+    alike. Each process has its own start. Python's global random state is not touched, because agent loops and tools
+    may have seeded it.
     """
 
     def __init__(self, share: float, start: float):
@@ -435,12 +434,12 @@ class Systematic:
 
 
 class Turn:
-    """What a trajectory has after a call.
+    """The tokens and expert ids of a trajectory after a call.
 
     Args:
-        tokens: the prompt and what was generated.
+        tokens: the prompt and the generated tokens.
         rows_mLK: the rows of the first m tokens.
-        memory: longer than the rows, which it begins with, where the next turn's can be written behind them.
+        memory: an array that begins with the rows and is longer, so that the next turn's rows fit behind them; or None.
         total: the checksum of the rows, made where they were captured; None if it did not come.
     """
 
@@ -454,11 +453,12 @@ class Turn:
         return (self.total or 0) - int(row_terms(self.rows_mLK[count:], self.tokens, count).sum())
 
     def held(self, prompt: Sequence[int]) -> int:
-        """How many rows belong to the prompt's first tokens. The last one generated was not forwarded: it has none."""
+        """Returns how many rows belong to the prompt's first tokens. The last generated token was not forwarded, so it
+        has no row."""
         return min(common_length(self.tokens, prompt), len(self.rows_mLK), len(self.tokens) - 1)
 
     def joined(self, held: int, new_nLK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[held + n, L, K], and the memory that holds it. Over a trajectory, each row is written about twice."""
+        """Returns [held + n, L, K] and the memory that holds it. Over a trajectory, each row is written about twice."""
         total, memory = held + len(new_nLK), self.memory
         if held < len(self.rows_mLK) or memory is None or len(memory) < total:
             memory = np.empty((2 * total, *new_nLK.shape[1:]), new_nLK.dtype)
@@ -469,19 +469,19 @@ class Turn:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns the number of first tokens that both have in common."""
     shorter = min(len(one), len(other))
-    if one[:shorter] == other[:shorter]:  # as between most turns; and quick
+    if one[:shorter] == other[:shorter]:  # true for most turns, and quick
         return shorter
     return next(index for index in range(shorter) if one[index] != other[index])
 
 
 def row_terms(rows_nLK: np.ndarray, tokens: Sequence[int], first: int) -> Tensor:
-    """[n] int64, see `core.routing.route_terms`, of the rows of a sequence's tokens from number `first` on."""
+    """Returns [n] int64 (`core.routing.route_terms`): the terms of the rows of a sequence's tokens from `first` on."""
     from verl_ext.core.routing import route_terms
 
     last = first + len(rows_nLK)
-    ids_nLK = torch.from_numpy(np.asarray(rows_nLK).astype(np.int16))  # a copy: Ray hands out what cannot be written
+    ids_nLK = torch.from_numpy(np.asarray(rows_nLK).astype(np.int16))  # a copy: Ray's arrays are read-only
     return route_terms(ids_nLK, torch.tensor(tokens[first:last], dtype=torch.int64), torch.arange(first, last))
 
 
@@ -494,7 +494,7 @@ def sum_of_first(turns: Iterable[Turn], tokens: Sequence[int], count: int) -> in
 
 
 class Value:
-    """What verl reads of vLLM's Logprob."""
+    """The part of vLLM's Logprob that verl reads."""
 
     __slots__ = ("logprob",)
 
@@ -503,11 +503,11 @@ class Value:
 
 
 def unpack_head(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:
-    """vLLM's FlatLogprobs at n places, at least one, as the sampled tokens' values, ids [n, K] int32 and log q [n, K]
-    float32.
+    """Returns vLLM's FlatLogprobs at n places (at least one) as the sampled tokens' values, ids [n, K] int32 and log q
+    [n, K] float32.
 
     Raises:
-        HookError: it has another number of heads than of tokens, or heads of different lengths.
+        HookError: the number of heads is not the number of tokens, or heads have different lengths.
     """
     n, entries = len(token_ids), len(flat.logprobs)
     width = entries // n
@@ -517,8 +517,8 @@ def unpack_head(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.
             "sampled token's and those of the head",
             fix=("stability.head.k=0",),
         )
-    # Narrow, since they are most of what a token weighs. Not in half precision: q (log q - log p) is of first order in
-    # the rounding of log q, which cancels in no sum, and 2^-11 of it is more than a healthy KL.
+    # Narrow types, because the head is most of a token's size. Not half precision: q (log q - log p) is of first order
+    # in the rounding of log q, which does not cancel in the sum, and 2^-11 of it is more than a healthy KL.
     log_q = np.asarray(flat.logprobs, np.float32).reshape(n, width)
     ids = np.asarray(flat.token_ids, np.int32).reshape(n, width)
     return [Value(value) for value in log_q[:, 0].tolist()], ids[:, 1:], log_q[:, 1:]

@@ -1,8 +1,8 @@
 """Asks the running vLLM engine for its actual settings.
 
-The vLLM plugin adds a method to vLLM's worker classes; the trainer calls it over verl's server actors. A setting that
-vLLM accepted and then ignored shows here (its CPU model runner, for one, never uses cascade attention, whatever the
-arguments say).
+The vLLM plugin adds a method to vLLM's worker classes; the trainer calls it over verl's server actors. The answer shows
+settings that vLLM accepted and then ignored. For example, its CPU model runner never uses cascade attention, whatever
+the arguments ask for.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ REPORT = "verl_ext_engine_report"
 
 
 def engine_report(worker: Any) -> dict[str, Any]:
-    """What one vLLM worker runs with; `worker` is vLLM's Worker, seen from inside."""
-    from verl_ext.upstream import fake_quantization  # which imports torch: a front-end process does without
+    """Returns the settings that one vLLM worker runs with; `worker` is vLLM's Worker, and this runs in its process."""
+    from verl_ext.upstream import fake_quantization  # imports torch, which a front-end process does not need
 
     return {
         # vLLM's second model runner (vllm/v1/worker/gpu, seen in 0.27) has no cascade attention and no such attribute.
@@ -29,15 +29,15 @@ def engine_report(worker: Any) -> dict[str, Any]:
 
 
 def adapter_report(model_runner: Any) -> dict[str, Any] | None:
-    """The adapters of one vLLM worker: how many modules have their weights, and the names that are not used.
+    """Returns how many adapters a vLLM worker has, how many of their weights it uses, and the names of the others.
 
-    An adapter's weights that match no module of the model are kept and never used, without a word (`activate_adapter`
-    of vllm/lora/model_manager.py looks up the model's modules in the adapter, not the other way round; 0.27): the
-    rollout then samples from another policy than the one trained (vLLM issues 34186 and 48019; SkyRL issue 1776 is of a
-    gap that explodes only with a LoRA).
+    vLLM silently ignores an adapter's weights that match no module of the model: `activate_adapter` of
+    vllm/lora/model_manager.py (0.27) looks up the model's modules in the adapter, not the other way round. The rollout
+    then samples from another policy than the one trained (vLLM issues 34186 and 48019; SkyRL issue 1776 reports a gap
+    that explodes only with a LoRA).
 
-    None where the engine runs without LoRA. Weights of several modules that vLLM keeps in one (q, k and v) count as
-    one; those of them that matched stand under its name by now.
+    None if the engine runs without LoRA. Several modules that vLLM keeps as one (q, k and v) count as one: their
+    matching weights have its name by now.
     """
     manager = getattr(model_runner, "lora_manager", None)
     if manager is None:
@@ -49,7 +49,7 @@ def adapter_report(model_runner: Any) -> dict[str, Any] | None:
 
 
 def report_from_workers() -> None:
-    """Make `collective_rpc(REPORT)` answer in every vLLM worker of this process."""
+    """Makes every vLLM worker of this process answer `collective_rpc(REPORT)`."""
     register_post_import_hook(add_report, "vllm.v1.worker.worker_base")
 
 
@@ -59,12 +59,12 @@ def add_report(worker_base: Any) -> Undo:
 
 
 def fetch_reports(server_handle: Any) -> list[dict[str, Any]]:
-    """The reports of all workers behind one of verl's vLLM server actors; HookError as of `call`."""
+    """Returns the reports of all workers behind one of verl's vLLM server actors; raises HookError as `call` does."""
     return call(server_handle, REPORT)
 
 
 def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-    """What a method that this package adds to vLLM's workers returns, on each behind one of verl's server actors.
+    """Calls a method that this package adds to vLLM's workers, on each worker behind one of verl's server actors.
 
     Raises:
         HookError: no answer in time, or the engine does not know the method (the vLLM plugin is not loaded).
@@ -83,7 +83,7 @@ def call(server_handle: Any, method: str, *arguments: Any, timeout_s: float = 60
 def _ask(server: Any, method: str, arguments: tuple[Any, ...], timeout_s: float) -> list[Any]:
     """Runs inside verl 0.9.1's vLLMHttpServer, whose own `collective_rpc` throws the answers away.
 
-    Ray runs this outside of the actor's event loop; verl's HTTP server task knows the loop.
+    Ray runs this outside of the actor's event loop, which is that of verl's HTTP server task.
     """
     answers = server.engine.collective_rpc(method, args=arguments)
     return asyncio.run_coroutine_threadsafe(answers, server._server_task.get_loop()).result(timeout_s)

@@ -1,8 +1,8 @@
-"""The hidden states of prompts in the rollout engine as it runs: vLLM's workers, SGLang's schedulers.
+"""Records the hidden states of prompts in a running rollout engine: in vLLM's workers, in SGLang's schedulers.
 
-vLLM calls a method of its workers by name, and this adds one. SGLang's schedulers are asked for their internal state,
-and a request for it that carries our mark begins or ends a recording: SGLang passes it to each of them as it is. The
-mark changes nothing where the plugin is not.
+vLLM calls a method of its workers by name, and this module adds one. SGLang passes a request for its internal state
+unchanged to each scheduler; a request with our mark begins or ends a recording. Without the plugin the mark has no
+effect.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ FUSED = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion") 
 
 
 def begin_states(server_handle: Any) -> None:
-    """Record hidden states in all workers behind one of verl's server actors, until `end_states`.
+    """Records hidden states in all workers behind one of verl's server actors, until `end_states`.
 
     Raises:
         HookError: they do not answer.
@@ -34,9 +34,9 @@ def begin_states(server_handle: Any) -> None:
 
 
 def end_states(server_handle: Any) -> "Passes":
-    """What the first worker recorded: what ranks of tensor parallelism share is whole on each.
+    """Returns the states that the first worker recorded; one is enough, because they are whole on each rank.
 
-    Nothing of an SGLang with data parallelism, whose schedulers have some of the sequences each.
+    Returns {} for an SGLang with data parallelism, because each of its schedulers has only some of the sequences.
 
     Raises:
         HookError: as `begin_states`.
@@ -73,7 +73,7 @@ def _as_bytes(passes: "Passes") -> bytes:
 
 
 def record_in_workers() -> None:
-    """Make `collective_rpc(STATES)` answer in every vLLM worker of this process."""
+    """Makes every vLLM worker of this process answer `collective_rpc(STATES)`."""
     register_post_import_hook(add_states, "vllm.v1.worker.worker_base")
 
 
@@ -83,7 +83,7 @@ def add_states(worker_base: Any) -> Undo:
 
 
 def hidden_states(worker: Any, begin: bool) -> bytes:
-    """Begin to record in one vLLM worker, or end it and return what was seen."""
+    """Begins to record in one vLLM worker, or ends the recording and returns it."""
     from verl_ext.core.recorder import Recorder, named_points
 
     if begin:
@@ -100,7 +100,7 @@ def _is_sglang(server: Any) -> bool:
 
 
 def _ask_schedulers(server: Any, begin: bool) -> list[bytes | None]:
-    """Runs outside of the actor's event loop, which verl's HTTP server task knows."""
+    """Runs outside of the actor's event loop, which is that of verl's HTTP server task."""
     answers = asyncio.run_coroutine_threadsafe(
         ask_schedulers(server.tokenizer_manager, begin), server._server_task.get_loop()
     )
@@ -108,7 +108,7 @@ def _ask_schedulers(server: Any, begin: bool) -> list[bytes | None]:
 
 
 async def ask_schedulers(tokenizer_manager: Any, begin: bool) -> list[bytes | None]:
-    """The answers of an engine's schedulers, one for each rank of its data parallelism; None of one without this."""
+    """Returns the answers of an engine's schedulers, one per rank of data parallelism; None if one lacks our change."""
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     request = GetInternalStateReq()
@@ -123,7 +123,7 @@ async def ask_schedulers(tokenizer_manager: Any, begin: bool) -> list[bytes | No
 
 
 def record_in_scheduler(scheduler_module: Any) -> Undo:
-    """Have a scheduler of this process, which is not there yet, answer `ask_schedulers`."""
+    """Makes the scheduler that this process will create answer `ask_schedulers`."""
     scheduler = expect("sglang_states", scheduler_module, "Scheduler")
     return wrap("sglang_states", scheduler, "get_internal_state", _answer, "self, recv_req")
 
@@ -143,8 +143,8 @@ def _answer(sglangs: Callable[[Any, Any], Any], scheduler: Any, request: Any) ->
 class SchedulerRecording:
     """Records the passes over prompts in the model of a scheduler.
 
-    Its overlap schedule runs the next token of a request before it knows that the request has ended. Such a pass is
-    left out.
+    SGLang's overlap schedule computes the next token of a request before it knows that the request has ended. Such a
+    pass is left out.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -164,10 +164,10 @@ class SchedulerRecording:
 
 
 def _points_of(runner: Any) -> "list[StatePoint]":
-    """All points; with tensor parallelism, those whose states are whole on each rank.
+    """Returns all points; with tensor parallelism, only those whose states are whole on each rank.
 
-    SGLang adds up what the ranks have of attention and experts outside of these modules, and with a fused all-reduce
-    what they have of a layer in the norm of the next one (`LayerCommunicator` of srt/layers/communicator.py).
+    SGLang sums the ranks' parts of attention and experts outside of these modules. With a fused all-reduce it sums
+    their parts of a layer in the norm of the next layer (`LayerCommunicator` of srt/layers/communicator.py).
     """
     from verl_ext.core.recorder import ENDS, ROUTER, named_points
 

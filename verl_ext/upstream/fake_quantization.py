@@ -1,12 +1,12 @@
-"""The rollout's weights rounded while vLLM loads them: at its start, and at each sync after a training step.
+"""Rounds the rollout's weights while vLLM loads them: at its start, and at each sync after a training step.
 
-A load format of vLLM's asks for it. Arguments of the engine choose that, so that of a run's engines it reaches the
-rollout's, and no reward model's:
+A load format of vLLM's switches it on. It is set by arguments of the engine, so it reaches the rollout's engines and
+not a reward model's:
     load_format=verl_ext_fake_quantized
     model_loader_extra_config={"verl_ext": {"format": "fp4", ..., "load_format": "auto"}}
 
-Every way of verl's to bring weights into a running vLLM ends in the `load_weights` of the model, under the names that
-the model has on Hugging Face; so does vLLM's own loading from files. `Rounding` stands around that one method.
+All ways in which verl brings weights into a running vLLM end in the `load_weights` of the model, with the weights'
+names on Hugging Face; so does vLLM's own loading from files. `Rounding` wraps that one method.
 """
 
 import re
@@ -24,15 +24,15 @@ OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config
 LINEAR, ROUTER, HEAD = "linear", "router", "head"
 
 # Parts of the names of weights on Hugging Face, families of mixtures of experts above all.
-MATRIX = re.compile(r"\.weight$|\.experts\.\w+_proj$")  # the latter: of all experts, [E, out, in]
+MATRIX = re.compile(r"\.weight$|\.experts\.\w+_proj$")  # the second: weights of all experts, [E, out, in]
 HEADS = {"lm_head", "shared_head", "embed_out", "output_layer"}
-ROUTERS = {"gate", "router", "shared_expert_gate"}  # gate_proj is none of them
+ROUTERS = {"gate", "router", "shared_expert_gate"}  # gate_proj is not a router
 NEVER = re.compile(r"embed|\bwte\b|\bwpe\b|conv|vision|visual|audio|lora_")
 
 
 def kind_of(name: str, weight: Tensor) -> str | None:
-    """`linear`, `router` or `head`; None for what a quantised rollout keeps: embeddings, norms, biases, convolutions,
-    vision and audio."""
+    """Returns `linear`, `router` or `head`; None for weights that a quantised rollout keeps as they are: embeddings,
+    norms, biases, convolutions, vision and audio."""
     if weight.ndim not in (2, 3) or not weight.is_floating_point() or not MATRIX.search(name):
         return None
     parts = set(name.split("."))
@@ -44,9 +44,9 @@ def kind_of(name: str, weight: Tensor) -> str | None:
 
 
 class Rounding:
-    """Wraps a model's `load_weights`: weights of the kinds asked for go in fake-quantised.
+    """Wraps a model's `load_weights`, and fake-quantises weights of the requested kinds.
 
-    gpt-oss and Llama 4 keep the weights of all experts as [E, in, out]: there, groups lie along the outputs.
+    gpt-oss and Llama 4 keep the weights of all experts as [E, in, out]: their groups lie along the outputs.
 
     Args:
         settings: `format`, `group`, `router`, `head`, as of `stability.fake_quantization`.
@@ -79,10 +79,10 @@ def round_while_loading(model: Any, settings: Mapping[str, Any]) -> Undo:
 
 
 def register_load_format(model_loader: Any) -> None:
-    """Register LOAD_FORMAT, as the hook that `plugins.vllm.register` sets on vLLM's loaders."""
+    """Registers LOAD_FORMAT; the hook that `plugins.vllm.register` sets on vLLM's loaders calls this."""
 
     class FakeQuantizedLoader(model_loader.BaseModelLoader):
-        """Loads by another load format, `load_format` of our part of the extra config, and leaves a Rounding behind."""
+        """Loads by another load format, `load_format` of our part of the extra config, and installs a Rounding."""
 
         def __init__(self, load_config: Any):
             super().__init__(load_config)
@@ -107,7 +107,7 @@ def register_load_format(model_loader: Any) -> None:
 
 
 def report(model: Any) -> dict[str, Any] | None:
-    """What a model's `load_weights` rounds to, and how many weights of each kind it has; None where it rounds none."""
+    """Returns the settings of a model's Rounding and how many weights of each kind it rounded; None without one."""
     rounding = getattr(getattr(model, "load_weights", None), "__verl_ext__", None)
     if not isinstance(rounding, Rounding):
         return None

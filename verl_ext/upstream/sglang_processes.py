@@ -1,9 +1,9 @@
-"""SGLang's processes, started so that one that fails leaves its reason.
+"""Starts SGLang's processes so that one that fails reports its reason.
 
 SGLang's scheduler and detokenizer log a failure to their own stderr and send SIGQUIT to their parent process. Under
-verl that ends a Ray actor without a word about the cause, and where processes are forked (tools/prefork.py) it ends the
-server that forks them, and the run with it. Here the process first tells the actor that started it why it ends, and
-then sends SIGQUIT to that actor. The actor keeps the reason in Ray's store, where the end of the run looks it up.
+verl that ends a Ray actor without any hint of the cause. If processes are forked (tools/prefork.py), it ends the server
+that forks them, and the run with it. With this change the process first sends the reason to the actor that started it,
+and then SIGQUIT. The actor keeps the reason in Ray's store, from which the end of the run reads it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from verl_ext.base.patching import Undo, expect, patch, together, wrap
 from verl_ext.upstream import engine_states
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
-ANSWER_S = 10.0  # a process that ends waits so long for its actor to have kept the reason
+ANSWER_S = 10.0  # a process that ends waits at most so long until its actor has stored the reason
 LONGEST = 500  # characters of a reason
 NAMESPACE, PREFIX = b"verl_ext", b"sglang_died/"
 
@@ -32,7 +32,7 @@ NAMESPACE, PREFIX = b"verl_ext", b"sglang_died/"
 
 
 def run_process(name: str, actor: Connection, process: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Call `process`, SGLang's function for this process, with the actor as its parent."""
+    """Calls `process`, SGLang's function for this process, with the actor as its parent."""
     parent = Parent(name, actor)
     try:
         module = importlib.import_module(MODULES[name])
@@ -46,7 +46,7 @@ def run_process(name: str, actor: Connection, process: Callable[..., None], *arg
 
 
 class Parent:
-    """`psutil` for these modules, which ask it for their parent process alone, to send it SIGQUIT."""
+    """Replaces `psutil` in these modules, which use it only to send SIGQUIT to their parent process."""
 
     def __init__(self, name: str, actor: Connection) -> None:
         self._name, self._actor = name, actor
@@ -61,7 +61,7 @@ class Parent:
         error = sys.exc_info()[1]  # SGLang calls this where it handles it
         reason = f"SGLang's {self._name} failed: {type(error).__name__}: {' '.join(str(error).split())}"
         with contextlib.suppress(OSError, EOFError):
-            self._actor.send(reason[:LONGEST].rstrip("."))  # it is told within a sentence
+            self._actor.send(reason[:LONGEST].rstrip("."))  # without the full stop: it becomes part of a sentence
             self._actor.poll(ANSWER_S)
         if (starter := multiprocessing.parent_process()) and starter.pid:
             os.kill(starter.pid, number)
@@ -71,7 +71,7 @@ class Parent:
 
 
 def start_processes(server_module: Any, run: Callable[..., None] = run_process) -> Undo:
-    """Have the SGLang servers that verl starts in this process start theirs through `run`."""
+    """Makes the SGLang servers that verl starts in this process start their processes through `run`."""
     engine = expect("sglang_processes", server_module, "sglang.srt.entrypoints.engine.Engine")
     launch = expect("sglang_processes", engine, "_launch_subprocesses", "server_args, ...")
 
@@ -92,10 +92,10 @@ def start_processes(server_module: Any, run: Callable[..., None] = run_process) 
 
 
 def heed_sigquit() -> None:
-    """Let SIGQUIT end this process, as SGLang expects.
+    """Makes SIGQUIT end this process, as SGLang expects.
 
-    A shell script starts a command in the background (`&`) with SIGQUIT ignored, and every process below it inherits
-    that. Python sets signals in the main thread only, and Ray runs an actor in another.
+    A shell script starts a background command (`&`) with SIGQUIT ignored, and every process below it inherits that.
+    Python sets signals only in the main thread, and Ray runs an actor in another thread, so this calls the C library.
     """
     if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
         set_signal = ctypes.CDLL(None).signal
@@ -104,7 +104,7 @@ def heed_sigquit() -> None:
 
 
 def keep_reasons(reasons: Connection) -> None:
-    """Keep what the processes say. Runs in a thread of the actor."""
+    """Stores the reasons that the processes send. Runs in a thread of the actor."""
     while True:
         try:
             keep(reasons.recv())
@@ -114,7 +114,7 @@ def keep_reasons(reasons: Connection) -> None:
 
 
 def keep_exit_codes(check: Callable[[Any], bool], watchdog: Any) -> bool:
-    """SGLang's look at its processes, which ends the actor where one of them was killed."""
+    """Wraps SGLang's check of its processes, which ends the actor if one of them was killed; keeps the exit codes."""
     for process in watchdog._processes:
         if not process.is_alive() and process.exitcode:
             keep(f"an SGLang process (pid {process.pid}) ended with exit code {process.exitcode}")
@@ -122,7 +122,7 @@ def keep_exit_codes(check: Callable[[Any], bool], watchdog: Any) -> bool:
 
 
 def keep(reason: str) -> None:
-    """Keep the reason under this process's id. The first one stays: others follow from it."""
+    """Stores the reason under this process's id. Only the first is kept, because later failures follow from it."""
     from ray.experimental.internal_kv import _internal_kv_initialized, _internal_kv_put
 
     print(f"verl_ext: {reason}", file=sys.stderr, flush=True)
@@ -134,7 +134,7 @@ def keep(reason: str) -> None:
 
 
 def worker_died(sentence: str, checkpoints: str) -> WorkerDiedError:
-    """The error of a run part of which has died, with the reasons that SGLang's processes left."""
+    """Returns the error for a run in which a process has died, with the reasons that SGLang's processes left."""
     reason = why_they_died()
     return WorkerDiedError(
         f"{sentence}{reason and f': {reason}'}. Checkpoints stand in {checkpoints}: with trainer.resume_mode=auto, the "
@@ -143,7 +143,7 @@ def worker_died(sentence: str, checkpoints: str) -> WorkerDiedError:
 
 
 def why_they_died() -> str:
-    """The reasons that SGLang's processes left, "" where there is none or Ray is gone."""
+    """Returns the reasons that SGLang's processes left; "" if there are none or Ray is gone."""
     ray = sys.modules.get("ray")
     if not (ray and ray.is_initialized()):
         return ""

@@ -1,16 +1,16 @@
-"""What verl's SGLang server sends with its tokens: their experts, their heads, and the number of retractions.
+"""Data that verl's SGLang server returns with its tokens: their experts, their heads, the number of retractions.
 
 From 0.5.10 on SGLang returns the experts of a request as text: base64 of int32, a row for each token that was forwarded
 (`_handle_batch_output` of srt/managers/tokenizer_manager.py, `get_topk` of srt/state_capturer/base.py). verl 0.9.1 pins
-SGLang 0.5.12 and calls `.numpy()` on it, as it could until 0.5.9 (`generate` of async_sglang_server.py): every rollout
-with enable_rollout_routing_replay=True ends there. So the text is decoded before verl sees it.
+SGLang 0.5.12, but calls `.numpy()` on the answer, which worked until 0.5.9 (`generate` of async_sglang_server.py).
+Every rollout with enable_rollout_routing_replay=True would fail there. So the text is decoded before verl sees it.
 
-What `upstream.agent_loop` asks of a server comes in the `extra_args` of a request, as for vLLM. verl's server takes it
-out, SGLang's tokenizer manager is asked in SGLang's words, and the answer goes back in `extra_fields`. A context
-variable connects the two: verl passes nothing else between them.
+`upstream.agent_loop` puts its requests into the `extra_args`, as for vLLM. The change to verl's server takes them out,
+the change to SGLang's tokenizer manager passes them on under SGLang's names, and the answer returns in `extra_fields`.
+A context variable connects the two changes, because verl passes nothing else between them.
 
-Shape legend: n tokens of one answer, m tokens whose experts come, of those that were forwarded, all of a sequence but
-its last, L decoder layers, K experts per token or tokens of a head.
+Shape legend: n tokens of one answer, m tokens whose experts are returned (only tokens that were forwarded: all of a
+sequence but its last), L decoder layers, K experts per token or tokens of a head.
 """
 
 import base64
@@ -32,9 +32,9 @@ from verl_ext.base.patching import Undo, expect, together, wrap
 from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, sums_of_answer
 
 CHANGE = "sglang_server"
-NOTHING = float(np.finfo(np.float32).min)  # what SGLang writes for a log-probability of -inf
+NOTHING = float(np.finfo(np.float32).min)  # SGLang's value for a log-probability of -inf
 
-# Besides those that vLLM has too, the parameters of a request that change SGLang's distribution -> the neutral value.
+# Parameters of a request that change SGLang's distribution, vLLM's and those that only SGLang has -> the neutral value.
 CHANGES = DISTRIBUTION_CHANGES | {
     "min_new_tokens": 0,
     "json_schema": None,
@@ -46,11 +46,12 @@ CHANGES = DISTRIBUTION_CHANGES | {
 
 @dataclass(frozen=True)
 class Cut:
-    """The tokens that a request samples from: the `top_k` most likely, of which the more likely hold at most `top_p`.
+    """The tokens that a request samples from: a token of the `top_k` most likely is kept if those that are more likely
+    have at most a mass of `top_p`.
 
-    Both are of the whole vocabulary: top-p does not see that top-k has cut ("joint" in flashinfer's kernel,
-    `top_k_top_p_min_p_sampling_from_probs_torch` of srt/layers/sampler.py, SGLang 0.5.12). vLLM takes top-p of what
-    top-k has left.
+    Both cuts are of the whole vocabulary: top-p does not see the cut of top-k ("joint" in flashinfer's kernel,
+    `top_k_top_p_min_p_sampling_from_probs_torch` of srt/layers/sampler.py, SGLang 0.5.12). vLLM takes top-p of the
+    tokens that top-k has left.
     """
 
     top_k: int
@@ -62,11 +63,11 @@ class Request:
     """A request on its way from verl's server to SGLang and back.
 
     Attributes:
-        held: from which token on the experts are asked for.
-        head: how many tokens at each place.
-        cut: what its log-probabilities are normalised over; None for the vocabulary.
+        held: the number of the first token whose experts are asked for.
+        head: the number of tokens at each place.
+        cut: the tokens that its log-probabilities are normalised over; None for the vocabulary.
         came: the head: ids [n, K] int32 and log q [n, K] float32.
-        retractions: how often SGLang ran out of cache, dropped the request, and read its tokens again.
+        retractions: the number of times that SGLang ran out of cache, dropped the request, and read its tokens again.
     """
 
     held: int
@@ -80,12 +81,12 @@ _request: ContextVar[Request | None] = ContextVar("verl_ext_sglang_request", def
 
 
 def extend_server(server_module: Any) -> Undo:
-    """Have the SGLang servers that verl starts in this process decode experts and answer what requests ask for.
+    """Makes the SGLang servers that verl starts in this process decode experts and return the requested extras.
 
-    `set_global_state` is called once a server, with the tokenizer manager that verl then asks.
+    `set_global_state` is called once per server, with the tokenizer manager that verl then uses.
 
     Raises:
-        PatchError: they take other arguments.
+        PatchError: a server takes other arguments.
     """
     server = expect(CHANGE, server_module, "SGLangHttpServer")
     expect(CHANGE, server, "generate", "self, prompt_ids, sampling_params, request_id, ...")
@@ -98,14 +99,15 @@ def extend_server(server_module: Any) -> Undo:
 async def generate(
     verls: Callable[..., Any], server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
 ) -> Any:
-    """verl's `generate`, with the head that the request asks for, and without the rows that it says are held.
+    """Wraps verl's `generate`: adds the head that the request asks for, and leaves out the rows that the client holds.
 
-    verl's `num_preempted` is the number of retractions. verl reads it of no SGLang, and adds it up over a trajectory.
+    Sets verl's `num_preempted` to the number of retractions. verl does not read it from SGLang, but sums it over a
+    trajectory.
 
-    Where routing is returned, an abort that finds a request in SGLang's queue, after a retraction, brings tokens and no
+    If routing is returned, aborting a request that waits in SGLang's queue after a retraction brings tokens without
     experts (`_handle_abort_req` of srt/managers/tokenizer_manager.py). verl's client joins the rows of a response's
     parts (`FullyAsyncLLMServerClient.generate`), so all rows of later parts would belong to other tokens. These tokens
-    are left out; verl's client has them sampled again.
+    are left out, and verl's client has them sampled again.
     """
     if _forwards(server, named):
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
@@ -133,7 +135,8 @@ async def generate(
 
 
 def _forwards(server: Any, named: dict[str, Any]) -> bool:
-    """Whether this server reads prompts only. It then calls `generate` again, here and in the server that decodes."""
+    """Returns True if this server only reads prompts. It then calls `generate` again, here and in the server that
+    decodes."""
     return (
         server._disaggregation_role == "prefill"
         and bool(server._pd_decode_peers)
@@ -142,10 +145,10 @@ def _forwards(server: Any, named: dict[str, Any]) -> bool:
 
 
 def cut_of(sampling: dict[str, Any], head: int, logprobs_mode: str | None) -> Cut | None:
-    """What a request samples from, where its log-probabilities are to be normalised over that.
+    """Returns the tokens that a request samples from; None if its log-probabilities are to be of the vocabulary.
 
     Raises:
-        HookError: its distribution is one that the training engine cannot know.
+        HookError: the training engine cannot know the distribution of the request.
     """
     for name, usual in CHANGES.items():
         if (value := sampling.get(name, usual)) and value != usual:
@@ -172,15 +175,15 @@ def set_global_state(sglangs: Callable[[Any], None], global_state: Any) -> None:
 
 
 async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """SGLang's own, its outputs with tensors instead of the text; a client over HTTP, who has a request, wants
-    the text."""
+    """Wraps SGLang's `generate_request`: its outputs get tensors instead of the text, except for a client over HTTP,
+    which passes a `request` and wants the text."""
     text_config = sglangs.__self__.model_config.hf_text_config  # type: ignore[attr-defined]
     asked = _request.get() or Request(held=0, head=0, cut=None)
     if asked.head:
         obj.top_logprobs_num = asked.head
     if asked.held:
         obj.routed_experts_start_len = asked.held
-    async with aclosing(sglangs(obj, request)) as outputs:  # verl takes the first, and leaves the rest to be closed
+    async with aclosing(sglangs(obj, request)) as outputs:  # verl takes the first; the rest is closed here
         async for output in outputs:
             meta = output.get("meta_info", {}) if isinstance(output, dict) and request is None else {}
             asked.retractions = meta.get("num_retractions", 0)
@@ -206,10 +209,10 @@ def _take_head(meta: dict[str, Any], asked: Request) -> list[tuple[float, int, N
 
 
 def decodes_routing(server_handle: Any) -> bool:
-    """Whether the server behind one of verl's SGLang actors returns tensors.
+    """Returns True if the server behind one of verl's SGLang actors returns tensors.
 
     Raises:
-        HookError: verl_ext is not there.
+        HookError: verl_ext is not installed on its node.
     """
     import ray
 
@@ -223,7 +226,7 @@ def decodes_routing(server_handle: Any) -> bool:
 
 
 def decodes(server: Any) -> bool:
-    """Ray runs this inside the actor."""
+    """Returns the answer of `decodes_routing`; Ray runs this inside the actor."""
     return hasattr(server.tokenizer_manager.generate_request, "__verl_ext__")
 
 
@@ -231,10 +234,10 @@ def decodes(server: Any) -> bool:
 
 
 def decode_experts(text: str, rows: int, layers: int, top_k: int) -> Tensor:
-    """[m, L, K] int16, in which verl carries them on.
+    """Returns [m, L, K] int16, the dtype that verl uses for expert ids.
 
     Raises:
-        HookError: it is not of this size.
+        HookError: the text is not of this size.
     """
     ids = np.frombuffer(base64.b64decode(text), dtype=np.int32)
     if len(ids) != rows * layers * top_k:
@@ -247,10 +250,10 @@ def decode_experts(text: str, rows: int, layers: int, top_k: int) -> Tensor:
 
 
 def unpack_top(places: list[list[tuple[float, int, Any]]], tokens: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """SGLang's `output_top_logprobs` as ids [n, K] int32 and log p [n, K] float32, the most likely first.
+    """Returns SGLang's `output_top_logprobs` as ids [n, K] int32 and log p [n, K] float32, the most likely first.
 
     Raises:
-        HookError: it has another number of heads than of tokens, or of tokens than of a head.
+        HookError: the number of heads is not the number of tokens, or a head does not have K tokens.
     """
     if len(places) != tokens or any(place is None or len(place) != k for place in places):
         raise HookError(
@@ -268,15 +271,16 @@ def unpack_top(places: list[list[tuple[float, int, Any]]], tokens: int, k: int) 
 def normalise(
     ids_nK: np.ndarray, log_p_nK: np.ndarray, sampled_n: np.ndarray, l_own_n: np.ndarray, cut: Cut
 ) -> tuple[np.ndarray, np.ndarray]:
-    """log q [n, K], -inf for what was cut, and the sampled tokens' own [n], over the tokens that were sampled from.
+    """Returns log q [n, K], -inf for tokens that were cut, and the sampled tokens' own log q [n]. Both are normalised
+    over the tokens that were sampled from; SGLang's values are normalised over the vocabulary.
 
-    SGLang's are of the vocabulary. Which tokens it kept follows from the head, all of whose masses are known. Where a
-    mass equals top_p to rounding, the sampled token decides: it was kept, and so was all that is more likely. A sampled
-    token that the head lacks ties with its last, and counts to what was kept, as in `core.head.read`.
+    The kept tokens follow from the head, all of whose masses are known. If a mass equals top_p up to rounding, the
+    sampled token decides: it was kept, and so were all tokens that are more likely. A sampled token that is not in the
+    head ties with the head's last token, and counts as kept, as in `core.head.read`.
 
     Args:
         log_p_nK: float32, the most likely first; at least `cut.top_k` of them.
-        l_own_n: float32, of the vocabulary, as log p is.
+        l_own_n: float32, normalised over the vocabulary, as log p is.
     """
     p = np.exp(log_p_nK.astype(np.float64))
     more_likely = np.cumsum(p, 1) - p

@@ -1,4 +1,4 @@
-"""The table of causes: what it names is there, and which command settles which of two it is."""
+"""The table of causes: the names in it exist, and a command decides between the two causes of a pair."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def test_each_reading_is_of_a_cause_and_its_options_are_the_probes():
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(cause.name for cause in pair))
 def test_what_settles_a_pair_tells_the_two_apart(pair):
-    """The probe is named where no reading is of both; it names what each would show, if it would."""
+    """The probe is named if no reading shows both causes; its text describes what each would show."""
     first, second = pair
     said = settling_sentence(first, second)
     apart = bool(first.probe) and not set(first.probe) & set(second.probe)
@@ -45,7 +45,7 @@ def test_rounding_and_coarse_weights_are_told_apart_by_a_sweep():
 
 
 def test_what_the_probe_switches_off_the_doctor_settles():
-    """The probe samples at temperature 1 from all tokens: neither is in it."""
+    """The probe samples at temperature 1 from all tokens, so it can show neither cause."""
     said = settling_sentence(CAUSES["truncated"], CAUSES["raw_log_probs"])
     assert said.endswith('shows it at "truncated sampling" and "vocabulary" and "log-prob mode"')
 

@@ -68,7 +68,7 @@ def keys(node, prefix=""):
 
 @pytest.fixture(scope="module")
 def settings(compose):
-    """Every setting of some runs, one a line."""
+    """Returns the settings of some runs, one per line."""
     replay = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"  # which verl's FSDP config leaves out
     runs = ([replay], ["model_engine=megatron"], ["stability=icepop_loss"], ["stability=opsm_loss"])
     verls_own = "+trainer.remove_previous_ckpt_in_save=false"  # which verl reads and its config leaves out

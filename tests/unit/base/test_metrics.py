@@ -19,7 +19,7 @@ NAME = re.compile(rf"({'|'.join(OURS)}|actor/(gate|icepop|opsm|m2po|llds|router_
 
 @cache
 def written() -> set[str]:
-    """The names of ours in the source, GAP for what is computed; prefixes of names end in / or _."""
+    """Returns our metrics' names in the source, with GAP for computed parts; prefixes of names end in / or _."""
     found = set()
     for file in {*(ROOT / "verl_ext").rglob("*.py")} - {*(ROOT / "verl_ext" / "base" / "metrics").iterdir()}:
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
@@ -34,7 +34,7 @@ def written() -> set[str]:
 
 
 def could_be(name: str) -> set[str]:
-    """The entries that a name in the source can stand for."""
+    """Returns the entries that match a name in the source."""
     if GAP not in name:
         return {metric.name} if (metric := find(name)) else set()
     pattern = re.compile(".+".join(map(re.escape, name.split(GAP))))

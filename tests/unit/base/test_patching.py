@@ -1,4 +1,4 @@
-"""The two ways to change foreign code, and what they check, on code of the test's own."""
+"""The two ways to change foreign code, and their checks, on code of the test's own."""
 
 import asyncio
 import inspect

@@ -65,7 +65,7 @@ def test_a_gap_that_k1_and_k3_do_not_see():
 
 @given(st.lists(st.tuples(st.lists(row, max_size=6), st.sampled_from([None, -1.5, 0.0, 2.0])), min_size=1, max_size=6))
 def test_by_trajectory_as_by_token(trajectories):
-    """None: each token's own advantage; else the same on all generated tokens."""
+    """For None each token has its own advantage; otherwise all generated tokens have the same."""
     rows = [token for tokens, _ in trajectories for token in tokens]
     offsets = torch.tensor([0, *(len(tokens) for tokens, _ in trajectories)]).cumsum(0)
     l_infer, l_old, mask, own = (torch.tensor([token[i] for token in rows], dtype=torch.float64) for i in range(4))

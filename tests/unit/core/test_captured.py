@@ -82,7 +82,7 @@ def test_what_a_top_k_returns_is_believed_in_any_order_of_the_trajectories(token
 
 
 def test_a_trajectory_is_judged_alone():
-    """So that the micro-batches of compute_log_prob and of the update, which divide a batch differently, agree."""
+    """Otherwise compute_log_prob and the update, which divide a batch differently, could disagree."""
     lengths = [FEWEST, 3, 2 * FEWEST]
     routes, offsets = draw(lengths, 3, 2, torch.uint8, seed=8)
     routes[:FEWEST, 1] = torch.tensor([3, 5])
@@ -98,7 +98,7 @@ def test_rows_without_routing_are_unknown_and_not_refused(dtype):
 
 
 def test_a_layer_of_zeros_among_others_is_refused():
-    """vLLM issue 54730, had it happened in one of the layers."""
+    """As in vLLM issue 54730, but in only one of the layers."""
     routes, offsets = draw([5], 3, 2, torch.uint8, seed=0)
     routes[:] = torch.tensor([4, 9])
     routes[:, 2] = 0

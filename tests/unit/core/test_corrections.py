@@ -55,7 +55,7 @@ def test_a_weight_is_its_formula(name, settings, formula, low, high, log_ratios)
 
 @pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + BY_PROBABILITY)
 def test_what_weighs_by_the_ratio_says_so(name, settings):
-    """Two of them would count it twice, and are refused together."""
+    """Two such corrections would count the ratio twice, and are refused together."""
     correction, small = CORRECTIONS[name], 1e-3  # inside all bounds
     values = {"k": math.exp(small), "p_infer": 0.5, "p_old": 0.5 * math.exp(small), "log_rho": small, "log_g": small}
     (weight,), _, _ = weigh(name, *([values[quantity]] for quantity in correction.reads), **settings)
@@ -100,7 +100,7 @@ def test_kpop_is_wide_in_ratio_for_rare_tokens_and_tight_for_confident_ones():
 
 @given(PROBS, st.sampled_from([0.1, 0.3, 0.9]))
 def test_ipo_is_its_formula(probs, eps):
-    """prime-rl's ipo_loss_fn: what is masked is abs(exp(l_train) - exp(l_infer)) > eps."""
+    """prime-rl's ipo_loss_fn masks tokens with abs(exp(l_train) - exp(l_infer)) > eps."""
     k = [old / infer for infer, old in probs]
     weight, low, high = weigh("ipo", k, *zip(*probs, strict=True), eps=eps)
     gaps = [old - infer for infer, old in probs]
@@ -137,7 +137,7 @@ def test_weights_carry_no_gradient(name, settings):
 
 
 def padded_batch(seed, scale=1.5):
-    """l_infer, l_old [8, 16] and a mask with holes, one token at least in each row."""
+    """Returns l_infer and l_old [8, 16], and a mask with holes and at least one token in each row."""
     generator = torch.Generator().manual_seed(seed)
     infer = -torch.rand(8, 16, generator=generator) * 5
     old = infer + torch.randn(8, 16, generator=generator) * scale

@@ -130,7 +130,7 @@ def test_a_broken_value_breaks_its_group_and_no_other(name, broken):
 
 
 def test_the_smallest_magnitudes_survive():
-    """The scale of such a row, 1e-44 / 448, would be 0."""
+    """The scale of such a row, 1e-44 / 448, underflows to 0."""
     weight = torch.tensor([[1e-44, -1e-44, 0.0]])
     assert torch.equal(fake_quantized(weight, "fp8", "channel"), weight)
 

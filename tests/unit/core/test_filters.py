@@ -1,4 +1,4 @@
-"""Each filter against a count in plain Python over ragged trajectories, and what running several in a row does."""
+"""Each filter against a count in plain Python over ragged trajectories, and several filters in a row."""
 
 import math
 from dataclasses import replace
@@ -153,7 +153,7 @@ def decode(ids):
 
 
 def encode(text):
-    """Drifts at a question mark."""
+    """Encodes a text so that it drifts at a question mark."""
     return ["-abcdef".find(letter) for letter in text]
 
 

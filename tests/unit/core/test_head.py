@@ -79,7 +79,7 @@ def test_half_precision_logits_are_read_in_float32():
 
 @given(seed=st.integers(0, 1000), top_k=st.integers(1, V))
 def test_over_the_kept_tokens_ratios_average_1_where_over_all_they_average_the_mass(seed, top_k):
-    """TRL issue 7269: the mean of p / q over what the sampler took, p over the whole vocabulary, is what p gives it."""
+    """TRL issue 7269: with p over the whole vocabulary, the mean of p / q over kept tokens is their mass under p."""
     logits = logits_of(seed)
     log_q = truncated_log_probs(logits.double(), top_k)
     head = head_of(log_q, top_k)
@@ -188,7 +188,7 @@ def test_a_centered_score_has_no_mean_under_the_sampler(name, seed, truncated, t
 
 @pytest.mark.parametrize("name", ["none", "tis", "icepop"])
 def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
-    """q is 1.25 p in the tail; the head shows only the tail's mass."""
+    """In the tail q is 1.25 p; the head shows only the tail's mass."""
     logits = logits_of(5).requires_grad_()
     log_p = logits.detach().double().log_softmax(1)
     order = log_p.argsort(1, descending=True)

@@ -99,7 +99,7 @@ def test_opsm_of_what_is_stale_alone_leaves_the_rest(seed):
     assert found.weight[[0, 2]].eq(1).all() and torch.equal(found.weight[stale], masked[stale])
     assert masked[[0, 2]].eq(0).any() and found.metrics["dropped"] == ((found.weight == 0) & mask).sum() / mask.sum()
     without = LossBatch(l_theta, l_old, advantages, mask, l_infer=l_infer)
-    assert opsm(without, delta=-1.0, stale_only=True).weight.eq(1).all(), "nothing is told to be stale"
+    assert opsm(without, delta=-1.0, stale_only=True).weight.eq(1).all(), "no trajectory is known to be stale"
 
 
 def test_opsm_masks_a_sequence_with_nan_only_where_the_advantage_is_negative():
@@ -231,7 +231,7 @@ def test_unbiased_kl_and_gradient_equal_the_oracle(theta, ref, sampled):
 
 @pytest.mark.parametrize("log_ratio", [-30.0, -20.0, -0.1, 0.0, 2.0, 20.0, 20.1, 30.0])  # of r'
 def test_the_gradient_of_the_unbiased_kl_points_at_the_reference_however_far_it_is(log_ratio):
-    """log x from -40 to 40, both sides of where the value is bounded."""
+    """log x from -40 to 40, inside and outside the bounds of the value."""
     ref = torch.linspace(-40, 40, 401) - 60
     theta = torch.full_like(ref, -60)
     value, gradient = kl_and_gradient(theta, ref, theta - log_ratio)
@@ -295,7 +295,7 @@ def test_router_shift_factor_of_equal_and_of_broken_routers():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_rows_do_not_depend_on_the_batch_they_are_in(seed):
-    """Any micro-batch split gives each row the same numbers."""
+    """A row has the same numbers in every split into micro-batches."""
     l_infer, l_old, l_theta, advantages, mask = tensors(random_batch(seed))
     penalty = llds_penalty(l_theta, l_old, advantages, mask, "action")
     whole = sequence_divergence(l_infer, l_old, l_theta, mask).whole

@@ -1,4 +1,4 @@
-"""`measure` against plain Python floats, written from the formulas; and what must not change its result.
+"""`measure` against plain Python floats, written from the formulas, and changes that must not affect its result.
 
 A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy) that float32 holds exactly.
 """
@@ -43,7 +43,7 @@ def assert_same(found, expected):
 
 
 def same_weights(found, expected):
-    """Each by itself: nothing cancels in a weight, and 0 stays 0."""
+    """Compares element by element, because nothing cancels in a weight and 0 must stay 0."""
     torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=0)
 
 

@@ -1,7 +1,7 @@
 """The router's part of `measure` against plain Python floats.
 
 A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy, agreement) that float32 holds
-exactly; so does float64 every 1 - agreement. An agreement of NaN is that of a token which was not compared.
+exactly; float64 holds every 1 - agreement exactly. A token with an agreement of NaN was not compared.
 """
 
 import bisect
@@ -53,7 +53,7 @@ def pearson(xs, ys):
 
 
 def counted(batch):
-    """One dictionary a counted token."""
+    """Returns one dictionary per counted token."""
     found = []
     for trajectory in batch:
         turn, before = -1, False
@@ -182,7 +182,7 @@ def test_agreement_counts_only_where_tokens_do(batch, odd):
 
 
 def less(batch, left_out):
-    """These trajectories were not compared."""
+    """Marks these trajectories as not compared."""
     return [
         [(*token[:4], math.nan) for token in row] if gone else row for row, gone in zip(batch, left_out, strict=True)
     ]

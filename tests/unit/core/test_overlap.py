@@ -105,7 +105,7 @@ def test_different_shapes_are_an_error_that_shows_both():
 
 
 def temporary_bytes(function, tokens):
-    """The most that `function` holds at once of torch's CPU memory, less a byte a pair for its result."""
+    """Returns the peak of `function`'s CPU memory in torch, without its result of one byte per pair."""
     layers = 4
     ids = random_sets(tokens, layers, 8, 128, 0).to(U8)
     with profile(profile_memory=True) as profiler:
@@ -137,7 +137,7 @@ torch.save([fused_overlap(*pair) for pair in torch.load(sys.argv[1])], sys.argv[
 
 @pytest.fixture(scope="module")
 def kernel_results(tmp_path_factory):
-    """(train, infer, what the kernel found) of each case: one process, for Triton chooses its interpreter on import."""
+    """Returns (train, infer, the kernel's result) of each case; Triton needs a process, to choose its interpreter."""
     pytest.importorskip("triton")
     pairs = []
     for (N, L), K, (E, *dtypes), layouts in KERNEL_CASES:

@@ -1,4 +1,4 @@
-"""A tokenizer with one merge, a + b -> ab, and where a response stops encoding to itself."""
+"""The first place where a response no longer encodes to itself, with a tokenizer that has one merge, a + b -> ab."""
 
 from itertools import pairwise
 

@@ -204,7 +204,7 @@ def test_a_rollout_that_returns_no_routing_is_seen():
 
 
 def sums_of(agree, tokens, left_out):
-    """Packed, of trajectories with these sums over two layers, some of them left out."""
+    """Returns the packed sums of trajectories with these sums over two layers, some of them left out."""
     agree, tokens = (torch.tensor(values, dtype=torch.float64).unsqueeze(1) for values in (agree, tokens))
     here = ~torch.tensor(left_out).unsqueeze(1)
     by_layer = torch.cat([agree - 0.25, agree + 0.25], 1) * here
@@ -240,7 +240,7 @@ def spread_and_mean_error(samples):
 
 @pytest.mark.parametrize("m", [2, 3, 5])
 def test_of_trajectories_of_one_length_the_error_is_the_spread_of_all_samples(m):
-    """Then the ratio is a mean, of whose variance the square of the error is an unbiased estimate."""
+    """Then the ratio is a mean, and the square of the error is an unbiased estimate of its variance."""
     spread, squares = spread_and_mean_error(every_sample([9.0, 8.0, 6.5, 9.5, 7.0, 9.9], [10.0] * 6, m))
     assert squares == pytest.approx(spread, rel=1e-9)
 

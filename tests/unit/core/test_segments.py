@@ -1,4 +1,4 @@
-"""Sums by stretches of tokens, past where float32 stops counting."""
+"""Sums over stretches of tokens that are too long for float32 to count."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A weight that is a part of a larger storage travels by itself."""
+"""A weight that is part of a larger storage is sent without the rest of it."""
 
 import io
 import pickle

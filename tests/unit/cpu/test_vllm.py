@@ -140,7 +140,7 @@ def test_patch_refuses_a_caller_it_would_not_reach(
 
 
 def replaced() -> list[Any]:
-    """Returns what the patches change, as it is now."""
+    """Returns the current values of all that the patches change."""
     runner = find(RUNNER, "CPUModelRunner")
     found = [find(f"{LAYERS}.utils", "dispatch_cpu_unquantized_gemm")]
     if not CLASSES:

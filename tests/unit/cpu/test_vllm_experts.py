@@ -1,4 +1,4 @@
-"""The kernel that stands in for vLLM's packed ones of 0.31; against a float64 oracle written from vLLM's own."""
+"""The kernel that replaces vLLM's packed ones of 0.31, against a float64 oracle written from vLLM's own."""
 
 import math
 

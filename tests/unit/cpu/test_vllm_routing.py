@@ -10,7 +10,7 @@ from verl_ext.cpu import vllm as routing
 
 
 class Connector:
-    """Takes down what it is asked."""
+    """Records the requests that it gets."""
 
     def __init__(self):
         self.steps, self.batches = [], []
@@ -47,13 +47,13 @@ def sample(runner, grammar_output):
 def test_what_a_step_was_routed_to_goes_with_its_output(runner):
     connector = getattr(runner, routing.HELD)
     metadata = object()
-    told = []
+    scheduled_steps = []
     routing._begin(
-        lambda runner, scheduled: told.append(scheduled),
+        lambda runner, scheduled: scheduled_steps.append(scheduled),
         runner,
         SimpleNamespace(aux_output_connector_metadata=metadata),
     )
-    assert connector.steps == [metadata] and len(told) == 1
+    assert connector.steps == [metadata] and len(scheduled_steps) == 1
     output = routing._attach(sample, runner, None)
     (batch,) = connector.batches
     assert batch.req_ids == ["a", "b"]

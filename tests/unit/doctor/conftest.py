@@ -32,7 +32,7 @@ NEEDED = (
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders with a config and a tokenizer; the vocabulary of `padded` and `slightly_padded` is larger than that."""
+    """Folders with a config and a tokenizer; `padded` and `slightly_padded` have more rows than their tokenizer."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = build_tokenizer()
     tokens = len(tokenizer)
@@ -51,7 +51,7 @@ def models(tmp_path_factory):
 def context(compose, models, tmp_path):
     """context(*overrides, **fields of Context): a dense model that fits its tokenizer, on any installation.
 
-    `disabled` is the default of vLLM's disable_cascade_attn; None: vLLM's source is not to be found.
+    `disabled` is the default of vLLM's disable_cascade_attn; with None, vLLM's source cannot be found.
     """
 
     def make(*overrides, disabled=True, **fields):

@@ -100,8 +100,8 @@ def test_a_long_value_is_told_whole(doctor):
 
 def test_what_is_told_by_the_runs_own_check_is_told_once(doctor):
     _, out = doctor("--json", f"{ROLLOUT}.top_p=0.9")
-    told = [found for found in json.loads(out) if "top_p=0.9" in found["found"]]
-    assert [(found["check"], found["fix"]) for found in told] == [("hooks", [f"{ROLLOUT}.top_k=512"])]
+    findings = [found for found in json.loads(out) if "top_p=0.9" in found["found"]]
+    assert [(found["check"], found["fix"]) for found in findings] == [("hooks", [f"{ROLLOUT}.top_k=512"])]
 
 
 def test_json_is_all_findings(doctor):

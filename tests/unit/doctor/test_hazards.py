@@ -488,7 +488,7 @@ def test_no_hazard_is_told_without_a_config(installed):
 
 
 def test_what_verl_does_with_a_temperature_in_bfloat16():
-    """The numbers in the check's docstring."""
+    """Checks the numbers in the check's docstring."""
     import torch
     from verl.workers.engine.fsdp.transformer_impl import _scale_logits_by_temperature
 

@@ -229,7 +229,7 @@ make()
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """The file that exists once anything of the package `evil` was executed, which could be imported at any time."""
+    """The file that exists once code of the package `evil` has run; the package can be imported at any time."""
     mark = tmp_path / "executed"
     package = tmp_path / "site" / "evil"
     package.mkdir(parents=True)
@@ -286,7 +286,7 @@ def test_plugins_are_imported_by_trust_alone(doctor, mark):
     assert not mark.exists()
     (note,) = found["code"]
     assert note["level"] == "note" and "stability.plugins=['evil']" in note["found"] and "--trust" in note["why"]
-    assert not {"hooks", "verl's validation"} & set(found), "told as not checked"
+    assert not {"hooks", "verl's validation"} & set(found), "reported as not checked"
     assert "truncated sampling" in found, "the other checks are made"
     assert "hooks" in doctor(*arguments, "--trust")
     assert mark.exists()
@@ -447,7 +447,7 @@ def test_a_model_that_needs_its_own_code_and_may_not_run_it_is_an_error_of_the_r
 
 
 def test_a_model_whose_layers_only_its_own_code_has_asks_no_question(look, mark, model, monkeypatch):
-    """The config is one of the library's, the model is not; transformers would ask in the terminal if it may run."""
+    """The config is the library's, but the model is not: transformers would ask in the terminal if its code may run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = {"model_type": "vit", "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 8}
     config |= {"auto_map": {"AutoModelForCausalLM": "configuration_evil.EvilConfig"}}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from tests.unit.doctor.conftest import VERSIONS
 from verl_ext.doctor.checks import run_checks
 from verl_ext.launch.compose import stability_choices
@@ -19,7 +19,7 @@ NEEDED = {
 INSTALLED = {"versions": VERSIONS | {"sglang": "0.5.12"}, "has": lambda module: True, "gpu": named("H100")}
 
 
-@pytest.mark.parametrize("name", some(sorted(stability_choices())))
+@pytest.mark.parametrize("name", slow_cases(sorted(stability_choices())))
 def test_no_preset_has_an_error_with_sglang(context, models, name):
     given = (f"stability={name}", MOE.format(models=models), SGLANG, REFERENCE, "data.max_response_length=8192")
     given += NEEDED.get(name, ())

@@ -1,4 +1,4 @@
-"""Sizes of a run, and what of its model and data is on this machine."""
+"""Sizes of a run, and the files of its model and data on this machine."""
 
 import pytest
 

@@ -94,9 +94,9 @@ def test_what_cannot_work_there_names_the_setting_and_the_remedy(checked, overri
 )
 def test_what_works_there_is_told_to_the_workers(checked, overrides, names):
     config, stability = checked(*overrides)
-    told = loss_settings(read_features(config, stability))["first_pass"]
-    assert list(told["corrections"]) == list(told["narrowed"]) == names
-    assert told["as_mask"] is (f"{LOSS}.loss_mode=gpg" not in overrides)
+    settings = loss_settings(read_features(config, stability))["first_pass"]
+    assert list(settings["corrections"]) == list(settings["narrowed"]) == names
+    assert settings["as_mask"] is (f"{LOSS}.loss_mode=gpg" not in overrides)
     run = read_features(config, stability)
     where = {line.name: line.where for line in run.lines}
     assert run.uses(Part.LOSS) and where["mismatch metrics"] == "first mini-batch, worker_loss on every training rank"

@@ -316,11 +316,11 @@ def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disa
 
 def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
-    told = loss_settings(read_features(config, stability_config(config.stability)))
+    settings = loss_settings(read_features(config, stability_config(config.stability)))
     gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
     opsm = {"delta": 0.2, "stale_only": False}
     nothing = {"undo": False, "after_update": 0}
-    assert told == {"corrections": {"opsm": opsm}, "kl_denominator": "old", "mini_batch": gate} | nothing
+    assert settings == {"corrections": {"opsm": opsm}, "kl_denominator": "old", "mini_batch": gate} | nothing
 
 
 def test_nothing_is_set_where_nothing_is_asked_for(compose):

@@ -151,7 +151,7 @@ def test_sglang_is_asked_for_it_too_and_has_no_limit(check, overrides, k):
 
 
 def test_raw_log_probs_of_sglang_need_none(check):
-    """They are left as SGLang has them, of all tokens, as vLLM's are: doctor warns."""
+    """They stay as SGLang returns them, over all tokens, as vLLM's do; the doctor warns."""
     config = check("stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
     assert not read_features(config, stability_config(config.stability)).uses(Part.HEADS)
 

@@ -1,4 +1,4 @@
-"""A planted gap on the launching machine: the settings that it is refused with, and those that vLLM gets."""
+"""A planted gap on the launching machine: settings that are refused, and settings that vLLM gets."""
 
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
@@ -53,8 +53,8 @@ def test_vllm_loads_by_our_format_which_loads_by_the_one_asked_for(check):
 def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
     config = check(f"{FAKE}.format=int8", f"{FAKE}.group=channel", f"{VLLM}.load_format=safetensors")
     apply_engine_settings(read_features(config, stability_config(config.stability)))
-    told = config.actor_rollout_ref.rollout.engine_kwargs.vllm.model_loader_extra_config.verl_ext
-    assert (told.load_format, told.group) == ("safetensors", "channel")
+    arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm.model_loader_extra_config.verl_ext
+    assert (arguments.load_format, arguments.group) == ("safetensors", "channel")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Settings of the routing: what they turn on, and what cannot work."""
+"""Settings of the routing: the features that they switch on, and combinations that cannot work."""
 
 from functools import partial
 from unittest import mock

@@ -1,4 +1,4 @@
-"""A run whose rollout engine is SGLang: every preset passes, and what SGLang cannot do stops with one line."""
+"""Runs with SGLang as the rollout engine: every preset passes, and features that SGLang lacks stop with one line."""
 
 import re
 from functools import partial
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.mismatch import RAW, RAW_SETTING
 from verl_ext.features.routing import check_sglang_model
@@ -38,7 +38,7 @@ def checked(compose, models):
     return run
 
 
-@pytest.mark.parametrize("name", some(sorted(stability_choices())))
+@pytest.mark.parametrize("name", slow_cases(sorted(stability_choices())))
 def test_every_preset_runs_with_sglang(compose, models, name):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -51,7 +51,7 @@ def test_every_preset_runs_with_sglang(compose, models, name):
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 
-@pytest.mark.parametrize("recipe", some(["qwen3_30b_a3b", "qwen3_30b_a3b_async", "qwen3_30b_a3b_megatron"]))
+@pytest.mark.parametrize("recipe", slow_cases(["qwen3_30b_a3b", "qwen3_30b_a3b_async", "qwen3_30b_a3b_megatron"]))
 def test_a_recipe_takes_sglang_by_one_override(compose, recipe):
     config = compose(f"recipe={recipe}", "stability=icepop", "stability.router_agreement=true", SGLANG)
     check_run(read_features(config, stability_config(config.stability), read_model=False))

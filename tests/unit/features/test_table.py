@@ -50,10 +50,10 @@ LOSS_ASKED_FOR = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "told", "said"), LOSS_ASKED_FOR)
-def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose, overrides, told, said):
+@pytest.mark.parametrize(("overrides", "report", "said"), LOSS_ASKED_FOR)
+def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose, overrides, report, said):
     config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
-    active, ranks = read_features(config, stability_config(config.stability)), [TOLD | told, TOLD | told]
+    active, ranks = read_features(config, stability_config(config.stability)), [TOLD | report, TOLD | report]
     engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [], {})
     assert verify(active, StabilityTrainerSync, engines)
     ranks[1] = TOLD
@@ -96,7 +96,8 @@ def test_ranks_that_hooked_different_routers_stop_the_run(routing_of):
 
 @pytest.fixture
 def servers_of(compose, monkeypatch):
-    """servers_of(True, False, ...) starts a run with SGLang and routing, whose servers decode it or do not."""
+    """servers_of(True, False, ...) starts a run with SGLang and routing, with one server for each value; it decodes
+    routing if the value is True."""
     name = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.enable_rollout_routing_replay=true")
     config = compose("stability=r3", *name)
     workers = SimpleNamespace(routing_hooks=lambda: [("Router", 4)], configure_loss=lambda settings: [TOLD])
@@ -118,7 +119,7 @@ def test_sglang_servers_that_do_not_decode_their_routing_stop_the_run(servers_of
 
 @pytest.fixture
 def rounding_of(compose, monkeypatch):
-    """rounding_of({"linear": 24}, ...) -> the table's row, where each of vLLM's workers has rounded so many."""
+    """rounding_of({"linear": 24}, ...) -> the table's row; each argument is what one vLLM worker has rounded."""
     config = compose(
         "actor_rollout_ref.rollout.name=vllm",
         "stability.fake_quantization.format=fp4",
@@ -128,8 +129,8 @@ def rounding_of(compose, monkeypatch):
     settings = asdict(active.stability.fake_quantization)
 
     def row(*rounded, settings=settings):
-        told = [{"fake_quantization": one and {"settings": settings, "rounded": one}} for one in rounded]
-        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: told)
+        reports = [{"fake_quantization": one and {"settings": settings, "rounded": one}} for one in rounded]
+        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: reports)
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
         (found,) = verify(active, StabilityTrainerSync, engines)
         return found.where
@@ -160,13 +161,13 @@ def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settin
 
 @pytest.fixture
 def adapter_of(compose, monkeypatch):
-    """adapter_of(what a worker of vLLM tells of its LoRA, ...) -> where the sync canary acts."""
+    """adapter_of(a vLLM worker's report on its LoRA, ...) -> the place where the sync canary acts."""
     lora, canary = "actor_rollout_ref.model.lora_rank=8", "stability.sync_canary.trajectories=8"
 
-    def where(*told, overrides=(lora, canary)):
+    def where(*reports, overrides=(lora, canary)):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         active = read_features(config, stability_config(config.stability))
-        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: [{"adapter": one} for one in told])
+        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: [{"adapter": one} for one in reports])
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
         return verify(active, StabilityTrainerSync, engines)[-1].where
 
@@ -188,7 +189,7 @@ def test_no_worker_is_asked_where_full_weights_are_sent(adapter_of):
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("reports", "said"),
     [
         ([], "received no adapter"),
         ([TAKEN, None], "received no adapter"),
@@ -196,7 +197,7 @@ def test_no_worker_is_asked_where_full_weights_are_sent(adapter_of):
         ([TAKEN | {"unused": list("abcdef")}], "no modules for 6 names of the LoRA, such as a, b, c, d: it would"),
     ],
 )
-def test_a_lora_that_vllm_does_not_take_stops_the_run(adapter_of, told, said):
+def test_a_lora_that_vllm_does_not_take_stops_the_run(adapter_of, reports, said):
     with pytest.raises(HookError) as error:
-        adapter_of(*told)
+        adapter_of(*reports)
     assert said in str(error.value) and error.value.fix == ("++actor_rollout_ref.model.lora.merge=true",)

@@ -1,4 +1,4 @@
-"""Judgement of whether a run is dead, since when, and what moved first: on made-up series, recorded ones, and noise."""
+"""The rule for dead runs: verdict, first step and first move, on made-up series, recorded ones and noise."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def noise(size, length, seed=0):
 
 
 def falling(high, low, calm=40, over=10, dead=STAYS + 10):
-    """A level, a straight line to another one, and that."""
+    """Returns a level, a straight line to another level, and that level."""
     return np.concatenate([np.full(calm, high), np.linspace(high, low, over + 2)[1:-1], np.full(dead, low)])
 
 
@@ -44,8 +44,8 @@ def test_a_reward_that_fell_to_a_tenth_and_stays_there_has_collapsed():
 
 def test_it_is_told_when_it_has_stayed_there():
     reward = [0.5] * 40 + [0.02] * 60
-    told = [last for last in range(1, 101) if find_collapse(until(series(reward=reward), last))]
-    assert told == list(range(40 + STAYS, 101))
+    reported = [last for last in range(1, 101) if find_collapse(until(series(reward=reward), last))]
+    assert reported == list(range(40 + STAYS, 101))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_one_good_batch_in_the_ruins_changes_nothing_and_a_lucky_one_in_a_sparse
 
 
 def test_what_moved_first():
-    """The three runs that this was made for: gradient norms rose from 0.6 to 2.5 before the reward fell."""
+    """In the three runs for which the rule was written, gradient norms rose from 0.6 to 2.5 before the reward fell."""
     reward = np.abs(falling(0.55, 0.03, calm=60) + noise(0.02, 104))
     gradient = np.where(np.arange(104) < 50, 0.6, 2.5) * np.exp(noise(0.1, 104, 1))
     length = np.where(np.arange(104) < 64, 200, 400) + noise(5, 104, 2)
@@ -145,9 +145,9 @@ def recorded(name):
 def test_recorded_runs_that_died_of_their_learning_rate():
     """One with equal engines, and one whose rollout rounds to fp4."""
     died = {name: recorded(name) for name in ("collapsed_lr_1e-2", "collapsed_fp4")}
-    told = {name: [last for last in range(1, 101) if find_collapse(until(run, last))] for name, run in died.items()}
-    assert all(steps == list(range(steps[0], 101)) for steps in told.values()), "and do not come back"
-    assert told["collapsed_lr_1e-2"][0] < 65 and told["collapsed_fp4"][0] < 55
+    reported = {name: [last for last in range(1, 101) if find_collapse(until(run, last))] for name, run in died.items()}
+    assert all(steps == list(range(steps[0], 101)) for steps in reported.values()), "and do not come back"
+    assert reported["collapsed_lr_1e-2"][0] < 65 and reported["collapsed_fp4"][0] < 55
     equal, rounded = (find_collapse(run) for run in died.values())
     assert str(equal) == (
         "The reward fell from 0.6 to 0.042, from step 11 on, and stays there. Nothing else that is logged moved "

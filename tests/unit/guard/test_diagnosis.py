@@ -54,12 +54,12 @@ def arrived(low, high):
 
 
 def grown(**levels):
-    """The gap's metrics as they become when it comes with the updates."""
+    """Returns the gap's metrics for a gap that comes with the updates."""
     return {name: (value * 1e-6, value) for name, value in gap(**levels).items()}
 
 
 def alike(share, size):
-    """The routers' metrics where this share of a gap of this size is of tokens that are routed alike."""
+    """Returns the routers' metrics if tokens that are routed alike have this share of a gap of this size."""
     return {"router/any_layer_differs": 0.1, "router/gap_equal": share * size / 0.9}
 
 
@@ -101,7 +101,7 @@ SHOWN = {
 
 
 def series(shown, steps=STEPS, first=1):
-    """Readings of each metric, noise of 2 %: constant, moved from a first to a last value by a third, or one a step."""
+    """Returns readings of each metric, with 2 % noise: one level, from one level to another, or a given series."""
     draw = np.random.default_rng(0)
     found = {}
     for name, level in (LEARNS | shown).items():
@@ -177,7 +177,7 @@ def test_causes_that_look_alike_are_told_apart(shown, cause):
 
 
 def test_the_scatter_of_the_reward_is_that_of_its_draws():
-    """Against draws: coins leave 1, values that are all as likely a third, and prompts of their own more."""
+    """Compares with draws: coin tosses give 1, equally likely values a third, prompts of different difficulty more."""
     draw, answers = np.random.default_rng(0), 64
 
     def scatter(rewards):  # [steps, answers]
@@ -227,7 +227,7 @@ def test_rounding_is_harmless_as_long_as_it_is_small():
 
 
 def without(shown, setting):
-    """The run without the metrics that a setting measures; without `metrics`, verl's own are left."""
+    """Returns the run without the metrics that a setting measures; without `metrics`, only verl's own are left."""
     left_out = {
         "stability.router_agreement=true": ("router/",),
         "stability.sync_canary.trajectories=8": ("sync/",),
@@ -260,7 +260,7 @@ def test_what_is_asked_for_decides_between_the_first_two(cause, setting, first_t
 
 @pytest.mark.parametrize("cause", ["raw_log_probs", "learning_rate", "no_signal", "old_weights"])
 def test_nothing_is_asked_for_where_verls_own_metrics_decide(cause):
-    """The cause that they name is the planted one."""
+    """verl's metrics name the planted cause."""
     plain = without(series(SHOWN[cause]), "stability.metrics=true")
     assert find_question(plain) is None
     (first, *_) = find_suspects(plain)
@@ -269,7 +269,7 @@ def test_nothing_is_asked_for_where_verls_own_metrics_decide(cause):
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_what_is_logged_is_not_asked_for(cause):
-    """None of the settings whose metrics are there, whatever they show."""
+    """No setting is asked for if its metrics are logged, whatever they show."""
     shown = gap(0.1) | EQUAL | by_probability(0.3, 0.4, 0.5, 0.4, 0.1) | arrived(0.9, 1.1) | SHOWN[cause]
     assert find_question(series(shown)) is None
 
@@ -292,9 +292,9 @@ def test_a_run_says_what_to_measure_with_the_cause():
     shown = without(series(SHOWN["leak"]), "stability.router_agreement=true")
     diagnosis = Diagnosis()
     for step in range(1, STEPS + 1):
-        if told := diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}):
+        if event := diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}):
             break
-    assert "; stability.router_agreement=true would tell whether it is " in told.reason
+    assert "; stability.router_agreement=true would tell whether it is " in event.reason
 
 
 @pytest.mark.parametrize(("routed", "preset"), [({}, "opsm"), (routers(0.9, 0.9), "moe")])
@@ -330,10 +330,10 @@ def test_a_run_names_a_cause_once_after_some_looks():
     for step in range(1, STEPS + 1):
         metrics = {name: dict(found)[step] for name, found in shown.items()}
         events.append(diagnosis.add(step, metrics | {"vllm_kl/k3/turn/00": float("nan")}))
-    (told,) = filter(None, events)
-    assert (told.rule, told.action) == ("diagnosis", "warn")
-    assert told.step <= 10 + LOOKS * LOOK_EVERY and "cuts its distribution" in told.reason
-    assert diagnosis.look().cause.name == diagnosis.told == "truncated"
+    (event,) = filter(None, events)
+    assert (event.rule, event.action) == ("diagnosis", "warn")
+    assert event.step <= 10 + LOOKS * LOOK_EVERY and "cuts its distribution" in event.reason
+    assert diagnosis.look().cause.name == diagnosis.reported == "truncated"
 
 
 def test_harmless_rounding_is_not_told():

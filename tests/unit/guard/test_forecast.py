@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from verl_ext.guard.collapse import GRADIENT, K3, REWARD, STAYS, find_collapse
 from verl_ext.guard.forecast import (
     AGE_IN_IT,
@@ -67,7 +67,7 @@ def test_the_crossing_is_foretold_within_a_fifth_under_noise():
 NOISE = [(noise, *kind) for noise in (0.1, 0.5, 1.0) for kind in ((0.0, 0.0), (0.0, 0.05), (0.5, 0.05), (0.8, 0.0))]
 
 
-@pytest.mark.parametrize(("noise", "dependence", "spikes"), some(NOISE))
+@pytest.mark.parametrize(("noise", "dependence", "spikes"), slow_cases(NOISE))
 def test_false_alarms_on_a_stable_series_are_under_one_percent(noise, dependence, spikes):
     """Counts alarms per step. The logarithm has Gaussian noise, independent or following the step before, and
     spikes."""
@@ -418,8 +418,8 @@ def test_a_recorded_collapse_is_warned_of_in_the_run_and_a_noisy_run_is_not():
     runs = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("collapsed_lr_1e-2", "noisy_lr_3e-3")}
     for run in runs.values():
         del run["what"]
-    told = {name: [event.rule for event in walk(Guard(), run)[1]] for name, run in runs.items()}
-    assert told == {"collapsed_lr_1e-2": ["collapse"], "noisy_lr_3e-3": []}
+    rules = {name: [event.rule for event in walk(Guard(), run)[1]] for name, run in runs.items()}
+    assert rules == {"collapsed_lr_1e-2": ["collapse"], "noisy_lr_3e-3": []}
 
 
 def test_a_step_without_a_reward_is_no_reading():

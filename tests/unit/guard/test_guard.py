@@ -16,7 +16,7 @@ SKIP = Rule("batch_skip", "vllm_kl/k3", 0.1, action="skip", setting="stability.b
 
 
 def run_step(guard, step, early=None, late=None):
-    """One step as the trainer goes through it; the actions that were decided, in order."""
+    """Runs one step as the trainer does; returns the decided actions, in order."""
     guard.begin(step)
     early = {"vllm_kl/k3": 1e-4} if early is None else early
     foreseen, jump = guard.foresee(early)
@@ -45,7 +45,7 @@ def test_the_reason_names_metric_value_and_setting():
 
 
 def test_zero_mismatch_names_the_first_step_layer_and_positions_and_stops_where_asked():
-    def told(action, gaps):
+    def events_of(action, gaps):
         settings = {"engines_only": True, "locate": True, "setting": "stability.guard.rules.zero_mismatch.above"}
         guard, found = Guard([Rule("zero_mismatch", "vllm_kl/k3", 1e-10, action=action, **settings)]), []
         for step, k3 in enumerate(gaps, 1):
@@ -55,13 +55,13 @@ def test_zero_mismatch_names_the_first_step_layer_and_positions_and_stops_where_
             found += guard.judge({"vllm_kl/k3": k3} | layers | places).events
         return found
 
-    first, back = told("warn", [3e-14, 1e-10, 1e-4, 1e-4, 0.0])
+    first, back = events_of("warn", [3e-14, 1e-10, 1e-4, 1e-4, 0.0])
     assert (first.step, first.action) == (3, "warn") and (back.step, back.action) == (5, "recover")
     assert first.reason == (
         "vllm_kl/k3=0.0001 (routers disagree from layer 1 on; the gap begins at positions 256-1024) passes "
         "stability.guard.rules.zero_mismatch.above=1e-10"
     )
-    assert [event.action for event in told("stop", [0.0, 1e-9])] == ["stop"]
+    assert [event.action for event in events_of("stop", [0.0, 1e-9])] == ["stop"]
 
 
 def test_non_finite_log_probs_refuse_without_a_rule_and_name_the_tensor():
@@ -292,16 +292,16 @@ STEP = st.tuples(
 
 
 def play(guard, series, first):
-    """The decisions on a series, with a checkpoint where it asks for one, and a rollback where one is decided."""
-    told = []
+    """Returns the decisions on a series, saving checkpoints where the series asks for it and carrying out rollbacks."""
+    decisions = []
     for step, (k3, reward, norm, save) in enumerate(series, start=first):
         actions = run_step(guard, step, {"vllm_kl/k3": k3, "critic/score/mean": reward}, {"actor/grad_norm": norm})
         if "rollback" in actions and guard.state.good:
             guard.rolled_back(guard.state.good[-1])
         if save:
             guard.saved(step)
-        told.append((actions, guard.tightens, tuple(guard.state.good)))
-    return told
+        decisions.append((actions, guard.tightens, tuple(guard.state.good)))
+    return decisions
 
 
 def new_guard():
@@ -314,11 +314,11 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(series, cut):
     whole = new_guard()
     expected = play(whole, series, 1)
     first = new_guard()
-    told = play(first, series[:cut], 1)
+    decisions = play(first, series[:cut], 1)
     second = new_guard()
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    told += play(second, series[cut:], 1 + len(series[:cut]))
-    assert told == expected
+    decisions += play(second, series[cut:], 1 + len(series[:cut]))
+    assert decisions == expected
     assert second.state_dict() == whole.state_dict()
 
 

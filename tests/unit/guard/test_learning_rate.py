@@ -10,7 +10,7 @@ from verl_ext.guard.rules import LowerLr, LrState, Rule, hold_rate, lower_rate, 
 
 
 def after(settings, firing):
-    """The scale at the end of each step, by a rule that fires in these steps."""
+    """Returns the scale at the end of each step, with a rule that fires in these steps."""
     state, scales, fired = LrState(), [], False
     for step, fires in enumerate(firing, start=1):
         if fires and not fired:
@@ -62,16 +62,16 @@ def test_settings_out_of_range(given):
 def test_a_guard_says_what_rate_is_left_and_remembers_it_over_a_restart():
     rules = [Rule("long", "response_length/mean", 9.0, action="lower_lr", setting="s.above")]
     guard = Guard(rules, lower_lr=LowerLr(hold=2))
-    told = []
+    events_by_step = []
     for step, length in enumerate([5, 10, 10, 10, 5, 5, 5], start=1):
         guard.begin(step)
         guard.count(False)
         events = [*guard.judge_late({"response_length/mean": length}).events, *guard.close().events]
-        told.append([(event.action, event.reason.rpartition(": ")[2]) for event in events])
+        events_by_step.append([(event.action, event.reason.rpartition(": ")[2]) for event in events])
         resumed = Guard(rules, lower_lr=LowerLr(hold=2))
         resumed.load_state_dict(guard.state_dict())
         assert resumed.lr_scale == guard.lr_scale and resumed.state == guard.state
-    assert told == [
+    assert events_by_step == [
         [],
         [("lower_lr", "the learning rate is 0.5 of the schedule's")],
         [],

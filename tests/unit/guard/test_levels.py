@@ -1,4 +1,4 @@
-"""The table of published levels, the rule that it makes, and what the docs say of it."""
+"""The table of published levels, the rule made from it, and its copy in the docs."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def test_a_runs_own_level_is_not_below_the_lowest_of_the_table():
 
 
 def test_the_age_of_rollouts_is_no_reason_to_warn():
-    """The engines' part where the batch shows it; a batch that only has old rollouts is not judged."""
+    """The engines' part is judged if the batch shows it; a batch with only old rollouts is not judged."""
     old = {K3: 0.5, "vllm_kl/share/lag/4-7": 1.0}
     guard = Guard(level_rules(0.002))
     assert steps(guard, [old] * 5 + [old | {f"{K3}/lag/0": 0.001}] * 5) == []

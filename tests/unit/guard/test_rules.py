@@ -42,8 +42,8 @@ def test_patience_starts_anew_after_a_recovery():
 
 def test_began_and_ended_are_told_once():
     state = RuleState()
-    told = [(r.began, r.ended) for r in (apply_rule(rule(), state, value) for value in (2, 3, 0, 0))]
-    assert told == [(True, False), (False, False), (False, True), (False, False)]
+    changes = [(r.began, r.ended) for r in (apply_rule(rule(), state, value) for value in (2, 3, 0, 0))]
+    assert changes == [(True, False), (False, False), (False, True), (False, False)]
 
 
 def test_a_baseline_is_the_mean_of_the_first_readings_and_stays():

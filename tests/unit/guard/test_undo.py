@@ -12,7 +12,7 @@ MOVED = Rule("moved", "actor/after_update/policy_kl", 0.1, action="undo", settin
 
 
 def step(guard, number, k3=0.01, moved=None):
-    """One step; what was decided, and carried out as the trainer would, whose workers keep the last update."""
+    """Runs one step, and carries out its decisions as the trainer does, whose workers keep the last update."""
     guard.begin(number)
     before = guard.judge({"vllm_kl/k3": k3})
     guard.count(before.refusal is not None)
@@ -65,9 +65,9 @@ def test_checkpoints_of_the_weights_taken_back_are_not_good():
 def test_it_goes_on_after_a_restart_as_it_would_have(series):
     guard, resumed = Guard([GAP, MOVED]), Guard([GAP, MOVED])
     for number, (k3, moved) in enumerate(series, start=1):
-        told = step(guard, number, k3, moved)
+        events = step(guard, number, k3, moved)
         fresh = Guard([GAP, MOVED])
         fresh.load_state_dict(resumed.state_dict())
         resumed = fresh
-        assert step(resumed, number, k3, moved) == told
+        assert step(resumed, number, k3, moved) == events
         assert resumed.state == guard.state

@@ -80,7 +80,7 @@ def _steps(arm: Arm) -> int:
 
 
 def curves(name: str, seed: int, steps: int) -> list[dict[str, float]]:
-    """A rise to 0.9, or a rise to 0.6 and a fall from the middle on; k3 of its regime; noise."""
+    """Returns curves: a rise to 0.9, or a rise to 0.6 and a fall from the middle on; k3 of the regime; noise."""
     dice = np.random.default_rng(seed)
     end = FINAL.get(name, 0.5)
     found = []

@@ -1,4 +1,4 @@
-"""The one test that would notice if a correction stopped correcting: runs that fall without it, and live with it."""
+"""The only test that would notice a correction without effect: runs that fall without it, and survive with it."""
 
 import orjson
 import pytest

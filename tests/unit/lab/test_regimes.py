@@ -19,7 +19,7 @@ from verl_ext.lab.regimes import (
 
 
 def history(updates, reach=64):
-    """The weights after update n hold n."""
+    """Returns a history in which the weights after update n hold the value n."""
     found = History(reach)
     weights = {"0.up": torch.zeros(2, 4, 4)}
     for update in range(updates + 1):
@@ -29,7 +29,7 @@ def history(updates, reach=64):
 
 
 def seen(regime, updates):
-    """The updates that the rollout's weights hold, part by part."""
+    """Returns the updates that the rollout's weights hold, part by part."""
     engine = engine_of({"it": regime}, history(updates, regime.reach))
     return [int(part["0.up"][0, 0, 0]) for part in engine.parts]
 

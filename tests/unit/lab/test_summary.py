@@ -18,7 +18,7 @@ RISE_AND_FALL = [*np.linspace(0.4, 0.8, 60), *np.linspace(0.8, 0.1, 40), *[0.1] 
 
 
 def oracle(rewards: list[float]) -> dict:
-    """Applies the sentences of the module step by step, forgetting nothing. Steps count from 1."""
+    """Applies the rule of the module step by step, keeping all readings. Steps count from 1."""
     peak, below, died, found = -math.inf, None, None, []
     for step in range(20, len(rewards) + 1):
         level = math.fsum(rewards[step - 20 : step]) / 20

@@ -1,4 +1,4 @@
-"""The lab's step: the plugin's own functions on the lab's batch, seen by what they do to gradients and weights."""
+"""The lab's step: the plugin's own functions on the lab's batch, tested by their effect on gradients and weights."""
 
 from dataclasses import replace
 
@@ -143,8 +143,8 @@ def test_runs_of_one_seed_are_the_same_and_of_another_are_not(training):
 
 def test_replay_uses_the_rollouts_experts(training):
     run = training("stale", "r3", steps=5)
-    told = run.metrics[-1]
-    assert told["router/agreement"] == 1 > told["router/own_agreement"]
+    metrics = run.metrics[-1]
+    assert metrics["router/agreement"] == 1 > metrics["router/own_agreement"]
     batch, scored = of_a_step(run, 6)
     rows = batch.sampled.mask.sum(1) + batch.prompts.shape[1] - 1
     for row, until in enumerate(rows.tolist()):
@@ -180,14 +180,14 @@ def test_r2_replays_the_first_pass_in_every_update_and_after_it(training):
 
 def test_bypass_takes_the_ratio_against_the_rollout(training):
     run = training("stale", "bypass", steps=4)
-    told = run.step(5)
+    metrics = run.step(5)
     seen = {}
     run.learner.update = lambda batch, old, fields, asked: (
         seen.update(l_old=fields["old_log_probs"], l_infer=batch.sampled.l_infer) or {}
     )
     run.step(6)
     assert torch.equal(seen["l_old"], seen["l_infer"])
-    assert told["actor/ppo_kl"] != 0 and told["vllm_kl/k3"] > 0
+    assert metrics["actor/ppo_kl"] != 0 and metrics["vllm_kl/k3"] > 0
 
 
 def test_bypass_measures_and_masks_in_the_update_what_the_trainer_would_have(training):
@@ -208,9 +208,9 @@ def test_bypass_measures_and_masks_in_the_update_what_the_trainer_would_have(tra
 def test_a_batch_that_bypass_refuses_leaves_the_weights(training):
     run = training("stale", "bypass", "stability.batch_skip.threshold=1e-7", steps=1)
     before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
-    told = run.step(2)
-    assert told["vllm_kl/k3"] > 1e-7 and told["guard/skipped"] == 1 and told["guard/skips"] > 0
-    assert "actor/grad_norm" not in told and "actor/pg_loss" in told
+    metrics = run.step(2)
+    assert metrics["vllm_kl/k3"] > 1e-7 and metrics["guard/skipped"] == 1 and metrics["guard/skips"] > 0
+    assert "actor/grad_norm" not in metrics and "actor/pg_loss" in metrics
     assert all(torch.equal(run.policy.weights[name], value) for name, value in before.items())
 
 
@@ -223,12 +223,12 @@ def test_every_variant_of_the_plugin_runs(training, name):
 
 
 def syncs_told(run, steps):
-    """The steps in which the sync canary said something, and what."""
-    told = []
-    run.actions.carry_out = lambda decision: told.extend(decision.events)
+    """Returns the sync canary's events as (step, action)."""
+    events = []
+    run.actions.carry_out = lambda decision: events.extend(decision.events)
     for step in range(1, steps + 1):
         run.metrics = run.step(step)
-    return [(event.step, event.action) for event in told if event.signal == "sync/arrived_high"]
+    return [(event.step, event.action) for event in events if event.signal == "sync/arrived_high"]
 
 
 def test_the_sync_canary_sees_the_first_sync_that_is_missed_and_the_first_that_arrives(training):
@@ -310,13 +310,13 @@ def test_what_is_added_and_composed():
     assert arms.setup_of(found[2], 0).stability.corrections() == {"tis": {"cap": 3.0}}
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_truncated_sampling_is_no_gap_where_the_training_engine_is_told(training, told):
-    run = training("truncated", "none", f"lab.truncated.told={told}", steps=1)
+@pytest.mark.parametrize("knows", [True, False])
+def test_truncated_sampling_is_no_gap_where_the_training_engine_is_told(training, knows):
+    run = training("truncated", "none", f"lab.truncated.told={knows}", steps=1)
     (metrics,) = run.metrics
-    assert (metrics["vllm_kl/k3"] < 1e-9) == told
-    assert ("vllm_kl/head" in metrics) == told
-    if told:
+    assert (metrics["vllm_kl/k3"] < 1e-9) == knows
+    assert ("vllm_kl/head" in metrics) == knows
+    if knows:
         # Of q (log q - log p) a rounding of float32 is left, of first order where that of k3 is of second.
         assert abs(metrics["vllm_kl/head"]) < 1e-6 and metrics["vllm_kl/head_missing"] == 0
 
@@ -355,9 +355,9 @@ LIMITS = "stability.guard.mini_batch"
 def test_mini_batches_past_a_limit_are_refused(training, limit, refused):
     run = training("stale+bf16", "none", UPDATES, f"{LIMITS}.{limit}")
     before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
-    told = run.step(1)
-    assert told["actor/gate/refused"] == refused
-    assert ("actor/grad_norm" in told) == (refused < 1)
+    metrics = run.step(1)
+    assert metrics["actor/gate/refused"] == refused
+    assert ("actor/grad_norm" in metrics) == (refused < 1)
     moved = any(not torch.equal(run.policy.weights[name], before[name]) for name in before)
     assert moved == (refused < 1)
 
@@ -369,8 +369,8 @@ def test_a_mini_batch_without_a_token_takes_no_step(training):
     fields["response_mask"][:32] = False
     steps, step = [], run.policy.optimizer.step
     run.policy.optimizer.step = lambda: steps.append(step())
-    told = run.learner.update(batch, scored, fields, {})
-    assert len(steps) == 1 and told["actor/grad_norm"] > 0
+    metrics = run.learner.update(batch, scored, fields, {})
+    assert len(steps) == 1 and metrics["actor/grad_norm"] > 0
     fields["response_mask"][:] = False
     assert "actor/grad_norm" not in run.learner.update(batch, scored, fields, {}) and len(steps) == 1
 
@@ -402,9 +402,9 @@ def test_the_guard_takes_an_update_back_and_lowers_the_learning_rate(training):
 def test_in_bypass_mode_an_undo_has_nothing_to_take_back_of_a_batch_that_is_refused(training, threshold, taken):
     rules = "stability.guard.rules={late:{signal:actor/pg_loss,above:-1e9,action:undo}}"
     run = training("quantized", "bypass", rules, "lab.quantized.group=8", f"stability.batch_skip.threshold={threshold}")
-    told = [run.step(step) for step in (1, 2, 3)]
-    assert ["actor/grad_norm" in step for step in told] == [bool(taken)] * 3
-    assert [step["guard/undos"] for step in told] == [taken, 2 * taken, 3 * taken]
+    metrics = [run.step(step) for step in (1, 2, 3)]
+    assert ["actor/grad_norm" in step for step in metrics] == [bool(taken)] * 3
+    assert [step["guard/undos"] for step in metrics] == [taken, 2 * taken, 3 * taken]
 
 
 def test_the_gap_is_told_by_the_sign_of_the_advantage_and_can_be_judged_by_it(training):

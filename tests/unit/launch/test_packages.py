@@ -80,7 +80,7 @@ def test_the_table_has_every_logger_of_verl():
 
 @pytest.fixture(scope="module")
 def composed(compose):
-    """verl's config by whether the engine is Megatron, resolved no further than asked for."""
+    """Returns verl's config, for Megatron or not, resolved only as far as needed."""
     return {False: compose(), True: compose("model_engine=megatron")}
 
 

@@ -1,4 +1,4 @@
-"""The plugin's cost per step: the formulas of docs/plan.md written once more, and what must hold for any run."""
+"""The plugin's cost per step, against the formulas of docs/plan.md written again, and properties of every run."""
 
 from dataclasses import replace
 

@@ -268,7 +268,7 @@ COUNTED = (
 
 
 def refusal(config) -> str:
-    """Why this config cannot be planned; "" where it can."""
+    """Returns the reason why this config cannot be planned; "" if it can."""
     try:
         plan = read_plan(config, "H100")
         assert plan.share(plan.seconds) >= 0 and plan.units_wanted >= plan.sizes.nodes

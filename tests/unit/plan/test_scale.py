@@ -1,4 +1,4 @@
-"""`verl-ext plan --nodes 8,32,128`: a run at several sizes, and the page's tables, which the code makes."""
+"""`verl-ext plan --nodes 8,32,128`: a run at several sizes, and the page's tables, which are generated."""
 
 import json
 

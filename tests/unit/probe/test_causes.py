@@ -17,7 +17,7 @@ def result(pairs, places=(), stages=(), dtype="float32"):
 
 
 def at(point, error, places=ROUTED):
-    """The places, with this error from the point on."""
+    """Returns the places, with this error from this point on."""
     begin = [place.point for place in places].index(point)
     return [replace(place, error=error if number >= begin else place.error) for number, place in enumerate(places)]
 
@@ -54,10 +54,10 @@ SMALL = pairs_of(1e-14, 1e-15, 1e-14, 1e-14)
 )
 def test_the_causes_of_a_probe(found, causes):
     assert tuple(cause.name for cause in found.causes) == causes
-    told = [sentence for sentence in found.sentences() if sentence.startswith("Likely cause")]
-    assert len(told) == bool(causes)
+    sentences = [sentence for sentence in found.sentences() if sentence.startswith("Likely cause")]
+    assert len(sentences) == bool(causes)
     for name in causes:
-        assert CAUSES[name].title in told[0]
+        assert CAUSES[name].title in sentences[0]
 
 
 def test_a_replay_that_harms_is_no_agreement():

@@ -60,7 +60,7 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
 
 
 def test_the_engines_are_forked_from_the_process_that_their_workers_are_forked_from(probe, monkeypatch):
-    """Ray's workers have the job of their driver; a driver of another kind would wait for them for ever."""
+    """Ray's workers have the job of their driver, so a driver of another kind would wait for them forever."""
     monkeypatch.delenv("PREFORK_PYTHON", raising=False)
     probe("--no-page", "recipe=cpu_smoke")
     monkeypatch.setenv("PREFORK_PYTHON", "/the/client")
@@ -81,8 +81,8 @@ def test_its_page_holds_tables_words_and_figures(probe, tmp_path):
 @pytest.mark.parametrize(("limit", "code"), [("1e-2", 0), ("1e-4", 1)])
 def test_in_ci_it_fails_above_a_gap_and_tells_all_as_json(probe, capsys, limit, code):
     assert probe("--json", "--fail-above", limit, "recipe=cpu_smoke") == code
-    told = json.loads(capsys.readouterr().out)
-    assert told["pairs"] == FOUND["pairs"] and told["verdict"]["cause"] == "routing"
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["pairs"] == FOUND["pairs"] and printed["verdict"]["cause"] == "routing"
 
 
 def with_nan(side, count):
@@ -98,9 +98,9 @@ def with_nan(side, count):
 def test_in_ci_it_fails_where_log_probabilities_are_nan(probe, capsys, tmp_path, side, count):
     found = with_nan(side, count)
     assert probe("--json", "--no-page", "--fail-above", "1e9", "recipe=cpu_smoke", found=found) == 1
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # no NaN, which is no JSON
-    assert told["verdict"]["cause"] == "not finite"
-    assert count in {pair[key] for pair in told["pairs"] for key in ("one_not_finite", "other_not_finite")}
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # no NaN, which is no JSON
+    assert printed["verdict"]["cause"] == "not finite"
+    assert count in {pair[key] for pair in printed["pairs"] for key in ("one_not_finite", "other_not_finite")}
     assert probe("--fail-above", "1e9", "recipe=cpu_smoke", found=found) == 1
     out = capsys.readouterr().out
     assert f"{count} of 193 tokens have a log-probability of NaN or infinity" in out

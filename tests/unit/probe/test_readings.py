@@ -1,4 +1,4 @@
-"""The readings of a probe against oracles, what they say, and hidden states with a planted cause at its place."""
+"""The readings of a probe against oracles, its verdicts, and hidden states with a cause planted at a known place."""
 
 import copy
 import itertools
@@ -111,7 +111,8 @@ def simulated(seed, effect):
 
     Args:
         effect: "none": a replay draws the training engine's noise again. "routing": a replay leaves a tenth of the gap.
-            "sampling": only the rollout's sampling is noisy, but for a hundredth. "equal noise" in three readings.
+            "sampling": only the rollout's sampling is noisy; the others have a hundredth of the gap. "equal noise":
+            three readings have the same noise.
     """
     one, two, three = np.random.default_rng(seed).standard_t(1.5, (3, 200)) * 0.05
     exact = np.zeros(200)
@@ -142,7 +143,7 @@ def test_a_cause_is_named_where_it_is_there_and_not_for_noise(effect, cause, lea
 
 
 def test_noise_that_looks_like_a_cause_is_told_as_noise():
-    found = next(told for seed in range(50) if (told := simulated(seed, "none")).cause == "undecided")
+    found = next(verdict for seed in range(50) if (verdict := simulated(seed, "none")).cause == "undecided")
     assert "with the rollout's experts replayed (p = " in found.sentence
     assert found.sentence.endswith("Over 200 tokens, such a difference is within noise.")
     assert "--prompts" in found.advice

@@ -110,7 +110,7 @@ def test_all_takes_what_fits_the_launch():
 
 
 def test_all_takes_what_the_engines_of_the_launch_know():
-    """Elsewhere verl refuses float32 on Megatron; SGLang and Megatron have attention of their own."""
+    """Megatron gets float32 only on CPU cores; changes of attention are for vLLM and FSDP only."""
     of_gpu, of_cpu = (
         {change.name: change.overrides for change in changes_of(compose(given)[0], ["all"], {})}
         for given in (["recipe=qwen3_30b_a3b_megatron"], ["recipe=cpu_megatron_sglang"])

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.models import SHAPES, shape_of
@@ -116,7 +116,7 @@ def test_a_model_is_found_by_the_start_of_its_name():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", some([*RECIPES, "dense_smoke"]))
+@pytest.mark.parametrize("name", slow_cases([*RECIPES, "dense_smoke"]))
 def test_a_recipe_passes_our_checks_and_verls_validation(compose, name, preset):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config

@@ -44,7 +44,7 @@ def test_the_tables_are_of_the_runs_that_are_kept(results):
 
 
 def test_what_the_picture_is_there_to_show():
-    """The raw numbers show it: without a remedy every seed falls below half of its peak; with one, none does."""
+    """Without a remedy every seed falls below half of its peak; with one, none does."""
     last, lived = {}, {}
     for file in (RECIPE / "runs" / "stale").glob("*/seed*/metrics.jsonl"):
         arm, earned = file.parts[-3], rewards(file)
@@ -58,7 +58,7 @@ def test_what_the_picture_is_there_to_show():
 
 
 def test_what_rounding_costs_and_what_replay_does_to_the_gap():
-    """Each of the three seeds shows it. Replay makes no difference to the reward."""
+    """Each of the three seeds shows the effect on the gap. Replay makes no difference to the reward."""
     exact, none, replay = (ends(*arm, "critic/score/mean") for arm in (("stale", "exact"), FP4, FP4_REPLAYED))
     assert len(exact) == len(none) == len(replay) == 3
     assert all(a > max(b, c) for a, b, c in zip(exact, none, replay, strict=True))

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.stability import StabilityConfig, stability_config
 from verl_ext.launch.compose import VERL_CONFIGS, prepare, stability_choices
@@ -64,7 +64,7 @@ def test_icepop_is_the_papers_band_with_the_guard(compose):
     assert (stability.batch_skip.metric, stability.batch_skip.threshold) == ("vllm_kl/k3", 0.1)
 
 
-@pytest.mark.parametrize("name", some(names("stability")))
+@pytest.mark.parametrize("name", slow_cases(names("stability")))
 def test_each_stability_option_passes_our_checks_and_verls_validation(compose, name):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
@@ -98,7 +98,7 @@ def test_fp16_on_megatron_is_megatrons_own(compose):
 
 
 def test_dppo_tv_is_verls_example_of_it(compose):
-    """examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh of verl, but for its Dr. GRPO."""
+    """The settings are those of verl's examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh, except for its Dr. GRPO."""
     config = compose("stability=dppo_tv")
     actor = config.actor_rollout_ref.actor
     assert (actor.policy_loss.loss_mode, actor.clip_ratio_low, actor.clip_ratio_high) == ("dppo_tv", 0.15, 0.15)

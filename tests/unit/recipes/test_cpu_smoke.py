@@ -22,7 +22,7 @@ HARDLY = 0.002  # a mean reward that is reached within a few steps of the warm-u
 
 
 def hardly_warm(out):
-    """The assets after a few steps of the warm-up: what is written, in a moment."""
+    """Writes the assets after only a few steps of the warm-up, which is quick."""
     make_assets.make_assets(out, warm=HARDLY)
     return out
 
@@ -227,7 +227,7 @@ def test_reward(response, answer, score):
 
 
 def test_transfer_queue_is_given_as_many_threads_as_it_wants(compose, monkeypatch):
-    """It warns at every call where TQ_NUM_THREADS, 8 by default, is more than there are physical cores."""
+    """TransferQueue warns at every call if TQ_NUM_THREADS, 8 by default, is more than the number of physical cores."""
     from transfer_queue.utils import common
 
     said = []

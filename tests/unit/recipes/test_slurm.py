@@ -1,4 +1,4 @@
-"""The Slurm script without Slurm: what it starts, and when it has the job requeued.
+"""The Slurm script without Slurm: the commands that it starts, and when it requeues the job.
 
 Small programs stand in for Slurm, Ray and the training; tools/slurm_trial.sh runs the script on a real Slurm.
 """
@@ -62,7 +62,7 @@ class Job:
         )
 
     def attempt(self, *overrides: str, **options) -> tuple[int, str]:
-        """Its exit code and log; -SIGTERM where Slurm ended it to requeue the job."""
+        """Returns exit code and log of one start; -SIGTERM if Slurm ended it to requeue the job."""
         started = self.start(*overrides, **options)
         log, _ = started.communicate(timeout=60)
         return started.returncode, log

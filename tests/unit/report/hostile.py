@@ -1,4 +1,4 @@
-"""Files as a crash, another program or an enemy may leave them where a run is read, and what a look may come to."""
+"""Files as a crash, another program or an attacker may leave them, and the results that a report of them may have."""
 
 import io
 import json
@@ -44,7 +44,7 @@ documents = st.recursive(
 
 
 def lines(records: st.SearchStrategy) -> st.SearchStrategy[bytes]:
-    """A file of such records a line, among others of any JSON and any bytes; some are cut, some run into the next."""
+    """Returns files with such a record per line, among lines of any JSON or any bytes; some are cut or joined."""
     whole = (records | documents).map(lambda record: json.dumps(record).encode())
     cut = st.builds(lambda line, at: line[: at % (len(line) + 1)], whole, st.integers(0, 1000))
     line = whole | whole | cut | st.binary(max_size=20)
@@ -58,7 +58,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
 
     Args:
         panels: figures of the page, which take most of the time.
-        compared: two runs of it are also compared.
+        compared: also compare two runs from the file.
     """
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")  # they would stand among the lines

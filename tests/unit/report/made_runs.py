@@ -1,4 +1,4 @@
-"""Runs as the report would read them, made up: every metric that a panel draws, in all kinds of trouble."""
+"""Made-up runs, as the report reads them: every metric that a panel draws, in all kinds of trouble."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -74,12 +74,12 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
 
 
 def changed(run: Run, change: Callable[[np.ndarray], np.ndarray]) -> Run:
-    """The same steps and metrics with other values."""
+    """Returns the same run with changed values."""
     return replace(run, metrics={name: Series(s.steps, change(s.values)) for name, s in run.metrics.items()})
 
 
 def thinned(run: Run, keep: Callable[[str, np.ndarray], np.ndarray]) -> Run:
-    """The same run without the readings for which keep(metric, steps) is false."""
+    """Returns the run without the readings for which keep(metric, steps) is false."""
     metrics = {}
     for name, series in run.metrics.items():
         kept = keep(name, series.steps)
@@ -89,7 +89,7 @@ def thinned(run: Run, keep: Callable[[str, np.ndarray], np.ndarray]) -> Run:
 
 
 def prefix(run: Run, last: int) -> Run:
-    """The run as it was after this step."""
+    """Returns the run up to this step."""
     return thinned(run, lambda name, steps: steps <= last)
 
 

@@ -1,4 +1,4 @@
-"""W&B's and MLflow's stores, written by hand from their formats, and broken where a test wants it."""
+"""W&B's and MLflow's stores, written by hand from their formats, and damaged if a test asks for it."""
 
 import json
 import math
@@ -13,14 +13,14 @@ BLOCK = 1 << 15
 
 
 def wandb_file(rows: Rows, *, name: str = "exp", project: str = "proj", run: str = "abc", started: int = 1) -> bytes:
-    """A `.wandb` file as wandb 0.31 writes it: of the run, and a record a row; text beside them, as of the output."""
+    """Writes a `.wandb` file as wandb 0.31 does: a record of the run, one per row, and text such as the console's."""
     head = field(17, field(1, run) + field(3, project) + field(8, name) + field(17, number_field(1, started)))
     history = [field(2, wandb_row(step, data)) for step, data in rows]
     return log([field(21, b""), head, field(13, field(3, "some output")), *history, field(18, b"")])
 
 
 def wandb_row(step: int, data: Mapping[str, object], *, old: bool = False) -> bytes:
-    """A HistoryRecord. A dictionary is nested keys; up to 0.16, a key was not a list."""
+    """Returns a HistoryRecord. A dictionary becomes nested keys; up to 0.16, a key was not a list."""
     items = b"".join(
         field(1, b"".join(field(1 if old else 2, part) for part in key) + field(16, json.dumps(value)))
         for key, value in _leaves((), {**data, "_step": step})
@@ -37,7 +37,7 @@ def _leaves(key: tuple[str, ...], value: object):
 
 
 def log(records: Sequence[bytes]) -> bytes:
-    """LevelDB's log format with W&B's beginning."""
+    """Returns records in LevelDB's log format, after W&B's header."""
     out = bytearray(b":W&B\xe1\xbe\0")
     for record in records:
         first = True
@@ -117,7 +117,7 @@ def mlflow_database(file: Path) -> Path:
 
 
 def mlflow_rows(file: Path, rows: Rows, *, started: int = 1, run: str = "abc", name: str = "exp") -> None:
-    """A NaN is 0 and a mark, an infinity the largest double, as MLflow has them."""
+    """Writes rows as MLflow does: a NaN as 0 with a mark, an infinity as the largest double."""
     with sqlite3.connect(file) as database:
         database.execute("INSERT INTO runs VALUES (?, ?, 'RUNNING', ?, 'active', 1)", (run, name, started))
         for step, data in rows:

@@ -1,4 +1,4 @@
-"""Trajectories as a run would dump them, made up: a tool turn, dropped tokens, characters of several tokens."""
+"""Made-up trajectories, as a run dumps them: a tool turn, dropped tokens, characters of several tokens."""
 
 import math
 import random

@@ -53,8 +53,7 @@ def test_the_terminal():
 
 
 def test_the_terminal_on_a_recorded_run():
-    """Order of the text: what happened, what warned, why, one thing to do; then the others, the evidence and the
-    table."""
+    """The text starts with the event, the warning, the cause and one action; other causes, evidence, table follow."""
     verdict = judge_run(STALE)
     parts = (
         "seed0, step 120: collapsed The run collapsed at step 81: the reward fell from 0.51 to 0.25",
@@ -85,8 +84,8 @@ def test_the_page(tmp_path):
 
 def test_a_comparison():
     healthy = recorded("noisy_lr_3e-3")
-    told = compare_runs([healthy, DEAD])
-    assert told.notes[0].startswith(f"collapsed_lr_1e-2: {WORDS} Also moved: the gradient norm (0.44 to 0.9, from")
-    assert told.notes[0] in printed(ComparisonTable(told))
-    assert not any("noisy_lr_3e-3: The run collapsed" in note for note in told.notes)
+    found = compare_runs([healthy, DEAD])
+    assert found.notes[0].startswith(f"collapsed_lr_1e-2: {WORDS} Also moved: the gradient norm (0.44 to 0.9, from")
+    assert found.notes[0] in printed(ComparisonTable(found))
+    assert not any("noisy_lr_3e-3: The run collapsed" in note for note in found.notes)
     assert f": {WORDS}" in compare_runs([make({"own": [1.0] * 20}), DEAD]).notes[0], "of the whole run"

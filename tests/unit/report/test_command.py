@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests import ROOT
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from tests.support.signals import heeds_ctrl_c
 from tests.unit.report.made_runs import full, make, write
 from tests.unit.report.made_trajectories import dump, line
@@ -226,7 +226,7 @@ def watch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("environment", some([{"TERM": "dumb", "COLUMNS": "30"}, {}]), ids=str)
+@pytest.mark.parametrize("environment", slow_cases([{"TERM": "dumb", "COLUMNS": "30"}, {}]), ids=str)
 def test_watch_waits_for_the_run_follows_it_and_draws_at_the_end(environment, watch, tmp_path, out):
     file = tmp_path / "[run].jsonl"
     watching = watch(file, out, **environment)

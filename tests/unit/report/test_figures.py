@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.examples import some
+from tests.support.examples import slow_cases
 from tests.unit.report.made_runs import NAN, changed, full, make, prefix, thinned
 from verl_ext.report.figures.columns import HEAT_COLUMNS, REST, STAGES, share_chart, stage_seconds
 from verl_ext.report.figures.panels import PANELS, facts
@@ -59,7 +59,7 @@ def size(picture: bytes) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("kind", some(KINDS))
+@pytest.mark.parametrize("kind", slow_cases(KINDS))
 def test_every_panel_is_valid_and_can_be_drawn(kind):
     run = KINDS[kind]
     specs = {key: spec_of(chart) for key, chart in charts(run).items()}  # to_dict() in it validates

@@ -38,7 +38,7 @@ def page(out, name="report.html"):
 
 
 def watched(monkeypatch, file, out, *between, words=()):
-    """Run --watch in this process; one look, then what is called instead of each wait, then Ctrl-C."""
+    """Runs --watch in this process: one look, then a function of `between` instead of each wait, then Ctrl-C."""
     calls = iter(between)
 
     def sleep(seconds):

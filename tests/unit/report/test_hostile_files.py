@@ -149,7 +149,7 @@ def test_event_files_of_tensorboard(data):
 
 
 def damaged(data: st.DataObject, content: bytes) -> bytes:
-    """The content, or with other bytes in one place, or cut."""
+    """Draws the content as it is, with other bytes in one place, or cut."""
     garbage, at = data.draw(st.binary(max_size=16)), data.draw(st.integers(0, len(content)))
     return data.draw(st.sampled_from([content, content[:at] + garbage + content[at + len(garbage) :], content[:at]]))
 

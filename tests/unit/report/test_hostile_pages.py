@@ -1,4 +1,4 @@
-"""Names, files and folders that once cost a report, through everything that is written of it, the PNG files too."""
+"""Names, files and folders that once broke a report, through all of its output, PNG files included."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The KL between the engines: signs, thresholds, growth and its prediction, and what the guard did."""
+"""The KL between the engines: signs, thresholds, growth and its prediction, and the guard's actions."""
 
 import math
 
@@ -21,7 +21,7 @@ def layers(run) -> list[tuple[dict, dict, list[dict]]]:
 
 
 def line(run, label: str) -> dict[int, float]:
-    """The points of the line with this label that is drawn in full strength."""
+    """Returns the points of the line with this label that is drawn at full strength."""
     found = [
         {row["step"]: row["value"] for row in data}
         for mark, _, data in layers(run)
@@ -32,7 +32,7 @@ def line(run, label: str) -> dict[int, float]:
 
 
 def ahead(run) -> list[list[dict]]:
-    """The dotted way from the last reading on, and the point in which it ends, where they are drawn."""
+    """Returns the dotted line from the last reading on, and its end point, if they are drawn."""
     dotted = [data for mark, _, data in layers(run) if mark.get("strokeDash") == [2, 3]]
     points = [data for mark, _, data in layers(run) if mark.get("shape") == "diamond" and mark.get("color") == INK]
     return [*dotted, *points]

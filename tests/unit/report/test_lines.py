@@ -22,7 +22,7 @@ def series(readings: dict[int, float]) -> Series:
 
 
 def stretches(readings: dict[int, float], count: int) -> list[list[int]]:
-    """The steps of each stretch that has any."""
+    """Returns the steps of each stretch that has readings."""
     first, last = min(readings), max(readings)
     found: dict[int, list[int]] = {}
     for step in sorted(readings):

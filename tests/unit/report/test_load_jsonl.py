@@ -22,7 +22,7 @@ def line(step: int, **data) -> str:
 
 
 def plain(run) -> dict:
-    """A run as nested lists, to compare; NaN as text, because it equals nothing."""
+    """Returns a run as nested lists, to compare; NaN becomes text, because it is not equal to itself."""
     return {
         "steps": run.steps.tolist(),
         "metrics": {

@@ -18,7 +18,7 @@ def writer(folder: Path, time: int):
 
 
 def write(folder: Path, steps, *, time: int = 1, value: float = 0.0, first: dict[int, dict] | None = None) -> Path:
-    """One process: an event file with `a` at every step, as verl's logger writes it; returns the file."""
+    """Writes the event file of one process, with `a` at every step, as verl's logger does; returns the file."""
     known = set(folder.glob("*")) if folder.exists() else set()
     with writer(folder, time) as log:
         for step, data in (first or {}).items():
@@ -33,7 +33,7 @@ def write(folder: Path, steps, *, time: int = 1, value: float = 0.0, first: dict
 
 
 def records(content: bytes) -> list[int]:
-    """Returns the start of each record: its length, a checksum, itself, a checksum."""
+    """Returns the start of each record; a record is its length, a checksum, the content, a checksum."""
     starts = [0]
     while starts[-1] < len(content):
         starts.append(starts[-1] + 16 + struct.unpack_from("<Q", content, starts[-1])[0])

@@ -37,7 +37,7 @@ def difference(p) -> Difference:
 
 
 def autoregressive(rng, runs, steps, rho):
-    """Standard deviation 1, correlation rho between neighbours."""
+    """Draws series with standard deviation 1 and correlation rho between neighbours."""
     values = rng.normal(size=(runs, steps))
     for step in range(1, steps):
         values[:, step] = rho * values[:, step - 1] + math.sqrt(1 - rho**2) * values[:, step]
@@ -173,7 +173,7 @@ def test_spikes_of_single_tokens_raise_no_false_alarms():
 
 @pytest.mark.parametrize(("steps", "rho", "trend", "share"), [(30, 0, 0, 0.99), (100, 0.5, 0, 0.99), (30, 0, 3, 0.9)])
 def test_a_shift_of_three_standard_deviations_is_found(steps, rho, trend, share):
-    """Also where both runs are still rising by as much."""
+    """The shift is also found if both runs are still rising at the same rate."""
     rng = np.random.default_rng(7)
     rise = np.linspace(0, trend, steps)
     found = verdicts(*(autoregressive(rng, 300, steps, rho) + rise + shift for shift in (0.0, 3.0)))

@@ -74,7 +74,7 @@ def test_the_precision_that_the_advice_names_for_megatron_composes(compose):
 
 
 def test_the_setting_that_a_reading_names_exists(compose):
-    """stability.filters, without a value."""
+    """The setting is stability.filters, without a value."""
     named = {found for panel in PANELS for found in re.findall(r"stability\.(\w+)\b(?!=)", panel.reading)}
     stability = compose("recipe=cpu_smoke", "stability=icepop").stability
     assert named == {"filters"} and named <= set(stability)

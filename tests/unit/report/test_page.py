@@ -214,14 +214,14 @@ def size(file):
 
 def test_pictures_are_written_when_asked_for(tmp_path):
     run = make({"critic/score/mean": [0.1, 0.2], "vllm_kl/k3": [1e-4, 2e-4]})
-    told = []
-    write_report(run, judge_run(run), tmp_path / "with", progress=told.append)
+    steps = []
+    write_report(run, judge_run(run), tmp_path / "with", progress=steps.append)
     assert sorted(path.stem for path in (tmp_path / "with" / PICTURES).iterdir()) == ["reward", "vllm_kl"]
     for path in (tmp_path / "with" / PICTURES).iterdir():
         width, height = size(path)
         assert 1120 <= width <= 1400 and 440 <= height <= 700
     assert 1120 < size(tmp_path / "with" / OVERVIEW)[0] < 1600
-    assert {"page", "Reward", "KL between the engines"} <= set(told)
+    assert {"page", "Reward", "KL between the engines"} <= set(steps)
     write_report(run, judge_run(run), tmp_path / "without", pictures=False)
     assert [path.name for path in (tmp_path / "without").iterdir()] == [PAGE]
 

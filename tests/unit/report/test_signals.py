@@ -1,5 +1,4 @@
-"""Judgement of whether a reward has collapsed, by the rule of half its best: made-up rewards, recorded ones, and
-noise."""
+"""The rule that a reward below half of its best has collapsed, on made-up rewards, recorded ones and noise."""
 
 import numpy as np
 import pytest
@@ -63,7 +62,7 @@ def test_what_else_moved_is_told_and_dates_the_sound_weights():
 
 
 def test_a_dead_run_is_dead_whatever_its_scale():
-    """The rule of nine tenths has limits of its own: each reward that it finds is found."""
+    """This rule finds each reward that the rule of nine tenths finds, which has limits of its own."""
     dice = np.random.default_rng(0)
     dead = 0
     for _ in range(300):

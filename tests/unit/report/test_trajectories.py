@@ -1,4 +1,4 @@
-"""The dump of single trajectories: what is read of it, and how it gets into a page."""
+"""The dump of single trajectories: reading it, and writing it into a page."""
 
 import json
 import re

@@ -57,7 +57,7 @@ def opened(request, browser, file):
 
 
 def gaps(row):
-    """|log k| of each token, 0 where there is none."""
+    """Returns |log k| of each token, 0 if it has none."""
     pairs = zip(row["l_infer"], row["l_old"], strict=True)
     return [0 if infer is None else abs(old - infer) for infer, old in pairs]
 

@@ -208,7 +208,7 @@ def stale_run(seed: int):
 
 
 def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
-    """An engineer reads in this order: it collapsed, when, what warned; then why; then one command."""
+    """The text is in an engineer's reading order: collapse, step and warning; then the cause; then one command."""
     verdict = judge_run(stale_run(0))
     assert verdict.state == "collapsed"
     assert verdict.sentence == (
@@ -333,7 +333,7 @@ def test_a_run_whose_updates_are_skipped_is_told_why():
 
 
 def test_no_advice_on_tuning_while_an_alarm_is_active():
-    """An update that was refused or taken back in the last three steps; a warning is no alarm."""
+    """An alarm is an update that was refused or taken back in the last three steps; a warning is not an alarm."""
     calm = judge_run(make({"vllm_kl/k3": QUIET}))
     assert calm.overrides and not calm.alarm
     refused = judge_run(make({"vllm_kl/k3": QUIET}, [event(38, "skip", "k3=0.2 passes 0.1")]))
@@ -613,7 +613,7 @@ def test_a_gap_near_the_boundary_is_a_share_of_it():
 
 
 def test_behind_harmless_rounding_nobody_else_is_accused():
-    """Rounding by bf16, a little of which makes few tokens differ: with fewer points, that is what respelling does."""
+    """bf16 rounding makes a few tokens differ, as respelling does, but respelling has fewer points."""
     rounding = {
         "vllm_kl/k3": [4e-4] * 60,
         "vllm_kl/k1": [4e-4] * 60,
@@ -631,7 +631,7 @@ def test_behind_harmless_rounding_nobody_else_is_accused():
 
 
 def test_from_verls_own_metrics_the_report_says_what_to_measure():
-    """A gap that was there at once, of which k averages 1: many causes look like this."""
+    """The gap was there at once and k averages 1: many causes look like this."""
     k3 = 0.05 * (1 + 0.02 * np.random.default_rng(0).standard_normal(60))
     plain = {"rollout_corr/kl": k3, "rollout_corr/k3_kl": k3, "critic/score/mean": [0.5] * 60}
     verdict = judge_run(make(plain))

@@ -1,4 +1,4 @@
-"""Expert choices of transformers models, for every family: recorded, and replaced, as the experts see them."""
+"""Expert choices of transformers models are recorded and replaced; the experts' inputs show it, for every family."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ IDS = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(3))
 
 
 class Tap:
-    """Intercepts a model: what its layers choose, and what they are to use instead."""
+    """Intercepts a model: records the choices of its layers, and replaces them."""
 
     def __init__(self, model):
         self.model, self.seen, self.forced, self.on = model, {}, {}, True
@@ -37,7 +37,7 @@ class Tap:
         return choose
 
     def force_another(self, ids):
-        """Run the model once, and from then on have each layer use experts outside its choice."""
+        """Runs the model once; from then on, each layer uses experts outside its choice."""
         with torch.no_grad():
             self.model(ids)
         self.forced = {index: another_choice(seen[0]) for index, seen in self.seen.items()}
@@ -214,7 +214,7 @@ def limited_by_groups(method):
 
 
 def test_a_router_that_cannot_run_is_refused_before_the_run():
-    """transformers 5.10 misses `num_experts` in the router of DeepSeek-V2."""
+    """In transformers 5.10 the router of DeepSeek-V2 lacks `num_experts`."""
     with pytest.raises(HookError, match=r"cannot read router DeepseekV2Moe, which does not run .*num_experts"):
         probe_choices(limited_by_groups("group_limited_greedy"))
 

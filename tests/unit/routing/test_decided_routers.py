@@ -1,7 +1,7 @@
 """The random models of these tests choose experts by margins that rounding does not reach.
 
-Their other tests hold two paths through a model to the same expert ids: a sequence by itself and in a packed or padded
-batch, one engine and another. Where a choice hung on the last bits, such a test would hang on the CPU.
+Other tests require the same expert ids on two paths through a model: a sequence by itself and in a packed or padded
+batch, or in two engines. If a choice depended on the last bits, such a test would depend on the CPU.
 """
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 
 from tests.support.recorded_routes import LENGTHS
 from tests.support.routing_families import FAMILIES, build, noise
-from tests.support.routing_ranks import routes_alone, sequences
-from tests.unit.routing.test_router_shift import TOP_K, build_model, micro_batch, scores_alone
+from tests.support.routing_ranks import sequence_routes, sequences
+from tests.unit.routing.test_router_shift import TOP_K, build_model, micro_batch, sequence_scores
 from tests.unit.routing.test_veomni import transformers_routes, veomni_engine
 
 SEEDS = range(3)
@@ -22,7 +22,7 @@ def test_every_family_chooses_by_a_margin(family):
 
     def routes():
         return torch.cat(
-            [routes_alone(family, ids, last_token=True, model=model).sort(-1).values for ids in sequences()]
+            [sequence_routes(family, ids, last_token=True, model=model).sort(-1).values for ids in sequences()]
         )
 
     expected = routes()
@@ -48,7 +48,7 @@ def test_the_model_of_the_router_shift_does_and_so_do_its_experts_among_each_oth
 
     def ranked():
         rows = micro_batch()["input_ids"].unbind()
-        return torch.cat([scores_alone(model, row, prompt=1).topk(TOP_K).indices for row in rows])
+        return torch.cat([sequence_scores(model, row, prompt=1).topk(TOP_K).indices for row in rows])
 
     expected = ranked()
     for seed in SEEDS:

@@ -1,4 +1,4 @@
-"""The FSDP adapter around an engine's forward_step: what it records, replays and refuses."""
+"""The FSDP adapter around an engine's forward_step: it records, replays and refuses routes."""
 
 import base64
 import re
@@ -132,7 +132,7 @@ def test_the_rest_of_a_batch_is_compared_as_if_it_were_alone(family, left_out):
 
 
 def test_a_row_that_verl_has_added_is_neither_compared_nor_left_out():
-    """Its routing is zeros of its own length."""
+    """The routing of such a row is zeros of the row's own length."""
     case, engine = Case(), Engine()
     attached(engine)
     data = micro_batch(case, calculate_entropy=True)
@@ -158,7 +158,7 @@ def test_routing_that_came_for_a_part_of_a_trajectory_is_an_error():
 
 
 def as_sglang_returns(rows):
-    """A trajectory's routes, by SGLang's text and verl's agent loop."""
+    """Returns a trajectory's routes after the way through SGLang's text and verl's agent loop."""
     text = base64.b64encode(rows[:-1].int().numpy().tobytes()).decode()
     return whole_sequence(decode_experts(text, len(rows) - 1, *rows.shape[1:]).numpy(), len(rows))
 
@@ -201,7 +201,7 @@ REFUSED = {(0, 0): [EXPERTS, 1], (1, 2): [3, 3], (3, 3): [0, 0]}
 
 
 def refused_batch(mode, **settings):
-    """A rollout that names other experts than the model chooses in every row, and in some what no router chooses."""
+    """Builds a batch whose rollout has other experts than the model in every row, and impossible ones in some rows."""
     routes = [(rows + 1) % EXPERTS for rows in rollout_routes(Case())]
     for rows in routes:
         rows[-1] = 0  # not returned

@@ -1,4 +1,4 @@
-"""The places of Megatron's layers, and tokens that ranks share put together.
+"""The places of Megatron's layers, and the joining of tokens that ranks share.
 
 tests/stack/test_megatron_engine.py compares the states of verl's engine with those of transformers.
 """

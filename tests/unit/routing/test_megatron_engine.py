@@ -15,11 +15,11 @@ from tests.support.megatron_cpu import (
     infer,
     prepared,
     put_on_cpu,
-    route_alone,
+    sequence_routes,
     top_k_router,
     verls_patch,
 )
-from tests.support.megatron_shift import check_shift, move_routers, scores_alone
+from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -61,17 +61,17 @@ def engine(one_rank):
 
 def test_how_far_the_routers_shift_is_that_of_each_sequence_by_itself(one_rank):
     alone = build_engine("disabled")
-    old = scores_alone(alone)
+    old = sequence_scores(alone)
     move_routers(alone)
-    check_shift(build_engine("disabled"), old, scores_alone(alone))
+    check_shift(build_engine("disabled"), old, sequence_scores(alone))
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_routers_here_choose_by_a_margin_that_rounding_does_not_reach(engine, seed):
-    """So that a sequence by itself and in a packed batch has the same experts, on any CPU."""
-    expected = [route_alone(engine, index) for index in range(len(LENGTHS))]
+    """Then a sequence has the same experts by itself and in a packed batch, on any CPU."""
+    expected = [sequence_routes(engine, index) for index in range(len(LENGTHS))]
     with noise(engine.module[0], seed=seed):
-        found = [route_alone(engine, index) for index in range(len(LENGTHS))]
+        found = [sequence_routes(engine, index) for index in range(len(LENGTHS))]
     assert all(map(torch.equal, found, expected))
 
 
@@ -79,7 +79,7 @@ def test_the_routers_here_choose_by_a_margin_that_rounding_does_not_reach(engine
 def test_a_disagreement_with_verls_megatron_engine_is_found_at_its_token_and_layer(engine, trajectory, token, layer):
     routing = prepared("disabled", engine)
     assert routing.hooks() == ("TopKRouter", 3)
-    rollout = as_rollout([route_alone(engine, index) for index in range(len(LENGTHS))])
+    rollout = as_rollout([sequence_routes(engine, index) for index in range(len(LENGTHS))])
     output = routing.compute(infer(engine), batch(routed=plant(rollout, trajectory, token, layer)))
     check_planted(output, trajectory, token, MOE.index(layer))
     assert set(output.keys()) == {"log_probs", "entropy", "metrics", "router_agreement", "router_sums"}
@@ -117,8 +117,8 @@ def test_without_replay_the_update_routes_for_itself_whatever_the_batch_brings(e
 
 
 def test_with_r2_the_update_replays_what_compute_log_prob_returned(engine):
-    """The output as it is written to the batch, then one token sent elsewhere to see that verl reads it."""
-    rollout = plant(as_rollout([route_alone(engine, index) for index in range(len(LENGTHS))]), 0, 1, 2)
+    """The output is written to the batch; then one token gets other experts, to see that verl reads the field."""
+    rollout = plant(as_rollout([sequence_routes(engine, index) for index in range(len(LENGTHS))]), 0, 1, 2)
     routing = prepared("R2", engine)
     output = routing.compute(infer(engine), batch(routed=rollout, enable_routing_replay=True))
     check_planted(output, 0, 1, MOE.index(2))
@@ -179,10 +179,10 @@ def test_stages_that_verl_would_put_in_another_order_are_refused(one_rank):
 
 @pytest.mark.parametrize("token", [0, 4])
 def test_with_r3_what_is_used_and_what_the_router_would_choose_are_both_compared(one_rank, token):
-    """One expert of the last layer is another in the rollout: all used experts agree, and one of the routers' own does
-    not. The log-probabilities are those of verl's own replay."""
+    """The rollout has another expert in the last layer: all experts in use agree, and one of the routers' own does not.
+    The log-probabilities are those of verl's own replay."""
     engine = build_engine("R3")  # verl's registry is of the newest engine: no test after this one can use the other
-    rollout = plant(as_rollout([route_alone(engine, index) for index in range(len(LENGTHS))]), 1, token, MOE[-1])
+    rollout = plant(as_rollout([sequence_routes(engine, index) for index in range(len(LENGTHS))]), 1, token, MOE[-1])
     data = batch(routed=rollout, enable_routing_replay=True)
     verls = infer(engine)(data.clone())
     native = infer(engine)(batch())

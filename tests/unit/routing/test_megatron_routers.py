@@ -15,7 +15,7 @@ from tests.support.megatron_cpu import (
 
 @pytest.fixture(params=["verl", "megatron"])
 def replay(request, monkeypatch):
-    """The RouterReplay in force: verl's, by its patch, or megatron-core's own; and its enum of actions."""
+    """The active RouterReplay (verl's, by its patch, or megatron-core's own) and its enum of actions."""
     put_on_cpu(monkeypatch)
     if request.param == "verl":
         verls_patch(monkeypatch)

@@ -79,7 +79,7 @@ def micro_batch(**settings):
 
 
 @torch.no_grad()
-def scores_alone(model, ids, prompt):
+def sequence_scores(model, ids, prompt):
     """[r, L, E] log-probabilities of the routers over one sequence by itself, float64: the oracle."""
     found = []
     hooks = [
@@ -121,7 +121,7 @@ def deviations(engine, data):
 
 
 def response_rows(sequences):
-    """Per row, what was predicted of its response tokens."""
+    """Returns, for each sequence, its rows that predicted the response tokens."""
     return [row[-n - 1 : -1].clone() for row, (_, n) in zip(sequences.unbind(), LENGTHS, strict=True)]
 
 
@@ -129,7 +129,7 @@ def test_compute_log_prob_returns_the_old_routers_experts_and_scores(model):
     _, _, data = recorded(model)
     ids = micro_batch()["input_ids"].unbind()
     for row, (prompt, response) in enumerate(LENGTHS):
-        full = scores_alone(model, ids[row], prompt)
+        full = sequence_scores(model, ids[row], prompt)
         values, experts = full.topk(TOP_K)
         assert data["router_experts"].unbind()[row].tolist() == experts.tolist()
         scores = data["router_scores"].unbind()[row]
@@ -142,11 +142,11 @@ def test_the_deviation_of_a_moved_router_equals_the_oracle(model, checkpointed):
     engine, recorder, data = recorded(model)
     assert deviations(engine, data).max() < FLOAT16  # nothing has moved
     ids = micro_batch()["input_ids"].unbind()
-    old = [scores_alone(model, row, prompt) for row, (prompt, _) in zip(ids, LENGTHS, strict=True)]
+    old = [sequence_scores(model, row, prompt) for row, (prompt, _) in zip(ids, LENGTHS, strict=True)]
     with torch.no_grad():
         for router in recorder.routers:
             router.weight += torch.randn_like(router.weight) * 0.1
-    current = [scores_alone(model, row, prompt) for row, (prompt, _) in zip(ids, LENGTHS, strict=True)]
+    current = [sequence_scores(model, row, prompt) for row, (prompt, _) in zip(ids, LENGTHS, strict=True)]
     if checkpointed:
         model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

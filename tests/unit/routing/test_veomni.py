@@ -26,7 +26,7 @@ from verl_ext.routing.megatron import RecordedRouting, Recorders
 
 
 def veomni_engine(monkeypatch):
-    """A transformers model whose routers call verl's controller, as VeOmni's generated code does after its top-k."""
+    """A transformers model whose routers call verl's controller after their top-k, as VeOmni's generated code does."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from verl.utils.veomni.router_replay import VeOmniRouterReplay
 

@@ -1,4 +1,4 @@
-"""The rows of tools/matrix.sh, of made-up reports."""
+"""The rows of tools/matrix.sh, from made-up reports."""
 
 import json
 from importlib import metadata
@@ -22,8 +22,8 @@ def test_a_row_tells_what_ran(tmp_path, failures, errors, said):
     lines = [json.dumps({"step": step, "data": data}) for step, data in enumerate(steps)]
     (tmp_path / "0.30.0.jsonl").write_text("\n".join(lines))
     torch, transformers = metadata.version("torch"), metadata.version("transformers")
-    told = f"| 0.30.0 | {torch} | {transformers} | {said} | 2 steps | 2.3e-05 | 0.9999 |"
-    assert row("0.30.0", tmp_path) == told
+    expected = f"| 0.30.0 | {torch} | {transformers} | {said} | 2 steps | 2.3e-05 | 0.9999 |"
+    assert row("0.30.0", tmp_path) == expected
 
 
 def test_a_run_without_a_step(tmp_path):

@@ -1,5 +1,5 @@
-"""The needs of each hook: the installed verl meets them, one in which something moved does not; a package that is
-read."""
+"""The needs of each hook: the installed verl meets them, and a verl in which something moved does not. Also how a
+package's source is read."""
 
 import ast
 import subprocess

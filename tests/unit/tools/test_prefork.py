@@ -123,7 +123,7 @@ def sleeping(server):
 
 
 def gone(process):
-    """Waits until the process has ended, at most 20 seconds; a zombie has ended, whoever has to reap it."""
+    """Waits at most 20 seconds until the process has ended; a zombie counts as ended, whoever has to reap it."""
     deadline = time.monotonic() + 20
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The page of features by engine is made from the checks and the tests; a row that is not on is not counted."""
+"""The page of features by engine is made from the checks and the tests; a test counts only if the feature is on."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The training step in verl's bypass mode: judged behind the update, by what the workers measured."""
+"""The training step in verl's bypass mode, which is judged after the update, by the workers' measurements."""
 
 import pytest
 
@@ -10,11 +10,11 @@ ROLLED = {name: nested([-1.0, -2.0], [-3.0]) for name in ("rollout_log_probs", "
 
 def worker_metrics(k3, refused=0.0, tokens=3, kept=3, non_finite=0):
     """Returns the metrics that verl's trainer makes from the workers' report on a first mini-batch."""
-    told = {"tokens": tokens, "kept": kept, "non_finite": non_finite, "refused": refused}
+    counts = {"tokens": tokens, "kept": kept, "non_finite": non_finite, "refused": refused}
     return {
         "actor/vllm_kl/k3": k3,
         "actor/correction/dropped": 1 - kept / tokens,
-        **{f"actor/first_pass/{name}": value for name, value in told.items()},
+        **{f"actor/first_pass/{name}": value for name, value in counts.items()},
         "actor/entropy_loss": 0.7,
     }
 
@@ -35,7 +35,7 @@ def test_in_bypass_mode_what_the_workers_measured_is_judged_behind_the_update(by
     trainer, metrics, store = bypassed(settings, worker_metrics(0.02, kept=2))
     assert ran(trainer) == ["advantage", "critic", "actor"] and "rollout_is_weights" not in store.fields
     limits = (("vllm_kl/k3", "above", 0.1),)
-    assert trainer.told["first_pass"] == {"narrowed": False, "limits": limits}
+    assert trainer.extra_info["first_pass"] == {"narrowed": False, "limits": limits}
     assert metrics["vllm_kl/k3"] == 0.02 and metrics["correction/dropped"] == pytest.approx(1 / 3)
     assert not any(name.startswith(("actor/vllm_kl", "actor/correction", "actor/first_pass")) for name in metrics)
     assert metrics["guard/skipped"] == 0 and metrics["guard/steps_to_boundary"] == 1000
@@ -83,7 +83,7 @@ def test_in_bypass_mode_a_rule_that_fires_narrows_the_band_of_the_next_batch(byp
     rule = {"signal": "vllm_kl/k3", "above": 0.01, "action": "tighten"}
     settings = {"correction": "icepop", "guard": {"rules": {"gap": rule}}}
     trainer, metrics, _ = bypassed(settings, worker_metrics(0.02))
-    assert trainer.told["first_pass"] == {"narrowed": False, "limits": ()} and metrics["guard/tightened"] == 0
+    assert trainer.extra_info["first_pass"] == {"narrowed": False, "limits": ()} and metrics["guard/tightened"] == 0
     assert trainer.stability_run.guard.tightens
 
 

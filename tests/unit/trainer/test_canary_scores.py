@@ -1,4 +1,4 @@
-"""The canary's tokens on verl: which are kept, and that both engines' scores are of the same ones."""
+"""The canary's tokens on verl: the choice of tokens, and that both engines score the same ones."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def value(ids):
 
 
 class Workers:
-    """The training engine: of each token, at its place, what the next one's is."""
+    """The training engine, which returns the next token's score at each token's place."""
 
     def __init__(self, store):
         self._dispatch_info = {"actor": [0]}
@@ -61,7 +61,7 @@ class Workers:
 
 
 class Server:
-    """verl's: the log-probabilities of a prompt's tokens but the first, and a dummy."""
+    """verl's server, which returns the log-probabilities of all prompt tokens but the first, and a dummy."""
 
     def __init__(self, moved=0.0):
         self.moved, self.generate = moved, SimpleNamespace(remote=self.answer)
@@ -95,7 +95,7 @@ def batch(store):
 
 
 def test_both_engines_score_the_same_tokens(store, batch):
-    """All but the last of each response, a tool's left out, of rows that are no padding."""
+    """The tokens are all but the last of each response, without tool output and padding rows."""
     scores = CanaryTrajectories(batch, 2, ranks=1)
     expected = value([*PROMPTS[0], *RESPONSES[0]])[2:-1]  # of the response [6] nothing is left
     assert scores.l_infer_N.tolist() == pytest.approx(expected)

@@ -39,17 +39,17 @@ def counts(believed=0, unknown=0, **refused):
 
 
 def test_each_reason_is_told_the_first_time():
-    captured, told = CapturedRouting(), []
+    captured, events = CapturedRouting(), []
     for step, found in enumerate(
         (counts(9), counts(9, repeated=1), counts(8, repeated=2, stuck=10), counts(7, stuck=3))
     ):
-        told += captured.judge(found, config(), step).events
-    assert [(event.step, event.signal, event.value, event.action) for event in told] == [
+        events += captured.judge(found, config(), step).events
+    assert [(event.step, event.signal, event.value, event.action) for event in events] == [
         (1, "router/invalid", 0.1, "warn"),
         (2, "router/invalid", 0.6, "warn"),
     ]
-    assert told[0].reason.startswith("1 of 10 tokens name an expert twice") and "not compared" in told[0].reason
-    assert told[1].reason.startswith("10 of 20 tokens have the experts of every other token")
+    assert events[0].reason.startswith("1 of 10 tokens name an expert twice") and "not compared" in events[0].reason
+    assert events[1].reason.startswith("10 of 20 tokens have the experts of every other token")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_all_damaged_is_an_error_and_no_silent_new_start(root):
 
 
 def test_one_that_was_not_finished_is_not_taken(root):
-    """Killed while it was saved: verl's tracker still names the one before."""
+    """The run was killed while it saved the checkpoint, so verl's tracker still names the one before."""
     (root / "latest_checkpointed_iteration.txt").write_text("4")
     assert newest_whole(root) == folder_of(root, 4)
 

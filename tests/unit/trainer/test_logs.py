@@ -1,4 +1,4 @@
-"""Files of lines lose none: resumed, cut off, on a full disk, removed; verl's own logger writes such a file."""
+"""Files of lines lose no line: resumed, cut off, on a full disk, removed; verl's own logger writes such a file."""
 
 import json
 import resource

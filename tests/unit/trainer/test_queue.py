@@ -1,4 +1,4 @@
-"""A batch in blocks is what it would be whole, and never held at once; and which fields of it a stage is sent."""
+"""A batch in blocks has the same result as whole, and is never in memory at once; the fields that a stage is sent."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "
 
 
 def made(lengths, group, seed):
-    """A made batch in blocks, and all its tokens one after another."""
+    """Returns a made-up batch in blocks, and all its tokens one after another."""
     batch, store = made_batch(lengths, group, seed, added={1})
     first = next(iter(store.rows.values()))
     whole = {name: torch.cat([one[name] for one in store.rows.values()]) for name in first}
@@ -74,10 +74,10 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         assert keys == [key for place, key in enumerate(store.rows) if place != 1]
         largest = max(sum(n for row, n in enumerate(lengths) if row // group == one) for one in range(len(lengths)))
         assert blocks.whole or store.most <= max(at_once, largest)
-        some = [len(lengths) - 1, 0]
-        picked, weight = blocks.tokens_of(some)
-        last, first = (slice(*tokens.offsets[row : row + 2].tolist()) for row in some)
-        assert picked.offsets.diff().tolist() == [lengths_of[row] for row in some]
+        slow_cases = [len(lengths) - 1, 0]
+        picked, weight = blocks.tokens_of(slow_cases)
+        last, first = (slice(*tokens.offsets[row : row + 2].tolist()) for row in slow_cases)
+        assert picked.offsets.diff().tolist() == [lengths_of[row] for row in slow_cases]
         assert torch.equal(picked.l_infer, torch.cat([tokens.l_infer[last], tokens.l_infer[first]]))
         assert torch.equal(weight, torch.cat([wanted.weight[last], wanted.weight[first]]))
         by_sign = sums_by_sign(tokens, whole["advantages"])

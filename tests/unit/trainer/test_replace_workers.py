@@ -1,4 +1,4 @@
-"""Effects of a config: the batches that are measured, and the classes of the workers."""
+"""The effects of a config on the batches that are measured, and on the classes of the workers."""
 
 from types import SimpleNamespace
 

@@ -69,9 +69,9 @@ class Workers:
 
 @pytest.fixture
 def rescored(monkeypatch):
-    """rescored(step, settings...) -> what came of it, and the workers.
+    """rescored(step, settings...) -> the result, and the workers.
 
-    The run's micro-batches are larger than the batch, as they may be where verl makes them by tokens.
+    The run's micro-batches are larger than the batch, as can happen when verl makes them by tokens.
     """
     rollout = {"log_prob_micro_batch_size_per_gpu": 16, "temperature": 0.7}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})

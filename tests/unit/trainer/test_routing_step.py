@@ -1,4 +1,4 @@
-"""Routing and heads in the training step: what becomes of them, and which stage is sent them."""
+"""Routing and heads in the training step: how they are used, and which stage gets them."""
 
 import pytest
 import torch
@@ -67,8 +67,8 @@ def head_sums(missing):
 )
 def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, settings, missing, said):
     trainer, _, _ = step(settings, sampler_head_sums=head_sums(missing), actor={"ppo_mini_batch_size": 2})
-    told = capsys.readouterr().out
-    assert (MISSING in told) == said and ("so their score is not centered" in told) == said
+    printed = capsys.readouterr().out
+    assert (MISSING in printed) == said and ("so their score is not centered" in printed) == said
     trainer.stability_run.judge_heads({"vllm_kl/head_missing": 0.5}, {})  # in the next step: once is enough
     assert ("came without" in capsys.readouterr().out) == (not said and settings is CENTERED)
 

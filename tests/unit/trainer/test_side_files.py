@@ -1,4 +1,4 @@
-"""Files next to a checkpoint (sizes, the guard's state, verl's tracker) that are half written, or by another's hand."""
+"""Files next to a checkpoint (sizes, the guard's state, verl's tracker) that are half written, or not by verl."""
 
 import copy
 import json

@@ -22,7 +22,7 @@ SIGNALS = {"critic/score/mean": 1.0}
 
 
 class Whole:
-    """A batch of one response at hand; `put` is what the step has put into it, in order."""
+    """A batch of one response in memory; `put` has the fields that the step has written, in order."""
 
     def __init__(self, tokens):
         self.tokens, self.put_fields = tokens, []
@@ -45,7 +45,7 @@ class Whole:
 
 @pytest.fixture
 def decided():
-    """decided(settings, log_k, due=...) -> what becomes in step 7 of a response whose tokens have these log k."""
+    """decided(settings, log_k, due=...) -> the decision in step 7 on a response whose tokens have these log k."""
 
     def run(settings, log_k, *, due=None, bypass=False, lag=None, our_loss=True):
         stability = stability_config(settings)
@@ -125,8 +125,8 @@ def test_values_that_are_not_finite_refuse_the_batch_by_the_name_of_their_field(
 def test_in_bypass_mode_a_batch_is_judged_once_more_with_what_the_workers_measured(decided):
     result = decided({"correction": "icepop", "batch_skip": {"threshold": 0.1}}, [0.0], bypass=True)
     assert "vllm_kl/k3" not in result.metrics and "guard/skipped" not in result.metrics
-    told = {"tokens": 1, "kept": 1, "non_finite": 0, "refused": 1.0}
-    metrics = {"actor/vllm_kl/k3": 0.2, **{f"actor/first_pass/{name}": value for name, value in told.items()}}
+    counts = {"tokens": 1, "kept": 1, "non_finite": 0, "refused": 1.0}
+    metrics = {"actor/vllm_kl/k3": 0.2, **{f"actor/first_pass/{name}": value for name, value in counts.items()}}
     result.step.judge_first_pass(metrics)
     assert metrics["guard/skipped"] == 1 and metrics["vllm_kl/k3"] == 0.2 and result.guard.state.skips == 1
     result.step.judge_first_pass(metrics)

@@ -1,4 +1,4 @@
-"""A batch that is taken in blocks goes to the update as it would whole."""
+"""A batch that is taken in blocks reaches the update as it would whole."""
 
 import json
 

@@ -32,7 +32,7 @@ class Run:
         self.metrics.append(metrics)
         self.events += decision.events
 
-    def told(self, steps):
+    def events_after(self, steps):
         for number in range(1, steps + 1):
             self.step(number)
         return [(event.step, event.action) for event in self.events]
@@ -40,7 +40,7 @@ class Run:
 
 def test_a_run_whose_syncs_arrive_is_told_nothing():
     run = Run()
-    assert run.told(8) == []
+    assert run.events_after(8) == []
     assert all(0.8 < metrics["sync/arrived_low"] <= 1 for metrics in run.metrics)
     assert all(metrics[SIGNAL] > 0.9 for metrics in run.metrics)
     assert all(metrics["sync/moved"] == pytest.approx(0.05, rel=0.2) for metrics in run.metrics)
@@ -48,7 +48,7 @@ def test_a_run_whose_syncs_arrive_is_told_nothing():
 
 def test_the_first_sync_that_one_engine_misses_is_told_once_and_so_is_its_recovery():
     run = Run(lost=[(1, 1), (2, 1), (3, 1)])
-    assert run.told(5) == [(1, "warn"), (4, "recover")]
+    assert run.events_after(5) == [(1, "warn"), (4, "recover")]
     assert "since step 0" in run.events[0].reason and "rollout engine 1 of 2" in run.events[0].reason
     assert run.events[0].rule == "weight_sync" and run.events[0].signal == SIGNAL
     assert run.events[0].value == run.metrics[0][SIGNAL] < 0.1
@@ -56,14 +56,14 @@ def test_the_first_sync_that_one_engine_misses_is_told_once_and_so_is_its_recove
 
 
 def test_updates_too_small_to_see_add_up():
-    """Each moves a quarter of the gap's rounding; the engines' scores differ by it from the start."""
+    """Each update moves a quarter of the gap's rounding, by which the engines' scores differ from the start."""
     lost = [(step, engine) for step in range(1, 200) for engine in (0, 1)]
     run = Run(lost, moved=2.5e-4)
     run.engines = [engine + normal(1e-3, 7) for engine in run.engines]
     run.canary.begin(0, run.train, run.engines)
-    told = run.told(60)
-    assert [action for _, action in told] == ["warn", "warn"]
-    assert 10 < told[0][0] < 60, "not before the sum is larger than the gap may hide"
+    found = run.events_after(60)
+    assert [action for _, action in found] == ["warn", "warn"]
+    assert 10 < found[0][0] < 60, "not before the sum is larger than the gap may hide"
     assert SIGNAL not in run.metrics[0]
 
 

@@ -26,11 +26,11 @@ def test_icepop_weights_go_into_the_batch(step):
 
 
 def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_path):
-    """Each step also passes on what was decided, so that the report can show a batch that was skipped too."""
-    told = []
+    """Each step also passes its decision to the dump, so that the report can show a skipped batch too."""
+    written = []
 
     def write_step(log, settings, batch, chosen, tokenizer, **about):
-        told.append(about)
+        written.append(about)
         raise KeyError("no such token")
 
     monkeypatch.setattr(trajectories, "write_step", write_step)
@@ -44,12 +44,12 @@ def test_a_dump_that_fails_does_not_end_the_run(step, monkeypatch, capsys, tmp_p
     monkeypatch.setattr(Trainer, "_compute_old_log_prob", with_log)
     trainer, _, _ = step({"trajectories": {"per_step": 1}, "batch_skip": {"threshold": 1e-9}})
     refused = trainer.stability_run.outcome.refused.reason
-    assert told == [{"step": 7, "skipped": refused}] and "vllm_kl/k3" in refused
+    assert written == [{"step": 7, "skipped": refused}] and "vllm_kl/k3" in refused
     assert "no more trajectories are written; the run continues: KeyError('no such token')" in capsys.readouterr().out
     assert ran(trainer) == ["advantage"]
     writing.look_at(None, step=8)
     writing.write(None, None, skipped="")
-    assert len(told) == 1
+    assert len(written) == 1
 
 
 def test_the_boundary_is_logged_where_it_is_one_of_k3(step):
@@ -90,12 +90,12 @@ def test_what_a_filter_drops_leaves_both_masks(step, capsys):
 
 def test_the_workers_are_told_how_many_trajectories_are_left(step):
     trainer, _, store = step({"filters": ["overlong"], "correction": "icepop"}, loss_agg_mode="seq-mean-token-mean")
-    assert trainer.told["filter_scale"] == 2
+    assert trainer.extra_info["filter_scale"] == 2
     assert rows(store, "rollout_is_weights")[0] == pytest.approx([math.exp(-0.5), 1.0], rel=1e-5), (
         "the weights stay what they are"
     )
     trainer, _, _ = step({"correction": "icepop"})
-    assert trainer.told["filter_scale"] == 1
+    assert trainer.extra_info["filter_scale"] == 1
 
 
 def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(step, capsys):
@@ -152,7 +152,7 @@ MEASURED = {*FIELDS, "rm_scores"}
 
 
 def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):
-    """Around verl's own read and write."""
+    """verl's own read and write are between ours."""
     verls, routing = {"advantages"}, {"router_sums", "routed_experts_sum"}
     trainer, metrics, store = step({"correction": "icepop", "router_agreement": True}, router_sums=router_sums(1, 1))
     assert store.read == [{*routing, *MEASURED}, VERLS, {"advantages"}]

@@ -97,7 +97,7 @@ def test_tokens_that_are_no_text_are_decoded_without_an_error(ids):
 
 
 def test_garbage_costs_no_more_than_text():
-    """Bytes that begin no character: the library's stream waits for one, and looks at all of them each time."""
+    """Bytes that never begin a character: the library's stream waits for one, and reads all of them each time."""
     tokenizer = byte_level([])
     continuation = tokenizer.encode("é")[1]
     pieces = decode_pieces([continuation] * 20, tokenizer)
@@ -282,11 +282,11 @@ def test_wrong_settings_are_named(wrong):
 
 
 def test_of_a_step_with_several_updates_the_first_is_dumped(monkeypatch):
-    told = []
+    written = []
     monkeypatch.setattr(trajectories, "choose_trajectories", lambda batch, count, step: [batch])
-    monkeypatch.setattr(trajectories, "write_step", lambda *given, **about: told.append((about["step"], given[3])))
+    monkeypatch.setattr(trajectories, "write_step", lambda *given, **about: written.append((about["step"], given[3])))
     writing = Dump(object(), TrajectoryDump(1, every=2))
     for place, step in enumerate((7, 8, 8, 9, 10)):
         writing.look_at(place, step)
         writing.write(None, None, skipped="")
-    assert told == [(8, [1]), (10, [4])]
+    assert written == [(8, [1]), (10, [4])]

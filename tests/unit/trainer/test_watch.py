@@ -217,17 +217,17 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, c
 
 
 class Run:
-    """A run whose steps are looked at every second; when the report came, and for which step."""
+    """A run whose steps are watched every second; records when a report came, and for which step."""
 
     def __init__(self, after_s):
-        self.number, self.now, self.told = 0, 0.0, []
+        self.number, self.now, self.reports = 0, 0.0, []
         self.slow_step = SlowStep(lambda: self.number, dict, after_s)
 
     def step(self, seconds):
         self.number += 1
         for _ in range(seconds):
             if said := self.slow_step.look(self.now):
-                self.told.append((self.number, round(self.now)))
+                self.reports.append((self.number, round(self.now)))
                 self.said = said
             self.now += 1
 
@@ -235,17 +235,17 @@ class Run:
 def test_a_step_is_told_past_the_setting_and_whenever_the_time_has_doubled():
     run = Run(10)
     run.step(100)
-    assert run.told == [(1, 11), (1, 23), (1, 47), (1, 95)]
+    assert run.reports == [(1, 11), (1, 23), (1, 47), (1, 95)]
     assert run.said == "step 1 has been running for 2 minutes"
 
 
 def test_a_step_is_told_past_three_times_what_they_usually_take():
     run = Run(10)
-    for seconds in (20, 5, 37):  # the first: told at 11; the last: it would be at 3 x 12.5
+    for seconds in (20, 5, 37):  # the first is reported at 11, the last would be at 3 x 12.5
         run.step(seconds)
-    assert run.told == [(1, 11)]
+    assert run.reports == [(1, 11)]
     run.step(70)
-    assert run.told[1:] == [(4, 62 + 61)]
+    assert run.reports[1:] == [(4, 62 + 61)]
     assert "(usually 20 s)" in run.said
 
 
@@ -253,4 +253,4 @@ def test_a_step_is_told_past_three_times_what_they_usually_take():
 def test_nothing_is_told_of_a_step_that_is_not_slow(after_s):
     run = Run(after_s)
     run.step(900)
-    assert run.told == []
+    assert run.reports == []

@@ -1,4 +1,4 @@
-"""Heads on their way through verl's own client, agent loop worker and AgentLoopOutput; vLLM's: test_vllm_engine.py."""
+"""Heads pass through verl's own client, agent loop worker and AgentLoopOutput; for vLLM see test_vllm_engine.py."""
 
 import asyncio
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ def answer(ids, stop="completed", k=K):
 
 
 class Server:
-    """The actor handle that verl's client calls. Answers as vLLM's server does where it is asked for heads."""
+    """The actor handle that verl's client calls. It answers as vLLM's server does to a request for heads."""
 
     def __init__(self, *answers):
         self.answers, self.asked = iter(answers), []
@@ -63,7 +63,7 @@ def heads():
 
 
 def run(loop, *, validate=False):
-    """The fields that verl's worker would write of an agent loop's outputs."""
+    """Returns the fields that verl's worker would write for an agent loop's outputs."""
     return run_in_worker(loop, lambda outputs: [output.as_dict() for output in outputs], validate=validate)
 
 
@@ -87,7 +87,7 @@ def assert_heads(fields, tokens):
 
 
 def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
-    """Two turns with a tool's answer between them, of which the loop cuts the last token."""
+    """Two turns with a tool's answer between them; the loop cuts the last token."""
     server = Server(((1, 2), "completed"), ((3, 4, 5), "completed"))
     client = client_of(server)
 
@@ -145,7 +145,7 @@ def test_validation_asks_for_none_and_has_no_such_fields(heads):
 
 
 def test_a_trajectory_without_a_call_has_fields_all_the_same(heads):
-    """A batch's rows have to have the same fields."""
+    """All rows of a batch must have the same fields."""
 
     async def loop(sampling_params, **_):
         return [output([1, 2], [1, 1])]
@@ -189,7 +189,7 @@ def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
 
 
 def test_a_head_is_not_put_to_a_token_of_another_answer():
-    """Two answers to one prompt share a token behind the place where they part: the heads there are not the same."""
+    """Two answers to one prompt share a token after the place where they part; the heads there differ."""
     answers = ([10, 11, 12, 13], [10, 55, 12, 56])
     heads = [np.full((4, 1), number, np.float32) for number in (-1.0, -2.0)]
     calls = [

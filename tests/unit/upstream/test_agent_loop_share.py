@@ -30,7 +30,7 @@ def some_rows(dtype):
 
 @pytest.fixture
 def hooked():
-    """hooked(take): as in a process of a run, of which no trajectory is sampled, or every one."""
+    """hooked(take): sets this process up as in a run that samples every trajectory (take=True) or none."""
     with ExitStack() as stack:
         change = agent_loop.change_agent_loop, verls_agent_loop
 
@@ -144,7 +144,7 @@ def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, le
 
 
 def test_a_forked_process_takes_its_own_environment_and_nothing_is_changed_twice(fresh_python):
-    """Forks as tools/prefork.py does: the modules are imported and changed before the environment becomes another."""
+    """Forks as tools/prefork.py does: the modules are imported and changed before the environment changes."""
     code = (
         "import os, verl_ext.plugins.verl, numpy as np\n"
         "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"

@@ -1,4 +1,4 @@
-"""Rows of earlier turns that are held, through verl's own client and agent loop worker; vLLM's: tests/stack."""
+"""Rows of earlier turns are held, through verl's own client and agent loop worker; for vLLM see tests/stack."""
 
 import asyncio
 import inspect
@@ -27,7 +27,7 @@ LAYERS, TOP_K = 2, 3
 
 
 def rows_of(tokens):
-    """[tokens - 1, L, K], each of the tokens up to its own, as a causal model's are; the last is not forwarded."""
+    """Returns [tokens - 1, L, K], each row made from the tokens up to its own; the last token is not forwarded."""
     seeds = [zlib.crc32(bytes(tokens[: end + 1])) for end in range(len(tokens) - 1)]
     rows = [np.random.default_rng(seed).integers(0, 256, (LAYERS, TOP_K), np.uint8) for seed in seeds]
     return np.array(rows, np.uint8).reshape(-1, LAYERS, TOP_K)
@@ -73,7 +73,7 @@ def run(loop):
 
 
 def calls(server, *prompts, kind=LLMServerClient, **arguments):
-    """The rows that one trajectory's calls return, with these prompts."""
+    """Returns the rows that one trajectory's calls with these prompts return."""
     return [output.routed_experts for output in run(loop_of(server, prompts, kind, arguments))]
 
 
@@ -90,7 +90,7 @@ def loop_of(server, prompts, kind=LLMServerClient, arguments=MappingProxyType({}
 
 
 def written(server, *prompts, keep=None, change=lambda rows: rows, **arguments):
-    """The batch's fields of a trajectory that ends with the last of these calls, cut to `keep` tokens."""
+    """Returns the batch's fields of a trajectory that ends with the last of these calls, cut to `keep` tokens."""
 
     def write(outputs):
         prompt, (*_, last) = prompts[-1], outputs
@@ -118,7 +118,7 @@ tokens = st.lists(st.integers(0, 3), max_size=6)
 
 @given(st.lists(st.tuples(tokens, tokens, st.integers(0, 4)), min_size=1, max_size=5))
 def test_every_turn_returns_what_it_would_have_and_earlier_arrays_stay(turns):
-    """Each turn: what is generated, what is put behind it, and how many tokens the loop cuts from the end before."""
+    """A turn: the generated tokens, the tokens put behind them, and how many the loop first cuts from the end."""
     prompt, prompts = [7, 8], []
     for generated, added, cut in turns:
         prompts.append(prompt)

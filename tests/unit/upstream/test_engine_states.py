@@ -19,7 +19,7 @@ IO_STRUCT = "sglang.srt.managers.io_struct"
 
 @pytest.fixture(autouse=True)
 def sglangs_answer(monkeypatch):
-    """The class of its answers, where SGLang is not installed too."""
+    """Provides the class of SGLang's answers, also if SGLang is not installed."""
     for name in ("sglang", "sglang.srt", "sglang.srt.managers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     io_struct = ModuleType(IO_STRUCT)
@@ -136,7 +136,7 @@ def handle_of(server):
 
 @pytest.mark.parametrize(("answers", "found"), [([b"", b""], {}), ([None], None)])
 def test_engines_that_cannot_answer(monkeypatch, answers, found):
-    """Several schedulers have some of the sequences each; one without the plugin has no answer."""
+    """If there are several schedulers, each has some of the sequences; one without the plugin has no answer."""
     monkeypatch.setattr("ray.get", lambda value, **_: value)
     monkeypatch.setattr(engine_states, "_ask_schedulers", lambda server, begin: answers)
     handle = handle_of(SimpleNamespace(tokenizer_manager=None))

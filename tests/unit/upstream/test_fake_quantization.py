@@ -74,7 +74,7 @@ def test_kinds_by_name(name, kind):
 
 
 class Model(nn.Module):
-    """Keeps what it was loaded with."""
+    """Keeps the weights that it was loaded with."""
 
     def load_weights(self, weights):
         self.loaded = dict(weights)

@@ -1,4 +1,4 @@
-"""The load format under which vLLM rounds: with vLLM's own loaders, on a model that only keeps what it is given."""
+"""The load format with which vLLM rounds, with vLLM's own loaders, on a model that only keeps its weights."""
 
 from types import SimpleNamespace
 

@@ -77,7 +77,7 @@ def test_after_a_retraction_the_routing_is_of_the_pass_that_read_the_tokens_agai
 
 
 class Manager(tokenizer_manager.TokenizerManager):
-    """SGLang's own from the scheduler's answer on, and no scheduler."""
+    """SGLang's own manager from the scheduler's answer on, without a scheduler."""
 
     def __init__(self, routes):
         self.routes, self.rid_to_state = routes, {}
@@ -185,7 +185,7 @@ def test_log_probs_are_of_all_tokens_whatever_is_sampled_from(sample, raw):
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (12, 0.6), (6, 0.7)])
 def test_what_is_kept_of_the_head_is_what_tokens_are_drawn_from(sample, top_k, top_p):
-    """Many draws from one distribution: all that was kept comes, nothing else does, and as often as it should."""
+    """Over many draws from one distribution, exactly the kept tokens come, as often as they should."""
     torch.manual_seed(0)
     draws, temperature, K = 20_000, 0.7, 12
     logits_V = torch.randn(32, generator=torch.Generator().manual_seed(3))

@@ -188,7 +188,7 @@ def test_retractions_are_verls_preemptions(module):
 
 
 def test_a_part_that_an_abort_ends_in_the_queue_brings_no_tokens_without_their_experts(module, monkeypatch):
-    """A response of three parts, through verl's client. SGLang has lost the second one's experts with its cache."""
+    """A response has three parts, through verl's client. SGLang lost the second part's experts with its cache."""
     routes = ids(rows=8)
 
     class Interrupted(Manager):
@@ -261,11 +261,11 @@ def test_a_distribution_that_the_head_does_not_show_is_refused(module, sampling,
 
 
 def test_what_is_asked_of_a_server_that_reads_prompts_goes_to_the_one_that_decodes(module):
-    """verl's server calls itself, and the other one."""
-    told = []
+    """verl's server calls itself and the server that decodes."""
+    requests = []
 
     async def remote(prompt_ids, sampling_params, request_id, **named):
-        told.append((sampling_params["extra_args"], named["bootstrap_room"]))
+        requests.append((sampling_params["extra_args"], named["bootstrap_room"]))
         return "decoded"
 
     made = server(module, Manager(**answered(11, 10)))
@@ -274,7 +274,7 @@ def test_what_is_asked_of_a_server_that_reads_prompts_goes_to_the_one_that_decod
     made._pd_bootstrap_host, made._disaggregation_bootstrap_port = "here", 1
     assert asyncio.run(made.generate(list(PROMPT), {"logprobs": True} | asked(), "request")) == "decoded"
     assert made.tokenizer_manager.asked.top_logprobs_num == K
-    ((extra, room),) = told
+    ((extra, room),) = requests
     assert extra == {HEAD_ASKED: K} and room == made.tokenizer_manager.asked.bootstrap_room
 
 

@@ -48,13 +48,13 @@ def test_parts_are_measured_as_the_whole_is(corrections, cuts, seed):
     one = FirstPass(FirstPassSettings(corrections, as_mask=False))
     for low, high in zip([0, *sorted(cuts)], [*sorted(cuts), 6], strict=True):
         weighed(one, batch[low:high])
-    _, told = one.judge()
+    _, metrics = one.judge()
     whole = of(batch, corrections)
-    assert {name for name in told if not name.startswith("first_pass/")} == whole.metrics.keys()
+    assert {name for name in metrics if not name.startswith("first_pass/")} == whole.metrics.keys()
     for name, value in whole.metrics.items():
-        assert told[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
+        assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
     counted = {"tokens": whole.tokens, "kept": whole.kept, "non_finite": 0, "refused": whole.kept == 0}
-    assert {name: told[f"first_pass/{name}"] for name in counted} == counted
+    assert {name: metrics[f"first_pass/{name}"] for name in counted} == counted
 
 
 @pytest.mark.parametrize("corrections", EVERY, ids=lambda c: "+".join(c))
@@ -64,8 +64,8 @@ def test_as_a_mask_what_has_a_weight_weighs_one_and_the_same_is_dropped(correcti
     weights, mask = weighed(by_ratio, batch), weighed(as_mask, batch)
     assert 0 < mask.sum() < padded(batch)[2].sum()
     assert torch.equal(mask, (weights != 0).float()) and not mask.requires_grad
-    told = [one.judge()[1] for one in (by_ratio, as_mask)]
-    assert told[0]["correction/dropped"] == told[1]["correction/dropped"]
+    metrics = [one.judge()[1] for one in (by_ratio, as_mask)]
+    assert metrics[0]["correction/dropped"] == metrics[1]["correction/dropped"]
 
 
 def test_icepop_as_a_mask_is_its_band():
@@ -101,13 +101,13 @@ def test_the_first_mini_batch_decides_for_the_whole_update(limits, taken):
     for number, rows in enumerate((batch, near, near)):
         one.begin_mini_batch()
         weighed(one, rows)
-        found, told = one.judge()
+        found, metrics = one.judge()
         assert found is taken
-        assert bool(told) is (number == 0)
+        assert bool(metrics) is (number == 0)
     one.begin_update(narrowed=False, limits=())
     weighed(one, near)
-    found, told = one.judge()
-    assert found and told["first_pass/refused"] == 0
+    found, metrics = one.judge()
+    assert found and metrics["first_pass/refused"] == 0
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -123,10 +123,10 @@ def test_a_mini_batch_with_nothing_to_learn_from_or_what_is_no_number_takes_no_s
         one.begin_mini_batch()
     weights = weighed(one, [[token, *[fine] * kept]])
     assert weights[0, 0] == 0
-    taken, told = one.judge()
+    taken, metrics = one.judge()
     assert not taken
     if first:
-        assert (told["first_pass/kept"], told["first_pass/non_finite"]) == (kept, non_finite)
+        assert (metrics["first_pass/kept"], metrics["first_pass/non_finite"]) == (kept, non_finite)
 
 
 @pytest.mark.timeout(180)
@@ -143,9 +143,9 @@ def test_ranks_decide_alike_by_the_tokens_of_all_each_once(quick_ranks, tmp_path
     whole = judged([[padded(batch)], [padded(near)]], ())
     for name, taken in (("refused", False), ("taken", True)):
         assert [took for took, _ in ranks[0][name]] == [taken, taken]
-        assert ranks[0][name][1][1] == {}, "the first is told of alone"
-        told, expected = ranks[0][name][0][1], whole[0][1] | {"first_pass/refused": float(not taken)}
-        assert told == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert ranks[0][name][1][1] == {}, "only the first is reported"
+        metrics, expected = ranks[0][name][0][1], whole[0][1] | {"first_pass/refused": float(not taken)}
+        assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -467,8 +467,8 @@ def test_in_the_workers_loss_the_ratio_counts_once(mode, as_mask, corrections, m
     assert 0 < kept.sum() < m.sum()
     found = batch.take_gradients().double()
     torch.testing.assert_close(found, -(kept * k * A) / m.sum(), rtol=1e-4, atol=1e-7)
-    taken, told = one.judge()
-    assert taken and told["correction/dropped"] == pytest.approx(1 - kept.sum().item() / m.sum().item())
+    taken, metrics = one.judge()
+    assert taken and metrics["correction/dropped"] == pytest.approx(1 - kept.sum().item() / m.sum().item())
 
 
 @pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])

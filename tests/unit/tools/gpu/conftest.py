@@ -44,7 +44,7 @@ MODULES = {
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch) -> Callable[..., SimpleNamespace]:
-    """kit({name: settings of a Part}) -> what is left. Names are of MODULES; a second call continues the first."""
+    """kit({name: settings of a Part}) -> its files. Names are from MODULES; a second call continues the first."""
     for name, code in MODULES.items():
         lines = [line[8:] for line in code.splitlines()]
         (tmp_path / f"made_{name}.py").write_text("\n".join(lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The kit itself: dry on a CPU, so that nothing of it is tried for the first time on a GPU; and on a GPU, tiny."""
+"""The kit itself: a dry run on a CPU, so that no part runs for the first time on a GPU; and a tiny one on a GPU."""
 
 import json
 import os
@@ -54,8 +54,8 @@ def test_the_command_says_what_it_can_do_and_what_is_wrong(tmp_path):
             ["bash", str(ROOT / "tools/gpu.sh"), *arguments], env=environment, capture_output=True, text=True
         )
 
-    told = kit("--help").stdout
-    assert all(part.title in told for part in PARTS.values())
+    usage = kit("--help").stdout
+    assert all(part.title in usage for part in PARTS.values())
     assert "no such part: overlapp; choose of overlap, measure" in kit("overlapp").stderr
     if shutil.which("nvidia-smi") is None:
         without = kit("--out", str(tmp_path))

@@ -23,7 +23,7 @@ def test_a_part_over_its_time_limit_is_ended_and_keeps_what_it_found(kit, tmp_pa
     results = tmp_path / "results" / "results.json"
 
     def clock():
-        """Jumps when the part has written its figure, so that no slow machine decides this."""
+        """A clock that jumps when the part has written its figure, so that a slow machine makes no difference."""
         found = results.exists() and '"before"' in results.read_text(encoding="utf-8")
         return time.monotonic() + (31 if found else 0)
 

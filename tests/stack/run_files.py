@@ -15,7 +15,7 @@ def events(folder):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def told(folder):
+def logged_events(folder):
     """Returns the guard's events as (step, rule, action)."""
     return [(event["step"], event["rule"], event["action"]) for event in events(folder)]
 
@@ -31,8 +31,10 @@ def megatron_weights(folder, step):
 
 
 def megatron_optimizer(folder, step):
-    """Megatron's weights in float32 and the moments of Adam: buffers whose padding is whatever the memory held, or with
-    dist_ckpt_optim_fully_reshardable=true each tensor by itself."""
+    """Returns Megatron's weights in float32 and the moments of Adam.
+
+    They are buffers whose padding is not initialised, or single tensors with dist_ckpt_optim_fully_reshardable=true.
+    """
     saved = folder / "checkpoints" / f"global_step_{step}" / "actor" / "optimizer" / "dist_ckpt"
     found = {}
     _load_state_dict(found, FileSystemReader(saved), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
@@ -56,7 +58,7 @@ def last_saved(folder):
     return int(text) if text.isdigit() else 0
 
 
-def saved(folder, step):
+def has_saved(folder, step):
     return last_saved(folder) >= step
 
 
@@ -66,10 +68,10 @@ def weights(folder):
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def same(one, other):
+def equal_tensors(one, other):
     """Checks that the tensors of two of `shards` are equal bit for bit."""
-    return all(torch.equal(full(one[name]), full(other[name])) for name in one)
+    return all(torch.equal(local_part(one[name]), local_part(other[name])) for name in one)
 
 
-def full(tensor):
+def local_part(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
