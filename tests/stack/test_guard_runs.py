@@ -98,7 +98,7 @@ def test_short_log_probs_end_the_run_and_a_full_disk_does_not(with_faults):
         (folder / "verl_ext").mkdir()
         (folder / "verl_ext" / "cpu_smoke.jsonl").symlink_to("/dev/full")
 
-    run = with_faults("short log-probs", "stability=icepop", steps=4, prepare=full_disk)
+    run = with_faults("short log-probs", "stability=guard", steps=4, prepare=full_disk)
     assert run.code == 1, run.tail
     assert "cpu_smoke.jsonl cannot be written (No space left on device)" in run.console
     errors = [line for line in run.console.splitlines() if line.startswith("verl_ext: error:")]

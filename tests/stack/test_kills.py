@@ -51,7 +51,7 @@ def begin(arguments, stack, tmp_path):
     """begin(mark, overrides..., **environment) -> the console's file and the process of a run, without our wrapper."""
 
     def begin(mark, *overrides, **environment):
-        settings = arguments("stability=guard", *SAVES, *overrides, steps=500)
+        settings = arguments("stability=icepop", *SAVES, *overrides, steps=500)
         command = [stack.python, *settings, f"{PY_EXECUTABLE}={stack.python}"]
         return start(command, tmp_path, mark, stack.environment | environment)
 

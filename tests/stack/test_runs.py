@@ -157,7 +157,7 @@ def test_deepseeks_preset_in_colocate_async_with_padding_removal_and_kl_in_the_r
     run = train(
         "stability=deepseek_v32",
         "stability.correction=[icepop,opsm]",
-        "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3",  # its kept routing
+        "stability.replay=R3",  # its kept routing
         "algorithm.use_kl_in_reward=true",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,
