@@ -179,10 +179,18 @@ HOOKS = (
         (
             "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
             "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",
+        ),
+    ),
+    Hook(
+        "megatron_replay",
+        "routing/megatron.py",
+        (
             "verl.utils.megatron.router_replay_patch.RouterReplay.get_replay_topk"
             "(self, scores, topk, num_groups, group_topk, default_compute_topk)",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step: record_r2_routes, "
-            "merge_router_topk_indices, moe_router_topk",
+            "verl.utils.megatron.router_replay_utils.merge_router_topk_indices: moe_router_topk, recorded_topk_idx",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.forward_backward_batch: record_r2_routes",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step(self, batch_iter, model, ...): "
+            "record_r2_routes, merge_router_topk_indices, is_replay_forward_action, align_r3_router_replay_data",
         ),
     ),
     Hook(

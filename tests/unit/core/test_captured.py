@@ -98,7 +98,7 @@ def test_rows_without_routing_are_unknown_and_not_refused(dtype):
 
 
 def test_a_layer_of_zeros_among_others_is_refused():
-    """As in vLLM issue 54730, but in only one of the layers."""
+    """Zeros as in vLLM issue 54730, but in only one of the layers."""
     routes, offsets = draw([5], 3, 2, torch.uint8, seed=0)
     routes[:] = torch.tensor([4, 9])
     routes[:, 2] = 0
