@@ -135,7 +135,7 @@ def test_r2_never_writes_ids_that_the_rollouts_dtype_cannot_hold(strategy):
 @pytest.mark.parametrize("mode", ["disabled", "R2"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_the_reference_of_a_lora_never_returns_routes(strategy, mode, kept):
-    """With R2 the batch already holds the actor's own routes, unless a trainer left them out."""
+    """The batch already holds the actor's own routes under R2, unless a trainer left them out."""
     routes = some_routes()
     flag = {"enable_routing_replay": True} if mode == "R2" else {}
     data = batch(routed=routes if kept else None, no_lora_adapter=True, **flag)
