@@ -88,8 +88,6 @@ class Stage:
     tokens: int = 0
     rollout_not_finite: int = 0
     train_not_finite: int = 0
-    rollout_dtype: str = ""
-    train_dtype: str = ""
 
     @property
     def not_finite(self) -> bool:

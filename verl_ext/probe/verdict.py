@@ -1,5 +1,6 @@
 """The result of a probe in words and tables: the cause of the gap, and what to try."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -264,12 +265,11 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
 
 def dtype_sentences(places: Sequence[Place]) -> list[str]:
     """Returns a sentence for each part of a layer whose states have another dtype in each engine."""
-    differing: dict[tuple[str, str, str], int] = {}
-    for place in places:
-        if place.rollout_dtype != place.train_dtype and not place.point.endswith(INDEXER):
-            part = place.point.rpartition(".")[2]
-            found = (part, place.rollout_dtype, place.train_dtype)
-            differing[found] = differing.get(found, 0) + 1
+    differing = Counter(
+        (place.point.rpartition(".")[2], place.rollout_dtype, place.train_dtype)
+        for place in places
+        if place.rollout_dtype != place.train_dtype and not place.point.endswith(INDEXER)
+    )
     return [
         f"The output of {count} x {part} is {ours} in the rollout and {theirs} in training."
         for (part, ours, theirs), count in differing.items()
