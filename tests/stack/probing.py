@@ -15,6 +15,7 @@ from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.routing.layers import megatron_layers
 
 WRONG_TEMPERATURE = 0.7
+LAST_LAYER = 3
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def router_in_bf16(engine):
 def permuted_expert(engine):
     return [
         back
-        for part in parts_of(engine, 1)
+        for part in parts_of(engine, LAST_LAYER)
         for one, other in part.experts
         for back in (changed(one, other.clone()), changed(other, one.clone()))
     ]
@@ -97,7 +98,7 @@ CAUSES: dict[str, tuple[Callable, str, str | None]] = {
     # name -> what is done to the engine, the place where it shows, the verdict
     "nothing": (nothing, "", "none"),
     "router in bf16": (router_in_bf16, "1.router", None),  # it is routing if any token takes another expert
-    "permuted expert": (permuted_expert, "1.experts", "arithmetic"),
+    "permuted expert": (permuted_expert, f"{LAST_LAYER}.experts", "arithmetic"),  # no router follows
     "scaled norm": (scaled_norm, "0.attention", "arithmetic"),
     "rounded layer": (rounded_layer, "1.attention", "arithmetic"),
     "wrong temperature": (nothing, "head", "arithmetic"),
