@@ -126,7 +126,7 @@ class Reader:
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        decisions = () if log is None else log.of(part)
+        decisions = () if log is None else log.decisions(part)
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         return Run(
@@ -170,10 +170,10 @@ def _events_file(files: tuple[Path, ...]) -> Path | None:
 
 
 def _find(path: Path) -> Found:
-    """Returns the file to read, or the folder: of event files, or of runs.
+    """Returns the file to read, or the folder of event files or of runs.
 
-    A folder means the only run in it: one that is in it directly, else one up to three folders below. If several
-    loggers have one each, the first of BEST_FIRST is read.
+    A folder stands for the only run in it: one directly in it, else one up to three folders below. If several loggers
+    wrote one each, the first of BEST_FIRST is read.
     """
     if is_regular(path):
         for ending, what in NOT_METRICS.items():
@@ -212,7 +212,7 @@ def _kind_of_file(path: Path) -> Kind:
 
 
 def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
-    """Finds what can be a run, and what could not be read, with the reason; OSError if that is the folder itself."""
+    """Returns what may be a run, and what could not be read, with the reason; OSError if `folder` cannot be read."""
     found: list[Found] = []
     empty: list[Found] = []
     refused: list[str] = []
@@ -227,7 +227,7 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
         level = len(here.relative_to(folder).parts)
         folders[:] = [] if level >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
         if store := _store(here, files, level):
-            folders[:] = []  # other things of a run: artifacts, tables
+            folders[:] = []  # they hold other files of a run: artifacts, tables
             found += [] if store in found else [store]
             continue
         if any(EVENT_FILE in file and is_regular(here / file) for file in files):
@@ -254,7 +254,7 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
 
 
 def _store(here: Path, files: list[str], level: int) -> Found | None:
-    """Returns the folder of all runs, if this is one of W&B's or MLflow's; not above the one that was named."""
+    """Returns the folder of all runs if `here` is a run of W&B or MLflow, but none above the folder that was named."""
     if any(file.endswith(WANDB_FILE) and is_regular(here / file) for file in files):
         return Found("wandb", here if level == 0 else here.parent)
     if is_run(here):

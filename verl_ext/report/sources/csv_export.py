@@ -26,7 +26,8 @@ TRUTH = {"true": 1.0, "false": 0.0}
 
 
 class CsvSource:
-    """
+    """One run of a CSV export.
+
     Args:
         which: the number of the run in a chart's export, counted from 1 in the order of the columns.
     """
@@ -63,7 +64,7 @@ class CsvSource:
                 elif row:
                     broken.append(number)
         if broken and broken[-1] == number and len(row) < len(header):
-            broken.pop()  # cut
+            broken.pop()  # the last row is cut
         self._notes = ()
         if broken:
             self._notes = (f"rows without a step, or cut: {len(broken)} (the first is row {broken[0]}); left out",)

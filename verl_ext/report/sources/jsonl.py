@@ -30,6 +30,8 @@ MOST_WORDS = 1000  # characters of a reason
 
 
 class JsonlSource:
+    """The metrics file of verl's file logger."""
+
     def __init__(self, path: Path):
         self.files = (path,)
         # --run-dir of `verl-ext submit` names every run's file metrics.jsonl
@@ -56,7 +58,7 @@ class JsonlSource:
     def run(self, which: int | None) -> TableRun:
         if not len(self._table):
             if self._lines.broken:
-                raise ReportError('no line of it is {"step": int, "data": {...}}, which verl\'s file logger writes')
+                raise ReportError('no line has the form {"step": int, "data": {...}} that verl\'s file logger writes')
             raise ReportError("no complete step in this file; has the run finished its first step?")
         return self._table.run(which)
 
@@ -65,6 +67,8 @@ class JsonlSource:
 
 
 class EventReader:
+    """The guard's event log."""
+
     def __init__(self, path: Path):
         self.path = path
         self._lines = JsonLines(path, self._take, self._start_over)
@@ -92,12 +96,12 @@ class EventReader:
     def notes(self) -> tuple[str, ...]:
         return self._lines.note()
 
-    def of(self, part: TableRun) -> tuple[Event, ...]:
+    def decisions(self, part: TableRun) -> tuple[Event, ...]:
         """Returns the decisions of one run.
 
         No line names its run. If the log has as many parts of rising steps as there are runs, each run gets one; else
-        the whole log is the last run's. A decision is left out when a later line of the same run has an earlier step
-        (the run was resumed before it), and when its step's metrics were abandoned.
+        the whole log is the last run's. A decision is left out if a later line of the same run has an earlier step,
+        because the run was resumed before it, or if its step's metrics were abandoned.
         """
         events = self._events
         if part.runs > 1:
@@ -108,11 +112,11 @@ class EventReader:
             elif part.number < part.runs:
                 return ()
         gone = set(part.gone.tolist())
-        standing: list[Event] = []
+        valid: list[Event] = []
         for event in reversed(events):
-            if not standing or event.step <= standing[-1].step:
-                standing.append(event)
-        return tuple(event for event in reversed(standing) if event.step not in gone)
+            if not valid or event.step <= valid[-1].step:
+                valid.append(event)
+        return tuple(event for event in reversed(valid) if event.step not in gone)
 
 
 class JsonLines:
@@ -127,8 +131,8 @@ class JsonLines:
         start_over: called when the file has been replaced.
 
     Attributes:
-        broken: lines with something unreadable in them, except for a cut last one.
-        first_broken: the number of the first, from 1.
+        broken: number of lines of which a part could not be read, except for a cut last line.
+        first_broken: number of the first of them, from 1.
     """
 
     def __init__(self, path: Path, take: Callable[[object], bool], start_over: Callable[[], None]):
@@ -230,7 +234,8 @@ def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:
     """Yields (value, start, end) of the JSON value at the beginning, and of every later one that begins as a record
     does.
 
-    A record is looked for up to where the next begins: each byte is read a few times, however many records are broken.
+    A record is read at most up to the beginning of the next, so each byte is read only a few times, however many
+    records are broken.
     """
     value, end = _first_record(text)
     if end:

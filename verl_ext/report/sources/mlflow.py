@@ -43,10 +43,10 @@ DATABASE_NAMES = ("mlruns.db", "mlflow.db")  # verl's default, and MLflow's
 BEGINNING = b"SQLite format 3\0"
 TABLES = ("experiments", "runs", "metrics")
 FUNCTIONS = {"min", "like"}
-EVERY = 1000  # instructions of SQLite's machine
+EVERY = 1000  # instructions of SQLite's virtual machine between two checks
 LEAST, PER_BYTE = 1_000_000, 1  # instructions; reading every row takes 0.05 per byte
-FOREIGN = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
-MADE = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
+NOT_TABLES = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
+COMPUTED_COLUMNS = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
 FIRST_STEPS_OF_RUNS = f"SELECT run_uuid, min(step) FROM metrics WHERE key NOT LIKE '{SYSTEM}%' GROUP BY run_uuid"
 RUNS = "SELECT rowid, run_uuid, name, experiment_id, start_time FROM runs WHERE lifecycle_stage != 'deleted'"
 VALUES = f"""
@@ -84,6 +84,8 @@ def is_run(folder: Path) -> bool:
 
 
 class MlflowDatabase:
+    """A SQLite database of MLflow."""
+
     what = "file"
 
     def __init__(self, path: Path):
@@ -133,15 +135,15 @@ class MlflowDatabase:
             try:
                 database.text_factory = _as_text
                 database.execute("PRAGMA trusted_schema = off")
-                for query, values in ((FOREIGN, ()), *((MADE, (table,)) for table in TABLES)):
+                for query, values in ((NOT_TABLES, ()), *((COMPUTED_COLUMNS, (table,)) for table in TABLES)):
                     if database.execute(query, values).fetchone():
-                        raise ReportError("not MLflow's database: a table of it is computed")
+                        raise ReportError("not MLflow's database: one of its tables is computed")
                 database.set_authorizer(_authorize)
                 database.set_progress_handler(lambda: next(steps, None) is None, EVERY)
                 yield lambda query, *values: database.execute(query, values)
             finally:
                 database.close()
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the second: of SQLite's own message, naming such a thing
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the second if SQLite's message quotes bytes beyond UTF-8
             raise ReportError(f"cannot be read as MLflow's database: {error}") from error
 
 
@@ -211,7 +213,7 @@ def _parse_metric_line(line: bytes) -> tuple[int, float] | None:
 
 
 def _meta(file: Path) -> dict[str, str]:
-    """Returns the needed entries. A YAML reader would accept anything from an attacker: aliases, depth, time."""
+    """Returns the needed entries. A YAML parser is open to attacks: aliases, deep nesting, long run times."""
     with open_regular(file) as opened:
         text = opened.read(MOST_META).decode("utf-8", errors="surrogateescape")
     return {key: _unquoted(value.strip()) for key, value in ENTRY.findall(text)}

@@ -48,7 +48,8 @@ class Store(Protocol):
 
 
 class StoreSource:
-    """
+    """One run of a store.
+
     Args:
         which: the number of the run, counted from 1 in the order in which the runs' last processes started; the last by
             default.

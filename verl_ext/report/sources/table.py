@@ -6,8 +6,8 @@ files separates the processes:
 
 - A unit that goes back to step 0 or 1 begins another run: verl counts from there.
 - A unit that goes back to a later step s is a resumed run. Earlier rows of steps after s are abandoned; step s itself
-is merged, because a resumed run may only validate there. - Units with only validation decide neither: they may come
-late, or be the first of a resumed run.
+  is merged, because a resumed run may only validate there.
+- A unit with only validation decides neither: it may come late, or be the first of a resumed run.
 """
 
 import math
@@ -36,7 +36,7 @@ def chosen_run(which: int | None, runs: int) -> int:
 
 @dataclass(frozen=True)
 class TableRun:
-    """One run of a table. `gone`: steps that were logged and are not valid any more, see the module."""
+    """One run of a table. `gone`: steps that were logged, but are not valid any more (see the module)."""
 
     steps: np.ndarray
     metrics: dict[str, Series]

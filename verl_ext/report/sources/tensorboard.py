@@ -28,8 +28,8 @@ class DamageError(Exception):
 
 
 class TensorBoardSource:
-    """One event file, or all in a folder by time: each belongs to one process, a later one to a resumed or another
-    run."""
+    """One event file, or all in a folder by time. Each belongs to one process; a later one belongs to a resumed or
+    another run."""
 
     def __init__(self, path: Path):
         try:
@@ -48,7 +48,7 @@ class TensorBoardSource:
     def _start_over(self) -> None:
         self._table = MetricTable(rows_are_units=False)
         self._read: dict[Path, tuple[int, int, int]] = {}  # inode and size as it was read, offset
-        self._damaged: dict[Path, int] = {}  # where
+        self._damaged: dict[Path, int] = {}  # offset of the damage
         self._unreadable = 0
 
     @property
@@ -176,7 +176,7 @@ def _record_length(header: bytes) -> int:
 def _tensor_scalar(tensor) -> float | None:
     from tensorboard.util import tensor_util
 
-    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):  # else it would be built, however large
+    if any(dimension.size != 1 for dimension in tensor.tensor_shape.dim):  # any other would be built, however large
         return None
     try:
         values = tensor_util.make_ndarray(tensor)
