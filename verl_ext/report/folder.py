@@ -1,4 +1,4 @@
-"""The folder that a report of one run goes to: its page, and a page of its trajectories where it wrote any."""
+"""The folder of a run's report: its page, and a page of its trajectories if it wrote any."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from verl_ext.report.trajectories import Trajectory, read_trajectories, trajecto
 from verl_ext.report.verdict import RunVerdict
 
 MOST_TOKENS = 400_000  # of all trajectories on a page: some 20 MB of HTML
-LARGE_DUMP = 20_000_000  # bytes; a larger one is not read at every look
+LARGE_DUMP = 20_000_000  # bytes; a larger one is read only when the watch ends
 
 
 def write_pages(
@@ -27,9 +27,10 @@ def write_pages(
     progress: Progress = lambda what: None,
     **options: Any,
 ) -> dict[str, Path]:
-    """Writes the pages of a run; returns their names. With `refresh`, they will be written again.
+    """Writes the pages of a run; returns their paths by name.
 
     Args:
+        refresh: seconds after which the page loads itself again; None if the pages are not written again.
         options: further options of `write_page`.
     """
     written = {}
@@ -49,7 +50,7 @@ def write_pages(
 
 
 def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path:
-    """Writes the page of trajectories; ReportError if there can be none, or not yet."""
+    """Writes the page of trajectories; ReportError if there are none, or if a large dump waits for the watch to end."""
     parts = [part for part in (dump, older_part(dump)) if is_regular(part)]
     if run.last and again and sum(part.stat().st_size for part in parts) > LARGE_DUMP:
         raise ReportError(f"{dump.name} is large: the page of trajectories is written when the watch ends")
@@ -63,7 +64,7 @@ def _write_trajectories(run: Run, dump: Path, out: Path, *, again: bool) -> Path
 def read_own(run: Run, dump: Path) -> tuple[list[Trajectory], list[str]]:
     """Returns this run's trajectories in a dump, at least one, and notes. ReportError if there is none."""
     if not run.last:
-        raise ReportError(f"{dump.name} has trajectories of the file's last run: not shown")
+        raise ReportError(f"{dump.name} has only trajectories of the file's last run, which is not this one")
     found, notes = read_trajectories(dump)
     own, note = own_steps(found, int(run.steps[-1]), "trajectory", "trajectories")
     if not own:

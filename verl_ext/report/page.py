@@ -35,10 +35,10 @@ GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # the mark of our
 WORDS = DONE | {"recover": "recovered"}
 # Variables of the template that a page may lack.
 SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables")
-MOST_DECISIONS, MOST_OPEN = 100, 10  # on the page; more than the latter are folded
+MOST_DECISIONS, MOST_OPEN = 100, 10  # decisions on the page; more than MOST_OPEN are folded
 TEMPLATES = Path(__file__).parent / "templates"
 BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
-SCALE = 2  # pixels of a PNG for one of the figure
+SCALE = 2  # pixels of a PNG per pixel of the figure
 OVERVIEW_COLUMNS, OVERVIEW_MARGIN, OVERVIEW_TITLE = 3, 24, 22  # the last two in pixels
 
 Spec = dict[str, Any]
@@ -56,7 +56,7 @@ def write_report(
     """Writes the page of one run, and its figures.
 
     Args:
-        trajectories: the target of the page's link, relative to it.
+        trajectories: the page of trajectories to link to, relative to this page.
         options: options of `write_page`.
     """
     steps = f"step {run.steps[0]}" if len(run.steps) == 1 else f"steps {run.steps[0]} to {run.steps[-1]}"
@@ -102,7 +102,7 @@ def write_page(
 
     Args:
         out: a folder, created if it is missing.
-        charts: the figures; None if there is nothing to draw, as the page then says.
+        charts: the figures; None if there is nothing to draw, which the page then reports.
         context: the parts above them: `title`, `about`, `notes` and the template's sections.
         said: the text below a figure, by the key of its panel.
         refresh: seconds after which the page loads itself again.
@@ -188,8 +188,8 @@ def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress
         try:
             pictures[panel.key] = png(spec, panel.title)
         except ValueError as error:  # what vl-convert raises
-            said = str(error).partition("\n")[0]
-            raise ReportError(f"{folder}: {panel.key}.png cannot be drawn ({said}); the page was written") from error
+            reason = str(error).partition("\n")[0]
+            raise ReportError(f"{folder}: {panel.key}.png cannot be drawn ({reason}); the page was written") from error
         with written_whole(folder / f"{panel.key}.png") as file:
             file.write(pictures[panel.key])
     with written_whole(out / OVERVIEW) as file:
@@ -228,7 +228,7 @@ def asset(name: str) -> Markup:
 
 
 def write_html(page: TemplateStream, file: Path) -> None:
-    """Writes a page in one step: an open page that is written again must never be seen half."""
+    """Writes a page in one step: a browser that reloads it must never see half of it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as out:
         page.dump(out, encoding="utf-8")

@@ -181,4 +181,4 @@ def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
 def test_validation_sets_without_a_colour_are_named():
     run = make({f"val-core/set_{place}/acc": [0.1, 0.2] for place in range(8)})
     (panel,) = [panel for panel in PANELS if panel.key == "validation"]
-    assert facts(panel, run) == "Not drawn, as colours are too few: set_6/acc, set_7/acc."
+    assert facts(panel, run) == "Not drawn, for lack of colours: set_6/acc, set_7/acc."

@@ -31,13 +31,13 @@ def test_every_action_has_a_word_and_hostile_text_is_text(browser, tmp_path):
     events = [event(step, action, HOSTILE) for step, action in enumerate(actions, start=1)]
     with open_page(written(tmp_path, *events), browser=browser) as (page, errors):
         section = page.locator("main + #guard")
-        assert section.locator("h2").inner_text() == "What the guard did"
+        assert section.locator("h2").inner_text() == "The guard's decisions"
         assert section.locator("thead th[scope=col]").all_inner_texts() == ["step", "action", "rule", "reason"]
         rows = [row.locator("th, td").all_inner_texts() for row in section.locator("tbody tr").all()]
         words = ["update skipped", "band narrowed", "warning", "rollback", "stop", "recovered", "restored", "own & new"]
         assert rows == [[str(step), word, "rule", HOSTILE] for step, word in enumerate(words, start=1)]
         assert section.locator("tbody th[scope=row]").count() == len(actions)
-        assert section.get_by_role("table", name="What the guard did").count() == 1
+        assert section.get_by_role("table", name="The guard's decisions").count() == 1
         assert section.locator("details, b, p").count() == 0 and errors == []
 
 

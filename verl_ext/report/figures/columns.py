@@ -63,7 +63,7 @@ def agreement_chart(run: Run) -> alt.LayerChart | None:
         for start, end, mean in zip(edges[:-1], edges[1:], means(series, edges), strict=True)
         if np.isfinite(mean)
     ]
-    # At least one percent from end to end: near-perfect agreement must not look like a dramatic picture.
+    # The colours span at least one percent: near-perfect agreement must not look like a dramatic picture.
     lowest = min(min(row["agreement"] for row in values), 0.99)
     colour = alt.Color(
         "agreement:Q",

@@ -30,9 +30,9 @@ DARK = {
     PAPER: "#1b1e22",
 }
 SERIES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # for lines without an order: runs, validation sets
-# Cividis, dark to light; made for colour-blind readers too. Five of it for buckets, low to high.
+# Cividis, dark to light; made for colour-blind readers too.
 CIVIDIS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
-ORDERED = ("#d55e00", "#e69f00", "#8a8678", "#56b4e9", "#0072b2")
+ORDERED = ("#d55e00", "#e69f00", "#8a8678", "#56b4e9", "#0072b2")  # for buckets, low to high
 
 WIDTH, HEIGHT = 560, 220  # pixels of a plot in a PNG; in the page it is as wide as its column
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
@@ -105,7 +105,7 @@ def line_chart(
     """Draws lines over steps, with a legend by label; hovering shows the readings.
 
     Args:
-        lines: with at least one reading each; values of 0 and below are left out of a logarithmic axis.
+        lines: each has at least one reading; values of 0 and below are left out of a logarithmic axis.
         steps: first and last of the run, so that all figures of a page have the same axis.
         log: a logarithmic axis, unless there is nothing above 0.
         percent: values are shares, shown in percent.
@@ -172,7 +172,7 @@ def chart_rows(series: Series, **more: Any) -> list[dict[str, Any]]:
 
 
 class _Rows(alt.InlineData):
-    """Rows that Altair neither checks nor copies: it does both to every row, many times, for 8 of 10 seconds."""
+    """Rows that Altair neither checks nor copies: it would do both many times per row, for 8 of 10 seconds."""
 
     _class_is_valid_at_instantiation = False
 
@@ -248,7 +248,8 @@ def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
     """Marks the reading nearest to the pointer, and shows its numbers."""
     values = [row for line in lines for row in chart_rows(thin(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
-    # Spelled out: under `nearest`, Vega-Lite's own takes numbers from datum.datum, but text from datum, which has none.
+    # Written by hand: under `nearest`, Vega-Lite's own tooltip takes numbers from datum.datum, but text from datum,
+    # which has none.
     row = "(datum.datum || datum)"
     named = f"metric: {row}.label, " if any(line.label for line in lines) else ""
     tooltip = f"{{step: format({row}.step, 'd'), {named}value: format({row}.value, '.4~g')}}"

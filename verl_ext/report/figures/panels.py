@@ -1,4 +1,4 @@
-"""The figures of a report, their captions, and what to add to a run where a figure is empty."""
+"""The figures of a report, their captions, and the setting to add to a run if a figure is empty."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -67,11 +67,11 @@ class Panel:
         if series is None:
             return ""
         count = min(LAST, len(series.steps))
-        of = f"median of the last {count} readings" if count > 1 else "one reading"
+        source = f"median of the last {count} readings" if count > 1 else "one reading"
         now = now_of(series)
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
         at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
-        return f"Now {self._say(now)} ({of}); {', '.join(at)}."
+        return f"Now {self._say(now)} ({source}); {', '.join(at)}."
 
     def _say(self, value: float) -> str:
         if not self.percent:
@@ -89,13 +89,13 @@ def step_span(run: Run) -> tuple[int, int]:
 
 
 def _line_chart_of(
-    *of: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
+    *curves: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
 ) -> Callable[[Run], alt.LayerChart | None]:
     """Returns a chart of (metric, label, colour)s of one unit, without metrics that the run lacks."""
-    percent = is_share(of[0][0])
+    percent = is_share(curves[0][0])
 
     def chart(run: Run) -> alt.LayerChart | None:
-        lines = [Line(label, s, colour) for metric, label, colour in of if (s := run.get(metric)) is not None]
+        lines = [Line(label, s, colour) for metric, label, colour in curves if (s := run.get(metric)) is not None]
         return (
             line_chart(lines, step_span(run), under=under(step_span(run)), percent=percent, **axis) if lines else None
         )
@@ -156,8 +156,8 @@ PANELS = (
     Panel(
         "vllm_kl",
         "KL between the engines",
-        "A flat line is healthy, at any height far below the thresholds. A straight climb on this axis is "
-        "compounding that ends in collapse: act while the predicted crossing is far away.",
+        "A flat line is healthy, at any height far below the thresholds. A straight climb on this logarithmic axis is "
+        "exponential growth, which ends in collapse: act while the predicted crossing is far away.",
         gap.kl_chart,
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
@@ -179,8 +179,8 @@ PANELS = (
         "dropped",
         "Tokens dropped by the correction",
         "Share of tokens whose ratio training/rollout left the band, below and above. IcePop's authors saw 0.1 to "
-        "0.2 %; more than 5 % for many steps means that the gap is the problem, not the band; fewer and fewer while "
-        "k3 grows means that the band does not catch the gap: try stability=kpop.",
+        "0.2 %. More than 5 % for many steps means that the gap is the problem, not the band. If the share falls while "
+        "k3 grows, the band does not catch the gap: try stability=kpop.",
         _line_chart_of(
             ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
             ("correction/dropped_high", METRICS["correction/dropped_high"].label, VERMILION),
@@ -196,8 +196,9 @@ PANELS = (
     Panel(
         "dropped_entropy",
         "Entropy of dropped and kept tokens",
-        "Dropped tokens should be the uncertain ones, well above the kept. If the two lines meet, confident tokens "
-        "are dropped: the gap is more than rounding; check for a missed weight sync or another precision.",
+        "Dropped tokens should be the uncertain ones, with a line well above that of the kept. If the two lines meet, "
+        "confident tokens are dropped, and the gap is more than rounding: check for a missed weight sync or another "
+        "precision.",
         _line_chart_of(
             ("correction/entropy_dropped", "dropped", VERMILION),
             ("correction/entropy_kept", "kept", BLUE),
@@ -229,9 +230,9 @@ PANELS = (
     Panel(
         "by_lag",
         "Mismatch by age of the rollout",
-        "k3 of trajectories by how many weight versions they are behind; 0 is only the engines, and so is `engines`, "
-        "from rescored ones. If only old trajectories climb, the policy moves faster than the rollout follows: "
-        "stability=opsm.",
+        "k3 of trajectories by how many weight versions they are behind. 0 shows only the engines' gap, and so does "
+        "`engines`, from rescored trajectories. If only old trajectories climb, the policy moves faster than the "
+        "rollout follows: try stability=opsm.",
         _bucket_chart("lag", (*ORDERED, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
     ),
@@ -251,7 +252,7 @@ PANELS = (
         "response_length",
         "Response length",
         "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Check the clipped "
-        "share, too: the reward of a cut response is not reliable.",
+        "share too: the reward of a cut response is not reliable.",
         _line_chart_of(
             ("response_length/max", "max", MUTED), ("response_length/mean", "mean", BLUE), zero=True, unit="tokens"
         ),
@@ -273,9 +274,9 @@ PANELS = (
     Panel(
         "clipping",
         "Clipping",
-        "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch: many are only "
-        "if all are alike or cut. Some percent of clipping is normal; if many responses are cut, allow more length "
-        "or use an overlong filter (stability.filters).",
+        "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch; the latter is "
+        "large only if all have one length or many are cut. A few percent of clipping is normal. If many responses "
+        "are cut, allow more length or use an overlong filter (stability.filters).",
         _line_chart_of(
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
@@ -289,8 +290,8 @@ PANELS = (
     Panel(
         "grad_norm",
         "Gradient norm",
-        "Norm before clipping. Spikes together with those of the KL come from the gap, and a batch skip removes "
-        "them; others come from the loss or the data.",
+        "Norm before clipping. Spikes in the same steps as spikes of the KL come from the gap, and a batch skip "
+        "removes them. Other spikes come from the loss or the data.",
         _line_chart_of(("actor/grad_norm", "", BLUE), log=True),
         "No actor/grad_norm was logged.",
         metric="actor/grad_norm",
@@ -317,7 +318,7 @@ def facts(panel: Panel, run: Run) -> str:
     if panel.key == "vllm_kl":
         more = [gap.growth_sentence(run)]
     if panel.key == "validation" and (left := run.validations()[len(SERIES) :]):
-        more = [f"Not drawn, as colours are too few: {', '.join(name.removeprefix('val-core/') for name in left)}."]
+        more = [f"Not drawn, for lack of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
     if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]

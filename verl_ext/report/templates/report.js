@@ -22,7 +22,7 @@ async function draw(place) {
     tooltip: { theme },
   };
   drawn.set(key, await vegaEmbed(place, recoloured(figures[key]), options));
-  if (theme !== (scheme.matches ? "dark" : "light")) return draw(place); // it changed meanwhile
+  if (theme !== (scheme.matches ? "dark" : "light")) return draw(place); // the scheme changed while it was drawn
   place.dataset.drawn = theme;
 }
 

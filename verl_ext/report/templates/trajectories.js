@@ -1,4 +1,4 @@
-// The list, the chosen trajectory, and what keys, clicks and the link's hash do.
+// The list, the chosen trajectory, and the actions of keys, clicks and the link's hash.
 
 const byId = (id) => document.getElementById(id);
 const index = JSON.parse(byId("index").textContent);
@@ -44,7 +44,7 @@ function listHead([name, label, , long]) {
   button.type = "button";
   button.title = `Sort by ${long || label.toLowerCase()}`;
   button.onclick = () => {
-    state.down = on ? !state.down : !["step", "why"].includes(name); // of numbers the largest are looked for
+    state.down = on ? !state.down : !["step", "why"].includes(name); // the largest numbers matter most
     state.sort = name;
     drawList();
     byId("heads").children[columns.findIndex((column) => column[0] === name)].firstChild.focus();
@@ -93,7 +93,7 @@ function hashOf(n, at) {
   return `#${place}`;
 }
 
-// replaceState throws on some sandboxed pages; the link is a comfort, not a need.
+// replaceState throws on some sandboxed pages; the page works without the link.
 function setHash(hash) {
   try {
     history.replaceState(null, "", hash);
@@ -196,7 +196,7 @@ function unpin() {
   hideTip();
 }
 
-/** Next or previous in the list as it is sorted and filtered. */
+/** Chooses the next or previous trajectory of the list as it is sorted and filtered. */
 function walk(by) {
   const at = state.shown.indexOf(state.chosen);
   const next = at < 0 ? 0 : at + by;

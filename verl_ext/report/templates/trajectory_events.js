@@ -1,4 +1,4 @@
-// What the mouse, the keyboard and the window do; then the start.
+// Handlers of mouse, keyboard and window events; then the start.
 
 const spanOf = (event) => event.target.closest && event.target.closest(".t");
 
@@ -49,7 +49,7 @@ function walkTokens(i) {
   else select(i, false);
 }
 
-// The tip stands still while the text moves: hide it, or take a pinned one along.
+// The tip stays in place while the text scrolls: hide it, or move a pinned one along.
 let waiting = false;
 document.addEventListener(
   "scroll",

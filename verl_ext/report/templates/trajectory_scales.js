@@ -1,4 +1,4 @@
-// What a token's colour says: one scale per switch, with the same domain in every trajectory and run.
+// The meaning of a token's colour: one scale per switch, with the same domain in every trajectory and run.
 
 const LEVELS = 18; // colours per ramp, above the "nothing to see" of level 0
 
@@ -17,7 +17,7 @@ const RAMPS = {
     dark: ["#172926", "#15463c", "#19705f", "#2ea38b", "#82d7c2", "#e0f7f0"],
   },
 };
-// Okabe-Ito, mixed into the background; a strike and dots in the style sheet say the same without colour.
+// Okabe-Ito, mixed into the background; a strike and dots in the style sheet show the same without colour.
 const KINDS = {
   kept: { label: "kept", colour: null },
   dropped: { label: "dropped by correction", colour: "#d55e00" },
@@ -26,7 +26,7 @@ const KINDS = {
 };
 const PAPER = { light: "#ffffff", dark: "#14171b" };
 
-// `of` gives the quantity that grows with the trouble, null where it is unknown; `low` is where colour begins.
+// `of` returns the quantity that grows with the trouble, NaN if it is unknown; `low` is where colour begins.
 const MODES = {
   gap: {
     label: "Gap",
@@ -35,9 +35,9 @@ const MODES = {
     high: 1,
     ticks: [["first", "≤0.001"], [0.01, "0.01"], [0.1, "0.1"], ["last", "1+"]],
     how:
-      "|log k|, how far training's log-prob is from rollout's. Isolated strong tokens of low probability are normal; " +
-      "long stretches, or everything after one point, say that the engines disagree about the context: look for " +
-      "retokenisation, truncation or a stale rollout.",
+      "|log k|, the distance of training's log-prob from the rollout's. Single strong tokens of low probability are " +
+      "normal. Long stretches, or everything after one point, mean that the engines disagree about the context: look " +
+      "for retokenisation, truncation or a stale rollout.",
   },
   agreement: {
     label: "Routing agreement",
@@ -46,8 +46,8 @@ const MODES = {
     high: 0.5,
     ticks: [["first", "≥98%"], [0.05, "95%"], [0.1, "90%"], [0.2, "80%"], ["last", "≤50%"]],
     how:
-      "The share of experts that both engines chose. Single strong tokens are near-ties in the router; whole " +
-      "stretches that also show a gap say that the engines route differently: replay rollout's routes " +
+      "The share of experts that both engines chose. Single strong tokens are near-ties in the router. Whole " +
+      "stretches that also show a gap mean that the engines route differently: replay the rollout's routes " +
       "(stability=r3), or raise the router's precision.",
   },
   probability: {
@@ -57,14 +57,14 @@ const MODES = {
     high: 1000,
     ticks: [["first", "≥0.7"], [3.3333333, "0.3"], [10, "0.1"], [100, "0.01"], ["last", "≤0.001"]],
     how:
-      "The probability that rollout gave the token; strong is unlikely. Gaps are expected to grow where it falls, so " +
-      "compare with Gap: a large gap on a likely (pale) token is the one to look into.",
+      "The probability that the rollout gave the token; strong is unlikely. Gaps grow as it falls, so compare with " +
+      "Gap: look into a large gap on a likely (pale) token.",
   },
   masked: {
     label: "Masked",
     how:
-      "Which tokens take part in the loss. A few dropped ones are the correction at work; when whole stretches go, " +
-      "look at Gap there first: fix the disagreement rather than widen the bounds.",
+      "The tokens that take part in the loss. A few dropped ones are the correction at work. If whole stretches are " +
+      "dropped, look at Gap there first: fix the disagreement rather than widen the bounds.",
   },
 };
 
@@ -80,7 +80,7 @@ function level(mode, value) {
   return share < 0 ? 0 : Math.min(LEVELS, 1 + Math.floor(share * LEVELS));
 }
 
-/** The correction comes before the filters: where both took a token out, the first is what happened to it. */
+/** The correction comes before the filters: if both took a token out, it counts as dropped by the correction. */
 function kind(t, i) {
   if (t.generated[i] === "0") return "tool";
   if (t.weight && t.weight[i] === 0) return "dropped";

@@ -3,7 +3,7 @@
 const response = document.getElementById("response");
 const map = document.getElementById("map");
 
-// Characters that would turn the text around or that nobody sees: a dump is read to find exactly these.
+// Characters that are invisible or reverse the text: a dump is read to find exactly these.
 const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const codePoint = (character) => `⟨${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 
@@ -30,7 +30,7 @@ function stretch(t, from, to, spans) {
       waiting.push(span);
       continue;
     }
-    // Before ASCII they are no parts but tokens without text of their own, such as an end mark.
+    // Before ASCII they are not parts of a character, but tokens without text, such as an end mark.
     const joined = waiting.length && t.text[i].codePointAt(0) > 127;
     out.append(...(joined ? [make("span", [...waiting, span], "join")] : [...waiting, span]));
     waiting = [];
@@ -39,7 +39,7 @@ function stretch(t, from, to, spans) {
   return out;
 }
 
-/** Where token i stands in the whole response. */
+/** The position of token i in the whole response. */
 function position(t, i) {
   for (let n = 0, before = 0; n < t.start.length; before += t.length[n], n++) {
     if (i < before + t.length[n]) return t.start[n] + i - before;
@@ -81,7 +81,7 @@ function colourTokens(name, t, spans) {
   });
 }
 
-/** Per column of the strip the strongest token in it: single outliers must not drown in a mean. */
+/** Draws the strongest token in each column of the strip: a mean would hide single outliers. */
 function drawMap(name, t) {
   const canvas = map.firstElementChild;
   const scale = window.devicePixelRatio || 1;
@@ -119,7 +119,7 @@ function drawMap(name, t) {
   }, 0);
 }
 
-/** Mark on the strip what is on the screen: spans stand in reading order, so bisection finds the ends. */
+/** Marks on the strip the part that is on the screen: spans are in reading order, so bisection finds its ends. */
 function drawWindow(spans) {
   const mark = map.lastElementChild;
   mark.hidden = !spans.length;

@@ -1,8 +1,8 @@
-// The numbers of one token, beside it.
+// The numbers of one token, next to it.
 
 const tip = document.getElementById("tip");
 
-/** Four digits, so that 0.99995 and 0.99993 differ; the sign only where it says something. */
+/** Four digits, so that 0.9995 and 0.9993 differ; a plus sign only if `sign` is set. */
 function number(value, { sign = false, digits = 4 } = {}) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
@@ -17,7 +17,7 @@ function repr(text) {
   return JSON.stringify(text).replace(INVISIBLE, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
-/** What stands for a token that has no text: the character that it is a part of, if one is completed after it. */
+/** A token's text; if it has none, the character that it is a part of, if a later token completes one. */
 function tokenText(t, i) {
   if (t.text[i] !== "") return repr(t.text[i]);
   const span = response.querySelector(`[data-i="${i}"]`);
@@ -57,7 +57,7 @@ function tipRows(t, i) {
   ];
 }
 
-/** Below the token, or above where there is no room; never over it. */
+/** Shows the numbers below the token, or above it if there is no room; never over it. */
 function showTip(t, span, pinned) {
   tip.hidden = false;
   tip.classList.toggle("pinned", pinned);
