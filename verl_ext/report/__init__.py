@@ -1,4 +1,4 @@
-"""A table and a figure from the metrics of one run. In a notebook: `from verl_ext.report import compare, load_run`."""
+"""Reports on runs from their metrics. In a notebook: `from verl_ext.report import compare, load_run`."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,5 +1,5 @@
-"""`verl-ext report` and `verl-ext compare`. The code that draws is imported when it is needed: --help must not wait
-for it."""
+"""The commands `verl-ext report` and `verl-ext compare`. The code that draws is imported when it is needed: --help must
+not wait for it."""
 
 import argparse
 import re
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from verl_ext.report.run import Run
     from verl_ext.report.verdict import RunVerdict
 
-EVERY = 15  # seconds between two looks at a running run
-DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that nothing else needs
-LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that have them
+EVERY = 15  # seconds between two reads of a running run
+DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that only figures and pages need
+LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that provide them
 STATISTICS = "scipy"  # needed by `compare` and by the lab
 FAILED = 2  # exit code of a command that failed
 
@@ -33,10 +33,11 @@ RUN_HELP = (
     "too; PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
-Explain what happened to a run, why, and what to do. The verdict comes first (did it collapse, at which step, and what
-warned how many steps before), then one command to start it again, then everything else and a table. It also writes a
-folder with one HTML page that needs no network, the same figures as PNG, and a page of the trajectories if the run
-wrote some. It works on any run of verl; the page names the setting that would log a missing metric.
+Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,
+and how many steps earlier something warned. Then come one command to start the run again, all other findings and a
+table. It also writes a folder with one HTML page that needs no network, the same figures as PNG, and a page of the
+trajectories if the run wrote some. It works on any run of verl; the page names the setting that would log a missing
+metric.
 """
 REPORT_EXAMPLES = """\
 examples:
@@ -91,7 +92,7 @@ def add_report_parsers(commands) -> None:
         "--metric", action="append", default=[], metavar="NAME", help="another metric for the table; may be repeated"
     )
     compare.add_argument(
-        "--window", type=_count, metavar="STEPS", help="number of last steps that final values are means over"
+        "--window", type=_count, metavar="STEPS", help="number of last steps over which final values are averaged"
     )
     compare.add_argument(
         "--full", action="store_true", help="use each run's own end, not the last step that all have reached"
@@ -154,7 +155,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     if not arguments.no_page:
         from verl_ext.report.page import is_ours
 
-        tidy = is_ours(arguments.out)  # at later looks, a page of this run is there
+        tidy = is_ours(arguments.out)  # later, the page there is this run's
     run: Run | None = None
     due = False
     try:
@@ -174,7 +175,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
                 time.sleep(arguments.watch)
     except KeyboardInterrupt:
         if not console.is_terminal:
-            console.line()  # Live ends without one there
+            console.line()  # there, Live ends without a newline
         if run is None:
             raise ReportError(f"{arguments.path}: nothing to report on yet") from None
         if not arguments.no_page:
@@ -183,7 +184,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
 
 
 def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
-    """Shows the run; returns whether its pages could be written: a full disk may have room at the next look."""
+    """Shows the run and writes its pages; returns False if they could not be written, for example on a full disk."""
     from rich.console import Group
 
     from verl_ext.report.terminal import Dashboard, indented
@@ -199,8 +200,8 @@ def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live:
     try:
         write_pages(run, verdict, arguments.out, refresh=arguments.watch, pictures=False, tidy=tidy)
     except OSError as error:
-        said = f"no page: {error}; tried again at the next look"
-        live.update(Group(screen, indented(said, live.console.options)), refresh=True)
+        failed = f"no page: {error}; the next refresh tries again"
+        live.update(Group(screen, indented(failed, live.console.options)), refresh=True)
         return False
     return True
 
@@ -236,7 +237,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     with errors_are_one_line("compare") as outcome:
         runs = [read_run(path) for path in arguments.paths]
         runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
-        extra = [printable(name) for name in arguments.metric]  # as names of metrics are read
+        extra = [printable(name) for name in arguments.metric]  # the names that were read are printable too
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
         console = Console()
         console.print(ComparisonTable(comparison))

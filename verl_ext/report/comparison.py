@@ -1,6 +1,6 @@
 """Several runs side by side: the end of each metric, and the differences to the first run that are more than noise.
 
-`compare_runs` compares, `comparison_rows` gives the text of a page, `ComparisonTable` the table of a terminal.
+`compare_runs` compares, `comparison_rows` returns the text of a page, `ComparisonTable` prints the table in a terminal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ def compare_runs(
 
 
 def unique_names(runs: Sequence[Run]) -> list[str]:
-    """Returns names that differ: those of the runs, else with the folder in which they differ, else with a number."""
+    """Returns a different name for each run: its own, else one with the folders that differ, else one with a number."""
     names = [run.name for run in runs]
     parents = [
         [printable(parent.name) for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs
@@ -135,9 +135,9 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Returns the table as text, for a page: one dictionary per metric.
 
-    `label`, `metric`, `scale`, `better` and `cells`: a list with, for each run, `run`, `value`, `change`, `interval`
-    (of this change by itself, at 99 %) and `verdict`; "-" is a value that the run lacks, an empty text means not
-    compared.
+    Its keys are `label`, `metric`, `scale`, `better` and `cells`: one dictionary per run with `run`, `value`, `change`,
+    `interval` (99 %, for this change by itself) and `verdict`. A value is "-" if the run lacks the metric; the other
+    texts are empty if nothing was compared.
     """
     return [
         {
@@ -225,16 +225,16 @@ def _comparison_notes(
     yield f"means over the last {over} ± one standard error; changes are against {names[0]}"
     compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
     if compared:
-        yield f"beyond the noise: at {100 * LEVEL:.0f} % for the {compared} comparisons of this table together (Holm)"
+        yield f"beyond the noise: at {100 * LEVEL:.0f} % for all {compared} comparisons of this table together (Holm)"
     if any(cell.verdict == "too few steps" for _, cells in rows for cell in cells):
-        yield "too few steps: too few independent readings in these windows; windows of 30 steps or more find more"
+        yield "too few steps: these windows have too few independent readings; try windows of 30 steps or more"
     yield CAVEAT
     for index, name in enumerate(names):
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
         if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
             yield f"still moving at the end of {name}: {', '.join(titles)}"
         if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
-            yield f"not logged any more when the others' windows begin, in {name}: {', '.join(ended)}"
+            yield f"{name} stopped logging before the others' windows begin: {', '.join(ended)}"
     shown = {metric.name for metric, _ in rows}
     for name in dict.fromkeys(extra):
         if name not in shown:
@@ -250,7 +250,7 @@ def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """The table for a terminal: 2 or 3 runs fit 100 columns, more are wrapped; in ASCII if it has no UTF-8."""
+    """The table for a terminal, in ASCII if it has no UTF-8; 2 or 3 runs fit 100 columns, more are wrapped."""
 
     comparison: Comparison
 
@@ -324,7 +324,7 @@ def _signed_text(metric: Metric, change: float) -> str:
 
 
 def _size_text(value: float, unit: Unit) -> str:
-    """Writes an error or a change, with two digits if the unit's usual decimals would show none."""
+    """Returns an error or a change as text, with two digits if the unit's usual decimals would show none."""
     least = {"number": 0.01, "share": 1e-4, "count": 1, "seconds": 0.1}.get(unit, 0.0)
     if not 0 < value < least:
         return format_value(value, unit)

@@ -24,8 +24,8 @@ CAVEAT = (
     "noise = step-to-step noise within each run; it does not include the difference between seeds: for that, run "
     "each setting with several seeds"
 )
-LEVEL = 0.01  # probability of a false alarm: of one interval, and of a whole table after `judge_differences`
-SHARE, FEWEST, MOST = 0.1, 20, 100  # of the readings in the default window; its least and most readings
+LEVEL = 0.01  # probability of a false alarm: in one interval, and in a whole table after `judge_differences`
+SHARE, FEWEST, MOST = 0.1, 20, 100  # the default window: this share of the readings, its fewest and its most
 FEWEST_FOR_ERROR = 4  # readings
 FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the line
 CAUTION = 0.5  # standard errors that are added to the correlation
@@ -39,14 +39,14 @@ class Final:
     """A metric at the end of a run.
 
     Attributes:
-        mean: of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
-        error: one standard error of it, in the same unit, on the log scale of its natural logarithm; None if the window
-            has less information than two independent readings, or fewer than FEWEST_FOR_ERROR.
+        mean: the mean of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
+        error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. None
+            if the window has less information than two independent readings, or fewer than FEWEST_FOR_ERROR readings.
         readings: finite values in the window.
         effective: the equivalent number of independent readings; None without an error.
         freedom: degrees of freedom of the error.
-        drift: the rise of a straight line through the window from its first to its last step, on the scale, if that is
-            more than noise, else 0: the metric is still moving, and the scatter is measured around the line.
+        drift: the rise of a straight line from the first to the last step of the window, on the scale; 0 if it is
+            within noise. Otherwise the metric is still moving, and the scatter is measured around the line.
         steps: the first and the last step of the window; None without a reading.
         scale: "log" compares ratios: for metrics that single tokens move by tens of times.
     """
@@ -74,7 +74,7 @@ class Difference:
         change: second minus first; on the log scale the logarithm of second over first.
         error: one standard error of `change`; None if one of the runs has too few steps.
         freedom: degrees of freedom after Welch; infinite if neither run scatters.
-        p: probability of a change at least so large with equal means; two-sided.
+        p: two-sided probability of a change at least this large if the means are equal.
         verdict: for this comparison by itself, at LEVEL; see `judge_differences` for the comparisons of a table.
     """
 
@@ -117,7 +117,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
     at: np.ndarray = series.steps[start:].astype(np.float64)
     values = series.values[start:]
     steps, n = (int(at[0]), int(at[-1])), len(values)
-    if np.ptp(values) == 0:  # without the mean and its rounding: two constants must compare exactly
+    if np.ptp(values) == 0:  # the mean would be rounded: two constants must compare exactly
         constant = float(values[0])
         if n < FEWEST_FOR_ERROR:
             return Final(constant, None, n, None, steps=steps, scale=scale)
@@ -157,8 +157,8 @@ def compare_finals(a: Final, b: Final) -> Difference:
 
 
 def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
-    """Returns the verdicts of one table, in its order: without any true difference, at most LEVEL of tables have a
-    "differs".
+    """Returns the verdicts of one table, in its order. If there is no true difference, at most a share LEVEL of tables
+    has a "differs".
 
     Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; after
     the first that is not, nothing differs. Comparisons with too few steps do not count.
@@ -173,8 +173,8 @@ def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
 
 
 def student_p(t: float, freedom: float) -> float:
-    """Returns the probability that a |t| of Student's distribution is at least this large; `freedom` above 0,
-    fractions allowed."""
+    """Returns the probability that |t| of Student's distribution is at least this large. `freedom` is above 0, and may
+    be a fraction."""
     from scipy import special  # here, because importing it takes 0.2 s
 
     return 2 * float(special.stdtr(freedom, -abs(t)))

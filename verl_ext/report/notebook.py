@@ -102,9 +102,9 @@ class LoadedRun(_Shown):
     def frame(self) -> "pd.DataFrame":
         """Returns the metrics as a pandas frame.
 
-        Index `step` (int64, ascending), a column of float64 for each metric, by the name under which it was logged.
-        NaN if a step did not log it, or logged no number; infinite beyond 1e100. `attrs` has the `name` of the run, its
-        `sources` (files), and `notes`: parts that were left out, and other runs in the files.
+        The index is `step` (int64, ascending). Each metric is a column of float64 under the name by which it was
+        logged: NaN if a step did not log it, or logged no number; infinite beyond 1e100. `attrs` has the `name` of the
+        run, its `sources` (files), and `notes`: parts that were left out, and other runs in the files.
 
         Raises:
             ReportError: a frame would have too many cells.
@@ -125,8 +125,8 @@ class LoadedRun(_Shown):
         return frame
 
     def figure(self, key: str) -> "alt.LayerChart":
-        """Returns a figure of the report, by its key: `reward`, `vllm_kl`, `dropped`, ... ReportError without such
-        data."""
+        """Returns a figure of the report, by its key: `reward`, `vllm_kl`, `dropped`, ... ReportError if the run
+        has no data for it."""
         with _extra_packages():
             panel = _panel(key)
             return _chart(panel, panel.chart(self.run))
@@ -219,7 +219,7 @@ def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
 
 @contextmanager
 def _extra_packages() -> Iterator[None]:
-    """Turns the error for a package of the `report` extra that is not installed into one line."""
+    """Turns the error for a missing package of the `report` extra into one line."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot distinguish steps
-LARGEST = 1e100  # a value beyond it counts as infinite: its square, and sums of squares, would be
+LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
 MOST_MESSAGE = 4000  # characters
 LAYER = re.compile(r"[0-9]{1,4}")
 
@@ -76,7 +76,7 @@ class Run:
         sources: the files that were read.
         steps: every step that logged anything, ascending.
         metrics: by logged name.
-        events: the guard's, by step.
+        events: the guard's decisions, by step.
         notes: notes on the files for the reader, one sentence each: lines left out, steps logged twice.
         last: whether it is the last of its file. Other files in the folder count as the last run's.
     """
@@ -109,8 +109,8 @@ class Run:
         return {int(number): found[number] for number in sorted(filter(LAYER.fullmatch, found), key=int)}
 
     def parts(self, name: str, prefix: str) -> dict[str, Series]:
-        """Returns metrics called `name/prefix...`, e.g. with `prob/`, by the rest of the name, without those that
-        have no finite value."""
+        """Returns the metrics `name/prefix...` that have a finite value, by the rest of their names; a prefix is
+        `prob/`, for example."""
         start = f"{name}/{prefix}"
         found = {key.removeprefix(start): self.get(key) for key in self.metrics if key.startswith(start)}
         return {part: series for part, series in found.items() if series is not None}

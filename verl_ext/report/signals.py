@@ -1,6 +1,6 @@
 """The two subjects of a verdict: the gap between the engines, and the reward.
 
-The gap is k3. Its direction is the guard's forecast, on the last readings of a run.
+The gap is k3. Its growth is estimated as in the guard's forecast, from the last readings of a run.
 
 Three rules decide whether the reward fell, and the first that holds counts. A level is the mean of WINDOW readings in a
 row.
@@ -94,7 +94,7 @@ def is_moe(run: Run) -> bool:
 
 
 def routing_drives(run: Run) -> bool:
-    """Returns True if tokens for which the engines chose other experts make much of the gap."""
+    """Returns True if the engines agree on too few experts, or the gap is far larger for tokens where they differ."""
     agreement, differs, equal = (latest(run, f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
     return agreement < LOW_AGREEMENT or differs > ROUTED_GAP * equal
 
@@ -114,7 +114,7 @@ def now_of(series: Series) -> float:
 
 
 def passed_at(run: Run, until: int) -> tuple[str, int] | None:
-    """Returns the name of the k3 that is past the boundary until this step, and the step at which it passed it."""
+    """Returns the name of the k3 that passed the boundary and stayed there up to this step, and when it passed."""
     gap, whole = gap_of(run), run.get(K3)
     found = [(gap.name, gap.series)] if gap is not None else []
     found += [("k3", whole)] if whole is not None else []
@@ -124,18 +124,18 @@ def passed_at(run: Run, until: int) -> tuple[str, int] | None:
 
 
 def foretold_at(run: Run, until: int) -> int | None:
-    """Returns the step from which the guard's forecast warned until this step."""
+    """Returns the step from which on the guard's forecast warned, up to this step."""
     forecast = run.get("guard/steps_to_boundary")
     return None if forecast is None else _outside_since(forecast, lambda values: values < SOON, until)
 
 
 def _outside_since(series: Series, outside: Callable[[np.ndarray], np.ndarray], until: int) -> int | None:
-    """Returns the step from which all readings until this one are outside, except for one in any STRETCH of them."""
+    """Returns the step from which on all readings up to `until` are outside, except for one in any STRETCH of them."""
     seen = series.steps <= until
     out = outside(series.values[seen])
     if len(out) < STRETCH:
         return None
-    inside = np.convolve(~out, np.ones(STRETCH, dtype=int), mode="valid")  # readings, from each one on
+    inside = np.convolve(~out, np.ones(STRETCH, dtype=int), mode="valid")  # readings in the STRETCH from each one on
     broken = np.flatnonzero(inside > 1)
     start = int(broken[-1]) + 1 if broken.size else 0
     if start == len(inside):
@@ -168,7 +168,7 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
 
 
 def usual_level(run: Run) -> float:
-    """The k3 above which the guard warned last; 0 where no run knows it."""
+    """Returns the last logged k3 above which the guard warns (guard/level); 0 if there is none."""
     level = run.get("guard/level")
     return 0.0 if level is None else float(level.values[-1])
 
@@ -188,7 +188,7 @@ class Fall:
         step: the first step at which half was lost.
         level: the level there.
         sound: weights from before this step are good: they made rollouts before the reward fell, and before anything
-            else moved. A reward belongs to the policy that sampled, so old rollouts date it back.
+            else moved. A reward belongs to the policy that sampled, so this step is earlier if rollouts are old.
         dead: whether nine tenths are lost.
     """
 
@@ -276,7 +276,7 @@ def level_of(run: Run) -> Levels | None:
 
 
 def _levels(values: np.ndarray, count: int = WINDOW) -> np.ndarray:
-    """Returns the mean of `count` readings in a row, from each one on."""
+    """Returns the moving mean of `count` readings in a row."""
     return np.lib.stride_tricks.sliding_window_view(values, count).mean(axis=1)
 
 

@@ -71,7 +71,7 @@ REMEDIES = [
 
 @dataclass(frozen=True)
 class DashboardRow:
-    """One metric; `worst` is the value furthest in the bad direction, None if neither is bad."""
+    """One metric; `worst` is the value furthest in the bad direction, None if neither direction is bad."""
 
     label: str
     metric: str
@@ -102,7 +102,7 @@ def format_of(metric: Metric) -> Unit:
 
 
 def format_value(value: float, unit: Unit) -> str:
-    """Returns at most 9 columns for usual values."""
+    """Returns the value as text, of at most 9 columns for usual values."""
     match unit:
         case "share":
             return f"{100 * value:.2f} %"
@@ -117,7 +117,7 @@ def format_value(value: float, unit: Unit) -> str:
 
 
 def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = CELLS, blocks: str = BLOCKS) -> str:
-    """Draws the series from the first step to the last of `span`; "small" is drawn as the logarithm of its size."""
+    """Draws the series from the first step to the last of `span`; for "small", the logarithm of the values' size."""
     series = series.finite()
     if not series.steps.size:
         return ""
@@ -131,7 +131,7 @@ def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = CE
     least = LEAST_SPAN.get("log" if unit == "small" else unit, LEAST_RELATIVE_SPAN * max(abs(low), abs(high)))
     if (missing := least - (high - low)) > 0:
         bottom = low - 0.45 * missing  # the middle would be the border of two blocks
-        low = 0.0 if bottom < 0 <= low and unit != "small" else bottom  # none at all is drawn at the bottom
+        low = 0.0 if bottom < 0 <= low and unit != "small" else bottom  # 0 is drawn at the bottom
         high = low + least
     share = (medians - low) / (high - low) if high > low else np.where(np.isnan(medians), np.nan, 0.0)
     return "".join(" " if np.isnan(at) else blocks[min(int(at * len(blocks)), len(blocks) - 1)] for at in share)
@@ -161,8 +161,8 @@ def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
 class Dashboard:
     """The run for a terminal of 80 columns, in ASCII if the terminal has no UTF-8.
 
-    A sparkline spans all steps of the run, each cell the median of its steps, a gap if none was finite; a divergence is
-    logarithmic.
+    A sparkline spans all steps of the run. Each cell is the median of its steps, and blank if none was finite. The
+    axis of a divergence is logarithmic.
     """
 
     run: Run
@@ -216,7 +216,7 @@ class Dashboard:
             yield from (("", ""), ("Then:" if first else "Worth adding:", "bold"))
             yield from ((f"- {override.text}: {override.why}", "") for override in verdict.others)
         if verdict.evidence:
-            yield from (("", ""), ("What else the metrics say:", "bold"))
+            yield from (("", ""), ("Further findings:", "bold"))
             yield from ((f"- {evidence}", "dim") for evidence in verdict.evidence)
 
 

@@ -1,4 +1,4 @@
-"""Single trajectories, token by token: read the trainer's dump, write the page that shows it.
+"""Single trajectories, token by token. Reads the trainer's dump and writes the page that shows it.
 
 The page is one HTML file that needs no network. Each trajectory is its own JSON script in it, parsed by the browser
 only when it is chosen: templates/trajectories.js.
@@ -47,7 +47,7 @@ class Trajectory:
         weight: the correction's weight, 0 if it dropped the token; None without a correction.
         kept: 1 if the token takes part in the loss after the filters.
         agreement: share of the experts that both engines chose; None if the run did not compare them; a list of None if
-            it did not in this trajectory.
+            they were not compared in this trajectory.
     """
 
     step: int
@@ -76,7 +76,7 @@ class Trajectory:
         return [abs(old - infer) for infer, old in pairs if infer is not None and old is not None]
 
     def dropped(self) -> int:
-        """The number of the model's own tokens that take no part in the loss."""
+        """Returns the number of the model's own tokens that take no part in the loss."""
         weights = self.weight or (None,) * len(self.kept)
         rows = zip(self.generated, self.kept, weights, strict=True)
         return sum(bool(generated and (not kept or weight == 0)) for generated, kept, weight in rows)
@@ -98,7 +98,7 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
     """Reads the trajectories as `load_trajectories` does, and notes which lines were left out.
 
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. If the steps go
-    back, the run was resumed: earlier lines of the steps from there on are left out.
+    back to an earlier one, the run was resumed there: the earlier lines of this step and of later ones are left out.
     """
     files = [part for part in (older_part(file), file) if is_regular(part)]
     if not files:
@@ -145,7 +145,7 @@ def write_trajectory_page(
     report: str | None = None,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Writes one self-contained HTML page. `report` is the target of its link back, `notes` are at its top."""
+    """Writes one self-contained HTML page, which links back to `report` and begins with `notes`."""
     if not trajectories:
         raise ReportError(f"{out}: no trajectory to show; {REMEDY}")
     page = template("trajectories.html.j2").stream(
@@ -195,10 +195,10 @@ def _parse_trajectory(line: bytes) -> Trajectory:
     values: dict[str, Any] = {name: value for name, value in record.items() if name in NAMES and value is not None}
     for name, kinds in REQUIRED.items():
         if not _has_type(values.get(name), kinds):
-            raise ValueError(f"{name} is missing or of another type")
+            raise ValueError(f"{name} is missing or has the wrong type")
     for name, kinds in OPTIONAL.items():
         if name in values and not _has_type(values[name], kinds):
-            raise ValueError(f"{name} is of another type")
+            raise ValueError(f"{name} has the wrong type")
     for name, kind in REQUIRED_LISTS.items():
         values[name] = _as_tuple(values.get(name), name, lambda value, kind=kind: _has_type(value, kind))
     for name, required in NUMBER_LISTS.items():
@@ -220,7 +220,7 @@ def _as_tuple(value: Any, name: str, good: Any) -> tuple:
     if not isinstance(value, list):
         raise ValueError(f"{name} is not a list")
     if not all(map(good, value)):
-        raise ValueError(f"{name} holds something of another type")
+        raise ValueError(f"an entry of {name} has the wrong type")
     return tuple(value)
 
 
@@ -232,7 +232,7 @@ def _check_stretches(trajectory: Trajectory) -> None:
             raise ValueError(f"{name} has {len(values)} entries, text has {count}")
     for name in FLAGS:
         if not set(getattr(trajectory, name)) <= {0, 1}:
-            raise ValueError(f"{name} holds something besides 0 and 1")
+            raise ValueError(f"{name} has an entry other than 0 and 1")
     if len(trajectory.start) != len(trajectory.length) or sum(trajectory.length) != count:
         raise ValueError(f"start and length do not describe {count} tokens")
     end = 0

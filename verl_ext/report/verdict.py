@@ -7,13 +7,13 @@ that holds decides it:
     collapsed           the reward is below half of its best and has not come back (`report.signals` has the rules)
     past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
     drifting            the gap grows significantly and would cross the boundary; it has risen far and stayed; more than
-                        5 % of the tokens are dropped, or ever fewer while the gap grows; the reward lost most of what
-                        it had gained; or the guard lately rolled back or stopped
+                        5 % of the tokens are dropped, or fewer and fewer while the gap grows; the reward lost most of
+                        what it had gained; or the guard lately rolled back or stopped
     not enough data     fewer than 8 readings of the gap
     suspect             a cause other than rounding is named (`guard.diagnosis`), or the gap is large and none is
     healthy             none of them
 
-The likeliest causes come with every state, and the remedy of the first cause is advised first.
+Every state includes the likeliest causes, and the first advice is the remedy of the first cause.
 
 While an alarm is active (the guard stopped the run, or refused or took back an update in its last steps), there is no
 advice on tuning: only the remedy of the likeliest cause remains, or the way to start a collapsed run again.
@@ -86,7 +86,7 @@ class Override:
     """One remedy to try: overrides of `python -m verl_ext.main_ppo`, and the reason.
 
     Attributes:
-        corrects: whether it brings engines together or keeps their gap out of the update, which does not repair a
+        corrects: whether it brings the engines together or keeps their gap out of the update. That does not repair a
             fault.
     """
 
@@ -104,7 +104,7 @@ SYNC = Override(
 )
 REFERENCE = Override("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
 RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
-AFTER_ALARM = "What to read, to change and to run then: docs/guard.md#after-the-guard-stopped-a-run."
+AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
 SPOILED = "the last weights are spoiled"
 
 
@@ -145,7 +145,7 @@ class RunVerdict:
 
 
 def judge_run(run: Run) -> RunVerdict:
-    """Judges a run as far as it has come."""
+    """Returns the verdict on a run, up to its last step."""
     found = _with_alarm(run, _with_suspects(run, _verdict_of_metrics(run)))
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
@@ -197,7 +197,7 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         k3 = gap_of(run)
         if first is not None:
             sentence = f"The reward holds, but something is wrong: {_lower_first(first.cause.title)}."
-        elif k3 is None or suspects or (staleness(run) > STALE and not k3.alone):  # of old rollouts, the age is known
+        elif k3 is None or suspects or (staleness(run) > STALE and not k3.alone):  # the rollouts' age explains it
             return found
         elif (now := now_of(k3.series)) > max(LARGE, usual_level(run)):
             sentence = f"The reward holds, but {k3.name} is {now:.2g}, and nothing that was measured explains it."
@@ -217,7 +217,7 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
 
 
 def _with_alarm(run: Run, found: RunVerdict) -> RunVerdict:
-    """The verdict without advice on tuning, where an alarm is active."""
+    """Removes advice on tuning from the verdict, if an alarm is active."""
     lately = [event for event in run.events if event.action in REFUSING and event.step > run.steps[-1] - ALARM]
     if not lately:
         return found
@@ -418,7 +418,7 @@ def _movement_sentences(run: Run) -> Iterator[str]:
         )
     if rise := _rise(run):
         best, now = rise
-        suspect = "." if age_drives(run) else ": did weight syncs fail, or a setting change?"
+        suspect = "." if age_drives(run) else ": did weight syncs fail, or did a setting change?"
         yield (
             f"{name} is {now / best:.0f} times what it was in the run's best stretch "
             f"({best:.2g} to {now:.2g}) and stays there{suspect}"
@@ -470,11 +470,11 @@ def _gap_sentences(run: Run) -> Iterator[str]:
         found = growth_of(run)
         steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
         if not gap.alone and (logged := run.logged(K3)) is not None and logged.steps[-1] > k3.steps[-1]:
-            yield f"k3 was {text}, when it was last a number, in step {k3.steps[-1]}."
+            yield f"k3 was last a number in step {k3.steps[-1]}: it was {text}."
         else:
             yield f"{gap.name} is {text}" + (", and shows no growth that would reach it." if steady else ".")
         if (since := int(run.steps[-1] - k3.steps[-1])) > Boundary.window:
-            yield f"{gap.name} was last measured {since} steps ago: all of this describes the time before."
+            yield f"{gap.name} was last measured {since} steps ago: all of this describes the run up to then."
 
 
 def _far_below(now: float, boundary: float) -> str:
@@ -500,10 +500,10 @@ def _surroundings(run: Run) -> Iterator[str]:
 
 
 def _level_sentence(run: Run) -> Iterator[str]:
-    """Says where the gap is above what is normal for the model, as the guard does."""
+    """Yields a sentence if the gap is above the level that the guard takes as normal for the model."""
     gap, level = gap_of(run), usual_level(run)
     if gap is not None and 0 < level < (now := now_of(gap.series)):
-        yield f"{gap.name} is {now:.2g}, above the normal level of {level:.2g} that the guard warns at (guard/level)."
+        yield f"{gap.name} is {now:.2g}, above the normal level of {level:.2g}, where the guard warns (guard/level)."
 
 
 def _dropped_sentence(share: Series) -> str:
@@ -520,8 +520,8 @@ def _dropped_sentence(share: Series) -> str:
 def _agreement_sentence(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
         error = latest(run, "router/agreement/error")
-        within = "" if np.isnan(error) else f" (by a share of the trajectories: +- {200 * error:.2g} % per step)"
-        yield f"The engines choose {100 * now_of(agreement):.2f} % of the experts alike{within}."
+        within = "" if np.isnan(error) else f" (from a share of the trajectories: +- {200 * error:.2g} % per step)"
+        yield f"The engines agree on {100 * now_of(agreement):.2f} % of the experts{within}."
 
 
 def _age_sentence(run: Run) -> Iterator[str]:
@@ -573,7 +573,7 @@ def _revival_overrides(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Overri
 def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
     """Returns the change together with the weights to start from, as one command line."""
     if sound <= 1:
-        why = f"{change.why}. No checkpoint is from before the fall, so the run starts from its beginning"
+        why = f"{change.why}. No checkpoint is older than the fall, so the run starts from its beginning"
         return replace(change, text=f"{change.text} trainer.resume_mode=disable", why=why)
     stale = staleness(run)
     dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > STALE else ""
@@ -605,7 +605,7 @@ def _gap_overrides(run: Run, *, tighten: bool) -> Iterator[Override]:
     if not corrected and not routed:
         yield Override(
             "stability=tis",
-            "bounds the weight of the tokens on which the engines are apart, and skips batches past 0.1",
+            "bounds the weight of the tokens on which the engines differ, and skips batches whose k3 is past 0.1",
             corrects=True,
         )
     yield Override(

@@ -62,7 +62,7 @@ def test_the_terminal_on_a_recorded_run():
         "Do this first: start the run again with stability=moe stability.batch_skip.threshold=null trainer.resume_",
         "Then: - trainer.v1.trainer_mode=sync",
         "- stability.metrics=true",
-        "What else the metrics say: - k3 is 95 times",
+        "Further findings: - k3 is 95 times",
         "step 1 to 120",
     )
     assert in_order(printed(Dashboard(STALE, verdict)), parts)

@@ -146,7 +146,7 @@ def test_trajectories_of_another_run_are_not_shown(tmp_path):
     file = write(tmp_path / "run.jsonl", [*train(1, 2, 3), *train(1, 2)])
     dump(tmp_path, [line(1, "own"), line(7, "strange")])
     assert [each.key for each in load_run(file).trajectories] == ["own"]
-    with pytest.raises(ReportError, match="has trajectories of the file's last run: not shown"):
+    with pytest.raises(ReportError, match="has only trajectories of the file's last run, which is not this one"):
         _ = load_run(f"{file}:1").trajectories
 
 

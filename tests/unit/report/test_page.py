@@ -106,7 +106,7 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
         assert page.locator("#verdict h3").all_inner_texts() == [
             "Do this first: start the run again with",
             "Then",
-            "What else the metrics say",
+            "Further findings",
         ]
         assert tuple(page.locator("#verdict .sides li").all_inner_texts()) == verdict.evidence
         causes = [text.partition(": ")[2] for text in page.locator("#verdict summary").all_inner_texts()]

@@ -185,7 +185,7 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
     if verdict is not None:
         assert f"{verdict.sentence} Rollouts are 2 versions behind. Do this first: start the run again with" in flat
         assert "stability=icepop Drops tokens outside the band. Then: - precision=fp16: rounds finer" in flat
-        assert "What else the metrics say: - vllm_kl/k3 rose" in flat
+        assert "Further findings: - vllm_kl/k3 rose" in flat
     assert ("█" in text) == (encoding == "utf-8")
     assert ("#" in text) == (encoding == "ascii")
 

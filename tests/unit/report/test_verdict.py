@@ -45,7 +45,7 @@ def test_a_quiet_run_is_healthy():
     )
     assert verdict.why == () and verdict.evidence == (
         "The correction dropped 1.1 % of the tokens in 120 steps; the most was 1.4 %, in step 111.",
-        "The engines choose 98.94 % of the experts alike.",
+        "The engines agree on 98.94 % of the experts.",
         "3 of 120 updates were skipped.",
     )
 
@@ -233,7 +233,7 @@ def test_a_recorded_run_that_lost_half_of_its_reward_to_old_rollouts():
     ]
     assert verdict.evidence == (
         "k3 is 95 times what it was in the run's best stretch (0.025 to 2.4) and stays there.",
-        "The engines choose 71.13 % of the experts alike.",
+        "The engines agree on 71.13 % of the experts.",
         "The guard warned or narrowed the band once, in step 4.",
     )
 
@@ -340,7 +340,7 @@ def test_no_advice_on_tuning_while_an_alarm_is_active():
     assert refused.state == "healthy" and not refused.overrides and refused.first is None and not refused.others
     assert refused.alarm == (
         "Deal with this first, before you tune anything: the guard skipped the update in step 38: k3=0.2 passes 0.1. "
-        "What to read, to change and to run then: docs/guard.md#after-the-guard-stopped-a-run."
+        "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
     )
     for quiet in ([event(37, "skip")], [event(40, "warn")], [event(40, "tighten")]):
         assert judge_run(make({"vllm_kl/k3": QUIET}, quiet)).overrides == calm.overrides
@@ -352,7 +352,7 @@ def test_no_advice_on_tuning_while_an_alarm_is_active():
 def test_a_gap_above_the_normal_level_is_said_and_one_below_it_is_not_suspect():
     level = {"guard/level": [2e-3] * 40}
     above = judge_run(make({"vllm_kl/k3": [3e-3] * 40} | level))
-    said = "k3 is 0.003, above the normal level of 0.002 that the guard warns at (guard/level)."
+    said = "k3 is 0.003, above the normal level of 0.002, where the guard warns (guard/level)."
     assert said in above.evidence and said not in judge_run(make({"vllm_kl/k3": [1e-3] * 40} | level)).evidence
     apart = {"vllm_kl/k3": [0.02] * 40}
     assert judge_run(make(apart)).state == "suspect"
@@ -454,7 +454,7 @@ def test_too_few_readings(count, text):
 def test_without_k3_the_run_is_told_how_to_measure_it():
     verdict = judge_run(make({"critic/score/mean": [0.1, 0.2], "router/agreement": [0.99]}))
     assert verdict.state == "not enough data" and verdict.sentence.startswith("Nothing compares")
-    assert verdict.evidence == ("The engines choose 99.00 % of the experts alike.",)
+    assert verdict.evidence == ("The engines agree on 99.00 % of the experts.",)
     assert tried(verdict) == ["stability.metrics=true"] and verdict.first is None, "nothing is known to be wrong"
     assert verdict.why == ("The reward is 0.2 (0.1 at the start).",)
 
@@ -462,9 +462,7 @@ def test_without_k3_the_run_is_told_how_to_measure_it():
 def test_the_agreement_of_a_share_is_told_with_its_error():
     verdict = judge_run(make({"router/agreement": [0.99] * 3, "router/agreement/error": [0.0005, 0.0006, 0.0007]}))
     (said,) = verdict.evidence
-    assert (
-        said == "The engines choose 99.00 % of the experts alike (by a share of the trajectories: +- 0.12 % per step)."
-    )
+    assert said == "The engines agree on 99.00 % of the experts (from a share of the trajectories: +- 0.12 % per step)."
 
 
 def test_what_to_try_depends_on_what_is_on_and_on_the_cause():
