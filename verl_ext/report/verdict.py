@@ -573,7 +573,7 @@ def _revival_overrides(run: Run, fall: Fall, *, by_gap: bool) -> Iterator[Overri
 def _with_checkpoint(run: Run, change: Override, sound: int) -> Override:
     """Returns the change together with the weights to start from, as one command line."""
     if sound <= 1:
-        why = f"{change.why}. No checkpoint is older than the fall, so the run starts from its beginning"
+        why = f"{change.why}. No checkpoint is from before the fall, so the run starts from its beginning"
         return replace(change, text=f"{change.text} trainer.resume_mode=disable", why=why)
     stale = staleness(run)
     dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > STALE else ""
