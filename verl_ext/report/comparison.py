@@ -105,7 +105,7 @@ def compare_runs(
     for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
         if any(cell.final or cell.total for cell in cells):
-            rows.append((metric, [cells[0], *(_compared(cells[0], cell) for cell in cells[1:])]))
+            rows.append((metric, [cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:])]))
     judged = _judge_rows(rows)
     falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
     notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
@@ -170,11 +170,11 @@ def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric
 
 
 def _cut_at(run: Run, step: int) -> Run:
-    def before(series: Series) -> Series:
+    def cut_series(series: Series) -> Series:
         keep = series.steps <= step
         return Series(series.steps[keep], series.values[keep])
 
-    metrics = {name: before(series) for name, series in run.metrics.items()}
+    metrics = {name: cut_series(series) for name, series in run.metrics.items()}
     return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
 
 
@@ -186,7 +186,7 @@ def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
     return MetricCell(final=final(series, window, metric.scale))
 
 
-def _compared(baseline: MetricCell, cell: MetricCell) -> MetricCell:
+def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
     if baseline.final is None or cell.final is None:
         return cell
     return replace(cell, difference=compare_finals(baseline.final, cell.final))
@@ -196,7 +196,7 @@ def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[
     """Judges all comparisons of the table together."""
     verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
 
-    def judged(metric: Metric, cell: MetricCell) -> MetricCell:
+    def judge_cell(metric: Metric, cell: MetricCell) -> MetricCell:
         if cell.difference is None:
             return cell
         verdict: str = next(verdicts)
@@ -204,7 +204,7 @@ def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[
             verdict = "better" if (cell.difference.change > 0) == (metric.better == "higher") else "worse"
         return replace(cell, verdict=verdict)
 
-    return tuple((metric, tuple(judged(metric, cell) for cell in cells)) for metric, cells in rows)
+    return tuple((metric, tuple(judge_cell(metric, cell) for cell in cells)) for metric, cells in rows)
 
 
 def _comparison_notes(

@@ -226,7 +226,7 @@ def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | 
     metric = find(name)
     assert metric is not None, name
     values = series.values
-    few = min(WINDOW, max(len(values) // 2, 1))  # the two must not overlap
+    few = min(WINDOW, max(len(values) // 2, 1))  # first and last must not overlap
     return DashboardRow(
         label=label,
         metric=name,

@@ -264,11 +264,11 @@ def _tokens(trajectory: Trajectory) -> dict[str, object]:
     return {
         **{name: getattr(trajectory, name) for name in ("prompt", "start", "length", "text", "id")},
         **{name: "".join(map(str, getattr(trajectory, name))) for name in FLAGS},
-        **{name: values and [_rounded(value) for value in values] for name, values in numbers.items()},
+        **{name: values and [_round(value) for value in values] for name, values in numbers.items()},
     }
 
 
-def _rounded(value: float | None) -> float | int | None:
+def _round(value: float | None) -> float | int | None:
     if value is None:
         return None
     short = round(value, 7)

@@ -67,7 +67,7 @@ State = Literal["stopped", "collapsed", "healthy", "suspect", "drifting", "past 
 
 WINDOW = 10  # a run no longer learns if most of this many steps were skipped
 ALARM = 3  # last steps in which an action of the guard is an active alarm
-RISE = 25.0  # times the k3 of the run's best stretch: 5 times the mean gap of a token, which the guard calls a jump
+RISE = 25.0  # times the k3 of the run's best stretch: 5 times a token's mean gap, which the guard calls a jump
 HARMLESS = 0.01  # share of the boundary; a rise to a smaller value does not count
 FAR = 1000  # times below the boundary; more thousands add no information
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)

@@ -47,7 +47,7 @@ DONE = {
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """Draws k3, the engines' part of it where rollouts are old, the KL over the sampler's head, and |k1|, with hollow
+    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's head, and |k1|, with hollow
     marks where k1 is negative."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
@@ -56,7 +56,7 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
     first, last = int(run.steps[0]), int(run.steps[-1])
     if k1 is not None:
         lines.append(Line("|k1|, hollow: negative", Series(k1.steps, np.abs(k1.values)), ORANGE))
-        over += _hollow(k1)
+        over += _hollow_points(k1)
     if k3 is not None:
         lines.append(Line("k3", k3, BLUE))
     if (head := run.get(HEAD)) is not None:
@@ -92,7 +92,7 @@ def growth_sentence(run: Run) -> str:
     return text + "."
 
 
-def _hollow(k1: Series) -> list[alt.Chart]:
+def _hollow_points(k1: Series) -> list[alt.Chart]:
     negative = k1.values < 0
     if not negative.any() or len(k1.steps) > 2 * MARKS:
         return []

@@ -216,10 +216,10 @@ def _meta(file: Path) -> dict[str, str]:
     """Returns the needed entries. A YAML parser is open to attacks: aliases, deep nesting, long run times."""
     with open_regular(file) as opened:
         text = opened.read(MOST_META).decode("utf-8", errors="surrogateescape")
-    return {key: _unquoted(value.strip()) for key, value in ENTRY.findall(text)}
+    return {key: _unquote(value.strip()) for key, value in ENTRY.findall(text)}
 
 
-def _unquoted(value: str) -> str:
+def _unquote(value: str) -> str:
     if len(value) > 1 and value[0] == value[-1] == "'":
         return value[1:-1].replace("''", "'")
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] == '"' else value

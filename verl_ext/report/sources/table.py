@@ -169,7 +169,7 @@ class MetricTable:
         number = chosen_run(which, runs)
         chosen = slice(starts[number - 1], starts[number])
         first, last = (int(np.searchsorted(unit_of_row, unit)) for unit in (chosen.start, chosen.stop))
-        found = _standing_rows(
+        found = _valid_rows(
             units[chosen], unit_of_row[first:last] - chosen.start, steps[first:last], validation[first:last]
         )
         keep = np.zeros(steps.size, bool)
@@ -246,7 +246,7 @@ def _run_starts(units: _Units) -> list[int]:
     return starts
 
 
-def _standing_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, validation: np.ndarray) -> _Resumes:
+def _valid_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, validation: np.ndarray) -> _Resumes:
     """Returns which rows of one run are valid. All but `units` are by row."""
     training = units.training()
     low, high = units.low[training], units.high[training]

@@ -5,7 +5,7 @@ const scheme = window.matchMedia("(prefers-color-scheme: dark)");
 const printing = window.matchMedia("print");
 const drawn = new Map();
 
-function recoloured(spec) {
+function recolour(spec) {
   if (!scheme.matches || printing.matches) return spec;
   const text = JSON.stringify(spec).replace(/#[0-9a-f]{6}\b/g, (colour) => dark[colour] ?? colour);
   return JSON.parse(text);
@@ -21,7 +21,7 @@ async function draw(place) {
     downloadFileName: key,
     tooltip: { theme },
   };
-  drawn.set(key, await vegaEmbed(place, recoloured(figures[key]), options));
+  drawn.set(key, await vegaEmbed(place, recolour(figures[key]), options));
   if (theme !== (scheme.matches ? "dark" : "light")) return draw(place); // the scheme changed while it was drawn
   place.dataset.drawn = theme;
 }
