@@ -53,7 +53,7 @@ FAMILIES = {
         "stale+quantized+bf16",
         "none,opsm,tis,tis_sequence,icepop,ipo,m2po,dppo_tv,r3,moe",
         (R3_TIS, R3_SEQUENCE),
-        seeds="20-24",
+        seeds="20-27",
     ),
     # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),

@@ -28,15 +28,16 @@ from tests.support.forking import PREFORK
 
 
 @pytest.mark.e2e
-def test_ctrl_c_leaves_no_process_behind(arguments, tmp_path):
+def test_in_float32_the_engines_agree_until_ctrl_c_which_leaves_no_process_behind(arguments, tmp_path):
     """The run starts as the quick start does."""
     mark = uuid.uuid4().hex
     train = f'exec "$PREFORK_PYTHON" "$@" {PY_EXECUTABLE}="$PREFORK_PYTHON"'
     preforked = [*CLEAN_EXIT, sys.executable, str(PREFORK), "--log", os.devnull, "sh", "-c", train, "sh"]
-    console, run = start([*preforked, *arguments("stability=icepop", steps=50)], tmp_path, mark)
+    settings = arguments("stability=zero_mismatch", "precision=fp32", steps=50)
+    console, run = start([*preforked, *settings], tmp_path, mark)
     metrics = tmp_path / "verl_ext" / "cpu_smoke.jsonl"
     try:
-        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 0, run, console)
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, run, console)
         started = psutil.Process(run.pid).children(recursive=True)
         assert len(started) > 20, "Ray's, vLLM's and verl's"
         os.killpg(run.pid, signal.SIGINT)  # what a terminal does
@@ -45,6 +46,11 @@ def test_ctrl_c_leaves_no_process_behind(arguments, tmp_path):
         assert process_titles(mark) == []
     finally:
         kill_all(mark)
+    for line in metrics.read_text().splitlines()[:3]:
+        step = json.loads(line)["data"]
+        assert step["vllm_kl/k3"] < 1e-12
+        assert step["router/agreement"] == step["router/exact_match"] == step["router/checked"] == 1
+    assert events(tmp_path) == [], "zero_mismatch held in every step"
 
 
 def test_clean_exit_passes_the_exit_code_on_and_ends_daemons(tmp_path):

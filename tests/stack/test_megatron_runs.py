@@ -182,6 +182,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
         "actor_rollout_ref.rollout.top_k=32",
         "stability.router_agreement=true",
         "stability.router_agreement_share=0.5",
+        "stability.cascade_attention=off",
         "stability.trajectories.per_step=2",
         "stability.rescoring={every:1,trajectories:32,versions:2}",
         *SEPARATE_ASYNC,
@@ -191,6 +192,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
     finished = run(["-m", "verl_ext.main_ppo", *arguments], tmp_path, stack)
     assert finished.code == 0, finished.tail
     assert "PPOTrainerSeparateAsync." in finished.console
+    assert "confirmed by 1 vLLM worker(s)" in finished.console
     assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert re.search(r"score centering +│ weights of tis +│ worker_loss on 1 rank", finished.console)
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│ 4 x TopKRouter on 1 rank", finished.console)
@@ -240,7 +242,7 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
 ):
     """Two updates a step that replay the experts of compute_log_prob, R2; step 2 is skipped, step 4 never begins."""
     gate = "stability.guard.mini_batch={policy_kl:2.0e-3}"
-    settings = (*R2, *COLOCATE_ASYNC, *SAVES, *UPDATES, gate, model)
+    settings = (*R2, "algorithm.use_kl_in_reward=true", *COLOCATE_ASYNC, *SAVES, *UPDATES, gate, model)
     options = {"recipe": RECIPE[0], "steps": 6}
     logged = tmp_path / "verl_ext" / "cpu_megatron.jsonl"
     mark = uuid.uuid4().hex
@@ -265,6 +267,7 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
     for step in steps:
         assert step["vllm_kl/k3"] < 0.05
         assert 0.8 < step["router/agreement"] < 1
+        assert "actor/reward_kl_penalty" in step
     for step in (steps[2], steps[4]):
         assert step["actor/gate/refused"] == 0 < step["actor/grad_norm"]
 

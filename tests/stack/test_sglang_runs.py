@@ -24,6 +24,7 @@ from tests.stack.running import (
     suspected_causes,
     wait_for,
 )
+from verl_ext.report.trajectories import load_trajectories
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -119,12 +120,16 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
     assert suspected_causes(finished)[0] == "wrong_routes"
 
 
-def test_megatron_and_sglang_in_separate_async(train):
-    """Runs in float32. The third batch is two versions old when it is trained on."""
+def test_megatron_and_sglang_in_separate_async(train, tmp_path):
+    """Runs in float32. The third batch is two versions old when it is trained on; its old trajectories are dropped, and
+    they agree with the weights that sampled them."""
     finished = train(
-        "stability=icepop",
+        "stability=guard",
         ROUTING,
         "stability.head.k=8",
+        "stability.filters={too_stale:{versions:1}}",
+        "stability.rescoring={every:1,trajectories:32,versions:2}",
+        "stability.trajectories.per_step=2",
         *MEGATRON_FLOAT32,
         *SEPARATE_ASYNC,
         "actor_rollout_ref.actor.optim.lr=3e-5",
@@ -133,16 +138,22 @@ def test_megatron_and_sglang_in_separate_async(train):
     assert finished.code == 0, finished.tail
     assert "PPOTrainerSeparateAsync." in finished.console
     assert_documented(finished)
-    first, *later = finished.steps
+    first, second, third = finished.steps
     assert shares_by_lag(first) == {"0": 1}
     assert first["vllm_kl/k3"] < FLOAT32 and first["router/agreement"] == first["router/exact_match"] == 1
-    assert shares_by_lag(later[-1]).get("2", 0) > 0
-    for step in finished.steps:
+    for step in (first, second):  # the third may have nothing left to train on
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+    for step in finished.steps:
         assert step["vllm_kl/head_missing"] == 0 and step["vllm_kl/head_mass"] < 1
         if (k3 := step.get("vllm_kl/k3/lag/0")) is not None:
             assert k3 < FLOAT32, "of the weights that sampled them"
-    assert later[-1]["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
+    by_lag, dropped = shares_by_lag(third), third["filter/too_stale/dropped_tokens"]
+    assert 0 < by_lag["2"] <= dropped <= by_lag["2"] + by_lag.get("span", 0) + 1e-6
+    assert third["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
+    assert 1 <= third["vllm_kl/rescored"] <= 32
+    assert third["vllm_kl/engine/k3"] < FLOAT32 < third["vllm_kl/stale/k3"]
+    lines = load_trajectories(tmp_path / "verl_ext" / "cpu_megatron_sglang.trajectories.jsonl")
+    assert [line.step for line in lines] == [1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.no_step
