@@ -242,7 +242,9 @@ def _check_heads(shape: ModelShape, ranks: int, setting: str) -> None:
     """Checks the attention heads. If there are fewer key-value heads than ranks, they are copied evenly."""
     _divide(ranks, shape.heads, setting, f"the model's {shape.heads} attention heads")
     if not shape.mla and shape.kv_heads % ranks and ranks % shape.kv_heads:
-        raise ConfigError(f"{setting} must divide the model's {shape.kv_heads} key-value heads or be a multiple of them")
+        raise ConfigError(
+            f"{setting} must divide the model's {shape.kv_heads} key-value heads or be a multiple of them"
+        )
 
 
 def _divide(divisor: int, number: int, setting: str, what: str) -> None:
