@@ -88,7 +88,7 @@ def variants(found: Row) -> str:
 
 
 def ablations(grids: list[Row]) -> str:
-    """Returns a row for each grid, and a column for each variant: the mean final reward, and how many runs collapsed."""
+    """Returns a row for each grid, and a column for each variant: the mean final reward, and how many collapsed."""
     names = [variant["name"] for variant in grids[0]["variants"]]
     names.sort(key=lambda name: (name != "exact", name != "none"))
     rows = [["", *names]]

@@ -71,7 +71,7 @@ def quick_start() -> ModuleType:
 
 
 def make_assets(out: Path, force: bool = False) -> list[Path]:
-    """Writes `model/`, without a warm-up, `train.parquet` and `val.parquet` under `out`; returns the ones written now."""
+    """Writes `model/` (not warmed up), `train.parquet` and `val.parquet` under `out`; returns those written now."""
     return quick_start().make_assets(out, force, warm=0)
 
 
