@@ -175,9 +175,7 @@ def main() -> None:
     parser.add_argument("--whole-up-to", type=int, default=64, help="million tokens (default: %(default)s)")
     parser.add_argument("--stored", type=int, default=2048, help="trajectories (default: %(default)s)")
     parser.add_argument("--units", type=int, default=2, help="storage units of TransferQueue (default: %(default)s)")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="per size up to 64 million (default: %(default)s)"
-    )
+    parser.add_argument("--repeats", type=int, default=3, help="per size up to 64 million (default: %(default)s)")
     parser.add_argument("--filters", action="store_true", help="filter the batch too")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.millions.split(",")]
