@@ -40,7 +40,7 @@ LENGTH, GROUP = 32_768, 16  # response tokens of a trajectory; trajectories of a
 LAYERS = 48
 AT_A_TIME = 16  # trajectories put at once
 NEVER = 2**62
-TOKENIZER = SimpleNamespace(eos_token_id=1, decode=str, encode=str)  # of which these filters read the end token
+TOKENIZER = SimpleNamespace(eos_token_id=1, decode=str, encode=str)  # these filters read only the end token
 
 
 class Copies:

@@ -405,7 +405,7 @@ def write_model(folder: Path) -> None:
 
 
 def marked_tests() -> dict[tuple[str, str], list[str]]:
-    """Returns (name of a row, engine) -> the tests whose mark has them."""
+    """Returns (name of a row, engine) -> the tests whose mark names both."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         text = file.read_text(encoding="utf-8")

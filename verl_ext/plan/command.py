@@ -26,8 +26,8 @@ def add_plan_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="estimate memory, step time and the plugin's cost of a run",
-        description="Estimate a run's memory per GPU in the update and in the rollout with its largest part, rough "
-        "shares of a step's time, and the cost of the plugin's features at this size. It computes from "
+        description="Estimate a run's memory per GPU in the update and in the rollout, with the largest part; rough "
+        "shares of a step's time; and the cost of the plugin's features at this size. It computes from "
         "the config only and starts nothing.",
         epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 if "
         "it fits, 1 if it does not, 2 if it cannot be planned.",
