@@ -263,7 +263,7 @@ class Quantized(Regime):
 class BFloat16(Regime):
     """Weights and arithmetic of the rollout are bfloat16, those of the training engine float32."""
 
-    stands_for: ClassVar[str] = "two engines of different kernels and precision"
+    stands_for: ClassVar[str] = "two engines with different kernels and precision"
 
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, dtype=torch.bfloat16)

@@ -26,10 +26,10 @@ EXACT, NONE = "exact", "none"  # variants: the rollout without a gap, and no met
 REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
 FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
 
-WINDOW = 20  # steps of a level
+WINDOW = 20  # a level is the mean reward over this many steps
 COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
-START, BEFORE, AHEAD = 5, 10, 10  # steps: for k3 at the start; for k3 before the collapse, and from there to it
-FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below or a k3 above is a warning
+START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and between these and it
+FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below FEW_STEPS, or k3 above LARGE_K3, is a warning
 FEW, SMOOTH = 5, 10  # readings of k3 whose mean must pass LARGE_K3; steps of the stretches that are compared
 COVERAGE = 0.95  # coverage of intervals over the seeds
 
@@ -44,17 +44,17 @@ class Summary:
         final: `last`, if the run trained to its end; None if the guard stopped it early.
         collapsed: the step, or None.
         stopped: the last step of a run that the guard stopped early, or None.
-        k3_start, k3_before: mean over the first steps, and shortly before the collapse, or at the end without one.
+        k3_start, k3_before: mean k3 over the first steps, and shortly before the collapse, or at the end without one.
         dropped: mean share of tokens that the correction drops.
         dropped_with_k3: Spearman's rank correlation of this share with k3, over stretches of SMOOTH steps: 1 if a mask
             drops more for a larger gap, below 0 if it drops less.
         grad_norm_median, grad_norm_max: over the run.
         warned: the first step with a warning.
-        warning: steps from there to the one at which the reward began to fall; negative if it came late. None
-            without a collapse, or without a warning.
-        foretold: steps from the first forecast below FEW_STEPS to the one at which the mean of FEW readings of k3
-            passed LARGE_K3; 0 or negative if it came no earlier. None if either did not happen.
-        skipped: updates refused.
+        warning: steps from `warned` to the step at which the reward began to fall; negative if the warning came late.
+            None without a collapse, or without a warning.
+        foretold: steps from the first forecast below FEW_STEPS to the step at which the mean of FEW readings of k3
+            passed LARGE_K3; 0 or negative if the forecast came no earlier. None if either did not happen.
+        skipped: number of refused updates.
     """
 
     steps: int

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 RESULTS = "results.json"
-NAME, DIFFERENCE = 14, 12  # columns of the terminal; with the others and one between each two, 80
+NAME, DIFFERENCE = 14, 12  # widths of columns; all columns of a narrow terminal, one blank between them, take 80
 SIGNED = "+.2f"  # the format of differences
 STYLES = {"better": "green", "worse": "red", "": ""}
 LEGEND = (

@@ -80,7 +80,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
     wait in TransferQueue and in vLLM."""
     lines = {}
     if usage.undoes:
-        weights, _, optimizer = _state(sizes)  # which workers/undo.py copies
+        weights, _, optimizer = _state(sizes)  # workers/undo.py copies these
         lines[UNDO] = (weights + optimizer) * sizes.per_node
     if usage.versions:
         lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
