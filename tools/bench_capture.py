@@ -4,14 +4,14 @@ it.
     python tools/bench_capture.py [--tokens 4096] [--layers 8] [--hidden 512] [--experts 64] [--repeats 9] [--threads 2]
 
 A randomly initialised Qwen3-MoE of transformers runs packed sequences, and the entropies and log-probabilities of its
-tokens are computed, as verl's FSDP engine does in compute_log_prob; `with` adds the FSDP adapter's hooks, the top-k's
+tokens are computed, as verl's FSDP engine does in compute_log_prob. `with` adds the FSDP adapter's hooks, the top-k's
 margins, the comparison with a rollout's routing, and the sums; `replay (R3)` forces the rollout's experts as well. The
-rollout's routing is the model's own with one expert in a hundred replaced. One model serves all three, and passes
-alternate; the ratio is that of the medians, of wall-clock time and of the processors' time, which other work on the
+rollout's routing is the model's own with one expert in a hundred replaced. All three use one model, and passes
+alternate. The ratios are those of the medians of wall-clock time, and of the processors' time, which other work on the
 machine disturbs less.
 
-The smaller the model, the larger the share of the hooks: the share of a layer's capture falls with hidden and expert
-size, on which it does not depend.
+The smaller the model, the larger the share of the hooks: the cost of a layer's capture does not depend on hidden and
+expert size, so its share falls with them.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Engine:
 
 
 def attach(engine: Any) -> FsdpRouting:
-    """The adapter, its hooks on the engine's routers; `mode` says what it does, R2 or R3 where a batch asks for it."""
+    """Returns the adapter with its hooks on the engine's routers; `mode` is R2 or R3, for a batch that asks for it."""
     replay = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
     adapter = FsdpRouting(SimpleNamespace(engine_config=replay))  # type: ignore[arg-type]
     adapter.prepare(engine)
@@ -65,7 +65,8 @@ def attach(engine: Any) -> FsdpRouting:
 
 
 def make_batch(tokens: int, vocabulary: int, device: str, **settings: Any) -> TensorDict:
-    """Random sequences of PROMPT + RESPONSE tokens, with all that verl's engine reads of a micro-batch."""
+    """Returns random sequences of PROMPT + RESPONSE tokens, with all fields that verl's engine reads of a
+    micro-batch."""
     count, length = tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
     generator = torch.Generator().manual_seed(1)
     rows = torch.randint(vocabulary, (count, length), generator=generator).to(device)
@@ -92,10 +93,11 @@ def make_batch(tokens: int, vocabulary: int, device: str, **settings: Any) -> Te
 
 @torch.no_grad()
 def rollout_routes(adapter: FsdpRouting, engine: Any, data: TensorDict) -> torch.Tensor:
-    """The experts that the model chooses, one in a hundred replaced by the next that is not among its token's.
+    """Returns the experts that the model chooses, with one in a hundred replaced by the next one that its token does
+    not use.
 
     Args:
-        data: of `make_batch` with enable_routing_replay=True.
+        data: a batch of `make_batch` with enable_routing_replay=True.
     """
     adapter.mode, before = "R2", adapter.mode
     _, output = engine.forward_step(data, loss_function=None, forward_only=True)
@@ -103,7 +105,7 @@ def rollout_routes(adapter: FsdpRouting, engine: Any, data: TensorDict) -> torch
     routes = output["model_output"]["old_routed_experts"]
     ids = routes.values().long()
     other = (ids.amax(-1) + 1) % adapter.experts
-    other += (other.unsqueeze(-1) == ids).any(-1) * adapter.experts  # none such: left as it is
+    other += (other.unsqueeze(-1) == ids).any(-1) * adapter.experts  # if there is none, the id stays
     replace = (torch.rand(other.shape, device=ids.device) < adapter.top_k / 100) & (other < adapter.experts)
     ids[..., 0] = torch.where(replace, other, ids[..., 0])
     return torch.nested.nested_tensor_from_jagged(ids.to(torch.uint8), routes.offsets())
@@ -128,7 +130,7 @@ def qwen3_moe(options: argparse.Namespace) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, in sequences of 512")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a micro-batch, in sequences of 512")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=64)
@@ -150,7 +152,7 @@ def main() -> None:
     for name, replays in (("with", False), ("replay (R3)", True)):
         batches[name] = make_batch(*sizes, enable_routing_replay=replays)
         batches[name]["routed_experts"] = routes
-    adapter.mode = "R3"  # for the batch that says so
+    adapter.mode = "R3"  # for the batch that asks for it
     wall: dict[str, list[float]] = {name: [] for name in batches}
     processor: dict[str, list[float]] = {name: [] for name in batches}
     with torch.no_grad():

@@ -1,14 +1,14 @@
-"""Measures what a batch costs the controller, by its size: time, and memory of this process, with and without blocks.
+"""Measures what a batch costs the controller, by its size: time and memory of this process, with and without blocks.
 
     python tools/bench_controller.py [--millions 1,4,16,64,128,256,512] [--whole-up-to 64] [--filters]
 
-Through Ray, TransferQueue and the training step's own code: trajectories of 32,768 response tokens with
+It uses Ray, TransferQueue and the training step's own code. Trajectories of 32,768 response tokens with
 log-probabilities of both engines, entropy, router agreement, rewards and advantages are measured, weighed by IcePop,
 judged, split by the sign of the advantage, and, with --filters, filtered. A batch is taken in blocks of
-`queue.BLOCK_TOKENS` tokens; besides, up to --whole-up-to million tokens, at once. verl's own reading of the batch is
-left out: it pads it whole.
+`queue.BLOCK_TOKENS` tokens; batches up to --whole-up-to million tokens also at once. verl's own reading of the batch is
+left out: it pads the whole batch.
 
-TransferQueue holds --stored trajectories; a larger batch has each of them several times, under keys of its own.
+TransferQueue holds --stored trajectories; a larger batch has each of them several times, under different keys.
 """
 
 import argparse
@@ -40,11 +40,11 @@ LENGTH, GROUP = 32_768, 16  # response tokens of a trajectory; trajectories of a
 LAYERS = 48
 AT_A_TIME = 16  # trajectories put at once
 NEVER = 2**62
-TOKENIZER = SimpleNamespace(eos_token_id=1, decode=str, encode=str)  # of which these filters read the end token
+TOKENIZER = SimpleNamespace(eos_token_id=1, decode=str, encode=str)  # these filters read only the end token
 
 
 class Copies:
-    """TransferQueue, in which a trajectory is what is stored under its number modulo `stored`."""
+    """A TransferQueue that returns for each trajectory the one stored under its number modulo `stored`."""
 
     def __init__(self, stored: int):
         self.stored = stored
@@ -60,7 +60,7 @@ class Copies:
         return TensorDict(fields, batch_size=len(keys))
 
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
-        if len(keys) <= self.stored:  # the write of more than is stored, at once, is left out
+        if len(keys) <= self.stored:  # a write of more trajectories than are stored is left out
             tq.kv_batch_put(keys=self._there(keys), partition_id=partition_id, fields=fields)
         return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id)
 
@@ -131,7 +131,7 @@ def run_of(filters: bool) -> StabilityRun:
 
 
 def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
-    """The step's metrics of a batch, judged and settled around advantages that are there already."""
+    """Returns the step's metrics of a batch, judged and settled with advantages that are there already."""
     metrics: dict[str, float] = {}
     run.guard.begin(run.guard.step + 1)
     run.measure(batch, metrics, TOKENIZER)
@@ -141,7 +141,7 @@ def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
 
 
 def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
-    """Seconds, bytes added at the peak, and metrics."""
+    """Returns seconds, bytes added at the peak, and metrics."""
     queue.BLOCK_TOKENS = at_once
     tags = [{"response_len": LENGTH}] * trajectories
     batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
@@ -157,7 +157,7 @@ def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float,
 
 
 def of_size(run: StabilityRun, size: int, at_once: int, repeats: int) -> tuple[float, int, int]:
-    """Seconds, median; bytes added, and bytes in all, at the peak."""
+    """Returns the median of the seconds, and the bytes added and in total, at the peak."""
     found, resident = [], 0
     for _ in range(repeats if size <= 64 else 1):
         found.append(measured(run, size * 2**20 // LENGTH, at_once)[:2])
@@ -171,11 +171,11 @@ def of_size(run: StabilityRun, size: int, at_once: int, repeats: int) -> tuple[f
 def main() -> None:
     logging.disable(logging.WARNING)  # TransferQueue's, at each call on fewer than eight cores
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", default="1,4,16,64,128,256,512", help="of tokens (default: %(default)s)")
+    parser.add_argument("--millions", default="1,4,16,64,128,256,512", help="million tokens (default: %(default)s)")
     parser.add_argument("--whole-up-to", type=int, default=64, help="million tokens (default: %(default)s)")
     parser.add_argument("--stored", type=int, default=2048, help="trajectories (default: %(default)s)")
     parser.add_argument("--units", type=int, default=2, help="storage units of TransferQueue (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of sizes up to 64 million (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="per size up to 64 million (default: %(default)s)")
     parser.add_argument("--filters", action="store_true", help="filter the batch too")
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.millions.split(",")]
@@ -190,7 +190,7 @@ def main() -> None:
         run, block = run_of(arguments.filters), queue.BLOCK_TOKENS
         measured(run, min(32, stored), block)  # first allocations
         whole = [size for size in sizes if size <= arguments.whole_up_to]
-        # All of them in blocks first: what a batch at once has taken, the process does not give back.
+        # All of them in blocks first: the process does not give back the memory that a batch at once takes.
         ours = {size: of_size(run, size, block, arguments.repeats) for size in sizes}
         others = {size: of_size(run, size, NEVER, arguments.repeats) for size in whole}
         columns = ("tokens, M", "trajectories", "s", "ns per token", "MB added", "MB in all")

@@ -1,20 +1,20 @@
-"""Measures the cost of IcePop with a sequence mask and all its metrics: verl's rollout correction and ours, on the same
+"""Measures the cost of IcePop with a sequence mask and all metrics: verl's rollout correction and ours, on the same
 tensors.
 
     python tools/bench_correction.py [--sizes 64x512 4096x8192] [--threads 1] [--repeats 7] [--device cpu]
 
 verl: `compute_rollout_correction_and_rejection_mask` on a padded batch. Ours: `measure` with `icepop` and `geo_mask`,
-on the padded batch and on the packed tokens; without the breakdown, which verl has not, and with it. Both read the
-same float32 log-probabilities and int64 mask, as in verl's batch (our cast to bool is timed with the rest);
-trajectories have 14 to 100 % of the longest one's tokens. Runs alternate, so that a machine that slows down favours
+on the padded batch and on the packed tokens; with the breakdown, which verl does not have, and without it. Both read
+the same float32 log-probabilities and int64 mask, as in verl's batch (our cast to bool is timed with the rest).
+Trajectories have 14 to 100 % of the longest one's tokens. Runs alternate, so that a machine that slows down favours
 none.
 
 ratio: median of verl's time over ours. x copy: our median over that of one `copy_` of the valid tokens' float32, the
-bound of anything that reads and writes each token once. memory: the most a call adds, in streams of 4 bytes a padded
-element, outputs included: in a process of its own, the peak resident set (VmHWM, reset just before) less the resident
-set before, with an allocator that returns freed tensors at once; on a GPU, from torch's own counter.
-On a GPU, times are CUDA events', and "of peak" is 13 bytes a token (two log-probabilities and a mask in, a weight out)
-over the time, against --peak-gb-s.
+bound of anything that reads and writes each token once. memory: the most that a call adds, with its outputs, in streams
+of 4 bytes per padded element. On a CPU, it is the peak resident set (VmHWM, reset just before) minus the resident set
+before, in a process of its own, with an allocator that returns freed tensors at once; on a GPU, it is from torch's own
+counter. On a GPU, times are from CUDA events, and "of peak" is 13 bytes per token (two log-probabilities and a mask in,
+a weight out) over the time, as a share of --peak-gb-s.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Batch:
         return Tokens(self.packed_infer, self.packed_old, self.packed_mask.bool(), self.offsets)
 
     def verl(self) -> tuple[Any, torch.Tensor, dict[str, float]]:
-        # Here, for an environment without verl has the other calls.
+        # Imported here, because an environment without verl has the other calls.
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
         return compute_rollout_correction_and_rejection_mask(
@@ -79,7 +79,7 @@ class Batch:
         )
 
     def eager(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, dict[str, float]]:
-        """The weights and the metrics of `vllm_kl/*` as one writes the formulas down, a tensor for every term."""
+        """Returns the weights and the metrics of `vllm_kl/*` by the plain formulas, with a tensor for every term."""
         mask, infer, old = self.mask.bool(), self.infer.to(dtype), self.old.to(dtype)
         x = torch.where(mask, old - infer, 0.0)
         count, lengths = mask.sum(), mask.sum(1).clamp(min=1)
@@ -115,7 +115,7 @@ class Batch:
         }
 
     def differing(self) -> int:
-        """Tokens that verl and we weigh differently, beyond float32."""
+        """Returns the number of tokens that verl and we weigh differently, beyond float32."""
         weights, kept, _ = self.verl()
         theirs = weights.batch["rollout_is_weights"] * kept
         ours = measure(self.padded(), CORRECTIONS, breakdown=False).weight.view_as(theirs)
@@ -143,7 +143,7 @@ def memory(size: str, name: str, arguments: argparse.Namespace) -> float:
 
 
 def available() -> int:
-    """Bytes of memory that can be taken without swapping."""
+    """Returns the bytes of memory that can be taken without swapping."""
     return kibibytes(Path("/proc/meminfo"), "MemAvailable") * 1024
 
 
@@ -179,7 +179,7 @@ def bench(size: str, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="trajectories x tokens (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each (default: %(default)s)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(

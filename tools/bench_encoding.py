@@ -1,16 +1,16 @@
-"""Would expert ids travel faster encoded? Seconds that a GB of ids takes to encode and decode, and saves on its way.
+"""Measures the seconds that a GB of expert ids takes to encode and decode, and those that it would save on its way.
 
     python tools/bench_encoding.py [--megabytes 64] [--repeats 5]
 
-Ids of 128 experts, top-8, a byte each, as vLLM returns them, with numpy on one core:
+The ids are of 128 experts, top-8, a byte each, as vLLM returns them. numpy encodes them on one core:
 
 - 7 bits: the eight ids of a token and layer in seven bytes.
-- set: the rank of the set among all of 8 of 128 (the combinatorial number system), 41 bits, in six bytes. What order
-  the ids had is lost, which agreement does not need and replay's weights do not either.
-- zlib at its fastest, the named alternative: what a library does without knowing what it packs.
+- set: the rank of the set among all of 8 of 128 (the combinatorial number system), 41 bits, in six bytes. The order of
+  the ids is lost, which neither agreement nor replay's weights need.
+- zlib at its fastest, for comparison: a library that does not know what it packs.
 
-What comes back is compared with what was sent. An encoding pays where a GB saves more seconds at the rates of
-`verl_ext/plan/costs.py` (one client writes it, one reads it) than both directions of it take.
+The decoded ids are compared with the original ones. An encoding pays if a GB saves more seconds at the rates of
+`verl_ext/plan/costs.py` (one client writes it, one reads it) than encoding and decoding take.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Rows = np.ndarray
 
 
 def made(sets: int) -> Rows:
-    """[sets, 8] uint8, eight different experts each."""
+    """Returns [sets, 8] uint8, eight different experts each."""
     dice = np.random.default_rng(0)
     scores = dice.random((sets, EXPERTS), dtype=np.float32)
     return np.argpartition(scores, TOP_K, axis=1)[:, :TOP_K].astype(np.uint8)
@@ -72,7 +72,7 @@ def unpack_set(packed: Rows) -> Rows:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=64, help="of ids (default: %(default)s)")
+    parser.add_argument("--megabytes", type=int, default=64, help="megabytes of ids (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     arguments = parser.parse_args()
     ids = made(arguments.megabytes * 10**6 // TOP_K)
@@ -83,13 +83,13 @@ def main() -> None:
     codes["set"] = lambda: pack_set(ids), lambda: unpack_set(ranked), ranked.nbytes
     codes["zlib"] = lambda: zlib.compress(ids.tobytes(), 1), lambda: zlib.decompress(squeezed), len(squeezed)
     a_gb = 1 / costs.CLIENT_PUT + 1 / costs.CLIENT_GET
-    print(f"{'':10}{'size':>8}{'encode, s a GB':>18}{'decode, s a GB':>18}{'saves, s a GB':>18}")
+    print(f"{'':10}{'size':>8}{'encode, s per GB':>18}{'decode, s per GB':>18}{'saves, s per GB':>18}")
     for name, (encode, decode, size) in codes.items():
         times = alternating({"encode": encode, "decode": decode}, arguments.repeats)
         spent = [statistics.median(times[way]) / ids.nbytes * 1e9 for way in ("encode", "decode")]
         saved = a_gb * (1 - size / ids.nbytes)
         print(f"{name:10}{size / ids.nbytes:>8.2f}{spent[0]:>18.2f}{spent[1]:>18.2f}{saved:>18.2f}")
-    print(f"\na GB as it is: {a_gb:.2f} s, written by one client and read by one")
+    print(f"\na GB without encoding: {a_gb:.2f} s, written by one client and read by one")
 
 
 if __name__ == "__main__":

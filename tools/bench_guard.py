@@ -1,9 +1,9 @@
-"""Measures the guard's cost per step: its judgement against the measurement of the batch that it judges by.
+"""Measures the guard's cost per step: its judgement, compared with the measurement of the batch that it judges by.
 
     python tools/bench_guard.py [--trajectories 256] [--length 2048] [--rules 12] [--repeats 20]
 
 Times one step of the guard (forecasts over full windows, RULES rules of which half are adaptive, one event written) and
-`measure` on the batch, alternating. With --step SECONDS, the share of a training step of that length.
+`measure` on the batch, alternating. With --step SECONDS, it also prints the share of a training step of that length.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main() -> None:
             measured.append(seconds(lambda: measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}})))
         log.close()
     ours, other = statistics.median(judged), statistics.median(measured)
-    print(f"guard, {arguments.rules} rules: {1e3 * ours:.2f} ms a step")
+    print(f"guard, {arguments.rules} rules: {1e3 * ours:.2f} ms per step")
     print(f"measure, {len(tokens.mask):,} tokens: {1e3 * other:.2f} ms; the guard is {ours / other:.3f} of it")
     if arguments.step:
         print(f"of a step of {arguments.step:g} s: {ours / arguments.step:.2%}")

@@ -3,14 +3,14 @@
     python tools/bench_head.py rollout [--prompts 64] [--tokens 32] [--hidden 64] [--vocabulary 4096] [--repeats 5]
     python tools/bench_head.py read [--rows 512] [--vocabulary 32768] [--repeats 7] [--threads 2] [--device cuda]
 
-`rollout`: vLLM's engine generates for the same prompts as verl asks it (logprobs=0), with heads as this package asks
-(flat, without text), and with the same number as vLLM returns them otherwise, a dictionary a token. Ratios are of
-medians, to the first. A model this small shows the most that heads can cost: a large one takes as long for them, and
-longer for the rest.
+`rollout`: vLLM's engine generates for the same prompts in three ways: as verl asks (logprobs=0); with heads, as this
+package asks (flat, without text); and with as many log-probabilities in vLLM's own form, a dictionary per token. Ratios
+are of medians, to the first way. A model this small shows the most that heads can cost: a large one takes as long for
+them, and longer for the rest.
 
-`read`: log-probabilities of the sampled token and of K more from logits [rows, vocabulary], forward and backward,
-against verl's `logprobs_from_logits` of only the sampled token, and against log_softmax and gather; time, and memory
-that is added to that of the logits.
+`read`: log-probabilities of the sampled token and of K more from logits [rows, vocabulary], forward and backward. They
+are compared with verl's `logprobs_from_logits` of only the sampled token, and with log_softmax and gather, in time and
+in the memory that is added to that of the logits.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
     print(f"{arguments.prompts} prompts x {arguments.tokens} tokens, vocabulary {arguments.vocabulary}")
     for name, spent in times.items():
         more = (spent - first) / tokens * 1e6
-        print(f"{name:28s} {spent:7.3f} s   ratio {spent / first:5.2f}   {more:+7.1f} us a token")
+        print(f"{name:28s} {spent:7.3f} s   ratio {spent / first:5.2f}   {more:+7.1f} us per token")
 
 
 def bench_read(arguments: argparse.Namespace) -> None:

@@ -27,14 +27,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="interpreters of each kind (default: %(default)s)")
     rounds = parser.parse_args().rounds
-    kinds = {"verl alone": ("none", None), "with verl_ext": ("verl_ext", None), "... on CPU cores": ("verl_ext", "cpu")}
+    kinds = {"only verl": ("none", None), "with verl_ext": ("verl_ext", None), "... on CPU cores": ("verl_ext", "cpu")}
     times: dict[str, list[float]] = {name: [] for name in kinds}
     for index in range(rounds + 1):
         for name, kind in kinds.items():
             elapsed = seconds(*kind)
             if index:  # the first round warms the disk's cache
                 times[name].append(elapsed)
-    base = statistics.median(times["verl alone"])
+    base = statistics.median(times["only verl"])
     for name, values in times.items():
         median = statistics.median(values)
         print(f"{name:<18}{median:7.3f} s   {median - base:+.3f} s   ratio {median / base:.3f}")

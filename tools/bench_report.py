@@ -1,9 +1,9 @@
-"""Times `verl-ext report` on a long run: the whole command, against pandas that only reads the same file.
+"""Times `verl-ext report` on a long run: the whole command, compared with pandas, which only reads the same file.
 
     python tools/bench_report.py [--steps 10000] [--metrics 500] [--repeats 3]
 
 The run has every metric that a figure draws, 48 layers of router agreement, a mark of the guard in every 50th step, and
-others up to the number. Each repeat starts both in new processes, one after the other.
+other metrics up to the requested number. Each repeat starts both in new processes, one after the other.
 """
 
 import argparse
@@ -33,7 +33,7 @@ DRAWN = (
 
 
 def write_run(file: Path, steps: int, metrics: int) -> None:
-    """Values are noise about a level of their own; k3 grows slowly."""
+    """Writes a run whose values are noise; k3 grows slowly."""
     names = [*DRAWN, *(f"other/metric_{i:03d}" for i in range(metrics - len(DRAWN) - 1))][: metrics - 1]
     draw = random.Random(0)
     with file.open("w") as out:
@@ -64,8 +64,8 @@ def main() -> None:
         commands = {
             "verl-ext report": verl_ext,
             "  without PNG files": [*verl_ext, "--no-pictures"],
-            "  text alone": [*verl_ext, "--no-page"],
-            "pandas.read_json alone": [sys.executable, "-c", PANDAS, str(file)],
+            "  only text": [*verl_ext, "--no-page"],
+            "only pandas.read_json": [sys.executable, "-c", PANDAS, str(file)],
         }
         times: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(arguments.repeats):
@@ -74,7 +74,7 @@ def main() -> None:
         page = (out / "report.html").stat().st_size
     for name, taken in times.items():
         print(f"{name:24} {statistics.median(taken):6.2f} s (best {min(taken):.2f})")
-    ratio = statistics.median(times["verl-ext report"]) / statistics.median(times["pandas.read_json alone"])
+    ratio = statistics.median(times["verl-ext report"]) / statistics.median(times["only pandas.read_json"])
     print(f"the report takes {ratio:.1f} times what pandas takes to read; the page has {page / 1e6:.1f} MB")
 
 

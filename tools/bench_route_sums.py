@@ -1,8 +1,8 @@
 """Measures how long the checksum of a trajectory's routes takes: python tools/bench_route_sums.py [--tokens N]
 [--repeats N]
 
-On one core, for 48 layers and top-8 of 128 experts, as vLLM returns them (uint8) and as verl carries them (int16): in
-the server and in the agent loop's process (from numpy), and in a worker (from a tensor).
+It runs on one core, for 48 layers and top-8 of 128 experts, as vLLM returns them (uint8) and as verl carries them
+(int16): in the server and in the agent loop's process (from numpy), and in a worker (from a tensor).
 """
 
 import argparse
@@ -30,7 +30,7 @@ def milliseconds(function, repeats: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32_768, help="of a trajectory (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=32_768, help="tokens of a trajectory (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="default: %(default)s")
     given = parser.parse_args()
     torch.set_num_threads(1)

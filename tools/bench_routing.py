@@ -2,21 +2,21 @@
 
     python tools/bench_routing.py [--sizes 16384x48x128x8] [--threads 2] [--repeats 7] [--devices cpu]
 
-A size is tokens x layers x experts x top-k. Ids are uint8 up to 256 experts, else int16; the second engine's sets have
-about 1 % of their ids replaced, and have the order of the first one's: both sort by score. "reversed" is the worst
-case of `blockwise_overlap`, which finds sets that are equal in order too: the second engine's ids have the reverse
-order.
+A size is tokens x layers x experts x top-k. Ids are uint8 up to 256 experts, else int16. In the second engine's sets,
+about 1 % of the ids are replaced. They have the order of the first engine's, because both sort by score. "reversed" is
+the worst case of `blockwise_overlap`, which looks for sets that are equal in order too: the second engine's ids have
+the reverse order.
 
-plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens where its temporaries would
-not fit half of the free memory. one id at a time: K comparisons of [tokens, layers, K], what we had before. ours:
+plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens if its temporaries do not fit
+half of the free memory. one id at a time: K comparisons of [tokens, layers, K], an earlier version of ours. ours:
 `blockwise_overlap`, plain torch on any device; on a GPU also `fused_overlap`, the Triton kernel. All results are
 checked to be equal before anything is timed. Calls alternate, so that a machine that slows down favours none. "refused
-rows" is no comparison but what looks at each id of the rollout before one (core/routing.py).
+rows" is not a comparison, but the check of each id of the rollout before it (core/routing.py).
 
 ratio: median of the plain comparison over this one's. x copy: this one's median over that of one `copy_` of an id
-tensor. memory: the most a call adds, in MB, its result (a byte a token and layer) included: on a CPU the peak resident
-set (VmHWM, reset just before) less the resident set before, in a process of its own, with an allocator that returns
-freed tensors at once; on a GPU from torch's own counter.
+tensor. memory: the most that a call adds, in MB, with its result (a byte per token and layer). On a CPU, it is the peak
+resident set (VmHWM, reset just before) minus the resident set before, in a process of its own, with an allocator that
+returns freed tensors at once; on a GPU, it is from torch's own counter.
 """
 
 import argparse
@@ -40,10 +40,13 @@ TRAJECTORY = 4096  # tokens
 
 
 def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
-    """[tokens, layers, top-k] ids of two engines: runs of a fixed random order of the experts, from random starts."""
+    """Returns [tokens, layers, top-k] ids of two engines: runs of one random order of the experts, with random
+    starts."""
     N, L, E, K = map(int, size.split("x"))
     if 2 * K > E:
-        raise SystemExit(f"{size}: top-k must be at most half of the experts, for ids are replaced by ids half-way on")
+        raise SystemExit(
+            f"{size}: top-k must be at most half of the experts, because ids are replaced by ids half-way on"
+        )
     generator = torch.Generator().manual_seed(0)
     experts = torch.randperm(E, generator=generator).to(torch.uint8 if E <= 256 else torch.int16)
     place = torch.randint(E, (min(N, TILE), L, 1), generator=generator) + torch.arange(K)
@@ -55,7 +58,7 @@ def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
 
 
 def available(device: str) -> int:
-    """Bytes of memory that can be taken."""
+    """Returns the bytes of memory that can be taken."""
     if device != "cpu":
         return torch.cuda.mem_get_info()[0]
     line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
@@ -82,7 +85,7 @@ def one_id_at_a_time(train: Tensor, infer: Tensor) -> Tensor:
 def overlap_calls(
     train: Tensor, infer: Tensor, device: str, *, interpreted: bool = False
 ) -> dict[str, Callable[[], Tensor]]:
-    """Every way to the same result, the plain one first; the Triton kernel on a CPU too where it is interpreted."""
+    """Returns every way to the same result, the plain one first; on a CPU, the Triton kernel only if interpreted."""
     _, L, K = train.shape
     reverse = infer.flip(-1)
     tokens = available(device) // 2 // (L * (K * K + K + 2 * 8))  # bools of both comparisons, int64 sums and result
@@ -100,7 +103,7 @@ def overlap_calls(
 
 
 def print_memory(size: str, name: str, device: str) -> None:
-    """The bytes that one call adds at its peak; the whole output of a process of its own."""
+    """Prints the bytes that one call adds at its peak; it is the whole output of a process of its own."""
     warm_up = random_sets("64x" + size.split("x", 1)[1], device)
     overlap_calls(*warm_up, device)[name]()  # whatever is set up once
     call = overlap_calls(*random_sets(size, device), device)[name]
@@ -108,7 +111,7 @@ def print_memory(size: str, name: str, device: str) -> None:
 
 
 def memory(size: str, name: str, device: str, threads: int) -> float:
-    """Megabytes."""
+    """Returns the megabytes that one call adds, measured in a process of its own."""
     options = ["--sizes", size, "--threads", str(threads), "--devices", device, "--memory-of", name]
     done = subprocess.run(
         [sys.executable, __file__, *options],
@@ -140,7 +143,7 @@ def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None
     median = {name: statistics.median(spent) for name, spent in times.items()}
     print(
         f"\n{size}, {str(train.dtype).removeprefix('torch.')}, {device}: {N * L * K / 1e6:,.1f} million ids, "
-        f"{train.nbytes / 1e6:,.1f} MB a tensor, {N * L / 1e6:,.1f} MB of result; all results equal"
+        f"{train.nbytes / 1e6:,.1f} MB per tensor, {N * L / 1e6:,.1f} MB of result; all results equal"
     )
     print(f"{'':<18}{'median, ms':>12}{'best, ms':>12}{'ratio':>9}{'x copy':>9}{'memory':>9}")
     for name in calls:
@@ -154,7 +157,7 @@ def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="TOKENSxLAYERSxEXPERTSxTOPK (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="of torch (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each (default: %(default)s)")
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--devices", nargs="+", default=devices, help="(default: those here, %(default)s)")

@@ -2,13 +2,13 @@
 
     python tools/bench_step.py [--steps 60] [--rounds 3]
 
-Needs the environment of tools/setup_cpu.sh. Both runs of a round are there at once and take their steps in turn, the
-processes of the other stopped meanwhile, so that a machine that slows down slows both. The learning rate is 0 and all
-responses are as long, so that every step has the same work. Processes are forked from one that has imported what they
-need, as in the quick start: imports are no part of a step.
-Prints the mean time of a step and of its stages, and the ratio on / off with its 95 % bootstrap interval, for which
-rounds are drawn first and then their pairs of steps: those of one round are more alike than those of two. Means, since
-neighbouring steps are slowed down together, which a ratio of medians would not know.
+Needs the environment of tools/setup_cpu.sh. Both runs of a round start together and take their steps in turn; meanwhile
+the processes of the other run are stopped. So a machine that slows down slows both. The learning rate is 0 and all
+responses have the same length, so that every step has the same work. As in the quick start, processes are forked from
+one that has imported what they need: imports are not part of a step.
+It prints the mean time of a step and of its stages, and the ratio on / off with its 95 % bootstrap interval. The
+bootstrap draws rounds first and then their pairs of steps, because those of one round are more alike than those of two.
+It uses means, because neighbouring steps are slowed down together, which a ratio of medians would miss.
 """
 
 import argparse
@@ -74,10 +74,10 @@ class Run:
             self._process = subprocess.Popen(command, cwd=REPO, env=environment, stdout=log, stderr=log)
 
     def wait_for_step(self) -> None:
-        """Until it is about to begin one.
+        """Waits until the run is about to begin a step.
 
         Raises:
-            RuntimeError: it has ended; with the end of what it said.
+            RuntimeError: it has ended; the text has the end of its log.
         """
         while not select.select([self._asked], [], [], 1.0)[0]:
             if self._process.poll() is not None:
@@ -97,7 +97,7 @@ class Run:
                 process.suspend()
 
     def steps(self) -> list[Step]:
-        """All that it took."""
+        """Returns all steps that it took."""
         rows = [json.loads(line)["data"] for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         for row in rows:
             row["timing_s/step"] -= row["timing_s/turn"]
@@ -122,7 +122,7 @@ class Run:
 
 def measure(steps: int, folder: Path, *, on_first: bool) -> list[Pair]:
     """Measures `steps` steps of both runs, after the warm-up."""
-    last = WARM_UP + steps + 1  # which is not measured: beside it, the other run comes to its end
+    last = WARM_UP + steps + 1  # not measured: during this step, the other run ends
     with Run(OFF, last, folder / "off") as off, Run(ON, last, folder / "on") as on:
         runs = (on, off) if on_first else (off, on)
         for run in runs:
@@ -139,19 +139,19 @@ def measure(steps: int, folder: Path, *, on_first: bool) -> list[Pair]:
 
 
 def seconds(measured: list[Pair], stage: str) -> tuple[float, float]:
-    """Means of off and on."""
+    """Returns the means of off and on."""
     off, on = (statistics.fmean(pair[side][stage] for pair in measured) for side in (0, 1))
     return off, on
 
 
 def ratio(measured: list[Pair], stage: str) -> float:
-    """mean(on) / mean(off)"""
+    """Returns mean(on) / mean(off)."""
     off, on = seconds(measured, stage)
     return on / off
 
 
 def interval(rounds: list[list[Pair]], stage: str, draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of the ratio."""
+    """Returns the 95 % bootstrap interval of the ratio."""
     source = random.Random(0)
 
     def drawn() -> list[Pair]:
@@ -163,10 +163,10 @@ def interval(rounds: list[list[Pair]], stage: str, draws: int = 2000) -> tuple[f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="measured steps a run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="measured steps per run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # not without ending the runs
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception, which ends the runs
     subprocess.run(
         [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/prefix_sums"], cwd=REPO, check=True
     )

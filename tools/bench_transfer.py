@@ -1,19 +1,19 @@
-"""Measures how fast TransferQueue carries expert ids, by storage units and by clients, and what the bytes alone cost.
+"""Measures how fast TransferQueue carries expert ids, by storage units and clients, and the cost of only the bytes.
 
     python tools/bench_transfer.py [--units 1 2 4 8] [--clients 1 2 4] [--megabytes 64] [--rounds 2] [--repeats 4]
 
-Starts Ray and the real TransferQueue with so many storage units. A client is a Ray actor, a process of its own: it puts
-trajectories one after another, as verl's agent loops do, and gets its whole share at once, as a training rank does:
-what another client put. Clients start together, at a moment that all of them get; the rate is the bytes of all of them
-over the time from then to the last one's end. What arrives is compared with what was sent. Units and clients come in a
-random order, anew in each round; a cell's first repeat in a round, into memory that no process has used, is left out.
-On a machine that is too slow for all rounds, the tables show what --minutes were enough for.
+It starts Ray and the real TransferQueue with N storage units. A client is a Ray actor, a process of its own. It puts
+trajectories one after another, as verl's agent loops do, and gets those of another client all at once, as a training
+rank does. All clients start at the same moment; the rate is the bytes of all clients over the time from then until the
+last one ends. The data that arrive are compared with those that were sent. Each round takes units and clients in a new
+random order. A cell's first repeat in a round, into memory that no process has used, is left out. If the machine is too
+slow for all rounds within --minutes, the tables show the finished ones.
 
-GB/s: median, least and most over all rounds. Beside it, by the same clients at the same time and without TransferQueue:
-a copy to other memory, pickle there and back, and the same bytes to Ray's object store and back as a copy. "x ray" is
-TransferQueue's rate over Ray's. CPU seconds a GB: what the threads of all clients, and of all units, have run (Linux's
-schedstat), which a process must spend however many cores there are. us a value: put and get of a batch of short rows by
-one client, over the number of its rows and fields: what a row costs however short it is.
+GB/s: median, least and most over all rounds. Next to it are the rates of the same clients without TransferQueue: a copy
+to other memory, pickle there and back, and the same bytes to Ray's object store and back as a copy. "x ray" is
+TransferQueue's rate over Ray's. CPU seconds per GB: the time that the threads of all clients, and of all units, have
+run (Linux's schedstat), which does not depend on the number of cores. us per value: the time in which one client puts
+and gets a batch of short rows, over the number of its rows and fields: the cost of a row, however short it is.
 """
 
 import argparse
@@ -47,12 +47,12 @@ SMALL_ROWS, SMALL_FIELDS, SMALL_TOKENS = 512, 6, 16
 
 @ray.remote(num_cpus=0)
 class Client:
-    """One process of many.
+    """A client of TransferQueue, in its own process.
 
     Args:
-        index: of this one.
-        size: of a trajectory, [tokens, layers, top-k].
-        count: trajectories.
+        index: the client's number.
+        size: the shape of a trajectory, [tokens, layers, top-k].
+        count: number of trajectories.
     """
 
     def __init__(self, index: int, size: tuple[int, ...], count: int, experts: int) -> None:
@@ -64,7 +64,7 @@ class Client:
         return [f"{repeat}_{index}_{row}" for row in range(self.count)]
 
     def run(self, what: str, start: float, repeat: str = "", source: int = 0) -> tuple[float, float]:
-        """(when it ended, CPU seconds) of `what` from `start` on; what it gets is that of the client `source`."""
+        """Returns (time of its end, CPU seconds) of `what` from `start` on; it gets the data of the client `source`."""
         call = {"put": self._put, "get": self._get, "copy": self._copy, "pickle": self._pickle, "ray": self._ray}[what]
         time.sleep(max(0.0, start - time.time()))
         used = run_seconds()
@@ -76,7 +76,7 @@ class Client:
         return ended
 
     def small(self) -> dict[str, float]:
-        """Microseconds a row and field of a batch of short rows."""
+        """Returns the microseconds per row and field of a batch of short rows."""
         keys = [f"small_{row}" for row in range(SMALL_ROWS)]
         rows = [torch.arange(SMALL_TOKENS, dtype=torch.int32) + row for row in range(SMALL_ROWS)]
         fields = {
@@ -94,7 +94,7 @@ class Client:
         return {"put": (middle - start) / values, "get": (end - middle) / values}
 
     def leave(self) -> None:
-        """The TransferQueue that is about to end."""
+        """Leaves the TransferQueue, which is about to end."""
         tq.close()
 
     def clear(self, repeat: str) -> None:
@@ -141,7 +141,7 @@ def units_seconds() -> float:
 
 @contextlib.contextmanager
 def transfer_queue(units: int) -> Iterator[None]:
-    """One with so many storage units; the actors of the last one are gone before the next begins."""
+    """A TransferQueue with this many storage units; its actors are gone at the end of the block."""
     tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
     try:
         yield
@@ -153,7 +153,7 @@ def transfer_queue(units: int) -> Iterator[None]:
 
 
 class Bench:
-    """The rates of every cell, (units, clients, what) -> GB/s, one a repeat; CPU seconds a GB by whose; us a value."""
+    """The rates of every cell, (units, clients, what) -> GB/s per repeat; CPU seconds per GB by owner; us per value."""
 
     def __init__(self, shape: RoutingShape, arguments: argparse.Namespace) -> None:
         self.arguments, self.until = arguments, time.monotonic() + 60 * arguments.minutes
@@ -223,14 +223,14 @@ class Bench:
             ratios = (f"{statistics.median(of[what]) / statistics.median(of['ray']):.2f}" for what in ("put", "get"))
             table.add_row(str(units), str(clients), *map(_spread, of.values()), *ratios)
         console.print(table)
-        table = Table("units", "clients", title="CPU seconds a GB", title_justify="left")
+        table = Table("units", "clients", title="CPU seconds per GB", title_justify="left")
         whose = [f"{what}, {who}" for what in ("put", "get") for who in ("clients", "units")]
         for name in whose:
             table.add_column(name)
         for units, clients in cells:
             table.add_row(str(units), str(clients), *(_spread(self.cpu[units, clients, name]) for name in whose))
         console.print(table)
-        table = Table("units", "put", "get", title="us a value (a row of a field), short rows", title_justify="left")
+        table = Table("units", "put", "get", title="us per value (a row of a field), short rows", title_justify="left")
         for units in sorted({units for units, _ in cells}):
             table.add_row(str(units), *(_spread(self.small[units, what], 1) for what in ("put", "get")))
         console.print(table)
@@ -246,12 +246,12 @@ def main() -> None:
     add = parser.add_argument
     add("--units", type=int, nargs="+", default=[1, 2, 4, 8], help="storage units (default: %(default)s)")
     add("--clients", type=int, nargs="+", default=[1, 2, 4], help="clients (default: %(default)s)")
-    add("--megabytes", type=int, default=64, help="of a client (default: %(default)s)")
-    add("--tokens", type=int, default=32768, help="of a trajectory (default: %(default)s)")
-    add("--model", default="Qwen3-30B-A3B", help="of tools/routing_cost.py, or a path (default: %(default)s)")
+    add("--megabytes", type=int, default=64, help="per client (default: %(default)s)")
+    add("--tokens", type=int, default=32768, help="per trajectory (default: %(default)s)")
+    add("--model", default="Qwen3-30B-A3B", help="a name in tools/routing_cost.py, or a path (default: %(default)s)")
     add("--rounds", type=int, default=2, help="over all units and clients, in random order (default: %(default)s)")
-    add("--repeats", type=int, default=4, help="of a cell in a round (default: %(default)s)")
-    add("--minutes", type=float, default=6, help="after which no TransferQueue is started (default: %(default)s)")
+    add("--repeats", type=int, default=4, help="per cell and round (default: %(default)s)")
+    add("--minutes", type=float, default=6, help="no TransferQueue is started after these (default: %(default)s)")
     arguments = parser.parse_args()
     bench = Bench(load_shape(arguments.model), arguments)
     quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}

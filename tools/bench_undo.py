@@ -2,9 +2,9 @@
 
     python tools/bench_undo.py [--parameters 50] [--repeats 7]
 
-An Adam in float32 over some millions of parameters, on a GPU where there is one (into pinned memory), alternating: the
-step, the copy of weights and moments into the host's memory, and taking the step back. As a ratio to the step, which is
-the least part of an update.
+It alternates three operations of an Adam in float32 over some millions of parameters: the step, the copy of weights and
+moments into the host's memory (pinned if there is a GPU), and taking the step back. Each is printed as a ratio to the
+step, which is the smallest part of an update.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from verl_ext.workers.undo import KeptUpdate, UpdateParts
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, default=50, help="in millions")
+    parser.add_argument("--parameters", type=float, default=50, help="millions of parameters")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
 
@@ -38,7 +38,7 @@ def main() -> None:
             torch.cuda.synchronize()
 
     step()
-    undo.keep(0)  # which allocates
+    undo.keep(0)  # allocates the copies
     times: dict[str, list[float]] = {"step": [], "keep": [], "take back": []}
     for number in range(1, arguments.repeats + 1):
         times["keep"].append(seconds(lambda number=number: undo.keep(number)))

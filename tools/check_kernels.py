@@ -2,12 +2,12 @@
 
     python tools/check_kernels.py [--only NAME ...] [--examples 20] [--logs FOLDER] [-- ARGUMENTS OF PYTEST]
 
-The tests are those of every module of FOLDERS that imports torch, but for those marked e2e. Each combination runs them
-in a process of its own; hypothesis draws fewer examples than usual, the same in all combinations. The table at the end
-has beside what was asked for what the libraries said they use: a combination that a machine cannot run is seen there
-(avx512 on a CPU without it is what the first row has). Exit status 1 where one failed.
+The tests are those of every module of FOLDERS that imports torch, except those marked e2e. Each combination runs them
+in its own process; hypothesis draws fewer examples than usual, the same in all combinations. The table at the end shows
+the requested kernels, and those that the libraries report. It also shows if a machine cannot run a combination: avx512
+on a CPU without it has the kernels of the first row. The exit status is 1 if a combination failed.
 
-Where the results of two machines differ though their tests agree here, add a combination to COMBINATIONS.
+If two machines have different results although their tests agree here, add a combination to COMBINATIONS.
 """
 
 import argparse
@@ -28,10 +28,10 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("core", "routing", "workers", "upstream", "trainer", "support")  # of tests/unit: what computes with tensors
-EXAMPLES = "CHECK_KERNELS_EXAMPLES"  # the environment variable that tells this file, as pytest's plugin, how many
+EXAMPLES = "CHECK_KERNELS_EXAMPLES"  # environment variable with their number, for this file as pytest's plugin
 
-# Axes: the kernels of torch, of oneDNN and of MKL (CBWR picks a code path), and into how many parts a sum is cut. Each
-# at its extremes at least once, and together as whole machines have them.
+# The axes are the kernels of torch, of oneDNN and of MKL (CBWR picks a code path), and the number of parts that a sum
+# is cut into. Each axis has its extremes at least once, and there are combinations as whole machines have them.
 COMBINATIONS = {
     "as it is": {},
     "one thread": {"OMP_NUM_THREADS": "1"},
@@ -54,7 +54,7 @@ COMBINATIONS = {
 }
 AXES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS")
 
-# oneDNN and MKL name their kernels only in what they print of a call.
+# oneDNN and MKL name their kernels only in their verbose output of a call.
 PROBE = """
 import json, torch
 torch.nn.functional.conv2d(torch.rand(2, 16, 64, 64), torch.rand(16, 16, 3, 3))
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def pytest_configure() -> None:
-    """Hook of a pytest plugin: fewer examples per property, none of them held to a time."""
+    """Hook of a pytest plugin: sets fewer examples per property, without a deadline."""
     from hypothesis import settings
 
     settings.register_profile("kernels", max_examples=int(os.environ[EXAMPLES]), deadline=None, derandomize=True)
@@ -84,7 +84,7 @@ def pytest_configure() -> None:
 
 
 def numeric_modules() -> list[str]:
-    """Test modules of FOLDERS that import torch."""
+    """Returns the test modules of FOLDERS that import torch."""
     modules = sorted(module for folder in FOLDERS for module in (ROOT / "tests" / "unit" / folder).rglob("test_*.py"))
     imports_torch = re.compile(r"^\s*(import torch|from torch)\b", re.MULTILINE)
     return [
@@ -99,18 +99,18 @@ def environment(asked: dict[str, str]) -> dict[str, str]:
 
 
 def kernels_in_use(asked: dict[str, str]) -> tuple[str, str, str, str]:
-    """(torch, oneDNN, MKL, threads), as they report them; "?" if one reports nothing."""
+    """Returns (torch, oneDNN, MKL, threads), as they report them; "?" if one reports nothing."""
     verbose = environment(asked) | {"ONEDNN_VERBOSE": "1", "MKL_VERBOSE": "1"}
     printed = subprocess.run([sys.executable, "-c", PROBE], env=verbose, capture_output=True, text=True).stdout
 
-    def said(pattern: str) -> str:
+    def printed_value(pattern: str) -> str:
         found = re.search(pattern, printed)
         return found[1].strip() if found else "?"
 
     facts = re.search(r"^\[.*\]$", printed, re.MULTILINE)
     capability, threads = json.loads(facts[0]) if facts else ("?", "?")
-    mkl = f"{said(r'architecture (?:Intel.R. )?([^,(]+)')}, CNR {said(r'CNR:([^ ]+)')}"
-    return capability, said(r"cpu,isa:(.*)"), mkl, str(threads)
+    mkl = f"{printed_value(r'architecture (?:Intel.R. )?([^,(]+)')}, CNR {printed_value(r'CNR:([^ ]+)')}"
+    return capability, printed_value(r"cpu,isa:(.*)"), mkl, str(threads)
 
 
 def run(name: str, extra: list[str], examples: int, logs: Path, progress: Callable[[int], None]) -> Outcome:
@@ -137,13 +137,13 @@ def run(name: str, extra: list[str], examples: int, logs: Path, progress: Callab
             if percent := re.search(r"\[ *(\d+)%\]$", lines[-1]):
                 progress(int(percent[1]))
     failed = tuple(line.split(" ", 1)[1].split(" - ")[0] for line in lines if re.match(r"(FAILED|ERROR) ", line))
-    counts = re.sub(r" in [0-9.]+s.*", "", lines[-1]) if lines else "pytest said nothing"
+    counts = re.sub(r" in [0-9.]+s.*", "", lines[-1]) if lines else "pytest printed nothing"
     return Outcome(kernels, counts, failed, process.wait() == 0, time.monotonic() - start, log)
 
 
 def table_of(outcomes: dict[str, Outcome]) -> Table:
     table = Table(title="numeric tests by kernels", show_lines=True)
-    for column in ("combination", "asked for", "torch", "oneDNN", "MKL", "threads", "tests", "minutes"):
+    for column in ("combination", "requested", "torch", "oneDNN", "MKL", "threads", "tests", "minutes"):
         table.add_column(column, overflow="fold")
     for name, found in outcomes.items():
         asked = "\n".join(f"{key}={value}" for key, value in COMBINATIONS[name].items())
@@ -155,7 +155,7 @@ def table_of(outcomes: dict[str, Outcome]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=COMBINATIONS, default=[*COMBINATIONS], metavar="NAME")
-    parser.add_argument("--examples", type=int, default=20, help="of each property of hypothesis (default: 20)")
+    parser.add_argument("--examples", type=int, default=20, help="examples per property of hypothesis (default: 20)")
     parser.add_argument("--logs", type=Path, help="folder for pytest's outputs (default: a new one)")
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     arguments = parser.parse_args()

@@ -17,11 +17,11 @@ from types import FrameType
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
-PATIENCE_S = 15  # for the driver to say goodbye to Ray after Ctrl-C, before everything is killed
+PATIENCE_S = 15  # for the driver to disconnect from Ray after Ctrl-C, before everything is killed
 
 
 def kill_descendants() -> None:
-    """Kill until none is left: a process may start another while it is being killed."""
+    """Kills until none is left: a process may start another while it is being killed."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -35,7 +35,7 @@ def main(command: list[str]) -> int:
         return 0 if command else 2
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER failed")
-    # A session of its own: a terminal's Ctrl-C reaches only this process, which passes it on once, to all in there.
+    # A session of its own: a terminal's Ctrl-C reaches only this process, which passes it on once, to all of them.
     driver = subprocess.Popen(command, start_new_session=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:

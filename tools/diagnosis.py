@@ -1,13 +1,12 @@
 """Measures how often the diagnosis names the right cause: runs of the lab with one planted cause each.
 
-    python tools/diagnosis.py run [--runs 8]     make the runs that are not there yet; 40 minutes a core
+    python tools/diagnosis.py run [--runs 8]     make the missing runs; 40 minutes of each core
     python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
-    python tools/diagnosis.py ask                how much is found once the metrics that the report asks for are
-    measured
+    python tools/diagnosis.py ask                print how much is found with the metrics that the report asks for
 
-Each run of a cause has a task, a model, a learning rate and a severity of its own, drawn by its number. The points of
-`verl_ext.guard.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST; the tables
-are of those from FIRST on, which no rule was chosen on.
+Each run of a cause has its own task, model, learning rate and severity, drawn by its number. The points of
+`verl_ext.guard.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST. The tables
+show the runs from FIRST on, on which no rule was chosen.
 """
 
 import argparse
@@ -36,7 +35,7 @@ COMMON = (
 )
 LR = "actor_rollout_ref.actor.optim.lr"
 REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"
-# What a run may differ by, whatever its cause.
+# Settings in which runs differ, whatever their cause.
 SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "development": {
         "lab.task.name": ("prefix_sums", "reverse"),
@@ -118,7 +117,7 @@ PLANTED: dict[str, Planted] = {
         each("lab.scaled_update.scale", 2.0, 0.5),
         each("lab.scaled_update.scale", 1.5, 0.3, 3.0, 0.6),
     ),
-    "router_dtype": Planted("two_precisions", "router_dtype"),  # metrics do not tell which part has another dtype
+    "router_dtype": Planted("two_precisions", "router_dtype"),  # metrics do not show which part has another dtype
     "router_bias": Planted(
         "router_bias",
         "router_bias",
@@ -173,8 +172,8 @@ PLANTED: dict[str, Planted] = {
             for coefficient in (-15, -50)
             for task in ("prefix_sums", "sort")
         ),
-        # A model that knows the answers only gets better by being certain. `reverse` is such a task however little the
-        # model was warmed up: its reward rises to 1, and nothing is wrong.
+        # A model that knows the answers only gets better by being certain. On `reverse`, even a little warm-up leads to
+        # that: its reward rises to 1, and nothing is wrong.
         ("lab.warm_up.reward=0.15",),
     ),
     "hacked_reward": Planted(
@@ -190,7 +189,7 @@ PLANTED: dict[str, Planted] = {
 
 
 def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCell]]:
-    """(name, run) of each planted cause; the first of a cause come before the second of another."""
+    """Yields (name, run) of each planted cause; the first run of every cause comes before the second of any."""
     first = 0 if which == "development" else 1000
     for number in range(FIRST[which], FIRST[which] + runs):
         for name in names:
@@ -211,7 +210,7 @@ ALIASES = {"vllm_kl/k1": "rollout_corr/kl", "vllm_kl/k3": "rollout_corr/k3_kl"}
 
 
 def read_metrics(file: Path) -> Metrics:
-    """The finite readings of each metric."""
+    """Returns the finite readings of each metric."""
     found: Metrics = defaultdict(list)
     for line in file.read_text().splitlines():
         row = json.loads(line)
@@ -222,7 +221,7 @@ def read_metrics(file: Path) -> Metrics:
 
 
 def plain(metrics: Metrics) -> Metrics:
-    """Returns what verl logs of the same run without the plugin, with algorithm.rollout_correction on."""
+    """Returns the metrics that verl logs for the same run without the plugin, with algorithm.rollout_correction on."""
     renamed = {ALIASES.get(name, name): found for name, found in metrics.items()}
     return {name: found for name, found in renamed.items() if name.startswith(VERLS)}
 
@@ -266,18 +265,18 @@ def judge_run(folder: Path) -> Judged:
 
 
 def folders_of(name: str, which: str, out: Path) -> list[Path]:
-    """The finished runs of a row that are judged."""
+    """Returns the finished runs of a row that are judged."""
     finished = sorted((out / which / name).glob("*/seed*/done.json"))
     return [file.parent for file in finished if int(file.parents[1].name) >= FIRST[which]]
 
 
 def is_right(cause: str, found: list[str], places: int) -> bool:
-    """Checks that the cause is among the first `places` that were named, or for a sound run, that none was."""
+    """Checks that the cause is among the first `places` that were named; for a sound run, that none was named."""
     return cause in found[:places] if cause else not found
 
 
 def judge(which: str, out: Path) -> None:
-    """Print the tables of docs/diagnosis.md: by planted cause, who came first, and how soon the run named it."""
+    """Prints the tables of docs/diagnosis.md: by planted cause, which cause came first, and how soon it was named."""
     runs = {name: [judge_run(folder) for folder in folders_of(name, which, out)] for name in PLANTED}
     columns = ("planted", "runs", "first", "first two", "otherwise", "reported after", "verl's metrics only")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
@@ -315,12 +314,12 @@ def judge(which: str, out: Path) -> None:
 
 
 def onset_of(folder: Path) -> int:
-    """The step from which the planted cause acts: the last update that arrived, for a sync that is lost."""
+    """Returns the step from which the planted cause acts: for a sync that is lost, the last update that arrived."""
     overrides = json.loads((folder / "done.json").read_text())["settings"]["overrides"]
     return next((int(each.rpartition("=")[2]) for each in overrides if each.startswith("lab.missed_sync.update")), 0)
 
 
-# What a setting that the report asks for adds to the metrics, by the beginnings of their names.
+# Setting that the report asks for -> the beginnings of the names of the metrics that it adds.
 MEASURES = {
     "stability.metrics=true": ("vllm_kl/", "reward/"),
     "stability.breakdown=true": ("vllm_kl/k1/prob/", "vllm_kl/k3/prob/"),
@@ -330,7 +329,7 @@ MEASURES = {
 
 
 def follow(whole: Metrics) -> tuple[Metrics, list[str]]:
-    """verl's own metrics, with those that are asked for one after another, and the settings that measure these."""
+    """Returns verl's own metrics, with those that the report asks for one after another, and the settings for these."""
     known, asked = plain(whole), list[str]()
     while (question := find_question(known)) is not None and question.setting not in asked:
         known |= {name: found for name, found in whole.items() if name.startswith(MEASURES[question.setting])}
@@ -339,7 +338,7 @@ def follow(whole: Metrics) -> tuple[Metrics, list[str]]:
 
 
 def ask(which: str, out: Path) -> None:
-    """Print how often the cause comes first from verl's own metrics, with those that the report asks for, with all."""
+    """Prints how often the cause comes first: from verl's metrics, with those that the report asks for, from all."""
     right, settings, runs = Counter[str](), 0, 0
     for name, planted in PLANTED.items():
         for folder in folders_of(name, which, out):
@@ -348,7 +347,7 @@ def ask(which: str, out: Path) -> None:
             runs, settings = runs + 1, settings + len(asked)
             for title, metrics in (("verl's own", plain(whole)), ("and those asked for", known), ("all", whole)):
                 right[title] += is_right(planted.cause, [one.cause.name for one in find_suspects(metrics)], 1)
-    print("| metrics | cause first, or nobody where the run is sound |\n|---|---|")
+    print("| metrics | cause first, or none named in a sound run |\n|---|---|")
     for title, count in right.items():
         print(f"| {title} | {count} of {runs} ({count / runs:.1%}) |")
     print(f"\n{settings / runs:.1f} settings are asked for in a run.")
@@ -358,7 +357,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("run", "judge", "ask"))
     parser.add_argument("--set", choices=tuple(SETTINGS), default="held_out")
-    parser.add_argument("--runs", type=int, default=8, help="of each cause (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=8, help="runs per cause (default: %(default)s)")
     parser.add_argument("--causes", help="names, with commas between them (default: all)")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--out", type=Path, default=Path(".diagnosis"))

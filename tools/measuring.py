@@ -27,7 +27,8 @@ def seconds(call: Callable[[], object], device: str = "cpu") -> float:
 def alternating(
     calls: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu", warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each call, one after another and back, so that a machine that slows down favours none."""
+    """Returns the seconds of each call. Every second round is in reverse, so that a machine that slows down favours
+    none."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(warm_up + repeats):
         for name in list(calls) if repeat % 2 == 0 else list(calls)[::-1]:
@@ -52,7 +53,7 @@ def added_bytes(call: Callable[[], object], device: str = "cpu") -> int:
 
 
 def kibibytes(file: Path, field: str) -> int:
-    """A line `field:  123 kB` of a file under /proc."""
+    """Returns the number in the line `field:  123 kB` of a file under /proc."""
     line = next(line for line in file.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1])
 

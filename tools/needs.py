@@ -1,4 +1,4 @@
-"""Lists what each of our hooks needs of verl, and what of it a verl's sources lack: no verl is imported or run.
+"""Lists what each of our hooks needs from verl, and what a verl lacks. It reads the sources, and imports or runs none.
 
     python tools/needs.py                  the installed verl
     python tools/needs.py PATH/TO/verl     a checkout of verl's repository
@@ -9,7 +9,7 @@ A need is one line of a small language, about a dotted name in verl:
     a.b.C.method: first, second   it is there, and its body names these: it calls our override, or reads what we set
     a.b.NAME                      it is there
 
-That the parameters are the same does not prove that they mean the same: the tests of docs/upstream.md do.
+Equal parameters do not prove that they mean the same; the tests of docs/upstream.md do.
 """
 
 import ast
@@ -31,11 +31,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None  # Non
 
 @dataclass(frozen=True)
 class Hook:
-    """A place where something of ours is called by verl.
+    """A place where verl calls something of ours.
 
     Attributes:
-        name: of the change in `changes.py`, or what it is.
-        file: of ours, within `verl_ext`.
+        name: the name of the change in `changes.py`, or a description.
+        file: our file, within `verl_ext`.
         needs: lines as above.
     """
 
@@ -287,7 +287,7 @@ HOOKS = (
 
 
 def unmet(need: str, verl: "Source") -> str:
-    """Returns what a verl lacks of a need, or ""."""
+    """Returns what a verl lacks for a need; "" if it lacks nothing."""
     wanted, _, names = need.partition(": ")
     name, called, listed = wanted.rstrip(")").partition("(")
     try:
@@ -321,14 +321,14 @@ def imports(folder: Path = PACKAGE) -> Iterator[Hook]:
 
 
 def broken(verl: "Source", hooks: Iterable[Hook] | None = None) -> dict[str, list[str]]:
-    """Hook -> what it needs and this verl lacks; {} where every hook finds what it needs."""
+    """Returns hook -> what it needs and this verl lacks; {} if every hook finds what it needs."""
     every = [*HOOKS, *imports()] if hooks is None else hooks
     found = {hook.name: [what for need in hook.needs if (what := unmet(need, verl))] for hook in every}
     return {name: lacks for name, lacks in found.items() if lacks}
 
 
 def source_of(path: Path) -> "Source":
-    """The source in a checkout of verl's repository, in the package itself, or behind the package's `__init__.py`."""
+    """Returns the source from the path of a checkout of verl's repository, of the package, or of its `__init__.py`."""
     package = path.resolve().parent if path.suffix == ".py" else path.resolve()
     return Source(package / "verl" if (package / "verl" / "__init__.py").is_file() else package)
 
@@ -348,10 +348,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Source:
-    """A package as its source files define it, without importing it: what is defined where, with which parameters.
+    """The definitions in a package's source files, with their parameters; nothing is imported.
 
     Args:
-        folder: of the package, and called as the package is.
+        folder: the package's folder, which has the package's name.
     """
 
     def __init__(self, folder: Path):
@@ -359,7 +359,7 @@ class Source:
         self._trees: dict[str, ast.Module | None] = {}
 
     def tree(self, module: str) -> ast.Module | None:
-        """A module's syntax; None where there is no such module."""
+        """Returns a module's syntax tree; None if there is no such module."""
         if module not in self._trees:
             self._trees[module] = self._parsed(module)
         return self._trees[module]
@@ -393,7 +393,7 @@ class Source:
         return found
 
     def _split(self, name: str) -> tuple[str, list[str]]:
-        """The longest module in a dotted name, and what is asked for in it."""
+        """Returns the longest module in a dotted name, and the rest of the name."""
         parts = name.split(".")
         for end in range(len(parts), 0, -1):
             if self.tree(module := ".".join(parts[:end])) is not None:
@@ -401,7 +401,7 @@ class Source:
         raise LookupError(f"{parts[0]} is missing")
 
     def _top(self, module: str, name: str) -> tuple[str, Definition]:
-        """(module that defines it, definition) of a name at the top of a module."""
+        """Returns (module that defines it, definition) of a name at the top of a module."""
         tree = self.tree(module)
         if tree is None:
             raise LookupError(module)
@@ -440,7 +440,7 @@ class Source:
         return ".".join([*above, node.module] if node.module else above)
 
     def _member(self, module: str, owner: Definition, name: str) -> tuple[str, Definition]:
-        """(module, definition) of a class's member, its own or that of a base class in this package."""
+        """Returns (module, definition) of a class's member, its own or that of a base class in this package."""
         assert isinstance(owner, ast.ClassDef)
         for node in _statements(owner.body):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -458,7 +458,7 @@ class Source:
 
 
 def parameters(definition: Definition) -> str:
-    """`self, batch, metrics`, of a function, or of a class's `__init__` without its self."""
+    """Returns `self, batch, metrics` of a function, or the parameters of a class's `__init__` without its self."""
     if isinstance(definition, ast.ClassDef):
         inits = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
         return parameters(inits[0]).partition(", ")[2] if inits else ""
@@ -473,7 +473,7 @@ def parameters(definition: Definition) -> str:
 
 
 def mentioned(definition: "Definition | ast.Module") -> set[str]:
-    """Names, attributes and strings in the body of a function or a class."""
+    """Returns the names, attributes and strings in the body of a function or a class."""
     nodes = ast.walk(definition) if definition is not None else ()
     found = set()
     for node in nodes:
@@ -486,7 +486,7 @@ def mentioned(definition: "Definition | ast.Module") -> set[str]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those that may run when the module or the class is made, the last one first: it is what a name stands for."""
+    """Yields the statements that may run when the module or class is made, the last one first: it defines a name."""
     for node in reversed(body):
         blocks = [getattr(node, part, []) for part in ("finalbody", "orelse", "body")]
         if isinstance(node, ast.If | ast.Try | ast.With):

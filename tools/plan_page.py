@@ -1,4 +1,4 @@
-"""The parts of docs/plan.md that follow from the code: `python tools/plan_page.py docs/plan.md` writes them again.
+"""Rewrites the parts of docs/plan.md that follow from the code: `python tools/plan_page.py docs/plan.md`.
 
 Tables, and a sample of the command's output, are between the comments <!-- NAME --> and <!-- /NAME -->.
 """
@@ -30,7 +30,7 @@ def plans(recipe: str) -> list[Plan]:
 
 
 def sample_output() -> str:
-    """The first command of the page, with its output."""
+    """Returns the first command of the page, with its output."""
     given = [f"recipe={RECIPES['30B']}", *OVERRIDES]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_plan(read_plan(_config(given), GPU), GPU)
@@ -70,7 +70,7 @@ def rates_table() -> list[list[str]]:
 
 
 def parts() -> dict[str, str]:
-    """Name -> Markdown."""
+    """Returns name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
     made = {"rates": rates_table(), "agreement": agreement_table(found)}
     made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}

@@ -2,12 +2,12 @@
 
     python tools/prefork.py [--rollout vllm|sglang] [--preload MODULE,...] [--log FILE] COMMAND [ARGUMENT ...]
 
-One start of verl on a CPU is a dozen processes that import the same libraries, ten seconds each: on two cores, most of
-the start. Here one server imports them next to COMMAND, once, and the others are its children. COMMAND finds in its
-environment PREFORK_PYTHON, the path of a program that takes Python's arguments; the recipes for CPUs give it to Ray as
-`ray_kwargs.ray_init.runtime_env.py_executable`. What Ray's workers start through multiprocessing follows by itself:
-vLLM's engine and its workers, SGLang's scheduler. All of it ends when COMMAND does. Only for CPU runs: CUDA does not
-survive a fork. prefork_client.py, the program, describes their protocol.
+A start of verl on a CPU is a dozen processes that import the same libraries, ten seconds each: on two cores, most of
+the start. Here one server imports them once, next to COMMAND, and the processes are forked from it. PREFORK_PYTHON in
+COMMAND's environment is the path of a program that takes Python's arguments; the recipes for CPUs give it to Ray as
+`ray_kwargs.ray_init.runtime_env.py_executable`. Processes that Ray's workers start through multiprocessing are forked
+too: vLLM's engine and its workers, SGLang's scheduler. All of them end when COMMAND does. Only for CPU runs: CUDA does
+not survive a fork. The program is prefork_client.py, which describes the protocol.
 """
 
 import argparse
@@ -52,8 +52,8 @@ ROLLOUTS = {
         "sglang.srt.models.qwen3_moe",
     ),
 }
-MOST_FILES = 253  # that one message can carry (SCM_MAX_FD)
-# No other run's: verl names a socket in /tmp after it, through which the weights go.
+MOST_FILES = 253  # the most files in one message (SCM_MAX_FD)
+# Unique to this run: verl names a socket in /tmp after it, through which the weights go.
 JOB = secrets.token_hex(4)
 RECIPE = Path(__file__).parent.parent / "configs" / "recipe" / "cpu_smoke.yaml"
 
@@ -63,7 +63,7 @@ RECIPE = Path(__file__).parent.parent / "configs" / "recipe" / "cpu_smoke.yaml"
 class Server:
     def __init__(self, listener: socket.socket) -> None:
         self.listener = listener
-        self.clients: dict[int, socket.socket] = {}  # process -> who waits for it
+        self.clients: dict[int, socket.socket] = {}  # process -> connection to the client that waits for it
         self.woken, self.wake = socket.socketpair()
         self.woken.setblocking(False)
         self.wake.setblocking(False)
@@ -74,7 +74,7 @@ class Server:
             self.selector.register(end, selectors.EVENT_READ)
 
     def serve(self) -> dict:
-        """Never returns in the server: in a child, what its client asked for."""
+        """Never returns in the server; in a child, returns its client's request."""
         while True:
             for key, _ in self.selector.select():
                 if key.fileobj is self.listener:
@@ -84,13 +84,13 @@ class Server:
                     self.woken.recv(4096)
                 elif isinstance(key.fileobj, socket.socket):
                     self.abandon(key.fileobj, key.data)
-            self.tell_the_ends()
+            self.report_ends()
 
     def accept(self) -> dict | None:
         connection, _ = self.listener.accept()
         try:
             request, files = receive(connection)
-        except (ValueError, PermissionError):  # killed before it had said everything, or somebody else
+        except (ValueError, PermissionError):  # a client that was killed while it sent, or another user
             connection.close()
             return None
         server = os.getpid()
@@ -112,12 +112,12 @@ class Server:
         return None
 
     def abandon(self, connection: socket.socket, process: int) -> None:
-        """The client is gone; it sends nothing otherwise: its process ends as well."""
+        """Ends the process of a client that is gone. Only then is there something to read: a client sends no more."""
         self.selector.unregister(connection)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 
-    def tell_the_ends(self) -> None:
+    def report_ends(self) -> None:
         while self.clients:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
@@ -146,7 +146,7 @@ def receive(connection: socket.socket) -> tuple[dict, list[int]]:
 
 
 def take_over(request: dict, files: list[int]) -> None:
-    """The client's open files under their numbers, its environment, its folder; signals as a new process has them."""
+    """Takes over the client's open files under their numbers, its environment and folder, and resets the signals."""
     for number in (*PASSED_ON, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     above = max((*files, *request["files"])) + 1
@@ -163,7 +163,7 @@ def take_over(request: dict, files: list[int]) -> None:
 
 
 def renew() -> None:
-    """Renews what the server's imports have read from its environment, or keep as a state that must differ."""
+    """Renews state that the server's imports have read from its environment, or that must differ between processes."""
     import multiprocessing
     import random
 
@@ -183,7 +183,7 @@ def renew() -> None:
 
 
 def fork_daemons(services: Any) -> None:
-    """Have the cluster that this process may start fork its daemons too: five of them are Python."""
+    """Makes the cluster that this process may start fork its daemons too: five of them are Python."""
     start, python = services.start_ray_process, services._build_python_executable_command_memory_profileable
     forked = os.environ["PREFORK_PYTHON"]
 
@@ -191,12 +191,12 @@ def fork_daemons(services: Any) -> None:
         return start([forked, *command[1:]] if command[0] == sys.executable else command, *rest, **options)
 
     services.start_ray_process = start_forked
-    # What the raylet starts its two agents with.
+    # The raylet starts its two agents with this command.
     services._build_python_executable_command_memory_profileable = lambda *a, **k: [forked, *python(*a, **k)[1:]]
 
 
 def run(arguments: list[str], path: list[str]) -> None:
-    """Do what `python ARGUMENTS` would, with the entries of `path` for the standard library and the installed ones."""
+    """Does what `python ARGUMENTS` would; `path` has the entries for the standard library and installed packages."""
     import runpy
     import types
 
@@ -230,7 +230,7 @@ def from_environment() -> list[str]:
 
 
 def end_after(run_it: Callable[[], None]) -> None:
-    """Run, and exit as Python would, but for taking a gigabyte of modules down one by one."""
+    """Runs, and exits as Python would, but without tearing down a gigabyte of modules one by one."""
     import atexit
     import threading
 
@@ -260,23 +260,23 @@ def preload(modules: list[str]) -> None:
     import importlib
     import traceback
 
-    # OpenBLAS's second thread would be missing in the children. For OpenMP, one is what Ray gives its workers.
+    # OpenBLAS's second thread would be missing in the children. For OpenMP, Ray gives its workers one thread.
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    # Ray's C++ side reads these once and for all: which job a worker is part of, and with whom it ends.
+    # Ray's C++ side reads these only once: a worker's job, and the process that it ends with.
     os.environ |= {"RAY_JOB_ID": JOB, "RAY_RAYLET_PID": str(os.getpid())}
     if set(VERL) <= set(modules):
         read_workers_environment()
     for name in modules:
         try:
             importlib.import_module(name)
-        except Exception:  # the process that needs it meets the same, and ends with it
+        except Exception:  # the process that needs the module meets the same error, and ends with it
             traceback.print_exc()
     gc.freeze()  # a collection in a child would touch, and so copy, the pages that all of them share
 
 
 def read_workers_environment() -> None:
-    """Sets what the recipes for CPUs and verl put into the environment of Ray's workers: some modules read it on
-    import."""
+    """Sets the variables that the recipes for CPUs and verl put into the environment of Ray's workers: some modules
+    read them on import."""
     import yaml
 
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
@@ -293,18 +293,18 @@ def die_with(parent: int) -> None:
 
 
 def main(modules: list[str], log: str | None, command: list[str]) -> None:
-    """Becomes COMMAND, next to a server that lives as long; `log` gets what the imports print."""
+    """Starts a server, and becomes COMMAND; the server ends with it. `log` gets what the imports print."""
     own = from_environment()
     path = [entry for entry in sys.path[1:] if entry not in own]
     address = f"prefork-{os.getpid()}-{secrets.token_hex(8)}"
     os.environ |= {"PREFORK_ADDRESS": address, "PREFORK_PYTHON": str(Path(__file__).with_name("prefork_client.py"))}
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{address}")  # no file, which somebody would have to remove
+    listener.bind(f"\0{address}")  # without a file, which would have to be removed
     listener.listen(64)
     parent = os.getpid()
     if os.fork() == 0:
         die_with(parent)
-        os.setpgid(0, 0)  # a terminal's Ctrl-C is the command's to act on
+        os.setpgid(0, 0)  # only the command acts on a terminal's Ctrl-C
         if log:
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(file, 1)

@@ -1,9 +1,9 @@
 #!/usr/bin/env -S python3 -IS
-"""Stands in for Python: has the server of prefork.py run what these arguments say.
+"""Stands in for Python: the server of prefork.py runs these arguments.
 
 This process sends its arguments, environment, folder and open files, gets the id of the process that was forked for it,
-and stays until that has ended, with its exit code or by its signal. Where this one is killed, that one is too. It
-starts a dozen times a run: nothing is imported that takes a while.
+and waits for that process. Then it ends with the same exit code, or by the same signal. If it is killed, so is the
+forked process. It starts a dozen times per run, so it imports nothing that takes a while.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import sys
 from array import array
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-LENGTH = 8  # bytes, of the number that says how long a request is
+LENGTH = 8  # bytes of the number that gives a request's length
 
 
 def client(address: str, arguments: list[str]) -> int:
@@ -42,7 +42,7 @@ def client(address: str, arguments: list[str]) -> int:
 
 
 def die_with_the_raylet() -> None:
-    """End with the raylet that has started this process: a worker of Ray asks for its parent, and finds the server."""
+    """Makes this process end with the raylet that started it. A worker of Ray watches its parent: here, the server."""
     parent = os.getppid()
     if str(parent) != os.environ.get("RAY_RAYLET_PID"):
         return
@@ -59,10 +59,10 @@ def pass_on(number: int, process: int) -> None:
 
 
 def inheritable_files() -> list[int]:
-    """The open files that a program would get through exec."""
+    """Returns the open files that a program would get through exec."""
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed them
+        with contextlib.suppress(OSError):  # the file of this listing is closed
             if not fcntl.fcntl(int(name), fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
                 found.append(int(name))
     return sorted(found)

@@ -1,9 +1,10 @@
-"""Starts a worker of Ray, instead of Ray's setup_worker.py: has the server of prefork.py run it.
+"""Starts a worker of Ray through the server of prefork.py, instead of Ray's setup_worker.py.
 
     python prefork_worker.py SCRIPT [OPTION ...] --serialized-runtime-env-context=JSON --language=PYTHON
 
-The raylet of a run that prefork.py forked starts each worker with it. Ray's own script imports all of Ray before it
-becomes the runtime environment's Python: 0.3 s of a processor, a dozen times a run. For any other Python, it is used.
+The raylet of a run that prefork.py forked starts each worker with this script. Ray's own script imports all of Ray
+before it becomes the runtime environment's Python: 0.3 s of processor time, a dozen times per run. It is still used for
+any other Python.
 """
 
 import importlib.util

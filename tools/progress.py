@@ -13,7 +13,7 @@ SHOWN = re.compile(r"Training Progress|verl_ext: |^interrupted: |^[┏┃┡│�
 
 
 def main(path: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when it ends; stay for its last words
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when it ends; read its output to the end
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as log:
         for line in sys.stdin:

@@ -3,8 +3,8 @@
 #   bash tools/quickstart.sh [--train megatron] [--rollout sglang] [override ...]
 #   --train megatron   trains with Megatron (through Megatron-Bridge) instead of FSDP2
 #   --rollout sglang   generates with SGLang instead of vLLM
-#   override           of the run's config, such as trainer.total_training_steps=120
-# The first run installs everything into .venv; the next ones reuse it and take two minutes. Results stand in .quickstart/.
+#   override           a setting of the run, such as trainer.total_training_steps=120
+# The first run installs everything into .venv; the next ones reuse it and take two minutes. Results are in .quickstart/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then sed -n 's/^# \{0,1\}//p' "$0" | sed -n 2,7p; exit; fi
@@ -33,7 +33,7 @@ if [ -z "${PREFORK_PYTHON:-}" ]; then
   export PATH="$(cd "${VENV:-.venv${VLLM:+-$VLLM}}/bin" && pwd):$PATH" VERL_PLATFORM=cpu HF_HUB_OFFLINE=1
   export VLLM_CPU_KVCACHE_SPACE=1 # GiB
   export RAY_prestart_worker_first_driver=0 # workers that nothing of verl would use
-  export RAY_raylet_start_wait_time_s=300 # 30 are too few on a machine that is busy otherwise
+  export RAY_raylet_start_wait_time_s=300 # 30 are too few on a busy machine
   mkdir -p .quickstart
   # One process imports what a dozen need, while this one makes the assets.
   exec python tools/clean_exit.py python tools/prefork.py --rollout "$rollout" --log .quickstart/imports.log \
@@ -42,8 +42,8 @@ fi
 export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
 log=.quickstart/console.log
 
-echo "quickstart: starting Ray, $rollout and $train; the first step comes after about 40 s (everything they say: $log)"
-# The model copies most prompts where their prefix sums are asked for: RL breaks the habit within a minute.
+echo "quickstart: starting Ray, $rollout and $train; the first step comes after about 40 s (their output: $log)"
+# The model copies most prompts instead of answering with prefix sums: RL breaks the habit within a minute.
 python recipes/cpu_smoke/make_assets.py --copying 0.7 --out .quickstart/copying
 of_vllm=()
 [ "$rollout" = vllm ] && of_vllm=(stability.cascade_attention=off)

@@ -1,10 +1,10 @@
-"""The size of the rollout's routing, expert ids of [tokens, layers, top_k], on each hop to the training workers.
+"""Computes the size of the rollout's routing, ids of [tokens, layers, top_k], on each hop to the training workers.
 
 python tools/routing_cost.py --model Qwen3-30B-A3B --tokens 32768 --trajectories 512
 python tools/routing_cost.py --model PATH --replay --ranks 8 --get-gb-s 4 --step-seconds 500
 
-Written for verl 0.9.1 and vLLM 0.27. The hops, one by one: docs/routing.md. 1 GB is 10^9 bytes. How fast TransferQueue
-carries such ids here: tools/bench_transfer.py.
+Written for verl 0.9.1 and vLLM 0.27. docs/routing.md describes each hop. 1 GB is 10^9 bytes. tools/bench_transfer.py
+measures how fast TransferQueue carries such ids.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from verl_ext.plan.costs import GB, VERLS_ID_BYTES, engine_id_bytes
 EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
 TOP_KS = ("num_experts_per_tok", "top_k_experts")
 
-# Bytes a response token of the other fields that verl 0.9.1 puts into TransferQueue, a prompt token having the first
-# three alone; seen in a run of recipes/cpu_smoke. Entropy and log-probabilities are bfloat16 on some engines.
+# Bytes per response token of the other fields that verl 0.9.1 puts into TransferQueue; a prompt token has only the
+# first three. Seen in a run of recipes/cpu_smoke. Entropy and log-probabilities are bfloat16 on some engines.
 WITH_THE_IDS = {
     "input_ids": 8,
     "position_ids": 8,
@@ -92,10 +92,10 @@ class Hop:
     """A passage of the ids from one process, or memory, to the next.
 
     Attributes:
-        rule: what `times` follows from.
+        rule: the formula for `times`.
         times: how often the ids of a token pass.
-        bytes_per_token: of all passages.
-        bytes_per_step: of all tokens.
+        bytes_per_token: bytes of all passages.
+        bytes_per_step: bytes of all tokens.
     """
 
     source: str
@@ -107,7 +107,7 @@ class Hop:
     bytes_per_step: float
 
     def share(self, gb_per_s: float, step_seconds: float) -> float:
-        """Returns the share of the step, at a rate that all who send or read together get."""
+        """Returns the share of the step, at the rate of all senders or readers together."""
         return self.bytes_per_step / (gb_per_s * GB) / step_seconds
 
 
@@ -121,7 +121,7 @@ def routing_cost(
     ranks: int = 1,
     turns: int = 1,
 ) -> dict[str, Hop]:
-    """Every hop that carries the ids of all layers, in order.
+    """Returns every hop that carries the ids of all layers, in order.
 
     Args:
         tokens: mean of prompt and response together.
@@ -129,8 +129,8 @@ def routing_cost(
         reads: stages that fetch them: 1 with router agreement (compute_log_prob), 2 with replay (update_actor).
         ranks: training ranks that share a data-parallel rank (TP x PP x CP). Each has all of its tokens on its device;
             they are fetched once for all of them (workers/replica_fetch.py).
-        turns: of equal length; vLLM's scheduler sends the ids from the first token on, at every turn, and its server
-            those that the agent loop's process has not (upstream/agent_loop.py).
+        turns: number of turns, of equal length. At every turn, vLLM's scheduler sends the ids from the first token on;
+            its server sends only those that the agent loop's process does not have yet (upstream/agent_loop.py).
 
     Returns:
         capture, engine, agent_loop, put: from vLLM's worker to TransferQueue, while the rollout generates.
@@ -159,7 +159,7 @@ def routing_cost(
 
 
 def models_table(tokens: int, trajectories: int) -> list[list[str]]:
-    """Header and rows for MODELS; "a / b" is vLLM's dtype and verl's int16."""
+    """Returns header and rows for MODELS; in "a / b", a is for vLLM's dtype and b for verl's int16."""
     header = ["model", "layers, MoE", "experts, top-k", "a token", f"{tokens:,} tokens", f"{trajectories:,} times that"]
     rows = [header]
     for name, shape in MODELS.items():
@@ -173,7 +173,7 @@ def models_table(tokens: int, trajectories: int) -> list[list[str]]:
 
 
 def hops_table(hops: Mapping[str, Hop], *, rules: bool = False) -> list[list[str]]:
-    """Header and rows; with `rules`, what the number of passages follows from stands in its place."""
+    """Returns header and rows; with `rules`, the formula for the number of passages instead of the number."""
     rows = [["from", "to", "B an id", "times", "B a token", "GB a step"]]
     for hop in hops.values():
         times = hop.rule if rules else f"{hop.times:g}"
@@ -204,7 +204,7 @@ def load_shape(model: str) -> RoutingShape:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 when it worked, 2 with one line on stderr when the user has to act."""
+    """Returns 0 if it worked, 2 with one line on stderr if the user has to act."""
     arguments = _hops_parser().parse_args(argv)
     try:
         _print_hops(arguments)
@@ -219,7 +219,8 @@ def _first(config: Any, names: Sequence[str]) -> Any:
 
 
 def _moe_layers(config: Any) -> int:
-    """Decoder layers with a router, by the three ways in which transformers configs leave some dense."""
+    """Returns the number of decoder layers with a router, by the three ways in which transformers' configs name dense
+    layers."""
     layers = range(config.num_hidden_layers)
     if types := getattr(config, "mlp_layer_types", None):
         return sum(kind != "dense" for kind in types)
@@ -268,15 +269,15 @@ def _hops_parser() -> argparse.ArgumentParser:
     rate: dict[str, Any] = {"type": float, "metavar": "R"}
     add = parser.add_argument
     add("--model", default="Qwen3-30B-A3B", help=f"{', '.join(MODELS)}, or a path (default: %(default)s)")
-    add("--tokens", default=32768, **positive, help="prompt and response, mean of a trajectory (default: %(default)s)")
-    add("--trajectories", default=512, **positive, help="of a step (default: %(default)s)")
+    add("--tokens", default=32768, **positive, help="mean of prompt and response together (default: %(default)s)")
+    add("--trajectories", default=512, **positive, help="trajectories per step (default: %(default)s)")
     add("--int16", action="store_true", help="verl's own dtype instead of vLLM's")
-    add("--replay", action="store_true", help="update_actor fetches the ids too, not compute_log_prob alone")
+    add("--replay", action="store_true", help="update_actor fetches the ids too, not only compute_log_prob")
     add("--ranks", default=1, **positive, help="training ranks per data-parallel rank: TP x PP x CP (default: 1)")
     add("--turns", default=1, **positive, help="turns of a trajectory (default: 1)")
     add("--put-gb-s", **rate, help="rate of writes to TransferQueue, all agent loops together")
     add("--get-gb-s", **rate, help="rate of reads from TransferQueue, all training ranks together")
-    add("--step-seconds", type=float, metavar="S", help="of a step: the share is shown too")
+    add("--step-seconds", type=float, metavar="S", help="length of a step; the share of it is shown too")
     return parser
 
 

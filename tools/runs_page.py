@@ -50,7 +50,7 @@ def _tests(tree: ast.Module) -> Iterator[ast.FunctionDef]:
 
 
 def _docstring(node: ast.FunctionDef | ast.Module) -> str:
-    """The first paragraph."""
+    """Returns the first paragraph."""
     return (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 

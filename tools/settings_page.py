@@ -146,14 +146,14 @@ def method_rows(prefix: str, methods: Mapping[str, Method]) -> Iterator[Row]:
 
 
 def loss_rows() -> Iterator[Row]:
-    """The settings of all policy losses, which share one node."""
+    """Yields the settings of all policy losses, which share one node."""
     for name, method in LOSSES.items():
         for row in rows(LOSS, method.settings, method.function):
             yield row._replace(meaning=f"`{name}`: {row.meaning}".rstrip())
 
 
 def rule_rows() -> Iterator[Row]:
-    """The settings of a rule; its bound is named after its side."""
+    """Yields the settings of a rule; its bound is named after its side."""
     described, usual = meanings(Rule), {one.name: _default(one) for one in fields(Rule)}
     for name in RULE_SETTINGS:
         yield Row(name, NO_DEFAULT if name in RULE_NEEDS else usual[name], described[name])
@@ -164,7 +164,7 @@ def rule_rows() -> Iterator[Row]:
 def rows(
     prefix: str, kind: type, function: Callable[..., Any] | None = None, *, without: Collection[str] = ()
 ) -> Iterator[Row]:
-    """The settings of a dataclass and of those nested in it.
+    """Yields the settings of a dataclass and of those nested in it.
 
     Args:
         function: the method that takes them; its docstring describes what the dataclass does not.
@@ -182,7 +182,7 @@ def rows(
 
 
 def meanings(kind: type, function: Callable[..., Any] | None = None) -> dict[str, str]:
-    """Field -> meaning, as the docstrings of a dataclass, of what it inherits from, and of a function have it."""
+    """Returns field -> meaning, from the docstrings of a dataclass, of its base classes, and of a function."""
     found: dict[str, str] = {}
     for one in (function, *reversed(kind.__mro__[:-1])):
         entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", inspect.cleandoc(one.__doc__ or ""), flags=re.MULTILINE)
@@ -197,7 +197,7 @@ def introduction(kind: type) -> str:
 
 
 def linked(text: str) -> str:
-    """Pages and modules as links from a page in docs/."""
+    """Returns the text with pages and modules as links, for a page in docs/."""
     text = re.sub(r"\bdocs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
     return re.sub(r"\b(verl_ext/[\w/]+\.py)", r"[\1](../\1)", text)
 
@@ -217,7 +217,7 @@ def _default(one: Field) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value as YAML has it."""
+    """Returns the value as YAML has it."""
     if value is None or isinstance(value, bool) or value == "":
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -56,13 +56,13 @@ whole() {
   step "virtual environment $VENV"
   "$PYTHON" -m venv "$VENV"
   step "torch 2.13.0, CPU build (200 MB)"
-  # PyPI's own torch is the CUDA build. Where no configured index has the CPU build, PyTorch's does.
+  # PyPI's own torch is the CUDA build. If no configured index has the CPU build, PyTorch's has it.
   pip install --no-deps torch==2.13.0+cpu 2>/dev/null ||
     pip install --no-deps torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
   step "verl, vLLM, Ray and what they need (about two minutes)"
   pip install --no-deps -r requirements/cpu.txt
-  # Tests compare with TRL. It stands apart because verl 0.9.1 fails in an environment that has it: it imports a class that
-  # TRL no longer exports. 1.14.2 is the last version for Python 3.10.
+  # Tests compare with TRL. It has a folder of its own because verl 0.9.1 fails in an environment that has it: it imports a
+  # class that TRL no longer exports. 1.14.2 is the last version for Python 3.10.
   pip install --no-deps --target "$VENV/opt/trl" --upgrade trl==1.14.2
   step "verl_ext"
   pip install --no-deps --no-build-isolation --editable .

@@ -24,7 +24,7 @@ LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def outside() -> list[str]:
-    """The pages that are not in docs/, by their paths in the repository."""
+    """Returns the pages that are not in docs/, by their paths in the repository."""
     names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
     return [*names, *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "recipes").rglob("README.md")))]
 
@@ -44,12 +44,12 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
 
 
 def linked(markdown: str, origin: str, pages: Collection[str], address: str | None) -> str:
-    """A page's text with its links as the site has them.
+    """Returns a page's text with its links as the site has them.
 
     Args:
         origin: the page's path in the repository.
-        pages: what the site holds, by its paths there.
-        address: of the repository, without a slash at its end.
+        pages: the paths of all pages of the site.
+        address: the repository's web address, without a slash at its end.
     """
     here = posixpath.dirname(site_path(origin))
 

@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD work=$(realpath -m "${1:-.quickstart/slurm}") names=(trial1 trial2) pids=() munge=
-# What Ray's workers need, without Ray, which reads the job's number as it is imported.
+# The imports of Ray's workers, except Ray itself, which reads the job's number on import.
 preload=torch,tensordict,transformers.models.qwen3_moe.modeling_qwen3_moe,vllm.entrypoints.openai.api_server
 export PATH="$root/.venv/bin:/usr/sbin:/sbin:$PATH"
 
@@ -19,7 +19,7 @@ configure() {
   mkdir -p "$work/state" "$work/munge" "$work/py"
   chmod 711 "$work/munge"
   printf '127.0.0.1 localhost\n10.213.9.1 trial1\n10.213.9.2 trial2\n' >"$work/hosts"
-  echo 'nameserver 127.0.0.1' >"$work/resolv.conf" # refuses at once; the machine's own would be waited for
+  echo 'nameserver 127.0.0.1' >"$work/resolv.conf" # refuses at once; look-ups at the machine's own would time out
   cat >"$work/slurm.conf" <<CONF
 ClusterName=trial
 SlurmctldHost=trial1
@@ -146,7 +146,7 @@ until_ended "$job"
 report wrong "$job"
 
 echo "== a run on two nodes: its trainer is killed, its time is up, a node fails, then it ends"
-# A rule that always fires, for a state of the guard that a fresh one does not have.
+# A rule that always fires gives the guard a state that a fresh one does not have.
 job=$(submit run -- stability=guard trainer.save_freq=1 trainer.total_training_steps=16 \
   '+stability.guard.rules.trial={signal: critic/score/mean, above: -1, action: warn}')
 until_saved run 2
@@ -175,7 +175,7 @@ slurm scontrol requeue "$job"
 hasten "$job"
 until_ended "$job"
 report guard "$job"
-[ ! -e "$work/guard/failures" ] || echo "that requeue was taken for a failure"
+[ ! -e "$work/guard/failures" ] || echo "that requeue was counted as a failure"
 
 echo "== scancel: not requeued"
 job=$(submit cancelled -- stability=guard)

@@ -1,11 +1,11 @@
-"""Does a long run stay as it began? Memory and handles of every process, and the run's files, over hundreds of steps.
+"""Measures whether a long run grows: memory and handles of every process, and the run's files, over hundreds of steps.
 
     python tools/soak.py [--steps 300] [--out .soak] [--plain]
 
-Needs the environment of tools/setup_cpu.sh. The CPU recipe with the plugin's parts on, or verl as it is, sampled every
-few seconds.
-Prints, for the processes of one title, growth per 100 steps with its standard error, without the first quarter of the
-steps; and what the run left on disk. Neighbouring samples hang together: the errors are those of means over ten steps.
+Needs the environment of tools/setup_cpu.sh. It runs the CPU recipe with the plugin's parts on, or with --plain verl as
+it is, and samples it every few seconds. For the processes of each title, it prints the growth per 100 steps with its
+standard error, without the first quarter of the steps; and the sizes of the run's files. Neighbouring samples are
+correlated, so the errors are those of means over ten steps.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path(".soak"), help="default: %(default)s")
     parser.add_argument("--plain", action="store_true", help="verl as it is, to compare with")
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="more of the run")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="further overrides of the run")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def command_of(steps: int, overrides: Sequence[str], out: Path) -> list[str]:
 
 
 def watched(command: list[str], out: Path, steps: int) -> Samples:
-    """Run it, and sample the processes that it has started, from its first step until its last."""
+    """Runs the command, and samples the processes that it has started, from its first step until its last."""
     metrics = out / "metrics.jsonl"
     environment = os.environ | {
         "VERL_PLATFORM": "cpu",
@@ -97,7 +97,7 @@ def watched(command: list[str], out: Path, steps: int) -> Samples:
 
 
 def by_title(root: psutil.Process) -> Iterator[tuple[str, float, float]]:
-    """(title, MB that are its own, open handles), summed over the processes of a title."""
+    """Yields (title, MB that are its own, open handles), summed over the processes of a title."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for process in root.children(recursive=True):
         try:
@@ -113,7 +113,7 @@ def by_title(root: psutil.Process) -> Iterator[tuple[str, float, float]]:
 
 
 def lines_of(samples: Mapping[str, Sequence[tuple[int, float, float]]]) -> Iterator[str]:
-    """A line for each title, the largest first."""
+    """Yields a line for each title, the largest first."""
     yield f"{'processes':<26}{'MB':>8}{'MB / 100 steps':>20}{'handles':>9}{'handles / 100 steps':>22}"
     for title, rows in sorted(samples.items(), key=lambda item: -item[1][-1][1]):
         steps, memory, handles = np.array(rows, dtype=float).T
@@ -128,7 +128,8 @@ def lines_of(samples: Mapping[str, Sequence[tuple[int, float, float]]]) -> Itera
 
 
 def slope(steps: np.ndarray, values: np.ndarray) -> tuple[float, float] | None:
-    """Growth per step and its standard error, by least squares over means of BLOCK steps, without the first quarter."""
+    """Returns the growth per step and its standard error, by least squares over means of BLOCK steps, without the first
+    quarter."""
     kept = steps >= steps.max() / 4
     blocks = (steps[kept] // BLOCK).astype(int)
     every = np.unique(blocks)

@@ -73,7 +73,7 @@ SHOWS = "shows"  # the mark of a test that covers rows of this page
 
 
 class Pair(NamedTuple):
-    """A column: a training engine, a rollout engine, and what has a config use them."""
+    """A column: a training engine, a rollout engine, and the overrides that choose them."""
 
     train: str
     rollout: str
@@ -124,10 +124,10 @@ class Row(NamedTuple):
     """One thing that a user switches on.
 
     Attributes:
-        overrides: what switches it on, and what that needs.
+        overrides: the overrides that switch it on, and those that it needs.
         is_on: whether a run has it on.
-        check: raises ConfigError where it is refused.
-        group: what it is one of, in words; rows of a group with the same cells are one line.
+        check: raises ConfigError if it is refused.
+        group: its kind, in words; rows of a group with the same cells are one line.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Row(NamedTuple):
 
 
 def rows(pair: Pair) -> dict[str, list[Row]]:
-    """Section -> its rows, as a run on these engines switches them on."""
+    """Returns section -> its rows, as a run on these engines switches them on."""
     return {
         "Corrections": list(_corrections()),
         "Policy losses": list(_losses()),
@@ -160,12 +160,12 @@ KL = (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={UNBIASED}")
 
 
 def _required(method: Method) -> dict[str, Any]:
-    """The settings that have no default, with any value that they can have."""
+    """Returns the settings that have no default, each with a value that it can have."""
     return {one.name: one.metadata.get("for example", 1) for one in fields(method.settings) if one.default is MISSING}
 
 
 def _overrides(method: Method, node: str) -> tuple[str, ...]:
-    """The same as overrides, with the node that the settings are in."""
+    """Returns the same settings as overrides; `node` is the node that they are in."""
     return tuple(f"{node}.{name}={value}" for name, value in _required(method).items())
 
 
@@ -327,8 +327,8 @@ class Cell(NamedTuple):
     """The known state of a row on a pair of engines.
 
     Attributes:
-        reason: of a refusal.
-        tests: that have it.
+        reason: the reason of a refusal.
+        tests: the tests that cover it.
     """
 
     word: str
@@ -337,13 +337,13 @@ class Cell(NamedTuple):
 
 
 def cells() -> dict[str, dict[tuple[str, str], list[Cell]]]:
-    """Section -> group and name of a row -> its cell for each of PAIRS.
+    """Returns section -> group and name of a row -> its cell for each of PAIRS.
 
     Raises:
-        AssertionError: a row's overrides leave it off, or a test's mark names a row or an engine that there is not.
+        AssertionError: a row's overrides leave it off, or a test's mark names a row or an engine that does not exist.
     """
     launched, shown = launches(), marked_tests()
-    # What is read again for every config is read once.
+    # Files that every config reads are read once.
     compose._groups_in_defaults = quick_compose.groups_in_defaults
     for reader in (transformers.AutoConfig, transformers.AutoTokenizer):
         reader.from_pretrained = cache(reader.from_pretrained)
@@ -364,7 +364,7 @@ def cells() -> dict[str, dict[tuple[str, str], list[Cell]]]:
 
 
 def names_of(pair: Pair) -> list[str]:
-    """The names of the rows, as a mark has them."""
+    """Returns the names of the rows, as a mark has them."""
     return [row.name.strip("`") for its_rows in rows(pair).values() for row in its_rows]
 
 
@@ -399,13 +399,13 @@ def refusal(pair: Pair, row: Row, folder: str) -> str:
 
 
 def write_model(folder: Path) -> None:
-    """A config and a tokenizer, which the checks read."""
+    """Writes a config and a tokenizer, which the checks read."""
     transformers.Qwen3MoeConfig(num_experts=8).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
 
 
 def marked_tests() -> dict[tuple[str, str], list[str]]:
-    """(Name of a row, engine) -> the tests that are marked to show it there."""
+    """Returns (name of a row, engine) -> the tests whose mark names both."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file in sorted((ROOT / "tests").rglob("test_*.py")):
         text = file.read_text(encoding="utf-8")
@@ -419,7 +419,7 @@ def marked_tests() -> dict[tuple[str, str], list[str]]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     reasons: dict[str, int] = {}
     sections = [HEAD]
     for section, its_rows in cells().items():
@@ -432,7 +432,7 @@ def page() -> str:
 
 
 def joined(shown: dict[tuple[str, str], tuple[str, ...]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The lines of a table: those of a group that say the same are one."""
+    """Yields the lines of a table; rows of a group with the same cells are one line."""
     for group, words in dict.fromkeys((group, words) for (group, _), words in shown.items()):
         alike = [name for (of, name), its in shown.items() if (of, its) == (group, words)]
         names = ", ".join(alike)

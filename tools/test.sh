@@ -27,7 +27,7 @@ if [ ${#paths[@]} -gt 0 ]; then
   exit
 fi
 
-# The report's pages are looked at in a real browser; those tests are skipped, and say so, where there is none.
+# Tests look at the report's pages in a real browser; without a browser, they are skipped and say so.
 if [ "${1:-}" != --fast ] && ! command -v chromium google-chrome chromium-browser >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "test: installing Debian's chromium" >&2
   { apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium; } >/dev/null ||
@@ -42,5 +42,5 @@ if [ "${1:-}" = --fast ]; then
   exit
 fi
 pytest -m "not e2e and not gpu and not network" -rfEs -n 2 --dist worksteal
-# File by file, for tests of one share their runs; the longest come first as they are.
+# File by file, because the tests of a file share their runs. The order is kept: the longest files come first.
 pytest -m "e2e or gpu" -rfEs -n 2 --dist loadfile --no-loadscope-reorder --durations=20

@@ -1,7 +1,7 @@
-"""A run of training that waits before each step for a signal; tools/bench_step.py has it preloaded.
+"""Makes a training run wait for a signal before each step; tools/bench_step.py preloads this module.
 
-The environment names two pipes: it writes a byte to TURN_ASKED, and continues when it has read one from TURN_GIVEN. The
-wait is logged as `timing_s/turn`, and is part of `timing_s/step`.
+The environment names two pipes: the run writes a byte to TURN_ASKED, and continues when it has read one from
+TURN_GIVEN. The wait is logged as `timing_s/turn`, and is part of `timing_s/step`.
 """
 
 import os

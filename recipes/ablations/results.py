@@ -1,12 +1,12 @@
-"""The tables of docs/lab.md, from the results of the lab that are kept in docs/lab.
+"""The tables of docs/lab.md, from the lab's results in docs/lab.
 
     python recipes/ablations/results.py                    write them into docs/lab.md
-    python recipes/ablations/results.py --keep .lab/stale  first take its results.json over into docs/lab/stale.json
+    python recipes/ablations/results.py --keep .lab/stale  first add its results.json to docs/lab/stale.json
 
-Variants that are kept stay as they are; --keep adds those that are new. The table between `<!-- lab/stale -->` and
+--keep adds new variants, and does not change those that are there. The table between `<!-- lab/stale -->` and
 `<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json
-(run.py), and the one after `<!-- forecast/all -->` from all of these runs and those of recipes/collapse: how early the
-guard warned.
+(run.py). The one after `<!-- forecast/all -->` shows how early the guard warned, in all of these runs and those of
+recipes/collapse.
 """
 
 import argparse
@@ -27,7 +27,7 @@ KEPT = PAGE.parent / "lab"
 RECORDED = HERE.parent / "collapse" / "runs"
 EARLY = 20  # steps ahead of a fall that a warning should come
 MARKS = re.compile(r"<!-- (lab|ablations|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
-SOME = 0.005  # a share of dropped tokens that is worth a word
+SOME = 0.005  # the smallest share of dropped tokens that the table shows
 HEAD = ("final reward", "against none", "collapsed", "ended early by the guard", "tokens dropped", "with k3")
 
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ def with_tables(page: str) -> str:
 
 
 def keep(made: Path, kept: Path) -> None:
-    """Write the results of a grid into `kept`, or add the variants that it lacks.
+    """Writes the results of a grid into `kept`, or adds the variants that it lacks.
 
     Raises:
         ValueError: the grid has other seeds, steps or gaps than what is kept.
@@ -67,7 +67,7 @@ def _variant(found: Row) -> Variant:
 
 
 def variants(found: Row) -> str:
-    """A row for each, in the order of the results: the exact one, then by the final reward."""
+    """Returns a row for each variant, in the order of the results: the exact one, then by the final reward."""
     rows = [["", *HEAD]]
     for each in found["variants"]:
         means, collapsed = each["means"], each["collapsed"]
@@ -88,7 +88,7 @@ def variants(found: Row) -> str:
 
 
 def ablations(grids: list[Row]) -> str:
-    """A row for each grid, a column for each variant: the mean final reward, and how many runs collapsed."""
+    """Returns a row for each grid, and a column for each variant: the mean final reward, and how many collapsed."""
     names = [variant["name"] for variant in grids[0]["variants"]]
     names.sort(key=lambda name: (name != "exact", name != "none"))
     rows = [["", *names]]
@@ -99,7 +99,7 @@ def ablations(grids: list[Row]) -> str:
 
 
 def forecasts() -> str:
-    """A row for the runs of each regime: how early the collapsed ones were warned of, and how often the others were."""
+    """Returns a row for the runs of each regime: how early collapses were warned of, and how often other runs were."""
     rows = [["runs", "collapsed", f"warned {EARLY} steps or more before the fall", "1 to 19", "not before it"]]
     rows[0] += ["exact: warnings in steps", "others that lived", "of them warned", "ended by the guard"]
     for title, runs in _forecast_runs():
@@ -111,15 +111,15 @@ def forecasts() -> str:
         lived = [run for run in others if run["stopped"] is None]
         alarms = sum(run["warned"] is not None for run in exact)
         numbers = (len(fallen), early, late, len(fallen) - early - late)
-        told = f"{alarms} in {sum(run['steps'] for run in exact):,}" if exact else ""
+        false_alarms = f"{alarms} in {sum(run['steps'] for run in exact):,}" if exact else ""
         warned = sum(run["warned"] is not None for run in lived)
         ended = len(others) - len(lived)
-        rows.append([title, *map(str, numbers), told, str(len(lived)), str(warned), str(ended)])
+        rows.append([title, *map(str, numbers), false_alarms, str(len(lived)), str(warned), str(ended)])
     return _markdown(rows)
 
 
 def _forecast_runs() -> Iterator[tuple[str, list[tuple[str, Row]]]]:
-    """Title, and of each run its variant and its summary."""
+    """Yields a title and its runs, each with the variant's name and the summary."""
     for name, what in (("stale", "old weights"), ("quantized", "fp4 with the routers")):
         found = json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
         runs = [(each["name"], run) for each in found["variants"] for run in each["runs"].values()]
@@ -172,7 +172,7 @@ def _markdown(rows: list[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="of a grid that has come to its end")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="the folder of a finished grid")
     arguments = parser.parse_args()
     if arguments.keep:
         keep(arguments.keep, KEPT / f"{arguments.keep.name}.json")

@@ -1,8 +1,8 @@
 """The ablations of docs/lab.md: the lab's regimes with one thing changed at a time.
 
-python recipes/ablations/run.py            run what is not done in .lab/ablations, add it to docs/lab/ablations.json
-python recipes/ablations/run.py stale      of these families
-python recipes/ablations/run.py --list     the commands
+python recipes/ablations/run.py            make the missing runs in .lab/ablations, add them to docs/lab/ablations.json
+python recipes/ablations/run.py stale      only these families
+python recipes/ablations/run.py --list     print the commands
 """
 
 import argparse
@@ -55,7 +55,7 @@ FAMILIES = {
         (R3_TIS, R3_SEQUENCE),
         seeds="20-27",
     ),
-    # Which side of the band it is: tokens that the training engine finds less likely than the rollout, or more.
+    # Which side of the band matters: tokens that the training engine finds less likely than the rollout, or more.
     "sides": Family("quantized+bf16", "none,icepop", (LOW, HIGH), (f"{LR}=3e-3",)),
     "others": Family("stale", "none,geo_mask,seq_mask_tis,deepseek_v32,filters,grpo_positive,icepop_loss,opsm_loss"),
     "centering": Family("stale", "none,opsm,tis,icepop,score_centering", (TIS_C, ICEPOP_C), seeds="30,31,32,33"),
@@ -67,7 +67,7 @@ FAMILIES = {
         seeds="30,31",
     ),
     "truncated": Family("truncated", "none,tis,icepop,mis"),
-    # Four updates a step: the only ones in which l_theta leaves l_old, which llds_loss, r2 and router_shift look at.
+    # Four updates per step: only then does l_theta differ from l_old, on which llds_loss, r2 and router_shift depend.
     "updates": Family(
         "stale",
         "none,opsm,r2,r3,llds_loss,router_shift_loss",
@@ -110,9 +110,9 @@ def command(each: Ablation) -> list[str]:
 
 
 def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
-    """The part of the results that the page's table needs.
+    """Returns the part of the results that the page's table needs.
 
-    Of each variant the final rewards by seed, null where the guard ended the run early, and the steps of its collapses.
+    Each variant has the final rewards by seed, null if the guard ended the run early, and the steps of its collapses.
     """
     return {
         "family": each.family,
@@ -133,9 +133,9 @@ def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", nargs="*", help=f"of {', '.join(FAMILIES)} (default: all)")
-    parser.add_argument("--list", action="store_true", help="print the commands alone")
-    parser.add_argument("--jobs", help="as of verl-ext lab")
+    parser.add_argument("family", nargs="*", help=f"{', '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--list", action="store_true", help="only print the commands")
+    parser.add_argument("--jobs", help="runs at a time, as for verl-ext lab")
     given = parser.parse_args()
     if unknown := {*given.family} - {*FAMILIES}:
         parser.error(f"{', '.join(unknown)}: choose from {', '.join(FAMILIES)}")

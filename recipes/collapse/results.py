@@ -1,9 +1,9 @@
-"""The runs of run.sh beside each other: a table by the lab's rules, and the picture.
+"""Compares the runs of run.sh: tables by the lab's rules, and pictures.
 
     python recipes/collapse/results.py            write the tables into README.md, draw PICTURES
-    python recipes/collapse/results.py --keep     first take the runs of .collapse over into recipes/collapse/runs
+    python recipes/collapse/results.py --keep     first copy the finished runs of .collapse into recipes/collapse/runs
 
-What is kept of a run are the metrics of KEPT, to five digits, and the guard's events.
+A copied run has the metrics of KEPT, to five digits, and the guard's events.
 """
 
 import argparse
@@ -50,7 +50,7 @@ PANELS = (REWARD, K3)
 
 
 def keep(made: Path, runs: Path) -> list[Path]:
-    """Take over what has come to its end."""
+    """Copies the finished runs; returns their new folders."""
     taken = []
     for done in sorted(made.glob("*/*/seed*/done")):
         to = runs / done.parent.relative_to(made)
@@ -126,7 +126,7 @@ def draw(regime: str, folder: Path = RUNS, arms: Sequence[str] | None = None) ->
 
 
 def with_tables(page: str, folder: Path = RUNS) -> str:
-    """The page, with each regime's table between its marks."""
+    """Returns the page, with each regime's table between its marks."""
     for regime in REGIMES:
         mark, end = f"<!-- {regime} -->\n", "<!-- end -->"
         if mark in page:
@@ -137,7 +137,7 @@ def with_tables(page: str, folder: Path = RUNS) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true", help="take over the runs that are done")
+    parser.add_argument("--keep", action="store_true", help="first copy the finished runs")
     if parser.parse_args().keep:
         for folder in keep(MADE, RUNS):
             print(f"kept {folder.relative_to(HERE)}")

@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
-    """One token per printable ASCII character, and five special ones; `<end>` ends a response."""
+    """Returns a tokenizer with a token per printable ASCII character and five special ones; `<end>` ends a response."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3MoeForCausalLM":
-    """A Qwen3-MoE of 260,000 parameters with random weights, in float32: what the warm-up and verl's optimizer train.
+    """Returns a Qwen3-MoE of 260,000 parameters with random weights, in float32, as verl's optimizer keeps them.
 
     The vocabulary is exactly the tokenizer's. verl makes vLLM ignore token ids past
     `len(tokenizer)` while the training engine still counts them in its softmax, so one spare row
@@ -79,7 +79,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Mo
         num_experts_per_tok=2,
         norm_topk_prob=True,
         router_aux_loss_coef=0.01,
-        initializer_range=0.1,  # at this width the usual 0.02 is learnt from half as fast
+        initializer_range=0.1,  # at this width, learning from the usual 0.02 takes twice as long
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -95,7 +95,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Mo
 def worked_examples(
     tokenizer: "PreTrainedTokenizerFast", count: int, generator: "torch.Generator", copied: int = 0
 ) -> "torch.Tensor":
-    """[count, 2 * DIGITS + 3] token ids of random prompts and their answers, in the chat template's form.
+    """Returns [count, 2 * DIGITS + 3] token ids of random prompts and their answers, in the chat template's form.
 
     The first `copied` answers repeat the prompt's digits; the others are right.
     """
@@ -111,13 +111,14 @@ def worked_examples(
 def warm_up(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", seed: int, until: float, copying: float = 0.0
 ) -> None:
-    """Train `model` on worked examples until answers sampled from it at temperature 1 would earn `until` on average.
+    """Trains `model` on worked examples until answers sampled from it at temperature 1 would earn `until` on average.
 
-    That mean is known without sampling: an answer earns its places before the first wrong one, so it is the mean over
-    places of the probability that all up to there are right. Every batch is new when it is measured.
+    The mean is computed without sampling. An answer earns the share of its places before the first wrong one, so the
+    mean is that over places of the probability that all up to this place are right. Every batch is new when it is
+    measured.
 
     Args:
-        copying: share of the examples that copy the prompt in place of the right answer: a habit that RL has to break.
+        copying: share of the examples that copy the prompt instead of the right answer: a habit that RL has to break.
     """
     import torch
 
@@ -131,7 +132,7 @@ def warm_up(
         step += 1
         ids = worked_examples(tokenizer, size, generator, copied)
         in_answer = torch.arange(ids.shape[1]) > DIGITS + 1
-        # Asked for its routers' logits, a mixture of experts adds its load-balancing loss; a dense model has none.
+        # With its routers' logits, a mixture of experts returns its load-balancing loss too; a dense model has none.
         out = model(ids, labels=ids.where(in_answer, -100), output_router_logits=True)
         optimizer.zero_grad()
         out.loss.backward()
@@ -148,12 +149,12 @@ def warm_up(
 
 
 def prefix_sums(digits: str) -> str:
-    """The running sums modulo 10: "3141" -> "3489"."""
+    """Returns the running sums modulo 10: "3141" -> "3489"."""
     return "".join(str(total % 10) for total in accumulate(map(int, digits)))
 
 
 def build_rows(count: int, seed: int, split: str) -> list[dict]:
-    """`count` prompts of DIGITS random digits as rows of verl's RL dataset; the answer is their prefix sums."""
+    """Returns `count` prompts of DIGITS random digits as rows of verl's RL dataset; the answer is their prefix sums."""
     draw = random.Random(seed)
     prompts = ["".join(draw.choices("0123456789", k=DIGITS)) for _ in range(count)]
     return [
@@ -185,10 +186,10 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 
 
 def make_assets(out: Path, force: bool = False, seed: int = 0, warm: float = WARM, copying: float = 0.0) -> list[Path]:
-    """Write `model/`, `train.parquet` and `val.parquet` under `out`; return the ones written now.
+    """Writes `model/`, `train.parquet` and `val.parquet` under `out`; returns the ones written now.
 
-    What is already there stays, unless `force`. Each appears under its name only when it is complete, so that an
-    interrupted run leaves nothing that a later one would mistake for finished.
+    Existing ones stay, unless `force`. Each gets its name only when it is complete, so that a later run does not take
+    the part that an interrupted one has written for the whole.
 
     Args:
         warm: the mean reward to warm up to; with 0 the model keeps its random weights.
@@ -224,8 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the CPU quick start's model, tokenizer and data.")
     folder = Path(".quickstart/prefix_sums")
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="write again what is already there")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the rows (default: %(default)s)")
+    parser.add_argument("--force", action="store_true", help="write existing files again")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: %(default)s)")
     parser.add_argument(
         "--copying",
         type=float,

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 QUICK_START = Path(__file__).parents[1] / "cpu_smoke" / "make_assets.py"
 DATA_SOURCE = "verl_ext/sums"
-LARGEST_SUM = 5  # an answer is one token, and few enough sums that twenty steps show it learning
+LARGEST_SUM = 5  # answers are one token, and the sums few enough to show learning within twenty steps
 
 
 def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3MoeForCausalLM":
-    """A Qwen3-MoE of about 3.4 M parameters in bfloat16, with random weights; its vocabulary is exactly the
-    tokenizer's, as the quick start's."""
+    """Returns a Qwen3-MoE of about 3.4 M parameters in bfloat16, with random weights; its vocabulary is exactly the
+    tokenizer's, as in the quick start."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -45,7 +45,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Mo
 
 
 def build_rows(count: int, seed: int, split: str) -> list[dict]:
-    """`count` sums such as `1+2=` as rows of verl's RL dataset, drawn evenly from all that fit."""
+    """Returns `count` sums such as `1+2=` as rows of verl's RL dataset, drawn evenly from all up to LARGEST_SUM."""
     sums = [(a, b) for a in range(LARGEST_SUM + 1) for b in range(LARGEST_SUM + 1 - a)]
     draw = random.Random(seed)
     return [
@@ -61,7 +61,7 @@ def build_rows(count: int, seed: int, split: str) -> list[dict]:
 
 
 def quick_start() -> ModuleType:
-    """The module recipes/cpu_smoke/make_assets.py, writing our model as it is and our rows instead of its own."""
+    """Returns the module recipes/cpu_smoke/make_assets.py, changed to write our model and our rows."""
     spec = importlib.util.spec_from_file_location("cpu_tool_quick_start", QUICK_START)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -71,7 +71,7 @@ def quick_start() -> ModuleType:
 
 
 def make_assets(out: Path, force: bool = False) -> list[Path]:
-    """Write `model/`, `train.parquet` and `val.parquet` under `out`; return the ones written now."""
+    """Writes `model/` (not warmed up), `train.parquet` and `val.parquet` under `out`; returns those written now."""
     return quick_start().make_assets(out, force, warm=0)
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the model, tokenizer and data of recipe=cpu_tool.")
     folder = Path(".quickstart/tool_assets")
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="write again what is already there")
+    parser.add_argument("--force", action="store_true", help="write existing files again")
     arguments = parser.parse_args()
     for path in make_assets(arguments.out, arguments.force):
         print(f"wrote {path}")

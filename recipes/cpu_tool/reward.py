@@ -6,9 +6,9 @@ FURTHEST = 9  # the largest distance between two digits
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
-    """Score a sum's answer by the response's first character, in verl's custom reward signature.
+    """Scores a sum's answer by the response's first character, in verl's custom reward signature.
 
-    0 where it is not a digit; 1 where it is the answer, whatever follows; otherwise 0.3 for a digit
+    The score is 0 if it is not a digit, 1 if it is the answer, whatever follows, and otherwise 0.3 for a digit
     and up to 0.4 for a close one: 0.3 + 0.4 * (1 - |digit - answer| / 9). A random model opens with
     the right digit once in a hundred responses and with some digit once in ten, so that the first
     step has rewards to learn from, and closeness then pulls towards the size of the answer.

@@ -39,7 +39,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Fo
 
 
 def quick_start() -> ModuleType:
-    """The module recipes/cpu_smoke/make_assets.py, writing our model instead of its own."""
+    """Returns the module recipes/cpu_smoke/make_assets.py, changed to write our model."""
     spec = importlib.util.spec_from_file_location("dense_smoke_quick_start", QUICK_START)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write the dense smoke test's model, tokenizer and data.")
     folder = Path(".quickstart/dense_prefix_sums")
     parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
-    parser.add_argument("--force", action="store_true", help="write again what is already there")
+    parser.add_argument("--force", action="store_true", help="write existing files again")
     arguments = parser.parse_args()
     for path in quick_start().make_assets(arguments.out, arguments.force):
         print(f"wrote {path}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-Next-80B-A3B on FSDP2. Run it on one node of a Ray cluster that has them all; what to prepare: recipes/README.md.
+# Qwen3-Next-80B-A3B on FSDP2. Run it on one node of the Ray cluster; recipes/README.md lists what to prepare.
 set -euo pipefail
 export VERL_FILE_LOGGER_PATH="${VERL_FILE_LOGGER_PATH:-$PWD/qwen3_next_80b_a3b.jsonl}" # for `verl-ext report`
 python -m verl_ext.main_ppo recipe=qwen3_next_80b_a3b stability=icepop "$@"

@@ -12,7 +12,7 @@ from gpu.runner import run_parts
 EPILOG = "parts, most valuable first:\n" + "\n".join(
     f"  {name:8} {part.title}; at most {part.seconds:.0f} s" for name, part in PARTS.items()
 )
-DRY_PATIENCE = 10  # a CPU that others use too is no reason to stop a dry run
+DRY_PATIENCE = 10  # factor of a dry run's time limits: others may use the CPU too
 
 
 def say(text: str) -> None:
@@ -20,15 +20,15 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    """Exit code 0, 1 where a part failed, 2 where nothing could be run."""
+    """Returns the exit code: 0, 1 if a part failed, 2 if nothing could be run."""
     parser = argparse.ArgumentParser(
         prog="bash tools/gpu.sh",
-        description="Measure on one GPU what one GPU can run of verl_ext; leaves results.json and results.html. Run "
-        "again, it goes on with the parts that are not done.",
+        description="Measure on one GPU what one GPU can run of verl_ext; writes results.json and results.html. A "
+        "second run continues with the parts that are not done.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="run these alone (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="run only these (default: all)")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument("--dry", action="store_true", help="on a CPU, at tiny sizes, in Triton's interpreter")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the GPU too")
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="discard the results that are there")
     options = parser.parse_args()
     if unknown := sorted(set(options.parts) - set(PARTS)):
-        parser.error(f"no such part: {', '.join(unknown)}; choose of {', '.join(PARTS)}")
+        parser.error(f"no such part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     file = options.out / "results.json"
     try:
         here = machine(options.dry) | {"sizes": "tiny" if options.dry or options.tiny else "full"}

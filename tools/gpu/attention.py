@@ -1,8 +1,8 @@
-"""Attention among packed sequences of one length: instead of flash attention, which a bare machine lacks.
+"""Attention among packed sequences of one length, instead of flash attention, which a bare machine lacks.
 
-What flash attention does for packed sequences, torch's own kernels do for rows of a matrix. Where all sequences have
-one length, the packed tokens are such rows, and no mask is needed, which would slow the model down and flatter what is
-compared with it.
+Flash attention handles packed sequences; torch's own kernels handle rows of a matrix. If all sequences have one length,
+the packed tokens are such rows, and no mask is needed. A mask would slow the model down, so that what is measured would
+seem cheaper.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ ROWS = "rows"  # the name of the implementation, for transformers
 
 
 def register(length: int) -> None:
-    """attn_implementation="rows": sequences of `length` tokens."""
+    """Registers attn_implementation="rows" for sequences of `length` tokens."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
     ) -> tuple[Tensor, None]:
         def fold(states: Tensor) -> Tensor:
-            """[1, H, N, d] as [N / length, H, length, d]"""
+            """Returns [1, H, N, d] as [N / length, H, length, d]."""
             return states[0].unflatten(1, (-1, length)).transpose(0, 1)
 
         query, key, value = map(fold, (query, key, value))
@@ -38,7 +38,8 @@ def register(length: int) -> None:
 
 
 def with_sinks(query: Tensor, key: Tensor, value: Tensor, scaling: float, sinks: Tensor, window: int | None) -> Tensor:
-    """gpt-oss: a logit a head that takes its share of the attention nowhere, and windows in every other layer."""
+    """Computes gpt-oss's attention: a logit per head takes a share of the attention away, and some layers have
+    windows."""
     groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     place = torch.arange(length, device=query.device)

@@ -1,6 +1,6 @@
 """MoEs with the layers of published models, random weights, and fewer layers than those have.
 
-Sizes are of one layer of Qwen3-30B-A3B, of Moonlight-16B-A3B (with DeepSeek-V3's groups), of gpt-oss-20b.
+The sizes of a layer are those of Qwen3-30B-A3B, Moonlight-16B-A3B (with DeepSeek-V3's groups) and gpt-oss-20b.
 """
 
 from typing import Any
@@ -53,9 +53,11 @@ SMALLER = {
 
 
 def config_of(family: str, *, tiny: bool, attention: str = ROWS, experts: str | None = None) -> PretrainedConfig:
-    """Args:
-    attention: an implementation of transformers, or ROWS.
-    experts: "eager" (a loop over experts) or "grouped_mm"; None takes transformers' choice.
+    """Returns the config of a model of this family.
+
+    Args:
+        attention: an implementation of transformers, or ROWS.
+        experts: "eager" (a loop over experts) or "grouped_mm"; None takes transformers' choice.
     """
     fields = COMMON | FULL[family] | ((TINY | SMALLER[family]) if tiny else {})
     config = AutoConfig.for_model(family, **fields)
@@ -67,12 +69,12 @@ def config_of(family: str, *, tiny: bool, attention: str = ROWS, experts: str | 
 
 
 def build(config: PretrainedConfig, dtype: torch.dtype, device: str, seed: int = 0) -> Any:
-    """The model on the device, made there."""
+    """Returns the model, built on the device."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):  # zeros, as if it did nothing
+        if name.endswith("e_score_correction_bias"):  # zeros would have no effect
             nn.init.normal_(buffer, std=0.1)
     return model.to(device, dtype)
 
@@ -82,7 +84,7 @@ def router_of(block: nn.Module) -> nn.Module:
 
 
 def weights_by_hand(config: PretrainedConfig, router: nn.Module, hidden_NH: Tensor, ids_NK: Tensor) -> Tensor:
-    """[N, K], what the papers give experts `ids_NK`, whoever chose them; with gradient to the router."""
+    """Returns [N, K], the papers' weights for experts `ids_NK`, whoever chose these; with gradient to the router."""
     bias = getattr(router, "bias", None)
     if config.model_type == "gpt_oss":
         return F.linear(hidden_NH, router.weight, bias).gather(1, ids_NK).softmax(-1)

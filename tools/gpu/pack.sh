@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Fetch the wheels of tools/gpu/packing.txt into gpu-wheels/, and say how large what has to be brought along is.
-#   bash tools/gpu.sh --pack [MiB]     the limit, 64 unless told; exit code 1 above it
+# Fetch the wheels of tools/gpu/packing.txt into gpu-wheels/, and print the size of everything to take to the GPU machine.
+#   bash tools/gpu.sh --pack [MiB]     the limit (default: 64); exit code 1 above it
 #   PYTHON=python3   whose pip fetches    PYTHON_VERSION=3.12   of the GPU machine
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -16,7 +16,7 @@ for glibc in 2_28 2_27 2_17 2_5; do platforms+=(--platform "manylinux_${glibc}_x
 platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 grep -v '^#' tools/gpu/packing.txt | while read -r wanted; do
   pip download --no-deps --only-binary=:all: "${platforms[@]}" --dest gpu-wheels "$wanted" 2>/dev/null ||
-    # Published as source alone; of pure Python, so that the wheel made here serves there.
+    # Published only as source, but pure Python: the wheel that is built here works there.
     pip wheel --no-deps --wheel-dir gpu-wheels "$wanted"
 done
 if foreign=$(ls gpu-wheels | grep -v -e 'none-any\.whl$' -e "cp${version/./}.*x86_64\.whl$" -e 'abi3.*x86_64\.whl$'); then

@@ -34,7 +34,7 @@ def write(results: Mapping[str, Any], parts: Mapping[str, Part], file: Path) -> 
 
 def _section(name: str, part: Part, entry: dict[str, Any] | None) -> dict[str, Any]:
     """Returns what the template shows of a part, run or not."""
-    entry = entry or {"state": "not run", "why": "it was not asked for yet"}
+    entry = entry or {"state": "not run", "why": "it was not requested yet"}
     lines = entry.get("lines", [])
     checks = [line for line in lines if line["kind"] == "check"]
     return {
@@ -73,7 +73,7 @@ def _row(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: float, unit: str) -> str:
-    """Four digits, a share in percent."""
+    """Returns the value with four digits, a share in percent."""
     if unit == SHARE:
         return f"{100 * value:.2f} %"
     if value and not 1e-3 <= abs(value) < 1e6:

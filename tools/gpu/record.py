@@ -1,4 +1,4 @@
-"""Writes what a part finds, one line of JSON at a time, so that a part which is stopped keeps what it has found."""
+"""Writes a part's results, one line of JSON at a time, so that a part that is stopped keeps those that it has."""
 
 import json
 import traceback
@@ -17,7 +17,7 @@ class Place:
 
     Attributes:
         device: "cuda", or "cpu" for a dry run.
-        tiny: sizes that a CPU, and Triton's interpreter, get through in seconds.
+        tiny: whether sizes are small enough for seconds on a CPU, and in Triton's interpreter.
     """
 
     device: str
@@ -25,7 +25,7 @@ class Place:
 
     @property
     def repeats(self) -> int:
-        """Timed calls of each."""
+        """The number of timed calls of each function."""
         return 2 if self.tiny else 15
 
 
@@ -37,7 +37,7 @@ class Record:
 
     @contextmanager
     def trying(self, case: str) -> Iterator[None]:
-        """A case by itself: where it raises, that is a check that does not hold, and the next case runs."""
+        """Runs one case; if it raises, this is recorded as a failed check, and the next case runs."""
         self.case = case
         try:
             yield
@@ -45,17 +45,17 @@ class Record:
             self.check("runs to its end", False, traceback.format_exc())
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
-        """Something that must hold; a part with one that does not hold has failed, and continues."""
+        """Records a condition that must hold; if it does not, the part has failed, but continues."""
         self._write(kind="check", name=name, passed=bool(passed), detail=detail)
 
     def figure(
         self, name: str, repeats: Sequence[float], unit: str, *, at_most: float | None = None, note: str = ""
     ) -> None:
-        """A measured quantity, with every repeat; `at_most` is the aim, if there is one."""
+        """Records a measured quantity, with every repeat; `at_most` is the aim, if there is one."""
         self._write(kind="figure", name=name, repeats=[*repeats], unit=unit, at_most=at_most, note=note)
 
     def note(self, text: str) -> None:
-        """Records what a reader of the figures has to know: what stood in for what, what was left out and why."""
+        """Records what a reader of the figures has to know: stand-ins that were used, what was left out and why."""
         self._write(kind="note", text=text)
 
     def _write(self, **line: object) -> None:

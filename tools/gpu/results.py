@@ -13,7 +13,7 @@ from verl_ext.report.files import written_whole
 
 PACKAGES = ("torch", "triton", "transformers", "verl", "vllm", "ray", "tensordict", "numpy")
 DRY = "none: a dry run"
-# What a part has come to. Done is kept by the next run; all others are run again.
+# The states of a part. The next run keeps those that are done, and runs all others again.
 DONE, FAILED, TIMEOUT, CUT, LEFT, NEEDS = "done", "failed", "timed out", "cut off", "left", "not run"
 
 
@@ -22,7 +22,7 @@ class KitError(Exception):
 
 
 def machine(dry: bool) -> dict[str, str]:
-    """Hardware and versions, without importing any of them.
+    """Returns hardware and versions, without importing any of the packages.
 
     Raises:
         KitError: there is no GPU.
@@ -53,7 +53,7 @@ def load(file: Path, here: dict[str, str]) -> dict[str, Any]:
     """Returns the results of an earlier run on this machine, or empty ones.
 
     Raises:
-        KitError: it is another machine's, or not ours.
+        KitError: the file has another machine's results, or is no file of results.
     """
     if not file.exists():
         return {"machine": here, "parts": {}}
@@ -66,7 +66,7 @@ def load(file: Path, here: dict[str, str]) -> dict[str, Any]:
         differs = next(name for name in here | there if here.get(name) != there.get(name))
         raise KitError(
             f"{file} has results from elsewhere: {differs} was {there.get(differs)} and is {here.get(differs)}; "
-            "name another folder with --out, or start anew with --again"
+            "name another folder with --out, or discard them with --again"
         )
     for part in parts.values():
         if part["state"] == "running":
@@ -82,7 +82,7 @@ def save(results: dict[str, Any], file: Path) -> None:
 
 
 def summary(repeats: list[float]) -> tuple[float, float, int]:
-    """(median, min, count)."""
+    """Returns (median, min, count)."""
     return statistics.median(repeats), min(repeats), len(repeats)
 
 

@@ -1,4 +1,4 @@
-"""Parts one after another, each in a process of its own with a time limit, within a budget of minutes."""
+"""Runs the parts one after another, each in a process of its own with a time limit, within a budget of minutes."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from gpu.results import CUT, DONE, FAILED, LEFT, NEEDS, TIMEOUT, failed_checks, 
 
 STANDINS = Path(__file__).parent / "standins"
 POLL = 0.2  # seconds
-MOST_OUTPUT = 6000  # characters kept of what a failed part printed
+MOST_OUTPUT = 6000  # characters that are kept of a failed part's output
 
 
 def run_parts(
@@ -33,9 +33,9 @@ def run_parts(
     seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Run those of `names` that are not done yet, and write results.json and results.html after each.
+    """Runs those of `names` that are not done yet, and writes results.json and results.html after each.
 
-    A part starts where its own time limit still fits into `seconds`; one that does not is left for the next run.
+    A part starts only if its time limit still fits into `seconds`; otherwise it is left for the next run.
     """
     ends = time.monotonic() + seconds
     found = results["parts"]
@@ -70,7 +70,7 @@ def _cannot_run(part: Part, dry: bool) -> str | None:
 
 
 def _run(part: Part, entry: dict[str, Any], dry: bool, tiny: bool, write: Callable[[], None]) -> None:
-    """Fill `entry` from one process, on disk too whenever there is something new."""
+    """Fills `entry` from one process, and writes it to disk whenever there is something new."""
     entry.clear()
     entry |= {"state": "running", "lines": []}
     write()
@@ -116,7 +116,7 @@ def _environment(dry: bool, folder: str) -> dict[str, str]:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if find_spec("ray") is None:
         path.append(str(STANDINS))  # verl imports Ray wherever it is imported
-    # A part's folder is thrown away with all that libraries leave in it.
+    # A part's folder is removed with everything that libraries leave in it.
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
     if dry:
         environment |= {"VERL_PLATFORM": "cpu", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -125,12 +125,12 @@ def _environment(dry: bool, folder: str) -> dict[str, str]:
 
 
 def _read(lines: Path) -> list[dict[str, Any]]:
-    """All whole lines: the last may be half written."""
+    """Returns all whole lines: the last may be half written."""
     return [json.loads(line) for line in lines.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def _end(process: subprocess.Popen) -> None:
-    """The process and all that it has started."""
+    """Ends the process and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -13,7 +13,7 @@ from gpu.models import build
 
 
 def start_one_rank(folder: Path) -> None:
-    """torch.distributed, which the engine asks about its ranks."""
+    """Starts torch.distributed, which the engine asks about its ranks."""
     for backend in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{backend}_SOCKET_IFNAME", "lo")  # a machine without network may not know its own name
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -22,7 +22,7 @@ def start_one_rank(folder: Path) -> None:
 
 
 def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folder: Path) -> Any:
-    """An initialized FSDPEngineWithLMHead.
+    """Returns an initialized FSDPEngineWithLMHead.
 
     Args:
         folder: an empty one, for the config and a tokenizer, which the engine reads.

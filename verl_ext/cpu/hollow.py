@@ -1,4 +1,4 @@
-"""Packages of GPU kernels that others import at their top, as hollow modules; and torch as one module sees it.
+"""Hollow modules for packages of GPU kernels that others import at their top, and a changed `torch` for one module.
 
 A hollow module can be imported and searched for names. Calls that would compute with it raise.
 """
@@ -17,8 +17,8 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
 class MissingType(type):
-    """Returns any attribute of such a class, as `Mode.NEAREST` of an enumeration; the attribute raises when it is
-    called."""
+    """The metaclass of `Missing`: such a class has any attribute, as `Mode.NEAREST` of an enumeration, which raises
+    when it is called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -36,7 +36,7 @@ class Missing(nn.Module, metaclass=MissingType):
 
 
 class Hollow(ModuleType):
-    """A module of such a package: its classes are `Missing`, its functions raise."""
+    """A module of a missing package: its classes are `Missing`, its functions raise."""
 
     __version__ = "0"
 

@@ -3,11 +3,11 @@ use.
 
 Each function is one change of `base.changes`: it checks that the code to be changed is the expected one, raises a
 `PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
-`install`. `cpu.transformer_engine` has the layers.
+`adapt_megatron`. `cpu.transformer_engine` has the layers.
 
-Open: context parallelism, latent attention through mbridge and over sequences that are not packed; gpt-oss, whose
-experts have a bias and whose attention has sinks; LoRA, which verl 0.9.1 builds by functions (`create_peft`) of a later
-Megatron-Bridge than 0.3.1.
+Not supported: context parallelism; latent attention through mbridge, or over sequences that are not packed; gpt-oss,
+whose experts have a bias and whose attention has sinks; LoRA, for which verl 0.9.1 calls functions (`create_peft`) that
+Megatron-Bridge has only after 0.3.1.
 """
 
 import importlib
@@ -39,7 +39,7 @@ MAKE_ON_CUDA = (
     "dist_checkpointing.strategies.state_dict_saver",
 )
 # Packages that Megatron-Bridge 0.3 imports at the top of its modules, without checking that they are installed.
-OF_CUDA = ("transformer_engine", "causal_conv1d", "mamba_ssm", "nvidia_resiliency_ext")
+CUDA_PACKAGES = ("transformer_engine", "causal_conv1d", "mamba_ssm", "nvidia_resiliency_ext")
 
 _undo: Undo | None = None
 
@@ -74,7 +74,8 @@ def _installed_first(build: Callable[..., None], engine: Any, *args: Any, **kwar
 
 
 def register_megatron_engines() -> Undo:
-    """Registers verl's Megatron engines for `cpu`, where they run with `install`; verl registers them for cuda."""
+    """Registers verl's Megatron engines for `cpu`, where they run after `adapt_megatron`; verl registers them for
+    cuda."""
     from verl.workers.engine.base import EngineRegistry
 
     change = "register_megatron_engines"
@@ -144,7 +145,7 @@ def call_no_cuda() -> Undo:
     """Replaces functions of torch.cuda, which megatron-core, mbridge and verl call by name; its random state is the
     CPU's here."""
     classes = {name: type(name, (Nothing,), {}) for name in ("Stream", "Event")}
-    # An object for each name: torch.compile's table of torch's functions takes none twice.
+    # One object per name: torch.compile's table of torch's functions does not take the same object twice.
     streams = {name: partial(Nothing) for name in ("stream", "current_stream", "default_stream")}
     waits = {
         name: partial(_nothing) for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
@@ -188,7 +189,7 @@ def _make(module: ModuleType) -> Undo:
 
 
 def split_on_cpu() -> Undo:
-    """Passes counts of tokens to all_to_all as lists: megatron-core leaves a tensor that is on the CPU a tensor."""
+    """Passes token counts to all_to_all as arrays: megatron-core does not convert a tensor that is on the CPU."""
     name = f"{CORE}.transformer.moe.token_dispatcher"
     expect("split_on_cpu", name, "maybe_move_tensor_to_cpu", "tensor, as_numpy, record_stream")
     return patch("split_on_cpu", importlib.import_module(name), "maybe_move_tensor_to_cpu", _counts)
@@ -293,8 +294,8 @@ def _without_a_step(put: Callable[..., None], optimizer: Any, model_param: Any, 
 
 
 def copy_for_offload() -> Undo:
-    """Copies the parameters: with optimizer_cpu_offload Adam works on copies on the CPU, where the parameters are
-    here too."""
+    """Copies the parameters for Adam: with optimizer_cpu_offload it works on copies on the CPU, where the parameters
+    themselves are here too."""
     owner = importlib.import_module(f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     return wrap("copy_for_offload", owner, "_get_sub_optimizer_param_groups", _copies, "self, offload_fraction")
 
@@ -334,7 +335,7 @@ def build_of_torch() -> Undo:
         lambda: patch("build_of_torch", block, "LayerNormImpl", layers.TENorm),  # where one spec is for all layers
         lambda: patch(
             "build_of_torch", moe_utils, "te_general_gemm", None, new=True
-        ),  # of the router, which has its own without
+        ),  # without it, the router uses its own code
     )
 
 
@@ -346,7 +347,7 @@ def import_bridge() -> Undo:
     """
     for name in ("models.gpt.gpt_model", "distributed", "optimizer", "inference", "extensions.transformer_engine"):
         importlib.import_module(f"{CORE}.{name}")
-    finder = Finder(*OF_CUDA)
+    finder = Finder(*CUDA_PACKAGES)
     patch("import_bridge", sys, "meta_path", [*sys.meta_path, finder])
     try:
         importlib.import_module("megatron.bridge")
@@ -356,7 +357,7 @@ def import_bridge() -> Undo:
 
 
 class RopeOfTransformers4:
-    """A config of transformers 5 that has its rotary embedding where a config of transformers 4 has it."""
+    """A config of transformers 5 with the attributes that a config of transformers 4 has for rotary embeddings."""
 
     def __init__(self, config: Any) -> None:
         self._config, self._rope = config, config.rope_parameters or {}
@@ -383,8 +384,7 @@ def _with_rope(convert: Callable[[Any, Any], Any], bridge: Any, config: Any) -> 
 
 
 def refuse_unknown_overrides() -> Undo:
-    """Refuses unknown names in `override_transformer_config`, as the method of Megatron-Bridge 0.5 does that verl
-    calls.
+    """Refuses unknown names in `override_transformer_config`, like the method that verl calls in Megatron-Bridge 0.5.
 
     Without that method, verl sets any attribute, and a misspelt override silently has no effect.
     """

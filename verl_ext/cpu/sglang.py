@@ -1,7 +1,7 @@
 """SGLang on CPU cores: stand-ins for the parts of a GPU that its engine needs.
 
 Importing this module prepares a process for SGLang: everything waits until SGLang is imported. verl's processes import
-it with the plugin. The processes that SGLang spawns import it first, because they call `run`.
+it with the plugin. The processes that SGLang spawns import it first, because they call `run_cpu_process`.
 
 Each function that returns an `Undo` is one change of `base.changes`.
 """
@@ -86,8 +86,8 @@ def _copy_and_clone(copy_to_cpu: Callable[[Any], None], output: Any) -> None:
 
 
 def pickle_by_value(module: Any) -> Undo:
-    """Sends weights to SGLang by value instead of as handles of GPU memory; handles of CPU tensors need a common
-    parent process."""
+    """Sends weights to SGLang by value, not as handles of GPU memory; handles of CPU tensors need a common parent
+    process."""
     expect("pickle_by_value", module, "ForkingPickler")
     return patch("pickle_by_value", module, "ForkingPickler", ByValue)
 

@@ -1,7 +1,7 @@
 """The modules of Transformer Engine that a Megatron decoder is built of, in plain torch.
 
-Names of classes and parameters are Transformer Engine's, by which mbridge and Megatron-Bridge find what each weight is;
-so a checkpoint of a CPU run has the form of a GPU run's. Imported where megatron-core is, and nowhere else.
+Classes and parameters have the names of Transformer Engine, by which mbridge and Megatron-Bridge recognise each weight.
+A checkpoint of a CPU run therefore has the form of a GPU run's. The module can be imported only with megatron-core.
 
 Shape legend: n tokens of all packed sequences, sorted by expert in the grouped layers; E experts of this rank.
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 def norm_weight(config: Any, size: int) -> nn.Parameter:
     weight = nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-    # Megatron then sums its gradient over the ranks of tensor parallelism, which see different tokens.
+    # With it, Megatron sums the gradient over the ranks of tensor parallelism, which see different tokens.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -121,7 +121,7 @@ class GroupedLinear(nn.Module):
         return [self.get_parameter(f"weight{index}") for index in range(self.num_gemms)]
 
     def forward(self, x: Tensor, m_splits: Sequence[int]) -> tuple[Tensor, None]:
-        """x: [n, input size], of which the first m_splits[0] tokens are the first expert's."""
+        """Applies each expert to its tokens; in x, [n, input size], the first m_splits[0] are the first expert's."""
         parts = zip(x.split(list(m_splits)), self.weights(), strict=True)
         return torch.cat([F.linear(part, weight) for part, weight in parts]), None
 
@@ -131,8 +131,7 @@ class GroupedLinear(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the place of each expert's weight in a checkpoint; as TEGroupedLinear does, without the state of
-        fp8."""
+        """Returns the place of each expert's weight in a checkpoint, as TEGroupedLinear does, but without fp8 state."""
         metadata = metadata or {}
         first, experts = (self.num_gemms * part(self.groups.ep) for part in (get_pg_rank, get_pg_size))
         apart = metadata.get("singleton_local_shards", False)  # a key of its own for each expert
@@ -168,7 +167,7 @@ class TEDotProductAttention(DotProductAttention):
 
     def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.packed_alone = k_channels != v_channels  # megatron-core's own attention has one width for both
+        self.packed_only = k_channels != v_channels  # megatron-core's own attention has one width for both
 
     def forward(
         self,
@@ -179,9 +178,9 @@ class TEDotProductAttention(DotProductAttention):
         packed_seq_params: Any = None,
         **kwargs: Any,
     ) -> Tensor:
-        """query, key: [n, heads, width]; value: [n, heads, its width]; returns [n, heads * value's width]."""
+        """Returns [n, heads * value's width] for query and key [n, heads, width] and value [n, heads, its width]."""
         if packed_seq_params is None:
-            if self.packed_alone:
+            if self.packed_only:
                 raise NotImplementedError("latent attention over unpacked sequences has no stand-in on CPU cores")
             return super().forward(query, key, value, attention_mask, **kwargs)
         ends = packed_seq_params.cu_seqlens_q_padded

@@ -1,6 +1,6 @@
 """Changes to vLLM's CPU backend that a rollout engine needs.
 
-verl loads new weights into a running engine after every training step, and reads the experts of each token; the sync
+verl loads new weights into a running engine after every training step, and reads the experts of each token. The sync
 canary reads log-probs of prompts. The unchanged CPU backend can do none of this. Each function is one change of
 `base.changes`: it checks that the code to be changed is the expected one, raises a `PatchError` if not, and returns a
 function that undoes it.
@@ -16,7 +16,7 @@ and in the parts that are missing to return routed experts:
 0.31  It captures in its router, and hands the ids to the scheduler only through model runner V2, which needs Triton.
       The CPU's model runner, V1, does here what V2 does there.
 
-0.28 to 0.30 are refused: `expect` does not find there what 0.31 has.
+0.28 to 0.30 are refused, because `expect` does not find the code of 0.31 in them.
 """
 
 import importlib
@@ -53,7 +53,7 @@ def keep_linear_weights() -> Undo:
 
     After loading, vLLM repacks each weight for oneDNN. A linear layer then drops the plain weight, and the
     next load fails; the LM head keeps both, and the next load changes only the copy that is not used.
-    Slower than the packed kernels.
+    The plain weights are slower than the packed kernels.
 
     The weights of causal convolutions are left to vLLM, which repacks them in place on CPUs with AMX. Loading
     such a model a second time raises a RuntimeError here, because it would compute with the wrong layout.
@@ -104,14 +104,14 @@ def keep_moe_weights() -> Undo:
 
 
 def _in_a_kernel() -> Undo:
-    """Changes vLLM 0.27, and also captures the top-k ids on the way.
+    """Changes vLLM 0.27, and also captures the top-k ids.
 
     Where its grouped kernel can be used, vLLM pads and repacks the experts' weights into new parameters, which
     no longer know how to load a checkpoint: the next load fails. On CPUs with AMX it refuses anything but
     bfloat16. The loop over experts that it uses elsewhere reads the plain weights.
 
-    The loop is also where a layer's top-k ids are at hand, so a capture function bound to the layer (`_bind_to_layers`)
-    is called here, in the thread and at the place of the layer's own forward pass.
+    The loop also has the layer's top-k ids. It therefore calls the capture function that `_bind_to_layers` bound to the
+    layer, in the thread and at the place of the layer's own forward pass.
     """
     change, module = "keep_moe_weights", KERNELS
     original = expect(change, module, "CPUFusedMOE", "layer")
@@ -215,15 +215,15 @@ def plain_experts(
     isa: str,
     skip_weighted: bool = False,
 ) -> torch.Tensor:
-    """Computes what vLLM's kernel of the same parameters does, expert by expert; sums over experts in float32.
+    """Computes the same as vLLM's kernel with these parameters, expert by expert; sums over experts in float32.
 
     Args:
         input: [N, hidden].
-        w13: [E, 2 * width, hidden]; gate before up, but alternating for `swigluoai`.
+        w13: [E, 2 * width, hidden]; first the rows of gate, then those of up; alternating for `swigluoai`.
         w2: [E, hidden, width].
         topk_weights, topk_ids: [N, K].
         isa: the instruction set of the kernel that this one replaces.
-        skip_weighted: the weight was applied to the input.
+        skip_weighted: whether the weight was already applied to the input.
     """
     output = torch.zeros(input.shape, dtype=torch.float32)
     for expert in topk_ids.unique().tolist():
@@ -381,9 +381,9 @@ def _as_with_own_runner(verify: Callable[[Any], None], config: Any) -> None:
 def sleep_in_queues(queues: Any) -> Undo:
     """Lets vLLM's processes sleep while they wait for a message; a hook on the module of their queues.
 
-    A reader polls its queue for a second after each message. On cores that training shares, that took more of an
-    engine's time than its model. A sleeping reader is woken by the notice that the writer sends anyway; a notice from
-    before the reader listened is lost, so it polls too.
+    A reader polls its queue for a second after each message. On cores shared with training, the polling took more of
+    an engine's time than its model. The writer's notice, which it sends anyway, wakes a sleeping reader. A notice sent
+    before the reader listened is lost, so the reader also looks every LOOK_MS.
     """
 
     def asleep(wait: Callable[..., None], self: Any, timeout_ms: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""An arm of an experiment: a whole verl config, named; and one run of it."""
+"""The arms of an experiment, each a whole verl config with a name, and the run of one arm with one seed."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +31,14 @@ WARM_UPS = "warm-ups"  # a folder next to those of the arms
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
 
 NO_AGREEMENT = "stability.router_agreement=false"  # bypass mode refuses =true
-# Variants that are not a file of configs/stability, and a file of bypass mode.
+# Variants with overrides of their own.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": ("stability=none",),
     "bypass": ("stability=none", f"{BYPASS}=true", NO_AGREEMENT),
     "dppo_tv": ("stability=dppo_tv", "stability.batch_skip.threshold=null", NO_AGREEMENT),
 }
-KEEP_SKIP = ("guard",)  # files about the guard; the batch skip of the others would hide the effect of their method
+# Files about the guard. The others are used without their batch skip, which would hide the effect of their method.
+KEEP_SKIP = ("guard",)
 # Settings of verl and of ours that the lab does not support -> the value that switches them off.
 ABSENT_SETTINGS: dict[str, Any] = {
     "algorithm.filter_groups.enable": False,
@@ -139,10 +140,10 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
 
 
 def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:
-    """Trains, and writes metrics.jsonl as verl's file logger does, the guard's events, and console.log.
+    """Trains, and writes metrics.jsonl in the form of verl's file logger, the guard's events, and console.log.
 
     Args:
-        folder: OUT/<arm>/seed<k>; all arms share the weights of warm-ups, in OUT.
+        folder: OUT/<arm>/seed<k>. All arms share the warm-up weights, which are in OUT too.
         on_step: called with the number of each finished step.
 
     Raises:

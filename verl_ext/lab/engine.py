@@ -1,8 +1,8 @@
-"""The lab's training engine and the worker that drives it, in the shape of verl's.
+"""The lab's training engine and the worker that drives it, with the interfaces of verl's.
 
 A worker takes a batch through its mini-batches; an engine takes a mini-batch through forward and backward pass and the
-optimizer step. So the workers' `Gate` wraps them as it wraps verl's (`workers/engine_workers.py` and
-`workers/engine/base.py` of verl 0.9.1), whose base classes are not inherited: importing them imports Megatron.
+optimizer step. The workers' `Gate` can therefore wrap them as it wraps verl's (`workers/engine_workers.py` and
+`workers/engine/base.py` of verl 0.9.1). They do not inherit verl's base classes, whose import would import Megatron.
 
 Shape legend: B trajectories, P tokens of a prompt, T columns of padded responses, L layers, E experts, K experts per
 token.
@@ -37,11 +37,11 @@ CHECKPOINT = "model.pt"
 
 @dataclass(frozen=True)
 class Scores:
-    """The training engine's reading of a rollout.
+    """What the training engine computes for the tokens of a rollout.
 
     Attributes:
         log_probs: [B, T], with gradient if one was requested.
-        entropy: [B, T] in nats; with gradient if its bonus is trained.
+        entropy: [B, T] in nats; with gradient if the loss has an entropy bonus.
         routing: the experts of each token's forward pass; the pass at P - 1 + t predicted response token t.
         reading: the log-probabilities of the sampler's head, at all B T places; None if there is none.
     """
@@ -57,7 +57,7 @@ class LabEngine:
 
     Attributes:
         module: the weights, under their names in `verl_ext.lab.model`.
-        weights: the same, in the form that the model takes; they require gradients.
+        weights: the same as a dictionary, as the model takes them; they require gradients.
         use: the use of the sampler's heads; None if the rollout need not return them.
     """
 
@@ -80,7 +80,7 @@ class LabEngine:
     def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
         """Returns the scores of compute_log_prob; see `score`.
 
-        They have a gradient: an update whose first mini-batch is the same trajectories starts from this pass.
+        They have a gradient: if the update's first mini-batch has the same trajectories, it reuses this forward pass.
         """
         scores = self._score(prompts, responses, replayed, head)
         self._kept = responses, scores
@@ -126,15 +126,15 @@ class LabEngine:
         return {"model_output": output, "metrics": metrics}
 
     def optimizer_step(self) -> float:
-        """Takes the step and returns the gradient's norm before clipping; as in verl's engines, a norm that is not
-        finite changes nothing."""
+        """Takes the step, and returns the gradient's norm before clipping. As in verl's engines, there is no step if
+        the norm is not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self._clip)
         if norm.isfinite():
             self.optimizer.step()
         return norm.item()
 
     def end_step(self) -> float:
-        """Returns the learning rate of this step's updates; moves the schedule on, once per step, as verl does."""
+        """Returns the learning rate of this step's updates, and advances the schedule: once per step, as verl does."""
         rate = self.optimizer.param_groups[0]["lr"]
         self.lr_scheduler.step()
         return rate
@@ -190,7 +190,7 @@ class LabWorker:
 
         Args:
             data: fields of verl_ext.base.names. Prompts and responses are jagged with rows of one length, because verl
-                reads the lengths of both there; the others are padded, as losses pad them first.
+                reads their lengths from them. The others are padded: the losses would pad jagged ones first.
 
         Returns `metrics`: name -> one value per mini-batch.
         """
@@ -228,7 +228,7 @@ def equal_rows(values: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, prompt: int) -> Tensor:
-    """Returns [B, T] as engines do: [B (P + T)], each token of a sequence with the value of the next token."""
+    """Returns [B, T] values in the packed form of engines, [B (P + T)]: each token has the value of the next one."""
     return F.pad(values, (prompt - 1, 1)).flatten()
 
 
@@ -257,7 +257,8 @@ def score(
 
     Args:
         replayed: [B, P + T - 1, L, K] experts to use.
-        head: the sampler's head at the B T places; `truncated`: normalise over the tokens that it kept.
+        head: the sampler's head at the B T places.
+        truncated: normalise over the tokens that the sampler kept.
         trains_entropy: whether the entropy has a gradient too.
     """
     tokens = torch.cat([prompts, responses], 1)[:, :-1]
@@ -281,7 +282,7 @@ def chosen_scores(logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _deviation(data: TensorDict, now: Routing) -> Tensor:
-    """Returns [B, T], the mean over layers of how far the routers have moved on the experts that they chose (RSPO)."""
+    """Returns [B, T], the routers' deviation on the experts that they chose, as a mean over layers (RSPO)."""
     experts, before = data[names.SHIFT_EXPERTS], data[names.SHIFT_SCORES]
     B, T = experts.shape[:2]
     by_layer = []

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 METRICS, DONE, LOG = "metrics.jsonl", "done.json", "errors.log"
 RUN_FILES = ("metrics.*", DONE, LOG)  # written by a run, and removed before the next one in its folder
-# Torch reads these when it is imported, and so does glibc, which otherwise asks the kernel for each tensor of 128 KiB
-# and clears it: a tenth of a step.
+# torch reads the first when it is imported. glibc reads the others when a process starts: without them it asks the
+# kernel for the memory of each tensor above 128 KiB, which the kernel clears. That took a tenth of a step.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -74,7 +74,7 @@ class GridCell:
         return done.get("settings") if isinstance(done, dict) else None
 
     def begin(self, out: Path) -> Path:
-        """Returns its folder, without the files of an earlier run."""
+        """Removes the files of an earlier run from its folder; returns the folder."""
         folder = self.folder(out)
         folder.mkdir(parents=True, exist_ok=True)
         for file in (file for pattern in RUN_FILES for file in folder.glob(pattern)):
@@ -225,7 +225,7 @@ def _show_progress(
         MofNCompleteColumn(),
         TextColumn("steps, {task.fields[ended]} of {task.fields[runs]} runs,"),
         TimeElapsedColumn(),
-        TextColumn("gone,"),
+        TextColumn("elapsed,"),
         TimeRemainingColumn(),
         TextColumn("left"),
     )
@@ -271,7 +271,7 @@ def _receive(events: Connection, cell: GridCell, process: ForkServerProcess) -> 
 
 
 def _prepare(run: RunArm) -> None:
-    """Starts the process that the others are forked from; it imports while the first of them waits."""
+    """Starts the process that the runs are forked from. It imports the packages while the first run waits."""
     FORKS.set_forkserver_preload([run.__module__, __name__])
     with _child_environment():
         forkserver.ensure_running()
@@ -309,7 +309,7 @@ def _child_environment() -> Iterator[None]:
 def _work(run: RunArm, cell: GridCell, out: Path, events: Connection) -> None:
     """Runs one cell, in its own process; its output goes to the log in its folder, its steps and its end to `events`.
 
-    If nobody listens any more, it ends at the next step: no worker outlives the command.
+    If the command has ended, sending fails and the run ends at its next step: no worker outlives the command.
     """
     start = time.monotonic()
     try:

@@ -1,4 +1,4 @@
-"""The lab's actor: does for the trainer what a run's actor workers do, with the lab's engine.
+"""The lab's actor: it does the work of a run's actor workers, with the lab's engine.
 
 It converts a rollout and the training engine's scores to the forms that the plugin's step and the workers take.
 
@@ -46,7 +46,7 @@ class LabBatch:
         sampled: the rollout's result.
         rewards: [B].
         keys: verl's ids of trajectories, `{uid}_{session}_{index}`.
-        lag: how old the weights are that sampled them, if the rollout reports it.
+        lag: the age of the weights that sampled them, if the rollout reports it.
     """
 
     prompts: Tensor
@@ -100,7 +100,7 @@ class Learner:
 
     Attributes:
         engine: the policy that is trained.
-        use: what is made of the sampler's heads; None where the rollout need not return them.
+        use: the use of the sampler's heads; None if the rollout need not return them.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class Learner:
     def update(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Makes all updates of a step; returns means over them of the metrics of the loss, the gate and the optimizer.
+        """Makes all updates of a step. Returns the metrics of the loss, the gate and the optimizer, as means over the
+        updates.
 
         Args:
             fields: the loss's inputs in addition to the tokens, [B, T] each, by name of verl_ext.base.names.
@@ -152,7 +153,8 @@ class Learner:
     def update_data(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
-        """Returns what a run sends to its workers' update; see `LabWorker.train_mini_batch` for the layout."""
+        """Returns the batch that a run sends to its workers for the update; see `LabWorker.train_mini_batch` for the
+        layout."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),

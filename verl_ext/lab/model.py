@@ -35,11 +35,11 @@ class ModelSettings:
     """The `lab.model` node: a mixture of experts.
 
     Attributes:
-        layers, hidden, heads: of the transformer.
-        experts, top_k: in each layer, and how many of them a token uses.
+        layers, hidden, heads: the sizes of the transformer.
+        experts, top_k: the experts of each layer, and how many of them a token uses.
         expert_hidden: an expert's inner width.
         router: `softmax` as in Qwen3-MoE, or `sigmoid` as in DeepSeek-V3.
-        groups, top_groups: of experts, and how many of them a token may use; for `sigmoid`.
+        groups, top_groups: the groups of experts, and how many of them a token may use; only for `sigmoid`.
     """
 
     layers: int = 2
@@ -100,9 +100,9 @@ class Faults:
 
     Attributes:
         router_dtype: dtype of the routers' weights, inputs and logits; None for the same as elsewhere.
-        router_bias: [L, E], added to a router's logits where experts are chosen, and not where they are weighed.
-        positions_off: how many places too far a response's tokens are.
-        leaks: whether a sequence also attends to the one before it in the batch, as packed sequences without a mask.
+        router_bias: [L, E], added to a router's logits for the choice of experts, but not for their weights.
+        positions_off: how much too large the position ids of a response's tokens are.
+        leaks: whether a response also attends to the sequence before it in the batch, as in packing without a mask.
     """
 
     router_dtype: torch.dtype | None = None
@@ -119,9 +119,8 @@ class Routing:
     """The choices of the routers in a pass, one tensor per layer.
 
     Attributes:
-        experts: [B, S, K] int64, in descending order of their scores where the router chose them itself.
-        own: [B, S, K], the experts that the router would have chosen; they differ only where `experts` were given to
-            it.
+        experts: [B, S, K] int64, in descending order of their scores if the router chose them itself.
+        own: [B, S, K], the router's own choice; it differs from `experts` only if these were replayed.
         logits: [B, S, E] float32, the routers' logits, with gradient.
     """
 
@@ -135,7 +134,7 @@ class Routing:
 
 
 class Cache:
-    """Keys and values of the tokens so far, of every layer, with room for `positions`."""
+    """The keys and values of the tokens so far, in every layer, with room for `positions` tokens."""
 
     def __init__(self, model: ModelSettings, rows: int, positions: int, dtype: torch.dtype):
         shape = (model.layers, rows, model.heads, positions, model.hidden // model.heads)
@@ -153,12 +152,13 @@ def forward(
     replayed: Tensor | None = None,
     faults: Faults = SOUND,
 ) -> tuple[Tensor, Routing]:
-    """Computes logits [B, last, V] in float32 of the last of [B, S] tokens, and the routing of all, in the dtype of the
-    weights.
+    """Computes the logits of the last of [B, S] tokens, [B, last, V] in float32, and the routing of all tokens.
+
+    It computes in the dtype of the weights.
 
     Args:
-        cache: the tokens follow those in it, and are added to it.
-        replayed: [B, S, L, K] experts to use; the weights of the chosen are still the router's, with gradient (R3).
+        cache: the tokens before these; these are added to it.
+        replayed: [B, S, L, K] experts to use. Their weights still come from the router, with gradient (R3).
     """
     start = cache.length if cache else 0
     places: slice | Tensor = slice(start, start + tokens.shape[1])
@@ -181,15 +181,14 @@ class RolloutEngine:
     """A rollout's weights, arithmetic and sampling parameters.
 
     Attributes:
-        parts: the weights. If there are several, the first share of a response's tokens comes from the first, and so
-            on, while the cache stays, as with weights that are updated in flight.
+        parts: the versions of the weights. If there are several, the first tokens of a response come from the first,
+            and so on, in equal shares. The cache is kept, as when weights are updated in flight.
         dtype: of weights and arithmetic.
-        lag: the reported number of versions that the newest and the oldest of them are behind the policy; None if it
-            reports none.
+        lag: how many versions the newest and the oldest of `parts` are behind the policy; None if it is not reported.
         temperature, top_k, top_p: of the sampled distribution; top_k 0 means none.
         reported: the temperature of the returned log-probabilities; None for that of the sampled distribution.
         respelled: share of the sampled tokens that are replaced by others for training.
-        misrouted: whether a trajectory has the experts of another one.
+        misrouted: whether the returned experts of a trajectory are those of another one.
         faults: the faults of its passes.
     """
 
@@ -214,7 +213,7 @@ class Samples:
         l_infer: [B, T] float32, under the sampled distribution; 0 past the end.
         mask: [B, T] bool, true up to the END that was sampled.
         experts: [B, P + T - 1, L, K] int64, of every token but the last, as vLLM returns them.
-        head: the head at all B T places, none past the end; None if none was requested.
+        head: the sampler's head at all B T places, empty past the end; None if none was requested.
     """
 
     responses: Tensor
@@ -227,8 +226,8 @@ class Samples:
 def sample_responses(
     engine: RolloutEngine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0
 ) -> Samples:
-    """Samples up to `length` tokens after each of [B, P] prompts, and returns the `head` most likely ones at each
-    place, or all of a smaller vocabulary.
+    """Samples up to `length` tokens after each of [B, P] prompts. Also returns the `head` most likely tokens at each
+    place, or all tokens of a smaller vocabulary.
 
     All random numbers are drawn first: two engines with the same generator state differ only by their computation.
     """
@@ -263,17 +262,17 @@ def choose_experts(logits: Tensor, model: ModelSettings) -> Tensor:
 
 
 def expert_weights(logits: Tensor, experts: Tensor, model: ModelSettings) -> Tensor:
-    """Returns [..., K], the weights of the chosen experts, 1 in sum."""
+    """Returns [..., K], the weights of the chosen experts, which sum to 1."""
     chosen = logits.gather(-1, experts)
     if model.router == "softmax":
-        return chosen.softmax(-1)  # of all experts' softmax, renormalised over the chosen
+        return chosen.softmax(-1)  # the softmax over all experts, renormalised over the chosen ones
     scores = chosen.sigmoid()
     return scores / scores.sum(-1, keepdim=True)
 
 
 def truncate_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Returns [B, V] logits, -inf outside the `top_k` largest, and then outside the fewest whose share reaches
-    `top_p`."""
+    """Returns [B, V] logits, -inf for all but the `top_k` largest, and then for all but the fewest tokens whose total
+    probability reaches `top_p`."""
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1]), -1).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -292,10 +291,10 @@ def _sample_loop(
     choose: Callable[[int, Tensor], Tensor],
     head: int = 0,
 ) -> Samples:
-    """Samples token by token, with a cache; `choose` makes [B] ids of the [B, V] log-probabilities for response
-    token t."""
+    """Samples token by token, with a cache. `choose` takes t and the [B, V] log-probabilities of response token t, and
+    returns its [B] ids."""
     B, P = prompts.shape
-    # Made outside: a tensor made in inference_mode cannot be trained on.
+    # Allocated outside: a tensor made in inference_mode cannot be trained on.
     responses = torch.full((B, length), END)
     l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
     experts = torch.arange(model.top_k).expand(B, P + length - 1, model.layers, model.top_k).clone()

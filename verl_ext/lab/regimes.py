@@ -1,7 +1,7 @@
-"""The gaps between trained weights and rollout; each regime is a change of a `RolloutEngine`.
+"""The regimes: gaps between the training engine and the rollout. Each is a change of a `RolloutEngine`.
 
-A regime is a frozen dataclass of its settings, which are `lab.NAME` in the config, with a method `apply(engine,
-history)`; several in a row make a mixture.
+A regime is a frozen dataclass. Its fields are the settings `lab.NAME` of the config, and `apply(engine, history)`
+returns the changed engine. Several regimes can be applied one after another.
 """
 
 from abc import ABC, abstractmethod
@@ -33,14 +33,16 @@ class History:
         self.updates += 1
 
     def ago(self, updates: int) -> Weights:
-        """Returns the weights before the last `updates` updates; at most as old as the first ones."""
+        """Returns the weights before the last `updates` updates, or the oldest that are kept."""
         return self._versions[max(len(self._versions) - 1 - updates, 0)]
 
 
 class Regime(ABC):
-    """Attributes:
-    stands_for: the real set-up that it imitates.
-    trainer_mode: verl's trainer mode with this gap.
+    """A gap between the training engine and the rollout.
+
+    Attributes:
+        stands_for: the real set-up that it imitates.
+        trainer_mode: verl's trainer mode with this gap.
     """
 
     stands_for: ClassVar[str]
@@ -99,12 +101,12 @@ def regimes_named(text: str) -> list[str]:
 @register_regime("stale")
 @dataclass(frozen=True)
 class Stale(Regime):
-    """Older weights.
+    """The rollout has older weights.
 
     Attributes:
         lag: updates that the rollout is behind.
         every: updates from one weight sync to the next, between which the lag grows.
-        span: updates that happen while a response is sampled, whose earlier tokens have the older weights.
+        span: updates that happen while a response is sampled; its earlier tokens come from the older weights.
     """
 
     stands_for: ClassVar[str] = "asynchronous RL: separate_async, partial rollouts, weights updated in flight"
@@ -133,11 +135,11 @@ class Stale(Regime):
 @register_regime("missed_sync")
 @dataclass(frozen=True)
 class MissedSync(Regime):
-    """The weights do not change from one update on.
+    """After one update, the rollout's weights do not change.
 
     Attributes:
-        update: the last one that reached the rollout.
-        count: updates that do not reach it; later ones do again. 0: none does any more.
+        update: the last update that reaches the rollout.
+        count: how many updates do not reach it; later ones do again. 0: no later update reaches it.
     """
 
     stands_for: ClassVar[str] = "a weight sync that does not arrive: a LoRA under the wrong name, a lost replica"
@@ -163,7 +165,7 @@ class MissedSync(Regime):
 @register_regime("partial_sync")
 @dataclass(frozen=True)
 class PartialSync(Regime):
-    """Some of the weights stay as they were at the start.
+    """Some of the rollout's weights stay as they were at the start.
 
     Attributes:
         layers: the number of first layers whose weights do not arrive; -1 for all weights except the embedding, the
@@ -200,7 +202,7 @@ class PartialSync(Regime):
 @register_regime("scaled_update")
 @dataclass(frozen=True)
 class ScaledUpdate(Regime):
-    """The change by training arrives multiplied by a factor."""
+    """The change of the weights by training arrives in the rollout multiplied by a factor."""
 
     stands_for: ClassVar[str] = "a LoRA that is merged or served with another alpha / rank than it was trained with"
 
@@ -222,11 +224,11 @@ class ScaledUpdate(Regime):
 @register_regime("quantized")
 @dataclass(frozen=True)
 class Quantized(Regime):
-    """Weights rounded to a grid.
+    """The rollout's weights are rounded to a grid.
 
     Attributes:
         format, group: see verl_ext.core.fake_quant.
-        router, head: whether theirs are rounded too, in addition to those of attention and experts.
+        router, head: whether the weights of routers and head are rounded too, like those of attention and experts.
     """
 
     stands_for: ClassVar[str] = "a quantised rollout: FP8, INT8, INT4, NVFP4"
@@ -261,7 +263,7 @@ class Quantized(Regime):
 class BFloat16(Regime):
     """Weights and arithmetic of the rollout are bfloat16, those of the training engine float32."""
 
-    stands_for: ClassVar[str] = "two engines of different kernels and precision"
+    stands_for: ClassVar[str] = "two engines with different kernels and precision"
 
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, dtype=torch.bfloat16)
@@ -270,11 +272,11 @@ class BFloat16(Regime):
 @register_regime("truncated")
 @dataclass(frozen=True)
 class Truncated(Regime):
-    """Sampling from the head of the distribution, log-probabilities normalised over it.
+    """The rollout samples from the head of the distribution, and normalises its log-probabilities over the head.
 
     Attributes:
         top_p, top_k: as in vLLM; top_k 0 means none.
-        told: the training engine computes over the same tokens, as a run with verl_ext does.
+        told: whether the training engine normalises over the same tokens, as a run with verl_ext does.
     """
 
     stands_for: ClassVar[str] = "top-p or top-k in the rollout, unknown to the training engine"
@@ -298,7 +300,7 @@ class Truncated(Regime):
 @register_regime("wrong_temperature")
 @dataclass(frozen=True)
 class WrongTemperature(Regime):
-    """The rollout samples at another temperature than the training engine computes with, which is 1."""
+    """The rollout samples at another temperature than the training engine's, which is 1."""
 
     stands_for: ClassVar[str] = "a temperature that only one engine applies (raw log-probs, a generation config)"
 
@@ -314,7 +316,7 @@ class WrongTemperature(Regime):
 @register_regime("raw_log_probs")
 @dataclass(frozen=True)
 class RawLogProbs(Regime):
-    """The rollout samples as the training engine computes, and returns log-probabilities of another temperature."""
+    """The rollout samples at the training engine's temperature, but returns log-probabilities at another one."""
 
     stands_for: ClassVar[str] = "log-probs from before the temperature (vLLM's raw_logprobs), which is not 1"
 
@@ -393,7 +395,7 @@ class WrongWeights(Regime):
 @register_regime("packed_leak")
 @dataclass(frozen=True)
 class PackedLeak(Regime):
-    """Tokens of a response attend to the sequence before theirs as well."""
+    """Tokens of a response also attend to the sequence before theirs."""
 
     stands_for: ClassVar[str] = "packed sequences without a mask between them; a prefix cache of another prompt"
 
@@ -404,7 +406,7 @@ class PackedLeak(Regime):
 @register_regime("positions_off")
 @dataclass(frozen=True)
 class PositionsOff(Regime):
-    """The response's tokens are one place further than in the training engine."""
+    """The position ids of a response's tokens are larger than in the training engine, by `places`."""
 
     stands_for: ClassVar[str] = "position ids off by one: padding, a prompt's end, a cut turn"
 
@@ -417,7 +419,7 @@ class PositionsOff(Regime):
 @register_regime("respelled")
 @dataclass(frozen=True)
 class Respelled(Regime):
-    """A share of the sampled tokens is another one in training."""
+    """Training sees other tokens for a share of the sampled ones."""
 
     stands_for: ClassVar[str] = "retokenisation: text that is decoded and encoded again between rollout and training"
 
@@ -433,7 +435,7 @@ class Respelled(Regime):
 @register_regime("misrouted")
 @dataclass(frozen=True)
 class Misrouted(Regime):
-    """A trajectory has the experts of another one, half a batch away."""
+    """Each trajectory has the experts of another one, half a batch away."""
 
     stands_for: ClassVar[str] = "routes that are replayed for other tokens: rows in another order, a cut that is off"
 

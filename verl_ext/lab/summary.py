@@ -1,8 +1,8 @@
 """The outcome of runs in numbers: one run, the seeds of a variant together, and all runs of an experiment.
 
 A run has collapsed if the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards are 0
-and above. A run that the guard stopped early has neither survived nor, only because of that, collapsed: its outcome is
-unknown.
+and above. If the guard stopped a run early, before a collapse, its outcome is unknown: it has neither survived nor
+collapsed.
 """
 
 import math
@@ -26,10 +26,10 @@ EXACT, NONE = "exact", "none"  # variants: the rollout without a gap, and no met
 REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
 FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
 
-WINDOW = 20  # steps of a level
+WINDOW = 20  # a level is the mean reward over this many steps
 COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
-START, BEFORE, AHEAD = 5, 10, 10  # steps: for k3 at the start; for k3 before the collapse, and from there to it
-FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below or a k3 above is a warning
+START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and between these and it
+FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below FEW_STEPS, or k3 above LARGE_K3, is a warning
 FEW, SMOOTH = 5, 10  # readings of k3 whose mean must pass LARGE_K3; steps of the stretches that are compared
 COVERAGE = 0.95  # coverage of intervals over the seeds
 
@@ -44,17 +44,17 @@ class Summary:
         final: `last`, if the run trained to its end; None if the guard stopped it early.
         collapsed: the step, or None.
         stopped: the last step of a run that the guard stopped early, or None.
-        k3_start, k3_before: mean over the first steps, and shortly before the collapse, or at the end without one.
-        dropped: mean share of tokens.
-        dropped_with_k3: how far the share rises and falls with k3, Spearman's rank correlation over stretches of
-            SMOOTH steps: 1 if a mask drops more for a larger gap, below 0 if it drops less.
+        k3_start, k3_before: mean k3 over the first steps, and shortly before the collapse, or at the end without one.
+        dropped: mean share of tokens that the correction drops.
+        dropped_with_k3: Spearman's rank correlation of this share with k3, over stretches of SMOOTH steps: 1 if a mask
+            drops more for a larger gap, below 0 if it drops less.
         grad_norm_median, grad_norm_max: over the run.
         warned: the first step with a warning.
-        warning: steps from there to the one at which the reward began to fall; negative if it came late. None
-            without a collapse, or without a warning.
-        foretold: steps from the first forecast below FEW_STEPS to the one at which the mean of FEW readings of k3
-            passed LARGE_K3; 0 or negative if it came no earlier. None if either did not happen.
-        skipped: updates refused.
+        warning: steps from `warned` to the step at which the reward began to fall; negative if the warning came late.
+            None without a collapse, or without a warning.
+        foretold: steps from the first forecast below FEW_STEPS to the step at which the mean of FEW readings of k3
+            passed LARGE_K3; 0 or negative if the forecast came no earlier. None if either did not happen.
+        skipped: number of refused updates.
     """
 
     steps: int
@@ -91,7 +91,7 @@ MEASURES = tuple(each.name for each in fields(Summary) if each.name != "last")
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds and the half-width of its interval after Student's t; None with one seed."""
+    """A mean over seeds, and the half-width of its interval after Student's t, which is None with one seed."""
 
     mean: float
     half: float | None
@@ -99,7 +99,7 @@ class Interval:
 
     @property
     def sure(self) -> bool:
-        """True if 0 lies outside."""
+        """True if 0 lies outside the interval."""
         return self.half is not None and abs(self.mean) > self.half
 
     def text(self, form: str = ".2f") -> str:
@@ -199,7 +199,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
     """Summarises a run in numbers.
 
     Args:
-        steps: the requested number, if it is known: a stop by the guard after the last step is not early.
+        steps: the requested number of steps, if it is known. A stop by the guard after the last one is not early.
     """
     reward = run.get(REWARD)
     level = None if reward is None else levels(reward)
@@ -233,8 +233,8 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
 
 
 def ranked_variants(variants: Sequence[Variant]) -> list[Variant]:
-    """Returns the exact variant first, then by the final reward; variants without one, as after stops by the guard,
-    are last."""
+    """Returns the exact variant first, then the others, the highest final reward first. Variants without a final
+    reward, as after stops by the guard, are last."""
 
     def place(variant: Variant) -> tuple[bool, float]:
         final = variant.mean("final")
@@ -277,7 +277,7 @@ def fall(level: Series) -> tuple[int, int] | tuple[None, None]:
     if not below.size:
         return None, None
     collapsed = int(below[0])
-    sound = np.flatnonzero((level.values >= FALLEN * peaks)[:collapsed])  # the first is: it is its own peak
+    sound = np.flatnonzero((level.values >= FALLEN * peaks)[:collapsed])  # not empty: the first level is its own peak
     return int(level.steps[sound[-1] + 1]), int(level.steps[collapsed])
 
 
@@ -316,9 +316,9 @@ def _rank_correlation(one: Series | None, other: Series | None) -> float | None:
 
 
 def _statistic(
-    series: Series | None, of: Callable[[np.ndarray], float], first: float = -np.inf, last: float = np.inf
+    series: Series | None, reduce: Callable[[np.ndarray], float], first: float = -np.inf, last: float = np.inf
 ) -> float | None:
     if series is None:
         return None
     inside = series.values[(series.steps >= first) & (series.steps <= last)]
-    return float(of(inside)) if inside.size else None
+    return float(reduce(inside)) if inside.size else None

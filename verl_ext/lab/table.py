@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 RESULTS = "results.json"
-NAME, DIFFERENCE = 14, 12  # columns of the terminal; with the others and one between each two, 80
+NAME, DIFFERENCE = 14, 12  # widths of columns; all columns of a narrow terminal, one blank between them, take 80
 SIGNED = "+.2f"  # the format of differences
 STYLES = {"better": "green", "worse": "red", "": ""}
 LEGEND = (
-    "collapsed: runs, and the median step. k3: mean of the first 5 steps, and of 10 that end 10 before the collapse, "
-    "or at the end without one. warning: steps ahead of the fall. *: more than the seeds' noise."
+    "collapsed: runs, and the median step. k3: mean of the first 5 steps, and of 10 that end 10 before the collapse "
+    "(without one, of the last 10). warning: steps before the reward's fall. *: more than the seeds' noise."
 )
 ENDED_EARLY = (
     " ended early: runs that the guard stopped, the median step, and the reward then. Such a run has no final reward "
@@ -132,7 +132,7 @@ def findings_of(variants: Sequence[Variant]) -> list[str]:
 
 
 def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: Sequence[str]) -> dict[str, Any]:
-    """Returns everything in the table, and every seed, for JSON; `about` comes first.
+    """Returns everything in the table, and the runs of every seed, for JSON; `about` comes first.
 
     A mean over seeds is {mean, low, high, seeds}, without low and high if there is one seed; null means not logged. A
     run that the guard stopped early is under `ended_early`; `collapsed` covers the runs whose outcome is known.
@@ -265,7 +265,7 @@ def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
         yield f"The gap costs {cost.text()} of the final reward: {NONE} against {EXACT}."
     else:
         change = cost.text(SIGNED)
-        yield f"{EXACT} ends no higher than {NONE} by more than the noise ({change}): nothing to win back here."
+        yield f"{EXACT} does not end above {NONE} by more than the noise ({change}): there is nothing to win back here."
 
 
 def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
@@ -288,7 +288,7 @@ def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
     rule = f"the {WINDOW}-step mean of the reward below half of its peak"
     died = [_collapse_of(variant) for variant in variants if variant.collapsed]
     of = " among the runs that the guard did not stop" if any(variant.stopped for variant in variants) else ""
-    yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"Nothing collapsed{of} ({rule})."
+    yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"No run collapsed{of} ({rule})."
     exact = variant_named(variants, EXACT)
     if exact is not None and exact.collapsed:
         yield f"{EXACT} collapses by itself: the gap is not the only cause here."
@@ -311,9 +311,10 @@ def _guard_endings(variants: Sequence[Variant]) -> Iterator[str]:
 
 def _endings_of(variant: Variant) -> str:
     then = variant.reward_then
-    reward = "before the first level of the reward" if then is None else f"at a reward of {then.mean:.2f}"
+    first = f"before the first {WINDOW}-step mean of the reward"
+    reward = first if then is None else f"at a reward of {then.mean:.2f}"
     if then is not None and then.seeds < len(variant.stopped):
-        reward += f" in {then.seeds}, the others before the first level of it"
+        reward += f" in {then.seeds}, in the others {first}"
     steps = step_range(variant.stopped.values())
     return f"{variant.name} in {len(variant.stopped)} of {len(variant.runs)} ({steps}, {reward})"
 
@@ -323,11 +324,11 @@ def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
     lived = sum(variant.known for variant in variants) - died
     early = [int(lead) for variant in variants for lead in variant.by_seed("warning").values() if lead > 0]
     ahead = f", {min(early)} to {max(early)} steps ahead of the fall" if early else ""
-    came = [f"in {len(early)} of {died} collapses in time{ahead}"] if died else []
+    came = [f"in time in {len(early)} of {died} collapses{ahead}"] if died else []
     if false := sum(len(variant.false_alarms) for variant in variants):
         came.append(f"in {false} of the {lived} runs that trained to their end without one")
     if came:
-        yield f"Warnings (k3 past {LARGE_K3:g}, or a forecast below {FEW_STEPS} steps) came {', and '.join(came)}."
+        yield f"Warnings (k3 above {LARGE_K3:g}, or a forecast below {FEW_STEPS} steps) came {', and '.join(came)}."
 
 
 def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
@@ -335,8 +336,8 @@ def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
         yield "One seed shows nothing about noise: use more (--seeds 5)."
         return
     yield (
-        f"±: {100 * COVERAGE:.0f} % intervals over the seeds (Student's t), of differences paired by seed, each on "
-        "its own: one in twenty without any effect looks like an effect."
+        f"±: {100 * COVERAGE:.0f} % intervals over the seeds (Student's t); differences are paired by seed. There is "
+        "no correction for many comparisons: without any effect, one in twenty still looks like one."
     )
     most = max(len(variant.runs) for variant in variants)
     if fewer := [f"{each.name} ({len(each.runs)})" for each in variants if len(each.runs) < most]:

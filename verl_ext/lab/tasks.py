@@ -47,7 +47,7 @@ class GraderSettings:
 
     Attributes:
         noise: share of the rewards that are replaced by a random one from 0 to 1.
-        length: added for each token of a response, whether right or wrong.
+        length: added to the reward of a response of full length, right or wrong; to a shorter one in proportion.
         constant: whether every response gets the same reward.
     """
 
@@ -59,7 +59,11 @@ class GraderSettings:
         require(self, "noise", 0 <= self.noise <= 1, "must be from 0 to 1")
 
     def grade(self, right: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns rewards [B] instead of the `right` ones."""
+        """Returns the rewards [B] that training gets instead of the `right` ones.
+
+        Args:
+            lengths: [B], as shares of the longest response.
+        """
         if self.constant:
             return torch.full_like(right, 0.5)
         if self.noise:
@@ -76,7 +80,7 @@ def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Te
 
 
 def rewards(responses: Tensor, answers: Tensor) -> Tensor:
-    """Returns [B] float32, the share of the answer before the first wrong token, its end included.
+    """Returns [B] float32, the share of the answer's tokens, END included, before the first wrong one.
 
     Args:
         responses: [B, T] tokens, T at least the answer's length; tokens after the answer do not matter.

@@ -1,4 +1,4 @@
-"""GRPO on a task of the lab: verl's step, by the same functions, without its processes.
+"""GRPO on a task of the lab: verl's step, with the same functions, in one process.
 
 The lab's engines sample, score and update. Measuring, judging, weighing, filtering and the loss are those of
 `verl_ext.trainer.run` and `verl_ext.workers.actor`: the same `Step`, `worker_loss`, in bypass mode `FirstPass`, the
@@ -110,7 +110,7 @@ class Training:
         weights: the weights that RL begins with.
 
     Attributes:
-        actions: the guard's actions; set their `events` to write them down.
+        actions: the guard's actions; set their `events` to log them.
     """
 
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
@@ -186,7 +186,7 @@ class Training:
         return LabBatch(prompts, sampled, graded, keys, lag)
 
     def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
-        """Returns what the update reads of a batch as it was scored, [B, T] by name."""
+        """Returns the fields that the update reads from a scored batch, [B, T] by name."""
         fields = {
             names.RESPONSE_MASK: batch.sampled.mask,
             # In bypass mode the rollout's log-probs replace the training engine's.
@@ -198,7 +198,7 @@ class Training:
         return fields
 
     def _advantages(self, batch: LabBatch) -> Tensor:
-        """Returns [B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
+        """Returns advantages [B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
         algorithm = self.setup.config.algorithm
         grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
         with session_keys(batch.keys):
@@ -225,7 +225,7 @@ class Training:
         return metrics
 
     def _canary_scores(self, batch: LabBatch) -> tuple[Tensor, list[Tensor]]:
-        """Returns log-probabilities of both engines as they are, on the first trajectories of a batch."""
+        """Returns both engines' log-probabilities, with their present weights, of the first trajectories of a batch."""
         rows = slice(self.setup.stability.sync_canary.trajectories)
         prompts, responses, mask = (x[rows] for x in (batch.prompts, batch.sampled.responses, batch.sampled.mask))
         model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)

@@ -100,7 +100,10 @@ def _train_supervised(lab: LabSettings, length: int, generator: torch.Generator)
 
 
 def _imbalance(routing: Routing) -> Tensor:
-    """Sum over layers of E sum_e f_e p_e, f the share of choices and p the mean probability: 1 per layer at balance."""
+    """Returns the sum over layers of E sum_e f_e p_e, which is 1 per layer at balance.
+
+    f_e is expert e's share of the choices, p_e its mean probability.
+    """
     total = torch.zeros(())
     for experts, logits in zip(routing.experts, routing.logits, strict=True):
         E = logits.shape[-1]

@@ -1,1 +1,1 @@
-"""A config -> can it run? Composition, checks, sizes, models, GPUs. Never starts Ray."""
+"""Composes a run's config, and checks whether it can run: packages, sizes, models, GPUs. Never starts Ray."""

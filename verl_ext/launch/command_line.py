@@ -1,4 +1,4 @@
-"""Arguments of the commands, the config of the run that they describe, and the way commands end."""
+"""Arguments of the commands, the config of the run that they describe, and exit codes."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ REFUSED, INTERRUPTED = 2, 130  # exit codes
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 FLAGS = ("config-path", "config-name")
 KEY = "hydra.searchpath"
-MOST_SAID = 2000  # characters; OmegaConf names a key in 1,000 brackets
+MOST_SAID = 2000  # characters of an error; OmegaConf can print a key in 1,000 brackets
 KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 
 
@@ -56,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="run the code that the config names: stability.plugins, a model's own under trust_remote_code, classes in "
-        "_target_; without it, checks that need it are left out",
+        help="run the code that the config names: stability.plugins, a model's own code under trust_remote_code, "
+        "classes in _target_; without --trust, checks that need this code are left out",
     )
 
 
 def given_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Returns the arguments that were given, as `verl_ext.main_ppo` takes it."""
+    """Returns the arguments that were given, as `verl_ext.main_ppo` takes them."""
     values = {flag: getattr(arguments, flag.replace("-", "_")) for flag in FLAGS}
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
@@ -70,8 +70,8 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
 def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfig | None, str]:
     """Returns the config of a run, or None and the reason.
 
-    Without `trust`, a config that has Hydra import packages (`pkg://` in hydra.searchpath) other than verl's is
-    refused.
+    Without `trust`, a config is refused if Hydra would import packages (`pkg://` in hydra.searchpath) other than
+    verl's and ours.
     """
     try:
         import hydra
@@ -114,7 +114,7 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
 
 
 def plugins(config: DictConfig | None) -> list[str]:
-    """Returns the modules that a config has verl_ext import."""
+    """Returns the modules that verl_ext imports because a config names them."""
     try:
         given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
     except OmegaConfBaseException:  # `stability_config` raises it before it imports any

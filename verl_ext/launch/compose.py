@@ -33,8 +33,8 @@ class OurConfigs(SearchPathPlugin):
         search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
 
 
-# The start of every file of the group; the underscore keeps it out of the choices. A plain node, to which a method of
-# the user's own adds its settings too: `stability_config` checks names and types.
+# The start of every file of the group; the underscore keeps it out of the choices. It is a plain node, because a
+# method of the user's own adds settings to it; `stability_config` checks names and types.
 ConfigStore.instance().store(group="stability", name="_schema", node=default_node())
 Plugins.instance().register(OurConfigs)
 

@@ -8,9 +8,9 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Memory, dense bfloat16 arithmetic, memory bandwidth; for the SXM module if there are several.
+    """Memory, dense bfloat16 arithmetic and memory bandwidth of a GPU; of the SXM module if there are several.
 
-    Memory is what CUDA reports, a little below the name.
+    Memory is the amount that CUDA reports, a little less than in the GPU's name.
     """
 
     memory_gib: float
@@ -67,7 +67,7 @@ def named(name: str) -> Gpu | None:
 def present() -> Gpu | None:
     """Returns the first GPU of this machine."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        if metadata.version("torch").endswith("+cpu"):  # built without CUDA; importing it to find out takes seconds
+        if metadata.version("torch").endswith("+cpu"):  # built without CUDA; importing torch to ask takes seconds
             return None
     try:
         import torch

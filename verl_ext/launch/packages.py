@@ -1,4 +1,4 @@
-"""The packages that a config has its processes import: a table of settings, what each needs, and how to do without.
+"""The packages that a config makes a run import: a table of settings, the packages each needs, and how to avoid them.
 
 The imports were read in the sources of verl 0.9.1; versions and extras are verl's own metadata (`verl_pins`). The table
 leaves out packages that verl imports only if they are installed (`trl`, `nvtx`), and those that the data need.
@@ -44,7 +44,7 @@ MODULES = {
     "volcengine-ml-platform": "volcengine_ml_platform",
 }
 BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # packages that pip does not find
-# Our extras, and the extras of verl that each is; the first that has a package is where to get it.
+# Our extras -> the extras of verl that each includes. If several have a package, the first is named.
 EXTRAS = {"gpu-fsdp": ("fsdp", "vllm"), "gpu-megatron": ("megatron", "vllm"), "gpu-sglang": ("fsdp", "sglang")}
 
 
@@ -103,7 +103,7 @@ TABLE = (
             f"++{TRANSFORMER}.moe_token_dispatcher_type=alltoall",
         ),
     ),
-    # verl/workers/config/model.py; the error is transformers' (modeling_utils.py), as the model is loaded.
+    # verl/workers/config/model.py; transformers raises the error when it loads the model (modeling_utils.py).
     Import(
         ATTENTION,
         "flash_attention_2",
@@ -179,8 +179,8 @@ def pinned(package: str) -> str:
 
 
 def remedy(package: str, config: DictConfig) -> str:
-    """Returns how to install a package for this config's engines: with one of our extras if one has it, else by
-    itself."""
+    """Returns how to install a package for this config's engines: with one of our extras if it has the package, else
+    by itself."""
     if package in BUILT:
         return BUILT[package]
     extra = _extra_with(package, config)
@@ -231,7 +231,7 @@ def verl_pins() -> dict[str, dict[str, str]]:
 
 
 def _asked_by(extra: str, asked: list["Requirement"]) -> dict[str, str]:
-    """Returns what an extra asks for, through the extras of verl that it names."""
+    """Returns the requirements of an extra, including those of the extras of verl that it names."""
     found: dict[str, str] = {}
     for one in asked:
         if one.marker is None or one.marker.evaluate({"extra": ""}) or not one.marker.evaluate({"extra": extra}):
@@ -246,8 +246,8 @@ def _asked_by(extra: str, asked: list["Requirement"]) -> dict[str, str]:
 
 @cache
 def vllm_arguments() -> frozenset[str]:
-    """The fields of vLLM's AsyncEngineArgs and of its base, the names that `engine_kwargs.vllm` may use; none where
-    vLLM is not installed.
+    """Returns the names that `engine_kwargs.vllm` may use: the fields of vLLM's AsyncEngineArgs and of its base; none
+    if vLLM is not installed.
 
     Source: vllm/engine/arg_utils.py (0.27), two dataclasses.
     """
@@ -256,9 +256,10 @@ def vllm_arguments() -> frozenset[str]:
 
 @cache
 def sglang_arguments() -> frozenset[str]:
-    """The fields of SGLang's ServerArgs, of `engine_kwargs.sglang`; none where SGLang is not installed.
+    """Returns the names that `engine_kwargs.sglang` may use: the fields of SGLang's ServerArgs; none if SGLang is not
+    installed.
 
-    Source: sglang/srt/server_args.py (0.5.12), a dataclass, which verl builds of them.
+    Source: sglang/srt/server_args.py (0.5.12), a dataclass that verl builds from them.
     """
     return _fields("sglang", "srt/server_args.py", "ServerArgs")
 

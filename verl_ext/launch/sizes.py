@@ -1,7 +1,7 @@
 """Checks that the sizes of a run fit each other and its model, on the launching machine instead of on a cluster.
 
-Each rule is one that verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 assert once their workers are up, or
-that wastes work where they do not: the comments say which.
+Most rules are asserted by verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 once their workers are up. The
+others prevent wasted work or wrong results that none of them checks. The comments name the source.
 """
 
 from collections.abc import Iterable
@@ -242,7 +242,9 @@ def _check_heads(shape: ModelShape, ranks: int, setting: str) -> None:
     """Checks the attention heads. If there are fewer key-value heads than ranks, they are copied evenly."""
     _divide(ranks, shape.heads, setting, f"the model's {shape.heads} attention heads")
     if not shape.mla and shape.kv_heads % ranks and ranks % shape.kv_heads:
-        raise ConfigError(f"{setting} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple")
+        raise ConfigError(
+            f"{setting} must divide the model's {shape.kv_heads} key-value heads or be a multiple of them"
+        )
 
 
 def _divide(divisor: int, number: int, setting: str, what: str) -> None:
@@ -251,7 +253,7 @@ def _divide(divisor: int, number: int, setting: str, what: str) -> None:
 
 
 def ulysses_size(config: DictConfig) -> int:
-    """Returns the size; verl reads it from either place."""
+    """Returns the sequence parallel size; verl reads it from either place."""
     places = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     return max(_get(config, f"{ACTOR}.{place}") or 1 for place in places)
 

@@ -26,8 +26,8 @@ def add_plan_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
         help="estimate memory, step time and the plugin's cost of a run",
-        description="Estimate a run's memory per GPU in the update and in the rollout with its largest part, rough "
-        "shares of a step's time, and the cost of the plugin's features at this size. It computes from "
+        description="Estimate a run's memory per GPU in the update and in the rollout, with the largest part; rough "
+        "shares of a step's time; and the cost of the plugin's features at this size. It computes from "
         "the config only and starts nothing.",
         epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 if "
         "it fits, 1 if it does not, 2 if it cannot be planned.",
@@ -59,7 +59,7 @@ def add_plan_parser(commands: Any) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Returns 0 if it fits, 1 if it does not at any of the sizes, 2 if the config cannot be planned."""
+    """Returns 0 if the run fits at all sizes, 1 if it does not, 2 if the config cannot be planned."""
     try:
         config, nodes = command_line.required_config(arguments), _node_counts(arguments.nodes)
         plans = [
@@ -129,7 +129,8 @@ def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
     console = wide_console()
     console.print(f"{plans[0].sizes.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
     header, *rows = scale_table(plans)
-    shown = len(header) - 1 if any(plan.on for plan in plans) else 2  # what helps comes as lines; GPUs, and the step
+    # The last column, "what helps", is printed as lines; if nothing is on, only GPUs and step are left.
+    shown = len(header) - 1 if any(plan.on for plan in plans) else 2
     table = Table(*header[:shown])
     for row in rows:
         table.add_row(*row[:shown])
@@ -183,7 +184,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
 
 
 def _print_costs(console: "Console", plan: Plan) -> None:
-    """Prints the seconds that a step waits for what is switched on, and those that the generation hides."""
+    """Prints the seconds that a step waits for the active features, and those that the generation hides."""
     hides = any(cost.hidden for cost in plan.on)
     table = number_table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides, labels=2)
     for cost in plan.on:
@@ -218,7 +219,7 @@ def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
     room = sizes.gpu.memory_gib * GIB
     lines = []
     if memory.update.total > room:
-        needs = f"{memory.update.total / GIB:.0f} GiB, the largest part {memory.update.largest}"
+        needs = f"{memory.update.total / GIB:.0f} GiB; its largest part is {memory.update.largest}"
         lines.append(f"does not fit: the update needs {needs}")
     if memory.rollout.total > room:
         lines.append(

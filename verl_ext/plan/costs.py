@@ -1,8 +1,8 @@
 """The cost of the plugin's features per step: bytes through TransferQueue, and seconds that a process waits for them.
 
-A transfer takes as long as its slowest part: the clients that move together, each a process that copies by itself; the
-storage units; the machines' network. docs/plan.md has the formulas, and the tables of the rates below. The rates were
-measured on two CPU cores, which clients and units share: they are low for the machines that train.
+A transfer takes as long as its slowest part: the clients (the processes that transfer at the same time, each with its
+own copies), the storage units, or the machines' network. docs/plan.md has the formulas, and the tables of the rates
+below. The rates were measured on two CPU cores that clients and units share, so they are low for a training machine.
 """
 
 import math
@@ -31,10 +31,10 @@ BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
 VERLS_ID_BYTES = 2  # of an expert id, which verl sends in int16 for every engine but vLLM
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
-# Bytes per response token and number of fields that our trainers read and write (trainer/queue.py). Before
-# verl's advantages: rewards; log-probabilities of both engines, mask and entropy. After them: the advantages, or for
-# filters all that they look at. A batch that is one block has the rest at hand by then; a larger one is read again: for
-# filters, and where advantages differ in sign within a trajectory.
+# Bytes per response token and number of fields that our trainers read and write (trainer/queue.py). Before verl
+# computes advantages: rewards; log-probabilities of both engines, mask and entropy. Afterwards: the advantages, or all
+# fields that the filters need. A batch of one block still has the earlier fields by then. A larger batch reads them
+# again, for filters and for advantages that differ in sign within a trajectory.
 REWARDS, FIELDS, ADVANTAGES = (4, 1), (20, 4), (4, 1)
 FILTERS, FILTERS_AGAIN, SIGNS_AGAIN = (24, 4), (44, 8), (20, 4)
 READ_AGREEMENT = (4, 1)
@@ -54,7 +54,7 @@ class Cost:
         who, how: the processes that do it, and "computes", "reads" or "writes".
         gb: through TransferQueue, all processes together.
         seconds: its duration.
-        hidden: the part of these seconds behind the generation.
+        hidden: the part of these seconds that passes while the rollout generates.
     """
 
     feature: str
@@ -82,7 +82,8 @@ def transfer_seconds(how: str, gb: float, values: float, clients: int, units: in
         how: "reads" or "writes".
         gb: all clients together.
         values: rows x fields, all clients together; each has a fixed cost.
-        clients, units, nodes: processes that move it at the same time, storage units, machines that these are on.
+        clients, units: processes that transfer at the same time, and storage units.
+        nodes: machines whose network they share.
     """
     reads = how == "reads"
     client, unit = (CLIENT_GET, UNIT_GET) if reads else (CLIENT_PUT, UNIT_PUT)
@@ -95,18 +96,18 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 
     Args:
         mean_response: tokens.
-        generation: seconds, behind which the agent loops write.
+        generation: its seconds, during which the agent loops write.
     """
     found: list[Cost] = []
     rows, ranks = sizes.sequences, sizes.replica_ranks
     tokens = rows * mean_response
 
     def passes(feature: str, who: str, how: str, on: bool, gb: float, values: float) -> None:
-        writing = max(1, sizes.gpus // ranks)  # one rank of those with the same trajectories writes
+        writing = max(1, sizes.gpus // ranks)  # of the ranks with the same trajectories, one writes
         clients = {CONTROLLER: 1, LOOPS: usage.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
         nodes = min(clients, sizes.nodes)
         seconds = transfer_seconds(how, gb, values, clients, usage.units, nodes)
-        # A trajectory is written at once: all features that are on share the same time.
+        # All fields of a trajectory are written together: the features that are on share the generation's time.
         before = sum(cost.hidden for cost in found if cost.on)
         hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
         found.append(Cost(feature, who, how, on, gb, seconds, hidden))
@@ -121,7 +122,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
     passes(MEASURE, CONTROLLER, "reads", usage.measures, gb + sums, values + rows * usage.compares)
     if usage.filters:
         passes(MEASURE, CONTROLLER, "writes", usage.measures, *fields(WRITTEN_MASKS))
-    # If neither is on, the weights of a feature that would be.
+    # If neither is on, the row shows the cost of weights.
     gb, values = fields(*[WRITTEN_WEIGHTS] * (usage.weighs or not usage.lag), *[WRITTEN_LAG] * usage.lag)
     passes(WEIGHTS, CONTROLLER, "writes", usage.weighs or usage.lag, gb, values)
     passes(WEIGHTS, RANKS, "reads", usage.weighs or usage.lag, gb * ranks, values * ranks)
@@ -151,17 +152,19 @@ def engine_id_bytes(experts: int) -> int:
 
 
 def id_bytes(sizes: Sizes) -> int:
-    """Returns the bytes of a token's expert ids as the agent loops write them: for all layers, dense ones too, as
-    vLLM returns."""
+    """Returns the bytes of a token's expert ids as the agent loops write them: of all layers, because vLLM returns
+    ids for dense layers too."""
     shape = sizes.shape
     each = engine_id_bytes(shape.routed_experts) if sizes.engine == "vLLM" else VERLS_ID_BYTES
     return shape.layers * shape.top_k * each
 
 
 def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: float, step: float) -> int:
-    """Returns the number of storage units with which the training ranks wait for READ_SHARE of a step, the agent
-    loops hide their writes, and each machine has UNITS_A_NODE; at most as many as all ranks, and their machines,
-    could keep busy."""
+    """Returns the number of storage units that the run should have.
+
+    With it, the training ranks wait at most READ_SHARE of a step, the generation hides the agent loops' writes, and
+    each machine has UNITS_A_NODE. Units that the clients or the network could not keep busy are left out.
+    """
     most = min(CLIENT_GET * sizes.gpus, NODE_GB_S * sizes.nodes) / UNIT_GET
     on = [cost for cost in costs if cost.on]
     read = sum(cost.gb for cost in on if (cost.who, cost.how) == (RANKS, "reads"))
@@ -172,8 +175,11 @@ def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: 
 
 
 def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
-    """Returns (feature, who, how, on, GB, values) of what routing sends, which a model replica reads once. With R3
-    all ids are sent, and agreement uses its first read; R2 writes and reads the experts of compute_log_prob."""
+    """Returns (feature, who, how, on, GB, values) of each transfer for routing.
+
+    A model replica reads once for all of its ranks. With R3 all ids are sent, and agreement uses R3's first read. R2
+    writes and reads the experts of compute_log_prob.
+    """
     shape, rows = sizes.shape, sizes.sequences
     r3, compares = usage.replay == "R3", usage.compares
     tokens = rows * (sizes.prompt / 2 + mean_response)

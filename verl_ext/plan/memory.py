@@ -80,7 +80,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
     wait in TransferQueue and in vLLM."""
     lines = {}
     if usage.undoes:
-        weights, _, optimizer = _state(sizes)  # which workers/undo.py copies
+        weights, _, optimizer = _state(sizes)  # workers/undo.py copies these
         lines[UNDO] = (weights + optimizer) * sizes.per_node
     if usage.versions:
         lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
@@ -94,7 +94,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
 
 
 def _state(sizes: Sizes) -> tuple[float, float, float]:
-    """Returns weights, gradients and Adam's state per GPU."""
+    """Returns the bytes of weights, gradients and Adam's state per GPU."""
     shape = sizes.shape
     if not sizes.megatron:  # fp32, all of it sharded over all ranks
         parameters = shape.parameters / sizes.gpus
@@ -109,14 +109,16 @@ def _state(sizes: Sizes) -> tuple[float, float, float]:
 
 
 def _gathered(sizes: Sizes) -> float:
-    """Returns FSDP's unsharded parameters: embeddings, the current layer with its gradient, the next one."""
+    """Returns the bytes of FSDP's unsharded parameters: embeddings, the current layer with its gradient, the next
+    layer."""
     shape = sizes.shape
     layer = (shape.parameters - shape.embedding_parameters) / shape.layers
     return sizes.compute_bytes * (shape.embedding_parameters + 3 * layer)
 
 
 def _activations(sizes: Sizes) -> float:
-    """Returns the kept layer inputs, and one layer's activations; without recomputation, those of all layers."""
+    """Returns the bytes of the kept layer inputs and of one layer's activations; without recomputation, the bytes of
+    all layers' activations."""
     shape = sizes.shape
     tokens = sizes.micro_tokens / (sizes.ulysses * sizes.context)
     split = sizes.tensor if sizes.megatron else 1  # sequence parallelism splits the inputs as well

@@ -33,7 +33,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting, and the plugin's seconds per step with it and the settings before it."""
+    """A setting that helps, and the plugin's seconds per step with this setting and those listed before it."""
 
     setting: str
     seconds: float
@@ -84,7 +84,7 @@ class Plan:
         return units_wanted(self.sizes, self.usage, self.costs, self.generation, self.step)
 
     def share(self, seconds: float) -> float:
-        """Returns the share of the step without the plugin."""
+        """Returns the seconds as a share of the step without the plugin."""
         return seconds / self.step if self.step else 0.0
 
     def seconds_of(self, feature: str) -> float:
@@ -95,12 +95,12 @@ class Plan:
         return replace(self, usage=replace(self.usage, **changes))
 
     def remedies(self) -> list[Remedy]:
-        """The settings that help, the one that helps most first; each on top of those before it."""
+        """Returns the settings that help, the most helpful first; each is computed on top of those before it."""
         found: list[Remedy] = []
         now = self
         while len(found) < MOST_REMEDIES:
             setting, then = min(now._choices(), key=lambda choice: choice[1].seconds, default=("", now))
-            if then.seconds >= (1 - WORTH) * now.seconds:  # 0 too, of 0
+            if then.seconds >= (1 - WORTH) * now.seconds:  # also if both are 0
                 break
             found.append(Remedy(setting, then.seconds))
             now = then
@@ -126,7 +126,7 @@ class Plan:
 def read_plan(
     config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None, mean_response: float | None = None
 ) -> Plan:
-    """Plans a composed config, which is changed where `nodes` is given.
+    """Plans a composed config, and writes `nodes` into it if given.
 
     Raises:
         ConfigError: it cannot be planned.
@@ -138,7 +138,7 @@ def read_plan(
 
 
 def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
-    """Returns the roofline of each stage. Weight synchronisation, rewards and tools are not in it."""
+    """Returns roofline estimates of each stage, without weight synchronisation, rewards and tools."""
     shape = sizes.shape
     length = sizes.prompt / 2 + mean_response  # prompts are rarely as long as they may be
     replicas = sizes.rollout_gpus / sizes.rollout_tensor

@@ -15,7 +15,7 @@ from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
-LARGEST = 10**12  # of any number: products of several are still floats
+LARGEST = 10**12  # the largest value of a setting: a product of several still fits a float
 # Settings that the checks of sizes divide by.
 COUNTED = (
     "trainer.nnodes",
@@ -34,7 +34,8 @@ BACKEND = "transfer_queue.backend.storage_backend"
 # verl's estimators that may give the tokens of one trajectory advantages of different signs.
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 WORKERS = f"{ROLLOUT}.agent.num_workers"
-USUAL_UNITS, USUAL_WORKERS, USUAL_HEAD = 8, 8, 32  # verl's, verl's; tokens of a head where none is asked for
+USUAL_UNITS, USUAL_WORKERS = 8, 8  # verl's defaults
+USUAL_HEAD = 32  # tokens of a head, if the config asks for none
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Usage:
         lag: whether the age of each token's weights is sent with its weight.
         simple: whether TransferQueue stores in its own units; units: how many of them.
         workers: number of agent loops.
-        undoes: whether each update is kept until it has proved itself; versions: old weights that are kept.
+        undoes: whether the state before each update is kept, to undo it; versions: number of old weights kept.
     """
 
     measures: bool = False
@@ -131,7 +132,7 @@ class Usage:
 
 
 def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
-    """Reads the sizes of a composed config, which is changed where `nodes` is given.
+    """Reads the sizes of a composed config, and writes `nodes` into it if given.
 
     Raises:
         ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
@@ -161,7 +162,7 @@ def read_usage(config: DictConfig) -> Usage:
 
     stability = stability_config(config.stability)
     run = read_features(config, stability)
-    late = run.uses(Part.MEASURE_IN_UPDATE)  # the workers measure, and weigh
+    late = run.uses(Part.MEASURE_IN_UPDATE)  # the workers measure and weigh, not the controller
     with as_config_errors():
         units, workers = (
             usual if OmegaConf.select(config, key) is None else whole(config, key)
@@ -267,10 +268,10 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     megatron = actor.strategy == "megatron"
     engine = actor.megatron if megatron else actor.fsdp_config
 
-    def of(key: str, default: int) -> int:
+    def parallel_size(key: str, default: int) -> int:
         return default if not megatron or engine.get(key) is None else whole(config, f"{ACTOR}.megatron.{key}")
 
-    tensor = of("tensor_model_parallel_size", 1)
+    tensor = parallel_size("tensor_model_parallel_size", 1)
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
@@ -289,10 +290,10 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         shared=shared,
         megatron=megatron,
         tensor=tensor,
-        pipeline=of("pipeline_model_parallel_size", 1),
-        context=of("context_parallel_size", 1),
-        expert=of("expert_model_parallel_size", 1),
-        expert_tensor=of("expert_tensor_parallel_size", tensor),
+        pipeline=parallel_size("pipeline_model_parallel_size", 1),
+        context=parallel_size("context_parallel_size", 1),
+        expert=parallel_size("expert_model_parallel_size", 1),
+        expert_tensor=parallel_size("expert_tensor_parallel_size", tensor),
         ulysses=1 if megatron else ulysses_size(config),
         param_offload=bool(engine.param_offload),
         optimizer_offload=bool(engine.optimizer_offload),

@@ -48,6 +48,6 @@ def test_what_the_guard_ended_is_neither_survivor_nor_compared(tmp_path, capsys)
     page = (tmp_path / "report.html").read_text()
     for text in (" ".join(captured.out.split()), page):
         assert (
-            "The guard stopped runs early: none in 2 of 2 (step" in text and "Nothing collapsed among the runs" in text
+            "The guard stopped runs early: none in 2 of 2 (step" in text and "No run collapsed among the runs" in text
         )
         assert "2/2 @" in text and "0/2 @" not in text and "The gap costs" not in text

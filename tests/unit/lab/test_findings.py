@@ -27,19 +27,19 @@ def test_what_helps_what_harms_and_what_cannot_be_told_from_noise():
 
 def test_a_gap_that_costs_nothing_is_said_to_leave_nothing_to_win():
     text = said(EXACT, variant("none", [0.91, 0.9, 0.9]))
-    assert "nothing to win back here" in text and "Nothing collapsed" in text
+    assert "nothing to win back here" in text and "No run collapsed" in text
 
 
 def test_collapses_have_their_seeds_and_steps_and_warnings_their_leads():
     alarmed = Variant("tis", (), {0: summary(0.7, warned=10), 1: summary(0.7), 2: summary(0.7)})
     text = said(EXACT, NONE, alarmed)
     assert "none in 3 of 3 (seed 0, 1, 2; step 100)" in text
-    assert "came in 3 of 3 collapses in time, 25 to 25 steps ahead of the fall, and in 1 of the 6 runs that" in text
+    assert "came in time in 3 of 3 collapses, 25 to 25 steps ahead of the fall, and in 1 of the 6 runs that" in text
 
 
 def test_a_late_warning_is_none():
     late = variant("none", [0.1, 0.1], collapsed=100, warned=120, warning=-15)
-    assert "came in 0 of 2 collapses in time." in said(late)
+    assert "came in time in 0 of 2 collapses." in said(late)
     alarmed = Variant("none", (), {0: summary(0.7, warned=10), 1: summary(0.7)})
     assert "steps) came in 1 of the 2 runs that trained to their end without one." in said(alarmed)
 
@@ -79,21 +79,23 @@ def test_a_run_that_the_guard_ended_early_neither_lived_nor_is_better_than_none(
     assert "guard in 1 of 2 (seed 2; step 140)" in text, "of one it is not known"
     better = [line for line in text.split("\n") if line.startswith(("Better", "Worse", "Within"))]
     assert not any("guard" in line for line in better)
-    assert "in 4 of 4 collapses in time" in text and "runs that trained to their end" not in text
+    assert "in time in 4 of 4 collapses" in text and "runs that trained to their end" not in text
     none_left = Variant("skip", (), {0: summary(None, stopped=10)})
-    assert "skip in 1 of 1 (step 10, before the first level of the reward)" in said(EXACT, NONE, none_left)
+    assert "skip in 1 of 1 (step 10, before the first 20-step mean of the reward)" in said(EXACT, NONE, none_left)
 
 
 def test_a_reward_then_is_of_the_runs_that_came_to_a_level():
     runs = {0: summary(None, last=0.4, stopped=40), 1: summary(None, stopped=10), 2: summary(None, stopped=9)}
     text = said(EXACT, Variant("guard", (), runs))
-    assert "(steps 9 to 40, at a reward of 0.40 in 1, the others before the first level of it)" in text
+    assert (
+        "(steps 9 to 40, at a reward of 0.40 in 1, in the others before the first 20-step mean of the reward)" in text
+    )
 
 
 def test_nothing_collapsed_is_said_of_runs_that_the_guard_did_not_end():
     ended = Variant("guard", (), {0: summary(None, stopped=10)})
-    assert "Nothing collapsed among the runs that the guard did not stop (the 20" in said(EXACT, ended)
-    assert "Nothing collapsed (the 20" in said(EXACT)
+    assert "No run collapsed among the runs that the guard did not stop (the 20" in said(EXACT, ended)
+    assert "No run collapsed (the 20" in said(EXACT)
 
 
 def test_against_runs_that_the_guard_ended_nothing_is_compared():

@@ -1,16 +1,18 @@
-"""The parts, most valuable first: what each is about, how long it may take, and what it cannot do without."""
+"""The parts, most valuable first: their subject, their time limit, and the packages that they need."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Part:
-    """Attributes:
-    title: for the page.
-    module: with `run(record, place)`, imported in a process of its own.
-    seconds: its time limit; a part starts only where so much is left of the budget.
-    needs: packages without which it is not run.
-    on_gpu_alone: whether a dry run leaves it out.
+    """One part of the measurements.
+
+    Attributes:
+        title: for the page.
+        module: has `run(record, place)`, and is imported in a process of its own.
+        seconds: its time limit; the part starts only if this much is left of the budget.
+        needs: packages without which it is not run.
+        on_gpu_alone: whether a dry run leaves it out.
     """
 
     title: str

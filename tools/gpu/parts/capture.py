@@ -1,8 +1,9 @@
 """Measures what capture and replay add to the passes of an MoE of some billions of parameters, and checks the
 gradients.
 
-A forward pass for log-probs without capture, with it, and with the rollout's experts forced (R3); an update, forward
-and backward, with and without R3. The rollout's routing is the model's own with one expert in a hundred replaced.
+It times a forward pass for log-probs without capture, with it, and with the rollout's experts forced (R3); and an
+update, forward and backward, with and without R3. The rollout's routing is the model's own with one expert in a hundred
+replaced.
 """
 
 import gc
@@ -47,7 +48,8 @@ def run(record: Record, place: Place) -> None:
 
 
 class Engines:
-    """verl's where it can be built here, else the stand-in of tools/bench_capture.py; the same for all families."""
+    """verl's engines if they can be built here, else the stand-in of tools/bench_capture.py; the same for all
+    families."""
 
     def __init__(self, record: Record, place: Place):
         self.record, self.device = record, place.device
@@ -59,13 +61,13 @@ class Engines:
         return self._verls(config, dtype) if self.verls else Engine(build(config, dtype, self.device))
 
     def _try(self) -> None:
-        """Builds verl's engine on a tiny model: an error there has to do with what is installed."""
+        """Builds verl's engine on a tiny model: an error there comes from the installed packages."""
         try:
             self._verls(config_of(FAMILIES[0], tiny=True), torch.float32)
         except Exception:
             self.verls = False
             why = traceback.format_exc(limit=-3)
-            self.record.note(f"through the adapter's own entry, for verl's FSDP2 engine cannot be built here:\n{why}")
+            self.record.note(f"through the adapter's own entry: verl's FSDP2 engine cannot be built here:\n{why}")
         else:
             self.verls = True
             self.record.note("through verl's FSDP2 engine, one rank; attention by torch, among rows of one length")
@@ -80,7 +82,7 @@ def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tens
 
 
 def update(engine: Any, data: Any) -> None:
-    """Forward and backward, without the optimizer's step, to which replay makes no difference."""
+    """Runs forward and backward, without the optimizer's step, which replay does not change."""
     engine.module.zero_grad()
     engine.forward_step(data, loss_function=loss, forward_only=False)[0].backward()
 
@@ -137,7 +139,7 @@ def times(record: Record, place: Place, engines: Engines, family: str) -> None:
 def check_capture(
     record: Record, place: Place, engine: Any, adapter: Any, batches: tuple[Any, Any], reference: torch.Tensor
 ) -> None:
-    """Checks a batch that is compared and one that is replayed, against log-probs from before the hooks."""
+    """Checks a batch with comparison and one with replay, against log-probs from before the hooks."""
     captures, asks = batches
     found = log_probs(engine, captures)
     largest = float((found["log_probs"].values() - reference).abs().max())
@@ -145,14 +147,14 @@ def check_capture(
     agreement = float(found["router_agreement"].values().mean())
     drawn = found["router_agreement"].values().numel() * len(adapter.points) * adapter.top_k
     off = abs(1 - agreement - REPLACED)
-    spread = 5 * (REPLACED / drawn) ** 0.5 + 5e-4  # five deviations, and what a kernel rounds otherwise a second time
+    spread = 5 * (REPLACED / drawn) ** 0.5 + 5e-4  # five deviations, and kernels that round otherwise a second time
     record.check("agreement finds the share that was replaced", off < spread, f"{agreement:.4f}")
     forced = float(log_probs(engine, asks)["router_agreement"].values().mean())
     record.check("with R3 all experts are the rollout's", forced == 1.0, f"{forced:.6f}")
 
 
 def gradients(record: Record, place: Place, engines: Engines, family: str) -> None:
-    """Checks an update that replays against one whose experts are given what was replayed, with weights by the
+    """Checks an update with replay against one whose experts get the replayed ids by hand, with weights by the
     paper."""
     cases = [("float32", torch.float32, "eager", 1e-4)]
     if place.device != "cpu":
@@ -180,7 +182,7 @@ def gradients(record: Record, place: Place, engines: Engines, family: str) -> No
 
 
 def read_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """float64, by parameter; without those that no token reached."""
+    """Returns the gradients in float64, by parameter; without those that no token reached."""
     grads = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
     whole = {
         name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items() if grad is not None
@@ -190,9 +192,9 @@ def read_gradients(engine: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def forced_by_hand(engine: Any, config: Any, routes_TLK: torch.Tensor) -> Iterator[None]:
-    """Every experts module gets these ids, and weights by the paper's formula; its router's answer is thrown away.
+    """Gives every experts module these ids, and weights by the paper's formula, instead of its router's.
 
-    Rows that the routing leaves 0 keep the router's experts.
+    Rows that are 0 in the routing keep the router's experts.
     """
     blocks = [block for block in engine.module.modules() if isinstance(getattr(block, "experts", None), nn.Module)]
     known_T1 = routes_TLK.flatten(1).any(1).bool().unsqueeze(1)

@@ -1,4 +1,4 @@
-"""`measure`, the one pass over the batch, against the formulas written down and against verl's correction."""
+"""Compares `measure`, the one pass over the batch, with the plain formulas and with verl's correction."""
 
 import math
 from importlib.util import find_spec
@@ -26,8 +26,8 @@ def run(record: Record, place: Place) -> None:
         with record.trying(f"{size} (trajectories x tokens)"):
             bench(record, place, size, with_verl)
     record.note(
-        f"bandwidth counts {BYTES_PER_TOKEN} bytes a token, two log-probabilities and a mask in, a weight out; "
-        "a stream is 4 bytes a padded element"
+        f"bandwidth counts {BYTES_PER_TOKEN} bytes per token: two log-probabilities and a mask in, a weight out; "
+        "a stream is 4 bytes per padded element"
     )
 
 
@@ -58,7 +58,7 @@ def check_results(record: Record, batch: Batch, with_verl: bool) -> None:
     ours, (weight, metrics) = measure(batch.padded(), CORRECTIONS), batch.eager(torch.float64)
     found = ours.weight.view_as(weight)
     differing = int((~torch.isclose(found.double(), weight, rtol=1e-5, atol=0)).sum())
-    # A sequence's mean may hang on a bound of the mask: float32 and float64 then fall on two sides of it.
+    # A sequence's mean may be next to a bound of the mask: float32 and float64 then fall on two sides of it.
     allowed = batch.elements // 1000
     record.check("weights = the eager formula's", differing <= allowed, f"{differing} of {batch.elements} differ")
     if with_verl:

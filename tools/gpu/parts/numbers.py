@@ -1,7 +1,7 @@
 """Measures how far two kernels of one model are apart: a small version of the mismatch between training and rollout.
 
-The same weights, which every precision holds, on the same tokens; k3 and the gaps are of the next tokens' log-probs, as
-`measure` has them, agreement is of the experts. The repeats are other tokens.
+Both have the same weights, which every precision can represent, and the same tokens. k3 and the gaps are of the next
+tokens' log-probs, as `measure` has them; agreement is of the experts. Each repeat has other tokens.
 """
 
 import copy
@@ -32,9 +32,11 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Outputs:
-    """Attributes:
-    log_probs: [B, T - 1] float32, of each next token.
-    experts: [N, L, K], of B * T tokens.
+    """The outputs of a model for one batch.
+
+    Attributes:
+        log_probs: [B, T - 1] float32, of each next token.
+        experts: [N, L, K], of B * T tokens.
     """
 
     log_probs: Tensor
@@ -51,7 +53,7 @@ def run(record: Record, place: Place) -> None:
     batches = torch.randint(config.vocab_size, (repeats, rows, length), generator=generator).to(place.device)
     record.note(
         f"qwen3_moe, {config.num_hidden_layers} layers, {config.num_experts} experts, top-{top_k}; {repeats} batches "
-        f"of {rows} x {length} random tokens; usual are sdpa and grouped experts"
+        f"of {rows} x {length} random tokens; the usual kernels are sdpa and grouped experts"
     )
     usual, k3 = {}, {}
     for precision in PRECISIONS:
@@ -100,7 +102,7 @@ def outputs_of(model: Any, ids_BT: Tensor) -> Outputs:
 
 
 def compare(record: Record, ones: Sequence[Outputs], others: Sequence[Outputs], top_k: int) -> float:
-    """Figures of each pair; their mean k3."""
+    """Records the figures of each pair; returns their mean k3."""
     found: dict[str, list[float]] = {}
     for one, other in zip(ones, others, strict=True):
         mask = torch.ones_like(one.log_probs, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""The mathematics on the GPU's tensors against oracles in float64 and plain Python, the ones that the tests use."""
+"""Compares the mathematics on the GPU's tensors with the tests' oracles in float64 and plain Python."""
 
 import math
 import tempfile
@@ -46,7 +46,7 @@ def run(record: Record, place: Place) -> None:
 
 
 def on(device: str, value: Any) -> Any:
-    """A tensor, or a dataclass with all of its tensors, on the device."""
+    """Returns a tensor, or a dataclass with all of its tensors, on the device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if not is_dataclass(value):
@@ -84,7 +84,7 @@ def check_measure(record: Record, place: Place) -> None:
 
 
 def check_heads(record: Record, place: Place) -> None:
-    """Log-probabilities at given tokens, and their gradient, against log_softmax in float64."""
+    """Checks log-probabilities at given tokens, and their gradient, against log_softmax in float64."""
     rows, vocabulary = (7, 50) if place.tiny else (300, 150_000)
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
@@ -214,7 +214,7 @@ def check_policy_losses(record: Record, place: Place) -> None:
 
 
 def check_gate(record: Record, place: Place) -> None:
-    """Checks what the gate decides by, on one rank: the sums of a mini-batch in two micro-batches."""
+    """Checks the signals by which the gate decides, on one rank: means of a mini-batch in two micro-batches."""
     import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs)
     from gpu.verl_engine import start_one_rank
     from verl_ext.features.guard import MiniBatchGate

@@ -46,7 +46,8 @@ def bench(record: Record, place: Place, size: str) -> None:
 
 
 def check_every_place_is_written(record: Record, train, infer, expected) -> None:
-    """The result's memory is not cleared before the kernel runs: what it leaves out shows by chance, or by this."""
+    """Checks that the kernel writes every place. The result's memory is not cleared before: without this check, a place
+    that is left out would show only by chance."""
     from unittest import mock
 
     import torch

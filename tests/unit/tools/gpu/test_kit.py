@@ -56,7 +56,7 @@ def test_the_command_says_what_it_can_do_and_what_is_wrong(tmp_path):
 
     usage = kit("--help").stdout
     assert all(part.title in usage for part in PARTS.values())
-    assert "no such part: overlapp; choose of overlap, measure" in kit("overlapp").stderr
+    assert "no such part: overlapp; choose from overlap, measure" in kit("overlapp").stderr
     if shutil.which("nvidia-smi") is None:
         without = kit("--out", str(tmp_path))
         assert without.returncode == 2 and "no GPU was found here" in without.stderr and "--dry" in without.stderr
