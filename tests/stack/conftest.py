@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cpu_tool.make_assets import make_assets
-from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, run
+from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, in_float32, run
 from tests.stack.switching import BASE, ENGINES, SCHEDULES
 from tests.support.forking import Forked, forked
 
@@ -45,8 +45,10 @@ def arguments(assets):
     """arguments(overrides..., steps=2) -> Python's for a run, through our entry point or verl's own."""
 
     def arguments(*overrides: str, steps: int = 2, plain_verl: bool = False) -> list[str]:
-        entry = ("-m", "verl.trainer.main_ppo", *PLAIN_VERL) if plain_verl else ("-m", "verl_ext.main_ppo", *SMALL)
-        return [*entry, f"assets={assets}", f"trainer.total_training_steps={steps}", *overrides]
+        here = (f"assets={assets}", f"trainer.total_training_steps={steps}", *overrides)
+        if plain_verl:
+            return ["-m", "verl.trainer.main_ppo", *PLAIN_VERL, *here]
+        return ["-m", "verl_ext.main_ppo", *SMALL, *in_float32(*here)]
 
     return arguments
 
@@ -69,7 +71,7 @@ def fault_arguments(assets):
 
     def arguments(scenario: str, *overrides: str, steps: int = 2, recipe: str = SMALL[0]) -> list[str]:
         settings = (recipe, *SMALL[1:], f"assets={assets}", f"trainer.total_training_steps={steps}")
-        return ["-m", "tests.stack.faults", scenario, *settings, *overrides]
+        return ["-m", "tests.stack.faults", scenario, *in_float32(*settings, *overrides, recipe=recipe)]
 
     return arguments
 

@@ -32,6 +32,11 @@ SMALL = (
     f"reward.custom_reward_function.path={ROOT}/tests/stack/dense_reward.py",
 )
 
+# The precision of runs that test something else: products in bfloat16 take ten times as long on a CPU core without
+# instructions for them. The gap is then the rollout's rounding.
+TRAINS_IN_FLOAT32 = ("precision=fp32", "actor_rollout_ref.rollout.dtype=bfloat16")
+MEGATRON_TRAINS_IN_FLOAT32 = "actor_rollout_ref.actor.megatron.dtype=float32"
+
 ASYNC_BUFFER = "trainer.v1.sampler.custom_sampler.name=FastPollReplayBufferAsync"
 SEPARATE_ASYNC = (  # three batches are handed out before the first update
     "trainer.v1.trainer_mode=separate_async",
@@ -98,6 +103,13 @@ def run(arguments: list[str], folder: Path, stack: Forked, timeout: int = 900) -
         kill_all(mark)  # the daemons of Ray are not CLEAN_EXIT's: the process that started them is the server's child
     (folder / "console.log").write_text(finished.stdout)
     return Run(finished.returncode, finished.stdout, folder)
+
+
+def in_float32(*overrides: str, recipe: str = SMALL[0]) -> tuple[str, ...]:
+    """Returns the overrides, and those that train in float32 unless the run has a precision of its own."""
+    if any(override.startswith("precision=") or "megatron.dtype=" in override for override in overrides):
+        return overrides
+    return (*overrides, *((MEGATRON_TRAINS_IN_FLOAT32,) if "megatron" in recipe else TRAINS_IN_FLOAT32))
 
 
 def forked_command(arguments: list[str], stack: Forked) -> list[str]:

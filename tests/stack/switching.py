@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests import ROOT
-from tests.stack.running import MARK
+from tests.stack.running import MARK, MEGATRON_TRAINS_IN_FLOAT32, TRAINS_IN_FLOAT32
 
 BASE = (
     "stability=icepop",
@@ -44,9 +44,9 @@ HANGING_TOOL = (
 )
 # The recipe of each engine, and what its run has besides BASE. The hanging tool is the same for all: one run has it.
 ENGINES = {
-    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *HANGING_TOOL),
-    "megatron": ("recipe=cpu_megatron", *TWO_TURNS),
-    "sglang": ("recipe=cpu_sglang", *TWO_TURNS),
+    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *TRAINS_IN_FLOAT32, *HANGING_TOOL),
+    "megatron": ("recipe=cpu_megatron", MEGATRON_TRAINS_IN_FLOAT32, *TWO_TURNS),
+    "sglang": ("recipe=cpu_sglang", *TRAINS_IN_FLOAT32, *TWO_TURNS),
 }
 BLOCK = 128  # response tokens: a few of them in a batch
 LOSS = "actor_rollout_ref.actor.policy_loss"

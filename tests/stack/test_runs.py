@@ -21,6 +21,7 @@ from verl_ext.report.trajectories import load_trajectories
 pytestmark = pytest.mark.e2e
 
 ROUTING = "stability.router_agreement=true"
+BF16 = "precision=bf16"  # in both engines
 
 
 def keys(run):
@@ -38,7 +39,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     dump = "stability.trajectories.per_step=2"
     centered = ("stability.score_centering=true", "stability.head.k=8")
     routing = (ROUTING, "stability.router_agreement_share=0.5")
-    run = train("stability=icepop", *routing, "stability.cascade_attention=off", dump, *centered, steps=3)
+    run = train("stability=icepop", *routing, "stability.cascade_attention=off", dump, *centered, BF16, steps=3)
     assert run.code == 0, run.tail
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│", run.console)
     assert re.search(r"score centering +│ weights of icepop +│ worker_loss on 1 rank", run.console)
@@ -186,6 +187,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
         "data.train_batch_size=7",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "stability=dapo",
+        BF16,
         "stability.correction=icepop",
         "reward.reward_kwargs.overlong_buffer_cfg.len=8",
         "stability.fake_quantization.format=fp4",
