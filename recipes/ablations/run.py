@@ -79,7 +79,7 @@ ABLATIONS = (
     Ablation("late", "16 updates old, from a reward of 0.2", ("lab.stale.lag=16", "lab.warm_up.reward=0.2")),
     Ablation("updates", "four updates a step"),
     Ablation("truncated", "top_p=0.9", ("lab.truncated.top_p=0.9",)),
-    Ablation("truncated", "top_p=0.9, told", ("lab.truncated.top_p=0.9", "lab.truncated.told=true")),
+    Ablation("truncated", "top_p=0.9, known", ("lab.truncated.top_p=0.9", "lab.truncated.known=true")),
     Ablation("centering", "32 updates old"),
     Ablation("centering_fp4", "fp4, the routers too"),
     Ablation("stale", "32 updates old"),

@@ -403,7 +403,7 @@ TABLE = (
     Change(
         name="split_on_cpu",
         target="`megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu`",
-        why="counts of tokens stay tensors where they are on the CPU already; all_to_all wants lists",
+        why="megatron-core leaves token counts that are on the CPU as tensors; its all_to_all needs arrays",
         when=ON_CPU,
         versions=MEGATRON,
         file="cpu/megatron.py",

@@ -1003,7 +1003,7 @@ def _temperature(marks: Marks) -> Iterator[Sign]:
         yield Sign(-3, _negative_sentence(marks.k1_sign))
     if marks.differ is not None:
         if marks.differ < ROUNDED:
-            yield Sign(0.5, f"routers choose {1 - marks.differ:.2%} of the experts alike")
+            yield Sign(0.5, f"routers agree on {1 - marks.differ:.2%} of the experts")
         else:
             yield Sign(-2, _choices_sentence(marks.differ))
 

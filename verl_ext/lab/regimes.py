@@ -276,14 +276,14 @@ class Truncated(Regime):
 
     Attributes:
         top_p, top_k: as in vLLM; top_k 0 means none.
-        told: whether the training engine normalises over the same tokens, as a run with verl_ext does.
+        known: the training engine knows the tokens that were kept, and normalises over them, as in a run with verl_ext.
     """
 
     stands_for: ClassVar[str] = "top-p or top-k in the rollout, unknown to the training engine"
 
     top_p: float = 0.9
     top_k: int = 0
-    told: bool = False
+    known: bool = False
 
     def __post_init__(self) -> None:
         require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
@@ -291,7 +291,7 @@ class Truncated(Regime):
 
     @property
     def reports_kept(self) -> bool:
-        return self.told
+        return self.known
 
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, top_p=self.top_p, top_k=self.top_k)

@@ -311,8 +311,8 @@ def test_what_is_added_and_composed():
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_truncated_sampling_is_no_gap_where_the_training_engine_is_told(training, knows):
-    run = training("truncated", "none", f"lab.truncated.told={knows}", steps=1)
+def test_truncated_sampling_is_no_gap_if_the_training_engine_knows_what_was_kept(training, knows):
+    run = training("truncated", "none", f"lab.truncated.known={knows}", steps=1)
     (metrics,) = run.metrics
     assert (metrics["vllm_kl/k3"] < 1e-9) == knows
     assert ("vllm_kl/head" in metrics) == knows

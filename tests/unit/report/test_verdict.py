@@ -328,7 +328,7 @@ def test_a_run_whose_updates_are_skipped_is_told_why():
         "The last one was skipped because k3=0.2 passes 0.1.",
         "k3 is 0.2, past the boundary of 0.1 since step 41 (median of the last 5).",
         "The guard's forecast warned at step 31, 10 steps before that.",
-        "The engines have come apart so far that updates no longer follow the rollouts.",
+        "The engines differ so much that the rollouts say little about the policy that is trained on them.",
     )
 
 
@@ -399,7 +399,7 @@ def test_weights_are_not_given_up_where_the_reward_holds():
     assert holds.why == ("The reward holds: it is 0.564, and was 0.564 at its best.",)
     sinks = judge_run(make(past | {"critic/score/mean": [0.6] * 40 + [0.46] * 40}))
     assert "The reward is 0.46, and was 0.6 at its best." in sinks.why and RESUME in tried(sinks)
-    assert "The engines have come apart so far that updates no longer follow the rollouts." in sinks.why
+    assert "The engines differ so much that the rollouts say little about the policy that is trained on them." in sinks.why
 
 
 BLIND = {
@@ -512,7 +512,7 @@ def test_engines_that_come_apart_are_seen_behind_old_rollouts():
 def test_rollouts_so_old_that_updates_do_not_follow_them_are_not_taken_for_engines_that_came_apart():
     verdict = judge_run(make({"vllm_kl/k3": [0.3] * 40, STALE: [1.0] * 40, "vllm_kl/k3/lag/0": QUIET}))
     assert verdict.state == "past the boundary"
-    assert "The rollouts are so much older than the policy that updates no longer follow them." in verdict.why
+    assert "The rollouts are so old that they say little about the policy that is trained on them." in verdict.why
     assert verdict.sentence == (
         "k3 is 0.3, past the boundary of 0.1 since step 1; it includes the policy's movement since the rollouts."
     )
