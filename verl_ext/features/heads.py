@@ -79,7 +79,7 @@ def check(run: RunFeatures) -> None:
         return
     asked = f"the {k} most likely tokens ({_asking(run)})"
     if (name := rollout_name(config)) not in ROLLOUTS:
-        raise ConfigError(f"{asked}: {ROLLOUT}.name={name} returns none through verl", fix=(f"{ROLLOUT}.name=vllm",))
+        raise ConfigError(f"{asked}: verl returns none from {ROLLOUT}.name={name}", fix=(f"{ROLLOUT}.name=vllm",))
     if name == "vllm":
         most = OmegaConf.select(config, MAX)
         if most is not None and -1 != most < k:
@@ -207,7 +207,7 @@ def _check_signals(run: RunFeatures, k: int) -> None:
             raise ConfigError(f"{setting}: {signal} needs the sampler's head", fix=("stability.head.k=32",))
         if bypasses(run.config):
             raise ConfigError(
-                f"{setting}: {signal} is of compute_log_prob, which does not run with {BYPASS}=True",
+                f"{setting}: {signal} comes from compute_log_prob, which does not run with {BYPASS}=True",
                 fix=(f"{BYPASS}=False",),
                 otherwise="take vllm_kl/k3",
             )
@@ -242,7 +242,7 @@ def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
     if vocabulary is not None and k > vocabulary:
         by_top_k = truncates(run.config) and not run.stability.head.k
         fix = f"{ROLLOUT}.top_k" if by_top_k else "stability.head.k"
-        raise ConfigError(f"{asked} of a vocabulary of {vocabulary}", fix=(f"{fix}={vocabulary}",))
+        raise ConfigError(f"{asked}: the model's vocabulary has {vocabulary}", fix=(f"{fix}={vocabulary}",))
 
 
 def apply(run: RunFeatures) -> None:

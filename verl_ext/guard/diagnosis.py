@@ -366,7 +366,7 @@ class Marks:
 
     @cached_property
     def strides(self) -> float | None:
-        """How far the policy moves within a step, as the KL that verl logs: the largest mean over a few steps.
+        """The movement of the policy within a step, as the KL that verl logs: the largest mean over a few steps.
 
         None if each step has one update, because its policy has not moved yet.
         """

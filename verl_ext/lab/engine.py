@@ -37,7 +37,7 @@ CHECKPOINT = "model.pt"
 
 @dataclass(frozen=True)
 class Scores:
-    """What the training engine computes for the tokens of a rollout.
+    """The values that the training engine computes for the tokens of a rollout.
 
     Attributes:
         log_probs: [B, T], with gradient if one was requested.

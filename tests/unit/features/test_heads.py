@@ -45,7 +45,7 @@ def check(compose, models):
         (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token, whose l_old"),
         ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
         ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
-        ([*ASKED, f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf returns none through verl"),
+        ([*ASKED, f"{ROLLOUT}.name=hf"], f"verl returns none from {ROLLOUT}.name=hf"),
         (
             [*CENTERED, SGLANG, "stability.head.k=200", f"{ROLLOUT}.disaggregation.enabled=true"],
             f"the first token of a response has no more than 128; set {ROLLOUT}.disaggregation.enabled=false",
@@ -64,7 +64,7 @@ def check(compose, models):
         ([*KEPT, f"+{MAX}=20"], f"the 64 most likely tokens ({ROLLOUT}.top_k=64): {MAX}=20"),
         ([*ASKED, "actor_rollout_ref.model.use_fused_kernels=true"], "set actor_rollout_ref.model.use_fused_kernels="),
         ([*ASKED, f"{ACTOR}.fsdp_config.pad_to_length=true"], f"set {ACTOR}.fsdp_config.pad_to_length=False"),
-        (["stability=icepop", "stability.head.k=1000000"], "of a vocabulary of 151936; set stability.head.k=151936"),
+        (["stability=icepop", "stability.head.k=1000000"], "vocabulary has 151936; set stability.head.k=151936"),
         (["stability=icepop", "stability.head.k=-1"], "stability.head.k=-1 must be a number of tokens, or 0"),
         (
             ["stability=none", "stability.batch_skip={metric:vllm_kl/head,threshold:0.1}"],
@@ -76,7 +76,7 @@ def check(compose, models):
         ),
         (
             [*ASKED, "stability.batch_skip.metric=vllm_kl/head", "algorithm.rollout_correction.bypass_mode=true"],
-            "vllm_kl/head is of compute_log_prob, which does not run",
+            "vllm_kl/head comes from compute_log_prob, which does not run",
         ),
         (["stability=score_centering", f"{ACTOR}.ppo_mini_batch_size=32"], f"set {ACTOR}.ppo_mini_batch_size="),
         ([*CENTERED, f"{ACTOR}.ppo_epochs=2"], f"set {ACTOR}.ppo_epochs=1"),
