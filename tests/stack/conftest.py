@@ -13,7 +13,7 @@ import pytest
 
 from recipes.cpu_tool.make_assets import make_assets
 from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, in_float32, run
-from tests.stack.switching import BASE, ENGINES, SCHEDULES
+from tests.stack.switching import BASE, ENGINES, SCHEDULE
 from tests.support.forking import Forked, forked
 
 
@@ -97,8 +97,8 @@ def switching_run_of(assets, tmp_path_factory, request) -> Callable[[str], Run]:
     def train(engine: str) -> Run:
         stack = request.getfixturevalue("sglang_stack" if engine == "sglang" else "stack")
         recipe, *more = ENGINES[engine]
-        steps = f"trainer.total_training_steps={len(SCHEDULES[engine])}"
+        steps = f"trainer.total_training_steps={len(SCHEDULE)}"
         overrides = (recipe, *SMALL[1:], f"assets={assets}", steps, *BASE, *more)
-        return run(["-m", "tests.stack.switching", engine, *overrides], tmp_path_factory.mktemp(engine), stack)
+        return run(["-m", "tests.stack.switching", *overrides], tmp_path_factory.mktemp(engine), stack)
 
     return train

@@ -1,12 +1,12 @@
 """A run that takes another method each step, so that all of them share one start of Ray, vLLM and the workers.
 
-    python -m tests.stack.switching ENGINE <overrides of the run>
+    python -m tests.stack.switching <overrides of the run>
 
-ENGINE is fsdp2 or megatron, which train while vLLM generates, or sglang, which generates while FSDP2 trains. Each entry
-of its schedule is what a user would add to the command line. The step's config is composed from the run's own overrides
-and these, and checked as at launch; the trainer and the workers' loss are set from it. Settings that
-verl reads only at the start stay as in BASE: the reward manager, the engines, the clip range and the KL loss of the
-workers. The batch of every other step is taken in blocks.
+There is a run for each of ENGINES: fsdp2 and megatron train while vLLM generates, sglang generates while FSDP2 trains.
+Each entry of SCHEDULE is what a user would add to the command line. The step's config is composed from the run's own
+overrides and these, and checked as at launch; the trainer and the workers' loss are set from it. Settings that verl
+reads only at the start stay as in BASE: the reward manager, the engines, the clip range and the KL loss of the workers.
+The batch of every other step is taken in blocks.
 """
 
 import os
@@ -50,11 +50,12 @@ ENGINES = {
 }
 BLOCK = 128  # response tokens: a few of them in a batch
 LOSS = "actor_rollout_ref.actor.policy_loss"
-# So narrow that rounding alone takes tokens past either side.
+# So narrow that rounding alone takes some tokens past either side, and some whole responses.
 NARROW = ("stability.icepop.alpha=0.999", "stability.icepop.beta=1.001")
+NARROW_GEO = ("stability.geo_mask.low=0.9998", "stability.geo_mask.high=1.0002")
 # The first update of a step is made by the policy that l_old is of; the second one's has moved.
 GATED = ("stability=icepop", "stability.guard.mini_batch={policy_kl:2.0e-5,vllm_kl:1.0}")
-COMPOSED = ("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", "stability.opsm.delta=0.0")
+COMPOSED = ("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", *NARROW_GEO, "stability.opsm.delta=0.0")
 NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
 BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "stability.router_agreement=false")
 BYPASSED = [
@@ -67,7 +68,7 @@ DPPO = ("stability=dppo_tv", "stability.router_agreement=false")
 SHIFTS = [("stability=router_shift_loss",), ("stability=router_shift_loss", f"{LOSS}.base=geo_mean")]
 # The untrained model gives each of its 100 tokens some 0.01, half of them less: luck cannot make it drop none or all.
 FILTERS = ("stability=filters", "stability.filters.low_probability.threshold=0.01")
-ALL: list[tuple[str, ...]] = [
+SCHEDULE: list[tuple[str, ...]] = [  # the overrides of each step
     FILTERS,  # first, while the model is untrained
     *BYPASSED,
     ("stability=icepop",),
@@ -76,13 +77,13 @@ ALL: list[tuple[str, ...]] = [
     GATED,
     ("stability=tis", "stability.tis.cap=1.0"),
     ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
-    ("stability=kpop", "stability.kpop.phi=1e-7"),
+    ("stability=kpop", "stability.kpop.phi=1e-8"),
     ("stability=ipo", "stability.ipo.eps=1e-5"),
     ("stability=m2po", "stability.m2po.threshold=1e-8"),
     DPPO,
     ("stability=mis", "stability.mis.cap=1.0"),
-    ("stability=geo_mask",),
-    ("stability=seq_mask_tis",),
+    ("stability=geo_mask", *NARROW_GEO),
+    ("stability=seq_mask_tis", *NARROW_GEO),
     COMPOSED,
     ("stability=opsm", "stability.opsm.delta=0.0"),
     ("stability=glm5",),
@@ -103,15 +104,6 @@ ALL: list[tuple[str, ...]] = [
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
     NOTHING_LEFT,
 ]
-# On CPU cores, FSDP takes log-probabilities of bfloat16 logits and Megatron of float32: its sequences are nearer.
-BY_SEQUENCE = (("stability=geo_mask",), ("stability=seq_mask_tis",), COMPOSED)
-NARROW_GEO = ("stability.geo_mask.low=0.9995", "stability.geo_mask.high=1.0005")  # keeps about half of them
-# Engine -> entry -> the overrides of its step.
-SCHEDULES: dict[str, dict[tuple[str, ...], tuple[str, ...]]] = {
-    "fsdp2": {entry: entry for entry in ALL},
-    "sglang": {entry: entry for entry in ALL},
-    "megatron": {entry: (*entry, *NARROW_GEO) if entry in BY_SEQUENCE else entry for entry in ALL},
-}
 
 
 def compose(overrides: list[str]):
@@ -185,6 +177,5 @@ if __name__ == "__main__":
     from tests.support import quick_compose
 
     quick_compose.install()
-    schedule = SCHEDULES[sys.argv.pop(1)].values()
     base = sys.argv[1:]
-    own_trainer.main(lambda trainer_class: switching(trainer_class, schedule, base))
+    own_trainer.main(lambda trainer_class: switching(trainer_class, SCHEDULE, base))
