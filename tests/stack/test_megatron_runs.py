@@ -192,7 +192,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
     finished = run(["-m", "verl_ext.main_ppo", *arguments], tmp_path, stack)
     assert finished.code == 0, finished.tail
     assert "PPOTrainerSeparateAsync." in finished.console
-    assert "confirmed by 1 vLLM worker(s)" in finished.console
+    assert "confirmed by 2 vLLM worker(s)" in finished.console
     assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
     assert re.search(r"score centering +│ weights of tis +│ worker_loss on 1 rank", finished.console)
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│ 4 x TopKRouter on 1 rank", finished.console)

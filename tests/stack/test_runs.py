@@ -134,7 +134,8 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
         assert abs(step["vllm_kl/k1"]) < 0.02, "-log of the mass that is kept, 0.1, where one engine counts all tokens"
     first, second, third = run.steps
     # The canary begins with the first sync, for the first log-probs are of what was kept; step 3 has no update.
-    assert second["sync/moved"] > 0 and second["sync/arrived_high"] > 0.75 and second["timing_s/sync_canary"] > 0
+    assert second["sync/moved"] > 0 and second["timing_s/sync_canary"] > 0
+    assert second.get("sync/arrived_high", math.inf) > 0.75, "8 short trajectories may give no upper bound"
     assert shares_by_lag(first) == {"0": 1} and "vllm_kl/rescored" not in first
     assert first["vllm_kl/k3/lag/0"] == pytest.approx(first["vllm_kl/k3"])
     for step in (first, second):
