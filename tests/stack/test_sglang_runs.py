@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.dense_smoke.make_assets import build_model
 from tests.stack.faults import CANARY
 from tests.stack.run_files import SAVES, events, has_saved, last_saved
 from tests.stack.running import (
@@ -154,6 +156,24 @@ def test_megatron_and_sglang_in_separate_async(train, tmp_path):
     assert third["vllm_kl/engine/k3"] < FLOAT32 < third["vllm_kl/stale/k3"]
     lines = load_trajectories(tmp_path / "verl_ext" / "cpu_megatron_sglang.trajectories.jsonl")
     assert [line.step for line in lines] == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_lora_reaches_sglang_merged(train, tmp_path):
+    """As an adapter it cannot: verl 0.9.1 sends a form that SGLang 0.5.12 does not take, and the doctor says so."""
+    tokenizer = build_tokenizer()
+    for part in (build_model(tokenizer), tokenizer):  # dense
+        part.save_pretrained(tmp_path / "dense")
+    model = "actor_rollout_ref.model"
+    lora = ("lora_rank=8", "lora_alpha=64", "target_modules=all-linear", f"path={tmp_path}/dense")
+    finished = train(
+        "stability.metrics=true", *(f"{model}.{setting}" for setting in lora), f"++{model}.lora.merge=true"
+    )
+    assert finished.code == 0, finished.tail
+    assert re.search(r"sync canary +│ 8 trajectories, each sync", finished.console), "on by default for a LoRA"
+    assert events(finished.folder) == []
+    for step in finished.steps:
+        assert 0 < step["vllm_kl/k3"] < 1e-3 and step["actor/grad_norm"] > 0
+        assert step["sync/moved"] > 1e-3 and 0.5 < step["sync/arrived_low"] < step["sync/arrived_high"] < 2
 
 
 @pytest.mark.no_step

@@ -9,6 +9,7 @@ from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter
 
 CANARY = "stability.sync_canary.trajectories"
 STOP_AFTER = "stability.guard.stop_after"
+NO_ADAPTERS = "0.5.12"  # the SGLang that verl 0.9.1 pins
 
 
 @check("weight sync", needs="config")
@@ -19,8 +20,13 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     what `get_per_tensor_param()` gives by default, the base, and drops the adapter's config; vLLM's list of adapters
     stays empty, and the gap looks like old rollouts. `lora.merge=true` sends full weights. Names that vLLM has no
     module for are dropped without a word (vLLM issues 34186 and 48019). When the canary is on by itself:
-    `features.sync_canary.canary_settings`.
+    `features.sync_canary.canary_settings`. For SGLang, `update_weights` (workers/rollout/sglang_rollout) passes
+    `serialized_named_tensors` to LoadLoRAAdapterFromTensorsReqInput, whose field is `serialized_tensors` in 0.5.12: a
+    TypeError at the first sync, seen in a run on CPU cores.
     """
+    if sends_adapter(context.config, "sglang") and context.versions.get("sglang", NO_ADAPTERS) == NO_ADAPTERS:
+        why = f"verl 0.9.1 sends it in a form that SGLang {NO_ADAPTERS} does not take: the run ends at the first sync"
+        yield Finding("error", f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, (MERGE_LORA,))
     watched = _watched(context)
     separate = context.get(MODE) == "separate_async"
     if sends_adapter(context.config) and separate:

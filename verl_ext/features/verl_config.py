@@ -116,11 +116,11 @@ def trains_lora(config: DictConfig) -> bool:
     return (isinstance(rank, int) and rank > 0) or path is not None
 
 
-def sends_adapter(config: DictConfig) -> bool:
-    """Returns True if a LoRA goes to vLLM as an adapter: `lora_as_adapter` of verl's server."""
-    vllm = OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) == "vllm"
+def sends_adapter(config: DictConfig, engine: str = "vllm") -> bool:
+    """Returns True if a LoRA goes to this rollout engine as an adapter: `lora_as_adapter` of verl's servers."""
+    used = OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) == engine
     merged = OmegaConf.select(config, f"{MODEL}.lora.merge", throw_on_missing=False)
-    return vllm and trains_lora(config) and not merged
+    return used and trains_lora(config) and not merged
 
 
 def json_of_model(path: str, name: str) -> dict[str, Any]:
