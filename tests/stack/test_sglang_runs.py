@@ -159,7 +159,7 @@ def test_megatron_and_sglang_in_separate_async(train, tmp_path):
 
 
 def test_a_lora_reaches_sglang_merged(train, tmp_path):
-    """As an adapter it cannot: verl 0.9.1 sends a form that SGLang 0.5.12 does not take, and the doctor says so."""
+    """verl 0.9.1 sends an adapter in a form that SGLang 0.5.12 does not take; the doctor refuses it."""
     tokenizer = build_tokenizer()
     for part in (build_model(tokenizer), tokenizer):  # dense
         part.save_pretrained(tmp_path / "dense")

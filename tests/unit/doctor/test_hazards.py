@@ -190,7 +190,12 @@ CASES = [
     ("weight sync", [LORA, "stability=icepop"], "ok", []),
     ("weight sync", [LORA, "stability=icepop", "stability.sync_canary.trajectories=0"], "note", []),
     ("weight sync", [LORA, "++actor_rollout_ref.model.lora.merge=true"], "note", []),
-    ("weight sync", [LORA, f"{ROLLOUT}.name=sglang", "stability=icepop"], "ok", []),
+    (
+        "weight sync",
+        [LORA, f"{ROLLOUT}.name=sglang", "stability=icepop"],
+        "error",
+        ["++actor_rollout_ref.model.lora.merge=true"],
+    ),
     ("weight sync", ["trainer.v1.trainer_mode=separate_async"], "note", []),
     ("weight sync", ["trainer.v1.trainer_mode=separate_async", "stability=icepop"], "ok", []),
     (
