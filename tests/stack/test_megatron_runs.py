@@ -126,7 +126,8 @@ def test_every_action_of_the_guard(with_faults):
     limit = "mini_batch={grad_norm:1.0e+30}"  # which only measures
     guard = ("after_update.trajectories=8", "lower_lr.hold=2", "rollback_cooldown=1", limit)
     saves = (*SAVES, f"{MEGATRON}.dist_ckpt_optim_fully_reshardable=true")
-    settings = ("stability=icepop", "stability.router_agreement=true", CANARY, *saves, rules(*RULES))
+    bf16 = f"{MEGATRON}.dtype=bfloat16"
+    settings = ("stability=icepop", "stability.router_agreement=true", bf16, CANARY, *saves, rules(*RULES))
     settings += tuple(f"stability.guard.{setting}" for setting in guard)
     recipe = {"recipe": "recipe=cpu_megatron_sglang", "forked_from": "sglang_stack"}
     finished = with_faults("every action", *settings, steps=14, **recipe)
