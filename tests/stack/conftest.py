@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.cpu_tool.make_assets import make_assets
+from recipes.dense_smoke.make_assets import build_model
 from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, in_float32, run
 from tests.stack.switching import BASE, ENGINES, SCHEDULE
 from tests.support.forking import Forked, forked
@@ -22,6 +24,16 @@ def assets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     make_assets(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def dense_lora(tmp_path_factory) -> tuple[str, ...]:
+    """The overrides that train a LoRA of a dense model: vLLM has none for the experts of its CPU kernels."""
+    folder, tokenizer = tmp_path_factory.mktemp("dense"), build_tokenizer()
+    for part in (build_model(tokenizer), tokenizer):
+        part.save_pretrained(folder)
+    settings = (f"path={folder}", "lora_rank=8", "lora_alpha=64", "target_modules=all-linear")
+    return tuple(f"actor_rollout_ref.model.{setting}" for setting in settings)
 
 
 @pytest.fixture(scope="session")

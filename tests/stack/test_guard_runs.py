@@ -5,8 +5,6 @@ import re
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.dense_smoke.make_assets import build_model
 from tests.stack.faults import CANARY, DECIDED, RULES, rules
 from tests.stack.run_files import SAVES, equal_tensors, events, local_part, logged_events, shards
 from tests.stack.running import assert_documented
@@ -67,13 +65,8 @@ def test_every_action(with_faults):
     assert len(moved) == 7 and all(0 < value < 1 for value in moved[:4]), "as many as there were updates"
 
 
-def test_a_lora_whose_first_weight_sync_is_lost(with_faults, tmp_path):
-    tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(tmp_path)  # dense: vLLM has no LoRA for the experts of its CPU kernels
-    tokenizer.save_pretrained(tmp_path)
-    model = "actor_rollout_ref.model"
-    lora = (f"{model}.path={tmp_path}", f"{model}.lora_rank=8", f"{model}.lora_alpha=64")
-    run = with_faults("lost adapter", "stability.metrics=true", *lora, f"{model}.target_modules=all-linear", steps=3)
+def test_a_lora_whose_first_weight_sync_is_lost(with_faults, dense_lora):
+    run = with_faults("lost adapter", "stability.metrics=true", *dense_lora, steps=3)
     assert run.code == 0, run.tail  # for a LoRA the canary is on by default
     assert re.search(r"sync canary +│ 8 trajectories, each sync +│ PPOTrainerSync.on_step_end; 8 modules", run.console)
     assert logged_events(run.folder) == [(1, "weight_sync", "warn"), (2, "weight_sync", "recover")]

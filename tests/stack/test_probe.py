@@ -5,8 +5,6 @@ import json
 
 import pytest
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.dense_smoke.make_assets import build_model
 from tests.stack.probing import BATCHES, CAUSES
 from tests.stack.running import SMALL, run
 from verl_ext.launch.command_line import compose
@@ -76,18 +74,11 @@ def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found)
     assert max(sync.after, update.after) < 1e-9
 
 
-MODEL = "actor_rollout_ref.model"
-
-
 @pytest.fixture(scope="module")
-def found_of_lora(assets, stack, tmp_path_factory):
+def found_of_lora(assets, stack, dense_lora, tmp_path_factory):
     """The probe's results for a new LoRA: as it is, without it in the rollout, and over batches without an update."""
-    folder = tmp_path_factory.mktemp("lora")
-    tokenizer = build_tokenizer()
-    build_model(tokenizer).save_pretrained(folder)  # dense: vLLM has no LoRA for the experts of its CPU kernels
-    tokenizer.save_pretrained(folder)
-    lora = (f"{MODEL}.lora_rank=8", f"{MODEL}.lora_alpha=64", f"{MODEL}.target_modules=all-linear")
-    return looks((*SMALL, "precision=fp32", f"{MODEL}.path={folder}", *lora), assets, folder, stack, BATCHES)
+    launch = (*SMALL, "precision=fp32", *dense_lora)
+    return looks(launch, assets, tmp_path_factory.mktemp("lora"), stack, BATCHES)
 
 
 def test_a_lora_that_the_rollout_lacks_is_named(found_of_lora):

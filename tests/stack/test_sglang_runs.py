@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.dense_smoke.make_assets import build_model
 from tests.stack.faults import CANARY
 from tests.stack.run_files import SAVES, events, has_saved, last_saved
 from tests.stack.running import (
@@ -145,6 +143,7 @@ def test_megatron_and_sglang_in_separate_async(train, tmp_path):
     assert first["vllm_kl/k3"] < FLOAT32 and first["router/agreement"] == first["router/exact_match"] == 1
     for step in (first, second):  # the third may have nothing left to train on
         assert step["guard/skipped"] == 0 < step["actor/grad_norm"]
+    assert third["guard/skipped"] == 1 or third["actor/grad_norm"] > 0
     for step in finished.steps:
         assert step["vllm_kl/head_missing"] == 0 and step["vllm_kl/head_mass"] < 1
         if (k3 := step.get("vllm_kl/k3/lag/0")) is not None:
@@ -158,16 +157,9 @@ def test_megatron_and_sglang_in_separate_async(train, tmp_path):
     assert [line.step for line in lines] == [1, 1, 2, 2, 3, 3]
 
 
-def test_a_lora_reaches_sglang_merged(train, tmp_path):
+def test_a_lora_reaches_sglang_merged(train, dense_lora):
     """verl 0.9.1 sends an adapter in a form that SGLang 0.5.12 does not take; the doctor refuses it."""
-    tokenizer = build_tokenizer()
-    for part in (build_model(tokenizer), tokenizer):  # dense
-        part.save_pretrained(tmp_path / "dense")
-    model = "actor_rollout_ref.model"
-    lora = ("lora_rank=8", "lora_alpha=64", "target_modules=all-linear", f"path={tmp_path}/dense")
-    finished = train(
-        "stability.metrics=true", *(f"{model}.{setting}" for setting in lora), f"++{model}.lora.merge=true"
-    )
+    finished = train("stability.metrics=true", *dense_lora, "++actor_rollout_ref.model.lora.merge=true")
     assert finished.code == 0, finished.tail
     assert re.search(r"sync canary +│ 8 trajectories, each sync", finished.console), "on by default for a LoRA"
     assert events(finished.folder) == []
