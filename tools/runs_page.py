@@ -28,7 +28,7 @@ SHOWN = (
     (re.compile(r"(bypass_mode)=[tT]rue"), r"\1"),
     (re.compile(r"^(precision=\w+)"), r"\1"),
     (re.compile(r"rollout\.(top_p|top_k)="), r"\1"),
-    (re.compile(r"lora_rank="), "LoRA"),
+    (re.compile(r"lora_rank=|^dense_lora$"), "LoRA"),  # the fixture that gives the settings of one
     (re.compile(r"multi_turn\.enable"), "several turns"),
 )
 TABLE = "| test | details | settings |\n|---|---|---|\n"
@@ -64,8 +64,11 @@ def _settings(test: ast.FunctionDef, tree: ast.Module) -> list[str]:
             continue
         seen.add(name)
         for node in ast.walk(defined[name]):
-            if isinstance(node, ast.Name | ast.arg):
-                waiting.append(node.id if isinstance(node, ast.Name) else node.arg)
+            if isinstance(node, ast.arg):
+                waiting.append(node.arg)
+                found |= dict.fromkeys(_shown(node.arg))
+            elif isinstance(node, ast.Name):
+                waiting.append(node.id)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found |= dict.fromkeys(_shown(node.value))
     return list(found)
