@@ -37,7 +37,7 @@ from verl_ext.report.run import Run
 HERE = Path(__file__).parent
 MADE, RUNS = Path(".collapse"), HERE / "runs"
 DOCS = HERE.parents[1] / "docs"
-PICTURES = {"collapse.png": None, "remedy.png": ("exact", "opsm", "none")}  # file in docs -> its arms, None for all
+PICTURES = {"collapse.png": None, "remedy.png": ("exact", "moe", "none")}  # file in docs -> its arms, None for all
 README = HERE / "README.md"
 KEPT = (
     *(REWARD, K3, DROPPED, NORM, FORECAST, SKIPPED, ROLLBACKS, "guard/collapsed", "router/agreement", "actor/entropy"),
