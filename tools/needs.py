@@ -216,8 +216,8 @@ HOOKS = (
         ),
     ),
     Hook(
-        "engine_report",
-        "upstream/engine_report.py",
+        "engine_calls",
+        "upstream/engine_calls.py",
         (
             f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",
             f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
@@ -234,13 +234,8 @@ HOOKS = (
         ),
     ),
     Hook(
-        "engine_states",
-        "upstream/engine_states.py",
-        (f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",),
-    ),
-    Hook(
-        "sglang_states",
-        "upstream/engine_states.py",
+        "sglang_calls",
+        "upstream/engine_calls.py",
         (f"{ROLLOUT}.sglang_rollout.async_sglang_server.SGLangHttpServer: _server_task, tokenizer_manager",),
     ),
     Hook(

@@ -298,6 +298,7 @@ def main(modules: list[str], log: str | None, command: list[str]) -> None:
     path = [entry for entry in sys.path[1:] if entry not in own]
     address = f"prefork-{os.getpid()}-{secrets.token_hex(8)}"
     os.environ |= {"PREFORK_ADDRESS": address, "PREFORK_PYTHON": str(Path(__file__).with_name("prefork_client.py"))}
+    os.environ["PREFORK_RAY"] = "imported" if set(VERL) <= set(modules) else ""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0{address}")  # without a file, which would have to be removed
     listener.listen(64)

@@ -42,9 +42,10 @@ def client(address: str, arguments: list[str]) -> int:
 
 
 def die_with_the_raylet() -> None:
-    """Makes this process end with the raylet that started it. A worker of Ray watches its parent: here, the server."""
+    """Makes this process end with the raylet that started it, if the server has imported Ray: a worker of Ray would
+    watch the process that Ray's libraries took for its raylet as they were loaded, the server."""
     parent = os.getppid()
-    if str(parent) != os.environ.get("RAY_RAYLET_PID"):
+    if not os.environ.get("PREFORK_RAY") or str(parent) != os.environ.get("RAY_RAYLET_PID"):
         return
     import ctypes
 

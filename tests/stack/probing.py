@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.routing.layers import megatron_layers
+from verl_ext.core.recorder import HEAD
+from verl_ext.routing.layers import megatron_layers, megatron_points
 
 WRONG_TEMPERATURE = 0.7
 LAST_LAYER = 3
@@ -90,6 +91,17 @@ def leaking_attention(engine):
     return [part.attention.register_forward_hook(leak, with_kwargs=True).remove for part in parts_of(engine, 0)]
 
 
+def head_in_bf16(engine):
+    def rounded(head, inputs, output):
+        return output.bfloat16().float() if isinstance(output, torch.Tensor) else (rounded(head, (), output[0]), None)
+
+    if engine.engine_config.strategy == "megatron":
+        heads = [point.module for point in megatron_points(engine.module) if point.name == HEAD]
+    else:
+        heads = [engine.module.lm_head]
+    return [head.register_forward_hook(rounded).remove for head in heads]
+
+
 def nothing(engine):
     return []
 
@@ -101,7 +113,7 @@ CAUSES: dict[str, tuple[Callable, str, str | None]] = {
     "permuted expert": (permuted_expert, f"{LAST_LAYER}.experts", "arithmetic"),  # no router follows
     "scaled norm": (scaled_norm, "0.attention", "arithmetic"),
     "rounded layer": (rounded_layer, "1.attention", "arithmetic"),
-    "wrong temperature": (nothing, "head", "arithmetic"),
+    "wrong temperature, and a head in bf16": (head_in_bf16, "head", "arithmetic"),
     "leaking attention": (leaking_attention, "", "packing"),
 }
 BATCHES = 4
@@ -153,7 +165,7 @@ def looking_often(trainer_class: type) -> type:
             found = {}
             for name in CAUSES:
                 self.actor_rollout_wg.plant(name)
-                sync_canary.ONE_A_PASS["temperature"] = WRONG_TEMPERATURE if name == "wrong temperature" else 1.0
+                sync_canary.ONE_A_PASS["temperature"] = WRONG_TEMPERATURE if "temperature" in name else 1.0
                 found[name] = super().probe(batch)
             self.actor_rollout_wg.plant("nothing")
             sync_canary.ONE_A_PASS["temperature"] = 1.0

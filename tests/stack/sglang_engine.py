@@ -8,7 +8,6 @@ FOLDER has `model/`. The results for the tests are printed as a line of JSON.
 import asyncio
 import base64
 import copy
-import io
 import json
 import os
 import sys
@@ -18,6 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from verl_ext.core.fake_quant import fake_quantized
+from verl_ext.upstream import fake_quantization
+
+FP4 = {"format": "fp4", "group": 16, "router": False, "head": False}
 TOKENS = 24  # that each prompt is answered with
 START = [20, 21, 22]
 # The third begins as the first does: SGLang takes what they share from its prefix cache.
@@ -177,18 +180,25 @@ def compare_turns(server, model, run) -> dict[str, float]:
     return {"same_experts": same / rows, "rows": rows}
 
 
+def ask(engine, function, *arguments):
+    """Calls a function in the engine's scheduler."""
+    from verl_ext.upstream.engine_calls import ask_schedulers
+
+    asked = ask_schedulers(engine.tokenizer_manager, f"{function.__module__}:{function.__name__}", *arguments)
+    ((answer,),) = engine.loop.run_until_complete(asked)
+    return answer
+
+
 def compare_states(engine, model) -> dict[str, float]:
     """Compares the states that the probe asks for: the largest relative error of any point's states, how many points
     and tokens there are, and the largest difference of the prompts' log-probs. SGLang has the prompts' beginning in its
     prefix cache."""
     from tests.stack.megatron_engine import states
     from verl_ext.core.recorder import joined_passes
-    from verl_ext.upstream.engine_states import ask_schedulers
+    from verl_ext.probe.readings import head_dtypes
+    from verl_ext.upstream.engine_states import begin, end, read_states
 
-    def ask(begin):
-        return engine.loop.run_until_complete(ask_schedulers(engine.tokenizer_manager, begin))[0]
-
-    assert ask(True) == b""
+    ask(engine, begin)
     apart, expected = [], []
     for prompt in PROMPTS:
         sampling = {"temperature": 1.0, "max_new_tokens": 1}
@@ -200,7 +210,9 @@ def compare_states(engine, model) -> dict[str, float]:
             l_all = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
         apart.append(float((given - l_all.gather(1, ids[1:, None])[:, 0]).abs().max()))
         expected.append(states(model, ids))
-    found = joined_passes(torch.load(io.BytesIO(ask(False))))
+    passes = read_states(ask(engine, end))
+    assert head_dtypes(passes) == ["float32"]
+    found = joined_passes(passes)
     assert set(found) == set(expected[0]), set(found) ^ set(expected[0])
     errors = []
     for point, rows in found.items():
@@ -221,8 +233,25 @@ def as_transformers(folder):
     found["before"] = compare(engine, model)
     engine.update_weights_from_tensor(by_name(model), flush_cache=True)
     found["after"] = compare(engine, model)
+    ask(engine, round_weights)
+    engine.update_weights_from_tensor(by_name(model), flush_cache=True)
+    found["rounded"] = compare(engine, rounded(model))
+    found["unrounded"] = compare(engine, model)
+    found["report"] = ask(engine, fake_quantization.report)
     engine.shutdown()
     return found
+
+
+def round_weights(model_runner):
+    fake_quantization.round_while_loading(model_runner.model, FP4)
+
+
+def rounded(model):
+    model = copy.deepcopy(model)
+    for name, weight in model.named_parameters():
+        if name.endswith(("_proj.weight", "gate_up_proj", "down_proj")):
+            weight.data = fake_quantized(weight.data, FP4["format"], FP4["group"])
+    return model
 
 
 def by_name(model):

@@ -160,11 +160,11 @@ def wait_for_no_worker(mark):
         time.sleep(1)
 
 
-def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, tmp_path):
-    """No process is forked from prefork.py here, because that ends workers too."""
+def test_a_run_whose_raylet_is_killed_leaves_nobody_and_a_checkpoint(arguments, imports, tmp_path):
+    """Each worker watches the raylet by itself, because the server that they are forked from has not imported Ray."""
     mark = uuid.uuid4().hex
-    command = [sys.executable, *arguments("stability=icepop", *SAVES, steps=500)]
-    console, started = start(command, tmp_path, mark)
+    settings = arguments("stability=icepop", *SAVES, f"{PY_EXECUTABLE}={imports.python}", steps=500)
+    console, started = start([imports.python, *settings], tmp_path, mark, imports.environment)
     try:
         wait_for(lambda: has_saved(tmp_path, 2), started, console)
         (raylet,) = titled_processes("raylet", mark)

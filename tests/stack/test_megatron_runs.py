@@ -128,11 +128,13 @@ def test_every_action_of_the_guard(with_faults):
     saves = (*SAVES, f"{MEGATRON}.dist_ckpt_optim_fully_reshardable=true")
     bf16 = f"{MEGATRON}.dtype=bfloat16"
     settings = ("stability=icepop", "stability.router_agreement=true", bf16, CANARY, *saves, rules(*RULES))
+    settings += ("stability.fake_quantization.format=int8",)  # rounds no more than bf16
     settings += tuple(f"stability.guard.{setting}" for setting in guard)
     recipe = {"recipe": "recipe=cpu_megatron_sglang", "forked_from": "sglang_stack"}
     finished = with_faults("every action", *settings, steps=14, **recipe)
     assert finished.code == 3, finished.tail
     folder, steps = finished.folder, finished.steps
+    assert re.search(r"fake quantization +│ int8, group 32 +│ [1-9]\d* linear weights in 1 worker", finished.console)
     assert logged_events(folder) == DECIDED
     reasons = {event["step"]: event["reason"] for event in events(folder)}
     assert "icepop dropped all" in reasons[4] and "low_probability dropped 100%" in reasons[8]

@@ -55,6 +55,7 @@ def test_engines_that_compute_the_same_agree(found):
     assert (places[0]["point"], places[-1]["point"], len(places)) == ("embedding", "norm", 2 + 4 * 4)
     assert all(place["error"] < 1e-5 for place in places)
     assert {place[f"{engine}_dtype"] for place in places for engine in ("rollout", "train")} == {"float32"}
+    assert found["nothing"]["head"] == ["float32", "float32"]
 
 
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES if cause != "nothing"])
@@ -62,6 +63,11 @@ def test_a_planted_cause_is_found_at_its_place(found, cause):
     conclusion = ProbeResult.read(found[cause]).conclusion
     _, start, verdict = CAUSES[cause]
     assert conclusion.start == start and conclusion.cause == (verdict or conclusion.cause), conclusion.sentence
+
+
+def test_the_dtype_of_the_logits_is_what_each_engine_computed_them_in(found):
+    (planted,) = (found[cause] for cause in found if "head in bf16" in cause)
+    assert planted["head"] == ["float32", "bfloat16"]
 
 
 def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found):

@@ -203,7 +203,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
     )
     assert run.code == 0, run.tail
     assert "4 x Qwen3MoeTopKRouter on 2 rank(s)" in run.console
-    assert re.search(r"fake quantization +│ fp4, group 32 +│ [1-9]\d* linear weights in 2 vLLM worker", run.console)
+    assert re.search(r"fake quantization +│ fp4, group 32 +│ [1-9]\d* linear weights in 2 worker", run.console)
     assert_documented(run)
     assert run.steps[0]["vllm_kl/k3"] > 5e-4, "bf16 alone has some 5e-5 here"
     for step in run.steps:

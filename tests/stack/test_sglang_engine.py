@@ -15,6 +15,7 @@ from recipes.cpu_smoke.make_assets import build_tokenizer
 from recipes.cpu_tool.make_assets import build_model
 from tests import ROOT
 from tests.stack.running import CPU, MARK, RETRACTS, kill_all
+from tests.stack.sglang_engine import FP4
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -77,13 +78,15 @@ def found(sglang_stack, ended):
 @pytest.mark.shows("verl-ext probe", engine="sglang")
 def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
     readings = found("as_transformers")
-    states = readings.pop("states")
+    states, report = readings.pop("states"), readings.pop("report")
     assert states["apart"] < 1e-4 and states["error"] < 1e-5
     assert states["points"] == 2 + 4 * 4 and states["tokens"] == 19, "all tokens of the prompts, and no other"
-    for when in ("first", "again", "after"):
+    for when in ("first", "again", "after", "rounded"):
         assert readings[when]["apart"] < 1e-4, "log-probs of some -4"
         assert readings[when]["same_experts"] == 1
     assert readings["again"]["cached"] > 0, "prompts that are read again come from the prefix cache"
+    assert report == {"settings": FP4, "rounded": {"linear": 4 * (4 + 3 * 16)}}, "as the trainer asks for it"
+    assert readings["unrounded"]["apart"] > 0.1
     assert readings["before"]["apart"] > 1 > readings["before"]["same_experts"], "the weights are others"
 
 

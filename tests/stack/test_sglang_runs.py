@@ -190,6 +190,7 @@ def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoi
     settings = (
         f"actor_rollout_ref.model.path={tmp_path}/surer",
         "stability=quantized",
+        "stability.fake_quantization.format=fp8",
         "stability.batch_skip.threshold=0",
         "stability.guard.stop_after=9",
         *SAVES,
@@ -213,6 +214,7 @@ def test_a_scheduler_that_is_killed_ends_the_run_which_goes_on_from_its_checkpoi
     last = last_saved(tmp_path)
     resumed = train(*settings, steps=500, entry=entry)
     assert resumed.code == 3, resumed.tail
+    assert re.search(r"fake quantization +│ fp8, group 32 +│ [1-9]\d* linear weights in 1 worker", resumed.console)
     assert f"guard state of step {last}" in resumed.console
     # A kill between the checkpoint and the metrics of its step leaves a step without metrics.
     assert all(step["guard/skips"] == step["training/global_step"] for step in resumed.steps)

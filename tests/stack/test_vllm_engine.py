@@ -18,7 +18,8 @@ from tests.support.closeness import close
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.upstream import agent_loop, engine_report
+from verl_ext.upstream import agent_loop, fake_quantization
+from verl_ext.upstream.engine_calls import CALL
 
 vllm = pytest.importorskip("vllm")
 
@@ -87,8 +88,9 @@ class Engine:
         finally:
             self.llm.collective_rpc("load_as_it_is")
 
-    def report(self) -> dict[str, Any]:
-        (report,) = self.llm.collective_rpc(engine_report.REPORT)
+    def report(self) -> dict[str, Any] | None:
+        function = fake_quantization.report
+        (report,) = self.llm.collective_rpc(CALL, args=(f"{function.__module__}:{function.__name__}",))
         return report
 
     def generate(self) -> list[Any]:
@@ -212,10 +214,10 @@ def test_logprobs_are_those_of_the_rounded_weights(engine: Engine, besides: dict
         if name.endswith(("_proj.weight", "gate_up_proj", "down_proj", *rounded)):
             weight.data = fake_quantized(weight.data, "fp4", 16)
 
-    assert engine.report()["fake_quantization"] is None
+    assert engine.report() is None
     with engine.rounding(settings):
         engine.sync(exact)
-        assert engine.report()["fake_quantization"] == {
+        assert engine.report() == {
             "settings": settings,
             "rounded": {
                 "linear": LAYERS_OF_MODEL * (4 + 3 * EXPERTS),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tests import ROOT
 
 PREFORK = ROOT / "tools" / "prefork.py"
-VARIABLES = ("PREFORK_ADDRESS", "PREFORK_PYTHON")
+VARIABLES = ("PREFORK_ADDRESS", "PREFORK_PYTHON", "PREFORK_RAY")
 # Of what verl and vLLM import, what is neither theirs nor ours, and takes its time.
 LIBRARIES = ("torch", "tensordict", "ray", "datasets", "peft", "transformers.modeling_utils", "megatron.core", "hydra")
 # For the workers of a cluster that counts its jobs itself: without Ray, which reads the job's number as it is imported.

@@ -29,10 +29,19 @@ POINTS = {
     "layer": rf"{LAYER}$",
 }
 INDEXER, ROUTER = ".indexer", ".router"
-ENDS = {"embedding": r"(?:^|\.)embed_tokens$", "norm": r"^(?:.*model\.)?norm$"}
+HEAD = "head"  # of the logits, only the dtype is recorded
+# vLLM and SGLang have an `lm_head` too, but compute the logits in their `logits_processor`.
+ENDS = {
+    "embedding": r"(?:^|\.)embed_tokens$",
+    "norm": r"^(?:.*model\.)?norm$",
+    HEAD: r"(?:^|\.)(?:lm_head|logits_processor)$",
+}
 
 
-Passes = dict[str, list[Tensor]]  # point -> [n, d] of each forward pass, on the host, in the dtype that it has there
+HEAD_ROWS = 4
+# point -> [n, d] of each forward pass, on the host, in its dtype. HEAD: logits of HEAD_ROWS tokens, in the dtype that
+# they were computed in.
+Passes = dict[str, list[Tensor]]
 # Of a pass: whole sequences of 8k tokens would be tens of GB for a model of 30B parameters.
 MOST_ROWS = 512
 
@@ -78,12 +87,28 @@ class Recorder:
 
     def _hook(self, point: StatePoint) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._takes():
-                rows_nd = self._whole(point.read(module, inputs, output).detach().flatten(0, -2))[:MOST_ROWS]
+            if output is not None and self._takes():  # vLLM gathers the logits on its first rank
+                rows_nd = self._rows(point.name, point.read(module, inputs, output).detach().flatten(0, -2))
                 # A copy: vLLM and SGLang add to these tensors in place.
                 self._passes.setdefault(point.name, []).append(rows_nd.to("cpu", copy=True))
 
         return hook
+
+    def _rows(self, point: str, rows_nd: Tensor) -> Tensor:
+        return narrowest(rows_nd[:HEAD_ROWS]) if point == HEAD else self._whole(rows_nd)[:MOST_ROWS]
+
+
+def narrowest(values: Tensor) -> Tensor:
+    """Returns floating-point values in bfloat16 or float16, whichever of these, in this order, holds them all exactly;
+    else as they are.
+
+    SGLang casts its logits to float32 whatever they were computed in, so that their dtype says nothing.
+    """
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = values.to(dtype)
+        if bool(((narrow.to(values.dtype) == values) | values.isnan()).all()):
+            return narrow
+    return values
 
 
 def named_points(model: nn.Module) -> list[StatePoint]:
@@ -108,7 +133,7 @@ def _read(point: str, module: nn.Module, inputs: Any, output: Any) -> Tensor:
 
 
 def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """Returns point -> the rows of all passes one after another, [tokens, d].
+    """Returns point -> the rows of all passes one after another, [tokens, d]; without HEAD.
 
     Args:
         lengths: the number of first rows to take of each pass: the rest is padding, or another token.
@@ -116,6 +141,7 @@ def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]
     Raises:
         HookError: there are other passes than these.
     """
+    passes = {point: parts for point, parts in passes.items() if point != HEAD}
     for point, parts in passes.items():
         if lengths is not None and (len(parts) != len(lengths) or any(map(_is_shorter, parts, lengths))):
             found = [len(part) for part in parts]
@@ -132,7 +158,7 @@ def _is_shorter(part: Tensor, length: int) -> bool:
 
 
 def point_of(name: str) -> str | None:
-    """Returns the point of a module's name: "embedding", "norm", or with its layer's number as in "3.router"."""
+    """Returns the point of a module's name: one of ENDS, or with its layer's number as in "3.router"."""
     for point, pattern in POINTS.items():
         if found := re.search(pattern, name):
             return f"{found[1]}.{point}"
@@ -142,7 +168,7 @@ def point_of(name: str) -> str | None:
 def order_of(point: str) -> tuple[int, int]:
     """Returns the place of a point in the computation."""
     if point in ENDS:
-        return (-1, 0) if point == "embedding" else (10**9, 0)
+        return (-1, 0) if point == "embedding" else (10**9, list(ENDS).index(point))
     layer, _, part = point.partition(".")
     return int(layer), list(POINTS).index(part)
 
@@ -181,9 +207,11 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def state_of(point: str, output: Any) -> Tensor:
-    """Returns the hidden states, a router's logits, or an indexer's positions from a module's output."""
+    """Returns the hidden states, logits, or an indexer's positions from a module's output."""
     if isinstance(output, Tensor):
         return output
+    if point == HEAD:
+        return output.next_token_logits  # SGLang's LogitsProcessorOutput
     first = output[0]
     if (
         point.endswith(".layer")

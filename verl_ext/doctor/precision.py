@@ -106,8 +106,8 @@ def router_dtype(context: Context) -> Iterable[Finding]:
     unless `moe_router_dtype` is fp32 or fp64, and `TransformerConfig` warns of that from 32 experts on; which of
     Megatron-Bridge 0.3.1's models set it: FLOAT32_ROUTERS. mbridge is not judged. Megatron-LM PR 5694 went to float32
     for parity with the rollout. transformers and vLLM compute the router of Qwen3-MoE in the model's dtype
-    (models/qwen3_moe/modeling_qwen3_moe.py of 5.10, model_executor/models/qwen3_moe.py of 0.27); what the running
-    engine computes in is not asked.
+    (models/qwen3_moe/modeling_qwen3_moe.py of 5.10, model_executor/models/qwen3_moe.py of 0.27); `verl-ext probe` shows
+    what the running engines compute in.
     """
     model = context.model_config
     if context.strategy != "megatron" or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):

@@ -35,7 +35,9 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 def _confirmed(setting: str, engines: Engines) -> str:
     """Returns how many of vLLM's workers run with the setting."""
-    running = engines.vllm("cascade_attention")
+    from verl_ext.upstream.engine_settings import uses_cascade_attention
+
+    running = engines.ask(uses_cascade_attention)
     if not running:
         raise HookError("stability.cascade_attention: no vLLM worker answered", fix=OFF)
     if any(value != (setting == "on") for value in running):

@@ -1,21 +1,25 @@
 """A gap between the engines, planted on purpose: the rollout's weights are rounded as a quantised rollout has them."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.methods import described, require, require_one_of
-from verl_ext.features.feature import VLLM, Engines, Feature, RunFeatures, TableLine
-from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS, hf_config_of, strategy_of
+from verl_ext.features.feature import Engines, Feature, RunFeatures, TableLine
+from verl_ext.features.verl_config import ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, hf_config_of, strategy_of
 from verl_ext.routing.engines import ENGINES
 
 NONE = "none"
 FORMATS = (NONE, "fp8", "int8", "int4", "fp4")
 GROUPS = ("tensor", "channel")
 DEFAULT_GROUP = 32
+ARGUMENTS = {"vllm": VLLM_ARGUMENTS, "sglang": SGLANG_ARGUMENTS}
+MODEL_OVERRIDES = f"{SGLANG_ARGUMENTS}.json_model_override_args"
 SETTING = "stability.fake_quantization"
 OFF = f"{SETTING}.format={NONE}"
 OTHER_SYNC = "delta_sharded"  # verl patches the loaded weights with it, and asks no load_weights
@@ -23,14 +27,14 @@ OTHER_SYNC = "delta_sharded"  # verl patches the loaded weights with it, and ask
 
 @dataclass(frozen=True)
 class FakeQuantization:
-    """An experiment's switch: vLLM's weights are rounded as a quantised rollout has them, at the engine's start and at
-    each weight sync. Everything else stays as it is. The gap of fp4 can so be studied without an fp4 kernel, also on a
-    CPU, and a correction or replay can be tried against it. It saves neither time nor memory.
+    """An experiment's switch: the rollout's weights are rounded as a quantised rollout has them, at the engine's start
+    and at each weight sync. Everything else stays as it is. The gap of fp4 can so be studied without an fp4 kernel,
+    also on a CPU, and a correction or replay can be tried against it. It saves neither time nor memory.
 
     Activations and the KV cache are not rounded, and scales keep full precision. A LoRA's base is rounded, its adapter
     is not. verl_ext/core/fake_quant.py has the grid of each format.
 
-    The start-up table shows how many weights each of vLLM's workers has rounded. If it is none, the run stops there.
+    The start-up table shows how many weights each worker of the rollout has rounded. If it is none, the run stops.
     The run is refused with `rollout.quantization`, with a model that is quantised already, and with
     `checkpoint_engine.backend=delta_sharded`, which changes weights that are loaded. To see it on a laptop:
     `bash tools/quickstart.sh stability.fake_quantization.format=fp4`.
@@ -74,10 +78,11 @@ def check(run: RunFeatures) -> None:
     if not asked.active:
         return
     said = f"{SETTING}.format={asked.format}"
-    if (name := config.actor_rollout_ref.rollout.name) != "vllm":
-        raise ConfigError(f"{said} rounds the weights of vLLM, not of {ROLLOUT}.name={name}", fix=(OFF,))
+    if (name := config.actor_rollout_ref.rollout.name) not in ARGUMENTS:
+        engines = " and ".join(ARGUMENTS)
+        raise ConfigError(f"{said} rounds the weights of {engines}, not of {ROLLOUT}.name={name}", fix=(OFF,))
     engine = ENGINES.get(strategy_of(config), ENGINES["fsdp"]).settings
-    for setting in (f"{ROLLOUT}.quantization", f"{VLLM_ARGUMENTS}.quantization", f"{engine}.qat.enable"):
+    for setting in (f"{ROLLOUT}.quantization", f"{ARGUMENTS[name]}.quantization", f"{engine}.qat.enable"):
         if real := OmegaConf.select(config, setting):
             without = "false" if real is True else "null"
             raise ConfigError(
@@ -125,11 +130,16 @@ def _inputs(text: Any) -> Iterator[tuple[str, int]]:
 
 
 def apply(run: RunFeatures) -> None:
-    """Makes vLLM load with the load format that rounds, which loads with the format that was asked for."""
+    """Passes the settings to the engine. vLLM's load format loads with the format that was asked for."""
     if not (asked := run.stability.fake_quantization).active:
         return
     from verl_ext.upstream.fake_quantization import LOAD_FORMAT, OURS
 
+    if run.config.actor_rollout_ref.rollout.name == "sglang":
+        theirs = json.loads(OmegaConf.select(run.config, MODEL_OVERRIDES) or "{}")
+        overrides = json.dumps(theirs | {OURS: asdict(asked)})
+        OmegaConf.update(run.config, MODEL_OVERRIDES, overrides, force_add=True)
+        return
     given = OmegaConf.select(run.config, f"{VLLM_ARGUMENTS}.load_format")
     inner = given or run.config.actor_rollout_ref.rollout.load_format
     settings = {**asdict(asked), "load_format": inner}
@@ -139,24 +149,25 @@ def apply(run: RunFeatures) -> None:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (asked := run.stability.fake_quantization).active:
-        yield TableLine(
-            "fake quantization", str(asked), VLLM, proof=lambda engines: _confirmed_rounding(asked, engines)
-        )
+        proof = partial(_confirmed_rounding, asked)
+        yield TableLine("fake quantization", str(asked), "the rollout's workers", proof=proof)
 
 
 def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
-    """Returns how many weights of each kind each vLLM worker has rounded: the first sync is over by now."""
-    reports = engines.vllm("fake_quantization")
+    """Returns how many weights of each kind each worker has rounded: the first sync is over by now."""
+    from verl_ext.upstream.fake_quantization import report as rounded
+
+    reports = engines.ask(rounded)
     for report in reports or [None]:
         if report is None or report["settings"] != asdict(asked):
-            raise HookError(f"{SETTING}.format={asked.format}, but a vLLM worker loads with {report}", fix=(OFF,))
+            raise HookError(f"{SETTING}.format={asked.format}, but a rollout worker loads with {report}", fix=(OFF,))
         for kind, count in report["rounded"].items():
             if count == 0:
                 raise HookError(
-                    f"{SETTING} rounds {kind} weights, and vLLM received none with a known name", fix=(OFF,)
+                    f"{SETTING} rounds {kind} weights, and the rollout received none with a known name", fix=(OFF,)
                 )
     counts = ", ".join(f"{count} {kind}" for kind, count in reports[0]["rounded"].items())
-    return f"{counts} weights in {len(reports)} vLLM worker(s)"
+    return f"{counts} weights in {len(reports)} worker(s) of the rollout"
 
 
 FAKE_QUANTIZATION = Feature(lines, check, apply)

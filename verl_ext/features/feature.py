@@ -128,15 +128,11 @@ class Engines:
         name, count = per_rank[0]
         return f"{count} x {name} on {len(per_rank)} rank(s)"
 
-    @cached_property
-    def _vllm_reports(self) -> list[dict[str, Any]]:
-        from verl_ext.upstream import engine_report
+    def ask(self, function: Callable[..., Any]) -> list[Any]:
+        """Returns the answers of `upstream.engine_calls.call` of all servers."""
+        from verl_ext.upstream import engine_calls
 
-        return [report for server in self.servers for report in engine_report.fetch_reports(server)]
-
-    def vllm(self, name: str) -> list[Any]:
-        """Returns the entry `name` of the report of each vLLM worker."""
-        return [report[name] for report in self._vllm_reports]
+        return [answer for server in self.servers for answer in engine_calls.call(server, function)]
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ def _lines(run: RunFeatures) -> Iterator[TableLine]:
 
 def _confirmed_adapter(engines: Engines) -> str:
     """Returns how many modules of the model have weights of the LoRA: the first sync is over by now."""
-    reports = engines.vllm("adapter")
+    from verl_ext.upstream.engine_settings import adapter
+
+    reports = engines.ask(adapter)
     for report in reports or [None]:
         if not report or not report["adapters"]:
             raise HookError("the model is trained as a LoRA, and a vLLM worker received no adapter", fix=(MERGE_LORA,))

@@ -3,20 +3,19 @@
 from wrapt import register_post_import_hook
 
 from verl_ext.base.patching import runs_on_cpu
-from verl_ext.upstream import engine_report, engine_states
+from verl_ext.upstream import engine_calls
 
 QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 def register() -> None:
-    """Installs the engine's report and its states, a load format and, on CPU cores, the patches of `cpu.vllm`.
+    """Installs calls of ours, a load format and, on CPU cores, the patches of `cpu.vllm`.
 
     All wait for the module they change or need, which only vLLM's worker processes import (but for a method of its
     config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises
     a `PatchError` out of that import, so that no engine starts without it. A second call in a process changes nothing.
     """
-    engine_report.report_from_workers()
-    engine_states.record_in_workers()
+    engine_calls.answer_in_workers()
     register_post_import_hook(
         "verl_ext.upstream.fake_quantization:register_load_format", "vllm.model_executor.model_loader"
     )

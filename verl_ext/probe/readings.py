@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import BUCKETS, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
-from verl_ext.core.recorder import INDEXER, ROUTER, order_of
+from verl_ext.core.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
 from verl_ext.core.routing import expert_overlap
 
 DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
@@ -171,9 +171,18 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
             _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None,) * 3
         )
         not_finite = int((~finite).sum()), int((~others_finite).sum())
-        dtypes = [str(states[point].dtype).removeprefix("torch.") for states in (rollout, train)]
+        dtypes = [_dtype_of(states[point]) for states in (rollout, train)]
         found.append(Place(point, error, differs, weight_gap, *not_finite, *dtypes))
     return found
+
+
+def head_dtypes(*engines: Passes) -> list[str]:
+    """Returns the dtype that each engine computed its logits in; "" if it recorded none."""
+    return [_dtype_of(passes[HEAD][0]) if HEAD in passes else "" for passes in engines]
+
+
+def _dtype_of(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def chance_of(k3_N: Tensor, others_N: Tensor) -> float:

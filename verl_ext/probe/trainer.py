@@ -31,6 +31,7 @@ from verl_ext.probe.readings import (
     compare_readings,
     compare_stage,
     compare_states,
+    head_dtypes,
 )
 from verl_ext.trainer.queue import get_fields, put_fields
 from verl_ext.trainer.sync_canary import CanaryTrajectories
@@ -126,6 +127,7 @@ class ProbeTrainer(StabilityTrainerSync):
         workers.record_states(True)
         compared.score_in_workers(workers, replays=False)
         train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
+        head = head_dtypes(rollout, train)
         lengths = [min(len(ids), MOST_ROWS) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
         states = first_rows(joined_passes(rollout), sum(lengths)), joined_passes(train, lengths)
         places = compare_states(*states, experts_of(self.config))
@@ -137,6 +139,7 @@ class ProbeTrainer(StabilityTrainerSync):
             "dtype": self.config.actor_rollout_ref.rollout.dtype,
             "pairs": [asdict(pair) for pair in pairs],
             "places": [asdict(place) for place in places],
+            "head": head,
         }
 
     @property

@@ -12,14 +12,13 @@ from rich.text import Text
 
 from verl_ext.base.causes import CAUSES, Cause
 from verl_ext.base.printable import number_table, wide_console
+from verl_ext.core.recorder import HEAD, INDEXER, ROUTER
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
-    INDEXER,
     PACKED,
     PREFILL,
     REPLAYED,
-    ROUTER,
     SYNC,
     TRAIN,
     UPDATE,
@@ -41,7 +40,6 @@ JUMP = 8.0  # times the error of the place before
 BITS_16 = ROUNDING["bfloat16"]
 EXPERTS = ".experts"
 CLOSED = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
-HEAD = "head"
 AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, were the head the same
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
 WIDER, ARRIVED = 2.0, 0.5  # times the gap before; share of the training engine's movement
@@ -115,6 +113,7 @@ class ProbeResult:
     """Everything that a probe wrote to its file.
 
     Attributes:
+        head: dtype of the logits in the rollout and in training, "" where it was not recorded.
         batches: between sampling and training, of each batch with the same weights; [] if there was one only.
         swept: results of a sweep, the launch as it is first; [] without one.
         error: what ended the probe before it had found all; else "".
@@ -128,6 +127,7 @@ class ProbeResult:
     swept: list[SweepResult]
     error: str
     batches: Sequence[Pair] = ()
+    head: Sequence[str] = ("", "")
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "ProbeResult":
@@ -136,7 +136,7 @@ class ProbeResult:
 
         engines = each("pairs", Pair), each("places", Place), each("stages", Stage)
         swept, error, batches = each("sweep", SweepResult), found.get("error") or "", each("batches", Pair)
-        return cls(found["tokens"], found["dtype"], *engines, swept, error, batches)
+        return cls(found["tokens"], found["dtype"], *engines, swept, error, batches, found.get("head", ("", "")))
 
     @cached_property
     def conclusion(self) -> Conclusion:
@@ -160,7 +160,7 @@ class ProbeResult:
         start = self.conclusion.start
         where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
         said = [f"{self.conclusion.sentence}{where}", *([batches_sentence(self.batches)] if self.batches else [])]
-        said += dtype_sentences(self.places)
+        said += dtype_sentences(self.places, self.head)
         said += map(stage_sentence, self.stages)
         if self.causes:
             titles = "; or: ".join(cause.title for cause in self.causes)
@@ -175,7 +175,7 @@ class ProbeResult:
         "NaN or inf" counts tokens of the first / the second engine or reading; "dtype" is that of both engines, or of
         the first / the second.
         """
-        every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self.places, self.conclusion.start))
+        every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self))
         more = (_batches_table(self.batches), _stages_table(self.stages), _sweep_table(self.swept))
         return [table for table in (*every, *more) if table.rows]
 
@@ -263,17 +263,20 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     )
 
 
-def dtype_sentences(places: Sequence[Place]) -> list[str]:
-    """Returns a sentence for each part of a layer whose states have another dtype in each engine."""
+def dtype_sentences(places: Sequence[Place], head: Sequence[str] = ("", "")) -> list[str]:
+    """Returns a sentence for the logits, and for each part of a layer, whose dtype is another in each engine."""
     differing = Counter(
         (place.point.rpartition(".")[2], place.rollout_dtype, place.train_dtype)
         for place in places
         if place.rollout_dtype != place.train_dtype and not place.point.endswith(INDEXER)
     )
-    return [
+    parts = [
         f"The output of {count} x {part} is {ours} in the rollout and {theirs} in training."
         for (part, ours, theirs), count in differing.items()
     ]
+    ours, theirs = head
+    apart = ours and theirs and ours != theirs
+    return parts + ([f"The logits are {ours} in the rollout and {theirs} in training."] if apart else [])
 
 
 def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
@@ -461,22 +464,29 @@ def _bucket_table(pair: Pair) -> ProbeTable:
     return ProbeTable("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
 
 
-def _states_table(places: Sequence[Place], start: str) -> ProbeTable:
-    rows = tuple(
+def _states_table(result: ProbeResult) -> ProbeTable:
+    places, start = result.places, result.conclusion.start
+    rows = [
         (
             place.point,
             _formatted(place.error, ".1e"),
             "" if place.differs is None else f"{place.differs:.2%}",
             "" if place.weight_gap is None else f"{place.weight_gap:.2%}",
             f"{place.rollout_not_finite} / {place.train_not_finite}",
-            " / ".join(dict.fromkeys((place.rollout_dtype, place.train_dtype))),
+            _dtypes(place.rollout_dtype, place.train_dtype),
         )
         for place in places
-    )
+    ]
+    if all(result.head):
+        rows.append((HEAD, "", "", "", "", _dtypes(*result.head)))
     others = "tokens with other experts, or positions"
     columns = ("at", "relative error", others, "gap of their weights", "NaN or inf", "dtype")
-    marked = next((row for row, place in enumerate(places) if place.point == start), None)
-    return ProbeTable("hidden states, rollout against training", columns, rows, marked=marked)
+    marked = next((row for row, (point, *_) in enumerate(rows) if point == start), None)
+    return ProbeTable("hidden states, rollout against training", columns, tuple(rows), marked=marked)
+
+
+def _dtypes(*engines: str) -> str:
+    return " / ".join(dict.fromkeys(engines))
 
 
 def _batches_table(batches: Sequence[Pair]) -> ProbeTable:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_ext.core.recorder import Recorder, StatePoint, named_points
+from verl_ext.core.recorder import HEAD, Recorder, StatePoint, named_points
 
 
 def open_recorder_of_transformers(engine: Any) -> Recorder:
@@ -58,7 +58,11 @@ def megatron_points(module: Any) -> list[StatePoint]:
         )
         found += [StatePoint(f"{number}.{name}", part, read) for name, part, read in parts if part is not None]
     for model in _language_models(module):
-        ends = ("embedding", getattr(model, "embedding", None)), ("norm", model.decoder.final_layernorm)
+        ends = (
+            ("embedding", getattr(model, "embedding", None)),
+            ("norm", model.decoder.final_layernorm),
+            (HEAD, getattr(model, "output_layer", None)),
+        )
         found += [StatePoint(name, part, _first) for name, part in ends if part is not None]
     return found
 

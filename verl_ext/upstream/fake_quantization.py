@@ -1,12 +1,14 @@
-"""Rounds the rollout's weights while vLLM loads them: at its start, and at each sync after a training step.
+"""Rounds the rollout's weights while vLLM or SGLang loads them: at its start, and at each sync after a training step.
 
-A load format of vLLM's switches it on. It is set by arguments of the engine, so it reaches the rollout's engines and
-not a reward model's:
+All ways in which verl brings weights into a running engine end in the `load_weights` of the model, with the weights'
+names on Hugging Face; so does an engine's own loading from files. `Rounding` wraps that one method.
+
+Arguments of the engine switch it on, so it reaches the rollout's engines and not a reward model's. vLLM has a load
+format of ours:
     load_format=verl_ext_fake_quantized
     model_loader_extra_config={"verl_ext": {"format": "fp4", ..., "load_format": "auto"}}
-
-All ways in which verl brings weights into a running vLLM end in the `load_weights` of the model, with the weights'
-names on Hugging Face; so does vLLM's own loading from files. `Rounding` wraps that one method.
+SGLang takes no other formats. There the settings are an entry of the model's config:
+    json_model_override_args={"verl_ext": {"format": "fp4", ...}}
 """
 
 import re
@@ -20,7 +22,7 @@ from verl_ext.base.patching import Undo, wrap
 from verl_ext.core.fake_quant import fake_quantized
 
 LOAD_FORMAT = "verl_ext_fake_quantized"  # as vLLM's argument names it
-OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config
+OURS = "verl_ext"  # our part of vLLM's model_loader_extra_config and of SGLang's json_model_override_args
 LINEAR, ROUTER, HEAD = "linear", "router", "head"
 
 # Parts of the names of weights on Hugging Face, families of mixtures of experts above all.
@@ -106,9 +108,24 @@ def register_load_format(model_loader: Any) -> None:
     model_loader.register_model_loader(LOAD_FORMAT)(FakeQuantizedLoader)
 
 
-def report(model: Any) -> dict[str, Any] | None:
-    """Returns the settings of a model's Rounding and how many weights of each kind it rounded; None without one."""
-    rounding = getattr(getattr(model, "load_weights", None), "__verl_ext__", None)
+def round_in_scheduler() -> Undo:
+    """Makes the SGLang scheduler of this process round the weights of a model whose config says so."""
+    from sglang.srt.model_loader import loader
+
+    return wrap("sglang_rounding", loader, "_initialize_model", _initialized, "model_config, ...")
+
+
+def _initialized(sglangs: Callable[..., Any], model_config: Any, *args: Any, **kwargs: Any) -> Any:
+    model = sglangs(model_config, *args, **kwargs)
+    if settings := getattr(model_config.hf_config, OURS, None):
+        round_while_loading(model, settings)
+    return model
+
+
+def report(model_runner: Any) -> dict[str, Any] | None:
+    """Returns the settings of the Rounding of an engine's model and how many weights of each kind it rounded; None
+    without one."""
+    rounding = getattr(getattr(model_runner.model, "load_weights", None), "__verl_ext__", None)
     if not isinstance(rounding, Rounding):
         return None
     return {"settings": rounding.settings, "rounded": {kind: len(names) for kind, names in rounding.names.items()}}

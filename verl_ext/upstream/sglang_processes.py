@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_ext.base.errors import WorkerDiedError
 from verl_ext.base.patching import Undo, expect, patch, together, wrap
-from verl_ext.upstream import engine_states
+from verl_ext.upstream import engine_calls, fake_quantization
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
 ANSWER_S = 10.0  # a process that ends waits at most so long until its actor has stored the reason
@@ -38,7 +38,8 @@ def run_process(name: str, actor: Connection, process: Callable[..., None], *arg
         module = importlib.import_module(MODULES[name])
         patch("sglang_processes", module, "psutil", parent)
         if name == "scheduler":
-            engine_states.record_in_scheduler(module)
+            engine_calls.answer_in_scheduler(module)
+            fake_quantization.round_in_scheduler()
         process(*args, **kwargs)
     except Exception:  # before SGLang handles any
         parent.send_signal(signal.SIGQUIT)

@@ -22,7 +22,9 @@ def test_a_model_of_unknown_names_is_an_error():
         ("language_model.model.norm", "norm"),
         ("model.layers.3.self_attn.q_norm", None),
         ("model.layers.3.mlp.gate_proj", None),
-        ("lm_head", None),
+        ("lm_head", "head"),
+        ("language_model.logits_processor", "head"),
+        ("model.layers.3.mlp.shared_head", None),
     ],
 )
 def test_points_are_known_by_the_names_of_modules(name, point):

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform  # noqa: E402
 from verl_ext.base.patching import PatchError  # noqa: E402
 from verl_ext.cpu.vllm import CAPTURE  # noqa: E402
 from verl_ext.plugins import vllm as vllm_plugin  # noqa: E402
-from verl_ext.upstream import engine_report, engine_states  # noqa: E402
+from verl_ext.upstream import engine_calls  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not current_platform.is_cpu(), reason="vLLM was not built for CPU")
 
@@ -178,8 +178,7 @@ def test_register_patches_only_where_verl_runs_on_cpu(
 ) -> None:
     found: list[str] = []
     monkeypatch.setenv("VERL_PLATFORM", platform)
-    monkeypatch.setattr(engine_report, "report_from_workers", lambda: None)
-    monkeypatch.setattr(engine_states, "record_in_workers", lambda: None)
+    monkeypatch.setattr(engine_calls, "answer_in_workers", lambda: None)
     monkeypatch.setattr(vllm_plugin, "register_post_import_hook", lambda hook, module: found.append(module))
     vllm_plugin.register()
     assert found == hooks

@@ -86,7 +86,7 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
             {"vllm": "0.32.0"},
             None,
             [
-                ("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_report"]),
+                ("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_calls"]),
             ],
         ),
         ({"verl": "0.9.2"}, None, [("verl 0.9.2, and written for ==0.9.1:", ["mini_batch_gate", "agent_loop"])]),

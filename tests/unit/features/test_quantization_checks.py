@@ -1,5 +1,7 @@
 """A planted gap on the launching machine: settings that are refused, and settings that vLLM gets."""
 
+import json
+
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
@@ -50,6 +52,21 @@ def test_vllm_loads_by_our_format_which_loads_by_the_one_asked_for(check):
     }
 
 
+def test_sglang_gets_it_as_a_part_of_the_models_config(check):
+    config = check(
+        f"{ROLLOUT}.name=sglang",
+        f"{FAKE}.format=fp4",
+        f"{FAKE}.group=16",
+        f"++{ROLLOUT}.engine_kwargs.sglang.json_model_override_args='{{\"rope_theta\":1e6}}'",
+    )
+    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    overrides = json.loads(config.actor_rollout_ref.rollout.engine_kwargs.sglang.json_model_override_args)
+    assert overrides == {
+        "rope_theta": 1e6,
+        "verl_ext": {"format": "fp4", "group": 16, "router": False, "head": False},
+    }
+
+
 def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
     config = check(f"{FAKE}.format=int8", f"{FAKE}.group=channel", f"{VLLM}.load_format=safetensors")
     apply_engine_settings(read_features(config, stability_config(config.stability)))
@@ -60,7 +77,7 @@ def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([f"{ROLLOUT}.name=sglang"], "rounds the weights of vLLM, not of actor_rollout_ref.rollout.name=sglang"),
+        ([f"{ROLLOUT}.name=trtllm"], "weights of vllm and sglang, not of actor_rollout_ref.rollout.name=trtllm"),
         ([f"{ROLLOUT}.quantization=fp8"], "quantization=fp8 makes a real one; set stability.fake_quantization.format="),
         ([f"{VLLM}.quantization=fp8"], "engine_kwargs.vllm.quantization=fp8 makes a real one"),
         (

@@ -10,7 +10,7 @@ from verl_ext.features.feature import Engines
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import StartupRow, print_table, read_features, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
-from verl_ext.upstream import engine_report, sglang_server
+from verl_ext.upstream import engine_calls, sglang_server
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_sglang_servers_that_do_not_decode_their_routing_stop_the_run(servers_of
 
 @pytest.fixture
 def rounding_of(compose, monkeypatch):
-    """rounding_of({"linear": 24}, ...) -> the table's row; each argument is what one vLLM worker has rounded."""
+    """rounding_of({"linear": 24}, ...) -> the table's row; each argument is what one worker has rounded."""
     config = compose(
         "actor_rollout_ref.rollout.name=vllm",
         "stability.fake_quantization.format=fp4",
@@ -129,8 +129,8 @@ def rounding_of(compose, monkeypatch):
     settings = asdict(active.stability.fake_quantization)
 
     def row(*rounded, settings=settings):
-        reports = [{"fake_quantization": one and {"settings": settings, "rounded": one}} for one in rounded]
-        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: reports)
+        reports = [one and {"settings": settings, "rounded": one} for one in rounded]
+        monkeypatch.setattr(engine_calls, "call", lambda server, function: reports)
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
         (found,) = verify(active, StabilityTrainerSync, engines)
         return found.where
@@ -138,19 +138,23 @@ def rounding_of(compose, monkeypatch):
     return row
 
 
-def test_the_rounded_weights_of_vllms_workers_are_counted(rounding_of):
+def test_the_rounded_weights_are_counted(rounding_of):
     row = rounding_of({"linear": 24, "router": 2}, {"linear": 24, "router": 2})
-    assert row == "24 linear, 2 router weights in 2 vLLM worker(s)"
+    assert row == "24 linear, 2 router weights in 2 worker(s) of the rollout"
 
 
 @pytest.mark.parametrize(
     ("rounded", "settings", "said"),
     [
-        ([], {}, "a vLLM worker loads with None"),
-        ([{"linear": 24, "router": 2}, None], {}, "a vLLM worker loads with None"),
+        ([], {}, "a rollout worker loads with None"),
+        ([{"linear": 24, "router": 2}, None], {}, "a rollout worker loads with None"),
         ([{"linear": 24, "router": 2}], {"settings": {"format": "fp8"}}, "loads with {'settings': {'format': 'fp8'}"),
-        ([{"linear": 24, "router": 0}], {}, "rounds router weights, and vLLM received none"),
-        ([{"linear": 24, "router": 2}, {"linear": 0, "router": 0}], {}, "rounds linear weights, and vLLM received"),
+        ([{"linear": 24, "router": 0}], {}, "rounds router weights, and the rollout received none"),
+        (
+            [{"linear": 24, "router": 2}, {"linear": 0, "router": 0}],
+            {},
+            "rounds linear weights, and",
+        ),
     ],
 )
 def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settings, said):
@@ -167,7 +171,7 @@ def adapter_of(compose, monkeypatch):
     def where(*reports, overrides=(lora, canary)):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         active = read_features(config, stability_config(config.stability))
-        monkeypatch.setattr(engine_report, "fetch_reports", lambda server: [{"adapter": one} for one in reports])
+        monkeypatch.setattr(engine_calls, "call", lambda server, function: reports)
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
         return verify(active, StabilityTrainerSync, engines)[-1].where
 

@@ -5,6 +5,7 @@ import itertools
 import math
 import operator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, 
 
 from verl_ext.base.errors import HookError
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.core.recorder import Recorder, joined_passes, named_points, order_of
+from verl_ext.core.recorder import HEAD, Recorder, joined_passes, named_points, order_of
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
@@ -34,8 +35,9 @@ from verl_ext.probe.readings import (
     compare_readings,
     compare_stage,
     compare_states,
+    head_dtypes,
 )
-from verl_ext.probe.verdict import HEAD, batches_sentence, dtype_sentences, judge_gap, stage_sentence, start_of
+from verl_ext.probe.verdict import batches_sentence, dtype_sentences, judge_gap, stage_sentence, start_of
 
 
 def oracle(log_q, log_p):
@@ -438,6 +440,31 @@ def test_a_router_of_another_dtype_is_reported():
     ]
     assert dtype_sentences(places) == ["The output of 2 x router is bfloat16 in the rollout and float32 in training."]
     assert dtype_sentences(compare_states(train, train, TOP_K)) == []
+
+
+@pytest.mark.parametrize("cast", ["as it is", "cast to float32", "as SGLang returns it"])
+def test_the_heads_dtype_is_what_it_was_computed_in(model, cast):
+    def passes(dtype):
+        changed = copy.deepcopy(model)
+        if dtype is not None:
+            changed.lm_head.register_forward_hook(lambda module, inputs, logits: logits.to(dtype))
+        if cast != "as it is":
+            changed.lm_head.register_forward_hook(lambda module, inputs, logits: logits.float())
+        if cast == "as SGLang returns it":
+            changed.lm_head.register_forward_hook(
+                lambda module, inputs, logits: SimpleNamespace(next_token_logits=logits[0])
+            )
+        recorder = Recorder(named_points(changed))
+        with torch.no_grad():
+            changed(torch.arange(1, 21).view(1, -1))
+        return recorder.close()
+
+    assert head_dtypes(passes(None), passes(torch.bfloat16)) == ["float32", "bfloat16"]
+    assert head_dtypes(passes(torch.float16), {}) == ["float16", ""]
+    assert dtype_sentences([], ("float32", "bfloat16")) == [
+        "The logits are float32 in the rollout and bfloat16 in training."
+    ]
+    assert dtype_sentences([], ("float32", "float32")) == dtype_sentences([], ("float32", "")) == []
 
 
 def test_other_tokens_are_an_error():

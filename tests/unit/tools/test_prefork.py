@@ -151,16 +151,18 @@ def test_the_server_and_all_its_processes_end_with_the_command():
     assert gone(process) and gone(server)
 
 
-@pytest.mark.parametrize("raylet", ["$$", "1"])
-def test_a_process_that_a_raylet_started_ends_with_it(server, raylet):
-    start = f'RAY_RAYLET_PID={raylet} "$PREFORK_PYTHON" -c "$0" & wait'
+@pytest.mark.parametrize(
+    ("raylet", "ray", "ends"), [("$$", "imported", True), ("1", "imported", False), ("$$", "", False)]
+)
+def test_a_process_that_a_raylet_started_ends_with_it_if_the_server_has_ray(server, raylet, ray, ends):
+    start = f'RAY_RAYLET_PID={raylet} PREFORK_RAY={ray} "$PREFORK_PYTHON" -c "$0" & wait'
     parent = subprocess.Popen(["sh", "-c", start, SLEEP], env=server, stdout=subprocess.PIPE, text=True)
     process = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait()
-    if raylet == "$$":
+    if ends:
         assert gone(process)
-    else:  # a process of any other parent stays, as it would without prefork.py
+    else:  # as it would without prefork.py; a worker that imports Ray itself watches its raylet
         time.sleep(0.2)
         assert process.is_running()
         process.kill()

@@ -1,9 +1,8 @@
-"""States recorded by SGLang's schedulers, with stand-ins for a scheduler and the runner of its model.
+"""Calls of SGLang's schedulers, and the states that they record, with stand-ins for a scheduler and its model's runner.
 
 The real ones, and vLLM's, run in tests/stack.
 """
 
-import io
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -11,8 +10,9 @@ import pytest
 import torch
 
 from verl_ext.base.errors import HookError
-from verl_ext.upstream import engine_states
-from verl_ext.upstream.engine_states import STATES, record_in_scheduler
+from verl_ext.upstream import engine_calls, engine_states
+from verl_ext.upstream.engine_calls import CALL, answer_in_scheduler
+from verl_ext.upstream.engine_states import read_states
 
 IO_STRUCT = "sglang.srt.managers.io_struct"
 
@@ -56,8 +56,9 @@ class Norm(torch.nn.Module):
 
 
 class Runner:
-    def __init__(self, tp_size=1, **arguments):
-        self.model, self.tp_size, self.server_args = torch.nn.Module(), tp_size, SimpleNamespace(**arguments)
+    def __init__(self, tp_size=1, dp_size=1, **arguments):
+        self.model, self.tp_size = torch.nn.Module(), tp_size
+        self.server_args = SimpleNamespace(dp_size=dp_size, **arguments)
         self.model.model = Model()
 
     def forward(self, forward_batch, skip=False):
@@ -82,7 +83,7 @@ def scheduler():
             def get_internal_state(self, recv_req):
                 return "SGLang's own"
 
-        undos.append(record_in_scheduler(SimpleNamespace(Scheduler=Scheduler, __name__="scheduler")))
+        undos.append(answer_in_scheduler(SimpleNamespace(Scheduler=Scheduler, __name__="scheduler")))
         return Scheduler()
 
     yield make
@@ -90,8 +91,10 @@ def scheduler():
         undo()
 
 
-def ask(scheduler, begin):
-    return scheduler.get_internal_state(SimpleNamespace(**{STATES: begin})).internal_state[STATES]
+def ask(scheduler, function):
+    asked = SimpleNamespace(**{CALL: (f"{engine_states.__name__}:{function}",)})
+    ((answer,),) = scheduler.get_internal_state(asked).internal_state.values()
+    return answer
 
 
 @torch.no_grad()
@@ -100,11 +103,11 @@ def test_passes_over_prompts_are_recorded_and_no_others(scheduler):
     runner = made.tp_worker.model_runner
     embedded = runner.model.model.embed_tokens(torch.tensor([1, 2, 3])).clone()
     runner.forward(batch(7, 8))
-    assert ask(made, True) == b""
+    assert ask(made, "begin") is None
     runner.forward(batch(1, 2, 3), skip=True)
     runner.forward(batch(4, extends=False))
     runner.forward(batch(5, 6))
-    passes = torch.load(io.BytesIO(ask(made, False)))
+    passes = read_states(ask(made, "end"))
     assert set(passes) == {"embedding", "0.attention", "0.router", "0.experts", "0.layer", "norm"}
     assert [len(part) for part in passes["norm"]] == [3, 2]
     assert torch.equal(passes["embedding"][0], embedded), "what came later changed the model's tensor, in place"
@@ -120,9 +123,17 @@ def test_another_request_for_the_state_is_sglangs(scheduler):
 @torch.no_grad()
 def test_with_tensor_parallelism_parts_of_a_sum_are_left_out(scheduler, fused, layers):
     made = scheduler(tp_size=2, enable_flashinfer_allreduce_fusion=fused)
-    ask(made, True)
+    ask(made, "begin")
     made.tp_worker.model_runner.forward(batch(1, 2))
-    assert set(torch.load(io.BytesIO(ask(made, False)))) == {"embedding", "0.router", "norm"} | layers
+    assert set(read_states(ask(made, "end"))) == {"embedding", "0.router", "norm"} | layers
+
+
+@torch.no_grad()
+def test_with_data_parallelism_each_scheduler_has_some_of_the_sequences_and_none_is_taken(scheduler):
+    made = scheduler(dp_size=2)
+    ask(made, "begin")
+    made.tp_worker.model_runner.forward(batch(1, 2))
+    assert read_states(ask(made, "end")) == {}
 
 
 def handle_of(server):
@@ -134,14 +145,8 @@ def handle_of(server):
     return SimpleNamespace(__ray_call__=SimpleNamespace(remote=remote))
 
 
-@pytest.mark.parametrize(("answers", "found"), [([b"", b""], {}), ([None], None)])
-def test_engines_that_cannot_answer(monkeypatch, answers, found):
-    """If there are several schedulers, each has some of the sequences; one without the plugin has no answer."""
+def test_an_engine_without_the_plugin_does_not_answer(monkeypatch):
     monkeypatch.setattr("ray.get", lambda value, **_: value)
-    monkeypatch.setattr(engine_states, "_ask_schedulers", lambda server, begin: answers)
-    handle = handle_of(SimpleNamespace(tokenizer_manager=None))
-    if found is None:
-        with pytest.raises(HookError, match="does not record states: is verl_ext installed"):
-            engine_states.begin_states(handle)
-    else:
-        assert engine_states.end_states(handle) == found
+    monkeypatch.setattr(engine_calls, "_ask", lambda *_: [("of one that answers",), None])
+    with pytest.raises(HookError, match=r"does not answer verl_ext.upstream.engine_states:begin: is"):
+        engine_states.begin_states(handle_of(SimpleNamespace()))

@@ -1,5 +1,7 @@
 """Weights that are rounded on their way into vLLM's model, recognised by their names on Hugging Face."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -104,11 +106,13 @@ def test_a_model_is_given_rounded_weights_of_the_kinds_asked_for(weights, asked)
         assert torch.equal(model.loaded[name], expected)
         assert torch.equal(weights[name], weight), "the sender's weights stay"
     counts = {"linear": 1, **({"router": 1} if "router" in asked else {}), **({"head": 1} if "head" in asked else {})}
-    assert report(model) == {"settings": settings, "rounded": counts}
+    assert report(SimpleNamespace(model=model)) == {"settings": settings, "rounded": counts}
 
     undo()
     model.load_weights(weights.items())
-    assert report(model) is None and torch.equal(model.loaded["lm_head.weight"], before["lm_head.weight"])
+    assert report(SimpleNamespace(model=model)) is None and torch.equal(
+        model.loaded["lm_head.weight"], before["lm_head.weight"]
+    )
 
 
 def test_a_bucket_without_a_matrix_is_loaded_as_it_is():
@@ -116,7 +120,7 @@ def test_a_bucket_without_a_matrix_is_loaded_as_it_is():
     round_while_loading(model, FP4)
     model.load_weights(iter([("norm.weight", torch.ones(3))]))
     assert torch.equal(model.loaded["norm.weight"], torch.ones(3))
-    assert report(model)["rounded"] == {"linear": 0}
+    assert report(SimpleNamespace(model=model))["rounded"] == {"linear": 0}
 
 
 def test_a_weight_that_the_group_does_not_divide_is_named():

@@ -44,10 +44,10 @@ def loader():
 def test_a_model_that_starts_with_dummy_weights_rounds_what_comes_later(loader):
     model, weight = Model(), torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     loader("dummy").load_weights(model, FLOAT32)
-    assert report(model) == {"settings": FP4, "rounded": {"linear": 0}}
+    assert report(SimpleNamespace(model=model)) == {"settings": FP4, "rounded": {"linear": 0}}
     model.load_weights([("q_proj.weight", weight)])
     assert torch.equal(model.q_proj.weight, fake_quantized(weight, "fp4", 16))
-    assert report(model)["rounded"] == {"linear": 1}
+    assert report(SimpleNamespace(model=model))["rounded"] == {"linear": 1}
 
 
 def test_the_inner_format_keeps_its_own_settings(loader):

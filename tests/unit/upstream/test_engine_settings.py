@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from verl_ext.upstream.engine_report import adapter_report
+from verl_ext.upstream.engine_settings import adapter
 
 
 def runner(modules, *adapters):
@@ -15,12 +15,12 @@ MODULES = ("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.down_proj", 
 
 
 def test_an_engine_without_lora_has_nothing_to_say():
-    assert adapter_report(SimpleNamespace()) is None
+    assert adapter(SimpleNamespace()) is None
 
 
 def test_modules_without_weights_are_no_matter_and_names_without_a_module_are():
-    assert adapter_report(runner(MODULES, MODULES[:2])) == {"adapters": 1, "used": 2, "unused": []}
+    assert adapter(runner(MODULES, MODULES[:2])) == {"adapters": 1, "used": 2, "unused": []}
     prefixed = [f"language_model.{name}" for name in MODULES]
-    found = adapter_report(runner(MODULES, [*prefixed, MODULES[0]]))
+    found = adapter(runner(MODULES, [*prefixed, MODULES[0]]))
     assert found == {"adapters": 1, "used": 1, "unused": sorted(prefixed)}
-    assert adapter_report(runner(MODULES)) == {"adapters": 0, "used": 0, "unused": []}
+    assert adapter(runner(MODULES)) == {"adapters": 0, "used": 0, "unused": []}

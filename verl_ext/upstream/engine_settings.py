@@ -1,0 +1,35 @@
+"""What a running vLLM worker really does, which its arguments do not say: vLLM accepts some settings and ignores them.
+
+Its CPU model runner, for example, never uses cascade attention, whatever the arguments ask for. `engine_calls.call`
+calls these functions in vLLM's workers.
+"""
+
+from typing import Any
+
+
+def uses_cascade_attention(model_runner: Any) -> bool:
+    """Returns True if a vLLM worker uses cascade attention.
+
+    vLLM's second model runner (vllm/v1/worker/gpu, seen in 0.27) has no cascade attention and no such attribute.
+    """
+    return bool(getattr(model_runner, "cascade_attn_enabled", False))
+
+
+def adapter(model_runner: Any) -> dict[str, Any] | None:
+    """Returns how many adapters a vLLM worker has, how many of their weights it uses, and the names of the others.
+
+    vLLM silently ignores an adapter's weights that match no module of the model: `activate_adapter` of
+    vllm/lora/model_manager.py (0.27) looks up the model's modules in the adapter, not the other way round. The rollout
+    then samples from another policy than the one trained (vLLM issues 34186 and 48019; SkyRL issue 1776 reports a gap
+    that explodes only with a LoRA).
+
+    None if the engine runs without LoRA. Several modules that vLLM keeps as one (q, k and v) count as one: their
+    matching weights have its name by now.
+    """
+    manager = getattr(model_runner, "lora_manager", None)
+    if manager is None:
+        return None
+    adapters, modules = manager._adapter_manager.list_adapters(), manager._adapter_manager.modules
+    names = [name for each in adapters.values() for name in each.loras]
+    unused = sorted(name for name in names if name not in modules)
+    return {"adapters": len(adapters), "used": len(names) - len(unused), "unused": unused}
