@@ -20,18 +20,19 @@ from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_ta
 GPU = "H100"
 NODES = (8, 32, 128)
 RECIPES = {"30B": "qwen3_30b_a3b", "235B": "qwen3_235b_a22b_megatron"}
-OVERRIDES = ("stability=icepop", "stability.router_agreement=true")
+PRESET = ("stability=moe",)
+WITH_AGREEMENT = ("stability=icepop", "stability.router_agreement=true")  # with a replay it costs nothing more
 
 
-def plans(recipe: str) -> list[Plan]:
+def plans(recipe: str, overrides: tuple[str, ...] = PRESET) -> list[Plan]:
     """Plans a recipe on H100s, at every size of the page."""
-    config = _config([f"recipe={recipe}", *OVERRIDES])
+    config = _config([f"recipe={recipe}", *overrides])
     return [read_plan(at_nodes(config, nodes, scale_batch=False), GPU, nodes) for nodes in NODES]
 
 
 def sample_output() -> str:
     """Returns the first command of the page, with its output."""
-    given = [f"recipe={RECIPES['30B']}", *OVERRIDES]
+    given = [f"recipe={RECIPES['30B']}", *PRESET]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         print_plan(read_plan(_config(given), GPU), GPU)
     return f"```\n$ verl-ext plan --gpu {GPU} {' '.join(given)}\n{printed.getvalue()}```"
@@ -44,12 +45,12 @@ def _config(given: list[str]) -> DictConfig:
     return config
 
 
-def agreement_table(found: dict[str, list[Plan]]) -> list[list[str]]:
+def agreement_table() -> list[list[str]]:
     """Tabulates the time that router agreement adds to a step: for all trajectories and a share of them, with verl's
     number of storage units and with TransferQueue's."""
     rows = [["model", "GPUs", "step, s", "storage units", "all trajectories", f"a share of {SMALL_SHARE}"]]
-    for model, sizes in found.items():
-        for plan in sizes:
+    for model, recipe in RECIPES.items():
+        for plan in plans(recipe, WITH_AGREEMENT):
             for units in (plan.usage.units, costs.UNITS_A_NODE * plan.sizes.nodes):
                 with_units = plan.but(units=units)
                 cells = []
@@ -72,7 +73,7 @@ def rates_table() -> list[list[str]]:
 def parts() -> dict[str, str]:
     """Returns name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
-    made = {"rates": rates_table(), "agreement": agreement_table(found)}
+    made = {"rates": rates_table(), "agreement": agreement_table()}
     made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
     return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
 

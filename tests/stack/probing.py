@@ -113,7 +113,7 @@ CAUSES: dict[str, tuple[Callable, str, str | None]] = {
     "permuted expert": (permuted_expert, f"{LAST_LAYER}.experts", "arithmetic"),  # no router follows
     "scaled norm": (scaled_norm, "0.attention", "arithmetic"),
     "rounded layer": (rounded_layer, "1.attention", "arithmetic"),
-    "wrong temperature, and a head in bf16": (head_in_bf16, "head", "arithmetic"),
+    "wrong temperature, and a head in bf16": (head_in_bf16, "lm_head", "arithmetic"),
     "leaking attention": (leaking_attention, "", "packing"),
 }
 BATCHES = 4

@@ -29,7 +29,7 @@ POINTS = {
     "layer": rf"{LAYER}$",
 }
 INDEXER, ROUTER = ".indexer", ".router"
-HEAD = "head"  # of the logits, only the dtype is recorded
+HEAD = "lm_head"  # of the logits, only the dtype is recorded
 # vLLM and SGLang have an `lm_head` too, but compute the logits in their `logits_processor`.
 ENDS = {
     "embedding": r"(?:^|\.)embed_tokens$",

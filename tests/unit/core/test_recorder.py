@@ -22,8 +22,8 @@ def test_a_model_of_unknown_names_is_an_error():
         ("language_model.model.norm", "norm"),
         ("model.layers.3.self_attn.q_norm", None),
         ("model.layers.3.mlp.gate_proj", None),
-        ("lm_head", "head"),
-        ("language_model.logits_processor", "head"),
+        ("lm_head", "lm_head"),
+        ("language_model.logits_processor", "lm_head"),
         ("model.layers.3.mlp.shared_head", None),
     ],
 )

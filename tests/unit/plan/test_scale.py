@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import ROOT
-from tools.plan_page import RECIPES, parts, plans
+from tools.plan_page import RECIPES, WITH_AGREEMENT, parts, plans
 from verl_ext.cli import main
 from verl_ext.plan.command import advice_lines
 from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE
@@ -14,7 +14,7 @@ from verl_ext.plan.sizes import UNITS, read_sizes
 
 PAGE = ROOT / "docs" / "plan.md"
 RECIPE = "recipe=qwen3_30b_a3b"
-ASKED = (RECIPE, "stability=icepop", "stability.router_agreement=true")
+ASKED = (RECIPE, *WITH_AGREEMENT)
 
 CHANGES = {
     "stability.router_agreement_share": lambda value: {"agreement_share": float(value)},
@@ -25,8 +25,8 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def found():
-    """Model -> its plans at the page's sizes."""
-    return {model: plans(recipe) for model, recipe in RECIPES.items()}
+    """Model -> its plans at the page's sizes, with router agreement."""
+    return {model: plans(recipe, WITH_AGREEMENT) for model, recipe in RECIPES.items()}
 
 
 def test_the_pages_tables_and_its_sample_are_those_of_the_code():
