@@ -88,6 +88,11 @@ class Pair(NamedTuple):
         return f"{names[self.train]}, {names[self.rollout]}"
 
 
+SEQUENCE_RANKS = {  # settings of Ulysses, and of context parallelism
+    "fsdp2": "fsdp_config.ulysses_sequence_parallel_size",
+    "megatron": "megatron.context_parallel_size",
+    "veomni": "veomni.ulysses_parallel_size",
+}
 VEOMNI = ("model_engine=veomni", f"{ACTOR}.strategy=veomni", f"{MODEL}.use_remove_padding=true")
 PAIRS = (
     Pair("fsdp2", "vllm", ("recipe=cpu_smoke",)),
@@ -333,6 +338,8 @@ def _verls(pair: Pair) -> Iterator[Row]:
         yield Row(name, (ICEPOP, f"{setting}=true"), has(setting))
     ranks_of_trainer = "trainer.n_gpus_per_node"
     yield Row("two training ranks", (ICEPOP, f"{ranks_of_trainer}=2"), has(ranks_of_trainer, 2))
+    split = f"{ACTOR}.{SEQUENCE_RANKS[pair.train]}"
+    yield Row("a sequence over two ranks", (ICEPOP, f"{split}=2"), has(split, 2))
 
 
 class Cell(NamedTuple):

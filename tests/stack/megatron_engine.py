@@ -30,6 +30,7 @@ EP2 = {"expert_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2_EP2 = TP2 | EP2 | {"expert_tensor_parallel_size": 1}
+CP2 = {"context_parallel_size": 2}
 PP2_VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TWO_RANKS = {
     "mbridge DP2": VANILLA | DP2,
@@ -38,12 +39,14 @@ TWO_RANKS = {
     "mbridge TP2 EP2": VANILLA | TP2_EP2,
     "mbridge PP2": VANILLA | PP2,
     "mbridge PP2 VPP2": VANILLA | PP2_VPP2,
+    "mbridge CP2": VANILLA | CP2,
     "Megatron-Bridge DP2": DP2,
     "Megatron-Bridge EP2": EP2,
     "Megatron-Bridge TP2": TP2,
     "Megatron-Bridge TP2 EP2": TP2_EP2,
     "Megatron-Bridge PP2": PP2,
     "Megatron-Bridge PP2 VPP2": PP2_VPP2,
+    "Megatron-Bridge CP2": CP2,
 }
 
 

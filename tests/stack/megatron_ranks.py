@@ -32,6 +32,7 @@ PARALLEL = {
     "tensor and sequence": {"tensor_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
     "interleaved pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "context": {"context_parallel_size": 2},
 }
 
 
@@ -59,7 +60,9 @@ def rank_main(rank, store):
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)
             load(engine, weights, rank)
-            assert replica_group(engine) is mpu.get_model_parallel_group(), "they fetch together"
+            group = replica_group(engine)
+            assert torch.distributed.get_process_group_ranks(group) == [0, 1], "they fetch together"
+            assert name == "context" or group is mpu.get_model_parallel_group(), "no group more than needed"
             routing = RecordedRouting(worker_config("disabled", forward_only=True, **parallel))
             routing.prepare(engine)
             assert routing.recorders == Recorders("TopKRouter", MOE, LAYERS, EXPERTS), routing.recorders

@@ -44,7 +44,7 @@ def test_one_rank(ranks):
     assert ranks("one", 1) == [[*ONE_RANK]]
 
 
-@pytest.mark.shows("verl-ext probe", engine="megatron")
+@pytest.mark.shows("verl-ext probe", "a sequence over two ranks", engine="megatron")
 def test_two_ranks(ranks):
     assert ranks("two", 2) == [[*TWO_RANKS]] * 2
 

@@ -12,7 +12,8 @@ from tests.support.closeness import close
 from tests.support.head_ranks import reference_reading, response_values, sampler_heads, sequence_logits
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
-from verl_ext.base.names import HEAD_SUMS
+from tests.support.shift_ranks import sequence_scores
+from verl_ext.base.names import HEAD_SUMS, SHIFT_EXPERTS, SHIFT_SCORES
 from verl_ext.core.recorder import joined_passes
 from verl_ext.core.routing import RouterSums
 
@@ -44,6 +45,8 @@ HEADS = {
     "heads checkpointing": Case("deepseek_v3", heads=True, checkpointing=True),
 }
 HEADS_ULYSSES = {"heads ulysses": Case(heads=True, ranks=2)}
+SHIFT = {"shift": Case(shift=True), "shift padded": Case(shift=True, packed=False)}
+SHIFT_ULYSSES = {"shift ulysses": Case(shift=True, ranks=2)}
 MICRO_BATCHES = [(0, 1), (2, 3)]
 
 
@@ -66,8 +69,8 @@ def spawned(cases, ranks, folders, folder):
 @pytest.fixture(scope="module")
 def ran(quick_ranks, folders, tmp_path_factory):
     """Case -> what each rank found."""
-    one = spawned(CASES | HEADS, 1, folders, tmp_path_factory.mktemp("one"))
-    two = spawned(ULYSSES | HEADS_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
+    one = spawned(CASES | HEADS | SHIFT, 1, folders, tmp_path_factory.mktemp("one"))
+    two = spawned(ULYSSES | HEADS_ULYSSES | SHIFT_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
     return {name: [rank[name] for rank in ranks] for ranks in (one, two) for name in ranks[0]}
 
 
@@ -151,6 +154,7 @@ def test_capture_changes_nothing(ran, name):
     assert not torch.equal(sets(in_order(case, ran[name], "update_experts")), sets(own_routes(case)))
 
 
+@pytest.mark.shows("a sequence over two ranks", engine="fsdp2")
 @pytest.mark.parametrize("name", ALL)
 def test_the_ranks_of_ulysses_fetch_together(ran, name):
     assert [rank["shares"] for rank in ran[name]] == ([[0, 1]] * 2 if ALL[name].ranks == 2 else [None])
@@ -220,3 +224,20 @@ def test_heads_are_read_in_every_layout(ran, name, truncated):
     close(gradient / gradient.norm(), expected / expected.norm(), rtol=1e-4)
     whole = response_values(ran[name][0][False]["entropy"])
     assert (response_values(ran[name][0][True]["entropy"]) < whole).sum() >= len(whole) - 1  # of few tokens, of all
+
+
+FLOAT16 = 1e-3  # of a log-probability: twice the rounding of float16
+
+
+@pytest.mark.parametrize("name", SHIFT | SHIFT_ULYSSES)
+def test_the_shift_of_the_routers_is_that_of_each_sequence_by_itself(ran, name):
+    old, now = (sequence_scores("qwen3_moe", turned) for turned in (False, True))
+    chosen = [scores.topk(TOP_K).indices for scores in old]
+    expected = [(n - o).abs().gather(2, ids).mean((1, 2)) for n, o, ids in zip(now, old, chosen, strict=True)]
+    assert torch.cat(expected).mean() > 0.1, "routers that moved"
+    for found in ran[name]:  # each rank gets the whole of it
+        rows = zip(found[SHIFT_EXPERTS].unbind(), found[SHIFT_SCORES].unbind(), old, chosen, strict=True)
+        for experts, scores, of_sequence, ids in rows:
+            assert experts.sort(-1)[0].tolist() == ids.sort(-1)[0].tolist()
+            close(scores, of_sequence.gather(2, experts.long()), FLOAT16)
+        close(found["deviation"], torch.cat(expected), FLOAT16, scale=float(torch.cat(old).abs().max()))

@@ -1,15 +1,13 @@
 """verl's real MegatronEngineWithLMHead on CPU cores, a GPTModel of megatron-core in it.
 
 Its forward_backward_batch with recording, gathering and replay is verl's own. Replaced are the bridge to Hugging Face
-weights, the attention kernel for packed sequences (Transformer Engine's), and what megatron-core calls on torch.cuda.
+weights, the attention for packed sequences (by the package's own stand-in), and what megatron-core calls on torch.cuda.
 """
 
 import contextlib
-from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -114,21 +112,13 @@ def build_engine(mode, parallel=None, moe_layer_freq=(0, 1, 1, 1)):
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.transformer_config import TransformerConfig
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+    from verl_ext.cpu.transformer_engine import TEDotProductAttention
+
     parallel = parallel or {}
     tensor, virtual = (parallel.get(f"{name}_model_parallel_size") for name in ("tensor", "virtual_pipeline"))
-
-    class PackedAttention(DotProductAttention):
-        def forward(self, query, key, value, attention_mask, packed_seq_params=None, **kwargs):
-            ends = packed_seq_params.cu_seqlens_q.tolist()
-            runs = [slice(*pair) for pair in pairwise(ends)]
-            parts = [[x[run].movedim(0, 1) for x in (query, key, value)] for run in runs]
-            return torch.cat(
-                [F.scaled_dot_product_attention(*p, is_causal=True).movedim(1, 0).flatten(1) for p in parts]
-            )
 
     class Norm(nn.RMSNorm):
         def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
@@ -172,7 +162,7 @@ def build_engine(mode, parallel=None, moe_layer_freq=(0, 1, 1, 1)):
             spec.layer_norm = Norm
             for layer in spec.layer_specs:
                 layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-                layer.submodules.self_attention.submodules.core_attention = PackedAttention
+                layer.submodules.self_attention.submodules.core_attention = TEDotProductAttention
             where = {"ignore_virtual": False, "vp_stage": stage}
             model = GPTModel(
                 self.tf_config,

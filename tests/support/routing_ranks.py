@@ -23,7 +23,8 @@ class Case:
 
     Attributes:
         mode: router_replay.mode.
-        heads: the sampler's heads are read, see head_ranks.py, and nothing else is done.
+        heads, shift: the sampler's heads are read, see head_ranks.py, or the shift of the routers, see shift_ranks.py,
+            and nothing else is done.
         planted: (trajectory, response token, decoder layer) whose first expert the rollout has differently.
         left_out: trajectories whose routing did not travel.
     """
@@ -36,6 +37,7 @@ class Case:
     lora: str | list[str] | None = None  # its target modules
     bucket: int = 0  # of pad_to_length
     heads: bool = False
+    shift: bool = False
     planted: list[tuple[int, int, int]] = field(default_factory=list)
     left_out: tuple[int, ...] = ()
 
@@ -151,8 +153,9 @@ def rank_main(rank, ranks, cases, folders, address, results):
     os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
     from tests.support.head_ranks import run_heads
+    from tests.support.shift_ranks import run_shift
 
-    runs = {name: run_heads if case.heads else run for name, case in cases.items()}
+    runs = {name: run_heads if case.heads else run_shift if case.shift else run for name, case in cases.items()}
     torch.save({name: runs[name](case, folders[case.family]) for name, case in cases.items()}, f"{results}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -223,11 +223,20 @@ TABLE = (
     ),
     Change(
         name="sglang_calls",
-        target="`get_internal_state` of `Scheduler` in `sglang.srt.managers.scheduler`; `forward` of its model runner",
+        target="`get_internal_state` of `Scheduler` in `sglang.srt.managers.scheduler`",
         why="the same as `engine_calls`",
         when="always, in SGLang's schedulers; it acts only if it is called",
         versions=VERL | SGLANG,
         file="upstream/engine_calls.py",
+        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
+    ),
+    Change(
+        name="sglang_states",
+        target="`forward` of the scheduler's model runner",
+        why="`verl-ext probe` compares the states of passes over prompts with the training engine's",
+        when="in SGLang's schedulers, while the probe records",
+        versions=SGLANG,
+        file="upstream/engine_states.py",
         test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
     ),
     Change(

@@ -6,15 +6,18 @@ A checkpoint of a CPU run therefore has the form of a GPU run's. The module can 
 Shape legend: n tokens of all packed sequences, sorted by expert in the grouped layers; E experts of this rank.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, _initialize_affine_weight_gpu
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
@@ -163,11 +166,21 @@ class TERowParallelGroupedLinear(GroupedLinear):
 
 
 class TEDotProductAttention(DotProductAttention):
-    """Causal attention within each of the packed sequences ("thd"); values may have another width than keys."""
+    """Causal attention within each of the packed sequences ("thd"); values may have another width than keys.
 
-    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.packed_only = k_channels != v_channels  # megatron-core's own attention has one width for both
+    With context parallelism, each rank has the queries of some tokens (`places_of`), and gathers the keys and values of
+    all.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1  # megatron-core's own attention refuses another
+        super().__init__(alone, *args, **kwargs)
+        self.config = config
+        # megatron-core's own attention has one width for both, and whole sequences.
+        self.packed_only = k_channels != v_channels or config.context_parallel_size > 1
 
     def forward(
         self,
@@ -181,17 +194,37 @@ class TEDotProductAttention(DotProductAttention):
         """Returns [n, heads * value's width] for query and key [n, heads, width] and value [n, heads, its width]."""
         if packed_seq_params is None:
             if self.packed_only:
-                raise NotImplementedError("latent attention over unpacked sequences has no stand-in on CPU cores")
+                raise NotImplementedError(
+                    "latent attention and context parallelism over unpacked sequences have no stand-in on CPU cores"
+                )
             return super().forward(query, key, value, attention_mask, **kwargs)
         ends = packed_seq_params.cu_seqlens_q_padded
         ends = (packed_seq_params.cu_seqlens_q if ends is None else ends).tolist()
         grouped = query.shape[1] != key.shape[1]
+        group = mpu.get_context_parallel_group()
+        ranks, rank = group.size(), group.rank()
+        of_ranks = [gather_from_sequence_parallel_region(x, group=group).chunk(ranks) for x in (key, value)]
         parts = []
         for start, end in pairwise(ends):
-            q, k, v = (x[start:end].movedim(0, 1) for x in (query, key, value))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+            mine = slice(start // ranks, end // ranks)
+            q, k, v = (x.movedim(0, 1) for x in (query[mine], *(torch.cat([x[mine] for x in of]) for of in of_ranks)))
+            places = [places_of(each, ranks, end - start) for each in range(ranks)]
+            out = F.scaled_dot_product_attention(
+                *(q, k, v),
+                attn_mask=places[rank][:, None] >= torch.cat(places) if ranks > 1 else None,
+                is_causal=ranks == 1,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
+            )
             parts.append(out.movedim(1, 0).flatten(1))
         return torch.cat(parts)
+
+
+def places_of(rank: int, ranks: int, length: int) -> Tensor:
+    """Returns the places in a sequence of the tokens that a rank of context parallelism has: of 2 x ranks equal pieces,
+    one counted from the beginning and one from the end ("zigzag" of `preprocess_thd_engine`, verl 0.9.1)."""
+    pieces = torch.arange(length).chunk(2 * ranks)
+    return torch.cat([pieces[rank], pieces[-1 - rank]])
 
 
 class TESpecProvider(LocalSpecProvider):

@@ -143,15 +143,6 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
         )
-    # verl reads the size from either place.
-    places = ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size")
-    sizes = {f"{ACTOR}.{place}": OmegaConf.select(actor, place) or 1 for place in places}
-    if (ranks := max(sizes.values())) > 1:
-        raise ConfigError(
-            f"{asked} cannot gather the routers' scores over {ACTOR}.ulysses_sequence_parallel_size={ranks}",
-            fix=tuple(f"{place}=1" for place, size in sizes.items() if size > 1),
-            otherwise=otherwise,
-        )
     model = run.config.actor_rollout_ref.model
     if run.read_model and (hf_config := hf_config_of(model)) is not None:
         from verl_ext.routing.choices import probe_choices
@@ -165,7 +156,6 @@ def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> Non
     megatron = f"{ACTOR}.megatron"
     required = {
         f"{megatron}.pipeline_model_parallel_size": (1, "cannot gather the routers' scores over"),
-        f"{megatron}.context_parallel_size": (1, "cannot gather the routers' scores over"),
         f"{megatron}.dynamic_context_parallel": (False, "cannot gather the routers' scores over"),
         f"{megatron}.pad_to_length": (False, "does not find the tokens under"),
         f"{megatron}.override_transformer_config.moe_expert_capacity_factor": (None, "compares dropped experts under"),

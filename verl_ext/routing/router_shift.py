@@ -28,7 +28,7 @@ from verl_ext.core.recorder import ROUTER
 from verl_ext.core.tokens import jagged
 from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
-from verl_ext.routing.layers import megatron_points
+from verl_ext.routing.layers import megatron_points, of_all_ranks
 from verl_ext.routing.outputs import RowLayout, packed_rows
 
 Take = Callable[[int, Any, Any], None]  # (number of the layer, router, its output)
@@ -163,8 +163,7 @@ class ShiftRecorder:
 
 
 class MegatronShiftRecorder(ShiftRecorder):
-    """The same on a Megatron engine without pipeline or context parallelism: the last stage would need the routers of
-    the others.
+    """The same on a Megatron engine without pipeline parallelism: the last stage would need the routers of the others.
 
     verl's `forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)` runs the model and
     returns a partial of the last argument, with the micro-batch and the loss; megatron-core calls it with the output.
@@ -251,24 +250,27 @@ class ResponseRows:
 
 
 class MegatronRows:
-    """The same rows for Megatron, which pads each sequence for the ranks that split it."""
+    """The same rows for Megatron, which pads each sequence for the ranks that split it; with context parallelism, each
+    rank has two pieces of it."""
 
     def __init__(self, micro_batch: TensorDict, device: torch.device):
+        from megatron.core import parallel_state as mpu
         from verl.models.mcore.util import preprocess_thd_engine
 
+        self.context = mpu.get_context_parallel_group()
         offsets = micro_batch["input_ids"].offsets().to(device)
         self.offsets = micro_batch[RESPONSE_MASK].offsets().to(device)
         numbers = torch.arange(1, int(offsets[-1]) + 1, device=device)
         arranged, *_ = preprocess_thd_engine(torch.nested.nested_tensor_from_jagged(numbers, offsets), pre_process=True)
-        placed_n = arranged.flatten()  # 0 on padding
-        (places,) = placed_n.nonzero(as_tuple=True)
+        self.count = arranged.numel()
+        placed_m = torch.cat(of_all_ranks(arranged.flatten(), self.context))  # 0 on padding
+        (places,) = placed_m.nonzero(as_tuple=True)
         place_T = torch.empty_like(numbers)
-        place_T[placed_n[places] - 1] = places
-        self.count = len(placed_n)
+        place_T[placed_m[places] - 1] = places
         self.rows = place_T[packed_rows(offsets.diff(), self.offsets.diff())]
 
     def take(self, values_n: Tensor) -> Tensor:
-        """Returns [R, *] from the [n, *] of each rank that shares the sequence."""
+        """Returns [R, *] from the [n, *] of each rank that shares the sequences."""
         if len(values_n) != self.count:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -278,7 +280,7 @@ class MegatronRows:
                 f"Megatron's routers saw {len(values_n)} tokens on all ranks of a sequence, and verl laid out "
                 f"{self.count}: the loss router_shift cannot tell which is which; choose another loss_mode"
             )
-        return values_n[self.rows]
+        return torch.cat(of_all_ranks(values_n, self.context))[self.rows]
 
 
 def require_readable(point: ChoicePoint) -> ChoicePoint:
@@ -295,12 +297,12 @@ def check_outputs(point: ChoicePoint, output: Any) -> None:
 
 
 def expert_ids(router: nn.Module, output: Any) -> Tensor:
-    """Returns the [N, K] int16 expert ids among a router's outputs: its one integer tensor."""
+    """Returns the [N, K] int32 expert ids among a router's outputs: its one integer tensor."""
     outputs = output if isinstance(output, tuple | list) else (output,)
     found = [v for v in outputs if isinstance(v, Tensor) and not v.is_floating_point() and v.dim() == 2]
     if len(found) != 1:
         raise _unreadable_scores(router, f"returns {len(found)} integer [tokens, top_k] tensors instead of one")
-    return found[0].detach().to(torch.int16)
+    return found[0].detach().int()  # no collective takes int16
 
 
 def router_logits(router: nn.Module, output: Any) -> Tensor:

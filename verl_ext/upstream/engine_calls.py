@@ -63,7 +63,7 @@ async def ask_schedulers(tokenizer_manager: Any, path: str, *arguments: Any) -> 
     from sglang.srt.managers.io_struct import GetInternalStateReq
 
     request = GetInternalStateReq()
-    setattr(request, CALL, (path, *arguments))
+    vars(request)[CALL] = (path, *arguments)
     tokenizer_manager.auto_create_handle_loop()
     return [
         answer.internal_state.get(CALL) for answer in await tokenizer_manager.get_internal_state_communicator(request)

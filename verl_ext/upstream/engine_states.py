@@ -73,7 +73,7 @@ class SGLangRecording:
 
         self._reads_prompt, self._whole = False, runner.server_args.dp_size == 1
         self._recorder = Recorder(_points_of(runner), takes=lambda: self._reads_prompt)
-        self._undo = wrap("sglang_calls", runner, "forward", self._forward, "forward_batch, ...")
+        self._undo = wrap("sglang_states", runner, "forward", self._forward, "forward_batch, ...")
 
     def close(self) -> "Passes":
         self._undo()

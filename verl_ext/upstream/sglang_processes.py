@@ -21,7 +21,7 @@ from typing import Any
 
 from verl_ext.base.errors import WorkerDiedError
 from verl_ext.base.patching import Undo, expect, patch, together, wrap
-from verl_ext.upstream import engine_calls, fake_quantization
+from verl_ext.upstream import engine_calls
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
 ANSWER_S = 10.0  # a process that ends waits at most so long until its actor has stored the reason
@@ -38,6 +38,8 @@ def run_process(name: str, actor: Connection, process: Callable[..., None], *arg
         module = importlib.import_module(MODULES[name])
         patch("sglang_processes", module, "psutil", parent)
         if name == "scheduler":
+            from verl_ext.upstream import fake_quantization  # imports torch, which the actor's launch does not need
+
             engine_calls.answer_in_scheduler(module)
             fake_quantization.round_in_scheduler()
         process(*args, **kwargs)

@@ -191,14 +191,6 @@ def rule(action):
             "no adapter for actor_rollout_ref.actor.strategy=torchtitan",
         ),
         (
-            ["stability=router_shift_loss", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"],
-            "fsdp_config.ulysses_sequence_parallel_size=1, or choose another loss_mode",
-        ),
-        (
-            ["stability=router_shift_loss", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4"],
-            "actor.ulysses_sequence_parallel_size=1, or choose another loss_mode",
-        ),
-        (
             [
                 "stability=none",
                 "stability.router_agreement=true",

@@ -51,10 +51,12 @@ def test_what_the_picture_is_there_to_show():
         means = [sum(earned[i - 20 : i]) / 20 for i in range(20, len(earned) + 1)]
         last.setdefault(arm, []).append(means[-1])
         lived.setdefault(arm, []).append(all(m >= 0.5 * max(means[: i + 1]) for i, m in enumerate(means)))
-    assert set(last) == {"exact", "none", "opsm", "guard", "rollback"} and all(len(each) == 3 for each in last.values())
+    assert set(last) == {"exact", "none", "moe", "opsm", "guard", "rollback"} and all(
+        len(each) == 3 for each in last.values()
+    )
     assert not any(lived.pop("none")) and all(map(all, lived.values()))
-    assert max(last["none"]) < min(last["opsm"] + last["guard"] + last["rollback"])
-    assert max(last["opsm"]) < min(last["exact"])
+    assert max(last["none"]) < min(last["moe"] + last["opsm"] + last["guard"] + last["rollback"])
+    assert max(last["moe"] + last["opsm"]) < min(last["exact"])
 
 
 def test_what_rounding_costs_and_what_replay_does_to_the_gap():
