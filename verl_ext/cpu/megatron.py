@@ -23,6 +23,7 @@ from torch import nn
 
 from verl_ext.base.patching import Undo, expect, moved, patch, together, wrap
 from verl_ext.cpu.hollow import Finder, Torch
+from verl_ext.cpu.patches import register_engines
 
 CORE = "megatron.core"
 # In these modules of megatron-core 0.16.1, tensors are made with device="cuda".
@@ -63,7 +64,7 @@ def _as_bfloat16(check: Callable[[Any], None], config: Any) -> None:
 def adapt_engine(transformer_impl: Any) -> Undo:
     """Adapts verl's Megatron module to `cpu`, once it is imported; the rest waits until an engine is built."""
     return together(
-        register_megatron_engines,
+        lambda: register_engines("megatron"),
         lambda: wrap("install_megatron", transformer_impl.MegatronEngine, "__init__", _installed_first, "self, ..."),
     )
 
@@ -71,25 +72,6 @@ def adapt_engine(transformer_impl: Any) -> Undo:
 def _installed_first(build: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     adapt_megatron()
     build(engine, *args, **kwargs)
-
-
-def register_megatron_engines() -> Undo:
-    """Registers verl's Megatron engines for `cpu`, where they run after `adapt_megatron`; verl registers them for
-    cuda."""
-    from verl.workers.engine.base import EngineRegistry
-
-    change = "register_megatron_engines"
-    engines = expect(change, EngineRegistry, "_engines")
-    try:
-        by_device = [engines[kind]["megatron"] for kind in ("language_model", "value_model")]
-        missing = [(devices, devices["cuda"]) for devices in by_device if "cpu" not in devices]
-    except (KeyError, TypeError) as error:
-        raise moved(change, f"EngineRegistry has no Megatron engine for cuda: {error!r}") from error
-    return together(*(partial(_register_megatron, devices, engine) for devices, engine in missing))
-
-
-def _register_megatron(devices: dict[str, type], engine: type) -> Undo:
-    return patch("register_megatron_engines", devices, "cpu", engine, new=True)
 
 
 def adapt_megatron() -> Undo:

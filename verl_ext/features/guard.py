@@ -37,7 +37,7 @@ AFTER_RULE = {
     "rollback": "end of the step",
     "stop": "before the next step",
 }
-KNOWN = ("fsdp2", "megatron")  # values of actor.strategy whose gradients and optimizers `workers` can read
+KNOWN = ("fsdp2", "megatron", "veomni")  # values of actor.strategy whose gradients and optimizers `workers` can read
 IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
 SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
 # The keys that a user writes in a rule, in addition to its bound: the arguments of Rule except those that the parser
@@ -277,17 +277,19 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-    """Refuses engines other than FSDP2 and megatron-core's own optimizers, for settings that read the engine itself."""
-    strategy, sharded = strategy_of(config), f"{ACTOR}.megatron.use_megatron_fsdp"
+    """Refuses engines other than FSDP2, VeOmni without expert parallelism, and megatron-core's own optimizers, for
+    settings that read the engine itself."""
+    strategy, known = strategy_of(config), f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
+    sharded, experts = f"{ACTOR}.megatron.use_megatron_fsdp", f"{ACTOR}.veomni.expert_parallel_size"
     if strategy not in KNOWN:
         found = f"this run has {strategy}"
     elif strategy == "megatron" and OmegaConf.select(config, sharded):
         found, fix = f"this run has {sharded}=true", (f"{sharded}=false",)
+    elif strategy == "veomni" and (size := OmegaConf.select(config, experts)) > 1:
+        found, fix = f"this run has {experts}={size}", (f"{experts}=1",)
     else:
         return
-    raise ConfigError(
-        f"{asked} is for {ACTOR}.strategy={' and '.join(KNOWN)}, and {found}", fix=fix, otherwise=otherwise
-    )
+    raise ConfigError(f"{asked} is for {ACTOR}.strategy={known}, and {found}", fix=fix, otherwise=otherwise)
 
 
 def _check_rollback(config: DictConfig, where: str) -> None:

@@ -258,7 +258,7 @@ def finite_gradients(engine: Any) -> bool:
 def gradient_norm(engine: Any) -> float:
     """Returns the norm of an engine's gradients before clipping, without fp16's loss scale; the same on every rank.
 
-    It is the norm that the optimizer's step computes next, for FSDP2 and Megatron.
+    It is the norm that the optimizer's step computes next, for FSDP2, VeOmni and Megatron.
     """
     if engine.engine_config.strategy == "megatron":
         return _megatron_norm(engine)

@@ -175,8 +175,8 @@ class ScheduleSteps:
 
 
 def keep_updates_of(engine: Any) -> KeptUpdate:
-    """Builds the undo of one of verl's started FSDP2 or Megatron engines, or of an engine whose module is whole in
-    this process."""
+    """Builds the undo of one of verl's started FSDP2, VeOmni or Megatron engines, or of an engine whose module is whole
+    in this process."""
     megatron = engine.engine_config.strategy == "megatron"
     return KeptUpdate(_megatron_parts(engine) if megatron else _module_parts(engine))
 

@@ -103,7 +103,7 @@ def test_missing_engines_are_refused(monkeypatch):
 
     monkeypatch.setattr(EngineRegistry, "_engines", {"language_model": {}})
     with pytest.raises(PatchError, match=r"verl 0.9.1"):
-        patches.register_fsdp_engines()
+        patches.register_engines(*patches.FSDP)
 
 
 def test_the_platform_has_all_that_verl_calls_on_its_device_module():

@@ -69,11 +69,11 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.guard.mini_batch.grad_norm=1", "actor_rollout_ref.actor.strategy=fsdp"],
-            "mini_batch.grad_norm is for actor_rollout_ref.actor.strategy=fsdp2 and megatron, and this run has fsdp",
+            "grad_norm is for actor_rollout_ref.actor.strategy=fsdp2, megatron and veomni, and this run has fsdp",
         ),
         (
             ["stability=icepop", rule("undo"), "actor_rollout_ref.actor.strategy=fsdp"],
-            "action=undo is for actor_rollout_ref.actor.strategy=fsdp2 and megatron, and this run has fsdp",
+            "action=undo is for actor_rollout_ref.actor.strategy=fsdp2, megatron and veomni, and this run has fsdp",
         ),
         (
             [

@@ -18,7 +18,7 @@ from verl_ext.launch.sizes import check_recipe, pipeline_stages, world_size
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, read_sizes
 
-ON_CPU = ("cpu_megatron", "cpu_megatron_sglang", "cpu_sglang", "cpu_smoke", "cpu_tool", "dense_smoke")
+ON_CPU = ("cpu_megatron", "cpu_megatron_sglang", "cpu_sglang", "cpu_smoke", "cpu_tool", "cpu_veomni", "dense_smoke")
 RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml") if path.stem not in ON_CPU)
 PRESETS = ("icepop", "dapo")
 

@@ -76,8 +76,8 @@ def test_every_method_of_verls_that_our_trainers_override_is_a_need():
 
 def test_every_change_of_verl_has_its_needs():
     text = " ".join(hook.name for hook in needs.HOOKS)
-    on_cpu = {"answer_for_vllm_cpu", "register_fsdp_engines", "offload_without_pinned_memory"}
-    on_cpu |= {"allow_float32", "register_megatron_engines", "install_megatron"}
+    on_cpu = {"answer_for_vllm_cpu", "register_engines", "offload_without_pinned_memory"}
+    on_cpu |= {"allow_float32", "install_megatron"}
     assert {change.name for change in TABLE if change.versions == VERL and change.name not in text} == on_cpu
 
 

@@ -1,0 +1,77 @@
+"""Whole runs that train with VeOmni, on two ranks: verl's trainer, Ray, our workers; vLLM generates."""
+
+import importlib.util
+import re
+
+import pytest
+
+from tests.stack.faults import CANARY
+from tests.stack.run_files import events, logged_events
+from tests.stack.running import SMALL, assert_documented, run
+from verl_ext.report.trajectories import load_trajectories
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("veomni") is None, reason="bash tools/setup_cpu.sh veomni"),
+]
+
+RECIPE = ("recipe=cpu_veomni", *SMALL[1:])
+
+
+@pytest.fixture
+def train(assets, stack, tmp_path):
+    """train(overrides...) -> the finished Run of three steps."""
+
+    def train(*overrides):
+        settings = (*RECIPE, f"assets={assets}", "trainer.total_training_steps=3", *overrides)
+        finished = run(["-m", "verl_ext.main_ppo", *settings], tmp_path, stack)
+        assert finished.code == 0, finished.tail
+        assert len(finished.steps) == 3
+        assert_documented(finished)
+        for step in finished.steps:
+            assert 0 < step["vllm_kl/k3"] < 1e-3 and step["guard/skipped"] == 0 < step["actor/grad_norm"]
+        return finished
+
+    return train
+
+
+def test_router_agreement_replay_and_the_canary(train, tmp_path):
+    finished = train(
+        "stability=icepop",
+        "stability.router_agreement=true",
+        "stability.replay=R2",
+        "stability.head.k=8",
+        "stability.trajectories.per_step=2",
+        "stability.cascade_attention=off",
+        CANARY,
+    )
+    assert events(tmp_path) == []
+    assert re.search(r"router agreement +│ compute_log_prob +│ 4 x \w+ on 2 rank\(s\)", finished.console)
+    for step in finished.steps:
+        assert 0.9 < step["router/agreement"] < 1 == step["router/checked"]
+        assert step["router/unknown"] == step["router/invalid"] == 0
+        # verl takes VeOmni's log-probabilities in bfloat16, the model's dtype, and the heads are read in float32.
+        assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < step["vllm_kl/k3"]
+        assert step["sync/moved"] > 1e-3 and 0.5 < step["sync/arrived_low"] < step["sync/arrived_high"] < 1.5
+    assert len(load_trajectories(tmp_path / "verl_ext" / "cpu_veomni.trajectories.jsonl")) == 2 * 3
+
+
+def test_moe_replays_the_rollouts_experts_and_each_update_is_undone(train, tmp_path):
+    """verl's replay reports no experts of VeOmni's own, so there is no agreement to measure."""
+    finished = train(
+        "stability=moe",
+        "stability.router_agreement=false",
+        "stability.filters=[overlong,zero_variance]",
+        "stability.guard.mini_batch={grad_norm:1.0e+30,policy_kl:1.0,vllm_kl:1.0}",  # which only measures
+        "stability.guard.after_update.trajectories=8",
+        "stability.guard.rules={moved:{signal:actor/after_update/policy_kl,above:0,action:undo}}",
+        CANARY,
+    )
+    assert re.search(r"routing replay +│ R3", finished.console)
+    assert [event[1:] for event in logged_events(tmp_path)].count(("moved", "undo")) == 3
+    assert [step["guard/undos"] for step in finished.steps] == [1, 2, 3]
+    for step in finished.steps:
+        assert "router/agreement" not in step
+        assert step["actor/after_update/policy_kl"] > 0 == step["sync/moved"], "the weights are those from before it"
+        assert step["actor/gate/grad_norm"] == pytest.approx(step["actor/grad_norm"], rel=1e-4)
