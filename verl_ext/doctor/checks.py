@@ -37,6 +37,7 @@ DISTRIBUTIONS = (
     "transformers",
     "megatron-core",
     "transformer-engine",
+    "veomni",
     "TransferQueue",
     "flash-attn",
 )

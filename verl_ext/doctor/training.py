@@ -19,6 +19,7 @@ BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.mo
 # model_type whose routers Megatron-Bridge 0.3.1 gives a bias, with the rate of megatron-core, 0.001.
 BIASED = ("deepseek_v3", "kimi_k2", "nemotron_h")
 CORRECTION = "algorithm.rollout_correction"
+ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument
 UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
 
 
@@ -167,3 +168,23 @@ def trust_region(context: Context) -> Iterable[Finding]:
     why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
     fix = ("stability.correction=opsm", "stability.opsm.delta=0.1")
     yield Finding("warning", f"{mode} without a trust region", why, fix)
+
+
+@check("VeOmni version", needs="config")
+def veomni_version(context: Context) -> Iterable[Finding]:
+    """A VeOmni whose models call transformers as it was before 5.9.
+
+    Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (Qwen3-MoE,
+    veomni/models/transformers/qwen3_moe/generated). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the
+    argument: seen with 5.10.4, a TypeError in the first forward pass. 0.1.12 leaves it out there.
+    """
+    found, transformers = context.versions.get("veomni"), context.versions.get("transformers")
+    if context.strategy != "veomni" or not found or not transformers:
+        return
+    if Version(found) < Version(ADAPTED) and Version(transformers) >= Version(DROPPED):
+        why = (
+            f"its models pass an argument that transformers dropped in {DROPPED}: the first forward pass fails. Install"
+        )
+        yield Finding("error", f"VeOmni {found} with transformers {transformers}", f"{why} veomni {ADAPTED}")
+    else:
+        yield Finding("ok", f"VeOmni {found} with transformers {transformers}")

@@ -461,6 +461,17 @@ def test_the_default_of_the_installed_vllm_is_read_from_its_source():
 
 
 @pytest.mark.parametrize(
+    ("veomni", "transformers", "level"),
+    [("0.1.11", "5.10.4", "error"), ("0.1.11", "5.8.1", "ok"), ("0.1.12", "5.10.4", "ok"), (None, "5.10.4", None)],
+)
+def test_which_veomni_knows_the_transformers_that_dropped_an_argument(findings, veomni, transformers, level):
+    versions = {name: one for name, one in {"veomni": veomni, "transformers": transformers}.items() if one}
+    found = findings("VeOmni version", "recipe=cpu_veomni", versions=versions)
+    assert worst(found) == level
+    assert not findings("VeOmni version", versions=versions), "another engine"
+
+
+@pytest.mark.parametrize(
     ("core", "engine", "expert_tensor", "level"),
     [
         ("0.18.2", "2.13.0", 1, "warning"),
