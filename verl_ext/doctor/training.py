@@ -174,17 +174,16 @@ def trust_region(context: Context) -> Iterable[Finding]:
 def veomni_version(context: Context) -> Iterable[Finding]:
     """A VeOmni whose models call transformers as it was before 5.9.
 
-    Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (Qwen3-MoE,
-    veomni/models/transformers/qwen3_moe/generated). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the
+    Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (its Qwen3
+    models in veomni/models/transformers). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the
     argument: seen with 5.10.4, a TypeError in the first forward pass. 0.1.12 leaves it out there.
     """
     found, transformers = context.versions.get("veomni"), context.versions.get("transformers")
     if context.strategy != "veomni" or not found or not transformers:
         return
     if Version(found) < Version(ADAPTED) and Version(transformers) >= Version(DROPPED):
-        why = (
-            f"its models pass an argument that transformers dropped in {DROPPED}: the first forward pass fails. Install"
-        )
-        yield Finding("error", f"VeOmni {found} with transformers {transformers}", f"{why} veomni {ADAPTED}")
+        why = f"its models pass an argument that transformers dropped in {DROPPED}, so the first forward pass fails"
+        said = f"{why}; install veomni {ADAPTED}"
+        yield Finding("error", f"VeOmni {found} with transformers {transformers}", said)
     else:
         yield Finding("ok", f"VeOmni {found} with transformers {transformers}")
