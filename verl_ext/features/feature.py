@@ -97,7 +97,7 @@ class RunFeatures:
 
 
 class Engines:
-    """The started engines, each asked once.
+    """The started engines.
 
     Args:
         workers: verl's worker group of the actor.

@@ -138,8 +138,8 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
     if actor.strategy == "megatron":
         _check_megatron_shift(run.config, asked, otherwise)
         return
-    if actor.strategy not in HOOKED:
-        known = ", ".join((*HOOKED, "megatron"))
+    if actor.strategy not in (*HOOKED, "veomni"):  # whose models have the routers of transformers
+        known = ", ".join((*HOOKED, "veomni", "megatron"))
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
         )

@@ -145,8 +145,8 @@ def rule(action):
             "set actor_rollout_ref.model.use_remove_padding=true",
         ),
         (
-            ["stability=router_shift_loss", "model_engine=veomni"],
-            "no adapter for actor_rollout_ref.actor.strategy=veomni (it has: fsdp, fsdp2, megatron)",
+            ["stability=router_shift_loss", "model_engine=torchtitan"],
+            "no adapter for actor_rollout_ref.actor.strategy=torchtitan (it has: fsdp, fsdp2, veomni, megatron)",
         ),
         (
             [
