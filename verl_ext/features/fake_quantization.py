@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.methods import described, require, require_one_of
@@ -136,15 +136,23 @@ def apply(run: RunFeatures) -> None:
     from verl_ext.upstream.fake_quantization import LOAD_FORMAT, OURS
 
     if run.config.actor_rollout_ref.rollout.name == "sglang":
-        theirs = json.loads(OmegaConf.select(run.config, MODEL_OVERRIDES) or "{}")
-        overrides = json.dumps(theirs | {OURS: asdict(asked)})
-        OmegaConf.update(run.config, MODEL_OVERRIDES, overrides, force_add=True)
+        overrides = _model_overrides(run.config) | {OURS: asdict(asked)}
+        OmegaConf.update(run.config, MODEL_OVERRIDES, json.dumps(overrides), force_add=True)
         return
     given = OmegaConf.select(run.config, f"{VLLM_ARGUMENTS}.load_format")
     inner = given or run.config.actor_rollout_ref.rollout.load_format
     settings = {**asdict(asked), "load_format": inner}
     OmegaConf.update(run.config, f"{VLLM_ARGUMENTS}.load_format", LOAD_FORMAT, force_add=True)
     OmegaConf.update(run.config, f"{VLLM_ARGUMENTS}.model_loader_extra_config.{OURS}", settings, force_add=True)
+
+
+def _model_overrides(config: DictConfig) -> dict[str, Any]:
+    """Returns the entries of the model's config that the user gives SGLang."""
+    given = OmegaConf.select(config, MODEL_OVERRIDES) or "{}"
+    try:
+        return dict(json.loads(given))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{MODEL_OVERRIDES}={given} is not an object in JSON", otherwise="quote it") from error
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:

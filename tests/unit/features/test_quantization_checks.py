@@ -67,6 +67,13 @@ def test_sglang_gets_it_as_a_part_of_the_models_config(check):
     }
 
 
+def test_what_sglang_is_given_already_has_to_be_json(check):
+    given = f"++{ROLLOUT}.engine_kwargs.sglang.json_model_override_args=rope"
+    config = check(f"{ROLLOUT}.name=sglang", f"{FAKE}.format=fp4", f"{FAKE}.group=16", given)
+    with pytest.raises(ConfigError, match="json_model_override_args=rope is not an object in JSON"):
+        apply_engine_settings(read_features(config, stability_config(config.stability)))
+
+
 def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
     config = check(f"{FAKE}.format=int8", f"{FAKE}.group=channel", f"{VLLM}.load_format=safetensors")
     apply_engine_settings(read_features(config, stability_config(config.stability)))
