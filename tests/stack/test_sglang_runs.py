@@ -103,7 +103,7 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
     finished = train(
         "stability=r3",
         *layout[trained_by],
-        "stability.batch_skip.threshold=1.0e-6",  # after a retraction a near tie may fall to another expert
+        "stability.batch_skip.threshold=1.0e-9",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,
         f"{OF_SGLANG}.max_total_tokens=160",
@@ -120,7 +120,7 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, m
     assert wrong["router/checked"] == 0 and right["router/checked"] == after["router/checked"] == 1
     assert 0 < max(step["router/retracted"] for step in finished.steps) < 1
     assert finished.console.count("warn: SGLang ran out of KV cache and read the tokens of") == 1
-    assert wrong["vllm_kl/k3"] > 1e-5 > 1e-6 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
+    assert wrong["vllm_kl/k3"] > 1e-7 > 1e-9 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
     for step in finished.steps:
         assert step["router/agreement"] == 1, "of the experts in use"
     assert wrong["router/own_agreement"] < 0.9 < right["router/own_agreement"]

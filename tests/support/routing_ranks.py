@@ -186,11 +186,7 @@ def run(case, folder):
     dist.broadcast_object_list(shared)  # as TransferQueue brings it to every rank
     later = shared[0]
 
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("gate.weight", "gate.base_layer.weight", "router.weight")):
-                parameter.mul_(-1)
-
+    turn_routers(model)
     if case.lora:
         data = batch(case, calculate_entropy=False, compute_loss=False, no_lora_adapter=True)
         data.update(later)
@@ -208,6 +204,14 @@ def run(case, folder):
     if trained is not None:
         found["metrics"] = tu.get(trained, "metrics")
     return found
+
+
+@torch.no_grad()
+def turn_routers(model):
+    """The routers after an update: they choose differently."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate.weight", "gate.base_layer.weight", "router.weight")):
+            parameter.mul_(-1)
 
 
 def loss(model_output, data, dp_group=None):

@@ -4,18 +4,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support.routing_families import build
-from tests.support.routing_ranks import LENGTHS, batch, loss, make_worker, sequences
+from tests.support.routing_ranks import LENGTHS, batch, loss, make_worker, sequences, turn_routers
 from verl_ext.base.names import DEVIATION, SHIFT_EXPERTS, SHIFT_SCORES
-
-GATE = ".mlp.gate.weight"
-
-
-def turn_routers(model):
-    """The routers after an update."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(GATE):
-                parameter.mul_(-1)
 
 
 @torch.no_grad()
@@ -26,7 +16,7 @@ def sequence_scores(family, turned):
     if turned:
         turn_routers(model)
     for name, module in model.named_modules():
-        if name.endswith(GATE.removesuffix(".weight")):
+        if name.endswith(".mlp.gate"):
             module.register_forward_hook(
                 lambda gate, args, output: seen.append(
                     (args[0].flatten(0, -2).double() @ gate.weight.double().T).log_softmax(-1)

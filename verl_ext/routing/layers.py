@@ -94,16 +94,21 @@ def _whole_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
 
     def whole(rows_nd: Tensor) -> Tensor:
         if config.sequence_parallel:
-            rows_nd = torch.cat(of_all_ranks(rows_nd, mpu.get_tensor_model_parallel_group()))
+            rows_nd = joined_over(rows_nd, mpu.get_tensor_model_parallel_group())
         if mpu.get_context_parallel_world_size() > 1:
-            rows_nd = unsplit(of_all_ranks(rows_nd, mpu.get_context_parallel_group()))
+            rows_nd = unsplit(_of_all_ranks(rows_nd, mpu.get_context_parallel_group()))
         return rows_nd
 
     return whole
 
 
-def of_all_ranks(rows_nd: Tensor, group: Any) -> list[Tensor]:
-    """Returns the rows of each rank of the group, which all have as many."""
+def joined_over(rows_nd: Tensor, group: Any) -> Tensor:
+    """Returns the rows of all ranks of the group one after another; of a single rank, its argument. All have as many
+    rows; no gradient passes."""
+    return rows_nd if dist.get_world_size(group) == 1 else torch.cat(_of_all_ranks(rows_nd, group))
+
+
+def _of_all_ranks(rows_nd: Tensor, group: Any) -> list[Tensor]:
     parts = [torch.empty_like(rows_nd) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, rows_nd.contiguous(), group)
     return parts

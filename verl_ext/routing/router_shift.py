@@ -28,7 +28,7 @@ from verl_ext.core.recorder import ROUTER
 from verl_ext.core.tokens import jagged
 from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
 from verl_ext.routing.fsdp import is_old_policy
-from verl_ext.routing.layers import megatron_points, of_all_ranks
+from verl_ext.routing.layers import joined_over, megatron_points
 from verl_ext.routing.outputs import RowLayout, packed_rows
 
 Take = Callable[[int, Any, Any], None]  # (number of the layer, router, its output)
@@ -257,13 +257,13 @@ class MegatronRows:
         from megatron.core import parallel_state as mpu
         from verl.models.mcore.util import preprocess_thd_engine
 
-        self.context = mpu.get_context_parallel_group()
+        self.tensor, self.context = mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()
         offsets = micro_batch["input_ids"].offsets().to(device)
         self.offsets = micro_batch[RESPONSE_MASK].offsets().to(device)
         numbers = torch.arange(1, int(offsets[-1]) + 1, device=device)
         arranged, *_ = preprocess_thd_engine(torch.nested.nested_tensor_from_jagged(numbers, offsets), pre_process=True)
         self.count = arranged.numel()
-        placed_m = torch.cat(of_all_ranks(arranged.flatten(), self.context))  # 0 on padding
+        placed_m = joined_over(arranged.flatten(), self.context)  # 0 on padding
         (places,) = placed_m.nonzero(as_tuple=True)
         place_T = torch.empty_like(numbers)
         place_T[placed_m[places] - 1] = places
@@ -272,15 +272,13 @@ class MegatronRows:
     def take(self, values_n: Tensor) -> Tensor:
         """Returns [R, *] from the [n, *] of each rank that shares the sequences."""
         if len(values_n) != self.count:
-            from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-
-            values_n = gather_from_sequence_parallel_region(values_n.contiguous(), tensor_parallel_output_grad=False)
+            values_n = joined_over(values_n, self.tensor)
         if len(values_n) != self.count:
             raise HookError(
                 f"Megatron's routers saw {len(values_n)} tokens on all ranks of a sequence, and verl laid out "
                 f"{self.count}: the loss router_shift cannot tell which is which; choose another loss_mode"
             )
-        return torch.cat(of_all_ranks(values_n, self.context))[self.rows]
+        return joined_over(values_n, self.context)[self.rows]
 
 
 def require_readable(point: ChoicePoint) -> ChoicePoint:
