@@ -29,7 +29,7 @@ class SyncCanarySettings:
         trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
             the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
             `separate_async`, whose weight transfer is not verl's naive one, and 0 elsewhere. 0 turns the check off.
-        every: check every this many syncs.
+        every: check the first three syncs, and then every this many.
     """
 
     trajectories: int | None = None

@@ -124,7 +124,7 @@ class Training:
         self.features = read_features(config, setup.stability)
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
-        self.canary = SyncCanary()
+        self.canary = SyncCanary(self.setup.stability.sync_canary.every)
         self._watched: LabBatch | None = None
         self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
 
@@ -218,7 +218,7 @@ class Training:
             self.canary.begin(number - 1, *self._canary_scores(batch))
 
     def _look_at_sync(self, number: int) -> dict[str, float]:
-        if self._watched is None or number % self.setup.stability.sync_canary.every:
+        if self._watched is None or not self.canary.is_due(number):
             return {}
         metrics, decision = self.canary.check(number, *self._canary_scores(self._watched))
         self.actions.carry_out(decision)

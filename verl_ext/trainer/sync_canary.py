@@ -10,6 +10,10 @@ E[x y] / E[x^2]: a matched filter, which detects updates far below the gap of th
 with x. The training engine rounds differently in each scoring. This noise counts only in E[x^2] and makes the quotient
 too small. Its power is at most twice that of the gap, which is subtracted for the upper end.
 
+A part of an update, say of some layers, moves some tokens and not others. An update that arrived multiplied by a factor
+moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and the
+median of y / x is logged with its spread.
+
 On verl the trajectories are kept in TransferQueue next to the batch, and scored by workers and servers at temperature
 1, without top-k and top-p, because that is how a server scores given tokens.
 
@@ -39,6 +43,8 @@ FEWEST = 16  # tokens
 SIGMAS = 4.0  # standard errors, to either side
 MISSING = 0.75  # an upper end below it: at least a part of the update did not arrive
 ARRIVED = 0.5  # a lower end above it: the update arrived
+LEAST_REST = 1e-9  # of 1 - leverage, which rounding may make 0
+FIRST_CHECKS = 3  # syncs that are checked whatever `every` says, because updates are still small
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,15 @@ class Arrival:
     Attributes:
         low, high: its ends; `high` is infinite while the gap may hide the update.
         moved: root mean square of x, in nats per token.
+        median: the median of y / x, over the half of the tokens that training moved most; nan if it moved none.
+        spread: the median distance of y / x from it.
     """
 
     low: float
     high: float
     moved: float
+    median: float = math.nan
+    spread: float = math.nan
 
     @property
     def missing(self) -> bool:
@@ -76,11 +86,18 @@ def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arriv
     if power == 0:
         return Arrival(0.0, math.inf, 0.0)
     common = (x * y).mean().item()
-    rest = y - common / power * x
-    error = SIGMAS * math.sqrt((x * rest).square().mean().item() / len(x))  # of a slope through 0 (White, 1980)
+    # Of a slope through 0, by HC3 (MacKinnon and White, 1985): `rest` is a token's distance from the slope of the other
+    # tokens. A token whose experts flipped in one engine may have moved further than all others together. It would
+    # lie on its own slope, and make a wrong share look sure.
+    rest = (y - common / power * x) / (1 - x.square() / x.square().sum()).clamp_min(LEAST_REST)
+    error = SIGMAS * math.sqrt((x * rest).square().mean().item() / len(x))
     least = power - 2 * (before - infer_before).var().item()  # of what the weights moved
     high = max(common + error, 0.0) / least if least > 0 else math.inf
-    return Arrival(max(common - error, 0.0) / power, high, math.sqrt(power))
+    most = x.abs().topk(-(-len(x) // 2)).indices
+    shares = (y[most] / x[most])[x[most] != 0]
+    median = shares.quantile(0.5)
+    spread = (shares - median).abs().quantile(0.5)
+    return Arrival(max(common - error, 0.0) / power, high, math.sqrt(power), median.item(), spread.item())
 
 
 RULE = "weight_sync"  # of its events, and of the guard's jump
@@ -98,14 +115,23 @@ class Replica:
 
 
 class SyncCanary:
-    """Compares the scores after each sync with those after the last one that arrived."""
+    """Compares the scores after a sync with those after the last one that arrived.
 
-    def __init__(self) -> None:
+    Args:
+        every: check every this many syncs, and the first ones.
+    """
+
+    def __init__(self, every: int = 1) -> None:
         self._replicas: list[Replica] = []
+        self._every, self._checks = every, 0
 
     @property
     def begun(self) -> bool:
         return bool(self._replicas)
+
+    def is_due(self, step: int) -> bool:
+        """Returns True if the sync of this step is to be checked."""
+        return self._checks < FIRST_CHECKS or step % self._every == 0
 
     def begin(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> None:
         """Stores these scores, of training and of each rollout engine, as those of the same weights."""
@@ -116,6 +142,7 @@ class SyncCanary:
         step."""
         found = []
         events: list[Event] = []
+        self._checks += 1
         for number, (replica, infer_N) in enumerate(zip(self._replicas, infer, strict=True)):
             seen = arrival((replica.train, train_N), (replica.infer, infer_N))
             found.append(seen)
@@ -139,6 +166,9 @@ class SyncCanary:
         }
         if math.isfinite(high := min(seen.high for seen in found)):
             metrics[SIGNAL] = high
+        if moved := [seen for seen in found if not math.isnan(seen.median)]:
+            furthest = max(moved, key=lambda seen: abs(seen.median - 1))
+            metrics |= {"sync/arrived_median": furthest.median, "sync/arrived_spread": furthest.spread}
         return metrics, Decision(tuple(events))
 
 
@@ -268,7 +298,7 @@ class CanaryRun:
     """
 
     def __init__(self, settings: SyncCanarySettings, comparable: bool, required: bool = True):
-        self.canary = SyncCanary()
+        self.canary = SyncCanary(settings.every)
         self.metrics: dict[str, float] = {}
         self._settings, self._comparable, self._required = settings, comparable, required
         self._off = False
@@ -293,7 +323,7 @@ class CanaryRun:
 
     def after_update(self, step: int, workers: Any) -> None:
         """Scores while the workers have the engine to themselves: at the sync they may give way to the rollout."""
-        due = self._trajectories is not None and step % self._settings.every == 0
+        due = self._trajectories is not None and self.canary.is_due(step)
         self._train = self._trajectories.score_in_workers(workers) if due and self._trajectories else None
 
     def after_sync(self, step: int, handles: Sequence[Any]) -> Decision:

@@ -1,7 +1,8 @@
 """The share of an update that reached the rollout: on made-up scores whose answer is known."""
 
 import math
-from statistics import fmean, variance
+from dataclasses import astuple
+from statistics import fmean, median, variance
 
 import pytest
 import torch
@@ -28,17 +29,21 @@ def scores(share, moved, rounding, seed=0, count=N):
 
 
 def by_hand(train, infer):
-    """The formula in plain Python."""
+    """The formulas in plain Python. A token's residual is its distance from the slope of all others."""
     before, after, infer_before, infer_after = (each.tolist() for each in (*train, *infer))
     x = [b - a for a, b in zip(before, after, strict=True)]
     y = [b - a for a, b in zip(infer_before, infer_after, strict=True)]
     power = fmean(a * a for a in x)
     common = fmean(a * b for a, b in zip(x, y, strict=True))
-    share = common / power
-    error = SIGMAS * math.sqrt(fmean((a * (b - share * a)) ** 2 for a, b in zip(x, y, strict=True)) / len(x))
+    total, product = math.fsum(a * a for a in x), math.fsum(a * b for a, b in zip(x, y, strict=True))
+    rest = [b - a * (product - a * b) / (total - a * a) for a, b in zip(x, y, strict=True)]
+    error = SIGMAS * math.sqrt(fmean((a * b) ** 2 for a, b in zip(x, rest, strict=True)) / len(x))
     least = power - 2 * variance([a - b for a, b in zip(before, infer_before, strict=True)])
     high = max(common + error, 0) / least if least > 0 else math.inf
-    return max(common - error, 0) / power, high, math.sqrt(power)
+    moved_most = sorted(zip(x, y, strict=True), key=lambda pair: -abs(pair[0]))[: (len(x) + 1) // 2]
+    middle = median(b / a for a, b in moved_most)
+    spread = median(abs(b / a - middle) for a, b in moved_most)
+    return max(common - error, 0) / power, high, math.sqrt(power), middle, spread
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 1), st.floats(0, 0.3), st.integers(0, 1000))
@@ -46,7 +51,7 @@ def by_hand(train, infer):
 def test_it_is_the_formula(share, moved, rounding, seed):
     given = scores(share, moved, rounding, seed, count=64)
     found = arrival(*given)
-    assert (found.low, found.high, found.moved) == pytest.approx(by_hand(*given), rel=1e-9)
+    assert astuple(found) == pytest.approx(by_hand(*given), rel=1e-9)
 
 
 @pytest.mark.parametrize("rounding", [0.0, 1e-3, 3e-3])
@@ -75,12 +80,31 @@ def test_no_false_alarm_whatever_moves_and_rounds(moved, rounding, seed):
     assert not arrival(*scores(1.0, moved, rounding, seed, count=256)).missing
 
 
+def test_one_token_that_moved_further_than_all_others_does_not_decide():
+    """Its experts flipped in the training engine and not in the rollout; all other tokens got the whole update."""
+    (before, after), (infer_before, infer_after) = scores(1.0, 0.01, 1e-4, count=256)
+    after[7] += 5.0
+    found = arrival((before, after), (infer_before, infer_after))
+    assert found.low < 0.01 and not found.missing and found.median == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.5, 2.0])
+def test_a_multiplied_update_moves_every_token_by_the_same_share_and_a_part_of_one_does_not(factor):
+    train, infer = scores(factor, 0.05, 1e-4)
+    multiplied = arrival(train, infer)
+    assert multiplied.median == pytest.approx(factor, rel=0.01) and multiplied.spread < 0.01
+    places = torch.linspace(0, 2 * factor, N, dtype=torch.float64)
+    part = arrival(train, (infer[0], infer[0] + places * (train[1] - train[0])))
+    assert part.median == pytest.approx(factor, rel=0.1) and part.spread > 0.2 * factor
+
+
 def test_nothing_moved_or_nothing_to_compare_tells_nothing():
     still, nan = torch.zeros(32), torch.full((32,), math.nan)
     same = (still, still)
     for train, infer in ((same, same), ((still, nan), same), ((still[:0],) * 2, (still[:0],) * 2)):
         found = arrival(train, infer)
         assert (found.low, found.high, found.moved) == (0, math.inf, 0)
+        assert math.isnan(found.median) and math.isnan(found.spread)
         assert not found.missing and not found.arrived
 
 

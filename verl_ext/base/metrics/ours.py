@@ -356,6 +356,20 @@ SYNC = Section(
             rare=True,
             label="update arrived, at most",
         ),
+        after(
+            "sync/arrived_median",
+            "share of the median token, among the half of the tokens that training moved most; of the rollout engine "
+            "where it is furthest from 1",
+            "share",
+            rare=True,
+        ),
+        after(
+            "sync/arrived_spread",
+            "median distance of these tokens' shares from it: small if every token got the same share, as from an "
+            "update that was multiplied",
+            "share",
+            rare=True,
+        ),
     ),
     override="stability.sync_canary.trajectories=8",
 )
