@@ -53,6 +53,7 @@ DECIDED = [  # in that scenario, with all RULES: (step, rule, action)
 SCENARIOS = {
     "every action": EVERY_ACTION,
     "lost adapter": {1: "missed sync"},
+    "doubled adapter": {1: "adapter doubled from here on"},
     "lost syncs": {4: "weights lost from here on"},
     "short log-probs": {2: "short log-probs"},
     "shifted experts": {2: "shifted experts"},
@@ -61,7 +62,6 @@ SCENARIOS = {
     "resumed": {4: "nan log-probs", 6: "shifted recording"},
     "another temperature": {THROUGHOUT: WARMER},
     "wrong replay": dict.fromkeys((1, *range(4, 1000)), "shifted experts"),
-    "frozen rollout": dict.fromkeys(range(9, 1000), "missed sync"),
 }
 
 RULES = {  # of the guard, which see the faults
@@ -175,30 +175,36 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                 finally:
                     self.checkpoint_manager = manager
                 return
-            if faults.get(self.global_steps) == "weights lost from here on":
-                self.actor_rollout_wg.lose_weights()
+            match faults.get(self.global_steps, "").split():
+                case [what, how, "from", "here", "on"]:
+                    self.actor_rollout_wg.change_syncs(what, how)
             super().on_step_end()
 
     return FaultyTrainer
 
 
-def losing(worker_class: type) -> type:
-    """Returns a subclass of `worker_class` whose weight syncs can be made to send only one tensor, without an error."""
+def changing_syncs(worker_class: type) -> type:
+    """Returns a subclass of `worker_class` whose weight syncs can be made to send something else, without an error."""
     from verl.single_controller.base.decorator import Dispatch, register
 
-    class LosingWorker(worker_class):
+    class ChangingWorker(worker_class):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def lose_weights(self):
+        def change_syncs(self, what, how):
             engine = self.actor.engine
             whole = engine.get_per_tensor_param
 
             def sent(*args, **kwargs):
                 weights, adapter = whole(*args, **kwargs)
-                return (each for each in weights if each[0] == "model.norm.weight"), adapter
+                match what, how:
+                    case "weights", "lost":
+                        weights = (each for each in weights if each[0] == "model.norm.weight")
+                    case "adapter", "doubled":
+                        adapter = adapter | {"lora_alpha": 2 * adapter["lora_alpha"]}
+                return weights, adapter
 
             engine.get_per_tensor_param = sent
 
-    return LosingWorker
+    return ChangingWorker
 
 
 class WithoutSync:
@@ -218,4 +224,4 @@ if __name__ == "__main__":
     from tests.stack import own_trainer
 
     faults = SCENARIOS[sys.argv.pop(1)]
-    own_trainer.main(lambda trainer_class: faulty(trainer_class, faults), losing)
+    own_trainer.main(lambda trainer_class: faulty(trainer_class, faults), changing_syncs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lambda worker: worker) -> None:
     """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer instead of each trainer_mode's.
 
-    And `wrap_worker` of the worker that captures routing.
+    And `wrap_worker` of the worker that takes our loss, and of the one that captures routing as well.
     """
     from verl_ext import main_ppo
     from verl_ext.trainer import task_runner
@@ -17,7 +17,7 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
             from verl.workers.engine_workers import ActorRolloutRefWorker
 
             from verl_ext.trainer import trainers
-            from verl_ext.workers.actor import ROUTING_WORKERS
+            from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
             install = trainers.install_trainers
 
@@ -25,7 +25,8 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
                 install()
                 for mode, trainer in TRAINER_REGISTRY.items():
                     TRAINER_REGISTRY[mode] = wrap(trainer)
-                ROUTING_WORKERS[ActorRolloutRefWorker] = wrap_worker(ROUTING_WORKERS[ActorRolloutRefWorker])
+                for workers in (LOSS_WORKERS, ROUTING_WORKERS):
+                    workers[ActorRolloutRefWorker] = wrap_worker(workers[ActorRolloutRefWorker])
 
             trainers.install_trainers = install_wrapped
             super().run(config)

@@ -7,7 +7,7 @@ import torch
 
 from tests.stack.faults import CANARY, DECIDED, RULES, rules
 from tests.stack.run_files import SAVES, equal_tensors, events, local_part, logged_events, shards
-from tests.stack.running import assert_documented
+from tests.stack.running import assert_documented, suspected_causes
 
 pytestmark = pytest.mark.e2e
 
@@ -73,6 +73,16 @@ def test_a_lora_whose_first_weight_sync_is_lost(with_faults, dense_lora):
     assert_documented(run)
     lost, *there = run.steps
     assert lost["sync/arrived_high"] < 0.5 < min(step["sync/arrived_low"] for step in there)
+
+
+def test_a_lora_that_the_rollout_applies_twice_as_strongly(with_faults, dense_lora):
+    """vLLM is told twice the alpha that training has: every token moves twice as far there."""
+    settings = ("stability=tis", "precision=fp32", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
+    run = with_faults("doubled adapter", *settings, *dense_lora, steps=9)
+    assert run.code == 0, run.tail
+    first = run.steps[0]
+    assert first["sync/arrived_median"] == pytest.approx(2, rel=0.1) and first["sync/arrived_spread"] < 0.2
+    assert suspected_causes(run)[0] == "scaled_update"
 
 
 def assert_same(one, other):
