@@ -22,15 +22,15 @@ from statistics import median
 
 from rich.console import Console
 
-from verl_ext.guard.diagnosis import Diagnosis, find_question, find_suspects
+from verl_ext.guard.diagnosis import ROUNDING, Diagnosis, find_question, find_suspects
 from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 32}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 40}  # the number of the first run that is judged
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
-    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8", "stability.sync_canary.every=5"),
+    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8"),
     f"trainer.total_training_steps={STEPS}",
 )
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -43,6 +43,7 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "lab.model.experts": ("8", "16"),
         LR: ("1.0e-3", "5.0e-4"),
         "actor_rollout_ref.actor.ppo_mini_batch_size": ("8", "4"),
+        "stability.sync_canary.every": ("1", "4"),
     },
     "held_out": {
         "lab.task.name": ("prefix_sums", "reverse", "sort"),
@@ -50,6 +51,7 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
         "lab.model.experts": ("8", "12", "24"),
         LR: ("1.0e-3", "7.0e-4", "4.0e-4"),
         "actor_rollout_ref.actor.ppo_mini_batch_size": ("8", "4", "2"),
+        "stability.sync_canary.every": ("1", "5"),
     },
 }
 
@@ -188,6 +190,14 @@ PLANTED: dict[str, Planted] = {
 }
 
 
+def rounds(number: int, planted: Planted) -> bool:
+    """Returns True if the engines of this run differ in their rounding besides, as any two real engines do.
+
+    Every other four runs of a cause do, so that each severity is planted with and without it.
+    """
+    return planted.cause not in ROUNDING and number // 4 % 2 == 1
+
+
 def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCell]]:
     """Yields (name, run) of each planted cause; the first run of every cause comes before the second of any."""
     first = 0 if which == "development" else 1000
@@ -200,7 +210,8 @@ def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCe
             general = [
                 f"{key}={value}" for key, value in drawn.items() if not any(o.startswith(f"{key}=") for o in own)
             ]
-            overrides = (*COMMON, *general, *own, f"lab.regimes=[{planted.regime}]")
+            regimes = ["bf16"] * rounds(number, planted) + [planted.regime] * bool(planted.regime)
+            overrides = (*COMMON, *general, *own, f"lab.regimes=[{','.join(regimes)}]")
             yield name, GridCell(Arm(f"{name}/{number}", overrides), first + number, STEPS)
 
 
@@ -249,6 +260,7 @@ class Judged:
         reports: (step, cause) as the run reported them while it ran.
         steps: of the run.
         onset: the step from which the planted cause acts.
+        rounds: the engines round differently besides.
     """
 
     found: list[str]
@@ -256,12 +268,19 @@ class Judged:
     reports: list[tuple[int, str]]
     steps: int
     onset: int
+    rounds: bool
 
 
-def judge_run(folder: Path) -> Judged:
+def causes_named(metrics: Metrics, planted: Planted) -> list[str]:
+    """Returns the causes that a report names; without harmless rounding, unless rounding is what was planted."""
+    suspects = find_suspects(metrics)
+    return [each.cause.name for each in suspects if not each.harmless or planted.cause in ROUNDING]
+
+
+def judge_run(folder: Path, planted: Planted) -> Judged:
     metrics = read_metrics(folder / "metrics.jsonl")
-    found, without = ([suspect.cause.name for suspect in find_suspects(known)] for known in (metrics, plain(metrics)))
-    return Judged(found, without, *named_at(metrics), onset_of(folder))
+    found, without = (causes_named(known, planted) for known in (metrics, plain(metrics)))
+    return Judged(found, without, *named_at(metrics), onset_of(folder), rounds(int(folder.parent.name), planted))
 
 
 def folders_of(name: str, which: str, out: Path) -> list[Path]:
@@ -277,8 +296,14 @@ def is_right(cause: str, found: list[str], places: int) -> bool:
 
 def judge(which: str, out: Path) -> None:
     """Prints the tables of docs/diagnosis.md: by planted cause, which cause came first, and how soon it was named."""
-    runs = {name: [judge_run(folder) for folder in folders_of(name, which, out)] for name in PLANTED}
-    columns = ("planted", "runs", "first", "first two", "otherwise", "reported after", "verl's metrics only")
+    runs = {
+        name: [judge_run(folder, planted) for folder in folders_of(name, which, out)]
+        for name, planted in PLANTED.items()
+    }
+    columns = (
+        *("planted", "runs", "first", "with rounding besides", "first two", "otherwise", "reported after"),
+        "verl's metrics only",
+    )
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, judged in runs.items():
         cause = PLANTED[name].cause
@@ -287,10 +312,14 @@ def judge(which: str, out: Path) -> None:
         )
         reported = [[step - run.onset for step, named in run.reports if named == cause] for run in judged]
         delays = [steps[0] for steps in reported if steps]
+        first, two = (sum(is_right(cause, run.found, places) for run in judged) for places in (1, 2))
+        rounding = [is_right(cause, run.found, 1) for run in judged if run.rounds]
         row = (
             name,
             len(judged),
-            *(sum(is_right(cause, run.found, places) for run in judged) for places in (1, 2)),
+            first,
+            f"{sum(rounding)} of {len(rounding)}" if rounding else "",
+            two,
             ", ".join(f"{other} {count}" for other, count in wrong.items()),
             f"{median(delays):.0f} steps" if delays else "",
             sum(is_right(cause, run.plain, 1) for run in judged),
@@ -304,6 +333,9 @@ def judge(which: str, out: Path) -> None:
             one, two = (sum(is_right(cause, getattr(run, named), n) for cause, run in faulty) for n in (1, 2))
             shares = f"first in {one} ({one / len(faulty):.1%}), among the first two in {two} ({two / len(faulty):.1%})"
             print(f"- from {known}: {shares}")
+        for known, besides in (("engines that are equal otherwise", False), ("rounding besides", True)):
+            right = [is_right(cause, run.found, 1) for cause, run in faulty if run.rounds == besides]
+            print(f"- with {known}: first in {sum(right)} of {len(right)}")
     if sound:
         alarms, steps = sum(len(run.reports) for run in sound), sum(run.steps for run in sound)
         accused, plainly = (sum(bool(getattr(run, named)) for run in sound) for named in ("found", "plain"))
@@ -346,7 +378,7 @@ def ask(which: str, out: Path) -> None:
             known, asked = follow(whole)
             runs, settings = runs + 1, settings + len(asked)
             for title, metrics in (("verl's own", plain(whole)), ("and those asked for", known), ("all", whole)):
-                right[title] += is_right(planted.cause, [one.cause.name for one in find_suspects(metrics)], 1)
+                right[title] += is_right(planted.cause, causes_named(metrics, planted), 1)
     print("| metrics | cause first, or none named in a sound run |\n|---|---|")
     for title, count in right.items():
         print(f"| {title} | {count} of {runs} ({count / runs:.1%}) |")

@@ -52,6 +52,7 @@ class Cause:
         moe_override: what to try in a mixture of experts; "" if that is `override` too.
         probe: names of the PROBE_READINGS that it may have; () if the probe cannot find it.
         doctor: the doctor's checks that find it in the settings of a launch.
+        of_gap: it makes the engines differ; False if it is in the learning itself.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Cause:
     moe_override: str = ""
     probe: tuple[str, ...] = ()
     doctor: tuple[str, ...] = ()
+    of_gap: bool = True
 
     @property
     def advice(self) -> str:
@@ -198,30 +200,35 @@ CAUSES = {
             "Updates are too large: the learning rate",
             "actor/grad_norm, actor/ppo_kl and actor/pg_clipfrac in the steps before the fall",
             doctor=("resumed schedule",),
+            of_gap=False,
         ),
         Cause(
             "entropy_collapse",
             "The entropy collapses before the task is learnt",
             "actor/entropy against the reward; the entropy bonus, clip_ratio_high, the share of positive advantages",
             "actor_rollout_ref.actor.clip_ratio_high=0.28",
+            of_gap=False,
         ),
         Cause(
             "hacked_reward",
             "The reward pays for length",
             "a few of the longest answers (trajectories), and the reward by length; an overlong penalty",
             "reward.reward_manager.name=dapo",
+            of_gap=False,
         ),
         Cause(
             "noisy_reward",
             "The reward does not rise: it does not tell right from wrong, or nothing is learnt from it",
             "the grader on a few trajectories (the same answer twice, a wrong one, an empty one), then the learning "
             "rate",
+            of_gap=False,
         ),
         Cause(
             "no_signal",
             "All answers to a prompt get the same reward",
             "critic/score/min and max, and prompts that are always or never solved",
             "algorithm.filter_groups.enable=true",
+            of_gap=False,
         ),
     )
 }

@@ -61,6 +61,7 @@ LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
+SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.06 and more of parts
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 
 
@@ -163,11 +164,21 @@ class Marks:
         return self.excess is not None and self.excess < -2 * SIGMAS and (self.one_sided or 1.0) < 0.97
 
     @cached_property
+    def gains_mass(self) -> bool:
+        """True if the mean of k is far above 1: tokens were sampled from another distribution than that of l_infer.
+
+        If they are sampled from p, the mean of p/q is 1 only for q = p, and else above 1 (Jensen). Rounding leaves it
+        at 1, so a gap of rounding does not hide it.
+        """
+        return self.excess is not None and self.excess > 2 * SIGMAS and (self.one_sided or 2.0) > 1.6
+
+    @cached_property
     def at_once(self) -> float | None:
         """The gap in the first steps, as a share of the gap now, at most 1; None in a resumed run.
 
         Steps whose rollouts are older than the policy are left out, because their gap includes the policy's own
-        movement. If all first steps are such steps, it is None unless even their gap was small.
+        movement. If all first steps are such steps, it is None unless even their gap was small. If the second reading
+        is far larger than the first, the update of the first step made the gap, and only the first reading counts.
         """
         names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
         for name in names:
@@ -176,7 +187,10 @@ class Marks:
                 if not len(first):
                     return None
                 fresh = first[[step not in self._stale_steps for step in first[:, 0]]]
-                start, now = (fresh if len(fresh) else first)[:, 1].mean(), np.median(found[-WINDOW:, 1])
+                early = (fresh if len(fresh) else first)[:, 1]
+                if len(early) > 1 and early[0] < MOVED * early[1:].min():
+                    early = early[:1]
+                start, now = early.mean(), np.median(found[-WINDOW:, 1])
                 share = max(float(start / now), 0.0) if start < now else 1.0
                 share = share**0.5 if name.endswith(("k3", "k3_kl")) else share
                 return share if len(fresh) or share < FROZEN else None
@@ -296,11 +310,7 @@ class Marks:
     @cached_property
     def arrivals(self) -> np.ndarray:
         """[looks, 2] intervals of the share of an update that arrived, one for each look that could measure it."""
-        low, high = (self._series.get(f"sync/arrived_{end}") for end in ("low", "high"))
-        if low is None or high is None:
-            return np.empty((0, 2))
-        ends = dict(high.tolist())
-        return np.array([(value, ends[step]) for step, value in low.tolist() if step in ends]).reshape(-1, 2)
+        return self._joined("sync/arrived_low", "sync/arrived_high")[:, 1:]
 
     @cached_property
     def arrived(self) -> tuple[float, float] | None:
@@ -311,44 +321,46 @@ class Marks:
         return float(np.median(last[:, 0])), float(np.median(last[:, 1]))
 
     @cached_property
+    def shares(self) -> np.ndarray:
+        """[looks, 2] the share of an update that the median token got, and the spread of the tokens around it.
+
+        Looks before which training had not moved are left out.
+        """
+        return self._joined("sync/arrived_median", "sync/arrived_spread")[:, 1:]
+
+    @cached_property
     def scaled(self) -> float | None:
         """The share of an update that arrived for every token alike, if that is not 1.
 
         Only multiplied updates arrive by more than 1. A share below 1 is judged by the first looks, when updates are
         small: a multiplied update then moves each token by the same share, whereas a part of an update moves some
-        tokens and not others, which leaves a wide interval.
+        tokens and not others.
         """
-        if not len(self.arrivals):
-            return None
-        if self.arrivals[:, 0].max() > 1.1:
+        if len(self.arrivals) and self.arrivals[:, 0].max() > 1.1:
             return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
-        low, high = self.arrivals[0]
-        share, after = float(low + high) / 2, self.arrivals[1 : 1 + FIRST]
-        if not 0.1 < share < 0.85 or high - low > 0.2 * (1 - share) or not len(after):
-            return None
-        return share if (after[:, 0] < high + 0.1).all() and (after[:, 1] > low - 0.1).all() else None
+        for median, spread in self.shares[:2].tolist():
+            if spread < SAME * median and abs(median - 1) > 0.1:
+                return median
+        return None
 
     @cached_property
-    def common_share(self) -> float | None:
-        """A share of an update that all of the first looks allow, if it is neither 0 nor 1."""
-        if len(self.arrivals) < FIRST:
-            return None
-        low, high = self.arrivals[:FIRST, 0].max(), self.arrivals[:FIRST, 1].min()
-        return float(low + high) / 2 if low < high and 0.1 < (low + high) / 2 < 0.85 else None
+    def some_arrive(self) -> bool:
+        """True if tokens get different shares of the updates since one last arrived, and ever more so.
 
-    @cached_property
-    def moves_on(self) -> bool:
-        """True if the rollout's scores still move since an update last arrived whole, and further from look to look.
-
-        If the rollout's weights stay the same, the upper end of what arrived, in nats, is noise, and noise does not
-        grow.
+        If the rollout's weights stay the same, the spread in nats is noise, and noise does not grow.
         """
-        moved = dict(self._series["sync/moved"].tolist()) if "sync/moved" in self._series else {}
-        highs = self._series.get("sync/arrived_high", np.empty((0, 2))).tolist()
-        most = np.array([(high, high * moved[step]) for step, high in highs if step in moved]).reshape(-1, 2)
-        whole = np.flatnonzero(most[:, 0] >= 0.75)
-        since = most[whole[-1] + 1 if whole.size else 0 :]
-        return len(since) > FIRST and bool((since[-FIRST:, 1] > 3 * since[0, 1]).all() and since[-1, 0] > 0.03)
+        looks = self._joined("sync/arrived_spread", "sync/moved")
+        nats = looks[:, 1] * looks[:, 2]
+        lows = self._joined("sync/arrived_low")
+        if (arrived := lows[lows[:, 1] > 0.5, 0]).size:
+            nats = nats[looks[:, 0] > arrived[-1]]
+        return bool(len(nats) > FIRST and nats[-FIRST:].min() > 3 * nats[0] and nats[-1] > 0.01)
+
+    def _joined(self, *names: str) -> np.ndarray:
+        """Returns [steps, 1 + names] the steps that logged all these metrics, and their readings."""
+        found = [dict(self._series.get(name, np.empty((0, 2))).tolist()) for name in names]
+        steps = [step for step in found[0] if all(step in readings for readings in found)]
+        return np.array([[step, *(readings[step] for readings in found)] for step in steps]).reshape(-1, 1 + len(names))
 
     # The learning.
 
@@ -530,6 +542,9 @@ ROUNDING = ("two_precisions", "quantized")
 def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
     """Returns the causes with at least LEAST points, the likeliest first; none if no mark is clear enough.
 
+    Harmless rounding is returned only by itself: no cause comes after an explanation that is not a fault, because it
+    would accuse a sound run.
+
     Args:
         series: name of a metric -> its finite readings (step, value), in ascending steps.
     """
@@ -538,6 +553,8 @@ def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
         return []
     ranked = _ranked(marks)
     found = [suspect for suspect in ranked if suspect.points >= LEAST]
+    harmless = next((place for place, suspect in enumerate(found) if suspect.harmless), len(found))
+    found = found[: harmless or 1]
     if found and not found[0].harmless:
         found[0] = replace(found[0], question=_question_of(marks, ranked))
     return found
@@ -551,14 +568,21 @@ def find_question(series: Mapping[str, Readings | np.ndarray]) -> OpenQuestion |
 
 
 def _ranked(marks: Marks) -> list[Suspect]:
-    """Returns all causes, the one with the most points first."""
+    """Returns all causes, the one with the most points first.
+
+    Rounding of a harmless size explains a gap, and no reward that falls. If it is the likeliest cause of the gap, the
+    causes in the learning that are named come first.
+    """
     small = marks.k3 is not None and marks.k3 < LARGE
     moe = marks.logs(ROUTER)
     judged = [
         Suspect(CAUSES[name], tuple(judge(marks)), harmless=small and name in ROUNDING, moe=moe)
         for name, judge in JUDGES.items()
     ]
-    return sorted(judged, key=lambda suspect: -suspect.points)
+    ranked = sorted(judged, key=lambda suspect: -suspect.points)
+    if next(suspect for suspect in ranked if suspect.cause.of_gap).harmless:
+        ranked.sort(key=lambda suspect: suspect.cause.of_gap or suspect.points < LEAST)
+    return ranked
 
 
 def _question_of(marks: Marks, ranked: Sequence[Suspect]) -> OpenQuestion | None:
@@ -616,8 +640,13 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
         ]
     if not marks.logs("sync/arrived_low"):
         found["stability.sync_canary.trajectories=8"] = [
-            {"sync/arrived_low": low, "sync/arrived_high": high}
-            for low, high in ((0.0, 0.02), (0.2, 0.6), (0.48, 0.52), (0.97, 1.03))
+            {
+                "sync/arrived_low": low,
+                "sync/arrived_high": high,
+                "sync/arrived_median": (low + high) / 2,
+                "sync/arrived_spread": spread,
+            }
+            for low, high, spread in ((0.0, 0.02, 0.0), (0.2, 0.6, 0.2), (0.48, 0.52, 0.01), (0.97, 1.03, 0.01))
         ]
     return found
 
@@ -697,16 +726,16 @@ def judges(name: str) -> Callable[[Judge], Judge]:
 
 # Weights that did not arrive.
 
-MOVES_ON = "little of the updates arrives, but the rollout moves further with each look"
+SOME_ARRIVE = "little of the updates arrives, and tokens get different shares of it"
 
 
 def _came(marks: Marks) -> Iterator[Sign]:
     if not marks.apart:
         yield Sign(-9, f"k3 is {_number(marks.k3)}: the engines agree")
-    elif marks.came_with_updates:
-        yield Sign(2 if marks.sudden else 1, _with_updates_sentence(marks))
     elif marks.static:
         yield Sign(-4, _at_once_sentence(marks))
+    elif marks.at_once is not None:
+        yield Sign(2 if marks.came_with_updates and marks.sudden else 1, _with_updates_sentence(marks))
 
 
 @judges("old_weights")
@@ -735,8 +764,8 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.arrived is not None:
         yield Sign(3 if marks.arrived[1] < 0.1 else -2, _arrived_sentence(marks.arrived))
-        if marks.moves_on:
-            yield Sign(-2, MOVES_ON)
+        if marks.some_arrive:
+            yield Sign(-2, SOME_ARRIVE)
     elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
 
@@ -746,10 +775,10 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
     """Lab, `partial_sync`: a part of an update arrives, another one each time; routers before the stale layer agree."""
     yield from _unsynced(marks)
     if marks.scaled is not None:
-        yield Sign(-1, f"all looks see the same share of it: {marks.scaled:.2f}")
+        yield Sign(-1, f"every token got the same share of it: {marks.scaled:.2f}")
     if marks.arrived is not None:
-        if marks.arrived[1] < 0.1 and marks.moves_on:
-            yield Sign(2, MOVES_ON)
+        if marks.arrived[1] < 0.1 and marks.some_arrive:
+            yield Sign(2, SOME_ARRIVE)
         elif marks.arrived[1] < 0.1:
             yield Sign(-2, _arrived_sentence(marks.arrived))
         elif marks.arrived[0] < 0.75:
@@ -760,14 +789,12 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
 
 @judges("scaled_update")
 def _scaled_update(marks: Marks) -> Iterator[Sign]:
-    """Lab, `scaled_update`: all looks at the syncs see the same share, which is not 1."""
+    """Lab, `scaled_update`: every token gets the same share of the first updates, and it is not 1."""
     yield from _unsynced(marks)
     if marks.scaled is not None:
-        yield Sign(3, f"{marks.scaled:.2f} of every update arrived")
-    elif marks.common_share is not None:
-        yield Sign(1.5, f"the first looks leave room for one share of every update, {marks.common_share:.2f}")
+        yield Sign(3, f"every token got {marks.scaled:.2f} of the first updates")
     elif marks.arrived is not None:
-        yield Sign(-1, "the looks at the syncs do not agree on a share")
+        yield Sign(-1, "tokens got different shares of the first updates")
 
 
 # Two computations from the same weights.
@@ -778,14 +805,16 @@ def _static(marks: Marks) -> Iterator[Sign]:
         yield Sign(-9, f"k3 is {_number(marks.k3)}: the engines agree")
     elif marks.static:
         yield Sign(1, _at_once_sentence(marks))
-    elif marks.came_with_updates:
-        yield Sign(-4, _with_updates_sentence(marks))
+    elif marks.at_once is not None:
+        yield Sign(-4 if marks.came_with_updates else -2, _with_updates_sentence(marks))
     elif marks.staleness is not None and marks.staleness >= 1:
         yield Sign(-1.5, f"rollouts are {marks.staleness:.1f} versions behind, which is a gap of its own")
 
 
 def _sampled_as_said(marks: Marks, points: float = 0.5) -> Iterator[Sign]:
-    if marks.excess is not None and marks.one_sided is not None:
+    if marks.gains_mass:
+        yield Sign(-2, _gain_sentence(marks))
+    elif marks.excess is not None and marks.one_sided is not None:
         if abs(marks.excess) < SIGMAS or 0.6 < marks.one_sided < 1.6:
             yield Sign(
                 points, f"k averages 1 (k3 / k1 is {marks.one_sided:.2f}), as where tokens are sampled by l_infer"
@@ -951,7 +980,7 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
         if marks.gap_per_choice > 4:
             yield Sign(1.5, _far_sentence(marks.gap_per_choice))
         else:
-            yield Sign(-2, _only_sentence(marks.gap_per_choice))
+            yield Sign(-2 if marks.gap_per_choice > 1.5 else -3, _only_sentence(marks.gap_per_choice))
     if (few := marks.few_trajectories) is not None:
         if few > 7:
             yield Sign(1.5, f"few trajectories make it: the largest gap is {few:.0f} times the mean")
@@ -959,6 +988,10 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
             yield Sign(-1.5, f"most trajectories have it: the largest gap is {few:.1f} times the mean")
     if marks.tilted:
         yield Sign(-2, "the gap depends on the probability alone")
+
+
+def _gain_sentence(marks: Marks) -> str:
+    return f"k averages more than 1, by {marks.excess or 0:.0f} standard errors: l_infer did not sample these tokens"
 
 
 def _mass_sentence(marks: Marks) -> str:
@@ -1025,19 +1058,24 @@ def _truncated(marks: Marks) -> Iterator[Sign]:
                 1.5, f"{marks.leaning:.0%} of the gap is to one side: every sampled token is likelier in the rollout"
             )
         else:
-            yield Sign(-1, f"{marks.leaning:.0%} of the gap is to one side")
+            points = -1 if marks.leaning < 0.5 else 0  # a gap of rounding besides is to both sides
+            yield Sign(points, f"{marks.leaning:.0%} of the gap is to one side")
 
 
 @judges("raw_log_probs")
 def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
-    """Lab, `raw_log_probs`: k1 is negative, which is impossible if l_infer is of the sampled distribution."""
+    """Lab, `raw_log_probs`: k1 is negative and k averages more than 1, which are both impossible if l_infer is of the
+    sampled distribution. Beside a gap of rounding, k1 may be 0."""
     yield from _static(marks)
+    if marks.gains_mass:
+        yield Sign(2.5, _gain_sentence(marks))
     if marks.k1_sign is not None:
         if marks.k1_sign < -SIGMAS and marks.leaning is not None and marks.leaning > -LEANING:
-            yield Sign(-1, f"k1 is negative, but only {abs(marks.leaning):.0%} of the gap is to that side")
+            points = 0 if marks.gains_mass else -1
+            yield Sign(points, f"k1 is negative, but only {abs(marks.leaning):.0%} of the gap is to that side")
         elif marks.k1_sign < -SIGMAS:
             yield Sign(3, _negative_sentence(marks.k1_sign))
-        else:
+        elif marks.k1_sign > SIGMAS or not marks.gains_mass:
             yield Sign(-2, "k1 is not negative")
     if marks.tilted:
         yield Sign(1, TILT)

@@ -200,10 +200,12 @@ class Dashboard:
         yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield from ((sentence, "") for sentence in (verdict.sentence, *verdict.why))
         for place, suspect in enumerate(verdict.suspects):
-            yield f"{'likely cause' if place == 0 else 'or'}: {suspect.cause.title}", "" if place else "bold"
+            label = "cause of the gap, which is harmless" if suspect.harmless else "or" if place else "likely cause"
+            yield f"{label}: {suspect.cause.title}", "" if place else "bold"
             yield from ((f"+ {text}", "") for text in suspect.speaks_for)
             yield from ((f"- {text}", "dim") for text in suspect.speaks_against)
-            yield f"check: {suspect.cause.check}", ""
+            if not suspect.harmless:
+                yield f"check: {suspect.cause.check}", ""
         for label, sentence in (("measure", verdict.measure), ("settle", verdict.settle)):
             if sentence:
                 yield f"{label}: {sentence}", ""

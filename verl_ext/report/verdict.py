@@ -183,8 +183,6 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         if name.startswith(READ) and (finite := logged.finite()).steps.size
     }
     suspects = tuple(find_suspects(series)[:MOST_SUSPECTS])
-    if suspects and suspects[0].harmless:
-        suspects = suspects[:1]  # a cause after an explanation that is not a fault would accuse a sound run
     first = suspects[0] if suspects and not suspects[0].harmless else None
     question = first.question if first is not None else None
     if not suspects and (k3 := gap_of(run)) is not None and now_of(k3.series) > LARGE:

@@ -42,7 +42,7 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
         "critic/score/mean": 0.6 - 0.5 * np.exp(-at / 40) + 0.02 * dice.normal(size=steps),
         "val-core/gsm8k/acc/mean@1": 0.3 + at / 1000,
         "val-core/math/acc/mean@1": 0.1 + at / 1000,
-        "vllm_kl/k1": 1e-4 * dice.normal(size=steps),
+        "vllm_kl/k1": 1e-3 + 1e-4 * dice.normal(size=steps),  # k averages 1
         "vllm_kl/k3": noise(1e-3),
         "vllm_kl/log_ratio_abs_mean": noise(0.01),
         "vllm_kl/prob_diff_max": noise(0.4),

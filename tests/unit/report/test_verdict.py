@@ -9,7 +9,6 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
-from verl_ext.guard.diagnosis import find_suspects
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
@@ -611,7 +610,7 @@ def test_a_gap_near_the_boundary_is_a_share_of_it():
 
 
 def test_behind_harmless_rounding_nobody_else_is_accused():
-    """bf16 rounding makes a few tokens differ, as respelling does, but respelling has fewer points."""
+    """bf16 rounding makes a few tokens differ, as respelling does."""
     rounding = {
         "vllm_kl/k3": [4e-4] * 60,
         "vllm_kl/k1": [4e-4] * 60,
@@ -621,10 +620,7 @@ def test_behind_harmless_rounding_nobody_else_is_accused():
         "router/agreement": [0.996] * 60,
         "router/own_agreement": [0.996] * 60,
     }
-    run = make(rounding)
-    causes = [suspect.cause.name for suspect in find_suspects({name: readings(run, name) for name in rounding})]
-    assert causes == ["two_precisions", "respelled"]
-    verdict = judge_run(run)
+    verdict = judge_run(make(rounding))
     assert [suspect.cause.name for suspect in verdict.suspects] == ["two_precisions"] and verdict.state == "healthy"
 
 
@@ -643,8 +639,3 @@ def test_a_cause_that_is_named_comes_with_the_command_that_settles_it():
     verdict = judge_run(make(shown))
     assert verdict.suspects[0].cause.name == "truncated"
     assert verdict.settle.startswith("`verl-ext probe` with the overrides of the launch: if ")
-
-
-def readings(run, name):
-    series = run.get(name)
-    return [*zip(series.steps.tolist(), series.values.tolist(), strict=True)]
