@@ -1200,7 +1200,8 @@ def _in_errors(values: np.ndarray) -> float | None:
     if len(values) < FEWEST:
         return None
     error = float(values.std(ddof=1)) / len(values) ** 0.5
-    return float(values.mean()) / error if error > 0 else 0.0
+    scatters = error > 1e-12 * float(np.abs(values).max())  # by more than the rounding of equal readings
+    return float(values.mean()) / error if scatters else 0.0
 
 
 def _at_once_sentence(marks: Marks) -> str:

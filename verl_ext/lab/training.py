@@ -124,7 +124,7 @@ class Training:
         self.features = read_features(config, setup.stability)
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
-        self.canary = SyncCanary(self.setup.stability.sync_canary.every)
+        self.canary = SyncCanary(setup.stability.sync_canary.every)
         self._watched: LabBatch | None = None
         self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
+from verl_ext.guard.diagnosis import JUDGES, LEAST, Marks
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
@@ -610,17 +611,21 @@ def test_a_gap_near_the_boundary_is_a_share_of_it():
 
 
 def test_behind_harmless_rounding_nobody_else_is_accused():
-    """bf16 rounding makes a few tokens differ, as respelling does."""
+    """bf16 rounding makes a few tokens differ, as respelling does, but respelling comes after it."""
     rounding = {
         "vllm_kl/k3": [4e-4] * 60,
         "vllm_kl/k1": [4e-4] * 60,
         "vllm_kl/log_ratio_abs_mean": [2e-3] * 60,
         "vllm_kl/sequence_gap_mean": [1e-3] * 60,
         "vllm_kl/sequence_gap_max": [1.4e-2] * 60,
-        "router/agreement": [0.996] * 60,
-        "router/own_agreement": [0.996] * 60,
+        "router/agreement": [0.9998] * 60,
+        "router/own_agreement": [0.9998] * 60,
     }
-    verdict = judge_run(make(rounding))
+    run = make(rounding)
+    marks = Marks({name: readings(run, name) for name in rounding})
+    points = {name: sum(sign.points for sign in JUDGES[name](marks)) for name in ("two_precisions", "respelled")}
+    assert points["two_precisions"] >= points["respelled"] >= LEAST
+    verdict = judge_run(run)
     assert [suspect.cause.name for suspect in verdict.suspects] == ["two_precisions"] and verdict.state == "healthy"
 
 
@@ -635,7 +640,13 @@ def test_from_verls_own_metrics_the_report_says_what_to_measure():
 
 
 def test_a_cause_that_is_named_comes_with_the_command_that_settles_it():
-    shown = {"rollout_corr/kl": [0.02] * 60, "rollout_corr/k3_kl": [4e-4] * 60}
+    noise = 1 + 0.02 * np.random.default_rng(0).standard_normal(60)
+    shown = {"rollout_corr/kl": 0.02 * noise, "rollout_corr/k3_kl": 4e-4 * noise}
     verdict = judge_run(make(shown))
     assert verdict.suspects[0].cause.name == "truncated"
     assert verdict.settle.startswith("`verl-ext probe` with the overrides of the launch: if ")
+
+
+def readings(run, name):
+    series = run.get(name)
+    return [*zip(series.steps.tolist(), series.values.tolist(), strict=True)]
