@@ -33,7 +33,7 @@ from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readi
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 
-LEAST = 3.0  # points from which a cause is named
+LEAST, SECOND = 3.0, 1.0  # points from which a cause is named, and from which one comes second as the alternative
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
 APART = 1e-7  # k3 that float32 does not leave by itself
 LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
@@ -57,11 +57,15 @@ STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: static from FROZEN on, by updates up to MOVED
+FROZEN_STALE = 0.5  # the same where rollouts are known to be older than the policy, which makes a gap of its own
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
+OFTEN = 0.1  # of the looks: one alone can find more than an update, if many tokens change their experts
 SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.06 and more of parts
+HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' mean gap before the first update
+STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 and more of parts
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 
 
@@ -197,8 +201,23 @@ class Marks:
         return None
 
     @cached_property
+    def first_k3(self) -> float | None:
+        """The smaller k3 of the first two steps; None in a resumed run, or if their rollouts were older already.
+
+        One batch can have a large k3 by itself, because a few tokens make most of it.
+        """
+        for name in (K3, "rollout_corr/k3_kl"):
+            if (found := self._series.get(name)) is not None and found[0, 0] <= 1 and not self._stale_steps & {1, 2}:
+                return float(found[:2, 1].min())
+        return None
+
+    @cached_property
     def static(self) -> bool:
-        return self.at_once is not None and self.at_once >= FROZEN
+        """True if the gap was there before the weights moved: a good part of it, or more than rounding leaves."""
+        if self.at_once is None:
+            return False
+        least = FROZEN_STALE if self.staleness is not None and self.staleness >= 1 else FROZEN
+        return self.at_once >= least or (self.first_k3 or 0.0) > LARGE
 
     @cached_property
     def came_with_updates(self) -> bool:
@@ -227,7 +246,15 @@ class Marks:
     def tilted(self) -> bool:
         """True if unlikely tokens move one way and likely ones the other, all tokens of a bucket alike."""
         by = self.by_probability
-        return by is not None and by[0] * by[-1] < 0 and min(abs(by[0]), abs(by[-1])) > 0.4
+        if by is None:
+            return False
+        unlikely, likely = by[0], sum(by[-2:]) / 2 if len(by) > 3 else by[-1]
+        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4
+
+    @cached_property
+    def in_bulk(self) -> bool | None:
+        """True if in some bucket of probability most tokens move, and to one side: not just a few, and not by noise."""
+        return None if self.by_probability is None else max(self.by_probability) > 0.6
 
     @cached_property
     def few_tokens(self) -> float | None:
@@ -265,6 +292,11 @@ class Marks:
     def gap_per_choice(self) -> float | None:
         """k3 over the share of experts chosen differently; None if no choice differs."""
         return None if not self.differ or self.differ < 1e-5 or self.k3 is None else self.k3 / self.differ
+
+    @cached_property
+    def rounding_like(self) -> bool:
+        """True if the gap is as small for the disagreement of the routers as rounding leaves it, and that is small."""
+        return self.gap_per_choice is not None and self.gap_per_choice < 2 and (self.differ or 0) < 2 * ROUNDED
 
     @cached_property
     def routed(self) -> float | None:
@@ -336,8 +368,9 @@ class Marks:
         small: a multiplied update then moves each token by the same share, whereas a part of an update moves some
         tokens and not others.
         """
-        if len(self.arrivals) and self.arrivals[:, 0].max() > 1.1:
-            return float(self.arrivals[self.arrivals[:, 0].argmax()].mean())
+        more = self.arrivals[self.arrivals[:, 0] > 1.1]
+        if len(more) > OFTEN * len(self.arrivals):
+            return float(np.median(more.mean(1)))
         for median, spread in self.shares[:2].tolist():
             if spread < SAME * median and abs(median - 1) > 0.1:
                 return median
@@ -355,6 +388,20 @@ class Marks:
         if (arrived := lows[lows[:, 1] > 0.5, 0]).size:
             nats = nats[looks[:, 0] > arrived[-1]]
         return bool(len(nats) > FIRST and nats[-FIRST:].min() > 3 * nats[0] and nats[-1] > 0.01)
+
+    @cached_property
+    def spread_hidden(self) -> bool:
+        """True if the tokens' shares of the first updates scatter no more than the engines' own gap makes them."""
+        looks, gap = self._joined("sync/arrived_spread", "sync/moved"), self.values("vllm_kl/log_ratio_abs_mean")
+        if not len(looks) or not len(gap):
+            return False
+        return bool((looks[:FIRST, 1] * looks[:FIRST, 2]).min() < HIDDEN * gap[:2].mean())
+
+    @cached_property
+    def still(self) -> bool:
+        """True if the rollout gives the same tokens the same scores as at the check before, while training moves."""
+        followed = self.values("sync/followed")[-FIRST:]
+        return bool(len(followed)) and float(np.median(followed)) < STILL
 
     def _joined(self, *names: str) -> np.ndarray:
         """Returns [steps, 1 + names] the steps that logged all these metrics, and their readings."""
@@ -542,8 +589,8 @@ ROUNDING = ("two_precisions", "quantized")
 def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
     """Returns the causes with at least LEAST points, the likeliest first; none if no mark is clear enough.
 
-    Harmless rounding is returned only by itself: no cause comes after an explanation that is not a fault, because it
-    would accuse a sound run.
+    The second one needs SECOND points only, as the alternative to the first. Nothing comes after harmless rounding: a
+    cause behind an explanation that is not a fault would accuse a sound run.
 
     Args:
         series: name of a metric -> its finite readings (step, value), in ascending steps.
@@ -552,9 +599,11 @@ def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
     if not marks.enough:
         return []
     ranked = _ranked(marks)
-    found = [suspect for suspect in ranked if suspect.points >= LEAST]
+    if ranked[0].points < LEAST:
+        return []
+    found = [suspect for place, suspect in enumerate(ranked) if suspect.points >= (SECOND if place == 1 else LEAST)]
     harmless = next((place for place, suspect in enumerate(found) if suspect.harmless), len(found))
-    found = found[: harmless or 1]
+    found = found[: harmless + 1]
     if found and not found[0].harmless:
         found[0] = replace(found[0], question=_question_of(marks, ranked))
     return found
@@ -726,6 +775,7 @@ def judges(name: str) -> Callable[[Judge], Judge]:
 
 # Weights that did not arrive.
 
+STANDS_STILL = "the rollout's scores of the same tokens have not changed since the check before"
 SOME_ARRIVE = "little of the updates arrives, and tokens get different shares of it"
 
 
@@ -764,7 +814,9 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.arrived is not None:
         yield Sign(3 if marks.arrived[1] < 0.1 else -2, _arrived_sentence(marks.arrived))
-        if marks.some_arrive:
+        if marks.still:
+            yield Sign(1, STANDS_STILL)
+        elif marks.some_arrive:
             yield Sign(-2, SOME_ARRIVE)
     elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
@@ -776,7 +828,9 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.scaled is not None:
         yield Sign(-1, f"every token got the same share of it: {marks.scaled:.2f}")
-    if marks.arrived is not None:
+    if marks.still:
+        yield Sign(-2, STANDS_STILL)
+    elif marks.arrived is not None:
         if marks.arrived[1] < 0.1 and marks.some_arrive:
             yield Sign(2, SOME_ARRIVE)
         elif marks.arrived[1] < 0.1:
@@ -793,7 +847,9 @@ def _scaled_update(marks: Marks) -> Iterator[Sign]:
     yield from _unsynced(marks)
     if marks.scaled is not None:
         yield Sign(3, f"every token got {marks.scaled:.2f} of the first updates")
-    elif marks.arrived is not None:
+    elif marks.still:
+        yield Sign(-2, STANDS_STILL)
+    elif marks.arrived is not None and not marks.spread_hidden:
         yield Sign(-1, "tokens got different shares of the first updates")
 
 
@@ -896,6 +952,10 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
             yield Sign(1, f"more of them in the first layer ({marks.by_layer[0]:.1%}) than near ties make")
         elif marks.by_layer[0] < 0.3 * marks.by_layer[-1]:
             yield Sign(-2, f"far fewer in the first layer ({marks.by_layer[0]:.1%}) than in the last")
+    if marks.gap_alike is not None and marks.gap_alike > 0.1:
+        yield Sign(
+            -2.5, f"{marks.gap_alike:.0%} of the gap is of tokens with the same experts, whose weights are equal"
+        )
     if marks.routed is not None and marks.routed > 6 and marks.differ > 0.1:
         yield Sign(1, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
     if marks.gap_per_choice is not None:
@@ -913,8 +973,14 @@ def _wrong_weights(marks: Marks) -> Iterator[Sign]:
     if marks.starts_in_layer is not None:
         yield Sign(3, _start_sentence(marks.starts_in_layer))
     elif marks.values("router/own_agreement").size and not marks.replayed and marks.differ is not None:
-        if marks.differ < 1e-4 and marks.k3 is not None and marks.k3 > LARGE and not marks.tilted:
-            yield Sign(2.5, f"all routers agree, and k3 is {_number(marks.k3)}: the difference is behind the last one")
+        far = marks.gap_per_choice is None or marks.gap_per_choice > SHIFTED
+        in_bulk = marks.in_bulk is not False and not marks.tilted
+        if marks.differ < ROUNDED and far and in_bulk and (marks.k3 or 0) > LARGE:
+            yield Sign(
+                2.5,
+                f"routers agree on {1 - marks.differ:.2%} of the experts, and k3 is {_number(marks.k3)}: the "
+                "difference is behind the last router",
+            )
         else:
             yield Sign(-2, "the routers' disagreement does not begin behind a layer")
     if marks.gap_per_choice is not None and marks.gap_per_choice > 2:
@@ -973,6 +1039,8 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
         yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
+    if marks.in_bulk:
+        yield Sign(-1.5, "most tokens of some probability move to the same side, not just a few")
 
 
 def _far_but_few(marks: Marks) -> Iterator[Sign]:
@@ -988,6 +1056,8 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
             yield Sign(-1.5, f"most trajectories have it: the largest gap is {few:.1f} times the mean")
     if marks.tilted:
         yield Sign(-2, "the gap depends on the probability alone")
+    if marks.leaning is not None and marks.leaning < 0.8:
+        yield Sign(-2, f"only {marks.leaning:.0%} of the gap is to one side, where another token is far less likely")
 
 
 def _gain_sentence(marks: Marks) -> str:
@@ -1037,7 +1107,7 @@ def _temperature(marks: Marks) -> Iterator[Sign]:
     if marks.differ is not None:
         if marks.differ < ROUNDED:
             yield Sign(0.5, f"routers agree on {1 - marks.differ:.2%} of the experts")
-        else:
+        elif marks.differ > 2 * ROUNDED:
             yield Sign(-2, _choices_sentence(marks.differ))
 
 
@@ -1088,7 +1158,7 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
     if marks.k3 is not None:
         if marks.k3 < LARGE:
             yield Sign(0.5, f"the engines are not far apart: k3 is {_number(marks.k3)}")
-        else:
+        elif not marks.rounding_like:
             yield Sign(-3, f"k3 is {_number(marks.k3)}, a gap that has to be explained first")
 
 
@@ -1129,6 +1199,8 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
         yield Sign(2, f"the reward has gained {max(gained, 0):.0%} of what was to be had")
     elif marks.stands_low is not None:
         yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
+    elif gained < 0.35 and entropy < 0.2:
+        yield Sign(1.5, f"the reward has gained only {gained:.0%} of what was to be had for it")
     else:
         yield Sign(
             -2, f"the reward has gained {gained:.0%} of what was to be had: a task that is learnt needs less entropy"

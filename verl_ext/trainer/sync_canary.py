@@ -12,7 +12,8 @@ too small. Its power is at most twice that of the gap, which is subtracted for t
 
 A part of an update, say of some layers, moves some tokens and not others. An update that arrived multiplied by a factor
 moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and the
-median of y / x is logged with its spread.
+median of y / x is logged with its spread. How far the rollout has moved since the last check tells a small part from
+nothing at all: an engine whose weights stayed the same gives each token the same score again.
 
 On verl the trajectories are kept in TransferQueue next to the batch, and scored by workers and servers at temperature
 1, without top-k and top-p, because that is how a server scores given tokens.
@@ -106,12 +107,30 @@ SIGNAL = "sync/arrived_high"
 
 @dataclass
 class Replica:
-    """The state of a rollout engine: the scores, [N] each, and the step of the last sync that arrived."""
+    """The state of a rollout engine.
+
+    Attributes:
+        train, infer: [N] scores after the last sync that arrived.
+        step: of that sync.
+        last_train, last_infer: [N] scores at the last check.
+        missing: the last update did not arrive.
+    """
 
     train: Tensor
     infer: Tensor
     step: int
+    last_train: Tensor
+    last_infer: Tensor
     missing: bool = False
+
+    def followed(self, train_N: Tensor, infer_N: Tensor) -> float:
+        """Returns how far the rollout's scores have moved since the last check, as a multiple of training's: medians of
+        the tokens. nan if training's did not move."""
+        rollout, training = (
+            (now - before).abs().nanmedian().item()
+            for now, before in ((infer_N, self.last_infer), (train_N, self.last_train))
+        )
+        return rollout / training if training else math.nan
 
 
 class SyncCanary:
@@ -135,17 +154,19 @@ class SyncCanary:
 
     def begin(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> None:
         """Stores these scores, of training and of each rollout engine, as those of the same weights."""
-        self._replicas = [Replica(train_N, infer_N, step) for infer_N in infer]
+        self._replicas = [Replica(train_N, infer_N, step, train_N, infer_N) for infer_N in infer]
 
     def check(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> tuple[dict[str, float], Decision]:
         """Checks a sync. Returns `sync/*`, the worst of the rollout engines, and what has begun or ended in this
         step."""
-        found = []
+        found, followed = [], []
         events: list[Event] = []
         self._checks += 1
         for number, (replica, infer_N) in enumerate(zip(self._replicas, infer, strict=True)):
             seen = arrival((replica.train, train_N), (replica.infer, infer_N))
             found.append(seen)
+            followed.append(replica.followed(train_N, infer_N))
+            replica.last_train, replica.last_infer = train_N, infer_N
             engine = f"rollout engine {number} of {len(infer)}"
             if seen.missing and not replica.missing:
                 reason = (
@@ -169,6 +190,8 @@ class SyncCanary:
         if moved := [seen for seen in found if not math.isnan(seen.median)]:
             furthest = max(moved, key=lambda seen: abs(seen.median - 1))
             metrics |= {"sync/arrived_median": furthest.median, "sync/arrived_spread": furthest.spread}
+        if not math.isnan(least := min(followed)):
+            metrics["sync/followed"] = least
         return metrics, Decision(tuple(events))
 
 

@@ -77,6 +77,7 @@ def batch(least, most, answers=64):
 
 SMALL = gap(1e-14)
 FELL = tuple(np.interp(np.arange(STEPS), [0, 20, 30, 60, STEPS], [0.7, 0.7, 0.2, 0.7, 0.55]))
+RISES = tuple(np.linspace(0.18, 0.26, STEPS))
 # What a run with this cause shows, as constants or as (first, last).
 SHOWN = {
     "old_weights": grown(k3=0.5) | {"training/off_policy/trajectory_staleness/mean": 8.0},
@@ -125,6 +126,7 @@ def test_the_marks_of_a_cause_name_it_first(cause):
 
 
 MOVED = np.interp(np.arange(STEPS), [0, STEPS / 3], [0.02, 1.0])
+ONE_LOOK = np.where(np.arange(STEPS) == 50, 2.5, 1.0)
 # Marks that distinguish similar causes: what the run shows, and which comes first; "" for none.
 ALIKE = {
     "a few percent of each update arrive, other shares at other tokens": (
@@ -134,6 +136,43 @@ ALIKE = {
     "nothing but noise, which is the same in nats": (
         grown(k3=1.5) | arrived(0.0, 0.09) | {"sync/moved": (0.02, 1.0), "sync/arrived_spread": tuple(1e-3 / MOVED)},
         "lost_sync",
+    ),
+    "noise in each share, but the same scores as at the check before": (
+        grown(k3=1.5) | arrived(0.0, 0.06, spread=0.3) | {"sync/moved": (0.02, 1.0), "sync/followed": 0.0},
+        "lost_sync",
+    ),
+    "scores that follow": (
+        grown(k3=1.5) | arrived(0.0, 0.06, spread=0.3) | {"sync/moved": (0.02, 1.0), "sync/followed": 0.5},
+        "partial_sync",
+    ),
+    "more than an update in one look of a hundred, and longer and longer answers": (
+        grown(k3=0.013)
+        | {"sync/arrived_low": tuple(0.6 * ONE_LOOK), "sync/arrived_high": tuple(1.4 * ONE_LOOK)}
+        | routers(0.99, 0.99)
+        | {"response_length/mean": (17.0, 47.0), "response_length/clip_ratio": 0.97},
+        "hacked_reward",
+    ),
+    "rounding that grows past 0.01 as answers do": (
+        {name: (value * 0.1, value) for name, value in gap(0.013, size=0.03, most=8).items()}
+        | routers(0.992, 0.99)
+        | {"response_length/mean": (17.0, 47.0), "response_length/clip_ratio": 0.97},
+        "hacked_reward",
+    ),
+    "rounding that is a third of what old rollouts make": (
+        {name: (value * 0.1, value) for name, value in gap(0.016, size=0.02, most=13).items()}
+        | {
+            "vllm_kl/log_ratio_abs_mean": (0.36 * 0.02, 0.02),
+            "training/off_policy/trajectory_staleness/mean": (0.0, 6.0),
+        }
+        | routers(0.97, 0.92),
+        "old_weights",
+    ),
+    "rounding of a policy that is nearly certain, so that few tokens have it, and a reward that fell": (
+        gap(0.008, k1=0.0088, size=0.018, most=13)
+        | routers(0.9976, 0.9961)
+        | alike(0.55, 0.018)
+        | {"critic/score/mean": (0.6, 0.01)},
+        "learning_rate",
     ),
     "more than all of an update arrives": (grown(k3=0.05) | arrived(1.15, 2.0), "scaled_update"),
     "one share of the first update, whose interval one token has made wide": (
@@ -156,6 +195,32 @@ ALIKE = {
     "a gap that was a tenth as large before the updates": (
         {name: (value * 0.1, value) for name, value in gap(0.07).items()} | arrived(0.1, 0.6) | routers(0.93, 0.88),
         "partial_sync",
+    ),
+    "a leak whose gap grows twentyfold as the policy becomes certain": (
+        {name: (value / 20, value) for name, value in gap(1.1, size=1.4, most=11).items()}
+        | arrived(0.3, 4.0)
+        | routers(0.98, 0.93)
+        | alike(0.02, 1.4),
+        "leak",
+    ),
+    "another last layer, beside rounding": (
+        gap(0.5, size=0.6, most=3.5)
+        | routers(0.995, 0.991)
+        | alike(0.97, 0.6)
+        | by_probability(1.1, 1.2, 0.9, 0.6, 0.2),
+        "wrong_weights",
+    ),
+    "another last layer of a policy that is nearly certain": (
+        gap(0.037, size=0.06, most=10) | EQUAL | by_probability(1.5, 1.7, 1.3, 0.0, -0.45),
+        "wrong_weights",
+    ),
+    "a small change of the temperature, smaller than rounding at likely tokens": (
+        gap(6e-4, size=0.003, most=12) | routers(0.9956, 0.991) | by_probability(-0.8, -0.5, -0.5, 0.8, 0.1, k3=6e-4),
+        "temperature",
+    ),
+    "rounding to few bits, as much of it in the first layer": (
+        gap(0.05) | routers(0.88, 0.89) | alike(0.16, 0.05**0.5) | {"router/gap_differs": 1.0},
+        "quantized",
     ),
     "a fiftieth of the tokens are other ones": (
         gap(0.34, size=0.35, most=7.5) | routers(0.977, 0.977) | alike(0.6, 0.35),
@@ -181,6 +246,10 @@ ALIKE = {
     "entropy that falls as a noisy task is learnt": (
         SMALL | {"critic/score/mean": (0.71, 0.79), "actor/entropy": (0.17, 0.055)} | batch(0.0, 1.0),
         "",
+    ),
+    "entropy that falls to a seventh while the reward rises a little": (
+        SMALL | {"critic/score/mean": RISES, "actor/entropy": (0.97, 0.14)} | batch(0.0, 0.5),
+        "entropy_collapse",
     ),
     "entropy that falls while the reward does not rise": (
         SMALL | {"critic/score/mean": (0.28, 0.27), "actor/entropy": (0.5, 0.05)} | batch(0.0, 1.0),
@@ -248,8 +317,8 @@ def test_rounding_is_harmless_as_long_as_it_is_small():
 @pytest.mark.parametrize("cause", [cause.name for cause in CAUSES.values() if not cause.of_gap])
 def test_harmless_rounding_does_not_hide_what_is_wrong_with_the_learning(cause):
     assert [suspect.cause.name for suspect in find_suspects(series(SHOWN["two_precisions"]))] == ["two_precisions"]
-    both = find_suspects(series(SHOWN[cause] | SHOWN["two_precisions"]))
-    assert [suspect.cause.name for suspect in both] == [cause]
+    first, second = find_suspects(series(SHOWN[cause] | SHOWN["two_precisions"]))
+    assert (first.cause.name, second.cause.name, second.harmless) == (cause, "two_precisions", True)
 
 
 def without(shown, setting):

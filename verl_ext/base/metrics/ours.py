@@ -370,6 +370,13 @@ SYNC = Section(
             "share",
             rare=True,
         ),
+        after(
+            "sync/followed",
+            "movement of the median token's score since the last check, over that in training: 0 if the rollout's "
+            "weights stayed the same; the smallest of the rollout engines",
+            "share",
+            rare=True,
+        ),
     ),
     override="stability.sync_canary.trajectories=8",
 )
