@@ -66,6 +66,7 @@ OFTEN = 0.1  # of the looks: one alone can find more than an update, if many tok
 SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.06 and more of parts
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' mean gap before the first update
 STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 and more of parts
+ONE_WAY = 0.1  # k3 below which rounding is to both sides; in a larger gap, sampled tokens are likelier in the rollout
 ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
 
 
@@ -254,7 +255,7 @@ class Marks:
     @cached_property
     def in_bulk(self) -> bool | None:
         """True if in some bucket of probability most tokens move, and to one side: not just a few, and not by noise."""
-        return None if self.by_probability is None else max(self.by_probability) > 0.6
+        return None if self.by_probability is None else max(self.by_probability) > 0.8
 
     @cached_property
     def few_tokens(self) -> float | None:
@@ -929,6 +930,8 @@ def _rounds(marks: Marks) -> Iterator[Sign]:
             yield Sign(-2, "the gap depends on the probability alone")
         elif max(map(abs, marks.by_probability[-2:])) < 0.7:
             yield Sign(0.5, "tokens of one probability move to either side")
+    if marks.leaning is not None and marks.leaning > 0.88 and (marks.k3 or 0) < ONE_WAY:
+        yield Sign(-1.5, f"{marks.leaning:.0%} of the gap is to one side, and rounding goes to both")
     if marks.starts_in_layer is not None:
         yield Sign(-2, _start_sentence(marks.starts_in_layer))
 
@@ -998,6 +1001,8 @@ def _shifted_positions(marks: Marks) -> Iterator[Sign]:
             yield Sign(-2, f"routers choose only {marks.differ:.1%} of the experts differently")
     if marks.by_layer and marks.by_layer[0] > 0.15:
         yield Sign(1, f"{marks.by_layer[0]:.0%} in the first layer already")
+    elif marks.by_layer and marks.by_layer[0] < 0.05:
+        yield Sign(-2, f"only {marks.by_layer[0]:.1%} in the first layer, whose routers see positions, too")
     if marks.gap_per_choice is not None:
         if marks.gap_per_choice > SHIFTED:
             yield Sign(1, _far_sentence(marks.gap_per_choice))
@@ -1040,7 +1045,7 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
     if marks.in_bulk:
-        yield Sign(-1.5, "most tokens of some probability move to the same side, not just a few")
+        yield Sign(-2.5, "most tokens of some probability move to the same side, not just a few")
 
 
 def _far_but_few(marks: Marks) -> Iterator[Sign]:
@@ -1239,7 +1244,8 @@ def _noisy_reward(marks: Marks) -> Iterator[Sign]:
     yield Sign(1.5 if flat else -3, _reward_sentence(reward))
     effect, scatter = marks.prompt_effect, marks.reward_scatter
     stands_still = effect is None and scatter is None and 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
-    points = 1.5 if entropy > 1.2 else 1 if stands_still else 0 if entropy > 0.8 else -1.5
+    surer = -1.5 if effect is None else -0.5  # the rewards themselves say more
+    points = 1.5 if entropy > 1.2 else 1 if stands_still else 0 if entropy > 0.8 else surer
     yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
     if effect is not None:
         text = f"rewards differ between prompts {effect:.2g} times as much as within them (F)"
