@@ -57,17 +57,16 @@ STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: static from FROZEN on, by updates up to MOVED
-FROZEN_STALE = 0.5  # the same where rollouts are known to be older than the policy, which makes a gap of its own
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
 OFTEN = 0.1  # of the looks: one alone can find more than an update, if many tokens change their experts
-SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.06 and more of parts
+SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' mean gap before the first update
 STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 and more of parts
 ONE_WAY = 0.1  # k3 below which rounding is to both sides; in a larger gap, sampled tokens are likelier in the rollout
-ROUNDED = 0.01  # disagreement of the routers that 16 bits leave in the lab; 8 bits and fewer leave more
+ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 
 
 class Marks:
@@ -109,7 +108,9 @@ class Marks:
         """Returns the marks of the same run with more metrics logged, each constant at its level."""
         steps = next(self._series[name] for name in (K3, "rollout_corr/k3_kl") if name in self._series)[:, 0]
         constant = {name: np.stack([steps, np.full(len(steps), level)], 1) for name, level in levels.items()}
-        return Marks({**self._series, **constant})
+        found = Marks({**self._series, **constant})
+        found.at_once = self.at_once  # levels that are assumed do not say when they began
+        return found
 
     @property
     def enough(self) -> bool:
@@ -181,44 +182,41 @@ class Marks:
     def at_once(self) -> float | None:
         """The gap in the first steps, as a share of the gap now, at most 1; None in a resumed run.
 
+        The share of experts that the routers choose differently measures it best, if that is now more than rounding
+        leaves: a policy that becomes certain closes the gap of its log-probabilities, or opens it, with equal weights.
+        """
+        if self.differ is not None and self.differ > ROUNDED:
+            for name in ("router/own_agreement", "router/agreement"):
+                if name in self._series:
+                    return self._share_at_first(self._series[name] * (1, -1) + (0, 1))
+        names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
+        for name in names:
+            if name in self._series:
+                share = self._share_at_first(self._series[name])
+                return share if share is None or not name.endswith(("k3", "k3_kl")) else share**0.5
+        return None
+
+    def _share_at_first(self, readings: np.ndarray) -> float | None:
+        """Returns the first of these readings, [steps, 2], as a share of the last ones, at most 1; None if not known.
+
         Steps whose rollouts are older than the policy are left out, because their gap includes the policy's own
         movement. If all first steps are such steps, it is None unless even their gap was small. If the second reading
         is far larger than the first, the update of the first step made the gap, and only the first reading counts.
         """
-        names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
-        for name in names:
-            if (found := self._series.get(name)) is not None and len(found):
-                first = found[:FIRST][found[:FIRST, 0] <= FIRST]
-                if not len(first):
-                    return None
-                fresh = first[[step not in self._stale_steps for step in first[:, 0]]]
-                early = (fresh if len(fresh) else first)[:, 1]
-                if len(early) > 1 and early[0] < MOVED * early[1:].min():
-                    early = early[:1]
-                start, now = early.mean(), np.median(found[-WINDOW:, 1])
-                share = max(float(start / now), 0.0) if start < now else 1.0
-                share = share**0.5 if name.endswith(("k3", "k3_kl")) else share
-                return share if len(fresh) or share < FROZEN else None
-        return None
-
-    @cached_property
-    def first_k3(self) -> float | None:
-        """The smaller k3 of the first two steps; None in a resumed run, or if their rollouts were older already.
-
-        One batch can have a large k3 by itself, because a few tokens make most of it.
-        """
-        for name in (K3, "rollout_corr/k3_kl"):
-            if (found := self._series.get(name)) is not None and found[0, 0] <= 1 and not self._stale_steps & {1, 2}:
-                return float(found[:2, 1].min())
-        return None
+        first = readings[:FIRST][readings[:FIRST, 0] <= FIRST]
+        if not len(first):
+            return None
+        fresh = first[[step not in self._stale_steps for step in first[:, 0]]]
+        early = (fresh if len(fresh) else first)[:, 1]
+        if len(early) > 1 and early[0] < MOVED * early[1:].min():
+            early = early[:1]
+        start, now = early.mean(), np.median(readings[-WINDOW:, 1])
+        share = max(float(start / now), 0.0) if start < now else 1.0
+        return share if len(fresh) or share < FROZEN else None
 
     @cached_property
     def static(self) -> bool:
-        """True if the gap was there before the weights moved: a good part of it, or more than rounding leaves."""
-        if self.at_once is None:
-            return False
-        least = FROZEN_STALE if self.staleness is not None and self.staleness >= 1 else FROZEN
-        return self.at_once >= least or (self.first_k3 or 0.0) > LARGE
+        return self.at_once is not None and self.at_once >= FROZEN
 
     @cached_property
     def came_with_updates(self) -> bool:
@@ -235,22 +233,29 @@ class Marks:
 
     @cached_property
     def by_probability(self) -> tuple[float, ...] | None:
-        """k1 / sqrt(2 k3) of each bucket of probability: 1 or -1 if all its tokens move alike, 0 for noise."""
+        """k1 / sqrt(2 k3) of each bucket of probability: 1 or -1 if all its tokens move alike, 0 for noise.
+
+        It is the median of the steps, because a single token with other experts may decide a batch.
+        """
         found = []
         for bucket in BUCKETS["prob"]:
-            k1, k3 = self.late("vllm_kl/k1/prob/" + bucket), self.late("vllm_kl/k3/prob/" + bucket)
-            if k1 is not None and k3 is not None and k3 > 0:
-                found.append(k1 / (2 * k3) ** 0.5)
+            _, k1, k3 = self._joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket).T
+            if (k3 > 0).any():
+                found.append(float(np.median(k1[k3 > 0] / (2 * k3[k3 > 0]) ** 0.5)))
         return tuple(found) if len(found) >= 3 else None
 
     @cached_property
     def tilted(self) -> bool:
-        """True if unlikely tokens move one way and likely ones the other, all tokens of a bucket alike."""
+        """True if unlikely tokens move one way and likely ones the other, all tokens of a bucket alike.
+
+        Under another layer's weights, nearly certain tokens may also move the other way, but all others alike.
+        """
         by = self.by_probability
         if by is None:
             return False
         unlikely, likely = by[0], sum(by[-2:]) / 2 if len(by) > 3 else by[-1]
-        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4
+        between = by[2] < 0.9 if len(by) > 3 else True
+        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4 and between
 
     @cached_property
     def in_bulk(self) -> bool | None:
@@ -1163,7 +1168,9 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
     if marks.k3 is not None:
         if marks.k3 < LARGE:
             yield Sign(0.5, f"the engines are not far apart: k3 is {_number(marks.k3)}")
-        elif not marks.rounding_like:
+        elif marks.rounding_like:
+            yield Sign(0.5, f"k3 is {_number(marks.k3)}, but routers disagree by as little as rounding leaves")
+        else:
             yield Sign(-3, f"k3 is {_number(marks.k3)}, a gap that has to be explained first")
 
 
@@ -1216,7 +1223,8 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
         if marks.entropy_at_fall < 0.35:
             yield Sign(0.5, f"it had come down to {marks.entropy_at_fall:.0%} before the reward fell")
         else:
-            yield Sign(-3, f"it was {marks.entropy_at_fall:.0%} when the reward fell")
+            points = -3 if marks.reward_kept < 0.5 else -0.5  # half of it may go as the entropy begins to fall
+            yield Sign(points, f"it was {marks.entropy_at_fall:.0%} when the reward fell")
 
 
 @judges("hacked_reward")

@@ -30,6 +30,11 @@ def routers(first, last, own=None):
     return layers | {"router/agreement": mean, "router/own_agreement": mean if own is None else own}
 
 
+def grown_apart(shallow, deep, before=0.1):
+    """Returns the agreement of routers whose disagreement was `before` of what it is before the updates."""
+    return {name: (1 - before * (1 - level), level) for name, level in routers(shallow, deep).items()}
+
+
 def by_probability(*shares, k3=0.01):
     """k1 of each bucket as a share of sqrt(2 k3)."""
     names = ("0-0.01", "0.01-0.1", "0.1-0.5", "0.5-0.9", "0.9-")
@@ -164,7 +169,7 @@ ALIKE = {
             "vllm_kl/log_ratio_abs_mean": (0.36 * 0.02, 0.02),
             "training/off_policy/trajectory_staleness/mean": (0.0, 6.0),
         }
-        | routers(0.97, 0.92),
+        | grown_apart(0.97, 0.92),
         "old_weights",
     ),
     "rounding of a policy that is nearly certain, so that few tokens have it, and a reward that fell": (
@@ -173,6 +178,12 @@ ALIKE = {
         | alike(0.55, 0.018)
         | {"critic/score/mean": (0.6, 0.01)},
         "learning_rate",
+    ),
+    "half of the gap at once, because the policy becomes certain, but not the routers' disagreement": (
+        {name: (value / 2, value) for name, value in gap(0.004, size=0.006, most=14).items()}
+        | arrived(1.2, 3.0)
+        | grown_apart(0.94, 0.92, before=0.05),
+        "scaled_update",
     ),
     "more than all of an update arrives": (grown(k3=0.05) | arrived(1.15, 2.0), "scaled_update"),
     "one share of the first update, whose interval one token has made wide": (
@@ -193,7 +204,7 @@ ALIKE = {
         "truncated",
     ),
     "a gap that was a tenth as large before the updates": (
-        {name: (value * 0.1, value) for name, value in gap(0.07).items()} | arrived(0.1, 0.6) | routers(0.93, 0.88),
+        {name: (value * 0.1, value) for name, value in gap(0.07).items()} | arrived(0.1, 0.6) | grown_apart(0.93, 0.88),
         "partial_sync",
     ),
     "a leak whose gap grows twentyfold as the policy becomes certain": (
@@ -392,7 +403,7 @@ def test_a_run_says_what_to_measure_with_the_cause():
     assert "; stability.router_agreement=true would tell whether it is " in event.reason
 
 
-@pytest.mark.parametrize(("routed", "preset"), [({}, "opsm"), (routers(0.9, 0.9), "moe")])
+@pytest.mark.parametrize(("routed", "preset"), [({}, "opsm"), (grown_apart(0.9, 0.9), "moe")])
 def test_old_rollouts_get_the_preset_of_their_model(routed, preset):
     """docs/methods.md: `moe` for a mixture of experts, which has metrics of routers, and `opsm` for a dense model."""
     (first, *_) = find_suspects(series(SHOWN["old_weights"] | routed))

@@ -55,6 +55,18 @@ def test_the_first_sync_that_one_engine_misses_is_told_once_and_so_is_its_recove
     assert run.metrics[2]["sync/arrived_low"] == 0
 
 
+def test_an_engine_without_new_weights_has_not_moved_since_the_check_before():
+    run = Run(lost=[(2, 0), (3, 0)])
+    run.events_after(4)
+    followed = [metrics["sync/followed"] for metrics in run.metrics]
+    assert followed[1:3] == [0, 0] and followed[0] == pytest.approx(1, rel=0.1), "of the engine that moved least"
+    assert followed[3] == pytest.approx(1, rel=0.1), "the other engine: the late one makes up for three updates at once"
+
+    run.engines[0] = run.engines[0].index_fill(0, torch.arange(N // 4), -torch.inf)
+    run.step(5)
+    assert run.metrics[-1]["sync/followed"] == pytest.approx(1, rel=0.1), "tokens without a number decide nothing"
+
+
 def test_updates_too_small_to_see_add_up():
     """Each update moves a quarter of the gap's rounding, by which the engines' scores differ from the start."""
     lost = [(step, engine) for step in range(1, 200) for engine in (0, 1)]
