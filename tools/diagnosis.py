@@ -184,7 +184,8 @@ PLANTED: dict[str, Planted] = {
         "hacked_reward",
         "",
         ("lab.grader.length=1.0",),
-        ("lab.grader.length=0.7", "lab.grader.length=2.0"),
+        # With the learning rates that are drawn for `sort`, answers may not have grown by the end.
+        (f"lab.grader.length=0.7 {LR}=1.0e-3", f"lab.grader.length=2.0 {LR}=7.0e-4"),
         ("data.max_response_length=48",),
     ),
     "noisy_reward": Planted("noisy_reward", "", each("lab.grader.noise", 0.8, 1.0), each("lab.grader.noise", 0.9, 1.0)),
