@@ -209,7 +209,7 @@ def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCe
             draw = random.Random(f"{which} {name} {number}")
             planted = PLANTED[name]
             settings = {setting: draw.choice(values) for setting, values in SETTINGS[which].items()}
-            own = dict(each.split("=", 1) for each in planted.overrides(which, number))
+            own = dict(override.split("=", 1) for override in planted.overrides(which, number))
             if (settings | own)["lab.task.name"] == "sort":
                 settings[LR] = draw.choice(SLOW)
             regimes = ["bf16"] * rounds(number, planted) + [planted.regime] * bool(planted.regime)

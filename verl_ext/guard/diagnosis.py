@@ -33,7 +33,7 @@ from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readi
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 
-LEAST, SECOND = 3.0, 1.0  # points from which a cause is named, and from which one comes second as the alternative
+LEAST, SECOND = 3.0, 1.0  # points from which a cause is named, and from which one is shown as the alternative
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
 APART = 1e-7  # k3 that float32 does not leave by itself
 LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
@@ -57,15 +57,16 @@ STALENESS = "training/off_policy/trajectory_staleness/mean"
 SIGMAS = 4.0
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
 FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: static from FROZEN on, by updates up to MOVED
+ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 DECIDED = 2.0  # points by which the levels of a metric have to move two causes against each other
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
-OFTEN = 0.1  # of the looks: one alone can find more than an update, if many tokens change their experts
+OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
 SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
-HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' mean gap before the first update
+HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
 STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 and more of parts
-ONE_WAY = 0.1  # k3 below which rounding is to both sides; in a larger gap, sampled tokens are likelier in the rollout
+ONE_WAY = 0.1  # k3 below which rounding is to both sides; above it, it also makes sampled tokens less likely
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 
 
@@ -109,7 +110,7 @@ class Marks:
         steps = next(self._series[name] for name in (K3, "rollout_corr/k3_kl") if name in self._series)[:, 0]
         constant = {name: np.stack([steps, np.full(len(steps), level)], 1) for name, level in levels.items()}
         found = Marks({**self._series, **constant})
-        found.at_once = self.at_once  # levels that are assumed do not say when they began
+        found.beginning = self.beginning  # the assumed levels are constant, so they say nothing of the first steps
         return found
 
     @property
@@ -178,30 +179,44 @@ class Marks:
         """
         return self.excess is not None and self.excess > 2 * SIGMAS and (self.one_sided or 2.0) > 1.6
 
-    @cached_property
+    @property
     def at_once(self) -> float | None:
-        """The gap in the first steps, as a share of the gap now, at most 1; None in a resumed run.
+        """What was there in the first steps, as a share of what is there now, at most 1; None in a resumed run."""
+        return None if self.beginning is None else self.beginning[1]
 
-        The share of experts that the routers choose differently measures it best, if that is now more than rounding
-        leaves: a policy that becomes certain closes the gap of its log-probabilities, or opens it, with equal weights.
+    @cached_property
+    def beginning(self) -> tuple[str, float] | None:
+        """The size that shows best how a run began, and its first readings as a share of the last ones.
+
+        A policy that becomes certain closes its gap, or opens it, with equal weights. The routers' disagreement does
+        not depend on that. It counts if it is now more than rounding leaves. If it began with rounding, it has no
+        smaller level to begin with, and the gap counts where its share is smaller.
         """
+        gap = self._gap_at_first
+        own = "router/own_agreement" if "router/own_agreement" in self._series else "router/agreement"
         if self.differ is not None and self.differ > ROUNDED:
-            for name in ("router/own_agreement", "router/agreement"):
-                if name in self._series:
-                    return self._share_at_first(self._series[name] * (1, -1) + (0, 1))
-        names = ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl")
-        for name in names:
+            disagreement = self._series[own] * (1, -1) + (0, 1)
+            share = self._share_at_first(disagreement)
+            if share is not None and (gap is None or gap >= share or disagreement[0, 1] > ROUNDED):
+                return "the routers' disagreement", share
+        return None if gap is None else ("the gap", gap)
+
+    @cached_property
+    def _gap_at_first(self) -> float | None:
+        for name in ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl"):
             if name in self._series:
-                share = self._share_at_first(self._series[name])
-                return share if share is None or not name.endswith(("k3", "k3_kl")) else share**0.5
+                return self._share_at_first(self._series[name], 0.5 if name.endswith(("k3", "k3_kl")) else 1.0)
         return None
 
-    def _share_at_first(self, readings: np.ndarray) -> float | None:
-        """Returns the first of these readings, [steps, 2], as a share of the last ones, at most 1; None if not known.
+    def _share_at_first(self, readings: np.ndarray, power: float = 1.0) -> float | None:
+        """Returns the first of these readings, [steps, 2], as a share of the last ones; None if it is not known.
 
         Steps whose rollouts are older than the policy are left out, because their gap includes the policy's own
         movement. If all first steps are such steps, it is None unless even their gap was small. If the second reading
         is far larger than the first, the update of the first step made the gap, and only the first reading counts.
+
+        Args:
+            power: of the share, so that it is one of a mean |log k|.
         """
         first = readings[:FIRST][readings[:FIRST, 0] <= FIRST]
         if not len(first):
@@ -211,10 +226,10 @@ class Marks:
         if len(early) > 1 and early[0] < MOVED * early[1:].min():
             early = early[:1]
         start, now = early.mean(), np.median(readings[-WINDOW:, 1])
-        share = max(float(start / now), 0.0) if start < now else 1.0
+        share = max(float(start / now), 0.0) ** power if start < now else 1.0
         return share if len(fresh) or share < FROZEN else None
 
-    @cached_property
+    @property
     def static(self) -> bool:
         return self.at_once is not None and self.at_once >= FROZEN
 
@@ -232,35 +247,37 @@ class Marks:
         return bool((medians[FIRST:] > 100 * medians[:-FIRST]).any())
 
     @cached_property
-    def by_probability(self) -> tuple[float, ...] | None:
-        """k1 / sqrt(2 k3) of each bucket of probability: 1 or -1 if all its tokens move alike, 0 for noise.
+    def by_probability(self) -> dict[str, float] | None:
+        """Bucket of probability -> k1 / sqrt(2 k3): 1 or -1 if all its tokens move alike, 0 for noise.
 
-        It is the median of the steps, because a single token with other experts may decide a batch.
+        Each is the mean of the last steps, whose ratios count as ALIKE at most: one token with other experts would
+        decide a batch, and a bucket with one token has a ratio of 1 or -1 whatever moves it.
         """
-        found = []
+        found = {}
         for bucket in BUCKETS["prob"]:
-            _, k1, k3 = self._joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket).T
+            _, k1, k3 = self._joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket)[-4 * WINDOW :].T
             if (k3 > 0).any():
-                found.append(float(np.median(k1[k3 > 0] / (2 * k3[k3 > 0]) ** 0.5)))
-        return tuple(found) if len(found) >= 3 else None
+                ratios = k1[k3 > 0] / (2 * k3[k3 > 0]) ** 0.5
+                found[bucket] = float(ratios.clip(-ALIKE, ALIKE).mean())
+        return found if len(found) >= 3 else None
 
     @cached_property
     def tilted(self) -> bool:
         """True if unlikely tokens move one way and likely ones the other, all tokens of a bucket alike.
 
-        Under another layer's weights, nearly certain tokens may also move the other way, but all others alike.
+        Another layer's weights may also move nearly certain tokens the other way. But they move all others alike.
         """
-        by = self.by_probability
-        if by is None:
+        if self.by_probability is None:
             return False
-        unlikely, likely = by[0], sum(by[-2:]) / 2 if len(by) > 3 else by[-1]
-        between = by[2] < 0.9 if len(by) > 3 else True
-        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4 and between
+        ratios = list(self.by_probability.values())
+        unlikely, likely = ratios[0], sum(ratios[-2:]) / 2 if len(ratios) > 3 else ratios[-1]
+        middle_moves_less = self.by_probability.get("0.1-0.5", 0.0) < 0.8
+        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4 and middle_moves_less
 
     @cached_property
-    def in_bulk(self) -> bool | None:
+    def moves_in_bulk(self) -> bool | None:
         """True if in some bucket of probability most tokens move, and to one side: not just a few, and not by noise."""
-        return None if self.by_probability is None else max(self.by_probability) > 0.8
+        return None if self.by_probability is None else max(self.by_probability.values()) > 0.6
 
     @cached_property
     def few_tokens(self) -> float | None:
@@ -301,8 +318,9 @@ class Marks:
 
     @cached_property
     def rounding_like(self) -> bool:
-        """True if the gap is as small for the disagreement of the routers as rounding leaves it, and that is small."""
-        return self.gap_per_choice is not None and self.gap_per_choice < 2 and (self.differ or 0) < 2 * ROUNDED
+        """True if the routers disagree by no more than 16 bits leave, and the gap is no larger than goes with that."""
+        small = self.differ is not None and self.differ < ROUNDED
+        return small and self.gap_per_choice is not None and self.gap_per_choice < 2
 
     @cached_property
     def routed(self) -> float | None:
@@ -375,7 +393,7 @@ class Marks:
         tokens and not others.
         """
         more = self.arrivals[self.arrivals[:, 0] > 1.1]
-        if len(more) > OFTEN * len(self.arrivals):
+        if len(more) > OFTEN * len(self.arrivals) and (len(more) > 1 or len(self.arrivals) <= FIRST):
             return float(np.median(more.mean(1)))
         for median, spread in self.shares[:2].tolist():
             if spread < SAME * median and abs(median - 1) > 0.1:
@@ -398,15 +416,19 @@ class Marks:
     @cached_property
     def spread_hidden(self) -> bool:
         """True if the tokens' shares of the first updates scatter no more than the engines' own gap makes them."""
-        looks, gap = self._joined("sync/arrived_spread", "sync/moved"), self.values("vllm_kl/log_ratio_abs_mean")
-        if not len(looks) or not len(gap):
+        looks = self._joined("sync/arrived_spread", "sync/moved")[:FIRST]
+        gap = self._series.get("vllm_kl/log_ratio_abs_mean", np.empty((0, 2)))
+        if not len(looks) or not len(gap) or gap[0, 0] > 1:
             return False
-        return bool((looks[:FIRST, 1] * looks[:FIRST, 2]).min() < HIDDEN * gap[:2].mean())
+        return bool((looks[:, 1] * looks[:, 2]).min() < HIDDEN * gap[0, 1])
 
     @cached_property
     def still(self) -> bool:
-        """True if the rollout gives the same tokens the same scores as at the check before, while training moves."""
-        followed = self.values("sync/followed")[-FIRST:]
+        """True if the rollout gives the same tokens the same scores as at the check before.
+
+        Only looks at which the updates had moved more than the gap may hide are counted.
+        """
+        followed = self._joined("sync/followed", "sync/arrived_high")[-FIRST:, 1]
         return bool(len(followed)) and float(np.median(followed)) < STILL
 
     def _joined(self, *names: str) -> np.ndarray:
@@ -595,7 +617,7 @@ ROUNDING = ("two_precisions", "quantized")
 def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
     """Returns the causes with at least LEAST points, the likeliest first; none if no mark is clear enough.
 
-    The second one needs SECOND points only, as the alternative to the first. Nothing comes after harmless rounding: a
+    The second one needs only SECOND points: it is shown as the alternative. Nothing comes after harmless rounding: a
     cause behind an explanation that is not a fault would accuse a sound run.
 
     Args:
@@ -607,10 +629,14 @@ def find_suspects(series: Mapping[str, Readings | np.ndarray]) -> list[Suspect]:
     ranked = _ranked(marks)
     if ranked[0].points < LEAST:
         return []
-    found = [suspect for place, suspect in enumerate(ranked) if suspect.points >= (SECOND if place == 1 else LEAST)]
+    found = [
+        suspect
+        for place, suspect in enumerate(ranked)
+        if suspect.points >= (SECOND if place == 1 and not suspect.harmless else LEAST)
+    ]
     harmless = next((place for place, suspect in enumerate(found) if suspect.harmless), len(found))
     found = found[: harmless + 1]
-    if found and not found[0].harmless:
+    if not found[0].harmless:
         found[0] = replace(found[0], question=_question_of(marks, ranked))
     return found
 
@@ -700,6 +726,7 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
                 "sync/arrived_high": high,
                 "sync/arrived_median": (low + high) / 2,
                 "sync/arrived_spread": spread,
+                "sync/followed": (low + high) / 2 if high > 0.1 else 0.0,
             }
             for low, high, spread in ((0.0, 0.02, 0.0), (0.2, 0.6, 0.2), (0.48, 0.52, 0.01), (0.97, 1.03, 0.01))
         ]
@@ -833,7 +860,7 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
     """Lab, `partial_sync`: a part of an update arrives, another one each time; routers before the stale layer agree."""
     yield from _unsynced(marks)
     if marks.scaled is not None:
-        yield Sign(-1, f"every token got the same share of it: {marks.scaled:.2f}")
+        yield Sign(-1, f"updates arrive multiplied, by {marks.scaled:.2f}")
     if marks.still:
         yield Sign(-2, STANDS_STILL)
     elif marks.arrived is not None:
@@ -852,7 +879,7 @@ def _scaled_update(marks: Marks) -> Iterator[Sign]:
     """Lab, `scaled_update`: every token gets the same share of the first updates, and it is not 1."""
     yield from _unsynced(marks)
     if marks.scaled is not None:
-        yield Sign(3, f"every token got {marks.scaled:.2f} of the first updates")
+        yield Sign(3, f"updates arrive multiplied, by {marks.scaled:.2f}")
     elif marks.still:
         yield Sign(-2, STANDS_STILL)
     elif marks.arrived is not None and not marks.spread_hidden:
@@ -933,10 +960,10 @@ def _rounds(marks: Marks) -> Iterator[Sign]:
     if marks.by_probability is not None:
         if marks.tilted:
             yield Sign(-2, "the gap depends on the probability alone")
-        elif max(map(abs, marks.by_probability[-2:])) < 0.7:
+        elif max(map(abs, list(marks.by_probability.values())[-2:])) < 0.7:
             yield Sign(0.5, "tokens of one probability move to either side")
     if marks.leaning is not None and marks.leaning > 0.88 and (marks.k3 or 0) < ONE_WAY:
-        yield Sign(-1.5, f"{marks.leaning:.0%} of the gap is to one side, and rounding goes to both")
+        yield Sign(-1.5, f"{_side(marks.leaning)}, and rounding goes to both")
     if marks.starts_in_layer is not None:
         yield Sign(-2, _start_sentence(marks.starts_in_layer))
 
@@ -962,7 +989,7 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
             yield Sign(-2, f"far fewer in the first layer ({marks.by_layer[0]:.1%}) than in the last")
     if marks.gap_alike is not None and marks.gap_alike > 0.1:
         yield Sign(
-            -2.5, f"{marks.gap_alike:.0%} of the gap is of tokens with the same experts, whose weights are equal"
+            -2.5, f"{marks.gap_alike:.0%} of the gap is of tokens with the same experts, which a bias leaves equal"
         )
     if marks.routed is not None and marks.routed > 6 and marks.differ > 0.1:
         yield Sign(1, f"tokens with other experts have {marks.routed:.0f} times the gap of the others")
@@ -975,15 +1002,16 @@ def _router_bias(marks: Marks) -> Iterator[Sign]:
 
 @judges("wrong_weights")
 def _wrong_weights(marks: Marks) -> Iterator[Sign]:
-    """Lab, `wrong_weights`: routers agree up to the layer and not behind it; if it is the last layer, all agree."""
+    """Lab, `wrong_weights`: routers agree up to the layer and not behind it; if it is the last one, all of them do, up
+    to rounding."""
     yield from _static(marks)
     yield from _sampled_as_said(marks)
     if marks.starts_in_layer is not None:
         yield Sign(3, _start_sentence(marks.starts_in_layer))
     elif marks.values("router/own_agreement").size and not marks.replayed and marks.differ is not None:
         far = marks.gap_per_choice is None or marks.gap_per_choice > SHIFTED
-        in_bulk = marks.in_bulk is not False and not marks.tilted
-        if marks.differ < ROUNDED and far and in_bulk and (marks.k3 or 0) > LARGE:
+        most_move = marks.moves_in_bulk is not False and not marks.tilted
+        if marks.differ < ROUNDED and far and most_move and (marks.k3 or 0) > LARGE:
             yield Sign(
                 2.5,
                 f"routers agree on {1 - marks.differ:.2%} of the experts, and k3 is {_number(marks.k3)}: the "
@@ -1049,7 +1077,7 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
         yield Sign(1 if marks.differ < 0.02 else -2, _choices_sentence(marks.differ))
     if marks.few_tokens is not None:
         yield Sign(1.5 if marks.few_tokens >= 5 else -0.5, _tokens_sentence(marks.few_tokens))
-    if marks.in_bulk:
+    if marks.moves_in_bulk:
         yield Sign(-2.5, "most tokens of some probability move to the same side, not just a few")
 
 
@@ -1067,7 +1095,7 @@ def _far_but_few(marks: Marks) -> Iterator[Sign]:
     if marks.tilted:
         yield Sign(-2, "the gap depends on the probability alone")
     if marks.leaning is not None and marks.leaning < 0.8:
-        yield Sign(-2, f"only {marks.leaning:.0%} of the gap is to one side, where another token is far less likely")
+        yield Sign(-2, f"{_side(marks.leaning)}; other tokens, or another context, leave at least 90% there")
 
 
 def _gain_sentence(marks: Marks) -> str:
@@ -1134,12 +1162,10 @@ def _truncated(marks: Marks) -> Iterator[Sign]:
             yield Sign(-3, f"k3 / k1 is {marks.one_sided:.2f}")
     if marks.leaning is not None:
         if marks.leaning > 0.9:
-            yield Sign(
-                1.5, f"{marks.leaning:.0%} of the gap is to one side: every sampled token is likelier in the rollout"
-            )
+            yield Sign(1.5, f"{_side(marks.leaning)}: nearly every sampled token is likelier in the rollout")
         else:
             points = -1 if marks.leaning < 0.5 else 0  # a gap of rounding besides is to both sides
-            yield Sign(points, f"{marks.leaning:.0%} of the gap is to one side")
+            yield Sign(points, _side(marks.leaning))
 
 
 @judges("raw_log_probs")
@@ -1152,7 +1178,7 @@ def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
     if marks.k1_sign is not None:
         if marks.k1_sign < -SIGMAS and marks.leaning is not None and marks.leaning > -LEANING:
             points = 0 if marks.gains_mass else -1
-            yield Sign(points, f"k1 is negative, but only {abs(marks.leaning):.0%} of the gap is to that side")
+            yield Sign(points, f"k1 is negative, but {_side(marks.leaning)}")
         elif marks.k1_sign < -SIGMAS:
             yield Sign(3, _negative_sentence(marks.k1_sign))
         elif marks.k1_sign > SIGMAS or not marks.gains_mass:
@@ -1169,7 +1195,7 @@ def _gap_is_small(marks: Marks) -> Iterator[Sign]:
         if marks.k3 < LARGE:
             yield Sign(0.5, f"the engines are not far apart: k3 is {_number(marks.k3)}")
         elif marks.rounding_like:
-            yield Sign(0.5, f"k3 is {_number(marks.k3)}, but routers disagree by as little as rounding leaves")
+            yield Sign(0.5, f"k3 is {_number(marks.k3)}, but routers disagree by no more than 16 bits leave")
         else:
             yield Sign(-3, f"k3 is {_number(marks.k3)}, a gap that has to be explained first")
 
@@ -1212,7 +1238,7 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
     elif marks.stands_low is not None:
         yield Sign(1.5, f"the reward rises no more, at {marks.stands_low:.0%} of what the best answers get")
     elif gained < 0.35 and entropy < 0.2:
-        yield Sign(1.5, f"the reward has gained only {gained:.0%} of what was to be had for it")
+        yield Sign(1.5, f"the reward has gained only {gained:.0%} of what was to be had")
     else:
         yield Sign(
             -2, f"the reward has gained {gained:.0%} of what was to be had: a task that is learnt needs less entropy"
@@ -1223,7 +1249,7 @@ def _entropy_collapse(marks: Marks) -> Iterator[Sign]:
         if marks.entropy_at_fall < 0.35:
             yield Sign(0.5, f"it had come down to {marks.entropy_at_fall:.0%} before the reward fell")
         else:
-            points = -3 if marks.reward_kept < 0.5 else -0.5  # half of it may go as the entropy begins to fall
+            points = -3 if marks.reward_kept < 0.5 else -0.5  # a smaller loss may begin with the fall of the entropy
             yield Sign(points, f"it was {marks.entropy_at_fall:.0%} when the reward fell")
 
 
@@ -1252,9 +1278,11 @@ def _noisy_reward(marks: Marks) -> Iterator[Sign]:
     yield Sign(1.5 if flat else -3, _reward_sentence(reward))
     effect, scatter = marks.prompt_effect, marks.reward_scatter
     stands_still = effect is None and scatter is None and 0.93 < reward < 1.07 and 0.93 < entropy < 1.07
-    surer = -1.5 if effect is None else -0.5  # the rewards themselves say more
-    points = 1.5 if entropy > 1.2 else 1 if stands_still else 0 if entropy > 0.8 else surer
-    yield Sign(points, f"the entropy is {entropy:.0%} of what it was: the policy does not become surer")
+    text = f"the entropy is {entropy:.0%} of what it was: the policy"
+    if entropy > 0.8:
+        yield Sign(1.5 if entropy > 1.2 else 1 if stands_still else 0, f"{text} does not become surer")
+    else:
+        yield Sign(-1.5 if effect is None else -0.5, f"{text} becomes surer")  # the effect itself says more
     if effect is not None:
         text = f"rewards differ between prompts {effect:.2g} times as much as within them (F)"
         yield from _if_prompts_matter(text, effect, none=1.15, some=1.3, points=2.5)
@@ -1291,12 +1319,17 @@ def _in_errors(values: np.ndarray) -> float | None:
 
 
 def _at_once_sentence(marks: Marks) -> str:
-    share = marks.at_once or 0.0
-    return f"the gap was there before the weights moved, {'as large as now' if share == 1 else f'{share:.0%} of it'}"
+    size, share = marks.beginning or ("the gap", 0.0)
+    return f"{size} was there before the weights moved, {'as large as now' if share == 1 else f'{share:.0%} of it'}"
 
 
 def _with_updates_sentence(marks: Marks) -> str:
-    return f"the gap came with the updates: in the first steps it was {marks.at_once or 0:.1%} of what it is"
+    size, share = marks.beginning or ("the gap", 0.0)
+    return f"{size} came with the updates: in the first steps it was {share:.1%} of what it is"
+
+
+def _side(leaning: float) -> str:
+    return f"{(1 + abs(leaning)) / 2:.0%} of the gap is to one side"
 
 
 def _arrived_sentence(share: tuple[float, float]) -> str:

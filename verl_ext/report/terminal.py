@@ -199,9 +199,8 @@ class Dashboard:
             return
         yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield from ((sentence, "") for sentence in (verdict.sentence, *verdict.why))
-        for place, suspect in enumerate(verdict.suspects):
-            label = "cause of the gap, which is harmless" if suspect.harmless else "or" if place else "likely cause"
-            yield f"{label}: {suspect.cause.title}", "" if place else "bold"
+        for label, suspect in verdict.labelled():
+            yield f"{label}: {suspect.cause.title}", "bold" if suspect is verdict.suspects[0] else ""
             yield from ((f"+ {text}", "") for text in suspect.speaks_for)
             yield from ((f"- {text}", "dim") for text in suspect.speaks_against)
             if not suspect.harmless:

@@ -143,6 +143,20 @@ class RunVerdict:
     def others(self) -> tuple[Override, ...]:
         return self.overrides if self.first is None else self.overrides[1:]
 
+    def labelled(self) -> Iterator[tuple[str, Suspect]]:
+        """The suspects, each with what the report calls it.
+
+        Harmless rounding explains a gap. If a suspect before it explains the gap already, it is an alternative.
+        """
+        for place, suspect in enumerate(self.suspects):
+            explained = any(before.cause.of_gap for before in self.suspects[:place])
+            if not suspect.harmless:
+                yield ("or" if place else "likely cause"), suspect
+            elif explained:
+                yield "or, which would be harmless", suspect
+            else:
+                yield "cause of the gap, which is harmless", suspect
+
 
 def judge_run(run: Run) -> RunVerdict:
     """Returns the verdict on a run, up to its last step."""
@@ -189,7 +203,8 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         question = find_question(series)
     found = replace(found, suspects=suspects, measure=question.sentence if question else "")
     if first is not None:
-        second = suspects[1].cause if len(suspects) > 1 else question.second if question else None
+        rivals = [suspect.cause for suspect in suspects[1:] if not suspect.harmless or first.cause.of_gap]
+        second = rivals[0] if rivals else question.second if question else None
         found = replace(found, settle=settling_sentence(first.cause, second))
     if found.state == "healthy":
         k3 = gap_of(run)

@@ -13,7 +13,7 @@ too small. Its power is at most twice that of the gap, which is subtracted for t
 A part of an update, say of some layers, moves some tokens and not others. An update that arrived multiplied by a factor
 moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and the
 median of y / x is logged with its spread. How far the rollout has moved since the last check tells a small part from
-nothing at all: an engine whose weights stayed the same gives each token the same score again.
+nothing at all: an engine whose weights stayed the same gives each token the same score again, up to its own noise.
 
 On verl the trajectories are kept in TransferQueue next to the batch, and scored by workers and servers at temperature
 1, without top-k and top-p, because that is how a server scores given tokens.
@@ -80,8 +80,7 @@ def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arriv
     Tokens with a value that is not finite are left out. With fewer than FEWEST, or if none moved, the interval has no
     upper end.
     """
-    scores_4N = torch.stack([*train, *infer]).double()
-    before, after, infer_before, infer_after = scores_4N[:, scores_4N.isfinite().all(0)]
+    before, after, infer_before, infer_after = _finite(train, infer)
     x, y = after - before, infer_after - infer_before
     power = x.square().mean().item() if len(x) >= FEWEST else 0.0
     if power == 0:
@@ -101,6 +100,21 @@ def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arriv
     return Arrival(max(common - error, 0.0) / power, high, math.sqrt(power), median.item(), spread.item())
 
 
+def movement(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> float:
+    """Returns the median movement of a token's score in the rollout, over that in training, between two checks.
+
+    The arguments are those of `arrival`. nan with fewer than FEWEST finite tokens, or if training's did not move.
+    """
+    before, after, infer_before, infer_after = _finite(train, infer)
+    moved = (after - before).abs().median().item() if len(before) >= FEWEST else 0.0
+    return (infer_after - infer_before).abs().median().item() / moved if moved else math.nan
+
+
+def _finite(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Tensor:
+    scores_4N = torch.stack([*train, *infer]).double()
+    return scores_4N[:, scores_4N.isfinite().all(0)]
+
+
 RULE = "weight_sync"  # of its events, and of the guard's jump
 SIGNAL = "sync/arrived_high"
 
@@ -112,25 +126,15 @@ class Replica:
     Attributes:
         train, infer: [N] scores after the last sync that arrived.
         step: of that sync.
-        last_train, last_infer: [N] scores at the last check.
+        last: [N] scores at the last check.
         missing: the last update did not arrive.
     """
 
     train: Tensor
     infer: Tensor
     step: int
-    last_train: Tensor
-    last_infer: Tensor
+    last: Tensor
     missing: bool = False
-
-    def followed(self, train_N: Tensor, infer_N: Tensor) -> float:
-        """Returns how far the rollout's scores have moved since the last check, as a multiple of training's: medians of
-        the tokens. nan if training's did not move."""
-        rollout, training = (
-            (now - before).abs().nanmedian().item()
-            for now, before in ((infer_N, self.last_infer), (train_N, self.last_train))
-        )
-        return rollout / training if training else math.nan
 
 
 class SyncCanary:
@@ -142,6 +146,7 @@ class SyncCanary:
 
     def __init__(self, every: int = 1) -> None:
         self._replicas: list[Replica] = []
+        self._last_train = torch.empty(0)
         self._every, self._checks = every, 0
 
     @property
@@ -154,7 +159,8 @@ class SyncCanary:
 
     def begin(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> None:
         """Stores these scores, of training and of each rollout engine, as those of the same weights."""
-        self._replicas = [Replica(train_N, infer_N, step, train_N, infer_N) for infer_N in infer]
+        self._replicas = [Replica(train_N, infer_N, step, infer_N) for infer_N in infer]
+        self._last_train = train_N
 
     def check(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> tuple[dict[str, float], Decision]:
         """Checks a sync. Returns `sync/*`, the worst of the rollout engines, and what has begun or ended in this
@@ -165,8 +171,8 @@ class SyncCanary:
         for number, (replica, infer_N) in enumerate(zip(self._replicas, infer, strict=True)):
             seen = arrival((replica.train, train_N), (replica.infer, infer_N))
             found.append(seen)
-            followed.append(replica.followed(train_N, infer_N))
-            replica.last_train, replica.last_infer = train_N, infer_N
+            followed.append(movement((self._last_train, train_N), (replica.last, infer_N)))
+            replica.last = infer_N
             engine = f"rollout engine {number} of {len(infer)}"
             if seen.missing and not replica.missing:
                 reason = (
@@ -190,8 +196,9 @@ class SyncCanary:
         if moved := [seen for seen in found if not math.isnan(seen.median)]:
             furthest = max(moved, key=lambda seen: abs(seen.median - 1))
             metrics |= {"sync/arrived_median": furthest.median, "sync/arrived_spread": furthest.spread}
-        if not math.isnan(least := min(followed)):
-            metrics["sync/followed"] = least
+        self._last_train = train_N
+        if known := [share for share in followed if not math.isnan(share)]:
+            metrics["sync/followed"] = min(known)
         return metrics, Decision(tuple(events))
 
 

@@ -199,7 +199,7 @@ ALIKE = {
         gap(0.005, k1=-1e-5, size=0.03) | routers(0.993, 0.993) | by_probability(1.1, 0.9, 0.3, -0.2, -0.2),
         "raw_log_probs",
     ),
-    "a cut beside rounding, so that a fifth of the gap is to the other side": (
+    "a cut beside rounding, so that a tenth of the gap is to the other side": (
         gap(0.002, k1=0.012, size=0.015, most=8) | routers(0.993, 0.993),
         "truncated",
     ),

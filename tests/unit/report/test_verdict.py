@@ -9,7 +9,8 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
-from verl_ext.guard.diagnosis import JUDGES, LEAST, Marks
+from verl_ext.base.causes import CAUSES
+from verl_ext.guard.diagnosis import JUDGES, LEAST, Marks, Suspect
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
@@ -256,7 +257,7 @@ def test_every_recorded_run_has_the_state_that_its_recipe_tells(folder):
     cause = {"exact": "", "r3": ""}.get(arm, "old_weights" if regime == "stale" else "quantized")
     verdict = judge_run(read_run(folder))
     assert verdict.state == states.get(arm, "past the boundary")
-    assert [suspect.cause.name for suspect in verdict.suspects] == [cause] * bool(cause)
+    assert [suspect.cause.name for suspect in verdict.suspects[:1]] == [cause] * bool(cause)
     assert (verdict.first is None) == (cause == "")
     if verdict.state == "past the boundary":
         assert verdict.first.text == "stability=moe stability.batch_skip.threshold=null"
@@ -615,7 +616,7 @@ def test_behind_harmless_rounding_nobody_else_is_accused():
     rounding = {
         "vllm_kl/k3": [4e-4] * 60,
         "vllm_kl/k1": [4e-4] * 60,
-        "vllm_kl/log_ratio_abs_mean": [2e-3] * 60,
+        "vllm_kl/log_ratio_abs_mean": [4.8e-4] * 60,
         "vllm_kl/sequence_gap_mean": [1e-3] * 60,
         "vllm_kl/sequence_gap_max": [1.4e-2] * 60,
         "router/agreement": [0.9998] * 60,
@@ -627,6 +628,33 @@ def test_behind_harmless_rounding_nobody_else_is_accused():
     assert points["two_precisions"] >= points["respelled"] >= LEAST
     verdict = judge_run(run)
     assert [suspect.cause.name for suspect in verdict.suspects] == ["two_precisions"] and verdict.state == "healthy"
+
+
+def test_harmless_rounding_explains_the_gap_beside_a_cause_that_is_not_of_the_gap():
+    named = {
+        name: Suspect(CAUSES[name], (), harmless=name == "two_precisions")
+        for name in ("learning_rate", "two_precisions", "lost_sync", "old_weights")
+    }
+
+    def labels(*names):
+        verdict = replace(judge_run(full()), suspects=tuple(named[name] for name in names))
+        return [label for label, _ in verdict.labelled()]
+
+    explained = "cause of the gap, which is harmless"
+    assert labels("lost_sync", "old_weights") == ["likely cause", "or"]
+    assert labels("two_precisions") == [explained]
+    assert labels("learning_rate", "two_precisions") == ["likely cause", explained]
+    assert labels("lost_sync", "two_precisions") == ["likely cause", "or, which would be harmless"]
+    assert labels("learning_rate", "lost_sync", "two_precisions")[2] == "or, which would be harmless"
+
+
+def test_what_settles_a_cause_of_the_learning_is_not_asked_of_the_rounding_beside_it():
+    """The doctor finds two precisions, but nothing that it finds speaks for or against a learning rate."""
+    gap = {"vllm_kl/k3": [5e-4] * 60, "vllm_kl/k1": [5e-4] * 60, "vllm_kl/log_ratio_abs_mean": [0.02] * 60}
+    routers = {"router/agreement": [0.995] * 60, "router/own_agreement": [0.995] * 60}
+    verdict = judge_run(make(gap | routers | {"critic/score/mean": [0.6] * 20 + [0.01] * 40}))
+    assert [suspect.cause.name for suspect in verdict.suspects] == ["learning_rate", "two_precisions"]
+    assert "round" not in verdict.settle
 
 
 def test_from_verls_own_metrics_the_report_says_what_to_measure():

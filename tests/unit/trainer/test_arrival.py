@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.trainer.sync_canary import SIGMAS, arrival
+from verl_ext.trainer.sync_canary import FEWEST, SIGMAS, arrival, movement
 
 N = 4096
 
@@ -114,3 +114,24 @@ def test_a_token_that_one_engine_has_no_number_for_is_left_out():
     rest = torch.arange(64) != 3
     left_out = arrival(tuple(each[rest] for each in train), tuple(each[rest] for each in infer))
     assert arrival(train, infer) == left_out
+
+
+@given(st.integers(FEWEST, 40), st.floats(0, 2), st.integers(0, 99))
+def test_the_movement_is_the_ratio_of_the_median_changes(count, share, seed):
+    """Compares with sorted lists; torch's median of an even number is the lower one of the middle two."""
+    train, infer = scores(share, 0.1, 0.01, seed, count)
+    rollout, training = (
+        sorted(abs(b - a) for a, b in zip(*map(torch.Tensor.tolist, each), strict=True)) for each in (infer, train)
+    )
+    middle = (count - 1) // 2
+    assert movement(train, infer) == pytest.approx(rollout[middle] / training[middle])
+
+
+def test_the_movement_is_0_without_new_weights_and_not_known_without_tokens_that_moved():
+    train, (infer, _) = scores(1.0, 0.1, 0.01, count=64)
+    assert movement(train, (infer, infer)) == 0
+    assert math.isnan(movement((train[0], train[0]), (infer, infer)))
+    few = torch.arange(64) < FEWEST - 1
+    assert math.isnan(movement(tuple(each[few] for each in train), (infer[few], infer[few])))
+    hidden = infer.where(few, -math.inf)
+    assert math.isnan(movement(train, (hidden, infer)))

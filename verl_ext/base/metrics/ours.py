@@ -372,8 +372,8 @@ SYNC = Section(
         ),
         after(
             "sync/followed",
-            "movement of the median token's score since the last check, over that in training: 0 if the rollout's "
-            "weights stayed the same; the smallest of the rollout engines",
+            "median movement of a token's score in the rollout since the last check, over that in training: 0 if its "
+            "weights stayed the same and its scores repeat exactly; the smallest of the rollout engines",
             "share",
             rare=True,
         ),
