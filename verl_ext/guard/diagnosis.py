@@ -33,7 +33,7 @@ from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readi
 from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.state import Event
 
-LEAST, SECOND = 3.0, 1.0  # points from which a cause is named, and from which one is shown as the alternative
+LEAST, SECOND = 3.0, 1.5  # points from which a cause is named, and from which one is shown as the alternative
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
 APART = 1e-7  # k3 that float32 does not leave by itself
 LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
@@ -867,7 +867,8 @@ def _partial_sync(marks: Marks) -> Iterator[Sign]:
         if marks.arrived[1] < 0.1 and marks.some_arrive:
             yield Sign(2, SOME_ARRIVE)
         elif marks.arrived[1] < 0.1:
-            yield Sign(-2, _arrived_sentence(marks.arrived))
+            moves = len(marks.values("sync/followed")) > 0  # it does not stand still, but that may be noise
+            yield Sign(-0.5 if moves else -2, _arrived_sentence(marks.arrived))
         elif marks.arrived[0] < 0.75:
             yield Sign(2, _arrived_sentence(marks.arrived))
     if marks.starts_in_layer is not None:
@@ -882,8 +883,11 @@ def _scaled_update(marks: Marks) -> Iterator[Sign]:
         yield Sign(3, f"updates arrive multiplied, by {marks.scaled:.2f}")
     elif marks.still:
         yield Sign(-2, STANDS_STILL)
-    elif marks.arrived is not None and not marks.spread_hidden:
-        yield Sign(-1, "tokens got different shares of the first updates")
+    elif marks.arrived is not None:
+        if marks.spread_hidden:
+            yield Sign(0.5, "the engines' own gap hides whether all tokens got the same share of the first updates")
+        else:
+            yield Sign(-1, "tokens got different shares of the first updates")
 
 
 # Two computations from the same weights.
@@ -1069,8 +1073,12 @@ def _respelled(marks: Marks) -> Iterator[Sign]:
         text = f"{drifted:.1%} of the trajectories encode otherwise than they were sampled"
         yield Sign(4 if drifted > 0 else -4, text)
     yield from _far_but_few(marks)
-    if marks.loses_mass:
+    if marks.loses_mass and (marks.one_sided or 0.0) > 0.6:
         yield Sign(1.5, _mass_sentence(marks))
+    elif marks.loses_mass:
+        yield Sign(
+            -2, f"k3 / k1 is {marks.one_sided or 0:.2f}: many tokens are a little likelier, not few much likelier"
+        )
     if (alike := marks.gap_alike) is not None and not 0.1 < alike < 0.3:
         yield Sign(2 if alike > 0.2 else -2, f"{alike:.0%} of the gap is of tokens that both engines route alike")
     elif marks.differ is not None and not marks.replayed:
