@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from verl_ext.guard.collapse import READ, REWARD, STRETCH, Collapse, Readings, find_collapse, what_moved
-from verl_ext.guard.diagnosis import ROUTER
 from verl_ext.guard.forecast import (
     FEWEST,
     LARGEST_AUTOCORRELATION,
@@ -31,6 +30,7 @@ from verl_ext.guard.forecast import (
     estimate_growth,
     is_seen_enough,
 )
+from verl_ext.guard.marks import ROUTER
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 

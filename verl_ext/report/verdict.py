@@ -31,8 +31,9 @@ import numpy as np
 from verl_ext.base.causes import CAUSES, settling_sentence
 from verl_ext.base.metrics import is_of_the_gap
 from verl_ext.guard.collapse import GRADIENT, Collapse
-from verl_ext.guard.diagnosis import LARGE, READ, Suspect, find_question, find_suspects
+from verl_ext.guard.diagnosis import LARGE, Suspect, find_question, find_suspects
 from verl_ext.guard.forecast import FEWEST, HORIZON
+from verl_ext.guard.marks import READ
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run, Series

@@ -80,7 +80,7 @@ def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arriv
     Tokens with a value that is not finite are left out. With fewer than FEWEST, or if none moved, the interval has no
     upper end.
     """
-    before, after, infer_before, infer_after = _finite(train, infer)
+    before, after, infer_before, infer_after = _finite_scores(train, infer)
     x, y = after - before, infer_after - infer_before
     power = x.square().mean().item() if len(x) >= FEWEST else 0.0
     if power == 0:
@@ -105,12 +105,12 @@ def movement(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> floa
 
     The arguments are those of `arrival`. nan with fewer than FEWEST finite tokens, or if training's did not move.
     """
-    before, after, infer_before, infer_after = _finite(train, infer)
+    before, after, infer_before, infer_after = _finite_scores(train, infer)
     moved = (after - before).abs().median().item() if len(before) >= FEWEST else 0.0
     return (infer_after - infer_before).abs().median().item() / moved if moved else math.nan
 
 
-def _finite(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Tensor:
+def _finite_scores(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Tensor:
     scores_4N = torch.stack([*train, *infer]).double()
     return scores_4N[:, scores_4N.isfinite().all(0)]
 

@@ -12,11 +12,11 @@ from verl_ext.guard.diagnosis import (
     LOOK_EVERY,
     LOOKS,
     Diagnosis,
-    Marks,
     find_question,
     find_suspects,
     levels_not_logged,
 )
+from verl_ext.guard.marks import Marks
 
 STEPS = 100
 LEARNS = {"critic/score/mean": (0.4, 0.9), "actor/entropy": (0.3, 0.1), "actor/grad_norm": (0.5, 0.5)}

@@ -10,8 +10,9 @@ import pytest
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
 from verl_ext.base.causes import CAUSES
-from verl_ext.guard.diagnosis import JUDGES, LEAST, Marks, Suspect
+from verl_ext.guard.diagnosis import JUDGES, LEAST, Suspect
 from verl_ext.guard.forecast import FEWEST
+from verl_ext.guard.marks import Marks
 from verl_ext.guard.state import Event
 from verl_ext.report.load import read_run
 from verl_ext.report.signals import fall_of
