@@ -241,8 +241,8 @@ class Marks:
             return False
         ratios = list(self.by_probability.values())
         unlikely, likely = ratios[0], sum(ratios[-2:]) / 2 if len(ratios) > 3 else ratios[-1]
-        middle_moves_less = self.by_probability.get("0.1-0.5", 0.0) < 0.8
-        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4 and middle_moves_less
+        most_move_up = min(unlikely, self.by_probability.get("0.1-0.5", 0.0)) > 0.8
+        return unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4 and not most_move_up
 
     @cached_property
     def moves_in_bulk(self) -> bool | None:

@@ -229,6 +229,10 @@ ALIKE = {
         gap(6e-4, size=0.003, most=12) | routers(0.9956, 0.991) | by_probability(-0.8, -0.5, -0.5, 0.8, 0.1, k3=6e-4),
         "temperature",
     ),
+    "a lower temperature in training, beside rounding to few bits": (
+        gap(0.046, size=0.2) | routers(0.966, 0.966) | by_probability(-0.8, -0.5, 0.86, 1.0, 1.0, k3=0.046),
+        "temperature",
+    ),
     "rounding to few bits, as much of it in the first layer": (
         gap(0.05) | routers(0.88, 0.89) | alike(0.16, 0.05**0.5) | {"router/gap_differs": 1.0},
         "quantized",
