@@ -36,7 +36,7 @@ ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves u
 OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
 SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
-STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, mostly 0.1 of parts
+STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync; a part mostly leaves 0.1
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 
 
@@ -159,8 +159,8 @@ class Marks:
         """The size that shows best how a run began, and its first readings as a share of the last ones.
 
         A policy that becomes certain closes its gap, or opens it, with equal weights. The routers' disagreement does
-        not depend on that. It counts if it is now more than rounding leaves. If it began with rounding, it has no
-        smaller level to begin with, and the gap counts where its share is smaller.
+        not depend on that. It counts if it is now more than rounding leaves. If it began at the level of rounding, the
+        smaller of the two shares counts.
         """
         gap = self._gap_at_first
         own = "router/own_agreement" if "router/own_agreement" in self._series else "router/agreement"
