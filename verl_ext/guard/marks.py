@@ -36,7 +36,7 @@ ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves u
 OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
 SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
-STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, mostly 0.1 after a part
+STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 or so for a part
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 
 
