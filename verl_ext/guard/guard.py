@@ -184,6 +184,10 @@ class Guard:
         reason = f"weights and optimizer of step {to} restored; the data goes on"
         return Event(self.step, "rollback", "", None, None, "restored", reason)
 
+    def restart_state(self, to: int) -> dict[str, Any]:
+        """Returns the state for a restart from the checkpoint of step `to`, to which the run has just gone back."""
+        return asdict(self.state.as_of(to, self.step))
+
     def undone(self, of: int | None) -> Event:
         """Notes that the updates of step `of` were taken back; None if none was kept."""
         self.state.undo_due = ""

@@ -1,5 +1,6 @@
 """The guard's decisions, its memory, and the reading of a saved state."""
 
+import copy
 import math
 import sys
 from collections.abc import Mapping
@@ -118,6 +119,21 @@ class GuardState:
     updated: bool = False
     rollback_due: str = ""
     undo_due: str = ""
+
+    def as_of(self, to: int, now: int) -> "GuardState":
+        """Returns the state with which a restart continues from step `to`, to which the run went back in step `now`.
+
+        The run itself counts on from `now`, and the restart from `to`: what has to wait a number of steps waits as many
+        in both. Counts, a lowered learning rate and the windows of the rules stay.
+        """
+        state = copy.deepcopy(self)
+        state.forget(after=to)
+        ago = now - to
+        state.calm_from = max(state.calm_from - ago, 0)
+        state.lr.since = max(state.lr.since - ago, 0)
+        state.given_up = to
+        state.unproven = [(to, to)]
+        return state
 
     def forget(self, after: int) -> None:
         """Drops all readings after this step, because they measured weights that were given up."""

@@ -2,6 +2,35 @@
 
 `saving` and `loading` are contexts around verl's own. A checkpoint folder is `global_step_N` under
 trainer.default_local_dir; verl names the latest in a tracker file next to them, when it is complete.
+
+A run may be killed between any two writes. It may also write step N where a checkpoint of step N lies already: after a
+rollback, or after a restart from an earlier one. A restart must never take a mixture of the two.
+
+**A checkpoint is whole** if its sizes are there and its files have them, or if verl's tracker names it. Without the
+guard's state, plain verl wrote it: then the tracker must name it or a later one, and no more can be known. A checkpoint
+that the guard gave up is never taken. A restart takes the newest whole checkpoint that is not newer than the tracker's.
+
+**A save of step N** writes in this order:
+
+1. If the tracker names N, it is made to name the newest whole checkpoint before N, or removed.
+2. The sizes of the old checkpoint are removed. From here on N is not whole: the tracker names another step.
+3. The mark of a checkpoint that was given up is removed, and the guard's state is written.
+4. verl writes its files, and last the tracker, which names N. From here on N is whole.
+5. The sizes are written. N stays whole when the tracker moves on.
+
+A death before 2 leaves the old checkpoint as it was, with its mark if it was given up. A death between 2 and 4 leaves a
+folder that is not whole until step N is saved again, however far the tracker moves. After 4, all files of N are new.
+With Megatron's asynchronous saving, the workers write the tracker when their files are complete; the next save
+begins with step 5 of this one.
+
+**A rollback to step N** writes the guard's state into checkpoint N, as a restart from there needs it (`go_back`), and
+then marks the later checkpoints as given up, the oldest first. The mark of the newest decides. Before it, a restart
+takes that newest checkpoint, with its own state, and has not rolled back. After it, a restart takes N and has rolled
+back: the count, the cooldown and the checkpoints to go back to are those of the rollback. An undo that gives up
+checkpoints marks them in the same order.
+
+These are deaths of processes. A machine that loses power can also lose what it had reported as written; the sizes
+reveal a file that became shorter.
 """
 
 import json
@@ -23,6 +52,8 @@ from verl_ext.guard.state import read_state
 STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"
 GIVEN_UP_FILE = "verl_ext_given_up"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"  # verl's
+OURS = "verl_ext"  # how the names of our files begin, also of those half written
 STEP = r"0|[1-9][0-9]{0,17}"  # as verl writes it
 TORCHS = ("PytorchStreamWriter", "inline_container")  # in torch.save's message if it cannot write
 
@@ -39,20 +70,32 @@ def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
         CheckpointError: one of them, or of verl's, cannot be written.
     """
     guard.saved(step)
-    folder = save_guard(guard, config, step)
+    folder = folder_of(config.trainer.default_local_dir, step)
     with _explain_failure(folder):
-        forget(folder)  # removes the record of an older checkpoint of this step
+        _record_latest(folder.parent)
+        forget(folder)
+        save_state(folder, guard.state_dict())
         yield
         if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             save_sizes(folder)
 
 
-def save_guard(guard: Guard, config: DictConfig, step: int) -> Path:
-    """Writes the guard's state into the checkpoint of a step; returns its folder. Raises CheckpointError."""
+def save_guard(guard: Guard, config: DictConfig, step: int) -> None:
+    """Writes the guard's state into the checkpoint of a step. Raises CheckpointError."""
     folder = folder_of(config.trainer.default_local_dir, step)
     with _explain_failure(folder):
         save_state(folder, guard.state_dict())
-    return folder
+
+
+def go_back(folder: Path, state: Mapping[str, Any]) -> None:
+    """Records that the run has gone back to a checkpoint: a restart takes it, with this state, and no later one.
+
+    Raises:
+        CheckpointError: the records cannot be written.
+    """
+    with _explain_failure(folder):
+        save_state(folder, state)
+        give_up(folder.parent, after=step_of(folder))
 
 
 @contextmanager
@@ -115,26 +158,43 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 def save_sizes(folder: Path) -> None:
     """Writes the sizes of verl's files that this machine sees, after verl has written them."""
-    ours = (STATE_FILE, SIZES_FILE, GIVEN_UP_FILE)  # these are complete or absent
-    _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if name not in ours})
+    _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if not name.startswith(OURS)})
 
 
 def give_up(root: str | Path, after: int) -> None:
-    """Marks the checkpoints after step `after`: the weights are that step's again, and a restart must not continue
-    from later ones."""
-    for step in _steps(Path(root)):
+    """Marks the checkpoints after step `after`, the oldest first: the weights are that step's again, and a restart must
+    not continue from later ones."""
+    for step in sorted(_steps(Path(root))):
         if step > after:
             (folder_of(root, step) / GIVEN_UP_FILE).touch()
 
 
 def forget(folder: Path) -> None:
-    """Removes our files of a checkpoint that is about to be overwritten."""
-    for name in (SIZES_FILE, GIVEN_UP_FILE):
-        (folder / name).unlink(missing_ok=True)
+    """Makes a checkpoint count as unfinished, because it is about to be overwritten."""
+    root, number = folder.parent, step_of(folder)
+    if _latest(root) == number:
+        earlier = newest_of(root, (step for step in _steps(root) if step < number))
+        if earlier is None:
+            (root / TRACKER_FILE).unlink()
+        else:
+            _replace(root / TRACKER_FILE, str(step_of(earlier)))
+    (folder / SIZES_FILE).unlink(missing_ok=True)
+    (folder / GIVEN_UP_FILE).unlink(missing_ok=True)
+
+
+def _record_latest(root: Path) -> None:
+    """Writes the sizes of the checkpoint that verl's tracker names, if it lacks them: it was saved asynchronously, or
+    the run was killed before they were written."""
+    step = _latest(root)
+    if step is None:
+        return
+    folder = folder_of(root, step)
+    if (folder / STATE_FILE).exists() and not (folder / SIZES_FILE).exists():
+        save_sizes(folder)
 
 
 def damage(folder: Path) -> str:
-    """Returns the damage to a checkpoint's files, in one clause; empty if there is none, or sizes were never saved."""
+    """Returns why a checkpoint is not whole, in one clause; empty if it is, as far as its files show."""
     if not folder.is_dir():
         return "the folder is missing"
     if (folder / GIVEN_UP_FILE).exists():
@@ -145,7 +205,8 @@ def damage(folder: Path) -> str:
         return str(error)
     file = folder / SIZES_FILE
     if not file.exists():
-        return ""
+        finished = not (folder / STATE_FILE).exists() or _latest(folder.parent) == step_of(folder)
+        return "" if finished else "the run ended while it was saved"
     try:
         saved = _read_json(file)
     except ValueError as error:
@@ -182,10 +243,10 @@ def newest_whole(root: str | Path) -> Path | None:
     else:
         steps = sorted({latest, *(step for step in _steps(Path(root)) if step <= latest)})
     if not steps:
-        if latest is None and _tracker(root).exists():  # verl would raise on it
+        tracker = Path(root) / TRACKER_FILE
+        if latest is None and tracker.exists():  # verl would raise on it
             raise CheckpointError(
-                f"{_tracker(root)} names no step, and there is no complete checkpoint; delete it to start from the "
-                "beginning"
+                f"{tracker} names no step, and there is no complete checkpoint; delete it to start from the beginning"
             )
         return None
     passed_over: list[str] = []
@@ -241,17 +302,10 @@ def _checkpoint_to_resume(trainer: DictConfig) -> Path | None:
     return Path(trainer.resume_from_path)
 
 
-def _tracker(root: str | Path) -> Path:
-    # Imported here, because that package imports every training engine.
-    from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
-
-    return Path(get_checkpoint_tracker_filename(str(root)))
-
-
 def _latest(root: str | Path) -> int | None:
     """Returns the step that verl's tracker names; None if there is no tracker, or it names none (it was cut off)."""
     try:
-        text = _tracker(root).read_text(encoding="utf-8").strip()
+        text = (Path(root) / TRACKER_FILE).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
     return int(text) if re.fullmatch(STEP, text) else None
@@ -284,6 +338,10 @@ def _read_json(file: Path) -> Any:
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     """Writes the file completely or not at all."""
+    _replace(file, json.dumps(content))
+
+
+def _replace(file: Path, text: str) -> None:
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(content), encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     os.replace(part, file)

@@ -152,8 +152,9 @@ class GuardActions:
         for name, workers in groups.items():
             workers.load_checkpoint(local_path=str(folder / name), del_local_after_load=False)
         to = checkpoints.step_of(folder)
-        checkpoints.give_up(root, after=to)
-        self._tell(self._guard.rolled_back(to))
+        restored = self._guard.rolled_back(to)
+        checkpoints.go_back(folder, self._guard.restart_state(to))
+        self._tell(restored)
 
     def _take_back(self, workers: Any) -> None:
         """Undoes the last update, with the state that the workers kept. If the rollout has had it, the weights are

@@ -102,6 +102,9 @@ def test_what_a_rollback_gave_up_is_not_resumed_from_until_it_is_saved_anew(root
     assert "global_step_6 cannot be resumed from: the guard gave it up" in capsys.readouterr().out
     assert newest_of(root, [2, 4, 6]) == folder_of(root, 2)
     forget(folder_of(root, 6))
+    assert newest_whole(root) == folder_of(root, 2), "it is about to be overwritten"
+    save_sizes(folder_of(root, 6))
+    (root / "latest_checkpointed_iteration.txt").write_text("6")
     assert newest_whole(root) == folder_of(root, 6)
 
 
