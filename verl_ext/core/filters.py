@@ -99,8 +99,9 @@ class FilterResult:
 
     Attributes:
         keep_N: [N] bool, true = keep; its value for tokens that are not kept already does not matter.
-        metrics: logged as `filter/<name>/<metric>`. verl combines steps by words in a metric's name (max, min, sum,
-            total): avoid these.
+        metrics: logged as `filter/<name>/<metric>`. They are means over the trajectories that have kept tokens, so
+            that the metrics of a large batch can be combined from those of its blocks. verl combines steps by words in
+            a metric's name (max, min, sum, total): avoid these.
     """
 
     keep_N: Tensor
@@ -165,9 +166,10 @@ class FilterTally:
 
     Attributes:
         tokens, trajectories: generated tokens, and trajectories that have one; `kept_*`: how many of them remain.
+        seen: filter -> trajectories that the former ones left tokens.
         dropped: filter -> tokens that it dropped of those that the former ones kept, and trajectories that lost their
             last tokens to it.
-        own: `filter/<name>/<metric>`, the filters' own metrics.
+        own: (filter, metric) -> the filters' own metrics, means over the trajectories that the filter saw.
         examples: filter -> id of the first trajectory that lost a token to it.
     """
 
@@ -175,8 +177,9 @@ class FilterTally:
     trajectories: int
     kept_tokens: int
     kept_trajectories: int
+    seen: Mapping[str, int]
     dropped: Mapping[str, tuple[int, int]]
-    own: Mapping[str, float]
+    own: Mapping[tuple[str, str], float]
     examples: Mapping[str, str]
 
     @property
@@ -189,7 +192,7 @@ class FilterTally:
             metrics[f"filter/{name}/dropped_tokens"] = tokens / self.tokens
             metrics[f"filter/{name}/dropped_trajectories"] = trajectories / self.trajectories
         return metrics | {
-            **self.own,
+            **{f"filter/{name}/{metric}": value for (name, metric), value in self.own.items()},
             "filter/kept_tokens": self.kept_tokens / self.tokens,
             "filter/kept_trajectories": self.kept_trajectories / self.trajectories,
         }
@@ -228,11 +231,11 @@ class FilterOutcome(FilterTally):
 
 
 def merge_tallies(parts: Sequence[FilterTally]) -> FilterTally:
-    """Returns the tally of a batch in parts; a filter's own metric is the mean over them, weighted by trajectories."""
+    """Returns the tally of a batch in parts; a filter's own metrics are weighted by the trajectories that it saw."""
 
-    def mean(name: str) -> float:
-        values = [(part.own[name], part.trajectories) for part in parts if name in part.own]
-        return sum(value * weight for value, weight in values) / max(sum(weight for _, weight in values), 1)
+    def mean(name: str, metric: str) -> float:
+        found = [(part.own[name, metric], part.seen[name]) for part in parts if (name, metric) in part.own]
+        return sum(value * seen for value, seen in found) / sum(seen for _, seen in found)
 
     names = dict.fromkeys(name for part in parts for name in part.dropped)
     of_filter = {name: [part.dropped[name] for part in parts if name in part.dropped] for name in names}
@@ -241,8 +244,9 @@ def merge_tallies(parts: Sequence[FilterTally]) -> FilterTally:
         trajectories=sum(part.trajectories for part in parts),
         kept_tokens=sum(part.kept_tokens for part in parts),
         kept_trajectories=sum(part.kept_trajectories for part in parts),
+        seen={name: sum(part.seen.get(name, 0) for part in parts) for name in names},
         dropped={name: (sum(n for n, _ in found), sum(n for _, n in found)) for name, found in of_filter.items()},
-        own={name: mean(name) for name in dict.fromkeys(name for part in parts for name in part.own)},
+        own={key: mean(*key) for key in dict.fromkeys(key for part in parts for key in part.own)},
         examples={name: example for part in reversed(parts) for name, example in part.examples.items()},
     )
 
@@ -260,8 +264,9 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
     """
     tokens, kept = batch.tokens, batch.kept_N
     has_B, left_B = tokens.row_sums(tokens.mask) > 0, tokens.row_sums(kept) > 0
+    seen: dict[str, int] = {}
     dropped: dict[str, tuple[int, int]] = {}
-    own: dict[str, float] = {}
+    own: dict[tuple[str, str], float] = {}
     examples = {}
     for name, settings in filters if tokens.count else ():
         result = get_batch_filter(name).function(replace(batch, kept_N=kept), **settings)
@@ -275,8 +280,10 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         dropped_N = kept & ~result.keep_N
         kept = kept & result.keep_N
         before_B, left_B = left_B, tokens.row_sums(kept) > 0
+        seen[name] = int(before_B.sum())
         dropped[name] = int(dropped_N.sum()), int((before_B & ~left_B).sum())
-        own |= {f"filter/{name}/{metric}": value for metric, value in result.metrics.items()}
+        if seen[name]:  # else its metrics are means over nothing
+            own |= {(name, metric): value for metric, value in result.metrics.items()}
         if dropped_N.any():
             examples[name] = batch.keys[int(tokens.row_of_token()[int(dropped_N.byte().argmax())])]
     return FilterOutcome(
@@ -284,6 +291,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         trajectories=int(has_B.sum()),
         kept_tokens=int(kept.sum()),
         kept_trajectories=int(left_B.sum()),
+        seen=seen,
         dropped=dropped,
         own=own,
         examples=examples,

@@ -33,7 +33,7 @@ from verl_ext.guard.marks import READ, ROUNDED, ROUTER, SIGMAS, WINDOW, Marks
 from verl_ext.guard.state import Event
 
 LEAST, SECOND = 3.0, 1.5  # points from which a cause is named, and from which one is shown as the alternative
-LARGE = 0.01  # k3 past what bf16 and fp8 rollouts were published with; docs/diagnosis.md lists the sources
+LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` knows the models that have more
 LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run; looks in a row that find the same cause before it is reported
 REMEMBERED = 512  # readings of a metric that a run keeps, in addition to its first ones
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01
@@ -155,13 +155,18 @@ def find_question(series: Mapping[str, Readings | np.ndarray]) -> OpenQuestion |
     return _question_of(marks, _ranked(marks)) if marks.enough else None
 
 
+def sound_level(marks: Marks) -> float:
+    """Returns the k3 that rounding stays below in sound runs: LARGE, or a higher level published for the model."""
+    return max(LARGE, marks.published_level)
+
+
 def _ranked(marks: Marks) -> list[Suspect]:
     """Returns all causes, the one with the most points first.
 
     Rounding of a harmless size explains a gap, and no reward that falls. If it is the likeliest cause of the gap, the
     causes in the learning that are named come first.
     """
-    small = marks.k3 is not None and marks.k3 < LARGE
+    small = marks.k3 is not None and marks.k3 < sound_level(marks)
     moe = marks.logs(ROUTER)
     judged = [
         Suspect(CAUSES[name], tuple(judge(marks)), harmless=small and name in ROUNDING, moe=moe)
@@ -358,7 +363,7 @@ def _lost_sync(marks: Marks) -> Iterator[Sign]:
             yield Sign(1, STANDS_STILL)
         elif marks.some_arrive:
             yield Sign(-2, SOME_ARRIVE)
-    elif marks.apart and marks.k3 is not None and marks.k3 > LARGE:
+    elif marks.apart and marks.k3 is not None and marks.k3 > sound_level(marks):
         yield Sign(1, f"k3 is {_number(marks.k3)}, more than rounding leaves")
 
 
@@ -522,7 +527,7 @@ def _wrong_weights(marks: Marks) -> Iterator[Sign]:
     elif marks.values("router/own_agreement").size and not marks.replayed and marks.differ is not None:
         far = marks.gap_per_choice is None or marks.gap_per_choice > SHIFTED
         most_move = marks.moves_in_bulk is not False and not marks.tilted
-        if marks.differ < ROUNDED and far and most_move and (marks.k3 or 0) > LARGE:
+        if marks.differ < ROUNDED and far and most_move and (marks.k3 or 0) > sound_level(marks):
             yield Sign(
                 2.5,
                 f"routers agree on {1 - marks.differ:.2%} of the experts, and k3 is {_number(marks.k3)}: the "
@@ -707,7 +712,7 @@ def _raw_log_probs(marks: Marks) -> Iterator[Sign]:
 
 def _gap_is_small(marks: Marks) -> Iterator[Sign]:
     if marks.k3 is not None:
-        if marks.k3 < LARGE:
+        if marks.k3 < sound_level(marks):
             yield Sign(0.5, f"the engines are not far apart: k3 is {_number(marks.k3)}")
         elif marks.rounding_like:
             yield Sign(0.5, f"k3 is {_number(marks.k3)}, but routers disagree by no more than 16 bits leave")

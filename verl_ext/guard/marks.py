@@ -12,6 +12,7 @@ import numpy as np
 from verl_ext.base.names import BUCKETS, PROMPT_EFFECT
 from verl_ext.guard.collapse import ENTROPY, GRADIENT, K3, LENGTH, REWARD, Readings
 from verl_ext.guard.forecast import FEWEST
+from verl_ext.guard.levels import LEVELS
 
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
 READ = (  # beginnings of the names of all metrics that a mark is made of
@@ -24,7 +25,10 @@ READ = (  # beginnings of the names of all metrics that a mark is made of
         ENTROPY,
         GRADIENT,
         "response_length/",
+        "prompt_length/mean",
+        "perf/total_num_tokens",
         "filter/retokenization_drift/",
+        "guard/level",
     ),
 )
 ROUTER = "router/"  # begins the name of every metric of a mixture of experts' routers
@@ -93,6 +97,16 @@ class Marks:
         return self.late(K3, "rollout_corr/k3_kl")
 
     @cached_property
+    def published_level(self) -> float:
+        """The k3 that published runs of this model and rollout format stay below; 0 if no level is published.
+
+        The guard logs its level. A level that is not in the table is the user's, or made from this run's own first
+        steps, and shows nothing about other runs. Some logs keep values in float32.
+        """
+        logged = self.values("guard/level")[-1:]
+        return max((level.k3 for level in LEVELS if np.isclose(logged, level.k3, rtol=1e-6, atol=0).any()), default=0.0)
+
+    @cached_property
     def apart(self) -> bool:
         """True if the engines differ by more than float32 explains."""
         return self.k3 is not None and self.k3 > APART
@@ -129,7 +143,9 @@ class Marks:
     def leaning(self) -> float | None:
         """k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
         size = self.values("vllm_kl/log_ratio_abs_mean")[-4 * WINDOW :]
-        return float(self._k1s.mean() / size.mean()) if self._k1s.size and size.any() else None
+        if not self._k1s.size or not size.any():
+            return None
+        return float(np.clip(self._k1s.mean() / size.mean(), -1, 1))
 
     @cached_property
     def loses_mass(self) -> bool:
@@ -246,14 +262,14 @@ class Marks:
 
     @cached_property
     def moves_in_bulk(self) -> bool | None:
-        """True if in some bucket of probability most tokens move, and to one side: not just a few, and not by noise."""
-        return None if self.by_probability is None else max(self.by_probability.values()) > 0.6
+        """True if in some bucket of probability most tokens move to the same side: not just a few, and not by noise."""
+        return None if self.by_probability is None else max(map(abs, self.by_probability.values())) > 0.6
 
     @cached_property
     def few_tokens(self) -> float | None:
         """k3 over the square of the mean |log k|: 0.5 to 5 if many tokens make the gap, large if few do."""
         size = self.late("vllm_kl/log_ratio_abs_mean")
-        return None if not size or self.k3 is None else self.k3 / size**2
+        return None if not size or self.k3 is None else self.k3 / size / size  # the square may be out of range
 
     @cached_property
     def few_trajectories(self) -> float | None:
@@ -309,7 +325,7 @@ class Marks:
         size = self.late("vllm_kl/log_ratio_abs_mean")
         if not differs or equal is None or not size or self.replayed:
             return None
-        return (1 - differs) * equal / size if differs > 1e-4 else None  # without other experts, all of it
+        return min((1 - differs) * equal / size, 1.0) if differs > 1e-4 else None  # without other experts, all of it
 
     @cached_property
     def starts_in_layer(self) -> int | None:
@@ -485,7 +501,11 @@ class Marks:
         most, least, length = (self.values(n) for n in ("critic/score/max", "critic/score/min", LENGTH))
         if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * WINDOW:
             return None
-        span, answers = ((rewards - least) * (most - rewards)).mean(), (tokens / length).mean()
+        # Rewards are of the whole step, and so is verl's total. router/tokens is the mean of the step's local updates,
+        # over the trajectories that were compared; in the lab, which logs no total, these are all of the step.
+        _, total, prompt, response = self._joined("perf/total_num_tokens", "prompt_length/mean", LENGTH).T
+        answers = (total / (prompt + response)).mean() if total.size else (tokens / length).mean()
+        span = ((rewards - least) * (most - rewards)).mean()
         scatter = np.square(np.diff(rewards)).mean() / 2
         return float(scatter * answers / span) if span > 0 else None
 

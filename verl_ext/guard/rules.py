@@ -27,6 +27,7 @@ class Rule:
         action: what to do while the rule fires: `warn`, `tighten`, `lower_lr`, `skip`, `undo`, `rollback` or `stop`
             (docs/guard.md#rules).
         recover: the value (or distance, like the bound) at which a rule that fires stops firing. null takes the bound.
+            Where `least` is the threshold, the rule recovers at the same share of it as of the bound.
         patience: how many readings in a row must be past the bound before the rule fires.
         advice: what to do, in a clause; printed with the reason.
         zscore_window: how many readings the median and the median absolute deviation are taken from, at least 8. null
@@ -118,7 +119,10 @@ def next_bound(rule: Rule, state: RuleState) -> float | None:
 def threshold_of(rule: Rule, history: Sequence[float], bound: float) -> float | None:
     """Returns a bound of the rule in the signal's unit; None while there are too few readings."""
     if rule.baseline is not None:
-        return max(bound * fmean(history), rule.least) if len(history) >= rule.baseline else None
+        if len(history) < rule.baseline:
+            return None
+        threshold = max(rule.bound * fmean(history), rule.least)
+        return threshold * (bound / rule.bound) if rule.bound else threshold  # `least` must not swallow `recover`
     if rule.zscore_window is None:
         return bound
     if len(history) < min(FEWEST, rule.zscore_window):
@@ -147,10 +151,9 @@ def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str
     given = f" for {rule.patience} readings" if rule.patience > 1 else ""
     advice = f": {rule.advice}" if rule.advice else ""
     if rule.baseline is not None:
-        return (
-            f"{rule.signal}={value:.3g}{about} {verb} {threshold:.3g}{given}, {rule.bound:g} times the mean of its "
-            f"first {rule.baseline} readings ({rule.setting}){advice}"
-        )
+        means = f"{rule.bound:g} times the mean of its first {rule.baseline} readings"
+        origin = means if threshold > rule.least else f"the least that the threshold can be: {means} is no more"
+        return f"{rule.signal}={value:.3g}{about} {verb} {threshold:.3g}{given}, {origin} ({rule.setting}){advice}"
     if rule.zscore_window is None:
         return f"{rule.signal}={value:.3g}{about} {verb} {rule.setting}={rule.bound:g}{given}{advice}"
     return (

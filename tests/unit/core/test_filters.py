@@ -18,7 +18,7 @@ from tests.support.filter_oracles import (
     overlong_rows,
 )
 from verl_ext.base.errors import BatchError, ConfigError
-from verl_ext.core.filters import apply_filters, get_batch_filter
+from verl_ext.core.filters import apply_filters, get_batch_filter, merge_tallies
 from verl_ext.core.tokens import Lag
 
 RELAXED = settings(deadline=None)  # the cores are shared
@@ -262,6 +262,22 @@ def test_retokenization_passes_over_what_is_dropped_already():
     found = apply_filters(batch, [("overlong", {}), ("retokenization_drift", {})])  # id 9 has no text
     assert found.metrics["filter/retokenization_drift/drifted"] == 1
     assert found.metrics["filter/retokenization_drift/dropped_trajectories"] == 1 / 2
+
+
+SPELLED = st.fixed_dictionaries({"id": st.sampled_from([0, 1, EOS]), "m": st.integers(0, 1)})  # id 0 drifts
+
+
+@RELAXED
+@given(st.lists(st.lists(st.lists(SPELLED, max_size=5), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_the_tallies_of_blocks_are_that_of_the_whole_batch(blocks):
+    """A filter sees only the trajectories that the former ones left tokens; the others do not count in its metrics."""
+    chain = [("overlong", {}), ("retokenization_drift", {})]
+
+    def tally(rows):
+        return apply_filters(make_batch(rows, decode=decode, encode=encode), chain)
+
+    whole = tally([row for rows in blocks for row in rows])
+    assert merge_tallies([tally(rows) for rows in blocks]).metrics == pytest.approx(whole.metrics)
 
 
 def test_an_outcome_with_nothing_left_says_which_filters_took_it():

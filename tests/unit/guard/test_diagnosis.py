@@ -302,6 +302,45 @@ def test_the_scatter_of_the_reward_is_that_of_its_draws():
     assert scatter(even[:50]) is None, "too few readings"
 
 
+@pytest.mark.parametrize("updates", [1, 4])
+def test_the_scatter_of_the_reward_is_of_all_answers_of_a_step(updates):
+    """In separate_async, verl averages router/tokens over a step's local updates, and logs the rest over all of them.
+
+    Half of the trajectories are compared, and responses have tokens of tools.
+    """
+    draw, answers = np.random.default_rng(0), 64 * updates
+    generated, of_tools, prompt = (draw.integers(5, 30, (4000, answers)) for _ in range(3))
+    tosses = (draw.random((4000, answers)) < 0.3).astype(float)
+    named = {
+        "critic/score/mean": tosses.mean(1),
+        "critic/score/max": tosses.max(1),
+        "critic/score/min": tosses.min(1),
+        "router/tokens": generated[:, ::2].reshape(4000, updates, 32).sum(2).mean(1),
+        "response_length/mean": (generated + of_tools).mean(1),
+        "prompt_length/mean": prompt.mean(1),
+        "perf/total_num_tokens": (generated + of_tools + prompt).sum(1),
+    }
+    steps = np.arange(4000) + 1.0
+    marks = Marks({name: np.stack([steps, values], 1) for name, values in named.items()})
+    assert marks.reward_scatter == pytest.approx(1, rel=0.1)
+
+
+def test_most_tokens_that_move_to_one_side_are_seen_on_either_side():
+    """Compares with draws: of the bucket 0.1-0.5, all tokens move a little, or a few move far."""
+    draw, shape = np.random.default_rng(0), (80, 200)
+    noise = 0.01 * draw.standard_normal(shape)
+    bulk, few = noise + 0.02, noise + 3 * (draw.random(shape) < 0.01)
+
+    def moves(log_k):
+        readings = {"0.1-0.5": log_k} | {bucket: noise for bucket in ("0.01-0.1", "0.5-0.9", "0.9-")}
+        named = {f"vllm_kl/k1/prob/{bucket}": -values.mean(1) for bucket, values in readings.items()}
+        named |= {f"vllm_kl/k3/prob/{bucket}": (np.expm1(each) - each).mean(1) for bucket, each in readings.items()}
+        return Marks({name: [*enumerate(values, 1)] for name, values in named.items()}).moves_in_bulk
+
+    assert moves(bulk) and moves(-bulk)
+    assert not moves(noise) and not moves(few) and not moves(-few)
+
+
 @pytest.mark.parametrize("cause", [cause for cause in CAUSES.values() if cause.override], ids=lambda cause: cause.name)
 def test_what_to_try_can_be_pasted_behind_a_launch(compose, cause):
     compose(*shlex.split(cause.override))
@@ -327,6 +366,36 @@ def test_rounding_is_harmless_as_long_as_it_is_small():
     assert first.harmless
     (first, *_) = find_suspects(series(SHOWN["quantized"]))
     assert not first.harmless
+
+
+APART = gap(0.0155, size=0.05) | routers(0.985, 0.975)  # rounding of more than most sound runs have
+
+
+@pytest.mark.parametrize(
+    ("level", "harmless"),
+    [
+        ({}, False),
+        ({"guard/level": 0.002}, False),
+        ({"guard/level": 0.015}, False),
+        ({"guard/level": 0.02}, True),  # of Nemotron-3
+        ({"guard/level": float(np.float32(0.02))}, True),  # as TensorBoard keeps it
+        ({"guard/level": 0.031}, False),  # made from this run's own first steps
+    ],
+)
+def test_rounding_below_the_published_level_of_the_model_is_harmless(level, harmless):
+    shown = series(APART) | {name: [(step, k3) for step in range(1, STEPS + 1)] for name, k3 in level.items()}
+    (first, *_) = find_suspects(shown)
+    assert (first.cause.name, first.harmless) == ("quantized", harmless)
+    diagnosis = Diagnosis()
+    events = [diagnosis.add(step, {name: dict(found)[step] for name, found in shown.items()}) for step in range(1, 101)]
+    assert any(events) is not harmless and (diagnosis.look() is None) is harmless
+
+
+def test_a_gap_below_the_published_level_does_not_hide_what_is_wrong_with_the_learning():
+    dead = series(APART | {"critic/score/mean": (0.6, 0.01)})
+    published = {"guard/level": [(step, 0.02) for step in range(1, STEPS + 1)]}
+    assert find_suspects(dead)[0].cause.name == "quantized"
+    assert [suspect.cause.name for suspect in find_suspects(dead | published)] == ["learning_rate", "quantized"]
 
 
 @pytest.mark.parametrize("cause", [cause.name for cause in CAUSES.values() if not cause.of_gap])
@@ -440,6 +509,20 @@ def test_any_missing_metric_is_borne(shown):
     whole = series(shown)
     for name in whole:
         find_suspects({other: found for other, found in whole.items() if other != name})
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinite ratios
+@pytest.mark.parametrize("value", [0.0, 1e-200, 1e200])
+@pytest.mark.parametrize("cause", ["quantized", "respelled", "temperature", "partial_sync", "noisy_reward"])
+def test_any_size_of_a_metric_is_borne(cause, value):
+    whole = series(SHOWN[cause] | batch(0.0, 1.0) | alike(0.5, 0.1))
+    for name, found in whole.items():
+        find_suspects(whole | {name: [(step, value) for step, _ in found]})
+
+
+def test_shares_of_the_gap_are_at_most_one_whatever_the_gap_is():
+    marks = Marks(series(gap(0.02, size=1e-200) | routers(0.98, 0.97) | alike(0.5, 0.1)))
+    assert marks.leaning == marks.gap_alike == 1 and marks.few_tokens == np.inf
 
 
 def test_a_run_names_a_cause_once_after_some_looks():

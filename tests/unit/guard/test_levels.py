@@ -75,6 +75,27 @@ def test_a_runs_own_level_is_not_below_the_lowest_of_the_table():
     assert steps(guard, [2e-3] * 3) == [(3, "warn")]
 
 
+@pytest.mark.parametrize("mean", [1e-5, 4e-4, 6e-4, 3e-3])
+def test_the_warning_at_a_runs_own_level_lasts_until_three_quarters_of_it(mean):
+    """Whether LEAST or the run's mean decides the level, a k3 that hovers around it is reported once."""
+    guard, level = Guard(level_rules(None)), max(2 * mean, levels.LEAST)
+    assert steps(guard, [mean] * 20) == [] and guard.level == pytest.approx(level)
+    assert steps(guard, [1.01 * level] * 3 + [0.99 * level, 0.76 * level, 1.01 * level] * 5) == [(3, "warn")]
+    assert steps(guard, [0.74 * level]) == [(1, "recover")]
+
+
+def test_a_reading_is_the_batch_of_one_update():
+    """In separate_async, a step judges the batch of each of its local updates."""
+    guard, judged = Guard(level_rules(None)), []
+    for step in range(1, 7):
+        guard.begin(step)
+        for k3 in [1e-3] * 4 if step < 6 else [3e-3] * 4:
+            judged += [(step, event.action) for event in guard.judge({K3: k3}).events]
+        guard.judge_late({})
+        assert (guard.level is None) == (4 * step < levels.OWN_STEPS)
+    assert judged == [(6, "warn")], "after three of the four batches"
+
+
 def test_the_age_of_rollouts_is_no_reason_to_warn():
     """The engines' part is judged if the batch shows it; a batch with only old rollouts is not judged."""
     old = {K3: 0.5, "vllm_kl/share/lag/4-7": 1.0}

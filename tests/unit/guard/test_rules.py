@@ -57,16 +57,32 @@ def test_a_baseline_is_the_mean_of_the_first_readings_and_stays():
     )
 
 
+@pytest.mark.parametrize(("side", "bound", "recover"), [("above", 2.0, 1.5), ("below", 0.5, 0.75)])
+@pytest.mark.parametrize("mean", [0.0, 1.0, 2.5, 4.0, 5.0, 100.0])
+def test_a_baseline_recovers_at_the_same_share_of_its_threshold_whatever_decides_it(side, bound, recover, mean):
+    one = rule(side=side, bound=bound, recover=recover, baseline=2, least=6.0)
+    threshold = max(bound * mean, 6.0)
+    back, outward = threshold * recover / bound, 1.001 if side == "above" else 0.999
+    values = [threshold * outward, back * outward, back / outward, threshold / outward]
+    assert fires(one, [mean, mean, *values]) == [False, False, True, True, False, False]
+    reason = describe(one, threshold * outward, threshold)
+    assert f"{threshold:g}" in reason and ("the least" in reason) == (bound * mean <= 6.0)
+
+
+def test_a_baseline_whose_bound_is_zero_has_its_least_as_threshold():
+    assert fires(rule(bound=0.0, recover=0.0, baseline=1, least=2.0), [5, 1.9, 2.1, 2.0]) == [False, False, True, False]
+
+
 @given(
     values=st.lists(st.integers(-3, 3).map(float), max_size=30),
     side=st.sampled_from(["above", "below"]),
     patience=st.integers(1, 3),
     hysteresis=st.booleans(),
-    window=st.sampled_from([None, 8, 12]),
+    adaptive=st.sampled_from([{}, {"zscore_window": 8}, {"zscore_window": 12}, {"baseline": 2, "least": 1.0}]),
 )
-def test_the_next_bound_is_what_the_next_reading_is_judged_by(values, side, patience, hysteresis, window):
-    recover = {True: 0.5 if side == "above" or window else 1.5, False: None}[hysteresis]
-    one = rule(side=side, patience=patience, recover=recover, zscore_window=window)
+def test_the_next_bound_is_what_the_next_reading_is_judged_by(values, side, patience, hysteresis, adaptive):
+    recover = {True: 0.5 if side == "above" or "zscore_window" in adaptive else 1.5, False: None}[hysteresis]
+    one = rule(side=side, patience=patience, recover=recover, **adaptive)
     state = RuleState()
     for value in values:
         bound = next_bound(one, state)
