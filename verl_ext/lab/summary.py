@@ -54,7 +54,7 @@ class Summary:
             None without a collapse, or without a warning.
         foretold: steps from the first forecast below FEW_STEPS to the step at which the mean of FEW readings of k3
             passed LARGE_K3; 0 or negative if the forecast came no earlier. None if either did not happen.
-        skipped: number of refused updates.
+        skipped: number of refused updates; a step may have several, and its share counts.
     """
 
     steps: int
@@ -72,7 +72,7 @@ class Summary:
     warned: int | None
     warning: int | None
     foretold: int | None
-    skipped: int | None
+    skipped: float | None
     rollbacks: int | None
 
     @property
@@ -227,7 +227,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
         warned=warned,
         warning=None if fell is None or warned is None else fell - warned,
         foretold=_forecast_lead(run.get(FORECAST), run.get(K3)),
-        skipped=None if skipped is None else int((skipped.values > 0).sum()),
+        skipped=None if skipped is None else float(skipped.values.sum()),
         rollbacks=None if rollbacks is None else int(rollbacks.values.max()),
     )
 

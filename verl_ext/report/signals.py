@@ -2,6 +2,9 @@
 
 The gap is k3. Its growth is estimated as in the guard's forecast, from the last readings of a run.
 
+A metric's value now is the same number in the whole report: `now_of`, the median of its last readings, next to which
+`now_label` says so. Verdict, table and figures take it from here.
+
 Three rules decide whether the reward fell, and the first that holds counts. A level is the mean of WINDOW readings in a
 row.
 
@@ -30,12 +33,12 @@ from verl_ext.guard.forecast import (
     estimate_growth,
     is_seen_enough,
 )
-from verl_ext.guard.marks import ROUTER
+from verl_ext.guard.marks import ROUTER, STALENESS
 from verl_ext.guard.state import Boundary
 from verl_ext.report.run import Run, Series
 
 K3, DROPPED = "vllm_kl/k3", "correction/dropped"
-LAST = 5  # readings whose median is "now"
+LAST = 5  # readings whose median is the value now: two odd ones do not move it, and it shows a change within three
 STALE = 1.0  # versions that rollouts are behind, on average
 LOW_AGREEMENT = 0.98
 ROUTED_GAP = 2.0  # routing drives the gap if it is this many times larger where experts differ
@@ -101,7 +104,7 @@ def routing_drives(run: Run) -> bool:
 
 def staleness(run: Run) -> float:
     """Returns the number of versions that rollouts are behind, on average."""
-    return latest(run, "training/off_policy/trajectory_staleness/mean", 0.0)
+    return latest(run, STALENESS, 0.0)
 
 
 def latest(run: Run, name: str, default: float = np.nan) -> float:
@@ -109,8 +112,47 @@ def latest(run: Run, name: str, default: float = np.nan) -> float:
     return default if (series := run.get(name)) is None else now_of(series)
 
 
-def now_of(series: Series) -> float:
-    return float(np.median(series.values[-LAST:]))
+def now_of(series: Series, readings: int = LAST) -> float:
+    """Returns a metric's value now: the median of its last readings, of all if there are fewer."""
+    return float(np.median(series.values[-readings:]))
+
+
+def now_label(series: Series) -> str:
+    """Returns what `now_of` is of, for the text next to the number."""
+    return _median_label("last", min(LAST, len(series.steps)))
+
+
+def first_of(series: Series, readings: int = LAST) -> float:
+    """Returns a metric's value at the start: the median of its first readings, at most half of all."""
+    return float(np.median(series.values[: _first_count(series, readings)]))
+
+
+def first_label(series: Series) -> str:
+    """Returns what `first_of` is of, for the text next to the number."""
+    return _median_label("first", _first_count(series, LAST))
+
+
+def _first_count(series: Series, readings: int) -> int:
+    return min(readings, max(len(series.values) // 2, 1))
+
+
+def _median_label(end: str, count: int) -> str:
+    return f"the {end} reading" if count == 1 else f"median of the {end} {count}"
+
+
+def skipped_share(run: Run, last: int | None = None) -> tuple[float, int] | None:
+    """Returns the share of the updates that were skipped, and in how many steps; None if no step logged it.
+
+    A step may have several updates. Then guard/skipped is the share of them, and a step must not count as a whole.
+
+    Args:
+        last: number of last steps; all by default.
+    """
+    skipped = run.get("guard/skipped")
+    if skipped is None:
+        return None
+    shares = skipped.values if last is None else skipped.values[-last:]
+    return float(shares.mean()), len(shares)
 
 
 def passed_at(run: Run, until: int) -> tuple[str, int] | None:
@@ -162,7 +204,9 @@ def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
     (`guard.forecast`)."""
     found = run.get("guard/mask_blind")
     share, gap = _fit_growth(run.get(DROPPED), 1.0), _fit_growth(run.get(K3), boundary_of(run))  # a mask sees all of k3
-    if found is None or not found.values[-1] or share is None or gap is None:
+    if found is None or share is None or gap is None:
+        return None
+    if found.values[-1] <= 0.5:  # a mean over the updates of the step
         return None
     return share[1], gap[1]
 
@@ -187,6 +231,7 @@ class Fall:
         collapse: its best and last level, the step at which it began to fall, and the other metrics that moved.
         step: the first step at which half was lost.
         level: the level there.
+        now: the reward now, as in the whole report.
         sound: weights from before this step are good: they made rollouts before the reward fell, and before anything
             else moved. A reward belongs to the policy that sampled, so this step is earlier if rollouts are old.
         dead: whether nine tenths are lost.
@@ -195,15 +240,18 @@ class Fall:
     collapse: Collapse
     step: int
     level: float
+    now: float
     sound: int
     dead: bool
 
     def __str__(self) -> str:
-        best, now, began = self.collapse.best, self.collapse.now, self.collapse.step
-        fell = f"the reward fell from {best:.2g} to {self.level:.2g} between steps {began} and {self.step}"
+        levels = f"from {self.collapse.best:.2g} to {self.level:.2g}"
+        means = f"means of {STRETCH} and of {WINDOW} readings" if self.dead else f"means of {WINDOW} readings"
+        fell = f"the reward fell {levels} between steps {self.collapse.step} and {self.step} ({means})"
+        now = f"{self.now:.2g} ({_median_label('last', LAST)})"
         if self.dead:
-            return f"The run collapsed at step {self.step} and is dead: {fell}, and stays at {now:.2g}."
-        return f"The run collapsed at step {self.step}: {fell}, and is {now:.2g} now."
+            return f"The run collapsed at step {self.step} and is dead: {fell}, and stays at {now}."
+        return f"The run collapsed at step {self.step}: {fell}, and is now {now}."
 
     def moved(self, but: str = "") -> Iterator[str]:
         """Lists the other metrics that moved around the fall, the earliest first, except for the metric `but`."""
@@ -240,7 +288,14 @@ def fall_of(run: Run) -> Fall | None:
     else:
         collapse = replace(dead, step=min(dead.step, first))
         since = collapse.since
-    return Fall(collapse, step, float(heights[at]) + bottom, since - round(staleness(run)), dead is not None)
+    return Fall(
+        collapse,
+        step,
+        level=float(heights[at]) + bottom,
+        now=now_of(reward),
+        sound=since - round(staleness(run)),
+        dead=dead is not None,
+    )
 
 
 def broken_reward(run: Run) -> tuple[float, float] | None:
@@ -257,9 +312,8 @@ def broken_reward(run: Run) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class Levels:
-    """The first, the highest and the last level of a reward, each the mean of `count` readings."""
+    """The highest and the last level of a reward, each the mean of `count` readings."""
 
-    first: float
     best: float
     last: float
     count: int
@@ -272,7 +326,7 @@ def level_of(run: Run) -> Levels | None:
         return None
     count = min(WINDOW, max(len(reward.values) // 2, 1))
     levels = _levels(reward.values, count)
-    return Levels(float(levels[0]), float(levels.max()), float(levels[-1]), count)
+    return Levels(float(levels.max()), float(levels[-1]), count)
 
 
 def _levels(values: np.ndarray, count: int = WINDOW) -> np.ndarray:

@@ -14,12 +14,13 @@ from rich.text import Text
 from verl_ext.base.metrics import METRICS, Metric, find, ours
 from verl_ext.base.printable import printable
 from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
+from verl_ext.report.signals import LAST, first_of, now_of, skipped_share
 from verl_ext.report.verdict import RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
 WIDTH, LABEL, CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
-WINDOW = 3  # "first" and "last" are means over this many readings, so that one noisy batch does not decide
+VALIDATION = 1  # reading of a validation that counts: it is a mean over whole files, and the one before is steps old
 EVENT = "guard, step "
 EVENTS, MOST_NAMED, MOST_VALIDATIONS = 3, 3, 6
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -71,12 +72,16 @@ REMEDIES = [
 
 @dataclass(frozen=True)
 class DashboardRow:
-    """One metric; `worst` is the value furthest in the bad direction, None if neither direction is bad."""
+    """One metric: its value at the start and now, as in the verdict (`report.signals`).
+
+    Attributes:
+        worst: the reading furthest in the bad direction; None if neither direction is bad.
+    """
 
     label: str
     metric: str
     first: float
-    last: float
+    now: float
     worst: float | None
     unit: Unit
     series: Series
@@ -89,10 +94,10 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
         found.append(_metric_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
         if name == "router/agreement/error" and (layers := run.layers("router/agreement")):
             # Only the layer that agrees least at the end: models have up to 94 layers.
-            worst = min(layers, key=lambda number: layers[number].values[-WINDOW:].mean())
+            worst = min(layers, key=lambda number: now_of(layers[number]))
             found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
     for name in run.validations()[:MOST_VALIDATIONS]:
-        found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/")))
+        found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/"), VALIDATION))
     return [row for row in found if row is not None]
 
 
@@ -173,13 +178,13 @@ class Dashboard:
             yield indented(text, options, style) if text else ""
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(WIDTH, options.max_width))
         table.add_column("", overflow="fold", width=LABEL)
-        for name in ("first", "last", "worst"):
+        for name in ("first", "now", "worst"):
             table.add_column(name, justify="right", overflow="fold", width=9)
         first, last = int(self.run.steps[0]), int(self.run.steps[-1])
         table.add_column(f"step {first} to {last}", overflow="fold", width=CELLS + 1, style="cyan")
         blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS
         for row in dashboard_rows(self.run):
-            values = (row.first, row.last, row.worst)
+            values = (row.first, row.now, row.worst)
             table.add_row(
                 Text(encodable(wrap_name(row.label, LABEL), options)),
                 *("" if value is None else format_value(value, row.unit) for value in values),
@@ -205,6 +210,8 @@ class Dashboard:
             yield from ((f"- {text}", "dim") for text in suspect.speaks_against)
             if not suspect.harmless:
                 yield f"check: {suspect.cause.check}", ""
+        if verdict.judged_by:
+            yield verdict.judged_by, "dim"
         for label, sentence in (("measure", verdict.measure), ("settle", verdict.settle)):
             if sentence:
                 yield f"{label}: {sentence}", ""
@@ -221,19 +228,17 @@ class Dashboard:
             yield from ((f"- {evidence}", "dim") for evidence in verdict.evidence)
 
 
-def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | None:
+def _metric_row(series: Series | None, name: str, label: str, readings: int = LAST) -> DashboardRow | None:
     if series is None:
         return None
     metric = find(name)
     assert metric is not None, name
-    values = series.values
-    few = min(WINDOW, max(len(values) // 2, 1))  # first and last must not overlap
     return DashboardRow(
         label=label,
         metric=name,
-        first=float(values[:few].mean()),
-        last=float(values[-few:].mean()),
-        worst=float(WORST[metric.worst](values)) if metric.worst else None,
+        first=first_of(series, readings),
+        now=now_of(series, readings),
+        worst=float(WORST[metric.worst](series.values)) if metric.worst else None,
         unit=format_of(metric),
         series=series,
     )
@@ -241,9 +246,11 @@ def _metric_row(series: Series | None, name: str, label: str) -> DashboardRow | 
 
 def notes(run: Run) -> Iterator[str]:
     """Yields the lines below the table: skips, the guard, values that were not numbers, metrics that are not logged."""
-    yield f"first and last are means over {WINDOW} readings, fewer in a short run"
-    if (skipped := run.get("guard/skipped")) is not None:
-        yield f"updates skipped: {int((skipped.values > 0).sum())} of {len(skipped.values)} (guard/skipped)"
+    yield f"now: median of the last {LAST} readings; first: of the first {LAST}; fewer in a short run; worst: of all"
+    if run.validations():
+        yield "val: the first and the last reading"
+    if (skipped := skipped_share(run)) is not None:
+        yield f"updates skipped: {100 * skipped[0]:.3g} % in {skipped[1]} steps (guard/skipped)"
     for event in run.events[-EVENTS:]:
         yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:

@@ -5,7 +5,7 @@ that holds decides it:
 
     stopped             the guard ended the run in its last step
     collapsed           the reward is below half of its best and has not come back (`report.signals` has the rules)
-    past the boundary   the gap is past the boundary, is not a number, or most of the last updates were skipped
+    past the boundary   the gap is past the boundary, is not a number, or most updates of the last steps were skipped
     drifting            the gap grows significantly and would cross the boundary; it has risen far and stayed; more than
                         5 % of the tokens are dropped, or fewer and fewer while the gap grows; the reward lost most of
                         what it had gained; or the guard lately rolled back or stopped
@@ -30,10 +30,11 @@ import numpy as np
 
 from verl_ext.base.causes import CAUSES, settling_sentence
 from verl_ext.base.metrics import is_of_the_gap
-from verl_ext.guard.collapse import GRADIENT, Collapse
+from verl_ext.guard.collapse import GRADIENT, REWARD, Collapse
 from verl_ext.guard.diagnosis import LARGE, Suspect, find_question, find_suspects
 from verl_ext.guard.forecast import FEWEST, HORIZON
-from verl_ext.guard.marks import READ
+from verl_ext.guard.marks import READ, STALENESS
+from verl_ext.guard.marks import WINDOW as JUDGED
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run, Series
@@ -51,22 +52,26 @@ from verl_ext.report.signals import (
     boundary_of,
     broken_reward,
     fall_of,
+    first_label,
+    first_of,
     foretold_at,
     gap_of,
     growth_of,
     is_moe,
     latest,
     level_of,
+    now_label,
     now_of,
     passed_at,
     routing_drives,
+    skipped_share,
     staleness,
     usual_level,
 )
 
 State = Literal["stopped", "collapsed", "healthy", "suspect", "drifting", "past the boundary", "not enough data"]
 
-WINDOW = 10  # a run no longer learns if most of this many steps were skipped
+WINDOW = 10  # a run no longer learns if more than half of the updates of this many steps were skipped
 ALARM = 3  # last steps in which an action of the guard is an active alarm
 RISE = 25.0  # times the k3 of the run's best stretch: 5 times a token's mean gap, which the guard calls a jump
 HARMLESS = 0.01  # share of the boundary; a rise to a smaller value does not count
@@ -144,6 +149,14 @@ class RunVerdict:
     def others(self) -> tuple[Override, ...]:
         return self.overrides if self.first is None else self.overrides[1:]
 
+    @property
+    def judged_by(self) -> str:
+        """What the numbers of the suspects are of; "" if there are none."""
+        if not self.suspects:
+            return ""
+        window = f"the last {JUDGED} readings, or {4 * JUDGED} where k1 is used"
+        return f"The numbers of the causes are means over {window}, unless they say otherwise."
+
     def labelled(self) -> Iterator[tuple[str, Suspect]]:
         """The suspects, each with what the report calls it.
 
@@ -214,7 +227,8 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         elif k3 is None or suspects or (staleness(run) > STALE and not k3.alone):  # the rollouts' age explains it
             return found
         elif (now := now_of(k3.series)) > max(LARGE, usual_level(run)):
-            sentence = f"The reward holds, but {k3.name} is {now:.2g}, and nothing that was measured explains it."
+            now_said = f"{k3.name} is {now:.2g} ({now_label(k3.series)})"
+            sentence = f"The reward holds, but {now_said}, and nothing that was measured explains it."
         else:
             return found
         held = found.sentence.removeprefix("The run is healthy: ")
@@ -263,14 +277,15 @@ def _boundary_verdict(run: Run, past: list[str], fell: tuple[float, float] | Non
     why: list[str] = []
     refused = next((event for event in reversed(run.events) if event.action == "skip"), None)
     if refused and any(_skip_sentence(run)):
-        why.append(f"The last one was skipped because {refused.reason}.")
+        why.append(f"The last skipped update was refused because {refused.reason}.")
     why += others
     if (passed := passed_at(run, int(run.steps[-1]))) and (forecast := foretold_at(run, passed[1] - 1)) is not None:
         why.append(f"The guard's forecast warned at step {forecast}, {_steps_before(passed[1] - forecast)} that.")
     if fell:
         why.append(_fall_sentence(fell))
     elif level:
-        why.append(f"The reward {'holds: it ' * holds}is {level.last:.3g}, and was {level.best:.3g} at its best.")
+        means = f"the mean of its last {level.count} readings is {level.last:.3g}, of its best ones {level.best:.3g}"
+        why.append(f"The reward holds: {means}." if holds else f"The reward: {means}.")
     if not holds and any(_past_gap_sentence(run)):
         why.append(TOO_OLD if age_drives(run) else TOO_FAR)
     why += _driver_sentences(run)
@@ -366,17 +381,14 @@ def _driver_sentences(run: Run) -> Iterator[str]:
 
 
 def _fall_sentence(fell: tuple[float, float]) -> str:
-    return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g}."
+    return f"The reward fell from {fell[0]:.3g} to {fell[1]:.3g} (means of an eighth of the run)."
 
 
 def _reward_since_start(run: Run) -> str:
-    if (level := level_of(run)) is None:
+    if (reward := run.get(REWARD)) is None:
         return ""
-    if len(run.steps) == 1:
-        return f"{level.last:.3g}"
-    if level.count == 1:
-        return f"{level.last:.3g} ({level.first:.3g} at the start)"
-    return f"{level.last:.3g} in the last {level.count} steps ({level.first:.3g} in the first {level.count})"
+    now = f"{now_of(reward):.3g} ({now_label(reward)})"
+    return now if len(reward.steps) == 1 else f"{now} and began at {first_of(reward):.3g} ({first_label(reward)})"
 
 
 def _missing_sentence(k3: Gap | None) -> str:
@@ -390,8 +402,10 @@ def _limit_sentences(run: Run) -> Iterator[str]:
     """Yields the metrics past a limit. Skipped updates come first, because such a run learns nothing."""
     yield from _skip_sentence(run)
     yield from _past_gap_sentence(run)
-    if (now := latest(run, "vllm_kl/prob_diff_mean")) > FAILING_DIFFERENCE:
-        yield (f"Probabilities differ by {now:.3g} on average; past {FAILING_DIFFERENCE:g}, training was seen to fail.")
+    apart = run.get("vllm_kl/prob_diff_mean")
+    if apart is not None and (now := now_of(apart)) > FAILING_DIFFERENCE:
+        said = f"Probabilities differ by {now:.3g} on average ({now_label(apart)})"
+        yield f"{said}; past {FAILING_DIFFERENCE:g}, training was seen to fail."
     logged = run.logged(K3)
     tail = np.empty(0) if logged is None else logged.values[-LAST:]
     if len(tail) == LAST and (bad := int((~np.isfinite(tail)).sum())) > LAST // 2:  # infinite: too far apart for exp
@@ -399,20 +413,20 @@ def _limit_sentences(run: Run) -> Iterator[str]:
 
 
 def _skip_sentence(run: Run) -> Iterator[str]:
-    skipped = run.get("guard/skipped")
-    if skipped is not None and (count := int((skipped.values[-WINDOW:] > 0).sum())) > WINDOW // 2:
-        of = min(WINDOW, len(skipped.steps))
-        yield f"The run hardly learns any more: {count} of the last {of} updates were skipped."
+    share, steps = skipped_share(run, WINDOW) or (0.0, 0)
+    if share * steps > WINDOW / 2:
+        skipped = f"{100 * share:.3g} % of the updates of the last {steps} steps were skipped"
+        yield f"The run hardly learns any more: {skipped}."
 
 
 def _past_gap_sentence(run: Run) -> Iterator[str]:
     gap, k3 = gap_of(run), run.get(K3)
     boundary = boundary_of(run)
     if gap is not None and (now := now_of(gap.series)) > boundary:
-        median = f"(median of the last {min(LAST, len(gap.series.steps))})"
-        yield f"{gap.name} is {now:.3g}, past the boundary of {boundary:g}{_since_step(run, gap.name)} {median}."
+        past = f"past the boundary of {boundary:g}{_since_step(run, gap.name)}"
+        yield f"{gap.name} is {now:.3g}, {past} ({now_label(gap.series)})."
     elif k3 is not None and (now := now_of(k3)) > boundary:
-        past = f"past the boundary of {boundary:g}{_since_step(run, 'k3')}"
+        past = f"past the boundary of {boundary:g}{_since_step(run, 'k3')} ({now_label(k3)})"
         yield f"k3 is {now:.3g}, {past}; it includes the policy's movement since the rollouts."
 
 
@@ -427,23 +441,25 @@ def _movement_sentences(run: Run) -> Iterator[str]:
     if found and (growth := found[1]).low > 0 and 0 < growth.steps < HORIZON:
         percent = 100 * np.expm1([growth.low, growth.high])
         yield (
-            f"{name} grows by {percent[0]:.1f} to {percent[1]:.1f} % per step; at this pace it passes "
-            f"{boundary_of(run):g} in about {growth.steps:.0f} steps."
+            f"{name} grows by {percent[0]:.1f} to {percent[1]:.1f} % per step, over the last {len(found[0].steps)} "
+            f"readings; at this pace it passes {boundary_of(run):g} in about {growth.steps:.0f} steps."
         )
-    if rise := _rise(run):
+    if gap is not None and (rise := _rise(run)):
         best, now = rise
         suspect = "." if age_drives(run) else ": did weight syncs fail, or did a setting change?"
         yield (
-            f"{name} is {now / best:.0f} times what it was in the run's best stretch "
-            f"({best:.2g} to {now:.2g}) and stays there{suspect}"
+            f"{name} is {now / best:.0f} times what it was in the run's best stretch, and stays there: from {best:.2g} "
+            f"(median of an eighth of the run) to {now:.2g} ({now_label(gap.series)}){suspect}"
         )
-    if (dropped := latest(run, DROPPED)) > TOO_MANY_DROPPED:
-        yield f"The correction drops {100 * dropped:.1f} % of the tokens; IcePop's authors saw 0.1 to 0.2 %."
+    dropped = run.get(DROPPED)
+    if dropped is not None and (share := now_of(dropped)) > TOO_MANY_DROPPED:
+        drops = f"{100 * share:.1f} % of the tokens ({now_label(dropped)})"
+        yield f"The correction drops {drops}; IcePop's authors saw 0.1 to 0.2 %."
     if moves := blind_mask(run):
         shares, gaps = (100 * np.expm1(growth.rate) for growth in moves)
         yield (
-            f"IcePop drops fewer and fewer tokens ({shares:+.1f} % per step) while k3 grows ({gaps:+.1f} % per step): "
-            "its fixed band does not catch the gap."
+            f"IcePop drops fewer and fewer tokens ({shares:+.1f} % per step) while k3 grows ({gaps:+.1f} % per step), "
+            f"both over at most {Boundary.window} readings: its fixed band does not catch the gap."
         )
 
 
@@ -451,7 +467,7 @@ ACTED = {
     "undo": "took an update back",
     "rollback": "rolled back",
     "stop": "stopped the run",
-    "skip": "skipped the update",
+    "skip": "skipped an update",
 }
 TAKEN_BACK = ("undo", "rollback", "stop")
 
@@ -480,7 +496,7 @@ def _gap_sentences(run: Run) -> Iterator[str]:
     """Yields the size of the gap, for any state."""
     gap = gap_of(run)
     if gap is not None and (now := now_of(k3 := gap.series)) <= (boundary := boundary_of(run)):
-        text = f"{now:.2g}, {_far_below(now, boundary)} the boundary of {boundary:g}"
+        text = f"{now:.2g} ({now_label(k3)}), {_far_below(now, boundary)} the boundary of {boundary:g}"
         found = growth_of(run)
         steady = found is not None and not (found[1].low > 0 and found[1].steps < HORIZON)
         if not gap.alone and (logged := run.logged(K3)) is not None and logged.steps[-1] > k3.steps[-1]:
@@ -503,8 +519,9 @@ def _surroundings(run: Run) -> Iterator[str]:
         yield _dropped_sentence(dropped)
     yield from _level_sentence(run)
     yield from _agreement_sentence(run)
-    if (skipped := run.get("guard/skipped")) is not None and (count := int((skipped.values > 0).sum())):
-        yield f"{count} of {len(skipped.values)} updates were skipped."
+    skipped, steps = skipped_share(run) or (0.0, 0)
+    if skipped > 0:
+        yield f"{100 * skipped:.3g} % of the updates of {steps} steps were skipped."
     if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
         often = "once, in" if len(warned) == 1 else f"{len(warned)} times, last in"
         yield f"The guard warned or narrowed the band {often} step {warned[-1]}."
@@ -517,7 +534,8 @@ def _level_sentence(run: Run) -> Iterator[str]:
     """Yields a sentence if the gap is above the level that the guard takes as normal for the model."""
     gap, level = gap_of(run), usual_level(run)
     if gap is not None and 0 < level < (now := now_of(gap.series)):
-        yield f"{gap.name} is {now:.2g}, above the normal level of {level:.2g}, where the guard warns (guard/level)."
+        above = f"above the normal level of {level:.2g}, where the guard warns (guard/level)"
+        yield f"{gap.name} is {now:.2g} ({now_label(gap.series)}), {above}."
 
 
 def _dropped_sentence(share: Series) -> str:
@@ -534,8 +552,9 @@ def _dropped_sentence(share: Series) -> str:
 def _agreement_sentence(run: Run) -> Iterator[str]:
     if (agreement := run.get("router/agreement")) is not None:
         error = latest(run, "router/agreement/error")
-        within = "" if np.isnan(error) else f" (from a share of the trajectories: +- {200 * error:.2g} % per step)"
-        yield f"The engines agree on {100 * now_of(agreement):.2f} % of the experts{within}."
+        within = "" if np.isnan(error) else f"; from a share of the trajectories: +- {200 * error:.2g} % per step"
+        share = f"{100 * now_of(agreement):.2f} % of the experts"
+        yield f"The engines agree on {share} ({now_label(agreement)}{within})."
 
 
 def _age_sentence(run: Run) -> Iterator[str]:
@@ -543,10 +562,11 @@ def _age_sentence(run: Run) -> Iterator[str]:
     if gap is not None and gap.alone and whole is not None and (part := now_of(gap.series)) != now_of(whole):
         yield (
             f"Rollouts are {stale:.1f} versions behind: k3 is {now_of(whole):.2g} with the policy's own movement, "
-            f"{part:.2g} without."
+            f"{part:.2g} without (each the {now_label(whole)})."
         )
-    elif stale > STALE:
-        yield f"Rollouts are {stale:.1f} versions behind: part of the gap is the policy's own movement."
+    elif stale > STALE and (age := run.get(STALENESS)) is not None:
+        behind = f"{stale:.1f} versions behind ({now_label(age)})"
+        yield f"Rollouts are {behind}: part of the gap is the policy's own movement."
 
 
 def _advice_overrides(

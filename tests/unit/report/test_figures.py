@@ -125,14 +125,12 @@ def test_facts_tell_the_last_level_and_the_extremes_with_their_steps():
     values = np.full(30, 2e-4)
     values[[4, 11]] = 5e-3, 1e-6
     text = facts(PANEL["vllm_kl"], make({"vllm_kl/k3": values}))
-    assert text.startswith(
-        "Now 0.0002 (median of the last 5 readings); highest 0.005 in step 5, lowest 1e-06 in step 12."
-    )
+    assert text.startswith("Now 0.0002 (median of the last 5); highest 0.005 in step 5, lowest 1e-06 in step 12.")
     assert facts(PANEL["reward"], make({"critic/score/mean": [0.25]})) == (
-        "Now 0.25 (one reading); highest 0.25 in step 1, lowest 0.25 in step 1."
+        "Now 0.25 (the last reading); highest 0.25 in step 1, lowest 0.25 in step 1."
     )
     dropped = facts(PANEL["dropped"], make({"correction/dropped": [0.01, 0.0123]}))
-    assert dropped == "Now 1.11 % (median of the last 2 readings); highest 1.23 % in step 2, lowest 1 % in step 1."
+    assert dropped == "Now 1.11 % (median of the last 2); highest 1.23 % in step 2, lowest 1 % in step 1."
 
 
 def timed(steps: int = 4, **seconds) -> Run:
@@ -171,11 +169,11 @@ def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
     assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, REST[0]]
     text = facts(PANEL["step_time"], timed(step=100.0, gen=50.0, update_actor=20.0))
     assert text == (
-        "Seconds: now 100 (median of the last 4 readings); highest 100 in step 1, lowest 100 in step 1. "
-        "rollout 50 %, update 20 %, everything else 30 %."
+        "Seconds: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "
+        "Of all steps together: rollout 50 %, update 20 %, everything else 30 %."
     )
     assert facts(PANEL["step_time"], timed(step=0.0)).endswith("lowest 0 in step 1.")
-    assert "Seconds: now 100 (one reading)" in facts(PANEL["step_time"], timed(1, step=100.0))
+    assert "Seconds: now 100 (the last reading)" in facts(PANEL["step_time"], timed(1, step=100.0))
 
 
 def test_validation_sets_without_a_colour_are_named():

@@ -43,13 +43,14 @@ def test_half_of_the_best(reward, step):
 def test_the_words_and_the_numbers():
     fell = found([0.6] * 60 + [0.19] * 60)
     assert str(fell) == (
-        "The run collapsed at step 75: the reward fell from 0.6 to 0.29 between steps 66 and 75, and is 0.19 now."
+        "The run collapsed at step 75: the reward fell from 0.6 to 0.29 between steps 66 and 75 (means of 20 "
+        "readings), and is now 0.19 (median of the last 5)."
     )
     assert not fell.dead and fell.sound == 47 and list(fell.moved()) == []
     dead = found([0.6] * 60 + [0.03] * 60)
     assert dead.dead and str(dead) == (
-        "The run collapsed at step 71 and is dead: the reward fell from 0.6 to 0.29 between steps 61 and 71, and stays "
-        "at 0.03."
+        "The run collapsed at step 71 and is dead: the reward fell from 0.6 to 0.29 between steps 61 and 71 (means of "
+        "8 and of 20 readings), and stays at 0.03 (median of the last 5)."
     )
     assert dead.sound == 61
 

@@ -157,8 +157,10 @@ def _marks(run: Run) -> list[alt.Chart]:
     ]
     explained = {step for step, action, _ in happened if action == "skip"}
     if (skipped := run.get("guard/skipped")) is not None:
-        steps = skipped.steps[skipped.values > 0].tolist()
-        happened += [(step, "skip", "the event log has no reason") for step in steps if step not in explained]
+        for step, share in zip(skipped.steps.tolist(), skipped.values.tolist(), strict=True):
+            if share > 0 and step not in explained:
+                part = "" if share == 1 else f"{100 * share:.3g} % of this step's updates; "
+                happened.append((step, "skip", f"{part}the event log has no reason"))
     if not happened:
         return []
     edges = step_edges(run.steps, MARKS)

@@ -26,7 +26,7 @@ from verl_ext.report.figures.lines import (
     line_chart,
 )
 from verl_ext.report.run import Run
-from verl_ext.report.signals import K3, LAST, now_of
+from verl_ext.report.signals import K3, now_label, now_of
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
@@ -66,12 +66,9 @@ class Panel:
         series = run.get(self.metric)
         if series is None:
             return ""
-        count = min(LAST, len(series.steps))
-        source = f"median of the last {count} readings" if count > 1 else "one reading"
-        now = now_of(series)
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
         at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
-        return f"Now {self._say(now)} ({source}); {', '.join(at)}."
+        return f"Now {self._say(now_of(series))} ({now_label(series)}); {', '.join(at)}."
 
     def _say(self, value: float) -> str:
         if not self.percent:
@@ -322,5 +319,6 @@ def facts(panel: Panel, run: Run) -> str:
     if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
-        return panel.facts(run).replace("Now", "Seconds: now") + (f" {', '.join(shares)}." if shares else "")
+        whole = f" Of all steps together: {', '.join(shares)}." if shares else ""
+        return panel.facts(run).replace("Now", "Seconds: now") + whole
     return " ".join(text for text in (panel.facts(run), *more) if text)
