@@ -39,6 +39,9 @@ METRICS = "VERL_FILE_LOGGER_PATH"
 # Files that go to the run's folder unless the user names another place: setting -> its contents.
 PLACES = {"trainer.default_local_dir": "checkpoints", "hydra.run.dir": "Hydra's output", METRICS: "metrics"}
 HIDDEN = "(hidden)"
+# The parts of a variable's value that Ray may replace. `update_envs` of ray/_private/utils.py (2.60) calls
+# os.path.expandvars, whose pattern this is, and then removes each `${NAME}` that the node lacks. There is no escape.
+REFERENCE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 CLUSTERS_OWN = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
 
 
@@ -146,7 +149,7 @@ def build_job(
         working_dir: a local folder that is sent to every node and becomes the current one there; None sends nothing.
         pip: requirements to install on every node; `${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}` is the folder sent.
         image: a container image with verl and verl_ext in it.
-        env: KEY=VALUE, or KEY for the value that it has here.
+        env: KEY=VALUE, or KEY for the value that it has here. Every process gets exactly this value.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -214,11 +217,16 @@ def _variable(item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
     if not key:
         raise ConfigError("--env needs a name: --env KEY=VALUE, or --env KEY for the value that it has here")
-    if equals:
-        return key, value
-    if key not in os.environ:
-        raise ConfigError(f"--env {key} has no value here; give one: --env {key}=VALUE")
-    return key, os.environ[key]
+    if not equals:
+        if key not in os.environ:
+            raise ConfigError(f"--env {key} has no value here; give one: --env {key}=VALUE")
+        value = os.environ[key]
+    if REFERENCE.search(value):
+        raise ConfigError(
+            f"--env {key}: Ray would replace a part of its value, which has a $ before a name or a brace; set {key} on "
+            f"every node before `ray start`, and leave out --env {key}"
+        )
+    return key, value
 
 
 def connect(address: str) -> "JobSubmissionClient":
@@ -227,8 +235,9 @@ def connect(address: str) -> "JobSubmissionClient":
     Raises:
         ConfigError: no job server answers there, or it requires a token that this machine lacks.
     """
+    malformed = f"--address {address} is not a dashboard's address; it has the form http://HOST:8265"
     if not address.startswith(("http://", "https://")):
-        raise ConfigError(f"--address {address} is not a dashboard's address; it has the form http://HOST:8265")
+        raise ConfigError(malformed)
     token = Path.home() / ".ray" / "auth_token"
     if "RAY_AUTH_MODE" not in os.environ and token.exists():
         os.environ["RAY_AUTH_MODE"] = "token"  # before Ray reads it
@@ -242,6 +251,8 @@ def connect(address: str) -> "JobSubmissionClient":
             f"the Ray head at {address} requires a token: copy ~/.ray/auth_token of the machine that started it to "
             f"{token}, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token"
         ) from error
+    except ValueError as error:  # requests and urllib3 raise it for a host or port that cannot be one
+        raise ConfigError(malformed) from error
     except (ConnectionError, RuntimeError) as error:
         raise ConfigError(
             f"no Ray head answers at {address}: start one with `ray start --head`, or give --address "

@@ -1,6 +1,7 @@
 """The request sent to Ray's job API; a real head takes it in tests/stack/test_clusters.py."""
 
 import json
+import os
 import shlex
 import types
 
@@ -9,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from ray._private.utils import update_envs
 
 from tests.support.examples import at_most
 from verl_ext import submit
@@ -72,6 +74,46 @@ def test_environment_is_given_or_taken_from_here(monkeypatch):
     ].items()
     with pytest.raises(ConfigError, match="--env NOT_SET has no value here"):
         job(env=["NOT_SET"])
+
+
+def set_by_ray(value, variables):
+    """Returns the value that Ray gives to a process on a node with these variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in variables:
+            patch.setenv(name, "of the node")
+        patch.setenv("SECRET", "before")
+        update_envs({"SECRET": value})
+        return os.environ["SECRET"]
+
+
+def substrings(text):
+    return {text[start:end] for start in range(len(text)) for end in range(start + 1, len(text) + 1)}
+
+
+@given(st.text("$${}aA1_ -\\'é", max_size=8))
+@example("pa$word")
+@example("pa${WORD}")
+@example("$$")
+@example("pa$")
+def test_a_variable_has_exactly_its_value_in_every_process_or_is_refused(value):
+    """Any part of the value may be the name of a variable that the node has."""
+    nodes = [(), tuple(substrings(value))]
+    try:
+        made = job(env=[f"SECRET={value}"])
+    except ConfigError:
+        assert any(set_by_ray(value, node) != value for node in nodes) or "${}" in value
+    else:
+        assert made.runtime_env["env_vars"]["SECRET"] == value
+        assert all(set_by_ray(value, node) == value for node in nodes)
+
+
+@pytest.mark.parametrize("item", ["HF_TOKEN=pa$word", "HF_TOKEN"])
+def test_a_value_that_ray_would_change_is_refused_by_its_name_alone(command, capsys, monkeypatch, item):
+    monkeypatch.setenv("HF_TOKEN", "pa${word}")
+    assert command("run", "--run-dir", "/r", "--dry-run", "--env", item) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and "--env HF_TOKEN" in captured.err
+    assert "word" not in captured.out + captured.err
 
 
 def test_packages_come_by_pip_or_in_an_image():
@@ -168,7 +210,20 @@ def test_an_option_that_is_not_there_is_refused(command, capsys):
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("address", ["foo", "ray://head:10001", "head:8265"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "foo",
+        "ray://head:10001",
+        "head:8265",
+        *(
+            f"http://{place}"
+            for place in ("[", "[::1", "host:port", "host:99999", "a b", "*", ":8265", "a..b", "/path")
+        ),
+        f"https://{'a' * 64}:8265",
+        "https://127.0.0.1:-1",
+    ],
+)
 def test_an_address_that_is_not_the_dashboards(command, capsys, address):
     assert command("status", "--address", address, "job") == 2
     error = capsys.readouterr().err

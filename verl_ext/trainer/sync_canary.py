@@ -53,7 +53,7 @@ class Arrival:
     """The share of an update that reached the rollout, as an interval.
 
     Attributes:
-        low, high: its ends; `high` is infinite while the gap may hide the update.
+        low, high: its ends; `high` is infinite while the gap may hide the update. From 0 to infinity: nothing is known.
         moved: root mean square of x, in nats per token.
         median: the median of y / x, over the half of the tokens that training moved most; nan if it moved none.
         spread: the median distance of y / x from it.
@@ -64,6 +64,10 @@ class Arrival:
     moved: float
     median: float = math.nan
     spread: float = math.nan
+
+    @property
+    def known(self) -> bool:
+        return self.low > 0 or math.isfinite(self.high)
 
     @property
     def missing(self) -> bool:
@@ -77,8 +81,7 @@ class Arrival:
 def arrival(train: tuple[Tensor, Tensor], infer: tuple[Tensor, Tensor]) -> Arrival:
     """Compares log-probabilities of the same tokens, [N] before and [N] after the update and its sync.
 
-    Tokens with a value that is not finite are left out. With fewer than FEWEST, or if none moved, the interval has no
-    upper end.
+    Tokens with a value that is not finite are left out. With fewer than FEWEST, or if none moved, nothing is known.
     """
     before, after, infer_before, infer_after = _finite_scores(train, infer)
     x, y = after - before, infer_after - infer_before
@@ -187,10 +190,9 @@ class SyncCanary:
                     events.append(Event(step, RULE, SIGNAL, min(seen.high, 1.0), MISSING, "recover", reason))
                 replica.train, replica.infer, replica.step = train_N, infer_N, step
             replica.missing = (replica.missing or seen.missing) and not seen.arrived
-        metrics = {
-            "sync/moved": max(seen.moved for seen in found),
-            "sync/arrived_low": min(seen.low for seen in found),
-        }
+        metrics = {"sync/moved": max(seen.moved for seen in found)}
+        if lows := [seen.low for seen in found if seen.known]:
+            metrics["sync/arrived_low"] = min(lows)
         if math.isfinite(high := min(seen.high for seen in found)):
             metrics[SIGNAL] = high
         if moved := [seen for seen in found if not math.isnan(seen.median)]:

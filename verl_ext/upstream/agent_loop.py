@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -237,10 +237,12 @@ class TrajectoryState:
     Attributes:
         turns: request id -> its last turn; None if each turn brings all rows.
         calls: the answers with a head; None if no head is asked for, as in validation.
+        complete: every row that an agent loop has received is in one of `turns`.
     """
 
     turns: dict[Any, Turn] | None
     calls: list[Call] | None
+    complete: bool = True
 
 
 _trajectory: ContextVar[TrajectoryState | None] = ContextVar("verl_ext_trajectory", default=None)
@@ -268,6 +270,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
     prompt, calls, turns = list(arguments["prompt_ids"]), trajectory.calls, trajectory.turns
     if any(arguments.get(name) is not None for name in MEDIA):
         turns = None  # the engine's tokens differ from the prompt's
+        trajectory.complete = False
     before = None if turns is None else turns.get(request_id)
 
     asked = {}
@@ -293,6 +296,10 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
             total = before.sum_of(cut) + total
             output.routed_experts, memory = before.joined(cut, output.routed_experts)
         if output.routed_experts is not None:
+            if turns.get(request_id) is not before:  # of a concurrent call
+                trajectory.complete = False
+            if before is not None and cut < before.held(before.tokens):  # the prompt goes on from an earlier token
+                trajectory.complete = False
             turns[request_id] = Turn([*prompt, *output.token_ids], output.routed_experts, memory, total)
     return output
 
@@ -347,8 +354,7 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
         written = verls(output)
     if rows is not None and _extras.turns:
         if trajectory is not None and trajectory.turns and len(written[ROLLOUT_ROUTES]):
-            tokens = [*output.prompt_ids, *output.response_ids]
-            total = sum_of_first(trajectory.turns.values(), tokens, min(len(rows), len(tokens)))
+            total = sum_of_output(trajectory, rows, [*output.prompt_ids, *output.response_ids])
         written[ROUTE_SUM] = torch.tensor([total])
     if trajectory is not None and trajectory.calls is not None:
         from verl_ext.core.head import heads_of
@@ -449,8 +455,9 @@ class Turn:
         self.tokens, self.rows_mLK, self.memory, self.total = list(tokens), rows_mLK, memory, total
 
     def sum_of(self, count: int) -> int:
-        """Returns the checksum of the first `count` rows: the checksum of all rows less the terms of the others."""
-        return (self.total or 0) - int(row_terms(self.rows_mLK[count:], self.tokens, count).sum())
+        """Returns the checksum of the first `count` rows, as int64: that of all rows less the terms of the others."""
+        total = (self.total or 0) - int(row_terms(self.rows_mLK[count:], self.tokens, count).sum())
+        return (total + 2**63) % 2**64 - 2**63
 
     def held(self, prompt: Sequence[int]) -> int:
         """Returns how many rows belong to the prompt's first tokens. The last generated token was not forwarded, so it
@@ -485,12 +492,23 @@ def row_terms(rows_nLK: np.ndarray, tokens: Sequence[int], first: int) -> Tensor
     return route_terms(ids_nLK, torch.tensor(tokens[first:last], dtype=torch.int64), torch.arange(first, last))
 
 
-def sum_of_first(turns: Iterable[Turn], tokens: Sequence[int], count: int) -> int:
-    """Returns the checksum of the first `count` rows of a sequence, as int64, from a turn that has them; else 0."""
-    for turn in turns:
-        if turn.total is not None and len(turn.rows_mLK) >= count <= common_length(turn.tokens, tokens):
-            return (turn.sum_of(count) + 2**63) % 2**64 - 2**63
-    return 0
+def sum_of_output(trajectory: TrajectoryState, rows: Any, tokens: Sequence[int]) -> int:
+    """Returns the checksum, as int64, of the rows that an agent loop returns with these tokens; 0 if it is not known.
+
+    The rows are in the memory of the turn that gave them. If they were copied, as verl does with those of an
+    interrupted answer, only their tokens are left. Two requests can have the same tokens and different experts, so all
+    turns with these tokens must have the same checksum.
+    """
+    turns, count = list((trajectory.turns or {}).values()), min(len(rows), len(tokens))
+    own = [turn for turn in turns if isinstance(rows, np.ndarray) and np.may_share_memory(rows, turn.rows_mLK)]
+    if not own and not trajectory.complete:
+        return 0
+    sums = {
+        turn.sum_of(count)
+        for turn in own or turns
+        if turn.total is not None and len(turn.rows_mLK) >= count <= common_length(turn.tokens, tokens)
+    }
+    return sums.pop() if len(sums) == 1 else 0
 
 
 class Value:

@@ -1,5 +1,6 @@
-"""Any bytes instead of a config lead to a config or to one line."""
+"""Any bytes instead of a config, and any value instead of a node of settings, lead to a config or to one line."""
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -7,10 +8,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from tests.support.examples import at_most
 from verl_ext.base.errors import ConfigError
-from verl_ext.launch.command_line import compose
+from verl_ext.doctor import command  # noqa: F401 (registers the checks)
+from verl_ext.doctor.checks import CHECKS, Context
+from verl_ext.features.stability import default_node
+from verl_ext.launch import command_line
 from verl_ext.launch.compose import prepare
 
 words = st.sampled_from(["defaults", "stability", "_self_", "ppo_trainer", "trainer", "recipe"]) | st.text(max_size=5)
@@ -40,8 +45,8 @@ def said_of(content: bytes) -> tuple[str, str]:
         try:
             prepare(arguments)
         except ConfigError as error:
-            return str(error), compose(arguments)[1]
-        return "", compose(arguments)[1]
+            return str(error), command_line.compose(arguments)[1]
+        return "", command_line.compose(arguments)[1]
 
 
 @at_most(10)  # Hydra takes most of a second to compose one
@@ -54,3 +59,25 @@ def test_a_primary_config_of_any_content(content):
 def test_a_primary_config_that_is_broken(content):
     launch, look = said_of(content)
     assert "\n" not in launch + look and (look or b"*a" in content)
+
+
+def nodes_of_settings():
+    """Yields the nodes of `stability`, from its dataclasses, and the places where users write names or rules."""
+    for name, value in default_node().items():
+        if value is None or isinstance(value, dict | list):
+            yield f"stability.{name}"
+        if isinstance(value, dict):
+            yield from (f"stability.{name}.{inner}" for inner, below in value.items() if isinstance(below, dict))
+    yield "stability.guard.rules"
+    yield "stability.guard.rules.mine"
+
+
+@pytest.mark.parametrize("setting", nodes_of_settings())
+def test_a_node_of_another_type_is_an_error_that_names_it_and_ends_no_check(setting, compose):
+    for value in (5, "text", [1]):
+        config = copy.deepcopy(compose("recipe=cpu_smoke"))
+        OmegaConf.update(config, setting, value, merge=False, force_add=True)
+        context = Context({}, config=config, trust=True)
+        errors = [finding for check in CHECKS.values() for finding in check(context) if finding.level == "error"]
+        assert any(setting in error.found for error in errors)
+        assert not any("\n" in error.found for error in errors)

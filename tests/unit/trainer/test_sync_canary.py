@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_ext.trainer.sync_canary import SIGNAL, SyncCanary
 
@@ -83,4 +85,38 @@ def test_a_step_without_an_update_says_nothing():
     run = Run(moved=0.0)
     run.engines = [run.train, run.train]
     metrics, decision = run.canary.check(1, run.train, run.engines)
-    assert metrics == {"sync/moved": 0, "sync/arrived_low": 0} and not decision.events
+    assert metrics == {"sync/moved": 0} and not decision.events
+
+
+@given(st.lists(st.sampled_from(["update", "refused", "lost"]), min_size=1, max_size=6), st.sampled_from([0.0, 1e-3]))
+def test_no_arrival_is_logged_after_a_refused_batch_and_one_is_after_every_update(steps, rounding):
+    """A refused batch leaves the weights as they are. Each scoring rounds differently, in either engine."""
+    weights = synced = normal(1.0, 99)
+
+    def scores(number):
+        return weights + normal(rounding, 2 * number), synced + normal(rounding, 2 * number + 1)
+
+    canary = SyncCanary()
+    train, infer = scores(0)
+    canary.begin(0, train, [infer])
+    has_moved = False  # training, since the last sync that arrived
+    for number, step in enumerate(steps, 1):
+        if step != "refused":
+            weights, has_moved = weights + normal(0.05, 1000 + number), True
+        if step != "lost":
+            synced = weights
+        train, infer = scores(number)
+        metrics, _ = canary.check(number, train, [infer])
+        assert ("sync/arrived_low" in metrics) == (SIGNAL in metrics) == has_moved
+        if has_moved:
+            assert (metrics["sync/arrived_low"] > 0.8) == (step != "lost")
+        has_moved = has_moved and step == "lost"
+
+
+def test_an_engine_that_tells_nothing_does_not_hide_what_the_other_tells():
+    run = Run()
+    run.step(1)
+    train = run.train + normal(0.05, 2)
+    unscored = torch.full_like(train, torch.nan)
+    metrics, _ = run.canary.check(2, train, [train, unscored])
+    assert metrics["sync/arrived_low"] > 0.8 and metrics[SIGNAL] > 0.9

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import zlib
+from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -34,10 +35,13 @@ def rows_of(tokens):
 
 
 class vLLMHttpServer:  # noqa: N801 (verl's name)
-    """Answers as verl's server does, one (tokens, stop reason) after another, through an actor's handle."""
+    """Answers as verl's server does, one (tokens, stop reason) after another, through an actor's handle.
 
-    def __init__(self, *answers):
-        self.answers, self.sent, self.asked = iter(answers), [], []
+    `routed` changes the rows of the answer with this number, as an engine that routes the same tokens otherwise.
+    """
+
+    def __init__(self, *answers, routed=lambda number, rows: rows):
+        self.answers, self.sent, self.asked, self.routed = iter(answers), [], [], routed
 
     async def generate(self, prompt_ids, sampling_params, request_id, **_):
         assert sampling_params.get("extra_args") in (None, {"another": 1})
@@ -45,7 +49,7 @@ class vLLMHttpServer:  # noqa: N801 (verl's name)
         tokens, stop = next(self.answers)
         for _ in range(3):  # another call may come between
             await asyncio.get_running_loop().run_in_executor(None, int)
-        rows = rows_of([*prompt_ids, *tokens]) if tokens else None
+        rows = self.routed(len(self.asked) - 1, rows_of([*prompt_ids, *tokens])) if tokens else None
         return TokenOutput(token_ids=list(tokens), routed_experts=rows, stop_reason=stop, extra_fields={"a": 1})
 
     def handle(self):
@@ -89,7 +93,7 @@ def loop_of(server, prompts, kind=LLMServerClient, arguments=MappingProxyType({}
     return loop
 
 
-def written(server, *prompts, keep=None, change=lambda rows: rows, **arguments):
+def written(server, *prompts, keep=None, change=lambda rows: rows, kind=LLMServerClient, **arguments):
     """Returns the batch's fields of a trajectory that ends with the last of these calls, cut to `keep` tokens."""
 
     def write(outputs):
@@ -101,7 +105,7 @@ def written(server, *prompts, keep=None, change=lambda rows: rows, **arguments):
             prompt_ids=prompt, response_ids=response, routed_experts=rows, **settings
         ).as_dict()
 
-    return run_in_worker(loop_of(server, prompts, arguments=arguments), write)
+    return run_in_worker(loop_of(server, prompts, kind, arguments), write)
 
 
 def sum_of(fields):
@@ -164,6 +168,112 @@ def test_the_sum_is_that_of_the_server_whatever_happens_to_the_rows_behind_it(fa
     assert fields["routed_experts_sum"].tolist() == [route_sum(whole, [7, 8, 1, 2, 9, 3, 4])] != [sum_of(fields)]
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of an agent loop; the engine gives the row number `otherwise` (None: no row) other experts than usual."""
+
+    request: str
+    prompt: list[int]
+    answer: list[int]
+    otherwise: int | None
+    image: bool
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The calls of an agent loop, and which of their answers it returns: its first `keep` tokens, its rows copied."""
+
+    calls: list[Call]
+    returned: int
+    keep: int
+    copied: bool
+
+    def each_in_its_own_request(self):
+        calls = [replace(call, request=str(number), image=False) for number, call in enumerate(self.calls)]
+        return replace(self, calls=calls, copied=False)
+
+
+bits = st.lists(st.integers(0, 1), max_size=3)  # few tokens, so that calls have them in common
+attempts = st.builds(
+    lambda *parts: Attempts(parts[0], parts[1] % len(parts[0]), *parts[2:]),
+    st.lists(
+        st.builds(
+            Call,
+            st.sampled_from("ab"),
+            bits.map(lambda added: [7, 8, *added]),
+            bits.filter(len),
+            st.none() | st.integers(0, 6),
+            st.sampled_from([False] * 7 + [True]),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.booleans(),
+)
+
+
+def written_by(attempts, *, at_once=False, change=lambda rows: rows):
+    """Returns the batch's fields of the answer that the agent loop returns, and the checksum of that answer's rows."""
+    calls = attempts.calls
+
+    def routed(number, rows):
+        if calls[number].otherwise is not None:
+            rows[calls[number].otherwise % len(rows)] ^= 1
+        return rows
+
+    async def loop(sampling_params, **_):
+        client = client_of(server.handle())
+        asked = [
+            client.generate(
+                call.request,
+                prompt_ids=call.prompt,
+                sampling_params=sampling_params,
+                image_data=["an image"] if call.image else None,
+            )
+            for call in calls
+        ]
+        return await asyncio.gather(*asked) if at_once else [await each for each in asked]
+
+    def write(outputs):
+        prompt, answer = calls[attempts.returned].prompt, outputs[attempts.returned]
+        response = answer.token_ids[: attempts.keep]
+        rows = answer.routed_experts[: len(prompt) + len(response)]
+        total = route_sum(rows, [*prompt, *response])
+        rows = change(rows.copy() if attempts.copied else rows)
+        settings = {"response_mask": [1] * len(response), "metrics": verls_agent_loop.AgentLoopMetrics()}
+        output = verls_agent_loop.AgentLoopOutput(
+            prompt_ids=prompt, response_ids=response, routed_experts=rows, **settings
+        )
+        return output.as_dict(), total
+
+    server = vLLMHttpServer(*(done(*call.answer) for call in calls), routed=routed)
+    return run_in_worker(loop, write)
+
+
+@given(attempts, st.booleans())
+def test_the_sum_is_that_of_the_turn_that_gave_the_rows_or_none(attempts, at_once):
+    fields, total = written_by(attempts, at_once=at_once)
+    assert fields["routed_experts_sum"].tolist() in ([total], [0])
+
+
+@given(attempts)
+def test_the_turn_is_known_though_turns_of_other_requests_have_its_tokens(attempts):
+    fields, total = written_by(attempts.each_in_its_own_request())
+    assert fields["routed_experts_sum"].tolist() == [total]
+
+
+@given(attempts)
+def test_a_change_behind_the_server_is_found_though_turns_of_other_requests_have_the_tokens(attempts):
+    def change(rows):
+        rows[-1, 0, 0] ^= 1
+        return rows
+
+    fields, total = written_by(attempts.each_in_its_own_request(), change=change)
+    assert fields["routed_experts_sum"].tolist() == [total] != [sum_of(fields)]
+
+
 def test_rows_of_other_tokens_have_no_sum():
     fields = written(vLLMHttpServer(done(1, 2), done(3)), [7, 8], [7, 8, 1, 2], image_data=["an image"])
     assert fields["routed_experts_sum"].tolist() == [0]
@@ -176,11 +286,22 @@ def test_rows_that_are_held_do_not_travel():
     assert server.sent == [4, 3, 2]
 
 
-def test_a_response_that_a_weight_sync_interrupts_has_all_rows_once(monkeypatch):
+@pytest.fixture
+def no_waiting(monkeypatch):
     async def at_once(seconds):
         pass
 
     monkeypatch.setattr(asyncio, "sleep", at_once)
+
+
+def test_a_response_that_a_weight_sync_interrupts_has_a_sum_though_verl_copies_its_rows(no_waiting):
+    server = vLLMHttpServer(((1, 2), "aborted"), ((), "aborted"), ((3,), "aborted"), done(4, 5))
+    fields = written(server, [7, 8], kind=FullyAsyncLLMServerClient)
+    assert fields["responses"].tolist() == [1, 2, 3, 4, 5]
+    assert fields["routed_experts_sum"].tolist() == [sum_of(fields)] != [0]
+
+
+def test_a_response_that_a_weight_sync_interrupts_has_all_rows_once(no_waiting):
     server = vLLMHttpServer(((1, 2), "aborted"), ((), "aborted"), done(3, 4), done(5))
     found = calls(server, [7, 8], [7, 8, 1, 2, 3, 4, 9], kind=FullyAsyncLLMServerClient)
     assert np.array_equal(found[0], rows_of([7, 8, 1, 2, 3, 4]))
