@@ -194,15 +194,19 @@ class Context:
 
     @cached_property
     def tokenizer_length(self) -> int | None:
-        """`len(tokenizer)`, from which on verl masks ids in vLLM; None as for `model_config`."""
+        """`len(tokenizer)`, from which on verl masks ids in vLLM; None as for `model_config`.
+
+        Where a model's config is there without a tokenizer, transformers 5 builds one that has special tokens only.
+        """
         if not (path := self._tokenizer_path) or self.model_code:
             return None
         from transformers import AutoTokenizer
 
         try:
-            return len(AutoTokenizer.from_pretrained(os.path.expanduser(path), local_files_only=True, **self._trust))
+            tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), local_files_only=True, **self._trust)
         except Exception:  # `hooks` has an error of its own for a tokenizer that does not load
             return None
+        return len(tokenizer) if len(tokenizer) > len(tokenizer.all_special_tokens) else None
 
     @property
     def _trust(self) -> dict[str, bool]:

@@ -24,6 +24,7 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -37,6 +38,7 @@ from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"
 FSDP_CONFIG = f"{ACTOR}.fsdp_config"
+MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
 TRUST = f"{MODEL}.trust_remote_code"
 MOST_ERRORS = 20  # in a row; each is found after the one before is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
@@ -95,9 +97,16 @@ def hooks(context: Context) -> Iterable[Finding]:
 def verl_validation(context: Context) -> Iterable[Finding]:
     """Settings that verl refuses, in the config that our entry point gives it.
 
-    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it.
+    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it. For the
+    rank of a LoRA it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without
+    its settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the name of the strategy, and
+    MegatronEngine then looks for sizes that FSDP's settings do not have.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
+        return
+    if context.strategy == "megatron" and context.get(MEGATRON_SIZE) is None:
+        why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
+        yield Finding("error", f"{MEGATRON_SIZE} is missing", why, ("model_engine=megatron",))
         return
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
         yield Finding("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
@@ -119,7 +128,11 @@ def verl_validation(context: Context) -> Iterable[Finding]:
     except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = error.__cause__ or error
         said = " ".join(str(cause).split()) or type(cause).__name__
-        yield Finding("error", said, "verl's own validation would stop the run with it")
+        if isinstance(error, PackageNotFoundError) or (isinstance(error, ImportError) and context.elsewhere):
+            why = f"it imports a package that is not on this machine: {error.name or said}"
+            yield Finding("note", "verl's validate_config was not finished", why)
+        else:
+            yield Finding("error", said, "verl's own validation would stop the run with it")
         return
     yield Finding("ok", "verl's validate_config passes")
 

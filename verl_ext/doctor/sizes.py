@@ -9,14 +9,14 @@ from omegaconf import DictConfig
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.doctor.checks import Context, Finding, apply_fix, check
-from verl_ext.features.verl_config import MODEL
+from verl_ext.features.verl_config import ACTOR, MODEL
+from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.sizes import check_sizes
 
 if TYPE_CHECKING:
     from verl_ext.launch.models import ModelShape
 
 LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
-STRATEGIES = ("fsdp", "fsdp2", "megatron")
 
 
 @check("sizes", needs="engine")
@@ -26,6 +26,8 @@ def sizes(context: Context) -> Iterable[Finding]:
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
     if context.strategy not in STRATEGIES:
+        why = f"batches, lengths and ranks were not checked: sizes are known only of {', '.join(STRATEGIES)}"
+        yield Finding("note", f"{ACTOR}.strategy={context.strategy}", why)
         return
     from verl_ext.launch.models import shape_of
 
@@ -33,7 +35,11 @@ def sizes(context: Context) -> Iterable[Finding]:
         shape = shape_of(str(context.get(f"{MODEL}.path", "")))
     except ConfigError:
         shape = None
-    if error := _sizes_error(context.config, shape):
+    error = _sizes_error(context.config, shape)
+    if isinstance(error, MissingSizeError):
+        yield Finding("note", str(error), "batches, lengths and ranks were not checked")
+        return
+    if error:
         _, fix = apply_fix(context.config, error, lambda fixed: _sizes_error(fixed, shape))
         yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle", fix)
         return

@@ -114,11 +114,19 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes in bfloat16, over all layers whose cache grows with the sequence, on one copy (no tensor
-        parallelism)."""
+        """Bytes in bfloat16 of one copy of the cache, without tensor parallelism."""
+        return self.cached_numbers(1) * BF16
+
+    def cached_numbers(self, ranks: int) -> int:
+        """Returns how many numbers of a token each rank of tensor parallelism caches, over all layers whose cache grows
+        with the sequence.
+
+        A rank has at least one key-value head, and compressed keys and values (MLA) are whole on every rank:
+        `get_num_kv_heads` of vllm/config/model.py (0.27) and of sglang/srt/configs/model_config.py (0.5.12).
+        """
         linear = self.linear.layers if self.linear else 0
-        numbers = self.mla.cached if self.mla else 2 * self.kv_heads * self.head_dim
-        return (self.layers - linear - self.window_layers) * numbers * BF16
+        numbers = self.mla.cached if self.mla else 2 * max(1, self.kv_heads // ranks) * self.head_dim
+        return (self.layers - linear - self.window_layers) * numbers
 
     @property
     def _attention(self) -> int:

@@ -5,17 +5,18 @@ leaves out packages that verl imports only if they are installed (`trl`, `nvtx`)
 """
 
 import ast
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, model_json
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -27,6 +28,7 @@ TRANSFORMER = f"{MEGATRON}.override_transformer_config"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 
 FSDP = ("fsdp", "fsdp2")
+SDPA, FLASH = "_supports_sdpa", "_compatible_flash_implementations"  # attributes of transformers' models
 # Package -> the module to import, where the names differ.
 MODULES = {
     "checkpoint-engine": "checkpoint_engine",
@@ -44,6 +46,9 @@ MODULES = {
     "volcengine-ml-platform": "volcengine_ml_platform",
 }
 BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # packages that pip does not find
+# Packages that a run on CPU cores does without: cpu/transformer_engine.py has the layers of the first, and verl needs
+# no module of Megatron-Bridge 0.3.1 (requirements/cpu-megatron.txt) that imports the second.
+NOT_ON_CPU = ("transformer-engine", "nvidia-modelopt")
 # Our extras -> the extras of verl that each includes. If several have a package, the first is named.
 EXTRAS = {"gpu-fsdp": ("fsdp", "vllm"), "gpu-megatron": ("megatron", "vllm"), "gpu-sglang": ("fsdp", "sglang")}
 
@@ -157,7 +162,7 @@ TABLE = (
 
 
 def imported(config: DictConfig) -> Iterator[Import]:
-    """Yields the rows of the table that this config asks for."""
+    """Yields the rows of the table that this config asks for, with what its model and its device change of them."""
     strategy = OmegaConf.select(config, STRATEGY) or "fsdp"
     for row in TABLE:
         if row.engines and strategy not in row.engines:
@@ -165,7 +170,39 @@ def imported(config: DictConfig) -> Iterator[Import]:
         value = OmegaConf.select(config, row.setting)
         asked = value if isinstance(value, ListConfig) else [row.usual if value is None else value]
         if row.value in asked:
-            yield row
+            row = _for_model(row, config) if row.setting == ATTENTION else row
+            yield _for_device(row, config)
+
+
+def _for_device(row: Import, config: DictConfig) -> Import:
+    if OmegaConf.select(config, "trainer.device") != "cpu":
+        return row
+    return replace(row, packages=tuple(one for one in row.packages if one not in NOT_ON_CPU))
+
+
+def _for_model(row: Import, config: DictConfig) -> Import:
+    """Adapts the row of the attention to the implementations that transformers has of it for this model.
+
+    Source: `_check_and_adjust_attn_implementation` of transformers/modeling_utils.py (5.10). It replaces FlashAttention
+    by the first of FLASH, a kernel from the Hub, where a model has such a list without the one that was asked for
+    (gpt-oss, whose attention has sinks). It refuses `sdpa` where SDPA is not True, and takes `eager` for all models.
+    """
+    traits = attention_traits(_model_type(config))
+    kernels = traits.get(FLASH)
+    if kernels and row.value not in kernels:
+        row = replace(row, packages=("kernels",), unless="", unless_why="")
+    if traits and not traits.get(SDPA):
+        row = replace(row, instead=(f"++{ATTENTION}=eager",))
+    return row
+
+
+def _model_type(config: DictConfig) -> str:
+    """Returns the model's type in transformers; of a model that is not here, the longest that its name begins with."""
+    if found := model_json(config).get("model_type"):
+        return str(found)
+    path = str(OmegaConf.select(config, f"{MODEL}.path") or "")
+    name = re.sub(r"\W", "_", path.rstrip("/").rpartition("/")[2].lower())
+    return max((one for one in _modeling_files() if name.startswith(one)), key=len, default="")
 
 
 def module(package: str) -> str:
@@ -214,6 +251,30 @@ def has_module(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+@cache
+def _modeling_files() -> dict[str, Path]:
+    """Returns the type of each model of transformers, and the file that has its classes."""
+    folder = package_folder("transformers")
+    files = folder.glob("models/*/modeling_*.py") if folder else ()
+    return {file.parent.name: file for file in files if file.stem == f"modeling_{file.parent.name}"}
+
+
+@cache
+def attention_traits(model_type: str) -> dict[str, Any]:
+    """Returns SDPA and FLASH of transformers' base class of a model, where the class sets them; {} if transformers does
+    not have the model."""
+    if (file := _modeling_files().get(model_type)) is None:
+        return {}
+    classes = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    bases = (node for node in classes if "PreTrainedModel" in map(ast.unparse, node.bases))
+    return {
+        ast.unparse(one.targets[0]): ast.literal_eval(one.value)
+        for node in bases
+        for one in node.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) in (SDPA, FLASH)
+    }
 
 
 @cache

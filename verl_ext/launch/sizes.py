@@ -17,15 +17,27 @@ from verl_ext.launch.packages import sglang_arguments, vllm_arguments
 ARP = "actor_rollout_ref"
 MEGATRON = f"{ACTOR}.megatron"
 STAGE = f"{MEGATRON}.override_transformer_config"
+# Values of actor.strategy. verl's others (veomni, torchtitan, automodel, fsdp_turbo) split a model by settings of their
+# own, which nothing here reads.
+STRATEGIES = ("fsdp", "fsdp2", "megatron")
+
+
+class MissingSizeError(ConfigError):
+    """A size that a config does not have, such as Megatron's in a config that was composed for FSDP."""
 
 
 def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
     """Runs all checks; those that need a model are left out if `shape` is None.
 
     Raises:
-        ConfigError: sizes contradict each other, or do not fit the model. The message names the setting.
+        MissingSizeError: a size is not set.
+        ConfigError: the strategy's sizes are not known; sizes contradict each other, or do not fit the model. The
+            message names the setting.
     """
-    if config.actor_rollout_ref.actor.strategy == "megatron":
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"{ACTOR}.strategy={strategy}: sizes are known only of {', '.join(STRATEGIES)}")
+    if strategy == "megatron":
         _check_megatron(config, shape)
     else:
         _check_fsdp(config, shape)
@@ -48,13 +60,13 @@ def data_parallel_size(config: DictConfig) -> int:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     model = 1
     for size in sizes:
-        model *= _get(config, f"{MEGATRON}.{size}")
+        model *= _size(config, f"{MEGATRON}.{size}")
     return world_size(config) // model
 
 
 def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     """Returns the layers of each pipeline stage, by megatron-core's rules (transformer_config.py)."""
-    stages = _get(config, f"{MEGATRON}.pipeline_model_parallel_size")
+    stages = _size(config, f"{MEGATRON}.pipeline_model_parallel_size")
     first, last = (_get(config, f"{STAGE}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     split = f"{MEGATRON}.pipeline_model_parallel_size={stages}"
     if first is None and last is None:
@@ -89,10 +101,11 @@ def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
 
 def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     world = world_size(config)
-    tensor, pipeline, context, expert, interleaved = (
-        _get(config, f"{MEGATRON}.{name}_parallel_size")
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "virtual_pipeline_model")
+    tensor, pipeline, context, expert = (
+        _size(config, f"{MEGATRON}.{name}_parallel_size")
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
     )
+    interleaved = _get(config, f"{MEGATRON}.virtual_pipeline_model_parallel_size")
     expert_tensor = _get(config, f"{MEGATRON}.expert_tensor_parallel_size") or tensor  # null: as tensor parallelism
     sizes = f"{tensor} x {pipeline} x {context}"
     _divide(
@@ -148,7 +161,7 @@ def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
     world, sequence = world_size(config), ulysses_size(config)
     ranks = f"{ACTOR}.ulysses_sequence_parallel_size={sequence}"
     _divide(sequence, world, ranks, f"trainer.nnodes x n_gpus_per_node={world}")
-    size = _get(config, f"{ACTOR}.fsdp_config.fsdp_size")
+    size = _size(config, f"{ACTOR}.fsdp_config.fsdp_size")
     if size > 0:
         _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", f"trainer.nnodes x n_gpus_per_node={world}")
     packed = config.actor_rollout_ref.model.use_remove_padding
@@ -204,10 +217,10 @@ def _check_lengths(config: DictConfig) -> None:
         return
     # verl/utils/seqlen_balancing.py asserts it; ranks of sequence or context parallelism share the tokens.
     context = f"{MEGATRON}.context_parallel_size"
-    shared = _get(config, context) if actor.strategy == "megatron" else ulysses_size(config)
+    shared = _size(config, context) if actor.strategy == "megatron" else ulysses_size(config)
     limits = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
     for where in [*limits, f"{ARP}.ref.log_prob_max_token_len_per_gpu"]:
-        tokens = _get(config, where)
+        tokens = _size(config, where)
         if tokens * shared < longest:
             raise ConfigError(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}")
 
@@ -260,3 +273,9 @@ def ulysses_size(config: DictConfig) -> int:
 
 def _get(config: DictConfig, name: str) -> Any:
     return OmegaConf.select(config, name)
+
+
+def _size(config: DictConfig, name: str) -> Any:
+    if (value := _get(config, name)) is None:
+        raise MissingSizeError(f"{name} is not set")
+    return value

@@ -58,7 +58,7 @@ def plan_memory(sizes: Sizes) -> Memory:
     update |= {"activations": _activations(sizes), "logits": _logits(sizes), "reserve": RESERVE}
 
     shape, share = sizes.shape, sizes.utilization * sizes.gpu.memory_gib * GIB
-    experts = shape.expert_parameters / max(sizes.rollout_tensor, sizes.rollout_expert)
+    experts = shape.expert_parameters / (sizes.rollout_tensor * sizes.rollout_data)
     served = sizes.rollout_bytes * (experts + (shape.parameters - shape.expert_parameters) / sizes.rollout_tensor)
     cache = share - served - (ENGINE_RESERVE if sizes.engine == "vLLM" else 0)
     rollout = {"weights of the rollout": served, "KV cache": max(cache, 0.0)}
@@ -69,9 +69,7 @@ def plan_memory(sizes: Sizes) -> Memory:
         if not sizes.optimizer_offload:
             rollout["training optimizer"] = update["optimizer"]
         rollout["reserve"] = RESERVE / 2
-    # Compressed keys (MLA) are on every rank; others are split, at most to one head per rank.
-    split = 1 if shape.mla else min(sizes.rollout_tensor, shape.kv_heads)
-    tokens = int(max(cache, 0.0) // (shape.kv_bytes_per_token / split))
+    tokens = int(max(cache, 0.0) // sizes.kv_bytes)
     return Memory(Phase(update), Phase(rollout), tokens, tokens / (sizes.prompt + sizes.response))
 
 

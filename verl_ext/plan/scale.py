@@ -144,12 +144,14 @@ def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
     replicas = sizes.rollout_gpus / sizes.rollout_tensor
     waiting = sizes.sequences / replicas
     concurrent = max(1, int(min(waiting, memory.kv_tokens / length, sizes.max_num_seqs)))
-    touched = float(shape.parameters)
+    # Of the parameters that a GPU holds, those that it reads to decode a token of each sequence.
+    weights = (shape.parameters - shape.expert_parameters) / sizes.rollout_tensor
     if shape.moe_layers:
-        seen = 1 - (1 - shape.top_k / shape.routed_experts) ** concurrent  # share of the experts that a step needs
-        touched = shape.parameters - shape.expert_parameters * (1 - seen)
-    read = sizes.rollout_bytes * touched + concurrent * length / 2 * shape.kv_bytes_per_token
-    step = read / sizes.rollout_tensor / (BANDWIDTH * sizes.gpu.gb_per_s * 1e9)
+        routed = concurrent * sizes.rollout_data  # all ranks of data-parallel attention send the experts their tokens
+        needed = 1 - (1 - shape.top_k / shape.routed_experts) ** routed  # share of the experts that a step needs
+        weights += needed * shape.expert_parameters / (sizes.rollout_tensor * sizes.rollout_data)
+    read = sizes.rollout_bytes * weights + concurrent * length / 2 * sizes.kv_bytes
+    step = read / (BANDWIDTH * sizes.gpu.gb_per_s * 1e9)
     # The longest response decodes to its end, however few others are left.
     steps = max(waiting * mean_response / concurrent, float(sizes.response))
     flops = sizes.gpus * sizes.gpu.tflops * 1e12 * MFU

@@ -15,6 +15,7 @@ from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
+CACHE_BYTES = {**BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 LARGEST = 10**12  # the largest value of a setting: a product of several still fits a float
 # Settings that the checks of sizes divide by.
 COUNTED = (
@@ -47,6 +48,9 @@ class Sizes:
         shared: whether they are the same ones.
         engine: the rollout engine's name, as it spells it.
         micro_tokens: tokens of one micro-batch on one training rank, at most.
+        rollout_tensor: ranks that share the attention of a sequence.
+        rollout_data: groups of these ranks, each with sequences of its own, that share the experts.
+        cache_bytes: of a number in the KV cache.
         per_node: GPUs of a machine.
     """
 
@@ -73,8 +77,9 @@ class Sizes:
     sequences: int
     reference: bool
     rollout_tensor: int
-    rollout_expert: int
+    rollout_data: int
     rollout_bytes: int
+    cache_bytes: int
     utilization: float
     max_num_seqs: int
     engine: str = "vLLM"
@@ -84,6 +89,11 @@ class Sizes:
     def nodes(self) -> int:
         """Machines, including those that only generate."""
         return -(-(self.gpus if self.shared else self.gpus + self.rollout_gpus) // self.per_node)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of a token in the KV cache of one GPU."""
+        return self.cache_bytes * self.shape.cached_numbers(self.rollout_tensor)
 
     @property
     def replica_ranks(self) -> int:
@@ -306,8 +316,9 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         sequences=config.data.train_batch_size * rollout.n,
         reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
         rollout_tensor=rollout.tensor_model_parallel_size,
-        rollout_expert=rollout.expert_parallel_size,
+        rollout_data=rollout.data_parallel_size,
         rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
+        cache_bytes=_cache_bytes(rollout),
         utilization=_fraction(config, f"{ROLLOUT}.gpu_memory_utilization"),
         max_num_seqs=whole(config, f"{ROLLOUT}.max_num_seqs"),
         engine=ROLLOUTS.get(rollout.name, "vLLM"),
@@ -319,6 +330,18 @@ def _bytes(dtype: str) -> int:
     if dtype not in BYTES:
         raise ConfigError(f"dtype={dtype} cannot be planned; choose one of: {', '.join(BYTES)}")
     return BYTES[dtype]
+
+
+def _cache_bytes(rollout: DictConfig) -> int:
+    """Returns the bytes of a number in the KV cache, which has the rollout's dtype unless kv_cache_dtype names one."""
+    setting = f"engine_kwargs.{rollout.name}.kv_cache_dtype"
+    dtype = OmegaConf.select(rollout, setting)
+    if dtype in (None, "auto"):
+        return _bytes(rollout.dtype)
+    if dtype not in CACHE_BYTES:
+        known = ", ".join(CACHE_BYTES)
+        raise ConfigError(f"{ROLLOUT}.{setting}={dtype} cannot be planned; choose one of: auto, {known}")
+    return CACHE_BYTES[dtype]
 
 
 def _recomputes(config: DictConfig, megatron: bool) -> bool:

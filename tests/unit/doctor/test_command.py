@@ -6,10 +6,12 @@ import re
 
 import pytest
 
+from tests.unit.doctor.test_installation import CPU_RECIPES
 from verl_ext.cli import main
 from verl_ext.doctor import command
 from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, run_checks
 from verl_ext.launch.gpus import named
+from verl_ext.launch.packages import has_module
 
 ROLLOUT = "actor_rollout_ref.rollout"
 RUN = [
@@ -48,6 +50,24 @@ def test_a_run_that_is_as_it_should_be(doctor):
     assert code == 0
     assert "correction: icepop" in out and "error: 0, warning: 0" in out
     assert "these overrides fix" not in out
+
+
+# What docs/support.md asks for there: verl's replay on VeOmni leaves no agreement to measure.
+ADVISED = {"cpu_veomni": ("stability.router_agreement=false",)}
+
+
+@pytest.mark.parametrize("preset", ["icepop", "moe"])
+@pytest.mark.parametrize("recipe", CPU_RECIPES)
+def test_a_recipe_for_cpus_has_no_error(models, monkeypatch, recipe, preset):
+    for variable in ("VERL_USE_EXTERNAL_PLUGINS", "VLLM_PLUGINS"):
+        monkeypatch.delenv(variable, raising=False)
+    for engine, module in {"megatron": "megatron.bridge", "sglang": "sglang", "veomni": "veomni"}.items():
+        if engine in recipe and not has_module(module):
+            pytest.skip(f"bash tools/setup_cpu.sh {engine}")
+    advised = ADVISED.get(recipe, ()) if preset == "moe" else ()
+    model = f"actor_rollout_ref.model.path={models}/moe"
+    found = command.diagnose([f"recipe={recipe}", model, f"stability={preset}", *advised], None)
+    assert [finding for finding in found if finding.level == "error"] == []
 
 
 def test_a_warning_is_an_error_when_strict(doctor):

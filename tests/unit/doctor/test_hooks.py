@@ -7,6 +7,8 @@ import pickle
 import re
 import subprocess
 import sys
+import types
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from omegaconf import OmegaConf
@@ -26,6 +28,7 @@ from verl_ext.doctor.hooks import (
     unknown_targets,
 )
 from verl_ext.features.losses import TARGET
+from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -104,6 +107,41 @@ def test_a_precision_of_fsdp_on_megatron(context, precision, said):
     assert not list(CHECKS["dtype of both engines"](run))
 
 
+@pytest.mark.parametrize(
+    ("raised", "fields", "level"),
+    [
+        (PackageNotFoundError("vllm"), {}, "note"),  # on the run's machine, `imports` reports it
+        (ImportError("libcuda.so.1"), {"gpu": named("H100"), "other_machine": True}, "note"),
+        (ImportError("libcuda.so.1"), {"gpu": named("H100")}, "error"),
+        (ValueError("lora_rank must be less than or equal to 512"), {}, "error"),
+    ],
+)
+def test_a_lora_is_not_refused_where_vllm_is_not_installed(findings, monkeypatch, raised, fields, level):
+    import verl.workers.rollout  # noqa: F401
+
+    def get_vllm_max_lora_rank(rank):
+        raise raised
+
+    package = "verl.workers.rollout.vllm_rollout"
+    module = types.ModuleType(f"{package}.utils")
+    module.get_vllm_max_lora_rank = get_vllm_max_lora_rank
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, f"{package}.utils", module)
+    (finding,) = findings("verl's validation", "actor_rollout_ref.model.lora_rank=1024", **fields)
+    assert finding.level == level and (raised.args[0] in finding.why) == (level == "note")
+    assert levels(findings("verl's validation", **fields)) == {"ok"}
+
+
+def test_megatron_with_the_settings_of_fsdp(findings):
+    megatron, size = "actor_rollout_ref.actor.strategy=megatron", "megatron.tensor_model_parallel_size"
+    (finding,) = findings("verl's validation", megatron)
+    assert (finding.level, finding.fix) == ("error", ("model_engine=megatron",)) and size in finding.found
+    assert levels(findings("verl's validation", megatron, *finding.fix)) == {"ok"}
+    (finding,) = findings("sizes", megatron)
+    assert finding.level == "note" and size in finding.found
+    assert levels(findings("sizes", megatron, "model_engine=megatron")) == {"ok"}
+
+
 def test_verls_validation_waits_for_our_errors(findings):
     assert not findings("verl's validation", "stability=icepop", "trainer.use_v1=False")
 
@@ -131,7 +169,7 @@ def test_each_fix_in_the_docs_can_be_pasted(compose, engine):
     table = docs.partition("<!-- checks -->")[2].partition("<!-- /checks -->")[0]
     fixes = re.findall(r"`([^`]*=[^`]*)`", "".join(re.findall(r"\|([^|]*)\|$", table, re.MULTILINE)))
     assert len(fixes) > 30
-    of_megatron = (".megatron.", "use_checkpoint_opt_param_scheduler")
+    of_megatron = (".megatron.", "use_checkpoint_opt_param_scheduler", "model_engine=megatron")
     compose(f"model_engine={engine}", *(f for f in fixes if any(map(f.__contains__, of_megatron)) == (engine != "dp")))
 
 

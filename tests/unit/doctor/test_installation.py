@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests import ROOT
 from verl_ext.launch.gpus import named
+
+CPU_RECIPES = sorted(file.stem for file in (ROOT / "configs" / "recipe").glob("cpu_*.yaml"))
 
 VALUE_HEAD = "from .modeling import AutoModelForCausalLMWithValueHead\n"
 VERSIONS = {
@@ -185,10 +188,22 @@ def test_recipes_for_gpus_name_what_they_need(findings, recipe, names):
     assert {one.level for one in found} == {"warning"} and all(name in said for name in names)
 
 
-@pytest.mark.parametrize("recipe", ["cpu_smoke", "cpu_tool", "dense_smoke"])
+ENGINES = ("vllm", "sglang", "peft", "megatron.core", "megatron.bridge", "veomni")  # that tools/setup_cpu.sh installs
+
+
+@pytest.mark.parametrize("recipe", ["dense_smoke", *CPU_RECIPES])
 def test_recipes_for_cpus_need_no_package_for_gpus(findings, recipe):
-    (found,) = findings("imports", f"recipe={recipe}", "assets=.", **has("vllm", "peft"))
+    (found,) = findings("imports", f"recipe={recipe}", "assets=.", **has(*ENGINES))
     assert found.level == "ok"
+
+
+def test_gpt_oss_takes_a_kernel_from_the_hub_or_eager_attention(findings):
+    model = "actor_rollout_ref.model.path=openai/gpt-oss-20b"
+    (found,) = findings("imports", LOGGER, model, gpu=H100, **has("vllm", "peft", "flash_attn"))
+    assert (found.level, found.fix) == ("error", (f"++{ATTENTION}=eager",)) and "kernels" in found.found
+    for run in ([f"++{ATTENTION}=eager"], []):
+        (found,) = findings("imports", LOGGER, model, *run, gpu=H100, **has("vllm", "peft", *["kernels"] * (not run)))
+        assert found.level == "ok"
 
 
 def test_a_missing_engine_is_told_once(findings, installed):

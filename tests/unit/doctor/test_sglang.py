@@ -15,7 +15,9 @@ RAW = f"{ROLLOUT}.logprobs_mode=raw_logprobs"
 MERGED = "++actor_rollout_ref.model.lora.merge=true"
 REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"  # for the presets with a KL
 NEEDED = {
-    "score_centering": ("actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", "stability.head.k=64")
+    "score_centering": ("actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", "stability.head.k=64"),
+    "qae": ("algorithm.adv_estimator=qae",),  # instead of the launch's
+    "grpo_positive": ("algorithm.adv_estimator=grpo_positive",),
 }
 INSTALLED = {"versions": VERSIONS | {"sglang": "0.5.12"}, "has": lambda module: True, "gpu": named("H100")}
 

@@ -1,6 +1,7 @@
 """Sizes of a run, and the files of its model and data on this machine."""
 
 import pytest
+from transformers import GemmaConfig, GPT2Config, Qwen3Config, Qwen3MoeConfig
 
 from verl_ext.launch.gpus import named
 
@@ -54,6 +55,26 @@ def test_a_model_that_is_not_here_is_a_note_of_what_was_not_checked(findings, mo
     (tmp_path / "config.json").write_text((models / "fitting" / "config.json").read_text())
     (finding,) = findings("model files", f"{MODEL}={tmp_path}")
     assert finding.why == "vocabulary was not checked"
+
+
+@pytest.mark.parametrize("config", [Qwen3MoeConfig, Qwen3Config, GemmaConfig, GPT2Config])
+def test_a_model_without_its_tokenizer_has_an_unknown_vocabulary(findings, tmp_path, config):
+    """transformers 5 builds a tokenizer of special tokens for these models, where it finds none."""
+    config().save_pretrained(tmp_path)
+    assert not findings("vocabulary", f"{MODEL}={tmp_path}")
+    (finding,) = findings("model files", f"{MODEL}={tmp_path}")
+    assert (finding.level, finding.why) == ("note", "vocabulary was not checked")
+
+
+@pytest.mark.parametrize("strategy", ["torchtitan", "veomni", "fsdp_turbo", "automodel"])
+def test_sizes_of_a_strategy_that_is_not_known_are_a_note(findings, strategy):
+    (finding,) = findings("sizes", f"{ACTOR}.strategy={strategy}", "trainer.nnodes=0")
+    assert finding.level == "note" and strategy in finding.found
+
+
+def test_a_size_that_the_config_lacks_is_a_note(findings):
+    (finding,) = findings("sizes", f"{ACTOR}.fsdp_config.fsdp_size=null")
+    assert finding.level == "note" and "fsdp_size" in finding.found
 
 
 def test_data_that_is_not_here_is_a_warning(findings, tmp_path):

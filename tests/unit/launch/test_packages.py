@@ -6,12 +6,15 @@ import re
 from importlib import metadata
 
 import pytest
+import torch
 import yaml
 from omegaconf import OmegaConf
 
 from verl_ext.launch.packages import (
+    ATTENTION,
     EXTRAS,
     FSDP,
+    NOT_ON_CPU,
     ROLLOUT,
     STRATEGY,
     TABLE,
@@ -133,6 +136,54 @@ def test_what_a_config_asks_for(compose, overrides, expected):
 def test_a_value_head_takes_flash_attention_whatever_the_attention_is(compose):
     attention = "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
     assert "flash-attn" in asked(compose("algorithm.adv_estimator=gae", attention))
+
+
+TINY = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "offered"), [("GptOss", "eager"), ("Qwen3Moe", "sdpa"), ("Llama", "sdpa"), ("Qwen3Next", "sdpa")]
+)
+def test_transformers_takes_the_attention_that_is_offered_for_a_model(compose, tmp_path, model, offered):
+    import transformers
+
+    shape = getattr(transformers, f"{model}Config")(**TINY)
+    shape.save_pretrained(tmp_path)
+    (row,) = (one for one in imported(compose(f"actor_rollout_ref.model.path={tmp_path}")) if one.setting == ATTENTION)
+    assert row.instead == (f"++{ATTENTION}={offered}",)
+
+    def load(attention):
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(shape, attn_implementation=attention)
+
+    assert load(offered).config._attn_implementation == offered
+    if offered != "sdpa":
+        with pytest.raises(ValueError, match="does not support"):
+            load("sdpa")
+    if row.packages == ("kernels",) and not has_module("kernels"):
+        with pytest.raises(ImportError, match="kernels"):
+            load("flash_attention_2")
+
+
+@pytest.mark.parametrize(
+    ("path", "packages", "offered"),
+    [
+        ("lmsys/gpt-oss-20b-bf16", ("kernels",), "eager"),
+        ("openai/gpt-oss-120b", ("kernels",), "eager"),
+        ("Qwen/Qwen3-30B-A3B", ("flash-attn",), "sdpa"),
+        ("nobody/nothing", ("flash-attn",), "sdpa"),
+    ],
+)
+def test_a_model_that_is_not_here_is_known_by_its_name(compose, path, packages, offered):
+    config = compose(f"actor_rollout_ref.model.path={path}")
+    (row,) = (one for one in imported(config) if one.setting == ATTENTION)
+    assert (row.packages, row.instead) == (packages, (f"++{ATTENTION}={offered}",))
+
+
+def test_on_cpu_cores_a_run_does_without_what_has_a_stand_in(compose):
+    recipe = ("recipe=cpu_megatron", "trainer.logger=[file]")
+    here, there = asked(compose(*recipe)), asked(compose(*recipe, "trainer.device=cuda"))
+    assert here == {"megatron-core", "megatron-bridge", "vllm"} and there - here == set(NOT_ON_CPU)
 
 
 def test_the_pins_are_those_of_verls_metadata():

@@ -40,8 +40,9 @@ FSDP = Sizes(
     sequences=1024,
     reference=False,
     rollout_tensor=4,
-    rollout_expert=1,
+    rollout_data=1,
     rollout_bytes=2,
+    cache_bytes=2,
     utilization=0.6,
     max_num_seqs=1024,
 )
@@ -67,10 +68,63 @@ def test_megatron_splits_experts_and_the_rest_differently():
     assert plan_memory(replace(MEGATRON, cpu_adam=1.0)).update.lines["optimizer"] == 0
 
 
-def test_deepseeks_cache_is_the_published_one_and_is_not_split():
+def test_deepseeks_cache_is_the_published_one():
     assert SHAPES["DeepSeek-V3"].kv_bytes_per_token == 70272  # "Insights into DeepSeek-V3", table 1: 70.272 KB
-    memory = plan_memory(MEGATRON)
-    assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // 70272)
+
+
+# Numbers of a token and layer that each rank of tensor parallelism caches, and the layers; from each config.json. MLA:
+# kv_lora_rank + qk_rope_head_dim, whole on every rank. Others: keys and values of at least one head of 128.
+CACHED = [
+    ("deepseek_v3_megatron", "DeepSeek-V3", 32, 512 + 64, 61),
+    ("moonlight_16b_a3b_megatron", "Moonlight-16B-A3B", 4, 512 + 64, 27),
+    ("qwen3_235b_a22b_megatron", "Qwen3-235B-A22B", 8, 2 * 1 * 128, 94),  # 4 heads on 8 ranks
+    ("qwen3_30b_a3b", "Qwen3-30B-A3B", 4, 2 * 1 * 128, 48),
+    (None, "Qwen3-30B-A3B", 2, 2 * 2 * 128, 48),
+    (None, "Qwen3-30B-A3B", 1, 2 * 4 * 128, 48),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("model", "tensor", "numbers", "layers"), [case[1:] for case in CACHED])
+def test_each_gpu_holds_and_reads_its_heads_and_the_whole_of_a_compressed_cache(model, tensor, numbers, layers, size):
+    sizes = replace(FSDP, shape=SHAPES[model], gpus=256, rollout_gpus=256, rollout_tensor=tensor, cache_bytes=size)
+    memory, mean = plan_memory(sizes), 4096
+    assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // (layers * numbers * size))
+
+    def seconds_per_step(cache_bytes):
+        timing = plan_timing(replace(sizes, cache_bytes=cache_bytes), memory, mean)
+        steps = max(sizes.sequences / (256 / tensor) * mean / timing.concurrent, sizes.response)
+        return timing.stages["generation"] / steps, timing.concurrent
+
+    (without, _), (seconds, concurrent) = seconds_per_step(0), seconds_per_step(size)
+    half_full = concurrent * (sizes.prompt / 2 + mean) / 2
+    assert seconds - without == pytest.approx(half_full * layers * numbers * size / (0.6 * 3350e9), rel=1e-9)
+
+
+@pytest.mark.parametrize(("recipe", "tensor", "numbers", "layers"), [(c[0], *c[2:]) for c in CACHED if c[0]])
+def test_the_cache_of_a_recipe_has_the_dtype_of_the_rollout_or_its_own(compose, recipe, tensor, numbers, layers):
+    dtype = f"++{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"
+    sizes = {}
+    for override in (f"{dtype}=auto", f"{dtype}=fp8_e4m3", f"{ROLLOUT}.dtype=float32"):
+        sizes[override] = read_sizes(compose(f"recipe={recipe}", override), "H200")
+    assert [one.rollout_tensor for one in sizes.values()] == [tensor] * 3
+    assert [one.kv_bytes for one in sizes.values()] == [layers * numbers * size for size in (2, 1, 4)]
+
+
+def test_ranks_of_data_parallel_attention_share_the_experts_and_have_caches_of_their_own(compose):
+    ranks = [f"{ROLLOUT}.{name}_parallel_size={size}" for name, size in (("data", 4), ("expert", 16))]
+    plan = read_plan(compose("recipe=qwen3_30b_a3b", *ranks), "H100", mean_response=4096)
+    shape, served = plan.sizes.shape, plan.memory.rollout.lines["weights of the rollout"]
+    dense = shape.parameters - shape.expert_parameters
+    assert served == pytest.approx(2 * (dense / 4 + shape.expert_parameters / 16))
+    assert plan.sizes.kv_bytes == 48 * 2 * 1 * 128 * 2
+
+    timing, sequences = plan.timing, 512 * 16 / (16 / 4)
+    concurrent = timing.concurrent
+    needed = 1 - (1 - 8 / 128) ** (4 * concurrent)
+    read = 2 * (dense / 4 + needed * shape.expert_parameters / 16) + concurrent * 5120 / 2 * plan.sizes.kv_bytes
+    seconds = max(sequences * 4096 / concurrent, 8192) * read / (0.6 * 3350e9)
+    assert timing.stages["generation"] == pytest.approx(seconds, rel=1e-9)
 
 
 def test_the_cache_is_what_vllm_has_left():
@@ -247,6 +301,14 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
         ([*KNOWN, "trainer.n_gpus_per_node=0"], "trainer.n_gpus_per_node=0 must be a whole number above 0"),
         ([*KNOWN, f"{ROLLOUT}.gpu_memory_utilization=abc"], f"{ROLLOUT}.gpu_memory_utilization=abc must be a number"),
         ([*KNOWN, f"{ROLLOUT}.dtype=auto"], "dtype=auto cannot be planned"),
+        ([*KNOWN, f"++{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=nvfp4"], "kv_cache_dtype=nvfp4 cannot be planned"),
+        *(
+            ([*KNOWN, f"actor_rollout_ref.actor.strategy={name}"], f"actor.strategy={name}: sizes are known only of")
+            for name in ("foo", "FSDP2", "fsdp_turbo", "veomni", "torchtitan", "automodel")
+        ),
+        ([*KNOWN, "actor_rollout_ref.actor.strategy=null"], "sizes are known only of fsdp, fsdp2, megatron"),
+        ([*KNOWN, "model_engine=veomni"], "actor.fsdp_config.fsdp_size is not set"),
+        ([*KNOWN, "actor_rollout_ref.actor.strategy=megatron"], "megatron.tensor_model_parallel_size is not set"),
         ([*KNOWN, "--mean-response", "0"], "--mean-response=0 must be above 0"),
         ([*KNOWN, "--mean-response", "-5"], "--mean-response=-5 must be above 0"),
         ([*KNOWN, "--mean-response", "9000"], "at most data.max_response_length=8192"),
