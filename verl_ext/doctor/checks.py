@@ -96,6 +96,18 @@ class Context:
             return default
         return default if value is None else value
 
+    @property
+    def guard_rules(self) -> list[Any]:
+        """The guard's rules that are mappings; `hooks` has an error for values of another type."""
+        rules = self.get("stability.guard.rules")
+        return [rule for rule in rules.values() if OmegaConf.is_dict(rule)] if OmegaConf.is_dict(rules) else []
+
+    def methods(self, setting: str) -> list[str]:
+        """Returns the methods that a setting names, one or a list or a mapping of them; without `none`."""
+        asked = self.get(setting, ())
+        names = [asked] if isinstance(asked, str) else asked if OmegaConf.is_config(asked) else ()
+        return [str(name) for name in names if name != "none"]
+
     def engine_argument(self, name: str) -> tuple[str, Any]:
         """Returns where an argument of the rollout's engine is set, and its value.
 

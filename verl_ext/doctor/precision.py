@@ -314,8 +314,7 @@ def _corrected(context: Context) -> bool:
     """Returns True if any method weights the loss by the ratio of the engines."""
     from verl_ext.features.losses import LOSSES
 
-    names = context.get("stability.correction", "none")
-    ours = [name for name in ([names] if isinstance(names, str) else names) if name != "none"]
+    ours = context.methods("stability.correction")
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
     verls = "algorithm.rollout_correction"
     reads_k = loss in LOSSES and "k" in LOSSES[loss].reads

@@ -153,10 +153,8 @@ def trust_region(context: Context) -> Iterable[Finding]:
     mode = context.get(MODE, "sync")
     if mode == "sync":
         return
-    asked = context.get("stability.correction", "none")
-    names = [asked] if isinstance(asked, str) else list(asked)
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    bounds = [name for name in names if name != "none"] + list(context.get("stability.filters") or ())
+    bounds = context.methods("stability.correction") + context.methods("stability.filters")
     bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
     bounds += [
         f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")

@@ -135,7 +135,5 @@ def waiting_batches(context: Context) -> Iterable[Finding]:
 
 
 def _skips_updates(context: Context) -> bool:
-    rules = (context.get("stability.guard.rules") or {}).values()
-    return context.get("stability.batch_skip.threshold") is not None or any(
-        rule and rule.get("action") == "skip" for rule in rules
-    )
+    skips = any(rule.get("action") == "skip" for rule in context.guard_rules)
+    return skips or context.get("stability.batch_skip.threshold") is not None

@@ -7,8 +7,6 @@ then compute the same: `stability=zero_mismatch` measures it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from omegaconf import OmegaConf
-
 from verl_ext.doctor.checks import Context, Finding, check
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS
 
@@ -109,9 +107,7 @@ def zero_mismatch(context: Context) -> Iterable[Finding]:
     megatron-core 0.16.1, where only `set_batch_invariant_mode` puts the kernels in. verl PR 7688 got a k3 of 0 for
     DeepSeek-V4 with changes to vLLM (PR 54955) and Megatron-LM (PR 7050) that no release has.
     """
-    rules = context.get("stability.guard.rules")
-    written = rules.values() if OmegaConf.is_dict(rules) else ()  # `hooks` has an error for another type
-    if not any(OmegaConf.is_dict(rule) and rule.get("locate") for rule in written):
+    if not any(rule.get("locate") for rule in context.guard_rules):
         return
     if context.get("trainer.device") == "cpu":
         why = "none of the engines' switches acts there; in float32 both engines agree up to rounding (precision=fp32)"
