@@ -40,13 +40,18 @@ setup(
     # where Hydra finds it (pkg://verl_ext.configs).
     packages=[*find_packages(include=["verl_ext", "verl_ext.*"]), "verl_ext.configs"],
     package_dir={"verl_ext.configs": "configs"},
-    package_data={"verl_ext.configs": ["*.yaml", "*/*.yaml"], "verl_ext.report": ["templates/*"]},
+    package_data={
+        "verl_ext.configs": ["*.yaml", "*/*.yaml"],
+        "verl_ext.diagnosis": ["*.toml"],
+        "verl_ext.report": ["templates/*"],
+    },
     install_requires=[
         "verl==0.9.1",
         "hydra-core>=1.3.2",
         "omegaconf>=2.3.0",
         "orjson",
         "rich>=13",
+        'tomli; python_version < "3.11"',
         "wrapt>=1.16",
     ],
     extras_require={

@@ -1,6 +1,10 @@
 """Times `verl-ext report` on a long run: the whole command, compared with pandas, which only reads the same file.
 
     python tools/bench_report.py [--steps 10000] [--metrics 500] [--repeats 3]
+    python tools/bench_report.py --console [--repeats 3]
+
+`--console` reads 100 MB of verl's console output, in which one line of ten has metrics, compared with `grep -c` on the
+same file. It also prints how much memory reading took, and how much it took for half of the file.
 
 The run has every metric that a figure draws, 48 layers of router agreement, a mark of the guard in every 50th step, and
 other metrics up to the requested number. Each repeat starts both in new processes, one after the other.
@@ -44,6 +48,55 @@ def write_run(file: Path, steps: int, metrics: int) -> None:
             out.write(json.dumps({"step": step, "data": data}) + "\n")
 
 
+def write_console(file: Path, size: int) -> None:
+    """Writes what verl prints: a row of 120 metrics a step, and lines of other processes and a progress bar between."""
+    names = [*DRAWN, *(f"timing_s/other_{i:02d}" for i in range(120 - len(DRAWN)))][:120]
+    draw = random.Random(0)
+    step = 0
+    with file.open("w") as out:
+        while out.tell() < size:
+            step += 1
+            for _ in range(9):
+                out.write(f"\x1b[36m(WorkerDict pid={draw.randrange(9999)})\x1b[0m INFO: {'generated text ' * 30}\n")
+            row = " - ".join(f"{name}:np.float64({0.5 * math.exp(draw.gauss(0, 0.1))})" for name in names)
+            out.write(f"Training Progress: {step}it\r(TaskRunner pid=7) step:{step} - {row}\n")
+
+
+READ = """
+import resource, sys, time
+from pathlib import Path
+from verl_ext.report.load import read_run
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+begun = time.perf_counter()
+run = read_run(Path(sys.argv[1]))
+taken = time.perf_counter() - begun
+print(taken, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, len(run.steps))
+"""
+
+
+def time_console(repeats: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole, half = Path(folder) / "run.log", Path(folder) / "half.log"
+        write_console(whole, 100_000_000)
+        write_console(half, 50_000_000)
+        taken: dict[str, list[float]] = {"read": [], "grep -c": []}
+        memory = {}
+        for _ in range(repeats):
+            for file in (half, whole):
+                done = subprocess.run([sys.executable, "-c", READ, file], check=True, capture_output=True, text=True)
+                time_s, memory[file.stem], steps = map(float, done.stdout.split())
+            taken["read"].append(time_s)
+            begun = time.perf_counter()  # its output is read: for /dev/null, grep stops at the first line
+            subprocess.run(["grep", "-c", "step:[0-9]* - ", whole], check=True, capture_output=True)
+            taken["grep -c"].append(time.perf_counter() - begun)
+    read, grep = (statistics.median(times) for times in taken.values())
+    print(
+        f"100 MB of console output, {steps:.0f} steps: {read:.2f} s, "
+        f"{read / grep:.0f} times what grep -c takes ({grep:.3f} s)"
+    )
+    print(f"memory: {memory['run']:.0f} MiB, of half of the file {memory['half']:.0f} MiB")
+
+
 def seconds(command: list[str]) -> float:
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -55,7 +108,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--metrics", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--console", action="store_true", help="read verl's console output instead")
     arguments = parser.parse_args()
+    if arguments.console:
+        time_console(arguments.repeats)
+        return
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "run.jsonl", Path(folder) / "report"
         write_run(file, arguments.steps, arguments.metrics)

@@ -219,8 +219,8 @@ def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCe
 
 
 Metrics = dict[str, list[tuple[int, float]]]
-VERLS = ("rollout_corr/", "training/", "critic/", "actor/", "response_length/")  # what verl 0.9.1 logs by itself
-ALIASES = {"vllm_kl/k1": "rollout_corr/kl", "vllm_kl/k3": "rollout_corr/k3_kl"}
+VERLS = ("training/", "critic/", "actor/", "response_length/")  # what verl 0.9.1 logs by itself
+ALSO_VERLS = ("vllm_kl/k1", "vllm_kl/k3")  # as rollout_corr/kl and rollout_corr/k3_kl
 
 
 def read_metrics(file: Path) -> Metrics:
@@ -236,8 +236,7 @@ def read_metrics(file: Path) -> Metrics:
 
 def plain(metrics: Metrics) -> Metrics:
     """Returns the metrics that verl logs for the same run without the plugin, with algorithm.rollout_correction on."""
-    renamed = {ALIASES.get(name, name): found for name, found in metrics.items()}
-    return {name: found for name, found in renamed.items() if name.startswith(VERLS)}
+    return {name: found for name, found in metrics.items() if name.startswith(VERLS) or name in ALSO_VERLS}
 
 
 def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:

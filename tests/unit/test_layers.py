@@ -12,7 +12,8 @@ from tests import ROOT
 BELOW: dict[str, set[str]] = {
     "base": set(),
     "core": {"base"},
-    "guard": {"base"},
+    "diagnosis": {"base"},
+    "guard": {"base", "diagnosis"},
     "upstream": {"base", "core"},
     "cpu": {"base", "upstream"},
     "routing": {"base", "core", "upstream"},
@@ -21,13 +22,14 @@ BELOW: dict[str, set[str]] = {
     "plugins": {"base", "cpu", "features", "upstream", "workers"},
     "workers": {"base", "core", "features", "routing", "upstream"},
     "trainer": {"base", "core", "features", "guard", "launch", "plugins", "upstream", "workers"},
-    "report": {"__version__", "base", "core", "guard"},
+    "report": {"__version__", "base", "core", "diagnosis", "guard"},
     "probe": {"base", "core", "features", "launch", "report", "routing", "trainer", "upstream"},
     "lab": {"__version__", "base", "core", "features", "guard", "launch", "report", "trainer", "workers"},
 }
 ENGINES = {"verl", "ray", "vllm"}
 WITHOUT = {
     "core": ENGINES,
+    "diagnosis": {*ENGINES, "torch"},
     "guard": {*ENGINES, "torch"},
     "base": {*ENGINES, "torch"},
     "features": {"ray", "vllm"},

@@ -57,7 +57,13 @@ def unmet(wanted, versions, requirements_of, without=()):
         requirements_of: canonical name -> the lines of its metadata; None where they are not known.
         without: canonical names whose own requirements do not count.
     """
-    found, seen, todo = set(), set(), [("", Requirement(line)) for line in wanted]
+
+    def asked_by(parent, lines, extra=""):
+        found = map(Requirement, lines)
+        env = {**PYTHON, "extra": extra}
+        return [(parent, one) for one in found if one.marker is None or one.marker.evaluate(env)]
+
+    found, seen, todo = set(), set(), asked_by("", wanted)
     while todo:
         parent, one = todo.pop()
         name = canonicalize_name(one.name)
@@ -68,9 +74,7 @@ def unmet(wanted, versions, requirements_of, without=()):
             if (name, extra) in seen or name in without:
                 continue
             seen.add((name, extra))
-            env = {**PYTHON, "extra": extra}
-            lines = map(Requirement, requirements_of(name) or ())
-            todo += [(name, line) for line in lines if line.marker is None or line.marker.evaluate(env)]
+            todo += asked_by(name, requirements_of(name) or (), extra)
     return found
 
 

@@ -47,6 +47,7 @@ def test_it_holds_configs_and_entry_points(wheel):
     for config in (ROOT / "configs").rglob("*.yaml"):
         assert f"verl_ext/configs/{config.relative_to(ROOT / 'configs')}" in names
     assert {"verl_ext/plugins/verl.py", "verl_ext/core/mismatch.py", "verl_ext/cpu/vllm.py"} <= names
+    assert {"verl_ext/diagnosis/names.toml", "verl_ext/report/templates/report.html.j2"} <= names
     assert not any(name.startswith(("tests/", "configs/", "recipes/")) for name in names)
     for line in (
         "verl-ext = verl_ext.cli:main",

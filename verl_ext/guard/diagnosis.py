@@ -28,6 +28,7 @@ import numpy as np
 
 from verl_ext.base.causes import CAUSES, Cause
 from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.names import by_quantity
 from verl_ext.guard.collapse import ENTROPY, GRADIENT, LENGTH, REWARD, Readings
 from verl_ext.guard.marks import READ, ROUNDED, ROUTER, SIGMAS, WINDOW, Marks
 from verl_ext.guard.state import Event
@@ -212,7 +213,7 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
         | {"vllm_kl/k3/prob/" + bucket: marks.k3 for bucket in BUCKETS["prob"]}
         for shares in ((1.0, 0.8, 0.0, -0.8, -0.8), (0.9, 0.9, 0.9, 0.8, 0.7), (0.2, 0.2, 0.1, 0.1, 0.0))
     ]
-    if not marks.logs("vllm_kl/k3"):
+    if not marks.logs("vllm_kl/log_ratio_abs_mean"):
         many = {
             "vllm_kl/log_ratio_abs_mean": size,
             "vllm_kl/sequence_gap_mean": size / 4,
@@ -231,7 +232,7 @@ def levels_not_logged(marks: Marks) -> dict[str, list[dict[str, float]]]:
             for shallow, deep in ((1.0, 1.0), (0.997, 0.994), (0.93, 0.88), (0.83, 0.84), (1.0, 0.45), (0.5, 0.45))
             for alike in (0.05, 0.6)
         ]
-    if not marks.logs("sync/arrived_low"):
+    if not marks.logs("sync/"):
         found["stability.sync_canary.trajectories=8"] = [
             {
                 "sync/arrived_low": low,
@@ -283,9 +284,13 @@ class Diagnosis:
         The cause has to come first in LOOKS looks in a row, one every LOOK_EVERY steps, so that one odd batch reports
         nothing. Rounding of a harmless size is not reported.
         """
-        for name, value in metrics.items():
-            if not isinstance(value, int | float) or not math.isfinite(value) or not name.startswith(READ):
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        for name, logged in by_quantity(finite).items():
+            if not name.startswith(READ):
                 continue
+            preferred, alias = next(iter(logged.items()))
+            value = float(alias.convert(finite[preferred]))
             first = self._first.setdefault(name, [])
             if len(first) < WINDOW:
                 first.append((step, value))

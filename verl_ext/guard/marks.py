@@ -15,8 +15,8 @@ from verl_ext.guard.forecast import FEWEST
 from verl_ext.guard.levels import LEVELS
 
 FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
-READ = (  # beginnings of the names of all metrics that a mark is made of
-    *("vllm_kl/", "rollout_corr/", "router/", "sync/", "training/rollout_probs_diff", "training/off_policy/"),
+READ = (  # beginnings of the canonical names of all metrics that a mark is made of
+    *("vllm_kl/", "router/", "sync/", "training/off_policy/"),
     *(
         "critic/score/",
         PROMPT_EFFECT,
@@ -81,7 +81,7 @@ class Marks:
 
     def also(self, levels: Mapping[str, float]) -> "Marks":
         """Returns the marks of the same run with more metrics logged, each constant at its level."""
-        steps = next(self._series[name] for name in (K3, "rollout_corr/k3_kl") if name in self._series)[:, 0]
+        steps = self._series[K3][:, 0]
         constant = {name: np.stack([steps, np.full(len(steps), level)], 1) for name, level in levels.items()}
         found = Marks({**self._series, **constant})
         found.beginning = self.beginning  # the assumed levels are constant, so they say nothing of the first steps
@@ -90,11 +90,11 @@ class Marks:
     @property
     def enough(self) -> bool:
         """True if there are enough readings to judge."""
-        return max(len(self.values(K3, "rollout_corr/k3_kl")), len(self.values(REWARD))) >= FEWEST
+        return max(len(self.values(K3)), len(self.values(REWARD))) >= FEWEST
 
     @cached_property
     def k3(self) -> float | None:
-        return self.late(K3, "rollout_corr/k3_kl")
+        return self.late(K3)
 
     @cached_property
     def published_level(self) -> float:
@@ -113,12 +113,12 @@ class Marks:
 
     @cached_property
     def _k1s(self) -> np.ndarray:
-        return self.values("vllm_kl/k1", "rollout_corr/kl")[-4 * WINDOW :]
+        return self.values("vllm_kl/k1")[-4 * WINDOW :]
 
     @cached_property
     def _estimates(self) -> tuple[np.ndarray, np.ndarray]:
         """The last readings of k1 and of k3, as many of either."""
-        k3s = self.values(K3, "rollout_corr/k3_kl")[-4 * WINDOW :]
+        k3s = self.values(K3)[-4 * WINDOW :]
         count = min(len(self._k1s), len(k3s))
         return self._k1s[len(self._k1s) - count :], k3s[len(k3s) - count :]
 
@@ -189,7 +189,7 @@ class Marks:
 
     @cached_property
     def _gap_at_first(self) -> float | None:
-        for name in ("vllm_kl/log_ratio_abs_mean", "training/rollout_probs_diff_mean", K3, "rollout_corr/k3_kl"):
+        for name in ("vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean", K3):
             if name in self._series:
                 return self._share_at_first(self._series[name], 0.5 if name.endswith(("k3", "k3_kl")) else 1.0)
         return None
@@ -226,7 +226,7 @@ class Marks:
     @cached_property
     def sudden(self) -> bool:
         """True if k3 once rose a hundredfold within a few readings; a run that comes apart takes longer."""
-        found = np.maximum(self.values(K3, "rollout_corr/k3_kl"), 1e-12)
+        found = np.maximum(self.values(K3), 1e-12)
         if len(found) < 2 * FIRST:
             return False
         medians = np.median(np.lib.stride_tricks.sliding_window_view(found, FIRST), axis=1)

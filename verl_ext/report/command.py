@@ -2,6 +2,7 @@
 not wait for it."""
 
 import argparse
+import json
 import re
 import sys
 import time
@@ -28,9 +29,10 @@ STATISTICS = "scipy"  # needed by `compare` and by the lab
 FAILED = 2  # exit code of a command that failed
 
 RUN_HELP = (
-    "verl's metrics file (.jsonl), a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db), a CSV "
-    "export of W&B, or a folder with one of these; the guard's events and dumped trajectories next to it are read "
-    "too; PATH:N is the Nth of several runs in it"
+    "the console output of verl, TRL, slime, miles or another trainer (- reads the standard input); verl's metrics "
+    "file or other JSON lines with a step; CSV or TSV; trainer_state.json; a notebook; a local folder of W&B (wandb/), "
+    "TensorBoard or MLflow (mlruns/, mlruns.db); or a folder with one of these. The guard's events and dumped "
+    "trajectories next to it are read too. PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,
@@ -42,6 +44,9 @@ metric.
 REPORT_EXAMPLES = """\
 examples:
   verl-ext report verl_ext/qwen3_30b_a3b.jsonl       the page goes to report/report.html
+  verl-ext report slurm-1.out slurm-2.out            a job that was requeued: several logs of one run
+  kubectl logs POD | verl-ext report - --no-page
+  verl-ext report run.log --json | jq .sentence      the verdict for a script
   verl-ext report tensorboard_log/verl_ext/my_run --out my_report
   verl-ext report RUN --watch                        repeat every 15 s, until Ctrl-C; the page reloads itself
 """
@@ -65,8 +70,11 @@ def add_report_parsers(commands) -> None:
         REPORT,
         REPORT_EXAMPLES,
     )
-    report.add_argument("path", metavar="RUN", type=Path, help=RUN_HELP)
+    report.add_argument(
+        "paths", metavar="RUN", type=Path, nargs="+", help=f"a run, or several logs of one run. A run is {RUN_HELP}"
+    )
     _add_out(report, "report")
+    report.add_argument("--json", action="store_true", help="print the verdict as JSON, and write no page")
     report.add_argument(
         "--run",
         dest="which",
@@ -125,16 +133,23 @@ def _count(text: str) -> int:
 def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.load import read_run
+    from verl_ext.report.load import STANDARD_INPUT, read_run
+    from verl_ext.report.machine import as_json
+    from verl_ext.report.run import ReportError
     from verl_ext.report.terminal import Dashboard
     from verl_ext.report.verdict import judge_run
 
     with errors_are_one_line("report") as outcome:
+        if arguments.watch and (arguments.json or STANDARD_INPUT in arguments.paths):
+            raise ReportError("--watch shows the report of a file again and again: leave out --json, and name the file")
         if arguments.watch:
             return _watch(arguments, Console())
         console = Console()
-        run = read_run(arguments.path, arguments.which)
+        run = read_run(arguments.paths[0], arguments.which, arguments.paths[1:])
         verdict = judge_run(run)
+        if arguments.json:
+            print(json.dumps(as_json(run, verdict), indent=1))
+            return 0
         console.print(Dashboard(run, verdict))
         if not arguments.no_page:
             _write_pages(run, verdict, arguments, console)
@@ -150,7 +165,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     from verl_ext.report.terminal import indented
     from verl_ext.report.verdict import judge_run
 
-    reader = Reader(arguments.path, which=arguments.which)
+    reader = Reader(arguments.paths[0], which=arguments.which, more=arguments.paths[1:])
     tidy = False
     if not arguments.no_page:
         from verl_ext.report.page import is_ours
@@ -160,7 +175,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     due = False
     try:
         with Live(
-            indented(f"waiting for {arguments.path}", console.options), console=console, auto_refresh=False
+            indented(f"waiting for {arguments.paths[0]}", console.options), console=console, auto_refresh=False
         ) as live:
             while True:
                 try:
@@ -177,7 +192,7 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
         if not console.is_terminal:
             console.line()  # there, Live ends without a newline
         if run is None:
-            raise ReportError(f"{arguments.path}: nothing to report on yet") from None
+            raise ReportError(f"{arguments.paths[0]}: nothing to report on yet") from None
         if not arguments.no_page:
             _write_pages(run, judge_run(run), arguments, console, tidy)
     return 0

@@ -1,20 +1,22 @@
 """A run as the report sees it: every numeric metric over its steps, and the guard's decisions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
 
-from verl_ext.base.metrics import METRICS
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.names import Alias, aliases_of, by_quantity, quantity_of
 from verl_ext.guard.state import Event
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot distinguish steps
 LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
 MOST_MESSAGE = 4000  # characters
+VALIDATION = "val-core/**/mean@*"  # the quantity of all scores of validation sets
 LAYER = re.compile(r"[0-9]{1,4}")
 
 
@@ -28,6 +30,12 @@ class ReportError(ValueError):
 def is_step(value: object) -> TypeGuard[int]:
     """Returns True for a possible step: a whole number with which steps can be counted, here and on a page."""
     return type(value) is int and abs(value) < LARGEST_STEP
+
+
+def is_validation(name: str) -> bool:
+    """Returns True for a score of a validation set."""
+    quantity = quantity_of(name)
+    return quantity is not None and quantity.name == VALIDATION
 
 
 def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
@@ -49,12 +57,6 @@ def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[
             return own, [f"{count} {several} have later steps than the metrics: left out; they belong to another run"]
 
 
-def names_of(name: str) -> tuple[str, ...]:
-    """Returns a metric's name, then verl's own name for the same quantity, for runs without the plugin."""
-    metric = METRICS.get(name)
-    return (name, metric.verls) if metric and metric.verls else (name,)
-
-
 @dataclass(frozen=True)
 class Series:
     """One metric over the steps that logged it, NaN where the value was not a number, infinite beyond LARGEST."""
@@ -65,6 +67,15 @@ class Series:
     def finite(self) -> "Series":
         keep = np.isfinite(self.values)
         return Series(self.steps[keep], self.values[keep])
+
+    def converted(self, alias: Alias) -> "Series":
+        """Returns the values that were logged under an alias as those of its quantity."""
+        return Series(self.steps, alias.convert(self.values))
+
+
+def _first_finite(found: Iterable[Series]) -> Series | None:
+    """Returns the finite values of the first series that has any."""
+    return next((finite for series in found if (finite := series.finite()).steps.size), None)
 
 
 @dataclass(frozen=True)
@@ -90,18 +101,36 @@ class Run:
     last: bool = True
 
     def get(self, name: str) -> Series | None:
-        """Returns the finite values of a metric, or of verl's own metric of the same quantity."""
-        found = (self.metrics[each].finite() for each in names_of(name) if each in self.metrics)
-        return next((series for series in found if series.steps.size), None)
+        """Returns the finite values of a quantity, under the first of its names that has any."""
+        return _first_finite(self._named(name))
 
     def logged(self, name: str) -> Series | None:
-        """Returns the series of `get`, including values that are not finite."""
-        found = (self.metrics.get(each) for each in names_of(name))
-        return next((series for series in found if series is not None), None)
+        """Returns the series of `get`, including values that are not finite; of the first name, if none is finite."""
+        named = list(self._named(name))
+        return next((series for series in named if np.isfinite(series.values).any()), named[0] if named else None)
+
+    def _named(self, name: str) -> Iterator[Series]:
+        """Yields the series of a quantity under each of its names, in this run's order of preference."""
+        for alias in aliases_of(name):
+            if alias.is_family:
+                found = [logged for logged in self.metrics if alias.matches(logged)]
+            else:
+                found = [alias.name] if alias.name in self.metrics else []
+            yield from (self.metrics[logged].converted(alias) for logged in found)
+
+    @cached_property
+    def canonical(self) -> dict[str, Series]:
+        """Finite values by canonical name. A metric that is no known quantity, or one of a family, keeps its name."""
+        found = {
+            name: _first_finite(self.metrics[each].converted(alias) for each, alias in logged.items())
+            for name, logged in by_quantity(self.metrics).items()
+        }
+        return {name: series for name, series in found.items() if series is not None}
 
     def validations(self) -> list[str]:
-        """Returns verl's main validation metrics, `val-core/DATA_SOURCE/VARIABLE/METRIC`, that have a finite value."""
-        return sorted(name for name in self.metrics if name.startswith("val-core/") and self.get(name) is not None)
+        """Returns the metrics of validation sets that have a finite value, by their logged names."""
+        found = (name for name in self.metrics if is_validation(name))
+        return sorted(name for name in found if self.metrics[name].finite().steps.size)
 
     def layers(self, name: str) -> dict[int, Series]:
         """Returns `name/layer_00`, `name/layer_01`, ... by layer number, without layers that have no finite value."""

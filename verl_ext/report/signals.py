@@ -122,13 +122,13 @@ def now_label(series: Series) -> str:
     return _median_label("last", min(LAST, len(series.steps)))
 
 
-def first_of(series: Series, readings: int = LAST) -> float:
+def beginning_of(series: Series, readings: int = LAST) -> float:
     """Returns a metric's value at the start: the median of its first readings, at most half of all."""
     return float(np.median(series.values[: _first_count(series, readings)]))
 
 
-def first_label(series: Series) -> str:
-    """Returns what `first_of` is of, for the text next to the number."""
+def beginning_label(series: Series) -> str:
+    """Returns what `beginning_of` is of, for the text next to the number."""
     return _median_label("first", _first_count(series, LAST))
 
 

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from verl_ext.base.metrics import METRICS, Metric, find, ours
 from verl_ext.base.printable import printable
-from verl_ext.report.run import MOST_MESSAGE, Run, Series, names_of
-from verl_ext.report.signals import LAST, first_of, now_of, skipped_share
+from verl_ext.diagnosis.names import aliases_of
+from verl_ext.report.run import MOST_MESSAGE, Run, Series
+from verl_ext.report.signals import LAST, beginning_of, now_of, skipped_share
 from verl_ext.report.verdict import RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
@@ -236,7 +237,7 @@ def _metric_row(series: Series | None, name: str, label: str, readings: int = LA
     return DashboardRow(
         label=label,
         metric=name,
-        first=first_of(series, readings),
+        first=beginning_of(series, readings),
         now=now_of(series, readings),
         worst=float(WORST[metric.worst](series.values)) if metric.worst else None,
         unit=format_of(metric),
@@ -254,7 +255,7 @@ def notes(run: Run) -> Iterator[str]:
     for event in run.events[-EVENTS:]:
         yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:
-        yield f"{more} more metrics called val-core/*"
+        yield f"{more} more scores of validation sets"
     yield from not_finite(run)
     yield from run.notes
     for metric, what, override in REMEDIES:
@@ -265,7 +266,7 @@ def notes(run: Run) -> Iterator[str]:
 def not_finite(run: Run) -> Iterator[str]:
     """Yields the metrics that were not finite numbers, and how often; those of the table first."""
     missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
-    table = [name for metric in ROWS for name in names_of(metric) if name in missing]
+    table = [alias.name for metric in ROWS for alias in aliases_of(metric) if alias.name in missing]
     names = [name for name in dict.fromkeys([*table, *sorted(missing)]) if missing[name]]
     for name in names[:MOST_NAMED]:
         yield f"{name} was not a finite number in {missing[name]} of {len(run.metrics[name].values)} steps"

@@ -48,12 +48,12 @@ from verl_ext.report.signals import (
     Fall,
     Gap,
     age_drives,
+    beginning_label,
+    beginning_of,
     blind_mask,
     boundary_of,
     broken_reward,
     fall_of,
-    first_label,
-    first_of,
     foretold_at,
     gap_of,
     growth_of,
@@ -206,9 +206,9 @@ def _verdict_of_metrics(run: Run) -> RunVerdict:
 def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
     """Adds the likeliest causes to the verdict, and the remedy of the first cause before all other advice."""
     series = {
-        name: np.column_stack([finite.steps, finite.values])
-        for name, logged in run.metrics.items()
-        if name.startswith(READ) and (finite := logged.finite()).steps.size
+        name: np.column_stack([found.steps, found.values])
+        for name, found in run.canonical.items()
+        if name.startswith(READ)
     }
     suspects = tuple(find_suspects(series)[:MOST_SUSPECTS])
     first = suspects[0] if suspects and not suspects[0].harmless else None
@@ -388,7 +388,9 @@ def _reward_since_start(run: Run) -> str:
     if (reward := run.get(REWARD)) is None:
         return ""
     now = f"{now_of(reward):.3g} ({now_label(reward)})"
-    return now if len(reward.steps) == 1 else f"{now} and began at {first_of(reward):.3g} ({first_label(reward)})"
+    return (
+        now if len(reward.steps) == 1 else f"{now} and began at {beginning_of(reward):.3g} ({beginning_label(reward)})"
+    )
 
 
 def _missing_sentence(k3: Gap | None) -> str:
@@ -526,7 +528,7 @@ def _surroundings(run: Run) -> Iterator[str]:
         often = "once, in" if len(warned) == 1 else f"{len(warned)} times, last in"
         yield f"The guard warned or narrowed the band {often} step {warned[-1]}."
     yield from _age_sentence(run)
-    if (norm := run.metrics.get("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
+    if (norm := run.logged("actor/grad_norm")) is not None and (bad := int((~np.isfinite(norm.values)).sum())):
         yield f"The gradient norm was not a number in {bad} step{'s' * (bad != 1)}."
 
 

@@ -6,6 +6,7 @@ import struct
 import unicodedata
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def look(path: Path, out: Path, *, panels: Sequence[page.Panel] = (), compared: 
 
 
 def _compare(run: Run, out: Path) -> Path:
-    runs = [Run(**vars(run) | {"name": f"{run.name} {index}"}) for index in (1, 2)]
+    runs = [replace(run, name=f"{run.name} {index}") for index in (1, 2)]
     comparison = compare_runs(runs, extra=sorted(run.metrics)[:3])
     _on_screen(ComparisonTable(comparison))
     return write_comparison({run.name: run for run in runs}, comparison, out, pictures=False)

@@ -148,7 +148,7 @@ def test_a_line_that_is_too_long_is_passed_over_while_it_is_written(file, monkey
     from verl_ext.report.load import Reader
 
     for name in ("BLOCK", "MOST_LINE"):
-        monkeypatch.setattr(f"verl_ext.report.sources.jsonl.{name}", 64)
+        monkeypatch.setattr(f"verl_ext.report.sources.growing.{name}", 64)
     file.write_text('{"step":1,"data":{"a":1}}\n{"step":2,"data":{"a":"')
     reader = Reader(file)
     for _ in range(5):

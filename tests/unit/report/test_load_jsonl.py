@@ -115,7 +115,7 @@ def test_a_file_without_a_step_is_refused(tmp_path, content):
 def test_a_file_of_which_no_line_can_be_read_is_refused(tmp_path):
     file = tmp_path / "other.jsonl"
     file.write_text('{"input": "x"}\n' * 3)
-    with pytest.raises(ReportError, match=r"other\.jsonl: no line has the form ") as error:
+    with pytest.raises(ReportError, match=r"other\.jsonl: no line is a JSON object with a step ") as error:
         read_run(file)
     assert "\n" not in str(error.value)
 

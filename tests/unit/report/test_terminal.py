@@ -111,8 +111,11 @@ def test_rows_are_left_out_where_nothing_was_logged():
 
 def test_validation_metrics_are_those_of_val_core_with_anything_finite():
     assert make(
-        {"val-core/b/acc": [1.0], "val-core/a/acc": [NAN, 1.0], "val-core/c": [NAN], "val-aux/d": [1.0]}
-    ).validations() == ["val-core/a/acc", "val-core/b/acc"]
+        {
+            **{"val-core/b/acc/mean@1": [1.0], "val-core/a/acc/mean@1": [NAN, 1.0], "val-core/c/acc/mean@1": [NAN]},
+            **{"val-aux/d/acc/mean@1": [1.0], "val/test_score/e": [1.0]},
+        }
+    ).validations() == ["val-core/a/acc/mean@1", "val-core/b/acc/mean@1", "val/test_score/e"]
 
 
 def test_notes_tell_skips_events_numbers_that_were_none_and_what_is_missing():

@@ -1,4 +1,5 @@
-"""CSV as Weights & Biases exports it: a run's history, or a chart of one or several runs.
+"""Tables with commas or tabs: a run's history, as anybody writes it, or a chart of one or several runs, as Weights &
+Biases exports it.
 
 | | columns |
 |---|---|
@@ -18,7 +19,10 @@ from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
 from verl_ext.report.sources.table import MetricTable, TableRun, chosen_run
 
-STEP_COLUMNS = ("Step", "_step", "trainer/global_step", "training/global_step", "global_step")
+STEP_COLUMNS = (
+    *("Step", "_step", "step", "trainer/global_step", "training/global_step", "global_step", "global_steps"),
+    *("iteration", "Iteration", "iter", "train/step", "rollout/step"),
+)
 SEPARATOR = " - "
 LIMITS = ("__MIN", "__MAX")
 MOST_LINE = 16 << 20  # characters
@@ -48,7 +52,7 @@ class CsvSource:
         if seen == self._seen:
             return False
         with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:
-            rows = _csv_rows(file)
+            rows = _csv_rows(file, separator_of(self._path))
             header = next(rows, [])
             self._chosen = False
             step_column, columns = self._columns(header)
@@ -115,8 +119,16 @@ class CsvSource:
         return self._notes
 
 
-def _csv_rows(file) -> Iterator[list[str]]:
-    rows = csv.reader(iter(lambda: file.readline(MOST_LINE), ""))  # a longer line becomes several, which are broken
+def separator_of(path: Path) -> str:
+    """Returns the character between the columns: the more frequent one in the header."""
+    with open_regular(path) as file:
+        header = file.readline(MOST_LINE)
+    return max(",", "\t", ";", key=lambda each: header.count(each.encode()))
+
+
+def _csv_rows(file, separator: str) -> Iterator[list[str]]:
+    lines = iter(lambda: file.readline(MOST_LINE), "")  # a longer line becomes several, which are broken
+    rows = csv.reader(lines, delimiter=separator)
     while True:
         try:
             yield next(rows)

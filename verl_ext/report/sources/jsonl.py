@@ -1,13 +1,12 @@
-"""JSON lines: the metrics of verl's file logger, and the guard's event log.
+"""JSON lines: the metrics of verl's file logger, flat objects of other loggers, and the guard's event log.
 
-A line is `{"step": int, "data": {name: value}}`, or one decision of the guard. The file may still be written to, may
-have been cut by a crash, and may be replaced.
+A line is `{"step": int, "data": {name: value}}`; or one object with a step and its values, which may be nested; or one
+decision of the guard. The file may still be written to, may have been cut by a crash, and may be replaced.
 """
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,22 @@ import orjson
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.report.files import open_regular
-from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.run import LARGEST_STEP, ReportError, is_step
+from verl_ext.report.sources.growing import GrowingFile
 from verl_ext.report.sources.table import MetricTable, TableRun
 
-BLOCK = 1 << 20
-MOST_LINE = 16 << 20  # bytes; a line of 100,000 metrics has less than half
-FINGERPRINT = 64
 RECORD = re.compile(rb'\{\s*"step"\s*:')
+# Names of the step in flat objects. W&B's own `_step` counts calls of its logger, so the trainer's step is preferred.
+STEPS = ("step", "global_step", "training/global_step", "trainer/global_step", "iteration", "_step", "progress/batch")
+DEEPEST = 8  # nested objects
+LONGEST_WORD = 200  # characters of a text among metrics: a name, a time, a path
 # int() takes a time that is quadratic in the digits, and refuses many of them in some versions of Python.
 DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 MOST_WORDS = 1000  # characters of a reason
 
 
 class JsonlSource:
-    """The metrics file of verl's file logger."""
+    """A metrics file of JSON lines: of verl's file logger, or flat."""
 
     def __init__(self, path: Path):
         self.files = (path,)
@@ -43,11 +43,12 @@ class JsonlSource:
         self._table = MetricTable(rows_are_units=True)
 
     def _take(self, record: object) -> bool:
-        try:
-            step, data = record["step"], record["data"]  # type: ignore[index]
-        except (TypeError, KeyError):
+        if type(record) is not dict:
             return False
-        if not is_step(step) or type(data) is not dict:
+        step, data = record.get("step"), record.get("data")
+        if type(data) is not dict:
+            step, data = flat_row(record)
+        if not is_step(step):
             return False
         self._table.add(step, data)
         return True
@@ -58,12 +59,38 @@ class JsonlSource:
     def run(self, which: int | None) -> TableRun:
         if not len(self._table):
             if self._lines.broken:
-                raise ReportError('no line has the form {"step": int, "data": {...}} that verl\'s file logger writes')
+                raise ReportError(f"no line is a JSON object with a step ({', '.join(STEPS)}) and numbers")
             raise ReportError("no complete step in this file; has the run finished its first step?")
         return self._table.run(which)
 
     def notes(self) -> tuple[str, ...]:
         return self._lines.note()
+
+
+def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
+    """Returns the step and the values of a flat object; the step is None if this is no row of metrics.
+
+    A row without numbers is none, nor is one with prose in it: a dumped answer has a step and a score, too.
+    """
+    data = dict(_flat(record))
+    name = next((name for name in STEPS if name in data), None)
+    step = data.pop(name, None) if name else None
+    prose = any(isinstance(value, str) and len(value) > LONGEST_WORD for value in data.values())
+    if prose or not any(isinstance(value, (int, float)) for value in data.values()):
+        return None, {}
+    if isinstance(step, float) and step.is_integer() and abs(step) < LARGEST_STEP:
+        step = int(step)
+    return step, data
+
+
+def _flat(record: Mapping[str, object], before: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+    """Yields the entries of an object, those of nested objects under `outer/inner`."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            if depth < DEEPEST:
+                yield from _flat(value, f"{before}{name}/", depth + 1)
+        else:
+            yield f"{before}{name}", value
 
 
 class EventReader:
@@ -123,8 +150,7 @@ class JsonLines:
     """Gives every record to `take` once, over any number of refreshes.
 
     A cut last line is left for the next refresh. If a part of a line cannot be read, its readable records count: a
-    crash leaves half a line, and the logger of a resumed run may continue after it. A line beyond MOST_LINE is skipped.
-    Time is linear in the file, memory in a line.
+    crash leaves half a line, and the logger of a resumed run may continue after it. A line that is too long is skipped.
 
     Args:
         take: called with each record; returns False if it does not understand it.
@@ -139,15 +165,16 @@ class JsonLines:
         self.path = path
         self._take = take
         self._start_over = start_over
+        self._file = GrowingFile(path, self._read_lines, self._read_tail, self._replaced)
         self._reset()
 
     def _reset(self) -> None:
         self.broken = self.first_broken = 0
         self._lines = 0
-        self._passing = False  # over the rest of a line that is too long
-        self._offset = 0
-        self._inode: int | None = None
-        self._before = b""  # the bytes before the offset
+
+    def _replaced(self) -> None:
+        self._reset()
+        self._start_over()
 
     def note(self) -> tuple[str, ...]:
         if not self.broken:
@@ -159,50 +186,15 @@ class JsonLines:
 
     def refresh(self) -> bool:
         """Reads on; returns whether there was anything new."""
-        with open_regular(self.path) as file:
-            again = self._replaced(file.fileno())
-            if again:
-                self._reset()
-                self._start_over()
-            self._inode = os.fstat(file.fileno()).st_ino
-            start = self._offset
-            file.seek(start)
-            parts: list[bytes] = []  # joined only at a newline: a file without one would be copied for every block
-            held = 0
-            while block := file.read(BLOCK):
-                end = block.rfind(b"\n") + 1
-                if end:
-                    self._read_lines(b"".join([*parts, block[:end]]))
-                    parts, held, block = [], 0, block[end:]
-                parts.append(block)
-                held += len(block)
-                if held > MOST_LINE or self._passing:
-                    self._passing = True
-                    self._advance(b"".join(parts))
-                    parts, held = [], 0
-            self._read_tail(b"".join(parts))
-        return again or self._offset > start
+        return self._file.refresh()
 
-    def _replaced(self, file: int) -> bool:
-        # The bytes before the offset reveal a file that was emptied and has grown past the offset since.
-        status = os.fstat(file)
-        if self._inode is None:
-            return False
-        before = os.pread(file, len(self._before), self._offset - len(self._before))
-        return status.st_ino != self._inode or status.st_size < self._offset or before != self._before
-
-    def _advance(self, text: bytes) -> None:
-        self._offset += len(text)
-        self._before = (self._before + text[-FINGERPRINT:])[-FINGERPRINT:]
-
-    def _read_lines(self, lines: bytes) -> None:
+    def _read_lines(self, lines: bytes, first_is_cut: bool) -> None:
         for line in lines[:-1].split(b"\n"):
             self._lines += 1
-            if self._passing or not self._read(line):
+            if first_is_cut or not self._read(line):
                 self.broken += 1
                 self.first_broken = self.first_broken or self._lines
-            self._passing = False
-        self._advance(lines)
+            first_is_cut = False
 
     def _read(self, line: bytes) -> bool:
         """Reads a line; returns whether all of it could be read."""
@@ -220,14 +212,14 @@ class JsonLines:
             end = stop
         return whole and not line[end:].strip()
 
-    def _read_tail(self, tail: bytes) -> None:
+    def _read_tail(self, tail: bytes) -> int:
         """Reads a last line without a newline as far as it is complete: the braces of a record close."""
         end = 0
         for value, start, stop in _json_records(tail):
             if tail[end:start].strip() or not self._take(value):
                 break
             end = stop
-        self._advance(tail[:end])
+        return end
 
 
 def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:

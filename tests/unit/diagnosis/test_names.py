@@ -1,0 +1,348 @@
+"""The table of names: other frameworks' formulas and signs against ours, families, and what no table may have."""
+
+import shlex
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from tests import ROOT
+from verl_ext.base.metrics import METRICS, OURS, find, ours
+from verl_ext.core.measure import measure
+from verl_ext.core.tokens import Tokens
+from verl_ext.diagnosis.names import Alias, aliases_of, quantities, quantity_of, read_table, setting_for
+from verl_ext.features.stability import stability_config
+
+LOGGED = (ROOT / "tests" / "unit" / "base" / "logged_metrics.txt").read_text().split()  # by runs of tests/stack
+
+
+def alias_of(logged_name: str) -> Alias:
+    return next(alias for alias in aliases_of(quantity_of(logged_name).name) if alias.matches(logged_name))
+
+
+# ----------------------------------------------------------------------------------------- formulas of other frameworks
+
+
+@pytest.fixture(scope="module")
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    """l_infer and l_old, [responses, tokens]: the rollout is sure of its tokens. All responses are of one length, so
+    that it does not matter whether a mean is over tokens or over responses."""
+    random = np.random.default_rng(0)
+    infer = -random.exponential(size=(6, 50))
+    return infer, infer + 0.3 * random.normal(size=infer.shape) - 0.1
+
+
+@pytest.fixture(scope="module")
+def measured(batch) -> dict[str, float]:
+    """The quantities of the batch under their canonical names, measured by our code and by the installed verl's."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+    from verl.utils.debug.metrics import calculate_debug_metrics
+
+    infer, old = map(torch.tensor, batch)
+    mask = torch.ones_like(infer, dtype=torch.bool)
+    data = {"rollout_log_probs": infer, "old_log_probs": old, "response_mask": mask, "responses": mask}
+    verls = {f"rollout_corr/{name}": value for name, value in compute_offpolicy_metrics(old, infer, mask).items()}
+    verls |= calculate_debug_metrics(DataProto.from_dict(data))
+    ours = measure(Tokens.from_padded(infer, old, mask)).metrics
+    k1, k3 = (old - infer).neg().mean().item(), ((old - infer).expm1() - (old - infer)).mean().item()
+    return verls | ours | {"offpolicy/ratio/mean": 1 + k3 - k1}
+
+
+def prime_rl_mismatch_kl(infer, old):  # src/prime_rl/trainer/rl/loss.py
+    log_importance_ratio = old - infer
+    return (np.exp(log_importance_ratio) - log_importance_ratio - 1).mean()
+
+
+def nemo_gen_kl_error(infer, old):  # nemo_rl/algorithms/loss/loss_functions.py, utils.py calculate_kl(infer, old, "k3")
+    logr = old - infer
+    return (np.exp(logr) - 1 - logr).mean()
+
+
+def miles_train_rollout_kl(infer, old):  # loss_hub/math_utils.py compute_approx_kl(infer, old, "low_var_kl")
+    log_ratio = -(infer - old)
+    return np.clip(np.exp(log_ratio) - 1 - log_ratio, -10, 10).mean()
+
+
+FORMULAS = {
+    "mismatch_kl/all/mean": prime_rl_mismatch_kl,
+    "mismatch_kl/mean": prime_rl_mismatch_kl,
+    "train/gen_kl_error": nemo_gen_kl_error,
+    "train/train_rollout_kl": miles_train_rollout_kl,
+    # rllm/trainer/fireworks/fireworks_policy_trainer.py
+    "offpolicy/kl": lambda infer, old: (infer - old).mean(),
+    "offpolicy/k3_kl": lambda infer, old: (np.exp(old - infer) - (old - infer) - 1).mean(),
+    "offpolicy/logprob_abs_diff/mean": lambda infer, old: np.abs(old - infer).mean(),
+    "offpolicy/logprob_abs_diff/max": lambda infer, old: np.abs(old - infer).max(),
+    "offpolicy/prob_abs_diff/mean": lambda infer, old: np.abs(np.exp(old) - np.exp(infer)).mean(),
+    "offpolicy/prob_abs_diff/max": lambda infer, old: np.abs(np.exp(old) - np.exp(infer)).max(),
+    "offpolicy/training_ppl": lambda infer, old: np.exp(-old.mean(1)).mean(),
+    "offpolicy/rollout_log_ppl": lambda infer, old: -infer.mean(1).mean(),
+    "offpolicy/log_ppl_diff": lambda infer, old: (infer.mean(1) - old.mean(1)).mean(),
+    "offpolicy/log_ppl_abs_diff": lambda infer, old: np.abs(infer.mean(1) - old.mean(1)).mean(),
+    "offpolicy/ppl_ratio": lambda infer, old: np.exp(infer.mean(1) - old.mean(1)).mean(),
+    "offpolicy/ratio/mean": lambda infer, old: np.exp(old - infer).mean(),
+    "offpolicy/prob_pearson_corr": lambda infer, old: np.corrcoef(np.exp(old).ravel(), np.exp(infer).ravel())[0, 1],
+    "offpolicy/chi2_token": lambda infer, old: (np.exp(old - infer) ** 2).mean() - 1,
+    # rllm/trainer/tinker/tinker_metrics_utils.py takes the absolute value; tinker_cookbook/rl/metrics.py does not
+    "train/kl_sample_train_v1": lambda infer, old: np.abs(infer - old).mean(),
+    "optim/kl_sample_train_v1": lambda infer, old: (infer - old).mean(),
+    # trl/trainer/grpo_trainer.py
+    "sampling/sampling_logp_difference/mean": lambda infer, old: np.abs(old - infer).mean(),
+    "sampling/sampling_logp_difference/max": lambda infer, old: np.abs(old - infer).max(),
+    # slime/backends/megatron_utils/loss.py, slime/observability/train_metric_utils.py: sum_of_sample_mean
+    "train/train_rollout_logprob_abs_diff": lambda infer, old: np.abs(old - infer).mean(1).mean(),
+    "train/tis": lambda infer, old: np.exp(old - infer).mean(1).mean(),
+    "rollout/log_probs": lambda infer, old: old.mean(1).mean(),
+    "rollout/rollout_log_probs": lambda infer, old: infer.mean(1).mean(),
+    # examples/train_infer_mismatch_helper/mis.py
+    "train/mis_kl": lambda infer, old: (infer - old).mean(),
+    "train/mis_log_ppl_diff": lambda infer, old: (infer.mean(1) - old.mean(1)).mean(),
+    # swift/rlhf_trainers/grpo_trainer.py
+    "rollout_correction/kl": lambda infer, old: -(old - infer).mean(),
+    "rollout_correction/training_log_ppl": lambda infer, old: (-old.mean(1)).mean(),
+    # areal/utils/functional/functional.py: behave_approx_kl = proximal_logprobs - old_logprobs (the rollout's)
+    "ppo_actor/update/behave_approx_kl/avg": lambda infer, old: (old - infer).mean(),
+    # openrlhf/models/loss.py; skyrl/train/trainer.py and off_policy_correction_utils.py
+    "train/vllm_kl": lambda infer, old: (infer - old).mean(),
+    "policy/rollout_train_logprobs_abs_diff_mean": lambda infer, old: np.abs(infer - old).mean(),
+    "policy/loss_metrics/is_ratio_mean": lambda infer, old: np.exp(old - infer).mean(),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_metric_of_another_framework_is_our_number(batch, measured, name):
+    logged = np.array([FORMULAS[name](*batch)])
+    assert alias_of(name).convert(logged) == pytest.approx(measured[quantity_of(name).name], rel=2e-5)
+
+
+def test_verls_own_metrics_are_our_numbers(measured):
+    """The installed verl logs some quantities that we log too."""
+    twice = {name: quantity_of(name).name for name in measured if quantity_of(name)}
+    twice = {name: canonical for name, canonical in twice.items() if name != canonical}
+    assert len(twice) >= 7 and {"rollout_corr/chi2_token", "rollout_corr/log_ppl_abs_diff"} <= twice.keys()
+    for name, canonical in twice.items():
+        slack = 2e-3 if name.endswith("_std") else 2e-5  # verl's divides by n - 1
+        assert alias_of(name).convert(measured[name]) == pytest.approx(measured[canonical], rel=slack), name
+
+
+def test_what_is_signed_says_that_this_rollout_is_the_surer_engine(batch):
+    infer, old = batch
+    for name in ("vllm_kl/k1", "rollout_corr/log_ppl_diff"):
+        signed = [alias.name for alias in aliases_of(name) if alias.name in FORMULAS]
+        assert len(signed) >= 2
+        assert all(alias_of(each).convert(FORMULAS[each](infer, old)) > 0 for each in signed)
+    assert alias_of("ppo_actor/update/behave_approx_kl/avg").convert((old - infer).mean()) > 0
+    training, rollout = (
+        alias_of(name).convert(FORMULAS[name](infer, old))
+        for name in ("rollout/log_probs", "rollout/rollout_log_probs")
+    )
+    assert training > rollout > 0  # log perplexities
+
+
+def test_the_policys_own_movement_has_one_sign():
+    """actor/ppo_kl is the mean of l_old - l_theta (verl's core_algos.py, slime's and OpenRLHF's loss.py)."""
+    old = np.log(np.array([0.5, 0.2, 0.7]))
+    theta = old - 0.1
+    for name, logged in (
+        (
+            "train/ppo_kl",
+            old - theta,
+        ),  # slime, miles: old_log_probs - log_probs; OpenRLHF: -(log_probs - old_log_probs)
+        ("ppo_actor/update/approx_kl/avg", theta - old),  # AReaL: logprobs - proximal_logprobs
+    ):
+        assert quantity_of(name).name == "actor/ppo_kl"
+        assert alias_of(name).convert(logged).mean() == pytest.approx(0.1)
+
+
+def test_the_estimates_of_the_entropy_have_it_as_their_expectation():
+    random = np.random.default_rng(1)
+    infer, current = (np.log(random.dirichlet(np.ones(20), size=30)) for _ in range(2))
+
+    def expectation(of_token):  # over the tokens that the rollout samples
+        return (np.exp(infer) * of_token).sum(1).mean()
+
+    nemo = expectation(-np.exp(current - infer) * current)  # loss_functions.py: approx_entropy
+    assert nemo == pytest.approx(-(np.exp(current) * current).sum(1).mean())
+    tinker = expectation(-infer)  # tinker_cookbook/rl/metrics.py: optim/entropy
+    assert tinker == pytest.approx(-(np.exp(infer) * infer).sum(1).mean())
+    assert {quantity_of(name).name for name in ("train/approx_entropy", "optim/entropy")} == {"actor/entropy"}
+
+
+def test_a_share_of_groups_with_a_signal_becomes_the_share_without():
+    rewards = np.array([[0, 0], [1, 1], [0, 1], [0, 0]])
+    without = np.isclose(rewards.std(1), 0).mean()  # TRL: frac_reward_zero_std
+    none, every = (rewards.sum(1) == 0).mean(), (rewards == 1).all(1).mean()
+    for name, logged in (
+        ("frac_reward_zero_std", without),
+        ("batch/default/fractions/effective", (rewards.std(1) >= 1e-8).mean()),
+        ("effective_batch_size/all", 1 - none - every),
+        ("train/agg/all/policy/solved_some", 1 - (none + every)),
+    ):
+        assert quantity_of(name).name == "filter/zero_variance/dropped_trajectories"
+        assert alias_of(name).convert(np.array([logged])) == pytest.approx(0.75)
+
+
+def test_values_without_a_conversion_stay_what_they_are():
+    values = np.array([0.5, np.nan, -np.inf, 3e-9])
+    np.testing.assert_array_equal(alias_of("train/gen_kl_error").convert(values), values)
+
+
+# ----------------------------------------------------------------------------------------------------- looking up names
+
+VALIDATION = "val-core/**/mean@*"
+
+
+@pytest.mark.parametrize(
+    ("logged_name", "canonical"),
+    [
+        ("vllm_kl/k3", "vllm_kl/k3"),
+        ("actor/entropy_loss", "actor/entropy"),
+        ("val-core/openai/gsm8k/reward/mean@1", VALIDATION),
+        ("val-core/math_dapo/acc/maj@32/mean", VALIDATION),
+        ("val-core/math_dapo/acc/best@32/std", None),
+        ("val-aux/math_dapo/acc/std@32", None),
+        ("val/test_score/openai/gsm8k", VALIDATION),
+        ("test_score/openai/gsm8k", VALIDATION),
+        ("eval/aime24", VALIDATION),  # slime
+        ("eval/math-500", VALIDATION),
+        ("eval/aime24-truncated_ratio", None),
+        ("eval/aime24-pass@8", None),
+        ("eval/aime24/response_len/mean", None),
+        ("eval/step", None),
+        ("eval/reward", VALIDATION),  # TRL
+        ("eval/loss", None),
+        ("eval/kl", None),
+        ("eval/all/avg_score", VALIDATION),  # SkyRL
+        ("eval/aime2024/avg@16", VALIDATION),  # prime-rl
+        ("eval/aime2024/effective/policy/avg@16", VALIDATION),
+        ("eval/eval_math_pass1", VALIDATION),  # OpenRLHF
+        ("eval/eval_math_response_length_mean", None),
+        ("val/countdown/pass@1", VALIDATION),  # rllm
+        ("train/agg/effective/reward/mean", "critic/score/mean"),  # prime-rl 0.7
+        ("train/agg/effective/policy/reward/mean", "critic/score/mean"),  # prime-rl, main
+        ("train/agg/effective/policy/rewards/format/mean", None),
+        ("reward/solver/mean", "critic/score/mean"),  # rllm
+        ("reward/all/max", None),  # prime-rl: of the groups' means
+        ("rewards/accuracy_reward/mean", None),  # TRL: one of several
+        ("rollout/rewards", None),  # slime: centred
+        ("rollout/raw_reward", "critic/score/mean"),
+        ("train/reward", "critic/score/mean"),
+        ("train/completions/mean_length", "response_length/mean"),
+        ("grpo_actor/task_reward/avg", "critic/score/mean"),
+        ("ppo_actor/update/entropy/avg", "actor/entropy"),
+        ("train/ess_ratio", None),  # miles: of the policy's ratio
+        ("train/tis_abs", None),  # slime: mean |k - 1|
+        ("policy_kl_error", None),  # NeMo-RL: the other direction
+        ("sampling/importance_sampling_ratio/max", None),
+        ("rollout_correction/chi2_seq", None),  # ms-swift: of the geometric mean, unlike verl's
+        ("actor/rollout_corr/k3_kl", "actor/gate/vllm_kl"),  # verl's bypass mode: against l_theta
+        ("rollout/tito_session_mismatch_rate/v1", "filter/retokenization_drift/drifted"),
+        ("rollout/tito_session_mismatch_rate/v1/assistant_text", None),
+        ("mismatch_kl", "vllm_kl/k3"),  # the console of prime-rl
+        ("something", None),
+    ],
+)
+def test_a_logged_name_is_looked_up(logged_name, canonical):
+    found = quantity_of(logged_name)
+    assert (found and found.name) == canonical
+    if found:
+        assert sum(alias.matches(logged_name) for alias in found.aliases) >= 1
+
+
+def test_preference_goes_from_the_canonical_name_to_the_rest():
+    names = [alias.name for alias in aliases_of("critic/score/mean")]
+    assert names[:2] == ["critic/score/mean", "critic/rewards/mean"]
+    assert names.index("train/agg/effective/{reward,*/reward}/mean") < names.index("reward/*/mean")
+    assert all(quantity.aliases[0].name == quantity.name for quantity in quantities())
+
+
+def test_a_metric_outside_the_table_has_its_own_name_and_setting():
+    assert aliases_of("router/own_agreement") == (Alias("router/own_agreement"),)
+    assert aliases_of("rollout_corr/kl") == (Alias("rollout_corr/kl"),)  # an alias is not canonical
+    assert setting_for("router/own_agreement") == ours.ROUTING.override
+    assert quantity_of("router/own_agreement") is None
+
+
+def test_the_table_is_read_once():
+    assert quantities() is quantities()
+
+
+# ------------------------------------------------------------------------------------------------- the table as a whole
+
+
+def exact_names():
+    return [alias.name for quantity in quantities() for alias in quantity.aliases if not alias.is_family]
+
+
+def test_a_name_belongs_to_one_quantity():
+    assert {name for name, count in Counter(exact_names()).items() if count > 1} == set()
+    for name in exact_names():
+        families = {
+            quantity.name
+            for quantity in quantities()
+            for alias in quantity.aliases
+            if alias.is_family and alias.matches(name)
+        }
+        assert families <= {quantity_of(name).name}, name
+
+
+def test_our_own_metrics_are_canonical():
+    known = [name for name in LOGGED if name.startswith(OURS) and quantity_of(name)]
+    assert len(known) > 10
+    assert [name for name in known if quantity_of(name).name != name] == []
+
+
+def test_a_metric_has_the_same_unit_and_name_of_verl_in_both_tables():
+    for quantity in quantities():
+        assert find(quantity.name) or not quantity.name.startswith(OURS), quantity.name
+        if quantity.name in METRICS:
+            assert quantity.unit == METRICS[quantity.name].unit, quantity.name
+    for metric in METRICS.values():
+        if metric.verls:
+            assert metric.verls in [alias.name for alias in aliases_of(metric.name)]
+
+
+SETTINGS = sorted({quantity.setting for quantity in quantities() if quantity.setting})
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_composes_with_the_real_config(compose, setting):
+    stability_config(compose("recipe=cpu_smoke", *shlex.split(setting)).stability)
+
+
+def test_whatever_only_verl_ext_logs_has_a_setting():
+    for quantity in quantities():
+        if quantity.name.startswith(OURS):
+            assert quantity.setting, quantity.name
+
+
+GOOD = '["a/b"]\nin = "verl"\nunit = ""\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('["a/b"', "names.toml: "),
+        ('["a/b"]\nin = "verl"', "a/b lacks unit"),
+        (GOOD + 'sign = "-"', "a/b has sign"),
+        (GOOD + '["a/b".aliases]\n"c" = {scale = -1}', "c lacks in"),
+        (GOOD + '["a/b".aliases]\n"c" = {in = "TRL", power = 2}', "c has power"),
+        (
+            GOOD + '["a/b".aliases]\n"c" = "TRL"\n["d"]\nin = "TRL"\nunit = ""\n["d".aliases]\n"c" = "TRL"',
+            "of a/b and of d",
+        ),
+        (GOOD + '["a/b".aliases]\n"a/b" = {in = "TRL", scale = -1}', "a/b twice"),
+    ],
+)
+def test_a_wrong_table_is_one_line_that_names_the_entry(text, named):
+    with pytest.raises(ValueError, match=named) as raised:
+        read_table(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_alias_has_the_prefixes_of_its_frameworks():
+    table = '[prefixes]\nTRL = ["", "train/"]\n' + GOOD + '["a/b".aliases]\n"x" = "TRL"\n"y" = "SkyRL"'
+    (quantity,) = read_table(table)
+    assert [alias.name for alias in quantity.aliases] == ["a/b", "x", "train/x", "y"]

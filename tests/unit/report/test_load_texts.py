@@ -1,0 +1,297 @@
+"""Console logs, documents and notebooks: a small sample of each form, and what their files look like in practice."""
+
+import io
+import json
+import math
+import sys
+
+import pytest
+
+from tests.unit.report.made_files import train, write
+from verl_ext.report.command import RUN_HELP
+from verl_ext.report.load import Reader, read_run
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources import FORMATS
+from verl_ext.report.sources.text import register_format
+
+VERL = "step:{0} - actor/lr:1e-06 - critic/score/mean:{1} - timing_s/step:2.5\n"
+TRL = "{{'loss': {1}, 'grad_norm': 0.5, 'reward': {1}, 'epoch': {0}.0}}\n"
+TRL_TEXTS = "{{'loss': '{1}', 'grad_norm': '0.5', 'reward': '{1}', 'epoch': '{0}.0'}}\n"
+SLIME = "(Actor pid=7) [2026-01-01 00:00:00] x.py:1 - step {0}: {{'train/loss': 0.1, 'train/ppo_kl': {1}}}\n"
+PAIRS = "Step {0} | Time: 3.1s | Reward: {1} | Entropy: 0.5\n"
+TENSORS = "time: 7.2s     rewards: tensor([{1}, {1}, {1}])\n"
+
+
+def many(line: str, values=(0.25, 0.5, 0.75), first: int = 1) -> str:
+    return "".join(line.format(step, value) for step, value in enumerate(values, start=first))
+
+
+def notebook(*outputs: dict) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "outputs": [output]} for output in outputs], "nbformat": 4})
+
+
+def printed(text: str) -> dict:
+    return {"output_type": "stream", "name": "stdout", "text": text.splitlines(keepends=True)}
+
+
+TABLE = (
+    "<table><thead><tr><th>Step</th><th>Training Loss</th><th>reward</th></tr></thead><tbody>"
+    + "".join(
+        f"<tr><td>{step}</td><td>0.1</td><td>{value}</td></tr>" for step, value in ((1, 0.25), (2, 0.5), (3, 0.75))
+    )
+    + "</tbody></table>"
+)
+STATE = json.dumps(
+    {"global_step": 3, "log_history": [{"step": step, "reward": step / 4, "epoch": 0.1} for step in (1, 2, 3)]}
+)
+# form -> (name of the file, its text, name of the reward)
+SAMPLES = {
+    "verl": ("run.log", many(VERL), "critic/score/mean"),
+    "TRL": ("run.log", many(TRL), "reward"),
+    "TRL, numbers as texts": ("run.out", many(TRL_TEXTS), "reward"),
+    "slime": ("run.txt", many(SLIME), "train/ppo_kl"),
+    "pairs": ("run.log", many(PAIRS), "reward"),
+    "tensors": ("run.log", many(TENSORS), "critic/score/mean"),
+    "trainer_state.json": ("trainer_state.json", STATE, "reward"),
+    "list of log entries": ("history.json", json.dumps(json.loads(STATE)["log_history"]), "reward"),
+    "notebook, printed": ("run.ipynb", notebook(printed("hello\n"), printed(many(TRL))), "reward"),
+    "notebook, table": ("run.ipynb", notebook({"data": {"text/html": [TABLE]}}), "reward"),
+    "flat JSON lines": ("run.log", many('{{"step": {0}, "reward": {1}}}\n').rstrip(), "reward"),
+    "nested JSON lines": ("run.jsonl", many('{{"iteration": {0}, "train": {{"reward": {1}}}}}\n'), "train/reward"),
+    "TSV": ("run.tsv", "step\treward\n1\t0.25\n2\t0.5\n3\t0.75\n", "reward"),
+    "CSV without its ending": ("table.txt", "global_step,reward\n1,0.25\n2,0.5\n3,0.75\n", "reward"),
+}  # fmt: skip
+
+
+def values(run, name):
+    series = run.metrics[name]
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
+
+
+def log(tmp_path, text: str, name: str = "run.log"):
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(("name", "text", "reward"), SAMPLES.values(), ids=SAMPLES)
+def test_each_form_is_read_as_it_is(tmp_path, name, text, reward):
+    run = read_run(log(tmp_path, text, name))
+    assert values(run, reward) == {1: 0.25, 2: 0.5, 3: 0.75}
+    assert run.events == ()
+
+
+@pytest.mark.parametrize(("name", "text", "reward"), SAMPLES.values(), ids=SAMPLES)
+def test_a_folder_with_one_log_stands_for_it(tmp_path, name, text, reward):
+    if name in ("history.json", "table.txt") or (name == "run.log" and text.startswith('{"')):
+        pytest.skip("only a file of a telling name is looked into")
+    (tmp_path / "README.txt").write_text("nothing here\n")
+    log(tmp_path, text, name)
+    assert values(read_run(tmp_path), reward)[3] == 0.75
+
+
+def test_every_form_has_a_sample_and_is_in_the_help():
+    assert len(FORMATS) == 5
+    for word in (
+        "verl",
+        "TRL",
+        "slime",
+        "trainer_state.json",
+        "notebook",
+        "CSV",
+        "TSV",
+        "JSON lines",
+        "another trainer",
+    ):
+        assert word in RUN_HELP
+
+
+def test_verls_numbers_in_all_their_forms(tmp_path):
+    text = (
+        "\x1b[36m(TaskRunner pid=12)\x1b[0m step:4 - a:np.float64(0.5) - b:nan - c:-inf - d:tensor(2.5) - "
+        "actor/lr(1e-4):0.010 - e:1e-05 - f:True - val-core/x:y/acc/mean@1:0.25 - training/global_step:4\n"
+    )
+    found = {name: series.values[0] for name, series in read_run(log(tmp_path, text)).metrics.items()}
+    assert math.isnan(found.pop("b"))
+    assert found == {
+        **{"a": 0.5, "c": -math.inf, "d": 2.5, "e": 1e-5, "training/global_step": 4},
+        **{"actor/lr": pytest.approx(1e-6), "val-core/x:y/acc/mean@1": 0.25},
+    }
+
+
+def test_lines_of_several_processes_and_a_progress_bar(tmp_path):
+    text = (
+        "Training Progress:   1%|  | 1/99 [00:30<49:00]\r(TaskRunner pid=1) step:1 - a:1 - b:2\n"
+        "(WorkerDict pid=2) step:9 of 10 is not a row - a:7\n"
+        "(TaskRunner pid=1) step:2 - a:2 - b:3(WorkerDict pid=2) a warning\n"
+        "(TaskRunner pid=1) step:3 - a:3 - b:4step:4 - a:4 - b:5\n"
+        "(TaskRunner pid=1) step:5 - a:5 - b:6 [repeated 3x across cluster]\n"
+        "training/global_step:8 - a:8\n"
+    )
+    run = read_run(log(tmp_path, text))
+    assert values(run, "a") == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+    assert values(run, "b")[2] == 3 and values(run, "b")[5] == 6
+
+
+def test_a_cut_line_keeps_its_whole_numbers_only(tmp_path):
+    run = read_run(log(tmp_path, many(VERL) + "step:4 - a:0.5 - actor/lr:1e-0"))
+    assert run.steps[-1] == 4 and values(run, "a") == {4: 0.5}
+    assert 4 not in values(run, "actor/lr"), "1e-06 was cut to 1e-0"
+
+
+def test_a_log_that_begins_in_the_middle_of_a_line(tmp_path):
+    assert read_run(log(tmp_path, "ean:0.5 - x:1\n" + many(VERL, first=40))).steps.tolist() == [40, 41, 42]
+
+
+@pytest.mark.parametrize(("second", "steps"), [(3, [1, 2, 3, 4]), (1, [1, 2])], ids=["resumed", "from the start"])
+def test_a_job_that_was_started_again_in_the_same_file(tmp_path, second, steps):
+    begun = many(VERL, (0.1, 0.2, 0.3)) + "RuntimeError: NCCL error\nslurmstepd: requeue\n"
+    run = read_run(log(tmp_path, begun + many(VERL, (0.5, 0.6), first=second)))
+    assert run.steps.tolist() == steps
+    ended = [(event.step, "NCCL" in event.reason) for event in run.events]
+    assert ended == ([(3, True)] if second == 3 else []), "the end belongs to the run before"
+
+
+def test_several_logs_of_one_run_in_any_order(tmp_path):
+    first = log(tmp_path, many(VERL, (0.1, 0.2, 0.3)), "job-9.out")
+    second = log(tmp_path, many(VERL, (0.4, 0.5), first=3), "job-10.out")
+    for run in (read_run(second, more=[first]), read_run(tmp_path)):
+        assert values(run, "critic/score/mean") == {1: 0.1, 2: 0.2, 3: 0.4, 4: 0.5}
+    with pytest.raises(ReportError, match="not of one run"):
+        read_run(first, more=[log(tmp_path, many(TRL), "other.log")])
+    with pytest.raises(ReportError, match="only logs can be read together"):
+        read_run(first, more=[write(tmp_path / "run.jsonl", train(1))])
+
+
+ENDS = {
+    "Traceback (most recent call last):\n  File \"x\"\ntorch.OutOfMemoryError: CUDA out of memory.\n": "torch.OutOfMem",
+    "(WorkerDict pid=3) ValueError: bad\nray.exceptions.ActorDiedError: The actor died\n": "ValueError: bad",
+    "slurmstepd: error: *** JOB 7 ON n CANCELLED AT 2026-01-01 DUE TO TIME LIMIT ***\n": "Slurm's time limit",
+    "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n": "OOM killer",
+    "srun: error: node1: task 0: Killed\n": "SIGKILL",
+    "run.sh: line 12:  4711 Killed                  python -m verl\n": "SIGKILL",
+    "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n": "Ray's memory monitor",
+    "Fatal Python error: Segmentation fault\n": "segmentation fault",
+    "command terminated with exit code 137": "137",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "by"), ENDS.items(), ids=list(ENDS.values()))
+def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
+    (event,) = read_run(log(tmp_path, many(VERL) + text)).events
+    assert (event.step, event.rule) == (3, "ended") and by in event.reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ValueError: an answer could not be parsed\n" + many(VERL, first=4),  # training went on
+        "(TaskRunner pid=1) Final validation metrics: {'val-core/a': 0.5}\nConnectionError: at exit\n",
+        "UserWarning: RuntimeError is likely\n",
+        "the answer: RuntimeError: is what students write\n",
+    ],
+)
+def test_what_is_no_end(tmp_path, text):
+    assert read_run(log(tmp_path, many(VERL) + text)).events == ()
+
+
+def test_slimes_rollouts_belong_to_the_first_step_on_them(tmp_path):
+    lines = []
+    for rollout in range(3):
+        lines.append(f"x - rollout {rollout}: {{'rollout/raw_reward': {rollout}.5, 'rollout/truncated': 0.0}}\n")
+        lines += [f"x - step {2 * rollout + i}: {{'train/loss': {2 * rollout + i}}}\n" for i in (0, 1)]
+    run = read_run(log(tmp_path, "".join(lines)))
+    assert values(run, "rollout/raw_reward") == {0: 0.5, 2: 1.5, 4: 2.5}
+    assert list(values(run, "train/loss")) == list(range(6))
+
+
+def test_dictionaries_that_are_no_metrics_are_not_counted(tmp_path):
+    other = (
+        "config: {'lr': 0.1, 'seed': 3}\nWORLD INFO DICT: {'localhost': 2}\n{'train_runtime': 9.0, 'train_loss': 0.5}\n"
+    )
+    assert read_run(log(tmp_path, other + many(TRL) + other)).steps.tolist() == [1, 2, 3]
+
+
+def test_trl_that_was_started_again_counts_from_its_epoch(tmp_path):
+    run = read_run(log(tmp_path, many(TRL, (0.1, 0.2, 0.3, 0.4)) + many(TRL, (0.8, 0.9), first=3)))
+    assert values(run, "reward") == {1: 0.1, 2: 0.2, 3: 0.8, 4: 0.9}
+
+
+def test_nothing_in_a_log_is_evaluated(tmp_path):
+    harm = "{'loss': __import__('os').system('touch " + str(tmp_path / "harm") + "'), 'reward': 0.5}\n"
+    read_run(log(tmp_path, many(TRL) + harm))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_growing_log_is_followed(tmp_path):
+    file = log(tmp_path, many(VERL))
+    reader = Reader(file)
+    assert reader.refresh().steps[-1] == 3 and reader.refresh() is reader.refresh()
+    with file.open("a") as more:
+        more.write(VERL.format(4, 0.5)[:40])
+    assert reader.refresh().steps[-1] == 4
+    with file.open("a") as more:
+        more.write(VERL.format(4, 0.5)[40:])
+    assert values(reader.refresh(), "critic/score/mean")[4] == 0.5
+    file.write_text(many(VERL, (0.7, 0.8)))
+    assert values(reader.refresh(), "critic/score/mean") == {1: 0.7, 2: 0.8}, "it was replaced"
+
+
+def test_counted_rows_are_counted_once(tmp_path):
+    file = log(tmp_path, many(TRL).rstrip())
+    reader = Reader(file)
+    assert reader.refresh().steps[-1] == 3
+    with file.open("a") as more:
+        more.write("\n" + TRL.format(4, 0.5))
+    assert reader.refresh().steps.tolist() == [1, 2, 3, 4]
+
+
+def test_the_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(many(VERL).encode())))
+    run = read_run("-")
+    assert run.name == "standard input" and run.steps.tolist() == [1, 2, 3]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
+    with pytest.raises(ReportError, match=r"^the standard input: this is text"):
+        read_run("-")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"PK\x03\x04rest", "a checkpoint of torch"),
+        (b"\x1f\x8brest", "unpack it first"),
+        (b"\x80\x04\x95", "a pickle, which is not opened"),
+        (b"\x00\x01\x02", "a binary file"),
+        (b'{"a": 1}', "this is JSON"),
+        (b"name,score,team\nx,1,2\n", "no column is the step"),
+        (b"hello\nworld\n", "no line has a step"),
+    ],
+)
+def test_a_file_that_nothing_reads_is_described_in_one_line(tmp_path, content, said):
+    (tmp_path / "run.log").write_bytes(content)
+    with pytest.raises(ReportError, match=said) as error:
+        read_run(tmp_path / "run.log")
+    assert "\n" not in str(error.value)
+
+
+def test_dumped_answers_are_no_metrics(tmp_path):
+    rows = [{"input": "x" * 300, "output": "y", "score": 0.5, "step": step} for step in (1, 2)]
+    with pytest.raises(ReportError, match="no line is a JSON object with a step"):
+        read_run(log(tmp_path, "".join(f"{json.dumps(row)}\n" for row in rows), "rollouts.jsonl"))
+
+
+def test_a_format_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl_ext.report.sources.text.FORMATS", made := list(FORMATS))
+
+    @register_format("my trainer's log")
+    class Mine:
+        def sniff(self, text):
+            return b"@@" in text
+
+        def rows(self, line):
+            _, step, reward = line.split("@@")
+            yield int(step), {"critic/score/mean": float(reward)}
+
+    assert made[0] is Mine
+    run = read_run(log(tmp_path, many("x@@{0}@@{1}\n")))
+    assert values(run, "critic/score/mean") == {1: 0.25, 2: 0.5, 3: 0.75}

@@ -1,0 +1,211 @@
+"""The names of a quantity in verl and in other frameworks, as `names.toml` lists them.
+
+A report asks for a quantity by its canonical name, and finds it under whatever name the run logged:
+
+    for alias in aliases_of("vllm_kl/k1"):
+        for name in filter(alias.matches, logged):
+            values = alias.convert(logged[name])
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from verl_ext.base.metrics import SECTIONS, find
+from verl_ext.base.metrics.metric import Metric
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TABLE = Path(__file__).with_name("names.toml")
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A name under which frameworks log a quantity, or a family of such names.
+
+    Attributes:
+        name: in a family's, `*` stands for one part, `**` for any number of parts, `{a,b}` for a or b.
+        frameworks: who logs it; () if that is not known.
+        scale, offset: the quantity is `scale * logged + offset`.
+        exceptions: names and families within this family that are something else.
+    """
+
+    name: str
+    frameworks: tuple[str, ...] = ()
+    scale: float = 1.0
+    offset: float = 0.0
+    exceptions: tuple[str, ...] = ()
+
+    @property
+    def is_family(self) -> bool:
+        return "*" in self.name or "{" in self.name
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return Metric(self.name, "").pattern  # families are written as those of our own metrics
+
+    @cached_property
+    def _exceptions(self) -> tuple[re.Pattern[str], ...]:
+        return tuple(Metric(each, "").pattern for each in self.exceptions)
+
+    def matches(self, logged_name: str) -> bool:
+        """Returns True if a run that logged this name logged the quantity."""
+        if self._pattern.fullmatch(logged_name) is None:
+            return False
+        return not any(pattern.fullmatch(logged_name) for pattern in self._exceptions)
+
+    def convert(self, values: Any) -> Any:
+        """Returns logged values as values of the quantity, in its unit and with its sign."""
+        return self.scale * values + self.offset
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What metrics of several frameworks measure alike.
+
+    Attributes:
+        name: the canonical name: ours, else verl's, else that of a framework which logs it.
+        unit: "" for a number without one.
+        aliases: in order of preference; the first is the canonical name.
+        setting: the override that makes verl or verl_ext log it; "" if it needs none, or none does.
+    """
+
+    name: str
+    unit: str
+    aliases: tuple[Alias, ...]
+    setting: str = ""
+
+
+@cache
+def quantities() -> tuple[Quantity, ...]:
+    return read_table(TABLE.read_text(encoding="utf-8"))
+
+
+def aliases_of(canonical: str) -> tuple[Alias, ...]:
+    """Returns the names of a quantity in order of preference, the canonical one first. A metric that is not in the
+    table has only its own name."""
+    found = _canonical_names().get(canonical)
+    return (Alias(canonical),) if found is None else found.aliases
+
+
+@lru_cache(maxsize=4096)
+def quantity_of(logged_name: str) -> Quantity | None:
+    """Returns the quantity that a metric measures: by its exact name, else by the first family that it belongs to."""
+    if (exact := _exact_names().get(logged_name)) is not None:
+        return exact
+    return next((quantity for alias, quantity in _families() if alias.matches(logged_name)), None)
+
+
+def by_quantity(logged_names: Iterable[str]) -> dict[str, dict[str, Alias]]:
+    """Returns canonical name -> logged name -> the alias that it is, in order of preference.
+
+    A metric that is no known quantity, or belongs to a quantity of many series such as a validation, has its own name.
+    """
+    found: dict[str, dict[str, Alias]] = {}
+    for name in logged_names:
+        canonical, alias, _ = _alias_of(name)
+        found.setdefault(canonical, {})[name] = alias
+    return {
+        canonical: dict(sorted(names.items(), key=lambda item: _alias_of(item[0])[2]) if len(names) > 1 else names)
+        for canonical, names in found.items()
+    }
+
+
+@lru_cache(maxsize=1 << 16)
+def _alias_of(logged_name: str) -> tuple[str, Alias, int]:
+    """Returns the canonical name of a metric, which alias it is, and its place among them."""
+    quantity = quantity_of(logged_name)
+    if quantity is None or quantity.aliases[0].is_family:
+        return logged_name, Alias(logged_name), 0
+    exact = (place for place, alias in enumerate(quantity.aliases) if alias.name == logged_name)
+    family = (place for place, alias in enumerate(quantity.aliases) if alias.matches(logged_name))
+    place = next(exact, None)
+    place = next(family) if place is None else place
+    return quantity.name, quantity.aliases[place], place
+
+
+def setting_for(canonical: str) -> str:
+    """Returns the override that makes verl or verl_ext log a quantity or one of our metrics; "" if none is known."""
+    if (found := _canonical_names().get(canonical)) is not None:
+        return found.setting
+    metric = find(canonical)
+    return next((section.override for section in SECTIONS if metric in section.metrics), "")
+
+
+@cache
+def _canonical_names() -> Mapping[str, Quantity]:
+    return {quantity.name: quantity for quantity in quantities()}
+
+
+@cache
+def _exact_names() -> Mapping[str, Quantity]:
+    """Returns the quantities by each of their names that is not a family."""
+    return {alias.name: quantity for quantity in quantities() for alias in quantity.aliases if not alias.is_family}
+
+
+@cache
+def _families() -> tuple[tuple[Alias, Quantity], ...]:
+    return tuple((alias, quantity) for quantity in quantities() for alias in quantity.aliases if alias.is_family)
+
+
+def read_table(text: str) -> tuple[Quantity, ...]:
+    """Reads a table in the form of `names.toml`.
+
+    Raises:
+        ValueError: it is not TOML, an entry is incomplete or has an unknown key, or two quantities share a name.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"names.toml: {error}") from None
+    prefixes = table.pop("prefixes", {})
+    found = tuple(_quantity(name, entry, prefixes) for name, entry in table.items())
+    owners: dict[str, str] = {}
+    for quantity in found:
+        for alias in quantity.aliases:
+            if (owner := owners.setdefault(alias.name, quantity.name)) != quantity.name:
+                raise ValueError(f"names.toml: {alias.name} is a name of {owner} and of {quantity.name}")
+    return found
+
+
+def _quantity(name: str, entry: Mapping[str, Any], prefixes: Mapping[str, list[str]]) -> Quantity:
+    _check_keys(name, entry, needed=("in", "unit"), optional=("setting", "aliases"))
+    aliases = {name: Alias(name, _frameworks(entry["in"]))}
+    for written, value in entry.get("aliases", {}).items():
+        for alias in _aliases(written, {"in": value} if isinstance(value, str) else value, prefixes):
+            first = aliases.setdefault(alias.name, alias)
+            if (first.scale, first.offset) != (alias.scale, alias.offset):
+                raise ValueError(f"names.toml: {name} has {alias.name} twice, with different conversions")
+    return Quantity(name, entry["unit"], tuple(aliases.values()), entry.get("setting", ""))
+
+
+def _aliases(name: str, entry: Mapping[str, Any], prefixes: Mapping[str, list[str]]) -> Iterator[Alias]:
+    """Yields an alias under every prefix of the frameworks that log it."""
+    _check_keys(name, entry, needed=("in",), optional=("scale", "offset", "but"))
+    frameworks = _frameworks(entry["in"])
+    for prefix in dict.fromkeys(prefix for each in frameworks for prefix in prefixes.get(each, [""])):
+        yield Alias(
+            f"{prefix}{name}",
+            frameworks,
+            scale=float(entry.get("scale", 1)),
+            offset=float(entry.get("offset", 0)),
+            exceptions=tuple(entry.get("but", ())),
+        )
+
+
+def _check_keys(name: str, entry: Mapping[str, Any], needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    if missing := [key for key in needed if key not in entry]:
+        raise ValueError(f"names.toml: {name} lacks {', '.join(missing)}")
+    if unknown := [key for key in entry if key not in needed + optional]:
+        raise ValueError(f"names.toml: {name} has {', '.join(unknown)}; known are {', '.join(needed + optional)}")
+
+
+def _frameworks(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))

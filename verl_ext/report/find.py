@@ -1,0 +1,279 @@
+"""Finds the file, files or folder that hold a run, and what can read them.
+
+A file's kind follows from its contents, except for databases and event files. A folder stands for the only run in it:
+one directly in it, else one up to three folders below.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+
+from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
+from verl_ext.report.files import is_regular, not_a_file, open_regular
+from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
+from verl_ext.report.sources.jsonl import JsonlSource, flat_row
+from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
+from verl_ext.report.sources.store import StoreSource
+from verl_ext.report.sources.table import TableRun
+from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
+from verl_ext.report.sources.text import TextSource, detect_format, first_step
+from verl_ext.report.sources.wandb import FILE as WANDB_FILE
+from verl_ext.report.sources.wandb import WandbFolder
+
+DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
+LISTED = 10
+START = 1 << 16  # bytes of a file that identify its kind
+METRICS_ENDINGS = (".jsonl", ".csv", ".tsv")
+LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".ipynb", "trainer_state.json")
+NOT_METRICS = {
+    EVENTS: "the guard's event log",
+    TRAJECTORIES: "a log of trajectories",
+    older_part(Path(TRAJECTORIES)).name: "the older part of a log of trajectories",
+}
+METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
+SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints have thousands of files
+ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
+# How other files begin, and what would make their run readable.
+OTHERS = (
+    (b"\x1f\x8b", "a gzip archive: unpack it first (gunzip -k FILE)"),
+    (b"PK\x03\x04", "a zip archive or a checkpoint of torch: name the run's log or metrics file instead"),
+    (b"PAR1", "a Parquet file: export it as CSV, with a column for the step"),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive: unpack it first (unzstd FILE)"),
+    (b"BZh", "a bzip2 archive: unpack it first (bunzip2 -k FILE)"),
+    (b"\xfd7zXZ", "an xz archive: unpack it first (unxz -k FILE)"),
+    (b"\x89PNG", "a picture: export the run's history as CSV instead"),
+    (b"\xff\xd8\xff", "a picture: export the run's history as CSV instead"),
+    (b"%PDF", "a PDF: export the run's history as CSV instead"),
+    (b"\x80", "a pickle, which is not opened: name the run's log or metrics file instead"),
+)
+
+
+class RunSource(Protocol):
+    """Metrics of one kind of file. Its errors need not name the file: load.py does."""
+
+    name: str
+
+    @property
+    def files(self) -> tuple[Path, ...]: ...
+
+    def refresh(self) -> bool:
+        """Reads new data; returns whether there was any."""
+
+    def run(self, which: int | None) -> TableRun: ...
+
+    def notes(self) -> tuple[str, ...]: ...
+
+
+# The kinds of files beside texts, the best first, because one run's numbers may be in several of these. The first has
+# every digit, the event files have seven.
+SOURCES: dict[str, Callable[[Path, int | None], RunSource]] = {
+    "jsonl": lambda path, which: JsonlSource(path),
+    "wandb": lambda path, which: StoreSource(WandbFolder(path), path, which),
+    "mlflow": lambda path, which: StoreSource(MlflowFolder(path), path, which),
+    "mlflow database": lambda path, which: StoreSource(MlflowDatabase(path), path, which),
+    "tensorboard": lambda path, which: TensorBoardSource(path),
+    "table": CsvSource,
+}
+BEST_FIRST = tuple(SOURCES)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run on disk, and its kind."""
+
+    kind: str
+    path: Path
+
+    def open(self, which: int | None) -> RunSource:
+        return SOURCES[self.kind](self.path, which)
+
+
+def find_source(path: Path, which: int | None) -> RunSource:
+    """Returns what reads the run of this file or folder.
+
+    Raises:
+        ReportError: there is none, or there are several.
+    """
+    if is_regular(path):
+        return _source_of_file(path, which)
+    if not path.is_dir():
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
+            raise ReportError(f"{path}: no such file or folder") from None
+        raise not_a_file(path, mode)
+    found, refused = _runs(path, depth=0)
+    if not found:
+        if logs := _logs_in(path):
+            return join_logs(logs)
+        found, refused = _runs(path, depth=DEPTH)
+    if not found:
+        also = f"; not read: {', '.join(refused[:LISTED])}" if refused else ""
+        raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
+    kinds = [run.kind for run in found]
+    if len(set(kinds)) == len(kinds) and "table" not in kinds:
+        return min(found, key=lambda run: BEST_FIRST.index(run.kind)).open(which)
+    if len(found) > 1:
+        names = [str(run.path.relative_to(path)) for run in found]
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:LISTED])}{more}")
+    return found[0].open(which)
+
+
+def join_logs(paths: Sequence[Path]) -> RunSource:
+    """Returns what reads several logs of one run: of the processes of one job, or of one job after the other.
+
+    Raises:
+        ReportError: one of them is no log, or has another format than the first.
+    """
+    forms = {path: detect_format(path) for path in paths}
+    form = forms[paths[0]]
+    for path, other in forms.items():
+        if other is None or form is None:
+            raise ReportError(f"{path}: no format of logs has a row in it; only logs can be read together")
+        if other is not form:
+            raise ReportError(f"{path} is {other.title}, and {paths[0]} is {form.title}: they are not of one run")
+    assert form is not None
+    made = form
+
+    def order(path: Path) -> tuple[int, list[int | str]]:
+        words: list[int | str] = [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]
+        return first_step(path, made), words
+
+    return TextSource(sorted(paths, key=order), made)
+
+
+def _source_of_file(path: Path, which: int | None) -> RunSource:
+    for ending, what in NOT_METRICS.items():
+        if path.name.endswith(ending):
+            raise ReportError(f"{path}: this is {what}; name the metrics file next to it")
+    if EVENT_FILE in path.name:
+        return Found("tensorboard", path).open(which)
+    ending = path.suffix.lower()
+    if ending in (*DATABASE_ENDINGS, WANDB_FILE):
+        return Found("wandb" if ending == WANDB_FILE else "mlflow database", path).open(which)
+    with open_regular(path) as file:
+        start = file.read(START)
+    if kind := _kind_of_text(start):
+        return Found(kind, path).open(which)
+    if form := detect_format(path):
+        return TextSource([path], form)
+    if ending in (".csv", ".tsv"):  # their own errors say more
+        return Found("table", path).open(which)
+    if ending == ".jsonl" or not start.strip():  # an empty file may belong to a run that has just begun
+        return Found("jsonl", path).open(which)
+    raise ReportError(f"{path}: {_what_else(start)}")
+
+
+def _kind_of_text(start: bytes) -> str | None:
+    """Returns the kind of a file of JSON lines or of a table by its beginning; None for another."""
+    line = start.lstrip().partition(b"\n")[0]
+    if METRICS_LINE.search(start) or _is_row(line):
+        return "jsonl"
+    return "table" if _is_table(start) else None
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(record, dict) and is_step(flat_row(record)[0])
+
+
+def _is_table(start: bytes) -> bool:
+    header = start.decode("utf-8-sig", errors="replace").lstrip().partition("\n")[0].rstrip("\r")
+    for separator in ",\t;":
+        try:
+            names = next(csv.reader([header], delimiter=separator), [])
+        except csv.Error:
+            continue
+        if len(names) > 1 and any(name in STEP_COLUMNS or name.endswith(LIMITS) for name in names):
+            return True
+    return False
+
+
+def _what_else(start: bytes) -> str:
+    """Returns what a file that nothing reads seems to be, and what would make its run readable."""
+    for magic, what in OTHERS:
+        if start.startswith(magic):
+            return f"this is {what}"
+    if b"\0" in start[:4096]:
+        return "this is a binary file that no reader knows; name the run's log or metrics file instead"
+    if start.lstrip()[:1] in (b"{", b"["):
+        return (
+            "this is JSON, but neither trainer_state.json nor lines of objects with a step; write one object a line, "
+            'such as {"step": 1, "reward": 0.5}'
+        )
+    first = start.decode("utf-8", errors="replace").splitlines()[0]
+    if any(first.count(separator) > 1 for separator in ",\t;"):
+        return f"this may be a table, but no column is the step; name one of them {STEP_COLUMNS[2]}"
+    return (
+        "this is text, but no line has a step with its metrics; verl prints them with trainer.logger=[console], TRL as "
+        "dictionaries, and a line such as `step: 3, reward: 0.5` is read too"
+    )
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    """Returns the logs that lie directly in a folder and have metrics in them, if all have one format."""
+    here = [path for path in sorted(folder.iterdir()) if path.name.endswith(LOG_ENDINGS) and is_regular(path)]
+    forms = {path: form for path in here if (form := detect_format(path)) is not None}
+    return list(forms) if len(set(forms.values())) == 1 else []
+
+
+def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
+    """Returns what may be a run, and what could not be read, with the reason; OSError if `folder` cannot be read."""
+    found: list[Found] = []
+    empty: list[Found] = []
+    refused: list[str] = []
+
+    def refuse(error: OSError) -> None:
+        if (place := Path(error.filename)) == folder:
+            raise error
+        refused.append(f"{place.relative_to(folder)} ({error.strerror})")
+
+    for name, folders, files in os.walk(folder, onerror=refuse):
+        here = Path(name)
+        level = len(here.relative_to(folder).parts)
+        folders[:] = [] if level >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
+        if store := _store(here, files, level):
+            folders[:] = []  # they hold other files of a run: artifacts, tables
+            found += [] if store in found else [store]
+            continue
+        if any(EVENT_FILE in file and is_regular(here / file) for file in files):
+            found.append(Found("tensorboard", here))
+        found += [
+            Found("mlflow database", here / file)
+            for file in DATABASE_NAMES
+            if file in files and is_regular(here / file)
+        ]
+        for file in sorted(files):
+            if not file.endswith(METRICS_ENDINGS) or file.endswith(tuple(NOT_METRICS)):
+                continue
+            try:
+                with open_regular(here / file) as opened:
+                    start = opened.read(START)
+            except OSError as error:
+                refuse(error)
+                continue
+            if kind := _kind_of_text(start):
+                found.append(Found(kind, here / file))
+            elif not start.strip() and file.endswith(".jsonl"):
+                empty.append(Found("jsonl", here / file))
+    return found or empty, refused  # an empty one may belong to a run that has just begun
+
+
+def _store(here: Path, files: list[str], level: int) -> Found | None:
+    """Returns the folder of all runs if `here` is a run of W&B or MLflow, but none above the folder that was named."""
+    if any(file.endswith(WANDB_FILE) and is_regular(here / file) for file in files):
+        return Found("wandb", here if level == 0 else here.parent)
+    if is_run(here):
+        return Found("mlflow", [here, *here.parents][min(level, 2)])
+    return None

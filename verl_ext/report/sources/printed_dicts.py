@@ -1,0 +1,94 @@
+"""Dictionaries that a trainer prints, one a line: TRL and ms-swift `{'loss': '0.1', 'reward': 0.5}`; slime and miles
+`rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
+
+slime counts rollouts and the optimizer steps on them apart. The steps are the axis here: what is logged of a rollout
+belongs to the first step on it.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_ext.diagnosis.names import quantity_of
+from verl_ext.report.sources.text import Row, register_format
+
+START = re.compile(r"(?:\b(step|rollout|perf|eval) (\d{1,12}): )?(\{'[\w./@ -]{1,200}': )")
+ROW = re.compile(rb"\{'[\w./@ -]{1,200}': ['\d.+-]")
+STEPS = ("step", "global_step", "train/global_step", "global_step/max_steps")
+SUMMARY = "train_runtime"  # TRL's totals of the run, in its last line
+WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')
+BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
+LONGEST = 1 << 20  # characters of a dictionary
+
+
+@register_format("dictionaries printed by TRL, ms-swift, slime or miles")
+class PrintedDicts:
+    def __init__(self) -> None:
+        self._trained: int | None = None  # the last optimizer step, where these are logged apart
+
+    def sniff(self, text: bytes) -> bool:
+        return ROW.search(text) is not None
+
+    def rows(self, text: str) -> Iterator[Row]:
+        for found in START.finditer(text):
+            values = parse(text[found.start(3) :])
+            if values and SUMMARY not in values and _are_metrics(values):
+                yield self._step(found[1], found[2], values), values
+
+    def _step(self, kind: str | None, number: str | None, values: Mapping[str, Any]) -> int | None:
+        if kind == "step":
+            self._trained = int(number or 0)
+            return self._trained
+        if kind is not None:
+            return int(number or 0) if self._trained is None else self._trained + 1
+        return step_in(values)
+
+
+def _are_metrics(values: Mapping[str, float]) -> bool:
+    """Returns True for a row of metrics, False for a printed config, which may have a learning rate."""
+    return any("/" in name for name in values) or sum(quantity_of(name) is not None for name in values) > 1
+
+
+def step_in(values: Mapping[str, Any]) -> int | None:
+    """Returns the step that TRL or ms-swift logs among the values; ms-swift's is `12/200`."""
+    for name in STEPS:
+        value = values.get(name)
+        if isinstance(value, str):
+            value = value.partition("/")[0]
+        try:
+            return int(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            continue
+    return None
+
+
+def parse(text: str) -> dict[str, float] | None:
+    """Returns the numbers of the dictionary at the beginning of the text; None if it is cut, or has none.
+
+    Numbers may be strings, as TRL 1.0 prints them. Nothing is evaluated but literals.
+    """
+    end = text.find("}")
+    if not 0 < end < LONGEST:
+        return None
+    literal = BARE.sub(r"'\1'", WRAPPED.sub(r"\1", text[: end + 1]))
+    try:
+        read = ast.literal_eval(literal)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return numbers_of(read) or None
+
+
+def numbers_of(read: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the entries that are numbers, or strings of numbers."""
+    found = {}
+    for name, value in read.items():
+        if not isinstance(name, str) or isinstance(value, bool):
+            continue
+        if isinstance(value, str):
+            value = value.partition("/")[0] if name in STEPS else value
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return found

@@ -1,0 +1,212 @@
+"""Logs and documents that were written for people, with metrics somewhere in them: one small class a format.
+
+A format is a class in a file next to this one, under `@register_format`:
+
+- `sniff(text)`: whether this text, one line or many, may have a row of the format; it is asked of everything, so it is
+  fast;
+- `rows(line)`: the rows of a line: each a step and its values by name. The step is None if the format has none; rows
+  are then counted from 1. A line without a newline at its end may be cut.
+
+A document (`document=True`) is sniffed by its beginning, and `rows` takes all of it. Of the formats that find a row in
+a file, the one that was registered last reads it: a user's own before ours.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from verl_ext.guard.state import Event
+from verl_ext.report.files import fingerprint, open_regular
+from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.sources.ends import Ends, plain
+from verl_ext.report.sources.growing import BLOCK, MOST_LINE, GrowingFile
+from verl_ext.report.sources.table import MetricTable, TableRun
+
+Row = tuple[int | None, Mapping[str, object]]
+
+MOST_DOCUMENT = 256 << 20  # bytes
+COUNTED = "the log has no steps: its rows are counted from 1"
+
+
+class Format(Protocol):
+    """Reads the rows of one format; made anew for each file, so it may remember what it has read."""
+
+    title: ClassVar[str]
+    document: ClassVar[bool]
+
+    def sniff(self, text: bytes) -> bool: ...
+
+    def rows(self, text: str) -> Iterable[Row]: ...
+
+
+FORMATS: list[type[Format]] = []
+
+
+def register_format(title: str, document: bool = False) -> Callable[[type], type]:
+    """Registers a class as a format that `verl-ext report` reads; `title` is its name in help and docs."""
+
+    def register(made: type) -> type:
+        made.title, made.document = title, document  # type: ignore[attr-defined]
+        FORMATS.insert(0, made)
+        return made
+
+    return register
+
+
+def detect_format(path: Path) -> type[Format] | None:
+    """Returns the format of a file; None if no format finds a row in it."""
+    with open_regular(path) as file:
+        block = file.read(BLOCK)
+        if found := next((each for each in FORMATS if each.document and each().sniff(block)), None):
+            return found
+        left = [each for each in FORMATS if not each.document]
+        rest = b""
+        while block:
+            lines, newline, rest = (rest + block).rpartition(b"\n")
+            found, left = _first_that_sniffs(left, lines if newline else b"", found)
+            rest = rest[-MOST_LINE:]
+            block = file.read(BLOCK) if left else b""
+        found, _ = _first_that_sniffs(left, rest, found)
+        return found
+
+
+def _first_that_sniffs(
+    left: list[type[Format]], text: bytes, found: type[Format] | None
+) -> tuple[type[Format] | None, list[type[Format]]]:
+    """Returns the first of the formats in `left` that finds a row, else `found`; and those that would be better."""
+    for place, form in enumerate(left):
+        if next(rows_in(text, form()), None) is not None:
+            return form, left[:place]
+    return found, left
+
+
+def rows_in(text: bytes, read: Format) -> Iterator[Row]:
+    """Yields the rows in the lines of a text."""
+    if read.sniff(text):
+        for line in text.splitlines(keepends=True):
+            if read.sniff(line):
+                yield from read.rows(plain(line))
+
+
+def first_step(path: Path, form: type[Format]) -> int:
+    """Returns the step of the first row of a log; 0 if its rows have none."""
+    read = form()
+    with open_regular(path) as file:
+        while line := file.readline(MOST_LINE):
+            for step, _ in rows_in(line, read):
+                return step or 0
+    return 0
+
+
+class TextSource:
+    """The metrics in one or several texts of a run, and how its processes ended.
+
+    Args:
+        paths: the files, in the order in which they were written.
+        form: the format of all of them.
+    """
+
+    def __init__(self, paths: Sequence[Path], form: type[Format]):
+        self.files = tuple(paths)
+        self.name = paths[0].stem
+        self._form = form
+        self._seen: tuple[object, ...] = ()
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._table = MetricTable(rows_are_units=True)
+        self._ends, self._tail = Ends(), b""
+        self._read = self._form()
+        self._epochs: list[float] = []  # of the rows without a step, in TRL's epochs
+        self._logs = [GrowingFile(path, self._take_lines, self._take_tail, self._replaced) for path in self.files]
+        self._is_new = True
+
+    def _replaced(self) -> None:
+        raise _ReplacedError
+
+    def refresh(self) -> bool:
+        """Reads what is new. Everything is read again if a file that is not the last one has changed."""
+        seen = fingerprint(self.files)
+        if seen == self._seen:
+            return False
+        earlier_changed = seen[:-1] != self._seen[:-1] and not self._is_new
+        if self._form.document or earlier_changed:
+            self._start_over()
+        try:
+            self._refresh()
+        except _ReplacedError:
+            self._start_over()
+            self._refresh()
+        self._seen, self._is_new = seen, False
+        return True
+
+    def _refresh(self) -> None:
+        if self._form.document:
+            for path in self.files:
+                with open_regular(path) as file:
+                    text = file.read(MOST_DOCUMENT + 1)
+                if len(text) > MOST_DOCUMENT:
+                    raise ReportError(f"{self._form.title} of more than {MOST_DOCUMENT >> 20} MiB is not read")
+                self._add(self._read.rows(text.decode("utf-8", errors="replace")))
+            return
+        for log in self._logs:
+            log.refresh()
+
+    def _take_lines(self, lines: bytes, first_is_cut: bool) -> None:
+        if not self._read.sniff(lines):
+            self._ends.add(lines)
+            return
+        for line in lines.splitlines(keepends=True)[first_is_cut:]:
+            if not self._add_row(line):
+                self._ends.add(line)
+
+    def _take_tail(self, tail: bytes) -> int:
+        """Reads a last line without a newline. It is given again with its newline, so only a row that is counted, which
+        would be counted twice, is taken for good."""
+        counted = len(self._epochs)
+        self._tail = b"" if self._add_row(tail) else tail
+        return len(tail) if len(self._epochs) != counted else 0
+
+    def _add_row(self, line: bytes) -> bool:
+        """Adds the rows of a line; returns False if it has none."""
+        if not self._read.sniff(line):
+            return False
+        size = len(self._table)
+        self._add(self._read.rows(plain(line)))
+        return len(self._table) > size
+
+    def _add(self, rows: Iterable[Row]) -> None:
+        for step, values in rows:
+            if step is None:
+                step = self._count(values)
+            if values and is_step(step):
+                self._table.add(step, values)
+                self._ends.row(step)
+
+    def _count(self, values: Mapping[str, object]) -> int:
+        """Returns the number of a row without a step. If its epoch is earlier than the last one's, the run was started
+        again, and the count goes back to this epoch."""
+        last = self._epochs[-1] if self._epochs else 0.0
+        epoch = values.get("epoch", last)
+        epoch = epoch if isinstance(epoch, float) else last
+        if epoch < last:
+            while self._epochs and self._epochs[-1] >= epoch:
+                self._epochs.pop()
+        self._epochs.append(epoch)
+        return len(self._epochs)
+
+    def run(self, which: int | None) -> TableRun:
+        if not len(self._table):
+            raise ReportError(f"no row of {self._form.title} in this file yet; has the run finished its first step?")
+        return self._table.run(which)
+
+    def events(self, part: TableRun) -> tuple[Event, ...]:
+        """Returns how the processes of one run ended, if they ended by an error."""
+        return () if self._form.document else self._ends.events(part.number, part.runs, self._tail)
+
+    def notes(self) -> tuple[str, ...]:
+        return (COUNTED,) if self._epochs else ()
+
+
+class _ReplacedError(Exception):
+    """A file is not the one that was read before."""
