@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from verl_ext.base.metrics import SECTIONS, Metric, Section
+from verl_ext.diagnosis.names import aliases_of
 
 HEAD = """# Metrics
 
@@ -40,7 +41,9 @@ def _section(section: Section) -> Iterator[str]:
 
 def _cells(metric: Metric) -> Iterator[str]:
     yield f"`{metric.name}`"
-    yield metric.meaning.replace("|", "\\|") + (f" (verl's own: `{metric.verls}`)" if metric.verls else "")
+    ours, *others = aliases_of(metric.name)
+    own = [each.name for each in others if "verl" in each.frameworks and "verl_ext" in ours.frameworks]
+    yield metric.meaning.replace("|", "\\|") + (f" (verl's own: `{own[0]}`)" if own else "")
     yield ", ".join(filter(None, (metric.unit, "log" * (metric.scale == "log"))))
     yield metric.better
     yield ", ".join(filter(None, (metric.when, "at times" * metric.rare)))

@@ -294,14 +294,11 @@ def test_our_own_metrics_are_canonical():
     assert [name for name in known if quantity_of(name).name != name] == []
 
 
-def test_a_metric_has_the_same_unit_and_name_of_verl_in_both_tables():
+def test_a_metric_has_the_same_unit_in_both_tables():
     for quantity in quantities():
         assert find(quantity.name) or not quantity.name.startswith(OURS), quantity.name
         if quantity.name in METRICS:
             assert quantity.unit == METRICS[quantity.name].unit, quantity.name
-    for metric in METRICS.values():
-        if metric.verls:
-            assert metric.verls in [alias.name for alias in aliases_of(metric.name)]
 
 
 SETTINGS = sorted({quantity.setting for quantity in quantities() if quantity.setting})

@@ -27,7 +27,6 @@ class Metric:
         rare: may be absent for many steps, so that a rule waits for it.
         finite: the guard refuses to continue if it is NaN or infinite, with or without a rule.
         label: its name in tables.
-        verls: verl's own name for the same quantity.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Metric:
     rare: bool = False
     finite: bool = False
     label: str = ""
-    verls: str = ""
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:

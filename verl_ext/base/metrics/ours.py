@@ -33,7 +33,6 @@ GAP = Section(
             worst="largest",
             finite=True,
             label="engine KL, k1",
-            verls="rollout_corr/kl",
         ),
         divergence(
             "vllm_kl/k3",
@@ -42,20 +41,17 @@ GAP = Section(
             worst="highest",
             finite=True,
             label="engine KL, k3",
-            verls="rollout_corr/k3_kl",
         ),
         divergence(
             "vllm_kl/prob_diff_mean",
             "mean of |exp(l_infer) - exp(l_old)|",
             label="mean prob. diff.",
-            verls="training/rollout_probs_diff_mean",
         ),
         divergence(
             "vllm_kl/prob_diff_max",
             "largest |exp(l_infer) - exp(l_old)|",
             worst="highest",
             label="largest prob. diff.",
-            verls="training/rollout_probs_diff_max",
         ),
         divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
         divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", LOSS),
