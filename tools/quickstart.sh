@@ -41,6 +41,7 @@ if [ -z "${PREFORK_PYTHON:-}" ]; then
 fi
 export VERL_FILE_LOGGER_PATH="$PWD/.quickstart/metrics.jsonl"
 log=.quickstart/console.log
+begun=$(date +%s)
 
 echo "quickstart: starting Ray, $rollout and $train; the first step comes after about 40 s (their output: $log)"
 # The model copies most prompts instead of answering with prefix sums: RL breaks the habit within a minute.
@@ -57,4 +58,6 @@ if [ "$status" != 0 ]; then
   [ "$status" = 130 ] || { echo "quickstart: the run ended with exit code $status; the end of $log:" >&2; tail -n 30 "$log" >&2; }
   exit "$status"
 fi
-verl-ext report "$VERL_FILE_LOGGER_PATH" --out .quickstart/report
+metrics=$VERL_FILE_LOGGER_PATH
+[ "$(stat -c %Y "$metrics" 2>/dev/null || echo 0)" -ge "$begun" ] || metrics=$log # with trainer.logger=[console]
+verl-ext report "$metrics" --out .quickstart/report

@@ -38,7 +38,7 @@ def as_json(run: Run, verdict: RunVerdict) -> dict[str, Any]:
             for suspect in verdict.suspects
         ],
         "next": [{"do": override.text, "why": override.why} for override in verdict.overrides],
-        "notes": list(run.notes),
+        "notes": [*run.notes_on_names(), *run.notes],
     }
 
 

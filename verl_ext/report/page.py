@@ -65,7 +65,7 @@ def write_report(
         "title": run.name,
         "about": f"{steps}, {len(run.metrics)} metrics" + (f" from {files}" if files else ""),
         "verdict": verdict,
-        "notes": [*not_finite(run), *run.notes],
+        "notes": [*not_finite(run), *run.notes_on_names(), *run.notes],
         "trajectories": trajectories,
         "guard": _decisions(run.events),
     }

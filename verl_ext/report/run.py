@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import Alias, aliases_of, by_quantity, quantity_of
 from verl_ext.guard.state import Event
@@ -17,6 +18,7 @@ LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot distinguish ste
 LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
 MOST_MESSAGE = 4000  # characters
 VALIDATION = "val-core/**/mean@*"  # the quantity of all scores of validation sets
+FEW_NAMES, LISTED_NAMES = 3, 5
 LAYER = re.compile(r"[0-9]{1,4}")
 
 
@@ -126,6 +128,19 @@ class Run:
             for name, logged in by_quantity(self.metrics).items()
         }
         return {name: series for name, series in found.items() if series is not None}
+
+    def notes_on_names(self) -> Iterator[str]:
+        """Says that the report knows none of the names of the metrics, or few."""
+        known = [name for name in self.metrics if quantity_of(name) is not None or find(name) is not None]
+        others = [name for name in self.metrics if name not in known]
+        if len(known) >= FEW_NAMES or not others:
+            return
+        listed = ", ".join(others[:LISTED_NAMES]) + ", ..." * (len(others) > LISTED_NAMES)
+        if known:
+            share = f"{len(known)} of the {len(self.metrics)} names in this run"
+            yield f"the report knows {share} ({', '.join(known)}), and not {listed}"
+        else:
+            yield f"none of the {len(others)} names in this run is a metric that the report knows: {listed}"
 
     def validations(self) -> list[str]:
         """Returns the metrics of validation sets that have a finite value, by their logged names."""

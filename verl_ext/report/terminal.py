@@ -257,6 +257,7 @@ def notes(run: Run) -> Iterator[str]:
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:
         yield f"{more} more scores of validation sets"
     yield from not_finite(run)
+    yield from run.notes_on_names()
     yield from run.notes
     for metric, what, override in REMEDIES:
         if run.get(metric) is None:

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import sys
 
 import pytest
@@ -272,6 +273,20 @@ def test_a_file_that_nothing_reads_is_described_in_one_line(tmp_path, content, s
     with pytest.raises(ReportError, match=said) as error:
         read_run(tmp_path / "run.log")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"foo": 1, "bar/baz": 2}, "none of the 2 names .* knows: foo, bar/baz$"),
+        ({"reward": 1, "foo": 2}, r"knows 1 of the 2 names in this run \(reward\), and not foo$"),
+        ({"reward": 1, "entropy": 2, "grad_norm": 3, "foo": 4}, None),
+        ({"vllm_kl/k3": 1}, None),
+    ],
+)
+def test_names_that_the_report_does_not_know_are_told(tmp_path, row, said):
+    notes = [*read_run(log(tmp_path, json.dumps({"step": 1} | row) + "\n", "run.jsonl")).notes_on_names()]
+    assert (not notes) if said is None else re.search(said, *notes)
 
 
 def test_dumped_answers_are_no_metrics(tmp_path):
