@@ -18,6 +18,13 @@ CASES = {
 }
 
 
+# Ranks whose tokens OPSM drops, the advantage of all tokens, and settings of the actor.
+DROPPING_CASES = {
+    "all dropped": ((0, 1), -1.0, {}),
+    "dropped on one rank": ((1,), -1.0, {}),
+    "all dropped, with a KL": ((0, 1), -1.0, {"use_kl_loss": True, "kl_loss_type": "k1"}),
+    "no advantage": ((0, 1), 0.0, {}),
+}
 BYPASS_CASES = {"bypass": {}, "bypass, a gap": {"gap": 3.0, "first": True}, "bypass, later": {"gap": 3.0}}
 
 
@@ -83,12 +90,12 @@ def build_worker(folder, **engine):
     return worker
 
 
-def set_loss(worker, gate, wanted):
+def set_loss(worker, gate, wanted, **settings):
     from verl.workers.config import FSDPActorConfig
 
     from verl_ext.workers.worker_loss import build_worker_loss
 
-    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+    config = FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings)
     worker.set_loss_fn(build_worker_loss(config, wanted, gate, gate.first_pass)[0])
 
 
@@ -199,6 +206,40 @@ def take_back_updates(gate, rank, everything=everything, weights_of=weights_of, 
     return found
 
 
+def drop_tokens(gate, rank, weights_of=weights_of):
+    """Makes an update that gives the optimizer its moments, then one of each of DROPPING_CASES.
+
+    Args:
+        rank: the number of the data-parallel rank.
+
+    Returns case -> whether the weights moved, and whether a step was reported; None where the rank reports nothing.
+    """
+    from tensordict import NonTensorData
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.workers.worker_loss import LossSettings
+
+    worker, opsm = gate.worker, LossSettings.from_dict({"corrections": {"opsm": {"delta": 0.1}}})
+    gate.undo, gate.after_update = None, 0
+    set_loss(worker, gate, opsm)
+    update_once(worker, rank, 1)
+    shares, found = worker.engine.get_data_parallel_size(), {}
+    for step, (case, (ranks, advantage, settings)) in enumerate(DROPPING_CASES.items(), start=2):
+        set_loss(worker, gate, opsm, **settings)
+        data = batch(rank)
+        tu.assign_non_tensor(data, mini_batch_size=2 * shares, global_batch_size=2 * shares)
+        data["advantages"] = data["advantages"] * advantage
+        # So far above any l_theta that OPSM drops a response, or so far below that it keeps it.
+        data["rollout_log_probs"] = data["rollout_log_probs"] + (99.0 if rank in ranks else -99.0)
+        data["ref_log_prob"] = data["old_log_probs"]
+        data["guarded_update"] = NonTensorData({"step": step, "lr_scale": 1.0})
+        before = weights_of(worker)
+        output = worker.train_mini_batch(data=data)
+        reported = None if output is None else "grad_norm" in tu.get(output, "metrics")
+        found[case] = not torch.equal(weights_of(worker), before), reported
+    return found
+
+
 def update_once(worker, rank, step, lr_scale=1.0):
     """The metrics of an update of two mini-batches; {} where the rank has none."""
     from tensordict import NonTensorData
@@ -242,5 +283,6 @@ def rank_main(rank, ranks, folder, address, results):
     found = {case: run(case, rank, folder) for case in (*CASES, *BYPASS_CASES)}
     for case, engine in UNDO_CASES.items():
         found[case] = take_back_updates(Gate(build_worker(folder, **engine)), rank)
+    found["dropping"] = drop_tokens(Gate(build_worker(folder)), rank)
     torch.save(found, f"{results}/{rank}.pt")
     dist.destroy_process_group()

@@ -167,6 +167,7 @@ def judge_and_undo(folder: Path) -> None:
             found["offloaded"] = bool(case.engine.get("param_offload")) and all(
                 buffer.param_data.untyped_storage().size() == 0 for buffer in engine.module[0].buffers
             )
+            found["dropping"] = gate_ranks.drop_tokens(gate, share, weights_of)
             found["outputs"] = engine.is_mp_src_rank_with_outputs()
             print(f"checked: {json.dumps({'case': name} | found)}", flush=True)
 

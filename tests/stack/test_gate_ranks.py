@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.cpu_tool.make_assets import make_assets
-from tests.stack.gate_ranks import CASES, UNDO_CASES, rank_main
+from tests.stack.gate_ranks import CASES, DROPPING_CASES, UNDO_CASES, rank_main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -76,6 +76,13 @@ def test_in_bypass_mode_the_first_mini_batch_of_any_rank_decides_for_all(ranks, 
 def test_a_batch_refused_in_bypass_mode_leaves_the_weights(ranks):
     assert torch.equal(ranks[0]["bypass, a gap"]["weights"], ranks[0]["moved"]["weights"])
     assert not torch.equal(ranks[0]["bypass"]["weights"], ranks[0]["moved"]["weights"])
+
+
+@pytest.mark.parametrize("case", DROPPING_CASES)
+def test_a_step_is_left_out_on_every_rank_if_the_loss_drops_the_tokens_of_all(ranks, case):
+    """Adam would move the weights by the moments of the update before."""
+    taken = case != "all dropped"
+    assert [rank["dropping"][case] for rank in ranks] == [(taken, taken)] * 2
 
 
 @pytest.mark.shows("undo", engine="fsdp2")

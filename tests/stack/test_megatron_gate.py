@@ -65,3 +65,13 @@ def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
     policy_kl, vllm_kl = next(found["after_update"] for found in ranks[case] if found["outputs"])
     total, tokens = (sum(found["independently"][i] for found in ranks[case]) for i in range(2))
     assert policy_kl == pytest.approx([total / tokens], rel=1e-5) == vllm_kl, "here l_infer is l_old"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_left_out_if_the_loss_drops_every_token(ranks, case):
+    """Adam would move the weights by the moments of the update before."""
+    for found in ranks[case]:
+        for what in ("all dropped", "all dropped, with a KL", "no advantage"):
+            moved, reported = found["dropping"][what]
+            taken = what != "all dropped"
+            assert moved is taken and reported is (taken if found["outputs"] else None), what

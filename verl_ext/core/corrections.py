@@ -30,6 +30,7 @@ TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
 IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # optional fields of a LossBatch
 CLAMP_P = 1e-6
+UNCUT = 1e4  # a cap from here on is out of reach: M2PO's preset has it, and the paper does not cut
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Correction(Method):
         by_ratio: it weighs a token by its ratio, or a function from the settings to that. Two such corrections would
             count the ratio twice.
         as_mask: the override under its settings with which it does not weigh by the ratio; empty if there is none.
+        is_ratio: a function from the settings to whether the weight is the token's ratio k itself, never cut. A loss
+            that has this ratio already, as in verl's bypass mode, needs no such correction.
         drops: it also drops tokens. In verl's bypass mode the loss has the ratio k already, so only the drops have an
             effect there; a correction that weighs by the ratio and drops nothing has none.
         in_update: it acts inside each update step, on the policy being updated, and not before the update.
@@ -63,6 +66,7 @@ class Correction(Method):
     reads: tuple[str, ...] = ()
     by_ratio: bool | Callable[[Any], bool] = False
     as_mask: str = ""
+    is_ratio: Callable[[Any], bool] = lambda settings: False
     drops: bool = False
     in_update: bool = False
 
@@ -141,7 +145,7 @@ class Tis:
         _require_cap(self)
 
 
-@register_correction("tis", Tis, reads=("k",), by_ratio=True)
+@register_correction("tis", Tis, reads=("k",), by_ratio=True, is_ratio=lambda settings: settings.cap >= UNCUT)
 def tis(k: Tensor, cap: float) -> Weights:
     """min(k, cap): truncated importance sampling, per token.
 

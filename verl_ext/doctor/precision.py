@@ -277,7 +277,7 @@ def normal_level(context: Context) -> Iterable[Finding]:
     from verl_ext.features.guard import published_level
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
-    from verl_ext.guard.levels import OWN_FACTOR, OWN_STEPS
+    from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
 
     if context.plugin_modules or errors_once(context):
         return
@@ -295,7 +295,7 @@ def normal_level(context: Context) -> Iterable[Finding]:
     else:
         model = model_json(context.config).get("model_type", "this model")
         missing = f"no level is published for {model} in {rollout_format(context.config)}"
-        own = f"{OWN_FACTOR:g} times the mean of the run's first {OWN_STEPS} steps"
+        own = f"{OWN_FACTOR:g} times the mean of the run's first {OWN_READINGS} readings"
         yield Finding("ok", f"{missing}: the guard warns above {own}")
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import BatchError
+from verl_ext.base.errors import BatchError, ConfigError
 from verl_ext.base.methods import Chosen, Method, build
 from verl_ext.core import torch
 from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
@@ -43,7 +43,19 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("advantages", str(chosen), IN_THE_STEP)
 
 
-ESTIMATOR = Feature(lines)
+def check(run: RunFeatures) -> None:
+    """Checks that no estimator has settings that is not the run's: `stability=qae` without QAE, for example."""
+    algorithm = run.config.algorithm
+    for name in ESTIMATORS:
+        if name != algorithm.adv_estimator and algorithm.get(name):
+            raise ConfigError(
+                f"algorithm.{name} is set, and algorithm.adv_estimator={algorithm.adv_estimator} does not use it",
+                fix=(f"algorithm.adv_estimator={name}",),
+                otherwise="leave it out",
+            )
+
+
+ESTIMATOR = Feature(lines, check)
 
 
 @contextmanager

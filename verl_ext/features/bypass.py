@@ -5,13 +5,15 @@ either of its losses, and weights with REINFORCE but not with a clipped ratio; r
 IcePop's band on exp(l_theta - l_infer) with that ratio once; prime-rl PR 3283, KPop's on the same two policies.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
+from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.feature import Feature, RunFeatures
-from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, base_of, loss_has_ratio, loss_mode
+from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio, loss_mode
 from verl_ext.features.verl_config import ACTOR, BYPASS, bypasses, replay_mode, replay_setting
 
 if TYPE_CHECKING:
@@ -31,38 +33,45 @@ def check(run: RunFeatures) -> None:
     _check_rules(config, stability)
 
 
-def _forbid(setting: str, why: str, *fix: str, otherwise: str = f"set {OFF}") -> None:
-    raise ConfigError(f"{setting} {why} in bypass mode ({BYPASS}=True)", fix=fix, otherwise=otherwise)
+def _forbid(setting: str, why: str, *fix: str, otherwise: str = "") -> None:
+    """Raises the error of a setting, with a fix that keeps corrections and loss: by default, bypass mode is left."""
+    otherwise = otherwise or (f"set {OFF}" if fix else "")
+    raise ConfigError(f"{setting} {why} in bypass mode ({BYPASS}=True)", fix=fix or (OFF,), otherwise=otherwise)
 
 
 def _check_what_compute_log_prob_gives(config: DictConfig, stability: "StabilityConfig") -> None:
     if replay_mode(config) == "R2":
         setting = replay_setting(config)
-        _forbid(f"{setting}=R2", "replays what compute_log_prob recorded, which does not run", f"{setting}=R3")
+        _forbid(
+            f"{setting}=R2",
+            "replays what compute_log_prob recorded, which does not run",
+            otherwise=f"replay the rollout's experts, {setting}=R3",
+        )
     if stability.router_agreement:
+        without = "stability.router_agreement=false"
         _forbid(
             "stability.router_agreement=true",
             "compares the experts of compute_log_prob, which does not run",
-            "stability.router_agreement=false",
+            *(() if _needs_agreement(config, stability) else (without,)),
         )
     if stability.denominator == "kept":
         _forbid(
             "stability.denominator=kept",
             "would divide by what is kept before the update knows it",
-            "stability.denominator=full",
+            otherwise="divide by all tokens, stability.denominator=full",
         )
     if stability.trajectories.per_step:
         _forbid(
             "stability.trajectories.per_step",
             "would write the training engine's log-probs, which stay in the workers",
-            "stability.trajectories.per_step=0",
+            "stability.trajectories=null",
         )
     for chosen in stability.filters:
         if chosen.method.needs_l_old:
             _forbid(
                 f"stability.filters.{chosen.name}",
                 "filters by the training engine's log-probs before they are known",
-                otherwise=f"leave it out, stability.correction=opsm does the same in the update; or set {OFF}",
+                otherwise="leave it out: stability.correction=opsm does the same in the update",
             )
     if stability.kl_denominator == "old":
         _forbid("stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer")
@@ -76,13 +85,27 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
         )
 
 
+def _needs_agreement(config: DictConfig, stability: "StabilityConfig") -> bool:
+    """Returns True if the run would be refused without the routers' agreement."""
+    if (mode := loss_mode(config)) in LOSSES and "router_agreement" in LOSSES[mode].reads:
+        return True
+    try:
+        replace(stability, router_agreement=False)
+    except ConfigError:
+        return True
+    return False
+
+
 def _check_loss(config: DictConfig) -> None:
     if (name := loss_mode(config)) not in LOSSES:
         return
     asked, method = f"{LOSS}.loss_mode={name}", LOSSES[name]
     if "k" in method.reads:
-        fix = f"{LOSS}.loss_mode={base_of(OmegaConf.select(config, LOSS))}"
-        _forbid(asked, "reads a ratio that is known only in the update", fix, "stability.correction=icepop")
+        _forbid(
+            asked,
+            "reads a ratio that is known only in the update",
+            otherwise=f"start from stability={name}, which masks there" if name in CORRECTIONS else "",
+        )
     if "router_deviation" in method.reads:
         _forbid(asked, "compares with the routers of compute_log_prob, which does not run")
     if method.needs_l_old:
@@ -97,12 +120,12 @@ def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
         method = chosen.method
         if not method.weighs_by_ratio(chosen.settings) or method.drops:
             continue
-        fix = f"stability.{chosen.name}.{method.as_mask}" if method.as_mask else "stability.correction=icepop"
+        mask = f"stability.{chosen.name}.{method.as_mask}, or " if method.as_mask else ""
         _forbid(
             f"stability.correction={chosen.name}",
             f"weighs a token by a ratio that {LOSS}.loss_mode={loss_mode(config)} already has, so it would count twice",
-            fix,
-            otherwise=f"{LOSS}.loss_mode={WITHOUT_RATIO[0]}",
+            *(stability.without(chosen.name) if method.is_ratio(chosen.settings) else ()),
+            otherwise=f"{mask}{LOSS}.loss_mode={WITHOUT_RATIO[0]}, which has none",
         )
 
 

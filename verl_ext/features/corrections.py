@@ -23,15 +23,14 @@ WEIGHED = frozenset({Part.MEASURE, Part.LOSS})
 
 def check(run: RunFeatures) -> None:
     """Checks that only one method weights the loss by a ratio, and that the loss uses the weight."""
-    mode, names = loss_mode(run.config), run.stability.correction_names
-    makes_weights = reads_k(mode)
-    if not (makes_weights or run.stability.before_update):
+    mode, makes_weights = loss_mode(run.config), reads_k(loss_mode(run.config))
+    weighing = [chosen.name for chosen in run.stability.before_update]
+    if not (makes_weights or weighing):
         return
-    ours = f"stability.correction={names[0] if len(names) == 1 else '[' + ','.join(names) + ']'}"
-    if makes_weights and run.stability.before_update:
+    ours = run.stability.asked_correction
+    if makes_weights and weighing:
         raise ConfigError(
-            f"{LOSS}.loss_mode={mode} and {ours} both weight the loss",
-            fix=("stability.correction=none",),
+            f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=run.stability.without(*weighing)
         )
     if makes_weights:
         ours = f"{LOSS}.loss_mode={mode}"
@@ -43,7 +42,7 @@ def check(run: RunFeatures) -> None:
     if mode == "bypass_mode":
         raise ConfigError(
             f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
-            fix=("stability.correction=none",),
+            fix=run.stability.without(*run.stability.correction_names),
             otherwise="another loss_mode",
         )
 

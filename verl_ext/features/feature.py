@@ -136,6 +136,23 @@ class Engines:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Settings that act only while something is on. A run that changes one of them without that is refused.
+
+    Attributes:
+        settings: the names under `stability`, such as "rescoring.versions".
+        met: returns True if they act in the run.
+        why: the reason why they do not act otherwise, as a clause.
+        switch: an override with which they act.
+    """
+
+    settings: tuple[str, ...]
+    met: Callable[[RunFeatures], bool]
+    why: str
+    switch: str
+
+
+@dataclass(frozen=True)
 class Feature:
     """One feature, as its file defines it.
 
@@ -146,6 +163,7 @@ class Feature:
         agent_loop: its requests to verl's agent loop: fields of `upstream.agent_loop.Extras`.
         loss_settings: its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
         prove: raises HookError if the started engines lack something that no line shows.
+        needs: its settings that act only while something is on.
         depends: its lines depend on other features: its `lines` is called last, and sees the other lines.
     """
 
@@ -155,4 +173,5 @@ class Feature:
     loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
     agent_loop: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
     prove: Callable[[RunFeatures, Engines], None] = field(default=lambda run, engines: None)
+    needs: tuple[Needs, ...] = ()
     depends: bool = False

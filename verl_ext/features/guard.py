@@ -11,7 +11,7 @@ stability:
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import described, require, require_known, require_one_of
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
-from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Feature, Needs, Part, RunFeatures, TableLine
+from verl_ext.features.mismatch import needs_measuring
 from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
 from verl_ext.guard import levels
 from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, LowerLr, Rule
@@ -133,8 +134,8 @@ class GuardSettings:
         lower_lr: what rules with `action: lower_lr` do to the learning rate.
         after_update: score a few trajectories of each batch again after its update.
         level: warn where the engines' k3 stays above this. null takes the level that is published for the model and the
-            rollout's format, or else twice the mean of the run's first 20 steps (docs/guard.md#normal-levels). 0 never
-            warns.
+            rollout's format, or else twice the mean of the run's first 20 readings (docs/guard.md#normal-levels). 0
+            never warns.
         mini_batch: refuse single optimizer steps, in the workers.
         boundary: the signal that is extrapolated, and the value it is extrapolated to.
     """
@@ -389,5 +390,12 @@ def published_level(config: DictConfig) -> levels.Level | None:
     return levels.published(model_json(config), rollout_format(config))
 
 
-GUARD = Feature(lines, check, loss_settings=loss_settings)
-LEVEL = Feature(level_lines, apply=set_level, depends=True)
+SKIPPED_BY = Needs(
+    ("batch_skip.metric",),
+    met=lambda run: run.stability.batch_skip.threshold is not None,
+    why="no batch is skipped by it",
+    switch="stability.batch_skip.threshold=0.1",
+)
+JUDGED = needs_measuring("guard.stop_after", *(f"guard.boundary.{one.name}" for one in fields(Boundary)))
+GUARD = Feature(lines, check, loss_settings=loss_settings, needs=(SKIPPED_BY, JUDGED))
+LEVEL = Feature(level_lines, apply=set_level, needs=(needs_measuring("guard.level"),), depends=True)

@@ -91,6 +91,8 @@ def check(run: RunFeatures) -> None:
     _check_overridden(name, target, node)
     if name in LOSSES:
         _check_ours(run, name, target, node)
+    elif target == VERLS_TARGET:
+        _check_unused(name, node)
     _check_kl(run)
 
 
@@ -110,6 +112,19 @@ def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
         f"{LOSS}.base",
         fix=(f"{LOSS}.loss_mode={ours}", *([f"{LOSS}.base={name}"] if is_base else [])),
     )
+
+
+def _check_unused(name: Any, node: Mapping[str, Any]) -> None:
+    """Refuses settings of our losses next to a loss of verl, whose class ends with a stack trace at them."""
+    owners = {"base": next(iter(LOSSES))}
+    owners |= {setting: ours for ours, method in LOSSES.items() for setting in defaults(method.settings)}
+    for setting, ours in owners.items():
+        if setting in node:
+            raise ConfigError(
+                f"{LOSS}.{setting} is for the losses of verl_ext, such as {ours}, and {LOSS}.loss_mode={name} does not "
+                "use it",
+                otherwise="leave it out",
+            )
 
 
 def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any]) -> None:

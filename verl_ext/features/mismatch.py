@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Needs, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -73,4 +73,9 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("mismatch metrics", "vllm_kl/*", IN_THE_STEP, MEASURED)
 
 
-MISMATCH = Feature(lines, check, depends=True)
+def needs_measuring(*settings: str) -> Needs:
+    """Returns that these settings act only where the gap is measured."""
+    return Needs(settings, lambda run: run.uses(Part.MEASURE), "the gap is not measured", "stability.metrics=true")
+
+
+MISMATCH = Feature(lines, check, needs=(needs_measuring("breakdown"),), depends=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Engines, Feature, Needs, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
@@ -54,7 +54,7 @@ def check(run: RunFeatures) -> None:
     l_old."""
     if not run.stability.rescoring.every:
         return
-    where, never = f"stability.rescoring.every={run.stability.rescoring.every}", ("stability.rescoring.every=0",)
+    where, never = f"stability.rescoring.every={run.stability.rescoring.every}", ("stability.rescoring=null",)
     if (mode := trainer_mode(run.config)) != "separate_async":
         keeps_none = "keeps no copy of the weights that sampled them"
         why = keeps_none if is_asynchronous(run.config) else "has none older than that"
@@ -81,4 +81,10 @@ def _kept_versions(engines: Engines) -> str:
     return f"copies of the weights on {len(engines.workers.kept_versions())} rank(s)"
 
 
-RESCORING = Feature(lines, check)
+NEEDS = Needs(
+    ("rescoring.trajectories", "rescoring.versions"),
+    met=lambda run: run.stability.rescoring.every > 0,
+    why="nothing is rescored",
+    switch="stability.rescoring.every=10",
+)
+RESCORING = Feature(lines, check, needs=(NEEDS,))

@@ -4,7 +4,7 @@ Defaults are only in dataclasses: a feature's in its file, a method's next to it
 `configs/stability/*.yaml` hold what a method changes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from typing import Any
@@ -35,6 +35,8 @@ class Switches:
             out of the mask, and so out of the divisor and of every other term of the loss.
         plugins: modules to import first. They register corrections, filters, losses and estimators of your own
             (docs/extend.md).
+        expects: settings of verl that the preset sets and does not work without, each with the value, or the list of
+            values, that it may have. Another value stops the run; null expects nothing.
         metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
             or dumped trajectories turn them on too.
         breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
@@ -62,6 +64,7 @@ class Switches:
 
     denominator: str = "full"
     plugins: list[str] = field(default_factory=list)
+    expects: dict[str, Any] | None = None
     metrics: bool = False
     breakdown: bool = True
     batch_skip: BatchSkip = field(default_factory=BatchSkip)
@@ -195,6 +198,18 @@ class StabilityConfig(Switches):
         return tuple(chosen.name for chosen in self.correction)
 
     @property
+    def asked_correction(self) -> str:
+        """The corrections as an override."""
+        return _correction_override(self.correction_names)
+
+    def without(self, *names: str) -> tuple[str, ...]:
+        """Returns the overrides that leave these corrections out, with their settings, which nothing else uses."""
+        left_out = [chosen for chosen in self.correction if chosen.name in names]
+        changed = [one.name for one in left_out if asdict(one.settings) != defaults(one.method.settings)]
+        rest = _correction_override([name for name in self.correction_names if name not in names])
+        return (rest, *(f"stability.{name}=null" for name in changed))
+
+    @property
     def before_update(self) -> tuple[Chosen[Correction], ...]:
         """The corrections that the trainer applies."""
         return tuple(chosen for chosen in self.correction if not chosen.method.in_update)
@@ -236,17 +251,23 @@ def stability_config(node: Any) -> StabilityConfig:
         ConfigError: a value is out of range or not among the choices, or a setting is unknown or has no use.
     """
     given = _plain(node)
-    plugins = given.get("plugins") or []
-    for module in [plugins] if isinstance(plugins, str) else plugins:
+    given["plugins"] = _names("stability.plugins", given.get("plugins"))
+    for module in given["plugins"]:
+        if not module or module.startswith("."):
+            raise ConfigError(f"stability.plugins={given['plugins']} must have the full names of modules")
         try:
-            import_module(str(module))
+            import_module(module)
         except ImportError as error:
             raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
     cascade = given.get("cascade_attention")
     if isinstance(cascade, bool):
         given["cascade_attention"] = YAML_BOOLEANS[cascade]
-    given["guard"] = dict(given.get("guard") or {})
-    rules, corrections = parse_rules(given["guard"].pop("rules", None)), _corrections(given)
+    guard = given.get("guard")
+    rules: tuple[Rule, ...] = ()
+    if isinstance(guard, Mapping):  # `build` refuses another type
+        given["guard"] = {name: value for name, value in guard.items() if name != "rules"}
+        rules = parse_rules(guard.get("rules"))
+    corrections = _corrections(given)
     filters = _chosen_filters(given.pop("filters", None))
     known = [*(one.name for one in fields(Switches)), "correction", "filters", *CORRECTIONS]
     require_known(given, known, "stability", "docs/settings.md lists all settings")
@@ -271,13 +292,13 @@ def _plain(node: Any) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not OmegaConf.is_config(node):
-        return dict(node or {})
-    try:
-        plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
-    if not isinstance(plain, dict):
+    plain = {} if node is None else node
+    if OmegaConf.is_config(node):
+        try:
+            plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
+    if not isinstance(plain, Mapping):
         raise ConfigError(f"stability={plain} must be a mapping of its settings")
     return {str(name): value for name, value in plain.items()}
 
@@ -299,10 +320,18 @@ def _corrections(given: dict[str, Any]) -> tuple[Chosen[Correction], ...]:
         if changed and name not in names:
             choose(CORRECTIONS[name], values, f"stability.{name}")
             raise ConfigError(
-                f"stability.{name} is set, and stability.correction={wanted} does not use it; add {name} there, or "
-                "leave the setting out"
+                f"stability.{name} is set, and stability.correction={wanted} does not use it",
+                fix=(f"stability.{name}=null",),
+                otherwise=f"add {name} to stability.correction",
             )
     return tuple(choose(CORRECTIONS[name], settings.get(name), f"stability.{name}") for name in names)
+
+
+def _correction_override(names: Sequence[str]) -> str:
+    """Returns the override that chooses these corrections."""
+    if not names:
+        return "stability.correction=none"
+    return f"stability.correction={names[0] if len(names) == 1 else '[' + ','.join(names) + ']'}"
 
 
 def _chosen_filters(given: Any) -> tuple[Chosen[BatchFilter], ...]:

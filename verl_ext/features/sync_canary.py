@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import MEASURED, Engines, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import MEASURED, Engines, Feature, Needs, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import (
     MERGE_LORA,
     ROLLOUTS,
@@ -98,4 +98,10 @@ def _confirmed_adapter(engines: Engines) -> str:
     return f"{AFTER_SYNC}; {reports[0]['used']} modules with the LoRA in {len(reports)} vLLM worker(s)"
 
 
-CANARY, DEFAULT_CANARY = Feature(lines), Feature(default_lines, depends=True)
+NEEDS = Needs(
+    ("sync_canary.every",),
+    met=lambda run: canary_settings(run).trajectories != 0,
+    why="no weight sync is checked",
+    switch=f"stability.sync_canary.trajectories={DEFAULT}",
+)
+CANARY, DEFAULT_CANARY = Feature(lines, needs=(NEEDS,)), Feature(default_lines, depends=True)

@@ -5,11 +5,13 @@ The table shows what is on and where it acts. A feature that acts in a worker or
 the run stops; a feature that acts in the trainer is part of the class that draws the table.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.features.advantages import ESTIMATOR
@@ -30,6 +32,9 @@ from verl_ext.features.sync_canary import CANARY, DEFAULT_CANARY
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import check_model_files, check_overlong, check_warmup
 
+USUAL = StabilityConfig()
+OFF = (None, False, 0, "disabled")  # values that switch something off
+
 # In the order of the start-up table.
 FEATURES: tuple[Feature, ...] = (
     *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, LEVEL, ROUTING),
@@ -38,12 +43,19 @@ FEATURES: tuple[Feature, ...] = (
 
 
 def read_features(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> RunFeatures:
-    """Returns the features that a run's config switches on, from the config alone."""
+    """Returns the features that a run's config switches on, from the config alone.
+
+    Raises:
+        ConfigError: none is on, and a setting asks for something.
+    """
     run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[TableLine, ...]]()
     for feature in sorted(FEATURES, key=lambda one: one.depends):
         lines[feature] = tuple(feature.lines(run))
         run = replace(run, lines=(*run.lines, *lines[feature]))
-    return replace(run, lines=tuple(line for feature in FEATURES for line in lines[feature]))
+    run = replace(run, lines=tuple(line for feature in FEATURES for line in lines[feature]))
+    if not run.lines:  # the run is verl's own, and is not checked otherwise
+        _check_nothing_on(run)
+    return run
 
 
 def check_run(run: RunFeatures) -> None:
@@ -52,10 +64,74 @@ def check_run(run: RunFeatures) -> None:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
     for feature in FEATURES:
         feature.check(run)
+    _check_expected(run)
+    _check_needs(run)
     check_overlong(run.config)
     check_warmup(run.config)
     if run.read_model:
         check_model_files(run.config.actor_rollout_ref.model)
+
+
+def _check_nothing_on(run: RunFeatures) -> None:
+    """Refuses each setting that was changed, where no feature is on."""
+    _check_expected(run)
+    ESTIMATOR.check(run)
+    if run.stability == replace(USUAL, expects=run.stability.expects):
+        return
+    for feature in FEATURES:  # an error that knows the setting says more
+        feature.check(replace(run, read_model=False))
+    _check_needs(run)
+    for name in _names_of(USUAL):
+        if name != "expects":
+            _require_usual(run, name, "nothing of stability.* is on", "stability=moe or another preset")
+
+
+def _names_of(settings: Any, prefix: str = "") -> Iterator[str]:
+    """Yields the names of all settings of a dataclass, with those of nested ones."""
+    for one in fields(settings):
+        value = getattr(settings, one.name)
+        if is_dataclass(value):
+            yield from _names_of(value, f"{prefix}{one.name}.")
+        else:
+            yield prefix + one.name
+
+
+def _check_needs(run: RunFeatures) -> None:
+    for feature in FEATURES:
+        for needs in feature.needs:
+            if not needs.met(run):
+                for name in needs.settings:
+                    _require_usual(run, name, needs.why, needs.switch)
+
+
+def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
+    """Refuses a setting without an effect, unless it has its default, or switches off what is off."""
+    value, usual = (attrgetter(name)(stability) for stability in (run.stability, USUAL))
+    if value != usual and value not in OFF:
+        raise ConfigError(
+            f"stability.{name}={_as_yaml(value)} has no effect: {why}",
+            fix=(f"stability.{name}={_as_yaml(usual)}",),
+            otherwise=switch,
+        )
+
+
+def _check_expected(run: RunFeatures) -> None:
+    """Refuses an override of verl's settings that leaves a preset without its method."""
+    for setting, expected in (run.stability.expects or {}).items():
+        choices = expected if isinstance(expected, list) else [expected]
+        given = OmegaConf.select(run.config, setting)
+        if given not in choices:
+            raise ConfigError(
+                f"{setting}={_as_yaml(given)} leaves the preset without its method: it needs "
+                f"{' or '.join(map(_as_yaml, choices))} (stability.expects)",
+                fix=(f"{setting}={_as_yaml(choices[0])}",),
+                otherwise="choose another preset",
+            )
+
+
+def _as_yaml(value: Any) -> str:
+    """Returns a value as an override has it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def apply_engine_settings(run: RunFeatures) -> None:

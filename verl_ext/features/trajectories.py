@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl_ext.base.methods import require
 from verl_ext.base.names import trajectories_path
-from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Feature, Needs, Part, RunFeatures, TableLine
 
 
 @dataclass(frozen=True)
@@ -43,4 +43,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         )
 
 
-TRAJECTORIES = Feature(lines)
+NEEDS = Needs(
+    ("trajectories.every", "trajectories.max_tokens", "trajectories.max_megabytes"),
+    met=lambda run: run.stability.trajectories.per_step > 0,
+    why="no trajectory is written",
+    switch="stability.trajectories.per_step=4",
+)
+TRAJECTORIES = Feature(lines, needs=(NEEDS,))

@@ -1,7 +1,7 @@
 """The levels of k3 that published runs stay below, by model family and by the format of the rollout, in one table.
 
 The guard warns above such a level; doctor, report and docs/guard.md take it from here. If a family is not listed, the
-level is OWN_FACTOR times the mean of the run's own first OWN_STEPS readings, but at least LEAST.
+level is OWN_FACTOR times the mean of the run's own first OWN_READINGS readings, but at least LEAST.
 
 The sources are limits and measurements of other projects, read in November 2026. None of them was measured here.
 NeMo-RL's `gen_kl_error` is the k3 of l_infer against l_old, as `vllm_kl/k3` is (`ClippedPGLossFn`,
@@ -17,7 +17,7 @@ NAME = "level"
 SETTING = "stability.guard.level"
 SIGNAL = "vllm_kl/k3"
 # A reading is the batch of one update: one per step, parameter_sync_step of them in a step of separate_async.
-OWN_STEPS, OWN_FACTOR = 20, 2.0  # the first readings, and the level over their mean
+OWN_READINGS, OWN_FACTOR = 20, 2.0  # the run's first, and the level over their mean
 LEAST = 0.001  # the lowest level of the table, and the least that a run's own level can be
 RECOVERS = 0.75  # of the level, so that a run at its level is not reported again and again
 PATIENCE = 3  # readings in a row, because single tokens move k3 by tens of times
@@ -80,6 +80,6 @@ def level_rules(level: float | None) -> tuple[Rule, ...]:
     """Returns the rule that warns above a level; None takes the run's own level, 0 makes no rule."""
     if level == 0:
         return ()
-    bound, baseline, least = (OWN_FACTOR, OWN_STEPS, LEAST) if level is None else (level, None, 0.0)
+    bound, baseline, least = (OWN_FACTOR, OWN_READINGS, LEAST) if level is None else (level, None, 0.0)
     judged = {"baseline": baseline, "least": least, "patience": PATIENCE, "recover": RECOVERS * bound}
     return (Rule(NAME, SIGNAL, bound, engines_only=True, advice=ADVICE, setting=SETTING, **judged),)  # type: ignore[arg-type]

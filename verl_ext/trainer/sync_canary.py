@@ -205,7 +205,7 @@ class SyncCanary:
 
 
 PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"
-OFF = ("stability.sync_canary.trajectories=0",)
+OFF = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 TIMEOUT_S = 600.0
 # One forward pass per trajectory: a batch as small as this need not fit the run's micro-batches.
 ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}

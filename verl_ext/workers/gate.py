@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl_ext.base.names import FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
+from verl_ext.base.names import ADVANTAGES, FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.base.patching import wrap
 from verl_ext.core.mismatch import k3_of
 from verl_ext.features.guard import MiniBatchGate
@@ -43,8 +43,8 @@ class Gate:
     """Wraps a training worker's `train_mini_batch`, and its engine's `train_batch` and `optimizer_step`.
 
     Attributes:
-        limits: the bounds for refusing a mini-batch. A mini-batch without a token is always refused: its gradients are
-            0, but its step would still move the weights by momentum and weight decay.
+        limits: the bounds for refusing a mini-batch. A mini-batch without a token, or whose loss drops all of them, is
+            always refused: its gradients are 0, but its step would still move the weights by momentum and weight decay.
         first_pass: in bypass mode, also judges the batch.
         undo: keeps what the first optimizer step of an update changes, if a rule may take it back.
         after_update: number of trajectories of a batch that are scored again after its update.
@@ -131,6 +131,8 @@ class Gate:
             taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken
             self._metrics |= {name: [value] for name, value in measured.items()}
+        if self._data is not None and self._taken:
+            self._taken = not self._dropped_all(self._data)
         if not self._taken:
             return 0.0
         if self.undo is not None and self.undo.of != self._step:
@@ -144,6 +146,20 @@ class Gate:
     def take_back(self, after: int) -> int | None:
         """Calls `KeptUpdate.take_back`; does nothing if nothing is kept."""
         return self.undo.take_back(after) if self.undo is not None else None
+
+    def _dropped_all(self, data: TensorDict) -> bool:
+        """Returns True if tokens have advantages, and the gradient is 0 all the same; all ranks get the same result.
+
+        This happens if a correction or a policy loss drops every token in the update, and no other term of the loss,
+        such as a KL, has a gradient. If all advantages are 0, verl's step is taken, as without the gate.
+        """
+        advantages, mask = (one.values() if one.is_nested else one for one in (data[ADVANTAGES], data[RESPONSE_MASK]))
+        gradients = local_gradients(self.engine)
+        # The largest entry, because squares of small ones would underflow to 0.
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf)) if gradients else torch.zeros(0)
+        own = (advantages[mask.bool()].any(), largest.ne(0).any(), len(gradients) > 0)
+        learns, moves, seen = sum_over_ranks(torch.tensor([float(one) for one in own])).tolist()
+        return learns > 0 and seen > 0 and moves == 0
 
     def _agree(self) -> dict[str, float]:
         """Returns the mini-batch's signals, the same on every rank."""
@@ -252,6 +268,19 @@ def finite_gradients(engine: Any) -> bool:
             if (scaler := getattr(optimizer, "grad_scaler", None)) is not None:
                 scaler.update(True)
     return not bad
+
+
+@torch.no_grad()
+def local_gradients(engine: Any) -> list[Tensor]:
+    """Returns this rank's parts of an engine's gradients, for FSDP, FSDP2, VeOmni and Megatron; none of Megatron FSDP,
+    which holds them elsewhere."""
+    if getattr(engine.engine_config, "use_megatron_fsdp", False):
+        return []
+    chunks = engine.module if isinstance(engine.module, list) else [engine.module]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    gradients = [getattr(parameter, "main_grad", parameter.grad) for parameter in parameters]
+    parts = [one.to_local() if isinstance(one, DTensor) else one for one in gradients if one is not None]
+    return [part for part in parts if part.numel()]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from recipes.cpu_smoke.make_assets import build_tokenizer
+from verl_ext.base.errors import ConfigError
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +14,22 @@ def models(tmp_path_factory):
         build_tokenizer().save_pretrained(folder / name)
     LlamaConfig().save_pretrained(folder / "no_tokenizer")
     return folder
+
+
+@pytest.fixture(scope="session")
+def with_fixes():
+    """with_fixes(run, overrides...) -> what `run(overrides..., fixes...)` returns with the fix of each of its errors,
+    and these fixes."""
+
+    def call(run, *overrides):
+        fixes = {}
+        for _ in range(5):
+            try:
+                return run(*overrides, *(f"{setting}={value}" for setting, value in fixes.items())), fixes
+            except ConfigError as error:
+                if not error.fix:
+                    raise
+                fixes |= dict(one.split("=", 1) for one in error.fix)
+        raise AssertionError(f"{overrides} is still refused with {fixes}")
+
+    return call

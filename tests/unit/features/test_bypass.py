@@ -4,14 +4,21 @@ from functools import partial
 from unittest import mock
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
+from tests.support.loss_oracles import m2po_oracle
+from tests.support.micro_batches import Micro
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
 from verl_ext.features.feature import Part
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import check_run, loss_settings, read_features
-from verl_ext.features.verl_config import BYPASS
+from verl_ext.features.verl_config import BYPASS, bypasses, replay_mode
+from verl_ext.launch.compose import stability_choices
+from verl_ext.workers.first_pass import FirstPass
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 ON = f"{BYPASS}=True"
 LOSS = "actor_rollout_ref.actor.policy_loss"
@@ -43,19 +50,27 @@ def rule(signal, action):
             ["stability=tis"],
             "stability.correction=tis weighs a token by a ratio that .*loss_mode=vanilla already has",
         ),
-        (["stability=tis_sequence"], "set stability.correction=icepop, or .*loss_mode=gpg"),
-        (["stability=mis"], "set stability.mis.weight=one, or .*loss_mode=gpg"),
+        (["stability=tis_sequence"], "set .*bypass_mode=False, or .*loss_mode=gpg"),
+        (["stability=mis"], "set .*bypass_mode=False, or stability.mis.weight=one, or .*loss_mode=gpg"),
+        (["stability=m2po"], "set stability.correction=m2po and stability.tis=null, or .*loss_mode=gpg"),
+        (["stability=tis", "stability.tis.cap=1e9"], "set stability.correction=none and stability.tis=null, or"),
         (["stability=seq_mask_tis", f"{LOSS}.loss_mode=gspo"], "loss_mode=gspo already has, so it would count twice"),
         (["stability=opsm_loss", "stability.correction=tis"], "loss_mode=opsm already has"),
-        (["stability=icepop_loss"], f"set {LOSS}.loss_mode=vanilla and stability.correction=icepop"),
+        (["stability=icepop_loss"], "set .*bypass_mode=False, or start from stability=icepop"),
         (["stability=llds_loss"], "compares with the training engine's log-probs .*; set .*bypass_mode=False"),
         (["stability=router_shift_loss"], "compares with the routers of compute_log_prob"),
         (["stability=icepop", f"{LOSS}.loss_mode=bypass_mode"], "cannot weight .*loss_mode=bypass_mode"),
-        (["stability=icepop", "stability.denominator=kept"], "set stability.denominator=full"),
+        (
+            ["stability=icepop", "stability.denominator=kept"],
+            "set .*bypass_mode=False, or .* stability.denominator=full",
+        ),
         (["stability=icepop", "stability.router_agreement=true"], "set stability.router_agreement=false"),
-        ([METRICS, f"{REPLAY}=R2"], f"{REPLAY}=R2 replays what compute_log_prob recorded.*set {REPLAY}=R3"),
+        (
+            [METRICS, f"{REPLAY}=R2"],
+            f"{REPLAY}=R2 replays what compute_log_prob recorded.*set .*bypass_mode=False, or .*=R3",
+        ),
         (["stability=filters"], r"stability\.filters\.off_policy_negative .*stability\.correction=opsm does the same"),
-        ([METRICS, "stability.trajectories.per_step=1"], "set stability.trajectories.per_step=0"),
+        ([METRICS, "stability.trajectories.per_step=1"], "set stability.trajectories=null"),
         (["stability=deepseek_v32", "stability.kl_denominator=old"], "set stability.kl_denominator=infer"),
         (
             [METRICS, "stability.guard.mini_batch.policy_kl=0.1"],
@@ -73,6 +88,54 @@ def test_what_cannot_work_there_names_the_setting_and_the_remedy(checked, overri
     with pytest.raises(ConfigError, match=message) as error:
         checked(*overrides)
     assert_fixed(error.value, partial(checked, *overrides))
+
+
+# Presets whose ratio is never cut -> what is left of them where the loss has this ratio.
+UNCUT = {"m2po": ["m2po"], "seq_mask_tis": ["geo_mask"]}
+
+
+@pytest.mark.parametrize("name", stability_choices())
+def test_the_fixes_of_a_preset_keep_its_method_and_launch(checked, with_fixes, compose, name):
+    lengths = "data.max_response_length=8192"  # for the punishment of dapo
+    asked = compose(f"stability={name}", lengths)
+    (config, stability), fixes = with_fixes(checked, f"stability={name}", lengths)
+    wanted = stability_config(asked.stability)
+    assert list(stability.correction_names) == UNCUT.get(name, list(wanted.correction_names)), fixes
+    settings = {one.name: one.settings for one in wanted.correction}
+    assert all(one.settings == settings[one.name] for one in stability.correction)
+    assert (stability.filters, stability.denominator) == (wanted.filters, wanted.denominator)
+    assert OmegaConf.select(config, LOSS) == OmegaConf.select(asked, LOSS)
+    assert replay_mode(config) == replay_mode(asked)
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_the_fix_of_a_method_with_an_uncut_ratio_has_its_gradient(checked, with_fixes, name, actor_config):
+    """-M k A / N in float64, M the mask of the paper; no token is past the clip of PPO."""
+    (config, stability), fixes = with_fixes(checked, f"stability={name}")
+    assert bypasses(config) and fixes == {"stability.correction": UNCUT[name][0], "stability.tis": "null"}
+    torch.manual_seed(0)
+    lengths, scale = (6, 9, 4, 8), {"m2po": 0.3, "seq_mask_tis": 1e-4}[name]
+    infer = [-torch.rand(n) * 3 for n in lengths]
+    # The middle of a row, which is outside of geo_mask's band in two of them.
+    theta = [row + torch.randn(len(row)) * scale + m for row, m in zip(infer, (0.0, 0.01, 0.0, -0.01), strict=True)]
+    advantages = [torch.full((n,), sign) for n, sign in zip(lengths, (1.0, -1.0, 1.0, -1.0), strict=True)]
+    mask = [torch.ones(n, dtype=torch.long) for n in lengths]
+    rows = {"log_prob": theta, "old_log_probs": infer, "rollout_log_probs": infer}
+    batch = Micro({**rows, "advantages": advantages, "response_mask": mask}, prompts=[1, 2, 3, 4])
+    settings = LossSettings.from_dict(loss_settings(read_features(config, stability, read_model=False)))
+    wide = {"clip_ratio": 0.99, "clip_ratio_low": 0.99, "clip_ratio_high": 9.0, "clip_ratio_c": 1e4}
+    loss, _ = build_worker_loss(actor_config(**wide), settings, first_pass=FirstPass(settings.first_pass))
+    model_output, data = batch.whole()
+    loss(model_output=model_output, data=data)[0].backward()
+    log_k = [new.double() - old.double() for new, old in zip(theta, infer, strict=True)]
+    if name == "m2po":
+        lists = ([row.tolist() for row in values] for values in (infer, theta, advantages, mask))
+        keep = [torch.tensor(row) for row in m2po_oracle(*lists, 0.04)[0]]
+    else:
+        keep = [torch.full((len(row),), float(0.999 <= row.mean().exp() <= 1.002)) for row in log_k]
+    expected = -torch.cat([m * k.exp() * a for m, k, a in zip(keep, log_k, advantages, strict=True)]) / sum(lengths)
+    assert 0 < (expected == 0).sum() < len(expected)
+    torch.testing.assert_close(batch.take_gradients().double(), expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from verl_ext.features import rescoring
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features
-from verl_ext.features.verl_config import check_folder
+from verl_ext.features.verl_config import BYPASS, check_folder
 
 
 def check(compose, *overrides):
@@ -23,6 +23,8 @@ def check(compose, *overrides):
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 MODEL = "actor_rollout_ref.model"
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
+NOT_MEASURED = ("stability.metrics=false", "stability.batch_skip.threshold=null")
 CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
 
 
@@ -226,8 +228,52 @@ def rule(action):
         (
             ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
             "trainer_mode=colocate_async keeps no copy of the weights that sampled them: verl copies weights "
-            "only in separate_async; set stability.rescoring.every=0",
+            "only in separate_async; set stability.rescoring=null",
         ),
+        (
+            ["stability=icepop", "stability.rescoring.versions=4"],
+            "stability.rescoring.versions=4 has no effect: nothing is rescored; set stability.rescoring.versions=1, or "
+            "stability.rescoring.every=10",
+        ),
+        (
+            ["stability=icepop", "stability.trajectories.max_tokens=9"],
+            "no trajectory is written; set stability.trajectories.max_tokens=4096",
+        ),
+        (["stability=icepop", "stability.sync_canary.every=4"], "no weight sync is checked"),
+        (
+            ["stability=icepop", SEPARATE, "stability.sync_canary={trajectories:0,every:4}"],
+            "no weight sync is checked; set stability.sync_canary.every=1",
+        ),
+        (
+            ["stability=icepop", "stability.batch_skip={threshold:null,metric:vllm_kl/k1}"],
+            "no batch is skipped by it; set stability.batch_skip.metric=vllm_kl/k3",
+        ),
+        (
+            ["stability=none", "stability.guard.stop_after=5"],
+            "the gap is not measured; set stability.guard.stop_after=10",
+        ),
+        (["stability=none", "stability.guard.level=0.05"], "the gap is not measured; set stability.guard.level=null"),
+        (
+            ["stability=router_shift_loss", *NOT_MEASURED, "stability.guard.boundary.window=9"],
+            "stability.guard.boundary.window=9 has no effect: the gap is not measured",
+        ),
+        (["stability=none", "stability.guard.slow_step_s=5"], "nothing of stability.* is on; set"),
+        (["stability=none", "stability.plugins=[json]"], "nothing of stability.* is on; set stability.plugins=[]"),
+        (["stability=none", "stability.kl_denominator=old"], "is only for the unbiased KL"),
+        (
+            ["stability=none", "stability.router_agreement=true", f"{BYPASS}=true"],
+            "stability.router_agreement=true compares the experts of compute_log_prob, which does not run",
+        ),
+        (["stability=dppo_tv", f"{BYPASS}=false"], f"set {BYPASS}=true, or choose another preset"),
+        (["stability=dppo_tv", *NOT_MEASURED, f"{BYPASS}=false"], f"set {BYPASS}=true, or choose another preset"),
+        (["stability=dppo_tv", f"{LOSS}.loss_mode=vanilla"], f"set {LOSS}.loss_mode=dppo_tv, or choose another preset"),
+        (
+            ["stability=qae", "algorithm.adv_estimator=grpo"],
+            "algorithm.qae is set, and algorithm.adv_estimator=grpo does not use it; set algorithm.adv_estimator=qae",
+        ),
+        (["stability=none", "+algorithm.qae.k=0.3"], "algorithm.qae is set, and algorithm.adv_estimator=gae"),
+        (["stability=icepop", f"{LOSS}.coef=0.3"], f"{LOSS}.loss_mode=vanilla does not use it"),
+        (["stability=icepop", f"{LOSS}.base=gspo"], f"{LOSS}.loss_mode=vanilla does not use it"),
     ],
 )
 def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overrides, message):
@@ -238,6 +284,21 @@ def test_a_combination_that_cannot_work_names_the_remedy(compose, models, overri
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert_fixed(error.value, run)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["stability=none", "stability.guard={level:0,stop_after:null,slow_step_s:null}", "stability.breakdown=false"],
+        ["stability=none", "stability.sync_canary.trajectories=0", "stability.replay=disabled"],
+        ["stability=icepop", "stability.rescoring={every:0,versions:1}", "stability.trajectories.max_tokens=4096"],
+        ["stability=dppo_tv", *NOT_MEASURED],
+        ["stability=dppo_tv", f"{LOSS}.loss_mode=dppo_kl"],
+        ["stability=dppo_tv", f"{BYPASS}=false", "stability.expects=null"],
+    ],
+)
+def test_what_holds_anyway_is_accepted(compose, overrides):
+    check(compose, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=some/model", *overrides)
 
 
 ROUTING = ("stability=none", "stability.router_agreement=true", "actor_rollout_ref.rollout.name=vllm")
@@ -253,7 +314,7 @@ def test_rescoring_where_verl_copies_weights(compose, models):
     ):
         changed = config.copy()
         OmegaConf.update(changed, setting, value)
-        with pytest.raises(ConfigError, match=f"rescoring.every=5: {said}.*; set stability.rescoring.every=0"):
+        with pytest.raises(ConfigError, match=f"rescoring.every=5: {said}.*; set stability.rescoring=null"):
             rescoring.check(RunFeatures(changed, stability_config(config.stability)))
 
 

@@ -3,7 +3,7 @@ from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.stability import StabilityConfig, stability_config
+from verl_ext.features.stability import StabilityConfig, default_node, stability_config
 
 
 def build(**settings):
@@ -83,6 +83,48 @@ def test_bad_values_name_the_setting(settings, message):
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert_fixed(error.value, run)
+
+
+def places(node, *above, only=object):
+    """Yields the path of every setting and of every node of settings; `only` those whose default has this type."""
+    for name, value in node.items():
+        if isinstance(value, only):
+            yield (*above, name)
+        if isinstance(value, dict):
+            yield from places(value, *above, name, only=only)
+
+
+def nested(path, value):
+    for name in reversed(path):
+        value = {name: value}
+    return value
+
+
+WRONG = (5, 0.5, True, "", "text", [], [1], [[1]], {"text": {"text": 1}}, {1: [1]}, None, float("nan"), float("inf"))
+
+
+def refusal_of(node):
+    """Returns the error that refuses a `stability` node; "" if the node is taken."""
+    try:
+        stability_config(OmegaConf.create({"stability": node}).stability)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("path", [(), *places(default_node())], ids=".".join)
+def test_a_value_of_any_type_is_taken_or_refused_in_one_line_that_names_the_setting(path):
+    for said in (refusal_of(nested(path, value)) for value in WRONG):
+        assert not said or ".".join(("stability", *path[:1])) in said
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("value", [5, 0.5, True, "text", [1], ["text"]])
+@pytest.mark.parametrize("path", [(), *places(default_node(), only=dict)], ids=".".join)
+def test_a_node_that_is_no_mapping_is_refused_by_its_name(path, value):
+    with pytest.raises(ConfigError) as error:
+        stability_config(nested(path, value))
+    assert str(error.value).startswith(".".join(("stability", *path)) + "=")
 
 
 def test_yamls_own_reading_of_on_and_off_is_understood():

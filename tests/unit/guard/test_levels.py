@@ -92,7 +92,7 @@ def test_a_reading_is_the_batch_of_one_update():
         for k3 in [1e-3] * 4 if step < 6 else [3e-3] * 4:
             judged += [(step, event.action) for event in guard.judge({K3: k3}).events]
         guard.judge_late({})
-        assert (guard.level is None) == (4 * step < levels.OWN_STEPS)
+        assert (guard.level is None) == (4 * step < levels.OWN_READINGS)
     assert judged == [(6, "warn")], "after three of the four batches"
 
 

@@ -101,7 +101,7 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
     assert verdict.state == "drifting"
     with open_page(file, browser=browser) as (page, errors):
         assert page.locator("#verdict h2").inner_text() == f"{verdict.state} {verdict.sentence}"
-        assert tuple(page.locator("#verdict > p").all_inner_texts()) == verdict.why
+        assert page.locator("#verdict > p").all_inner_texts() == [*verdict.why, verdict.judged_by]
         assert page.locator("#verdict .first p").all_inner_texts() == [verdict.first.text, verdict.first.sentence]
         assert page.locator("#verdict h3").all_inner_texts() == [
             "Do this first: start the run again with",

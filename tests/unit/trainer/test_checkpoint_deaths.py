@@ -185,7 +185,7 @@ def test_processes_that_die_after_each_rollback_go_further_back_and_end(train):
 
 
 def test_a_checkpoint_that_workers_still_write_is_not_whole(tmp_path):
-    """With asynchronous saving the workers write verl's tracker, when their files are complete."""
+    """Workers that save asynchronously write verl's tracker when their files are complete."""
     config = saves_asynchronously(tmp_path)
     for step in (2, 4, 6):
         with checkpoints.saving(Guard(), config, step):

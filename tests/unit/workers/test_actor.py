@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 from tensordict import NonTensorData
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
@@ -27,7 +28,7 @@ class Engine:
     """Counts its optimizer steps."""
 
     steps, optimizer = 0, SimpleNamespace(param_groups=[])
-    engine_config = SimpleNamespace(strategy="fsdp2")
+    engine_config, module = SimpleNamespace(strategy="fsdp2"), torch.nn.Module()
 
     def train_batch(self, data, loss_function):
         loss_function(data)

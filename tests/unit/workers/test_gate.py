@@ -1,0 +1,104 @@
+"""The gate leaves out the optimizer step of a mini-batch whose loss drops every token, and of no other.
+
+tests/stack/gate_ranks.py has the same on two ranks of verl's FSDP2 engine.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.micro_batches import Micro
+from verl_ext.workers.gate import Gate
+from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
+
+LENGTHS = (4, 6)
+
+
+class Engine:
+    """The log-probabilities are its parameters, which AdamW trains."""
+
+    engine_config = SimpleNamespace(strategy="fsdp2")
+
+    def __init__(self, batch):
+        self.module = torch.nn.ParameterList(batch.leaves)
+        batch.leaves = [*self.module]
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1, weight_decay=0.1)
+
+    def is_mp_src_rank_with_outputs(self):
+        return True
+
+    def train_batch(self, data, loss_function):
+        self.optimizer.zero_grad()
+        loss_function(data=data)[0].backward()
+        return {"metrics": {"grad_norm": self.optimizer_step()}}
+
+    def optimizer_step(self):
+        self.optimizer.step()
+        return 1.0
+
+
+def batch_of(advantage, gap):
+    """l_infer is above l_old by `gap` on every token."""
+    old = [torch.full((n,), -2.0) for n in LENGTHS]
+    rows = {
+        "log_prob": old,
+        "old_log_probs": old,
+        "rollout_log_probs": [row + gap for row in old],
+        "ref_log_prob": [row - 0.3 for row in old],
+        "advantages": [torch.full((n,), advantage) for n in LENGTHS],
+        "response_mask": [torch.ones(n, dtype=torch.long) for n in LENGTHS],
+    }
+    return Micro(rows, prompts=[1, 2])
+
+
+@pytest.fixture
+def moved(actor_config):
+    """moved(corrections, advantage, gap, **ActorConfig) -> how far the second step moves the weights, and its metrics.
+
+    The first step, of a batch that keeps all tokens, gives AdamW its moments.
+    """
+
+    def run(corrections, advantage, gap, **settings):
+        batches = [batch_of(1.0, gap=0.0), batch_of(advantage, gap)]
+        engine = Engine(batches[0])
+        batches[1].leaves = batches[0].leaves
+        gate = Gate(SimpleNamespace(engine=engine, train_mini_batch=lambda data: None))
+        wanted = LossSettings.from_dict({"corrections": corrections})
+        loss, _ = build_worker_loss(actor_config(**settings), wanted, gate)
+        before = []
+        for batch in batches:
+            before.append(torch.cat([*engine.module]).detach().clone())
+            model_output, data = batch.whole()
+            outputs = engine.train_batch(data, partial(loss, model_output))
+        return (torch.cat([*engine.module]) - before[-1]).abs().max().item(), outputs["metrics"]
+
+    return run
+
+
+OPSM, M2PO = {"opsm": {"delta": 0.1}}, {"m2po": {"threshold": 1e-6}}
+KL = {"use_kl_loss": True, "kl_loss_type": "k1"}
+
+
+@pytest.mark.parametrize(
+    ("corrections", "advantage", "gap"),
+    [(OPSM, -1.0, 0.5), (M2PO, -1.0, 0.5), (M2PO, 1.0, -0.5), (OPSM | M2PO, -1.0, 0.5)],
+)
+def test_a_step_whose_loss_drops_every_token_is_left_out(moved, corrections, advantage, gap):
+    distance, metrics = moved(corrections, advantage, gap)
+    assert distance == 0 and metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("corrections", "advantage", "gap", "settings"),
+    [
+        (OPSM, -1.0, 0.05, {}),  # kept
+        (OPSM, -1.0, 0.5, KL),  # dropped, and the KL has a gradient
+        (OPSM, 0.0, 0.5, {}),  # verl's own step, by the moments alone
+        ({}, 1e-25, 0.0, {}),  # a gradient whose square is 0 in float32
+    ],
+)
+def test_every_other_step_is_taken(moved, corrections, advantage, gap, settings):
+    distance, metrics = moved(corrections, advantage, gap, **settings)
+    assert distance > 0 and metrics == {"grad_norm": 1.0}
