@@ -12,8 +12,11 @@ tried too.
 
 import argparse
 import csv
+import gzip
+import io
 import json
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests" / "cases"
 JUDGED = CASES / "judged.json"
 SETS = ("field", "lab", "stack")
+ENDINGS = {"field": ".csv", "lab": ".csv.gz", "stack": ".csv.gz"}  # other people's runs can be read in a diff
 ALSO = (
     "vllm_kl/",
     "router/",
@@ -43,12 +47,14 @@ def write_values(run: Run, file: Path) -> None:
     """Writes the metrics of a run whose names the report knows, five digits each."""
     names = [name for name in run.metrics if quantity_of(name) is not None or name.startswith(ALSO)]
     cells = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True)) for name in names}
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["step", *names])
+    for step in run.steps:
+        table.writerow([step, *(_cell(cells[name].get(step)) for name in names)])
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", newline="") as out:
-        table = csv.writer(out, lineterminator="\n")
-        table.writerow(["step", *names])
-        for step in run.steps:
-            table.writerow([step, *(_cell(cells[name].get(step)) for name in names)])
+    content = text.getvalue().encode()
+    file.write_bytes(gzip.compress(content, mtime=0) if file.suffix == ".gz" else content)
 
 
 def _cell(value: float | None) -> str:
@@ -61,7 +67,7 @@ def add(which: str, folder: Path) -> None:
         known = json.loads(path.read_text(encoding="utf-8"))
         for name in known["files"]:
             stem = known["id"] if len(known["files"]) == 1 else f"{known['id']}-{Path(name).stem}"
-            write_values(read_run(path.parent / name), CASES / which / f"{stem}.csv")
+            write_values(read_run(path.parent / name), CASES / which / f"{stem}{ENDINGS[which]}")
             expect = known["expect"] | known.get("expect_file", {}).get(name, {})
             about = {key: known[key] for key in ("source", "framework", "model", "kind") if known.get(key)}
             index.append({"case": stem, **about, "expect": expect})
@@ -73,13 +79,13 @@ def cases() -> Iterator[tuple[str, Path, dict[str, Any]]]:
     for which in SETS:
         index = CASES / f"{which}.json"
         for known in json.loads(index.read_text(encoding="utf-8")) if index.exists() else ():
-            file = ROOT / known["run"] if "run" in known else CASES / which / f"{known['case']}.csv"
+            file = ROOT / known["run"] if "run" in known else CASES / which / f"{known['case']}{ENDINGS[which]}"
             yield which, file, known
 
 
 def judgement(file: Path) -> dict[str, Any]:
     """Returns what the report says of a run, as far as it is frozen."""
-    run = read_run(file)
+    run = _read(file)
     said = as_json(run, judge_run(run))
     return {
         "state": said["state"],
@@ -87,6 +93,15 @@ def judgement(file: Path) -> dict[str, Any]:
         "engines": said["engines"]["state"],
         "causes": [cause["id"] for cause in said["causes"] if not cause["harmless"]],
     }
+
+
+def _read(file: Path) -> Run:
+    if file.suffix != ".gz":
+        return read_run(file)
+    with tempfile.TemporaryDirectory() as folder:
+        unpacked = Path(folder) / file.stem
+        unpacked.write_bytes(gzip.decompress(file.read_bytes()))
+        return read_run(unpacked)
 
 
 def is_right(expect: dict[str, Any], said: dict[str, Any]) -> bool:
