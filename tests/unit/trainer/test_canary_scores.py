@@ -118,7 +118,7 @@ def test_a_tools_tokens_are_not_scored(store, batch):
 def test_the_ranks_share_them_evenly_or_the_run_stops(store, batch):
     with pytest.raises(HookError, match="3 trajectories for 2 ranks") as error:
         CanaryTrajectories(batch, 3, ranks=2)  # four, and one of the batch's is padding
-    assert error.value.fix == ("stability.sync_canary.trajectories=0",)
+    assert error.value.fix == ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 
 
 def test_of_text_the_other_inputs_are_empty():
