@@ -17,7 +17,9 @@ import orjson
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.sources import FORMATS
 from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
+from verl_ext.report.sources.ends import last_error
 from verl_ext.report.sources.jsonl import JsonlSource, flat_row
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
 from verl_ext.report.sources.store import StoreSource
@@ -29,7 +31,7 @@ from verl_ext.report.sources.wandb import WandbFolder
 
 DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
 LISTED = 10
-START = 1 << 16  # bytes of a file that identify its kind
+START, END = 1 << 16, 1 << 20  # bytes of a file that identify its kind, and that may have the error that ended it
 METRICS_ENDINGS = (".jsonl", ".csv", ".tsv")
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".ipynb", "trainer_state.json")
 NOT_METRICS = {
@@ -37,6 +39,7 @@ NOT_METRICS = {
     TRAJECTORIES: "a log of trajectories",
     older_part(Path(TRAJECTORIES)).name: "the older part of a log of trajectories",
 }
+MARKUP = re.compile(rb"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
 METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints have thousands of files
 ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
@@ -51,6 +54,7 @@ OTHERS = (
     (b"\x89PNG", "a picture: export the run's history as CSV instead"),
     (b"\xff\xd8\xff", "a picture: export the run's history as CSV instead"),
     (b"%PDF", "a PDF: export the run's history as CSV instead"),
+    (b"\xff\xfe", "text in UTF-16: convert it first (iconv -f UTF-16 -t UTF-8 FILE)"),
     (b"\x80", "a pickle, which is not opened: name the run's log or metrics file instead"),
 )
 
@@ -113,6 +117,8 @@ def find_source(path: Path, which: int | None) -> RunSource:
     if not found:
         if logs := _logs_in(path):
             return join_logs(logs)
+        if states := sorted(path.glob("checkpoint-*/trainer_state.json"), key=_natural):
+            return _source_of_file(states[-1], which)  # the last one has the history of those before
         found, refused = _runs(path, depth=DEPTH)
     if not found:
         also = f"; not read: {', '.join(refused[:LISTED])}" if refused else ""
@@ -143,11 +149,12 @@ def join_logs(paths: Sequence[Path]) -> RunSource:
     assert form is not None
     made = form
 
-    def order(path: Path) -> tuple[int, list[int | str]]:
-        words: list[int | str] = [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", str(path))]
-        return first_step(path, made), words
+    return TextSource(sorted(paths, key=lambda path: (first_step(path, made), _natural(path))), made)
 
-    return TextSource(sorted(paths, key=order), made)
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """Orders names as people do: job-9 before job-10."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", str(path))]
 
 
 def _source_of_file(path: Path, which: int | None) -> RunSource:
@@ -163,13 +170,17 @@ def _source_of_file(path: Path, which: int | None) -> RunSource:
         start = file.read(START)
     if kind := _kind_of_text(start):
         return Found(kind, path).open(which)
-    if form := detect_format(path):
+    if not MARKUP.match(start) and (form := detect_format(path)):
         return TextSource([path], form)
     if ending in (".csv", ".tsv"):  # their own errors say more
         return Found("table", path).open(which)
     if ending == ".jsonl" or not start.strip():  # an empty file may belong to a run that has just begun
         return Found("jsonl", path).open(which)
-    raise ReportError(f"{path}: {_what_else(start)}")
+    with open_regular(path) as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - END, 0))
+        error = last_error(file.read(END)) if b"\0" not in start else None
+    ended = f". It ended before its first step by {error.what}" if error else ""
+    raise ReportError(f"{path}: {_what_else(start)}{ended}")
 
 
 def _kind_of_text(start: bytes) -> str | None:
@@ -207,7 +218,7 @@ def _what_else(start: bytes) -> str:
             return f"this is {what}"
     if b"\0" in start[:4096]:
         return "this is a binary file that no reader knows; name the run's log or metrics file instead"
-    if start.lstrip()[:1] in (b"{", b"["):
+    if re.match(rb"\s*(?:\{|\[\s*[\[{\"\d])", start):
         return (
             "this is JSON, but neither trainer_state.json nor lines of objects with a step; write one object a line, "
             'such as {"step": 1, "reward": 0.5}'
@@ -222,10 +233,11 @@ def _what_else(start: bytes) -> str:
 
 
 def _logs_in(folder: Path) -> list[Path]:
-    """Returns the logs that lie directly in a folder and have metrics in them, if all have one format."""
+    """Returns the logs that lie directly in a folder and have metrics in them, in the most telling format of these."""
     here = [path for path in sorted(folder.iterdir()) if path.name.endswith(LOG_ENDINGS) and is_regular(path)]
     forms = {path: form for path in here if (form := detect_format(path)) is not None}
-    return list(forms) if len(set(forms.values())) == 1 else []
+    best = min(forms.values(), key=FORMATS.index, default=None)
+    return [path for path, form in forms.items() if form is best]
 
 
 def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:

@@ -16,12 +16,14 @@ from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.report.run import MOST_MESSAGE, Run, Series
 from verl_ext.report.signals import LAST, beginning_of, now_of, skipped_share
+from verl_ext.report.sources.ends import ENDED
 from verl_ext.report.verdict import RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
 WIDTH, LABEL, CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
 VALIDATION = 1  # reading of a validation that counts: it is a mean over whole files, and the one before is steps old
+SCORE = Metric("score", "a score of a validation in another framework", better="higher")
 EVENT = "guard, step "
 EVENTS, MOST_NAMED, MOST_VALIDATIONS = 3, 3, 6
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -98,8 +100,13 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
             worst = min(layers, key=lambda number: now_of(layers[number]))
             found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
     for name in run.validations()[:MOST_VALIDATIONS]:
-        found.append(_metric_row(run.get(name), name, "val " + name.removeprefix("val-core/"), VALIDATION))
+        found.append(_metric_row(run.get(name), name, f"val {validation_label(name)}", VALIDATION))
     return [row for row in found if row is not None]
+
+
+def validation_label(name: str) -> str:
+    """Returns the name of a validation's score without what all of them begin with."""
+    return name.removeprefix("val-core/").removeprefix("val/test_score/")
 
 
 def format_of(metric: Metric) -> Unit:
@@ -232,8 +239,7 @@ class Dashboard:
 def _metric_row(series: Series | None, name: str, label: str, readings: int = LAST) -> DashboardRow | None:
     if series is None:
         return None
-    metric = find(name)
-    assert metric is not None, name
+    metric = find(name) or SCORE
     return DashboardRow(
         label=label,
         metric=name,
@@ -253,7 +259,8 @@ def notes(run: Run) -> Iterator[str]:
     if (skipped := skipped_share(run)) is not None:
         yield f"updates skipped: {100 * skipped[0]:.3g} % in {skipped[1]} steps (guard/skipped)"
     for event in run.events[-EVENTS:]:
-        yield f"{EVENT}{event.step}: {event.action}: {' '.join(event.reason.split())}"
+        reason = " ".join(event.reason.split())
+        yield reason if event.rule == ENDED else f"{EVENT}{event.step}: {event.action}: {reason}"
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:
         yield f"{more} more scores of validation sets"
     yield from not_finite(run)

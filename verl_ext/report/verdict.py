@@ -68,6 +68,7 @@ from verl_ext.report.signals import (
     staleness,
     usual_level,
 )
+from verl_ext.report.sources.ends import ENDED
 
 State = Literal["stopped", "collapsed", "healthy", "suspect", "drifting", "past the boundary", "not enough data"]
 
@@ -175,6 +176,9 @@ class RunVerdict:
 def judge_run(run: Run) -> RunVerdict:
     """Returns the verdict on a run, up to its last step."""
     found = _with_alarm(run, _with_suspects(run, _verdict_of_metrics(run)))
+    for end in run.events[-1:]:
+        if end.rule == ENDED and end.step >= run.steps[-1]:
+            found = replace(found, sentence=f"The run {end.reason.rstrip('.')}. {found.sentence}")
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     if stop is None:
         return found
@@ -229,6 +233,8 @@ def _with_suspects(run: Run, found: RunVerdict) -> RunVerdict:
         elif (now := now_of(k3.series)) > max(LARGE, usual_level(run)):
             now_said = f"{k3.name} is {now:.2g} ({now_label(k3.series)})"
             sentence = f"The reward holds, but {now_said}, and nothing that was measured explains it."
+            if run.get(REWARD) is None:
+                sentence = f"{now_said}, and nothing that was measured explains it. No reward was logged."
         else:
             return found
         held = found.sentence.removeprefix("The run is healthy: ")

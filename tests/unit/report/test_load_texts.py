@@ -9,11 +9,14 @@ import sys
 import pytest
 
 from tests.unit.report.made_files import train, write
+from verl_ext.diagnosis.names import aliases_of
 from verl_ext.report.command import RUN_HELP
 from verl_ext.report.load import Reader, read_run
-from verl_ext.report.run import ReportError
+from verl_ext.report.run import VALIDATION, ReportError
 from verl_ext.report.sources import FORMATS
 from verl_ext.report.sources.text import register_format
+from verl_ext.report.terminal import dashboard_rows
+from verl_ext.report.verdict import judge_run
 
 VERL = "step:{0} - actor/lr:1e-06 - critic/score/mean:{1} - timing_s/step:2.5\n"
 TRL = "{{'loss': {1}, 'grad_norm': 0.5, 'reward': {1}, 'epoch': {0}.0}}\n"
@@ -122,21 +125,21 @@ def test_verls_numbers_in_all_their_forms(tmp_path):
 
 def test_lines_of_several_processes_and_a_progress_bar(tmp_path):
     text = (
-        "Training Progress:   1%|  | 1/99 [00:30<49:00]\r(TaskRunner pid=1) step:1 - a:1 - b:2\n"
-        "(WorkerDict pid=2) step:9 of 10 is not a row - a:7\n"
-        "(TaskRunner pid=1) step:2 - a:2 - b:3(WorkerDict pid=2) a warning\n"
-        "(TaskRunner pid=1) step:3 - a:3 - b:4step:4 - a:4 - b:5\n"
-        "(TaskRunner pid=1) step:5 - a:5 - b:6 [repeated 3x across cluster]\n"
-        "training/global_step:8 - a:8\n"
+        "Training Progress:   1%|  | 1/99 [00:30<49:00]\r(TaskRunner pid=1) step:1 - x/a:1 - b:2\n"
+        "(WorkerDict pid=2) step:9 of 10 is not a row - x/a:7\n"
+        "(TaskRunner pid=1) step:2 - x/a:2 - b:3(WorkerDict pid=2) a warning\n"
+        "(TaskRunner pid=1) step:3 - x/a:3 - b:4step:4 - x/a:4 - b:5\n"
+        "(TaskRunner pid=1) step:5 - x/a:5 - b:6 [repeated 3x across cluster]\n"
+        "training/global_step:8 - x/a:8\n"
     )
     run = read_run(log(tmp_path, text))
-    assert values(run, "a") == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+    assert values(run, "x/a") == {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
     assert values(run, "b")[2] == 3 and values(run, "b")[5] == 6
 
 
 def test_a_cut_line_keeps_its_whole_numbers_only(tmp_path):
-    run = read_run(log(tmp_path, many(VERL) + "step:4 - a:0.5 - actor/lr:1e-0"))
-    assert run.steps[-1] == 4 and values(run, "a") == {4: 0.5}
+    run = read_run(log(tmp_path, many(VERL) + "step:4 - x/a:0.5 - actor/lr:1e-0"))
+    assert run.steps[-1] == 4 and values(run, "x/a") == {4: 0.5}
     assert 4 not in values(run, "actor/lr"), "1e-06 was cut to 1e-0"
 
 
@@ -174,6 +177,11 @@ ENDS = {
     "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n": "Ray's memory monitor",
     "Fatal Python error: Segmentation fault\n": "segmentation fault",
     "command terminated with exit code 137": "137",
+    "[rank0]: Traceback (most recent call last):\n[rank0]: KeyError: 'x'\n" + "[rank0]: more\n" * 9: "KeyError: 'x'",
+    "2026-01-01 00:00:00,123 ERROR: RuntimeError: bad\n": "RuntimeError: bad",
+    "[rank3]:[E1 ProcessGroupNCCL.cpp:1] Watchdog caught collective operation timeout: WorkNCCL\n": "NCCL",
+    "    exitcode  : -9 (pid: 7)\n": "(SIGKILL)",
+    "Training Progress: 100%|##| 3/3 [00:09<00:00]\nTraceback (most recent call last):\nOSError: full\n": "full",
 }  # fmt: skip
 
 
@@ -190,6 +198,10 @@ def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
         "(TaskRunner pid=1) Final validation metrics: {'val-core/a': 0.5}\nConnectionError: at exit\n",
         "UserWarning: RuntimeError is likely\n",
         "the answer: RuntimeError: is what students write\n",
+        "In the story: Killed the king\nKilled by the dragon, he\n",
+        "ValueError: an answer could not be parsed\n" + "more text\n" * 9,
+        "Traceback (most recent call last):\nValueError: a tool\nretrying\n"
+        + " 9%|# | 5/50 [00:09<00:00, 3.0s/it]\n" * 3,
     ],
 )
 def test_what_is_no_end(tmp_path, text):
@@ -287,6 +299,97 @@ def test_a_file_that_nothing_reads_is_described_in_one_line(tmp_path, content, s
 def test_names_that_the_report_does_not_know_are_told(tmp_path, row, said):
     notes = [*read_run(log(tmp_path, json.dumps({"step": 1} | row) + "\n", "run.jsonl")).notes_on_names()]
     assert (not notes) if said is None else re.search(said, *notes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Micro Step 3/8 | Loss: 0.9 | Reward: 0.9",
+        "Best step 12 | reward: 0.9",
+        "Total steps: 1000 | reward: 1.0",
+        " 50%|##   | 2/4 [00:01<00:01, 1.2it/s, reward=0.9, loss=0.1]",
+        "Step 1 | Evaluating | eval_reward: 0.9",
+    ],
+)
+def test_other_counts_are_no_steps(tmp_path, line):
+    for before in (many(PAIRS) + f"{line}\n", f"{line}\n" + many(PAIRS)):
+        run = read_run(log(tmp_path, before + PAIRS.format(4, 0.8)))
+        assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.8}, line
+        assert run.notes == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "iteration {0}/100: reward = {1}, loss = 0.1\n",
+        "Epoch 1 Step {0}/100 - reward: {1} - loss: 0.1\n",
+        "[INFO] step={0} reward={1} loss=0.1\n",
+        "========== Step {0}/100 ==========\nResults:\n  \u2022 Loss: 0.1\n  \u2022 Reward: {1}\n",
+    ],
+)
+def test_the_ways_to_write_a_line_of_pairs(tmp_path, line):
+    run = read_run(log(tmp_path, many(line)))
+    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75} and values(run, "loss")[3] == 0.1
+
+
+def test_a_percentage_is_a_share(tmp_path):
+    run = read_run(log(tmp_path, many("Step {0} | Reward: {1} | Entropy: 50%\n")))
+    assert values(run, "entropy")[1] == 0.5
+
+
+def test_a_config_is_no_run(tmp_path):
+    with pytest.raises(ReportError, match="no line has a step"):
+        read_run(log(tmp_path, "lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n", "config.yaml"))
+
+
+def test_a_prompt_that_speaks_of_steps_is_no_row(tmp_path):
+    prompt = "(TaskRunner pid=1) step:1 - add the numbers. step:2 - multiply: 3\n"
+    assert read_run(log(tmp_path, many(VERL, first=5) + prompt)).steps.tolist() == [5, 6, 7]
+
+
+def test_every_name_of_a_validation_is_shown(tmp_path):
+    names = {alias.name: 0.5 for alias in aliases_of(VALIDATION) if not alias.is_family}
+    assert "eval_reward" in names
+    run = read_run(log(tmp_path, json.dumps({"step": 1} | names) + "\n", "run.jsonl"))
+    assert {row.metric for row in dashboard_rows(run)} <= names.keys() and len(dashboard_rows(run)) > 1
+
+
+def test_an_evaluation_does_not_start_a_run_again(tmp_path):
+    rows = "".join(f'{{"step": {step}, "reward": {step / 4}}}\n' for step in (1, 2, 3))
+    run = read_run(log(tmp_path, rows + '{"step": 2, "eval_reward": 0.5}\n', "run.jsonl"))
+    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75} and run.notes == ()
+
+
+def test_steps_of_ms_swift_and_steps_as_text(tmp_path):
+    swift = "".join(f'{{"reward": {step / 4}, "global_step/max_steps": "{step}/9"}}\n' for step in (1, 2, 3))
+    assert values(read_run(log(tmp_path, swift, "logging.jsonl")), "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
+
+
+def test_a_folder_of_trl_has_the_last_state(tmp_path):
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        log(
+            tmp_path / f"checkpoint-{step}",
+            STATE.replace('"global_step": 3', f'"global_step": {step}'),
+            "trainer_state.json",
+        )
+    assert read_run(tmp_path).sources == (tmp_path / "checkpoint-10" / "trainer_state.json",)
+
+
+def test_decimal_commas(tmp_path):
+    run = read_run(log(tmp_path, "Step;reward\n1;0,25\n2;0,5\n3;0,75\n", "run.csv"))
+    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
+
+
+def test_a_run_that_died_before_its_first_step_says_by_what(tmp_path):
+    text = "loading\n" + next(iter(ENDS))
+    with pytest.raises(ReportError, match=r"It ended before its first step by torch\.OutOfMemoryError"):
+        read_run(log(tmp_path, text))
+
+
+def test_the_end_is_the_first_thing_that_the_report_says(tmp_path):
+    verdict = judge_run(read_run(log(tmp_path, many(VERL) + next(iter(ENDS)))))
+    assert verdict.sentence.startswith("The run ended at step 3 by torch.OutOfMemoryError")
 
 
 def test_dumped_answers_are_no_metrics(tmp_path):

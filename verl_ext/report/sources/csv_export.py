@@ -17,11 +17,11 @@ from pathlib import Path
 
 from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
-from verl_ext.report.sources.table import MetricTable, TableRun, chosen_run
+from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
 
 STEP_COLUMNS = (
-    *("Step", "_step", "step", "trainer/global_step", "training/global_step", "global_step", "global_steps"),
-    *("iteration", "Iteration", "iter", "train/step", "rollout/step"),
+    *("Step", "_step", *STEP_NAMES),
+    *("global_steps", "iter", "train/step", "rollout/step"),
 )
 SEPARATOR = " - "
 LIMITS = ("__MIN", "__MAX")
@@ -52,7 +52,8 @@ class CsvSource:
         if seen == self._seen:
             return False
         with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:
-            rows = _csv_rows(file, separator_of(self._path))
+            separator = separator_of(self._path)
+            rows = _csv_rows(file, separator)
             header = next(rows, [])
             self._chosen = False
             step_column, columns = self._columns(header)
@@ -60,6 +61,8 @@ class CsvSource:
             self._table.begin_unit()
             broken: list[int] = []
             for number, row in enumerate(rows, start=2):
+                if separator == ";":  # where it is used, decimals have a comma
+                    row = [cell.replace(",", ".") for cell in row]
                 step = _cell_step(row[step_column]) if len(row) == len(header) else None
                 if step is not None:
                     data = {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}
@@ -80,6 +83,9 @@ class CsvSource:
         if {"Name", "State"} <= set(header):
             raise ReportError("this is W&B's table of runs; export one run's history, or a chart")
         step = next((header.index(name) for name in STEP_COLUMNS if name in header), None)
+        if step is None:
+            lower = [name.strip().lower() for name in header]
+            step = next((lower.index(name) for name in STEP_COLUMNS if name in lower), None)
         others = [(at, name) for at, name in enumerate(header) if at != step and name]
         of_runs = [(at, name) for at, name in others if SEPARATOR in name]
         # A chart over another axis than the step has that axis first.

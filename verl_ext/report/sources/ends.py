@@ -10,12 +10,19 @@ ENDED = "ended"  # rule and action of the event
 SHOWN = 200  # characters of the error
 KEPT = 4 << 20  # bytes behind the last row
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-RAY_PREFIX = re.compile(r"^\s*\([^()\n]{1,80}\bpid=\d+[^()\n]{0,80}\)\s?")
+# What launchers and loggers put in front of a line: Ray, torchrun, `srun --label`, a time, a level.
+PREFIX = re.compile(
+    r"\s*(?:\([^()\n]{1,80}\bpid=\d+[^()\n]{0,80}\)|\[rank\d+\]:?|\d{1,4}:(?=\s)"
+    r"|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*\]?:?"
+    r"|\[?(?:ERROR|CRITICAL|WARNING|INFO)\]?(?: \d\d-\d\d \d\d:\d\d:\d\d)?(?: \[[^\]\n]{1,80}\])?:?(?=\s))\s?"
+)
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
+TRACEBACK = "Traceback (most recent call last)"
+NEAR = 6  # lines at the end of a text, where an error without a traceback counts too
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
-    rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILLED|CANCELLED|TIME LIMIT|oom|OOM|fault|Bus error"
-    rb"|exit code|died|final validation|Final validation|Training Progress: 100%"
+    rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|exit ?code|Watchdog"
+    rb"|inal validation|%\\|"
 )
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)")
 # What killed a process from outside, in the words of Slurm, Ray, Kubernetes, the shell and the kernel.
@@ -29,7 +36,10 @@ KILLS = (
         re.compile(r"killed due to the node running low on memory|ray\.exceptions\.OutOfMemoryError"),
         "Ray's memory monitor",
     ),
-    (re.compile(r"(?:^|: )(?:line \d+: +\d+ )?Killed\b(?!\w)"), "a kill (SIGKILL)"),
+    (
+        re.compile(r"(?:^|task \d+: )Killed$|line \d+: +\d+ Killed\s|Signal 9 \(SIGKILL\)|exitcode *: -9\b"),
+        "a kill (SIGKILL)",
+    ),
     (re.compile(r"Segmentation fault|Fatal Python error: (\w[\w ]*)"), "a segmentation fault"),
     (re.compile(r"Bus error"), "a bus error"),
     (re.compile(r"terminated with exit code 137"), "a kill (exit code 137)"),
@@ -38,9 +48,12 @@ KILLS = (
 FOLLOWING = re.compile(
     r"SystemExit|KeyboardInterrupt|(?:ray\.exceptions\.)?(?:ActorDiedError|ActorUnavailableError|WorkerCrashedError"
     r"|OwnerDiedError)|torch\.distributed\.elastic|ChildFailedError|\w*(?:BrokenPipe|ConnectionReset|Connection)Error"
-    r"|subprocess\.CalledProcessError"
+    r"|subprocess\.CalledProcessError|(?:[\w.]+\.)?(?:DistBackendError|EngineDeadError)"
 )
+NCCL = re.compile(r"Watchdog caught collective operation timeout")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
+BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
+GOES_ON = 3  # progress bars behind an error; one is printed again when a process ends
 
 
 def plain(line: bytes) -> str:
@@ -49,11 +62,62 @@ def plain(line: bytes) -> str:
 
 
 @dataclass(frozen=True)
-class _End:
-    run: int  # from 1
-    step: int
+class Error:
+    """What ended a process.
+
+    Attributes:
+        rank: 3: a kill from outside; 2: an error; 1: a timeout of NCCL, where another rank may have failed; 0: an error
+            that follows from another one.
+    """
+
     what: str
-    rank: int  # 2: killed from outside; 1: an error; 0: an error that follows from another
+    rank: int
+
+
+def last_error(text: bytes) -> Error | None:
+    """Returns the error that a text of a log ends with: the last of the highest rank; None if there is none.
+
+    An error without a traceback counts near the end only, because answers of models and handled errors look alike. None
+    counts if progress bars follow. After the run had finished, only a traceback or a kill does.
+    """
+    found: Error | None = None
+    traced, finished, bars = False, False, 0
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not SIGNS.search(line):
+            continue
+        said = _without_prefixes(plain(line))
+        if FINISHED.search(said):
+            found, traced, finished, bars = None, False, True, 0
+        elif BAR.search(said):
+            bars += 1
+            if bars >= GOES_ON:
+                found, traced = None, False
+        elif TRACEBACK in said:
+            traced = True
+        elif error := _error_of(said):
+            near = number > len(lines) - NEAR and not finished
+            if error.rank == 3 or (traced and error.rank == 2) or (near or not (finished or error.rank == 2)):
+                found, bars = (error if found is None or error.rank >= found.rank else found), 0
+    return found
+
+
+def _without_prefixes(line: str) -> str:
+    line = REPEATED.sub("", line).strip()
+    while prefix := PREFIX.match(line):
+        line = line[prefix.end() :]
+    return line
+
+
+def _error_of(line: str) -> Error | None:
+    for pattern, what in KILLS:
+        if found := pattern.search(line):
+            return Error(what.format(*(each.lower() for each in found.groups() if each)), 3)
+    if NCCL.search(line):
+        return Error("a timeout of NCCL (the watchdog)", 1)
+    if EXCEPTION.match(line):
+        return Error(line[:SHOWN], 0 if FOLLOWING.match(line) else 2)
+    return None
 
 
 class Ends:
@@ -66,13 +130,13 @@ class Ends:
     def __init__(self) -> None:
         self._run = 1  # counted as table.py does
         self._step: int | None = None
-        self._found: tuple[_End, ...] = ()
+        self._found: tuple[tuple[int, int, Error], ...] = ()  # (run, step, error)
         self._behind: list[bytes] = []  # what stands behind the last row
         self._size = 0
 
-    def row(self, step: int) -> None:
-        """Notes a row of a step."""
-        if self._step is not None and step <= self._step:
+    def row(self, step: int, validates: bool = False) -> None:
+        """Notes a row of a step. A row that only validates may belong to the step before it."""
+        if self._step is not None and (step < self._step or (step == self._step and not validates)):
             self._found = (*self._found, *self._look())
             self._run += step <= FIRST_STEPS and step < self._step
         self._step = step
@@ -98,33 +162,12 @@ class Ends:
         """
         number = run if runs == self._run else self._run - (runs - run)
         return tuple(
-            Event(end.step, ENDED, "", None, None, ENDED, f"ended at step {end.step} by {end.what}")
-            for end in (*self._found, *self._look(tail))
-            if end.run == number
+            Event(step, ENDED, "", None, None, ENDED, f"ended at step {step} by {error.what}")
+            for of, step, error in (*self._found, *self._look(tail))
+            if of == number
         )
 
-    def _look(self, tail: bytes = b"") -> tuple[_End, ...]:
-        """Returns how the process of the last row ended, if it did: its last error, but a killer before all errors, and
-        an error before those that follow from it."""
-        found: _End | None = None
-        if self._step is None:
-            return ()
-        for line in b"".join([*self._behind, tail]).splitlines():
-            if not SIGNS.search(line):
-                continue
-            text = REPEATED.sub("", RAY_PREFIX.sub("", plain(line))).strip()
-            if FINISHED.search(text):
-                return ()
-            end = _end_of(text, self._run, self._step)
-            if end is not None and (found is None or end.rank >= found.rank):
-                found = end
-        return () if found is None else (found,)
-
-
-def _end_of(line: str, run: int, step: int) -> _End | None:
-    for pattern, what in KILLS:
-        if found := pattern.search(line):
-            return _End(run, step, what.format(*(each.lower() for each in found.groups() if each)), 2)
-    if EXCEPTION.match(line):
-        return _End(run, step, line[:SHOWN], 0 if FOLLOWING.match(line) else 1)
-    return None
+    def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, Error], ...]:
+        """Returns how the process of the last row ended, if it did."""
+        error = None if self._step is None else last_error(b"".join([*self._behind, tail]))
+        return () if error is None or self._step is None else ((self._run, self._step, error),)

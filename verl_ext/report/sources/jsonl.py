@@ -15,13 +15,11 @@ import orjson
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.report.run import LARGEST_STEP, ReportError, is_step
+from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.growing import GrowingFile
-from verl_ext.report.sources.table import MetricTable, TableRun
+from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, whole_step
 
 RECORD = re.compile(rb'\{\s*"step"\s*:')
-# Names of the step in flat objects. W&B's own `_step` counts calls of its logger, so the trainer's step is preferred.
-STEPS = ("step", "global_step", "training/global_step", "trainer/global_step", "iteration", "_step", "progress/batch")
 DEEPEST = 8  # nested objects
 LONGEST_WORD = 200  # characters of a text among metrics: a name, a time, a path
 # int() takes a time that is quadratic in the digits, and refuses many of them in some versions of Python.
@@ -59,7 +57,7 @@ class JsonlSource:
     def run(self, which: int | None) -> TableRun:
         if not len(self._table):
             if self._lines.broken:
-                raise ReportError(f"no line is a JSON object with a step ({', '.join(STEPS)}) and numbers")
+                raise ReportError(f"no line is a JSON object with a step ({', '.join(STEP_NAMES)}) and numbers")
             raise ReportError("no complete step in this file; has the run finished its first step?")
         return self._table.run(which)
 
@@ -73,13 +71,11 @@ def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     A row without numbers is none, nor is one with prose in it: a dumped answer has a step and a score, too.
     """
     data = dict(_flat(record))
-    name = next((name for name in STEPS if name in data), None)
-    step = data.pop(name, None) if name else None
+    name = next((name for name in STEP_NAMES if name in data), None)
+    step = whole_step(data.pop(name)) if name else None
     prose = any(isinstance(value, str) and len(value) > LONGEST_WORD for value in data.values())
     if prose or not any(isinstance(value, (int, float)) for value in data.values()):
         return None, {}
-    if isinstance(step, float) and step.is_integer() and abs(step) < LARGEST_STEP:
-        step = int(step)
     return step, data
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_ext.diagnosis.names import quantity_of
+from verl_ext.report.sources.table import STEP_NAMES, whole_step
 from verl_ext.report.sources.text import Row, register_format
 
 START = re.compile(r"(?:\b(step|rollout|perf|eval) (\d{1,12}): )?(\{'[\w./@ -]{1,200}': )")
 ROW = re.compile(rb"\{'[\w./@ -]{1,200}': ['\d.+-]")
-STEPS = ("step", "global_step", "train/global_step", "global_step/max_steps")
 SUMMARY = "train_runtime"  # TRL's totals of the run, in its last line
 WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')
 BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
@@ -34,7 +34,7 @@ class PrintedDicts:
         for found in START.finditer(text):
             values = parse(text[found.start(3) :])
             if values and SUMMARY not in values and _are_metrics(values):
-                yield self._step(found[1], found[2], values), values
+                yield self._step(found[1], found[2], values), without_step(values)
 
     def _step(self, kind: str | None, number: str | None, values: Mapping[str, Any]) -> int | None:
         if kind == "step":
@@ -47,20 +47,18 @@ class PrintedDicts:
 
 def _are_metrics(values: Mapping[str, float]) -> bool:
     """Returns True for a row of metrics, False for a printed config, which may have a learning rate."""
-    return any("/" in name for name in values) or sum(quantity_of(name) is not None for name in values) > 1
+    if any("/" in name or name.startswith("eval_") for name in values):
+        return True
+    return sum(quantity_of(name) is not None for name in values) > 1
 
 
 def step_in(values: Mapping[str, Any]) -> int | None:
-    """Returns the step that TRL or ms-swift logs among the values; ms-swift's is `12/200`."""
-    for name in STEPS:
-        value = values.get(name)
-        if isinstance(value, str):
-            value = value.partition("/")[0]
-        try:
-            return int(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            continue
-    return None
+    """Returns the step among the values."""
+    return next((step for name in STEP_NAMES if (step := whole_step(values.get(name))) is not None), None)
+
+
+def without_step(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name not in STEP_NAMES}
 
 
 def parse(text: str) -> dict[str, float] | None:
@@ -86,7 +84,7 @@ def numbers_of(read: Mapping[Any, Any]) -> dict[str, float]:
         if not isinstance(name, str) or isinstance(value, bool):
             continue
         if isinstance(value, str):
-            value = value.partition("/")[0] if name in STEPS else value
+            value = value.partition("/")[0] if name in STEP_NAMES else value
         try:
             found[name] = float(value)
         except (TypeError, ValueError, OverflowError):

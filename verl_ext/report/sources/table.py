@@ -12,19 +12,39 @@ files separates the processes:
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from verl_ext.base.printable import printable
-from verl_ext.report.run import LARGEST, ReportError, Series
+from verl_ext.report.run import LARGEST, LARGEST_STEP, ReportError, Series, is_step, is_validation
 
 FLUSH_AT = 1 << 18  # values
 KEPT_LAYOUTS = 256
-VALIDATION = ("val-", "val/")  # val-core/, val-aux/, and the SFT trainer's val/loss
+VALIDATION = ("val-", "val/", "eval/", "eval_")  # val-core/, val-aux/, the SFT trainer's val/loss; TRL's
+# Names of the step among a row's values. W&B's own `_step` counts calls of its logger, so the trainer's is preferred.
+STEP_NAMES = (
+    *("step", "global_step", "training/global_step", "trainer/global_step", "train/global_step"),
+    *("global_step/max_steps", "iteration", "_step", "progress/batch"),
+)
 FIRST_STEPS = 1  # 0 if the run validates before training, else 1
+
+
+def only_validates(names: Iterable[str]) -> bool:
+    """Returns True for the names of a row of validation: all are scores of a validation set, or next to these."""
+    return all(name.startswith(VALIDATION) or is_validation(name) for name in names)
+
+
+def whole_step(value: object) -> int | None:
+    """Returns a step that was written as an int, as 12.0, or as text such as "12" or ms-swift's "12/200"; else None."""
+    if isinstance(value, str):
+        digits = value.partition("/")[0].strip()
+        value = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 16 else None
+    if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_STEP:
+        value = int(value)
+    return value if is_step(value) else None
 
 
 def chosen_run(which: int | None, runs: int) -> int:
@@ -134,7 +154,7 @@ class MetricTable:
         """Returns the columns of a row's values, and whether all belong to a validation. A run has few layouts."""
         if (layout := self._layouts.get(names)) is None:
             numbers = array("i", (self._numbers.setdefault(printable(name), len(self._numbers)) for name in names))
-            validation = bool(names) and all(name.startswith(VALIDATION) for name in names)
+            validation = bool(names) and only_validates(names)
             if len(self._layouts) >= KEPT_LAYOUTS:
                 self._layouts.clear()
             layout = self._layouts[names] = numbers, validation

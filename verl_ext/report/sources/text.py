@@ -12,6 +12,7 @@ a file, the one that was registered last reads it: a user's own before ours.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -20,7 +21,7 @@ from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.ends import Ends, plain
 from verl_ext.report.sources.growing import BLOCK, MOST_LINE, GrowingFile
-from verl_ext.report.sources.table import MetricTable, TableRun
+from verl_ext.report.sources.table import MetricTable, TableRun, only_validates
 
 Row = tuple[int | None, Mapping[str, object]]
 
@@ -33,6 +34,7 @@ class Format(Protocol):
 
     title: ClassVar[str]
     document: ClassVar[bool]
+    fewest: ClassVar[int]
 
     def sniff(self, text: bytes) -> bool: ...
 
@@ -42,11 +44,17 @@ class Format(Protocol):
 FORMATS: list[type[Format]] = []
 
 
-def register_format(title: str, document: bool = False) -> Callable[[type], type]:
-    """Registers a class as a format that `verl-ext report` reads; `title` is its name in help and docs."""
+def register_format(title: str, document: bool = False, fewest: int = 1) -> Callable[[type], type]:
+    """Registers a class as a format that `verl-ext report` reads.
+
+    Args:
+        title: its name in messages.
+        document: it is read as a whole.
+        fewest: a block of a log must have as many rows, if a text of another kind may have one by chance.
+    """
 
     def register(made: type) -> type:
-        made.title, made.document = title, document  # type: ignore[attr-defined]
+        made.title, made.document, made.fewest = title, document, fewest  # type: ignore[attr-defined]
         FORMATS.insert(0, made)
         return made
 
@@ -75,7 +83,7 @@ def _first_that_sniffs(
 ) -> tuple[type[Format] | None, list[type[Format]]]:
     """Returns the first of the formats in `left` that finds a row, else `found`; and those that would be better."""
     for place, form in enumerate(left):
-        if next(rows_in(text, form()), None) is not None:
+        if len(list(islice(rows_in(text, form()), form.fewest))) == form.fewest:
             return form, left[:place]
     return found, left
 
@@ -181,7 +189,7 @@ class TextSource:
                 step = self._count(values)
             if values and is_step(step):
                 self._table.add(step, values)
-                self._ends.row(step)
+                self._ends.row(step, validates=only_validates(values))
 
     def _count(self, values: Mapping[str, object]) -> int:
         """Returns the number of a row without a step. If its epoch is earlier than the last one's, the run was started

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.printed_dicts import SUMMARY, numbers_of, step_in
+from verl_ext.report.sources.printed_dicts import SUMMARY, numbers_of, step_in, without_step
 from verl_ext.report.sources.text import Row, register_format
 
 LIST = re.compile(rb"\[\s*\{")
@@ -25,4 +25,4 @@ class TrainerState:
         entries = read.get("log_history") if isinstance(read, dict) else read
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(entry, dict) and SUMMARY not in entry:
-                yield step_in(entry), numbers_of(entry)
+                yield step_in(entry), without_step(numbers_of(entry))

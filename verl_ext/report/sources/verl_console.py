@@ -21,7 +21,9 @@ class VerlConsole:
         found = [each for each in STEP.finditer(text) if not _is_in_a_name(text, each.start())]
         ends = [*(each.start() for each in found[1:]), len(text)]
         for each, end in zip(found, ends, strict=False):
-            yield int(each[1]), dict(_values(text[each.end() : end]))
+            values = dict(_values(text[each.end() : end]))
+            if any("/" in name for name in values):  # else it is a sentence of a prompt or an answer
+                yield int(each[1]), values
 
 
 def _is_in_a_name(text: str, at: int) -> bool:
