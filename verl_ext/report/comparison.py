@@ -20,6 +20,7 @@ from verl_ext.report.noise import (
     FLOOR,
     LEVEL,
     ROUNDING,
+    TOO_FEW,
     Difference,
     Final,
     compare_finals,
@@ -47,8 +48,8 @@ ROWS = (  # after the reward and the validation
     "guard/skipped",
     "timing_s/step",
 )
-TOTALS = ("guard/skipped",)  # summed over the run, without a noise test
-SHORT = {"within noise": "noise", "too few steps": "too few"}  # verdicts in narrow columns
+SHARES = ("guard/skipped",)  # of the updates of the whole run, without a noise test
+SHORT = {"within noise": "noise", TOO_FEW: "too few"}  # verdicts in narrow columns
 VERDICT_STYLES = {"better": "green", "worse": "red", "differs": "yellow"}
 
 
@@ -57,15 +58,15 @@ class MetricCell:
     """One metric of one run.
 
     Attributes:
-        final: the final value; None if the run lacks the metric, and for totals.
-        total: the sum of a summed metric, and the number of steps.
+        final: the final value; None if the run lacks the metric, and for shares of the run.
+        share: the mean of a share over the whole run.
         difference: the difference to the first run; None for the first, and if one of the two has no final value.
-        verdict: "better", "worse", "differs", "within noise" or "too few steps", after
+        verdict: "better", "worse", "differs", "within noise" or "too few readings to tell", after
             `judge_differences` over the whole table; empty if nothing was compared.
     """
 
     final: Final | None = None
-    total: tuple[float, int] | None = None
+    share: float | None = None
     difference: Difference | None = None
     verdict: str = ""
 
@@ -104,7 +105,7 @@ def compare_runs(
     rows = []
     for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
-        if any(cell.final or cell.total for cell in cells):
+        if any(cell.final or cell.share is not None for cell in cells):
             rows.append((metric, [cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:])]))
     judged = _judge_rows(rows)
     falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
@@ -181,8 +182,8 @@ def _cut_at(run: Run, step: int) -> Run:
 def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
     if (series := run.get(metric.name)) is None:
         return MetricCell()
-    if metric.name in TOTALS:
-        return MetricCell(total=(float(series.values.sum()), len(series.values)))
+    if metric.name in SHARES:
+        return MetricCell(share=float(series.values.mean()))
     return MetricCell(final=final(series, window, metric.scale))
 
 
@@ -226,8 +227,8 @@ def _comparison_notes(
     compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
     if compared:
         yield f"beyond the noise: at {100 * LEVEL:.0f} % for all {compared} comparisons of this table together (Holm)"
-    if any(cell.verdict == "too few steps" for _, cells in rows for cell in cells):
-        yield "too few steps: these windows have too few independent readings; try windows of 30 steps or more"
+    if any(cell.verdict == TOO_FEW for _, cells in rows for cell in cells):
+        yield f"{TOO_FEW}: these windows have too few independent readings; try --window 100 or more"
     yield CAVEAT
     for index, name in enumerate(names):
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
@@ -287,8 +288,8 @@ class ComparisonTable:
 
 
 def _value_text(metric: Metric, cell: MetricCell) -> str:
-    if cell.total is not None:
-        return f"{cell.total[0]:.0f} of {cell.total[1]}"
+    if cell.share is not None:
+        return f"{100 * cell.share:.3g} %"
     if cell.final is None:
         return "-"
     if cell.final.scale == "log" and cell.final.mean <= FLOOR * (1 + ROUNDING):
@@ -304,8 +305,8 @@ def _value_text(metric: Metric, cell: MetricCell) -> str:
 
 
 def _change_text(metric: Metric, cell: MetricCell, baseline: MetricCell) -> str:
-    if cell is not baseline and cell.total is not None and baseline.total is not None:
-        return f"{cell.total[0] - baseline.total[0]:+.0f}"
+    if cell is not baseline and cell.share is not None and baseline.share is not None:
+        return f"{100 * (cell.share - baseline.share):+.3g} points"
     return "" if cell.difference is None else _signed_text(metric, cell.difference.change)
 
 

@@ -3,9 +3,10 @@
 The mean of the last steps has a standard error of its own. Readings of neighbouring steps depend on each other, so n of
 them have the information of n (1 - rho) / (1 + rho) independent ones, with rho the correlation of neighbours (Bayley
 and Hammersley, 1946; Zieba, 2010, equations 13 and 20 for the variance). rho from a short window comes out too small
-and scatters: it is corrected (Marriott and Pope, 1954) and moved by half of its standard error towards more dependence.
-tests/unit/report/test_noise.py counts the false alarms. Two means are compared by Welch's t, all comparisons of one
-table by Holm's procedure (1979).
+and scatters: it is corrected (Marriott and Pope, 1954), and CAUTION standard errors are added, because a slow wave
+looks like a level. Single spikes hide the dependence of the readings between them, so rho is estimated from residuals
+that are cut. Two means are compared by Welch's t, all comparisons of one table by Holm's procedure (1979).
+`python tools/compare_alarms.py` counts how often differences are found, and falsely.
 """
 
 import math
@@ -16,9 +17,11 @@ from typing import Literal
 import numpy as np
 
 from verl_ext.base.metrics.metric import Scale
+from verl_ext.guard.rules import NORMAL_MAD
 from verl_ext.report.run import Series
 
-NoiseVerdict = Literal["differs", "within noise", "too few steps"]
+TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
+NoiseVerdict = Literal["differs", "within noise", "too few readings to tell"]
 
 CAVEAT = (
     "noise = step-to-step noise within each run; it does not include the difference between seeds: for that, run "
@@ -28,8 +31,11 @@ LEVEL = 0.01  # probability of a false alarm: in one interval, and in a whole ta
 SHARE, FEWEST, MOST = 0.1, 20, 100  # the default window: this share of the readings, its fewest and its most
 FEWEST_FOR_ERROR = 4  # readings
 FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the line
-CAUTION = 0.5  # standard errors that are added to the correlation
-LARGEST_CORRELATION = 0.95
+CAUTION = 1.9  # standard errors that are added to the correlation
+LEAST_SCATTER = 0.4  # of sqrt(1 - rho^2): near rho = 1 the standard error is no estimate
+LARGEST_CORRELATION = 0.99
+FEWEST_EFFECTIVE = 3.0  # independent readings without which nothing can be told
+CUT = 1.5  # robust standard deviations at which residuals are cut before they are correlated
 FLOOR = 1e-12  # a divergence below this is 0 for the logarithm, as in guard/forecast.py
 ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 
@@ -40,8 +46,9 @@ class Final:
 
     Attributes:
         mean: the mean of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
-        error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. None
-            if the window has less information than two independent readings, or fewer than FEWEST_FOR_ERROR readings.
+        error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. An
+            upper estimate, because the correlation is. None if the window has less information than FEWEST_EFFECTIVE
+            independent readings, or fewer than FEWEST_FOR_ERROR readings.
         readings: finite values in the window.
         effective: the equivalent number of independent readings; None without an error.
         freedom: degrees of freedom of the error.
@@ -72,7 +79,7 @@ class Difference:
 
     Attributes:
         change: second minus first; on the log scale the logarithm of second over first.
-        error: one standard error of `change`; None if one of the runs has too few steps.
+        error: one standard error of `change`; None if one of the runs has too few readings.
         freedom: degrees of freedom after Welch; infinite if neither run scatters.
         p: two-sided probability of a change at least this large if the means are equal.
         verdict: for this comparison by itself, at LEVEL; see `judge_differences` for the comparisons of a table.
@@ -145,7 +152,7 @@ def compare_finals(a: Final, b: Final) -> Difference:
         raise ValueError(f"a final value on the {a.scale} scale cannot be compared with one on the {b.scale} scale")
     change = b.centre - a.centre
     if a.error is None or b.error is None or a.freedom is None or b.freedom is None:
-        return Difference(change, None, None, None, "too few steps", a.scale)
+        return Difference(change, None, None, None, TOO_FEW, a.scale)
     if abs(change) <= ROUNDING * max(abs(a.centre), abs(b.centre)):
         change = 0.0
     error = math.hypot(a.error, b.error)
@@ -161,7 +168,7 @@ def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
     has a "differs".
 
     Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; after
-    the first that is not, nothing differs. Comparisons with too few steps do not count.
+    the first that is not, nothing differs. Comparisons with too few readings do not count.
     """
     verdicts = [difference.verdict for difference in differences]
     order = sorted((difference.p, index) for index, difference in enumerate(differences) if difference.p is not None)
@@ -203,18 +210,20 @@ class _Scatter:
 def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
     """Returns the scatter of the mean, from the residuals after fitting a constant (`fitted` is 1) or a line (2).
 
-    None if the effective readings do not exceed the fitted parameters by at least 1.
+    None if the effective readings are fewer than FEWEST_EFFECTIVE, or exceed the fitted parameters by less than 1.
     """
     n, power = len(residuals), float(residuals @ residuals)
     if power == 0:
         return _Scatter(0.0, n, n - fitted)
-    rho = float(residuals[1:] @ residuals[:-1]) / power
+    cut = CUT * NORMAL_MAD * float(np.median(np.abs(residuals)))
+    kept = np.clip(residuals, -cut, cut) if cut else residuals  # most are equal: nothing says what a spike is
+    rho = float(kept[1:] @ kept[:-1]) / float(kept @ kept)
     rho += (fitted + 4 * max(rho, 0.0)) / n  # the fit reduces it by this
-    rho += CAUTION * math.sqrt(max(1 - rho * rho, 0.0) / n)
+    rho += CAUTION * max(math.sqrt(max(1 - rho * rho, 0.0)), LEAST_SCATTER) / math.sqrt(n)
     rho = min(max(rho, 0.0), LARGEST_CORRELATION)
     effective = n * (1 - rho) / (1 + rho)
     freedom = effective - fitted
-    if freedom < 1:
+    if effective < FEWEST_EFFECTIVE or freedom < 1:
         return None
     # The variance of a reading is power / (n - n fitted / effective), that of the mean 1 / effective of it.
     return _Scatter(math.sqrt(power / n / freedom), effective, freedom)

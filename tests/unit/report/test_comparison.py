@@ -81,7 +81,7 @@ def test_the_verdicts_are_of_the_table_not_of_the_row():
     """A difference that counts by itself does not count among 50 others."""
     steps = 100
     extra = {f"own/{index}": noise(50 + index, steps=steps) for index in range(50)}
-    a, b = noise(1, 0, 1, steps), noise(2, 0.8, 1, steps)
+    a, b = noise(1, 0, 1, steps), noise(2, 1.2, 1, steps)
     alone = compare_runs([run("a", {"own/x": a}, steps), run("b", {"own/x": b}, steps)], ["own/x"], window=30)
     assert cells(alone, "own/x")[1]["verdict"] == "differs"
     runs = [run("a", {"own/x": a, **extra}, steps), run("b", {"own/x": b, **extra}, steps)]
@@ -119,11 +119,11 @@ def test_runs_are_cut_at_the_last_step_that_all_have():
     assert any("different steps: long at 400, short at 100" in note for note in ends.notes)
 
 
-def test_skipped_updates_are_counted_not_tested():
+def test_skipped_updates_are_a_share_of_the_run_and_not_tested():
     runs = [run(name, {"guard/skipped": np.arange(STEPS) < count}) for name, count in (("a", 2), ("b", 7))]
     first, second = cells(compare_runs(runs), "guard/skipped")
-    assert (first["value"], first["change"]) == ("2 of 300", "")
-    assert (second["value"], second["change"], second["verdict"]) == ("7 of 300", "+5", "")
+    assert (first["value"], first["change"]) == ("0.667 %", "")
+    assert (second["value"], second["change"], second["verdict"]) == ("2.33 %", "+1.67 points", "")
 
 
 def test_a_metric_that_ended_early_is_told():
@@ -136,8 +136,8 @@ def test_short_runs_say_that_they_are_too_short():
     runs = [run(name, {"critic/score/mean": noise(seed, steps=3)}, 3) for seed, name in enumerate("ab")]
     comparison = compare_runs(runs)
     value, other = cells(comparison, "critic/score/mean")
-    assert "±" not in value["value"] and other["verdict"] == "too few steps" and other["interval"] == ""
-    assert any(note.startswith("too few steps:") for note in comparison.notes)
+    assert "±" not in value["value"] and other["verdict"] == "too few readings to tell" and other["interval"] == ""
+    assert any(note.startswith("too few readings to tell:") for note in comparison.notes)
 
 
 def test_equal_names_are_numbered_and_the_caveat_is_always_there():

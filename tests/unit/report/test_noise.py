@@ -10,6 +10,7 @@ import pytest
 from tests import ROOT
 from verl_ext.report.noise import (
     LEVEL,
+    TOO_FEW,
     Difference,
     Final,
     compare_finals,
@@ -32,7 +33,7 @@ def known(mean, error, freedom, scale="linear") -> Final:
 
 
 def difference(p) -> Difference:
-    verdict = "too few steps" if p is None else "differs" if p < LEVEL else "within noise"
+    verdict = TOO_FEW if p is None else "differs" if p < LEVEL else "within noise"
     return Difference(1.0, 1.0, 10.0, p, verdict)
 
 
@@ -89,10 +90,10 @@ def test_the_error_of_white_noise_is_near_the_textbook_one():
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
-def test_the_error_is_how_far_the_means_of_many_runs_scatter(rho):
+def test_the_error_is_at_least_how_far_the_means_of_many_runs_scatter(rho):
     values = autoregressive(np.random.default_rng(1), 500, 200, rho)
     errors = [final(series(row), 200).error for row in values]
-    assert 1.0 <= np.median(errors) / values.mean(axis=1).std() < 1.3
+    assert 1.0 <= np.median(errors) / values.mean(axis=1).std() < 1.8
 
 
 def test_the_default_window_is_the_last_tenth_within_its_bounds():
@@ -133,7 +134,7 @@ def test_fewer_than_four_readings_have_no_error(values):
     assert (end.error, end.effective, end.readings) == (None, None, int(np.isfinite(values).sum()))
     assert math.isnan(end.mean) == (end.readings == 0)
     for result in (compare_finals(end, known(9.0, 0.1, 10.0)), compare_finals(known(9.0, 0.1, 10.0), end)):
-        assert (result.verdict, result.p, result.interval) == ("too few steps", None, None)
+        assert (result.verdict, result.p, result.interval) == (TOO_FEW, None, None)
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])
@@ -160,8 +161,8 @@ def test_false_alarms_between_equal_runs_are_at_most_three_percent(steps, rho):
     rng = np.random.default_rng(5)
     found = verdicts(*(autoregressive(rng, 1000, steps, rho) for _ in range(2)))
     assert found.count("differs") <= 30
-    if steps == 100:
-        assert "too few steps" not in found
+    if steps == 100 and rho < 0.8:
+        assert TOO_FEW not in found
 
 
 def test_spikes_of_single_tokens_raise_no_false_alarms():
@@ -171,7 +172,7 @@ def test_spikes_of_single_tokens_raise_no_false_alarms():
     assert verdicts(*runs).count("differs") <= 15
 
 
-@pytest.mark.parametrize(("steps", "rho", "trend", "share"), [(30, 0, 0, 0.99), (100, 0.5, 0, 0.99), (30, 0, 3, 0.9)])
+@pytest.mark.parametrize(("steps", "rho", "trend", "share"), [(30, 0, 0, 0.95), (100, 0.5, 0, 0.99), (30, 0, 3, 0.4)])
 def test_a_shift_of_three_standard_deviations_is_found(steps, rho, trend, share):
     """The shift is also found if both runs are still rising at the same rate."""
     rng = np.random.default_rng(7)
@@ -191,19 +192,42 @@ def test_drift_is_told_where_it_is_more_than_noise():
 def test_holm_judges_the_whole_table():
     # LEVEL / 4, / 3, / 2: 0.0025, 0.0033, 0.005; the last is below LEVEL, but the one before it did not pass.
     table = [difference(p) for p in (0.0032, None, 0.0001, 0.006, 0.007)]
-    assert judge_differences(table) == ["differs", "too few steps", "differs", "within noise", "within noise"]
+    assert judge_differences(table) == ["differs", TOO_FEW, "differs", "within noise", "within noise"]
     assert judge_differences([difference(0.009)]) == ["differs"] and judge_differences([]) == []
-    assert judge_differences([difference(None)]) == ["too few steps"]
+    assert judge_differences([difference(None)]) == [TOO_FEW]
 
 
-def test_tables_of_thirty_metrics_raise_a_false_alarm_in_at_most_two_percent():
-    rng = np.random.default_rng(9)
-    alarms = 0
-    for _ in range(100):
-        runs = [autoregressive(rng, 30, 40, 0.5) for _ in range(2)]
-        ends = ([final(series(row), 40) for row in rows] for rows in runs)
-        alarms += "differs" in judge_differences([compare_finals(a, b) for a, b in zip(*ends, strict=True)])
-    assert alarms <= 2
+def disturbed(rng, kind, runs, steps, rho):
+    values = autoregressive(rng, runs, steps, rho)
+    if kind == "spikes":
+        values += 5 * rng.normal(size=values.shape) * (rng.random(values.shape) < 0.03)
+    return values + (np.linspace(0, 3, steps) if kind == "trend" else 0)
+
+
+def test_tables_of_equal_runs_have_a_false_alarm_in_at_most_one_and_a_half_percent():
+    """The worst corners; docs/report.md has the whole table. 1,200 tables, so chance has no part in it."""
+    rng, alarms, tables = np.random.default_rng(9), 0, 100
+    corners = [
+        *(("", 10, 0.8), ("", 10, 0.95), ("", 20, 0.5), ("", 20, 0.9), ("", 20, 0.95), ("", 50, 0.9), ("", 50, 0.95)),
+        *(("", 100, 0.95), ("spikes", 20, 0.9), ("spikes", 50, 0.8), ("trend", 20, 0.9), ("trend", 50, 0.5)),
+    ]
+    for kind, steps, rho in corners:
+        ends = [[final(series(row), steps) for row in disturbed(rng, kind, 12 * tables, steps, rho)] for _ in range(2)]
+        differences = [compare_finals(a, b) for a, b in zip(*ends, strict=True)]
+        for table in range(tables):
+            alarms += "differs" in judge_differences(differences[12 * table : 12 * table + 12])
+    assert alarms <= 0.015 * tables * len(corners)
+
+
+@pytest.mark.parametrize(("steps", "rho", "share"), [(50, 0.0, 0.97), (50, 0.3, 0.6), (100, 0.5, 0.9), (200, 0.8, 0.5)])
+def test_a_difference_of_two_standard_deviations_is_found_among_twelve_metrics(steps, rho, share):
+    rng, tables, found = np.random.default_rng(10), 60, 0
+    for _ in range(tables):
+        runs = [autoregressive(rng, 12, steps, rho) for _ in range(2)]
+        runs[1][0] += 2
+        ends = ([final(series(row), steps) for row in rows] for rows in runs)
+        found += judge_differences([compare_finals(a, b) for a, b in zip(*ends, strict=True)])[0] == "differs"
+    assert found >= share * tables
 
 
 def test_the_halves_of_a_recorded_stable_run_do_not_differ():

@@ -50,7 +50,7 @@ class Pairs:
             return
         step = None if own is None else int(own[1])
         rest = line if own is None else f"{line[: own.start()]} | {line[own.end() :]}"
-        values = _values(rest)
+        values = _pair_values(rest)
         if not any(quantity_of(name) is not None for name in values):
             if step is not None and HEADING.search(text.encode()):
                 self._heading = step
@@ -64,7 +64,7 @@ class Pairs:
             yield step, values
 
 
-def _values(line: str) -> dict[str, float]:
+def _pair_values(line: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, plain, timed, share, tensor in PAIR.findall(line):
         key = re.sub(r"[ .]+", "_", name.strip().lower())
