@@ -228,11 +228,11 @@ def test_pictures_are_written_when_asked_for(tmp_path):
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    runs = [replace(full(60, layers=2, seed=seed), name=f"run {seed} <&>") for seed in range(6)]
+    runs = [replace(full(300, layers=2, seed=seed), name=f"run {seed} <&>") for seed in range(6)]
     better = replace(runs[1], metrics={**runs[1].metrics})
-    better.metrics["critic/score/mean"] = changed(better, lambda values: values + 0.3).metrics["critic/score/mean"]
+    better.metrics["critic/score/mean"] = changed(better, lambda values: values + 3).metrics["critic/score/mean"]
     named = {run.name: run for run in [runs[0], better, *runs[2:]]}
-    comparison = compare_runs(list(named.values()))
+    comparison = compare_runs(list(named.values()), window=100)
     return write_comparison(named, comparison, tmp_path_factory.mktemp("six"), pictures=False), comparison
 
 
