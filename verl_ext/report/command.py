@@ -29,10 +29,11 @@ STATISTICS = "scipy"  # needed by `compare` and by the lab
 FAILED = 2  # exit code of a command that failed
 
 RUN_HELP = (
-    "the console output of verl, TRL, slime, miles or another trainer (- reads the standard input); verl's metrics "
-    "file or other JSON lines with a step; CSV or TSV; trainer_state.json; a notebook; a local folder of W&B (wandb/), "
-    "TensorBoard or MLflow (mlruns/, mlruns.db); or a folder with one of these. The guard's events and dumped "
-    "trajectories next to it are read too. PATH:N is the Nth of several runs in it"
+    "verl's console output, printed dictionaries of TRL, ms-swift, slime or miles, or names with numbers of another "
+    "trainer (- reads the standard input); verl's metrics file or other JSON lines with a step; CSV or TSV; "
+    "trainer_state.json; a notebook; a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db); or a "
+    "folder with one of these. The guard's events and dumped trajectories next to it are read too. PATH:N is the Nth "
+    "of several runs in it"
 )
 REPORT = """\
 Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 
+from tests import ROOT
 from tests.unit.report.made_files import train, write
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.report.command import RUN_HELP
 from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import VALIDATION, ReportError
 from verl_ext.report.sources import FORMATS
-from verl_ext.report.sources.text import register_format
+from verl_ext.report.sources.text import detect_format, register_format
 from verl_ext.report.terminal import dashboard_rows
 from verl_ext.report.verdict import judge_run
 
@@ -94,20 +95,11 @@ def test_a_folder_with_one_log_stands_for_it(tmp_path, name, text, reward):
     assert values(read_run(tmp_path), reward)[3] == 0.75
 
 
-def test_every_form_has_a_sample_and_is_in_the_help():
-    assert len(FORMATS) == 5
-    for word in (
-        "verl",
-        "TRL",
-        "slime",
-        "trainer_state.json",
-        "notebook",
-        "CSV",
-        "TSV",
-        "JSON lines",
-        "another trainer",
-    ):
-        assert word in RUN_HELP
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_has_a_sample_and_is_in_help_and_docs(tmp_path, form):
+    read = {detect_format(log(tmp_path, text, name)) for name, text, _ in SAMPLES.values()}
+    what = form.title.partition(" (")[0]
+    assert form in read and what in RUN_HELP and what in (ROOT / "docs" / "report.md").read_text()
 
 
 def test_verls_numbers_in_all_their_forms(tmp_path):

@@ -14,7 +14,7 @@ from verl_ext.report.sources.text import FORMATS, Row, register_format, rows_in
 TABLE = re.compile(r"<th[^>]*>\s*Step\s*</th>", re.IGNORECASE)
 
 
-@register_format("a notebook with one of these in its output", document=True)
+@register_format("a notebook (with one of these in its output)", document=True)
 class Notebook:
     def sniff(self, text: bytes) -> bool:
         return text.lstrip()[:1] == b"{" and b'"cells"' in text and b'"cell_type"' in text

@@ -31,7 +31,7 @@ STEP_NAMES = ("step", "global_step", "iteration", "iter", "update", "rollout")
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 
-@register_format("lines of names and numbers of another trainer", fewest=2)
+@register_format("names with numbers (prime-rl, NeMo-RL, other trainers)", fewest=2)
 class Pairs:
     def __init__(self) -> None:
         self._stepped: bool | None = None  # whether the rows of this log have steps

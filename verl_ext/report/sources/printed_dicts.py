@@ -22,7 +22,7 @@ BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
 LONGEST = 1 << 20  # characters of a dictionary
 
 
-@register_format("dictionaries printed by TRL, ms-swift, slime or miles")
+@register_format("printed dictionaries (TRL, ms-swift, slime, miles)")
 class PrintedDicts:
     def __init__(self) -> None:
         self._trained: int | None = None  # the last optimizer step, where these are logged apart

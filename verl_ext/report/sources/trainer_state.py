@@ -11,7 +11,7 @@ from verl_ext.report.sources.text import Row, register_format
 LIST = re.compile(rb"\[\s*\{")
 
 
-@register_format("trainer_state.json of TRL, or a list of its log entries", document=True)
+@register_format("trainer_state.json (or a list of its log entries)", document=True)
 class TrainerState:
     def sniff(self, text: bytes) -> bool:
         text = text.lstrip()
