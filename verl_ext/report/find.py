@@ -7,7 +7,7 @@ one directly in it, else one up to three folders below.
 import csv
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,7 +25,7 @@ from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, Mlf
 from verl_ext.report.sources.store import StoreSource
 from verl_ext.report.sources.table import TableRun
 from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
-from verl_ext.report.sources.text import TextSource, detect_format, first_step
+from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
 from verl_ext.report.sources.wandb import FILE as WANDB_FILE
 from verl_ext.report.sources.wandb import WandbFolder
 
@@ -116,7 +116,7 @@ def find_source(path: Path, which: int | None) -> RunSource:
     found, refused = _runs(path, depth=0)
     if not found:
         if logs := _logs_in(path):
-            return join_logs(logs)
+            return logs
         if states := sorted(path.glob("checkpoint-*/trainer_state.json"), key=_natural):
             return _source_of_file(states[-1], which)  # the last one has the history of those before
         found, refused = _runs(path, depth=DEPTH)
@@ -139,17 +139,18 @@ def join_logs(paths: Sequence[Path]) -> RunSource:
     Raises:
         ReportError: one of them is no log, or has another format than the first.
     """
-    forms = {path: detect_format(path) for path in paths}
-    form = forms[paths[0]]
-    for path, other in forms.items():
-        if other is None or form is None:
+    forms: dict[Path, type[Format]] = {}
+    for path in paths:
+        if (form := detect_format(path)) is None:
             raise ReportError(f"{path}: no format of logs has a row in it; only logs can be read together")
-        if other is not form:
-            raise ReportError(f"{path} is {other.title}, and {paths[0]} is {form.title}: they are not of one run")
-    assert form is not None
-    made = form
+        forms[path] = form
+        if form is not (first := forms[paths[0]]):
+            raise ReportError(f"{path} is {form.title}, and {paths[0]} is {first.title}: they are not of one run")
+    return _in_order(paths, forms[paths[0]])
 
-    return TextSource(sorted(paths, key=lambda path: (first_step(path, made), _natural(path))), made)
+
+def _in_order(paths: Iterable[Path], form: type[Format]) -> TextSource:
+    return TextSource(sorted(paths, key=lambda path: (first_step(path, form), _natural(path))), form)
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -232,12 +233,15 @@ def _what_else(start: bytes) -> str:
     )
 
 
-def _logs_in(folder: Path) -> list[Path]:
-    """Returns the logs that lie directly in a folder and have metrics in them, in the most telling format of these."""
+def _logs_in(folder: Path) -> TextSource | None:
+    """Returns what reads the logs that lie directly in a folder and have metrics in them, in the most telling format of
+    these."""
     here = [path for path in sorted(folder.iterdir()) if path.name.endswith(LOG_ENDINGS) and is_regular(path)]
     forms = {path: form for path in here if (form := detect_format(path)) is not None}
-    best = min(forms.values(), key=FORMATS.index, default=None)
-    return [path for path, form in forms.items() if form is best]
+    if not forms:
+        return None
+    best = min(forms.values(), key=FORMATS.index)
+    return _in_order((path for path, form in forms.items() if form is best), best)
 
 
 def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:

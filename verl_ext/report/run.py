@@ -11,7 +11,7 @@ import numpy as np
 
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import Alias, aliases_of, by_quantity, quantity_of
+from verl_ext.diagnosis.names import Alias, by_quantity, quantity_of
 from verl_ext.guard.state import Event
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot distinguish steps
@@ -113,21 +113,18 @@ class Run:
 
     def _named(self, name: str) -> Iterator[Series]:
         """Yields the series of a quantity under each of its names, in this run's order of preference."""
-        for alias in aliases_of(name):
-            if alias.is_family:
-                found = [logged for logged in self.metrics if alias.matches(logged)]
-            else:
-                found = [alias.name] if alias.name in self.metrics else []
-            yield from (self.metrics[logged].converted(alias) for logged in found)
+        own = {name: Alias(name)} if name in self.metrics else {}  # asked for by another name than the canonical one
+        for logged, alias in self._quantities.get(name, own).items():
+            yield self.metrics[logged].converted(alias)
+
+    @cached_property
+    def _quantities(self) -> dict[str, dict[str, Alias]]:
+        return by_quantity(self.metrics)
 
     @cached_property
     def canonical(self) -> dict[str, Series]:
         """Finite values by canonical name. A metric that is no known quantity, or one of a family, keeps its name."""
-        found = {
-            name: _first_finite(self.metrics[each].converted(alias) for each, alias in logged.items())
-            for name, logged in by_quantity(self.metrics).items()
-        }
-        return {name: series for name, series in found.items() if series is not None}
+        return {name: series for name in self._quantities if (series := self.get(name)) is not None}
 
     def notes_on_names(self) -> Iterator[str]:
         """Says that the report knows none of the names of the metrics, or few."""

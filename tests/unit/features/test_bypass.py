@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.support.closeness import close
 from tests.support.fixing import assert_fixed
 from tests.support.loss_oracles import m2po_oracle
 from tests.support.micro_batches import Micro
@@ -135,7 +136,7 @@ def test_the_fix_of_a_method_with_an_uncut_ratio_has_its_gradient(checked, with_
         keep = [torch.full((len(row),), float(0.999 <= row.mean().exp() <= 1.002)) for row in log_k]
     expected = -torch.cat([m * k.exp() * a for m, k, a in zip(keep, log_k, advantages, strict=True)]) / sum(lengths)
     assert 0 < (expected == 0).sum() < len(expected)
-    torch.testing.assert_close(batch.take_gradients().double(), expected, rtol=1e-4, atol=1e-7)
+    close(batch.take_gradients(), expected)
 
 
 @pytest.mark.parametrize(

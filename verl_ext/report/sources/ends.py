@@ -96,8 +96,8 @@ def last_error(text: bytes) -> Error | None:
         elif TRACEBACK in said:
             traced = True
         elif error := _error_of(said):
-            near = number > len(lines) - NEAR and not finished
-            if error.rank == 3 or (traced and error.rank == 2) or (near or not (finished or error.rank == 2)):
+            seen = traced if error.rank == 2 else error.rank == 3
+            if seen or (not finished and (error.rank < 2 or number > len(lines) - NEAR)):
                 found, bars = (error if found is None or error.rank >= found.rank else found), 0
     return found
 
