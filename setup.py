@@ -43,6 +43,7 @@ setup(
     package_data={
         "verl_ext.configs": ["*.yaml", "*/*.yaml"],
         "verl_ext.diagnosis": ["*.toml"],
+        "verl_ext.diagnosis.causes": ["*.toml"],
         "verl_ext.report": ["templates/*"],
     },
     install_requires=[

@@ -2,12 +2,16 @@
 
     python tools/cases.py add SET FOLDER     make the value files of SET (field, lab, stack) from cases in FOLDER
     python tools/cases.py judge              write what the report says of each case now; `git diff` shows what changed
-    python tools/cases.py table              how many of each set are judged as is known of them
+    python tools/cases.py table              how many of each set are judged as is known of them, by aspect
+    python tools/cases.py page [--write]     the tables of docs/diagnosis.md; --write puts them into the page
+    python tools/cases.py guide              docs/field-guide.md, from the symptoms in tests/cases/field.json
+    python tools/cases.py noise              the table of false alarms in docs/report.md; two minutes
 
 A value file is a CSV with a column for the step and one for each metric whose name the report knows, five digits each.
 A case in FOLDER is a folder with its files and `case.json`: id, source, framework, model, kind, files, and `expect`,
-what a report must and must not say. A value file keeps the names that the run logged, so that the table of names is
-tried too.
+what a report must and must not say. `add` keeps the words for the guide that an index has: `symptom` (it begins with
+the metric that shows the problem first), `cause` ("sound" for none) and `helped`. A value file keeps the names that the
+run logged, so that the table of names is tried too.
 """
 
 import argparse
@@ -15,36 +19,42 @@ import csv
 import gzip
 import io
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from verl_ext.diagnosis.names import quantity_of
+import numpy as np
+
+from verl_ext.diagnosis.causes import CAUSES, WORDS
+from verl_ext.diagnosis.findings.registry import RULES
+from verl_ext.diagnosis.judge import judge
+from verl_ext.diagnosis.names import aliases_of, quantity_of
+from verl_ext.diagnosis.series import Readings, Series
 from verl_ext.report.load import read_run
-from verl_ext.report.machine import as_json
 from verl_ext.report.run import Run
 from verl_ext.report.verdict import judge_run
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests" / "cases"
 JUDGED = CASES / "judged.json"
+DIAGNOSIS = ROOT / "docs" / "diagnosis.md"
+WORDS_OF_GUIDE = ("symptom", "cause", "helped")
 SETS = ("field", "lab", "stack")
 ENDINGS = {"field": ".csv", "lab": ".csv.gz", "stack": ".csv.gz"}  # other people's runs can be read in a diff
-ALSO = (
-    "vllm_kl/",
-    "router/",
-    "sync/",
-    "correction/",
-    "guard/",
-    "filter/",
-)  # what only we log
+ALSO = (  # what only we log, as far as the diagnosis reads it
+    *("vllm_kl/k1/prob/", "vllm_kl/k3/prob/", "vllm_kl/k3/lag/", "vllm_kl/engine/k3", "vllm_kl/sequence_gap_"),
+    *("router/", "sync/", "correction/dropped", "filter/", "reward/prompt_effect"),
+    *("guard/level", "guard/boundary", "guard/skipped", "guard/steps_to_boundary", "guard/mask_blind"),
+)
 
 
 def write_values(run: Run, file: Path) -> None:
-    """Writes the metrics of a run whose names the report knows, five digits each."""
+    """Writes the metrics of a run that the diagnosis may read, five digits each."""
     names = [name for name in run.metrics if quantity_of(name) is not None or name.startswith(ALSO)]
     cells = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True)) for name in names}
     text = io.StringIO()
@@ -62,7 +72,9 @@ def _cell(value: float | None) -> str:
 
 
 def add(which: str, folder: Path) -> None:
-    index = []
+    file = CASES / f"{which}.json"
+    before = {each["case"]: each for each in json.loads(file.read_text(encoding="utf-8"))} if file.exists() else {}
+    index = dict(before)
     for path in sorted(folder.glob("*/case.json")):
         known = json.loads(path.read_text(encoding="utf-8"))
         for name in known["files"]:
@@ -70,8 +82,10 @@ def add(which: str, folder: Path) -> None:
             write_values(read_run(path.parent / name), CASES / which / f"{stem}{ENDINGS[which]}")
             expect = known["expect"] | known.get("expect_file", {}).get(name, {})
             about = {key: known[key] for key in ("source", "framework", "model", "kind") if known.get(key)}
-            index.append({"case": stem, **about, "expect": expect})
-    (CASES / f"{which}.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            words = {key: before[stem][key] for key in WORDS_OF_GUIDE if key in before.get(stem, {})}
+            index[stem] = {"case": stem, **about, "expect": expect, **words}
+    found = [index[stem] for stem in sorted(index)]
+    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def cases() -> Iterator[tuple[str, Path, dict[str, Any]]]:
@@ -85,8 +99,8 @@ def cases() -> Iterator[tuple[str, Path, dict[str, Any]]]:
 
 def judgement(file: Path) -> dict[str, Any]:
     """Returns what the report says of a run, as far as it is frozen."""
-    run = _read(file)
-    said = as_json(run, judge_run(run))
+    run = read_case(file)
+    said = judge_run(run).as_json(run)
     return {
         "state": said["state"],
         "learning": said["learning"]["state"],
@@ -95,7 +109,7 @@ def judgement(file: Path) -> dict[str, Any]:
     }
 
 
-def _read(file: Path) -> Run:
+def read_case(file: Path) -> Run:
     if file.suffix != ".gz":
         return read_run(file)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,16 +118,219 @@ def _read(file: Path) -> Run:
         return read_run(unpacked)
 
 
+def aspects(expect: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns what is known of a run, by aspect, and whether the frozen part of a judgement has it right.
+
+    A log may not show its cause. Then "unknown" is one of the causes that are right, and naming none is right too.
+    """
+    found = {axis: said[axis] in expect[axis] for axis in ("learning", "engines") if axis in expect}
+    if "state" in expect or "never_state" in expect:
+        wanted = "state" not in expect or said["state"] in expect["state"]
+        found["state"] = wanted and said["state"] not in expect.get("never_state", ())
+    first = said["causes"][0] if said["causes"] else "unknown"
+    if "cause" in expect:
+        found["cause"] = first in expect["cause"]
+    if "no_cause" in expect or "never_cause" in expect:
+        accused = expect.get("no_cause") and said["causes"]
+        found["accused"] = not accused and not set(said["causes"]) & set(expect.get("never_cause", ()))
+    return found
+
+
 def is_right(expect: dict[str, Any], said: dict[str, Any]) -> bool:
     """Returns True if the frozen part of a judgement is as is known of the run."""
-    first = said["causes"][0] if said["causes"] else "unknown"
-    return (
-        all(said[axis] in expect[axis] for axis in ("learning", "engines", "state") if axis in expect)
-        and said["state"] not in expect.get("never_state", ())
-        and not (expect.get("no_cause") and said["causes"])
-        and ("cause" not in expect or first in expect["cause"])
-        and not set(said["causes"]) & set(expect.get("never_cause", ()))
-    )
+    return all(aspects(expect, said).values())
+
+
+def judgements() -> dict[str, dict[str, Any]]:
+    return {f"{which}/{known['case']}": judgement(file) for which, file, known in cases()}
+
+
+def table(said: Mapping[str, dict[str, Any]]) -> str:
+    """Returns the counts of each set as a table in Markdown; `said` are the judgements by set and case."""
+    lines = [
+        "| set | cases | all right | learning | engines | state | first cause | of them named | accused wrongly |",
+        "|---" * 9 + "|",
+    ]
+    for which in SETS:
+        counts: Counter[tuple[str, bool]] = Counter()
+        for known in (known for each, _, known in cases() if each == which):
+            judged = said[f"{which}/{known['case']}"]
+            found = aspects(known["expect"], judged)
+            counts.update(found.items())
+            counts["all", all(found.values())] += 1
+            counts["named", found.get("cause", False) and bool(judged["causes"])] += 1
+        of = {aspect: counts[aspect, True] + counts[aspect, False] for aspect, _ in counts}
+        right = [
+            f"{counts[each, True]} of {of[each]}" if of.get(each) else ""
+            for each in ("all", "learning", "engines", "state", "cause")
+        ]
+        accused = f"{counts['accused', False]} of {of['accused']}" if of.get("accused") else ""
+        lines.append(f"| {' | '.join((which, str(of['all']), *right, str(counts['named', True]), accused))} |")
+    return "\n".join(lines) + "\n"
+
+
+FINDINGS = """A reader hears of a finding at a level of the third column. The other levels are as in a sound run, or say
+nothing by themselves; they speak for or against causes. Metrics have their canonical names here;
+[names.toml](../verl_ext/diagnosis/names.toml) has those of each trainer."""
+
+
+def page() -> str:
+    """Returns the tables of docs/diagnosis.md of all causes and of all findings."""
+    lines = ["| id | cause | check | try | shown by |", "|---" * 5 + "|"]
+    for cause in CAUSES.values():
+        tries = dict.fromkeys(filter(None, (cause.override, cause.moe_override)))
+        signs = (
+            f"`{name}`: {', '.join(levels)}"
+            for name, words in cause.shows.items()
+            if (levels := [level for level, word in words.items() if WORDS[word] > 0])
+        )
+        cells = (f"`{cause.name}`", cause.title, cause.check, "<br>".join(f"`{each}`" for each in tries))
+        lines.append(_row(*cells, "; ".join(signs)))
+    lines += ["", "## All findings", "", FINDINGS, ""]
+    lines += ["| finding | what it shows | told at | other levels | from |", "|---" * 5 + "|"]
+    for rule in sorted(RULES.values(), key=lambda rule: rule.look.__module__):
+        told = [level for level in rule.levels if level not in rule.usual]
+        said = " ".join((rule.look.__doc__ or "").split("\n\n")[0].split())
+        needs = ", ".join(f"`{name}`" for name in rule.needs)
+        lines.append(_row(f"`{rule.name}`", said, ", ".join(told), ", ".join(rule.usual), needs))
+    return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def between_markers(text: str, command: str) -> tuple[str, str, str]:
+    """Returns what is before, in and behind the part of a page that a command prints."""
+    start, end = f"<!-- {command} -->\n\n", "\n<!-- end -->"
+    before, rest = text.split(start)
+    part, behind = rest.split(end, 1)
+    return before + start, part, end + behind
+
+
+GUIDE = """# Field guide
+
+What went wrong in other people's runs, in numbers. Search this page for a metric that moved in your run, by the name
+that your trainer logs. `python tools/cases.py guide` makes the page from the runs of
+[tests/cases/field.json](../tests/cases/field.json). [What is wrong with my run?](diagnosis.md) has the words of the
+report, and how many of these runs it judges rightly.
+
+- **Cause** is what the owner found. "Not known" if nobody did; what somebody only suspects is marked.
+- **The report says** the state of the learning, that of the engines ([the verdict](report.md#the-verdict)), and the
+  [causes](diagnosis.md#all-causes). Two forms of one run may be judged differently.
+- **What helped** is empty if nobody has said so.
+- "Owner's file" is a log as it was published. The other runs were typed from a table, or rebuilt from values in a
+  report: their noise is not real. A source without an address was found without one.
+- k3, k1 and \\|log k\\| compare the engines ([glossary](glossary.md)).
+"""
+
+
+def guide(said: Mapping[str, dict[str, Any]]) -> str:
+    """Returns the page of symptoms: those of one metric together, the sound runs last.
+
+    Cases with the same symptom are one run in several forms, and share a row.
+    """
+    rows: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    for which, _, known in cases():
+        if which == "field":
+            judged = said[f"field/{known['case']}"]
+            causes = ", ".join(f"`{name}`" for name in judged["causes"]) or "no cause"
+            says = f"{judged['learning']}, {judged['engines']}; {causes}"
+            rows.setdefault(known["symptom"], []).append((known, says))
+    sections: dict[str, list[str]] = {}
+    for symptom, found in rows.items():
+        first, sources = found[0][0], dict.fromkeys(_source(known) for known, _ in found)
+        told = dict.fromkeys(says for _, says in found)
+        quantity = quantity_of(_first_metric(symptom))
+        sound = first["cause"] == "sound"
+        name = "" if sound else quantity.name if quantity is not None else _first_metric(symptom)
+        cells = (symptom, " / ".join(told)) if sound else (symptom, first["cause"], " / ".join(told), first["helped"])
+        sections.setdefault(name, []).append(_row(*cells, "<br>".join(sources)))
+    lines = [GUIDE]
+    for name in sorted(filter(None, sections)):
+        others = [f"`{alias.name}`" for alias in aliases_of(name) if not alias.is_family and alias.name != name]
+        lines += [f"## {name}\n", *([f"Also logged as {', '.join(others)}.\n"] if others else [])]
+        lines += ["| symptom | cause | the report says | what helped | source |", "|---" * 5 + "|", *sections[name], ""]
+    lines += ["## Sound runs\n", "What is normal, also where it looks odd.\n"]
+    lines += ["| what it looks like | the report says | source |", "|---" * 3 + "|", *sections[""]]
+    return "\n".join(lines) + "\n"
+
+
+def _first_metric(symptom: str) -> str:
+    found = re.match(r"`([^`]+)`", symptom)
+    if found is None:
+        raise ValueError(f"a symptom begins with the name of a metric, in backticks: {symptom}")
+    return found[1]
+
+
+def _source(known: Mapping[str, Any]) -> str:
+    """Returns where a case is from, an issue as a link. Ids of a search engine help no reader."""
+    source = re.sub(r"\s*\((?:[^()]*look-up id|store id|the repository)[^()]*\)", "", known["source"])
+    issue = re.match(r"([\w.-]+/[\w.-]+) (?:issues?|pull request) (\d+)", source)
+    if issue is not None:
+        link = f"[{issue[0]}](https://github.com/{issue[1]}/issues/{issue[2]})"
+        source = f"{link}{source[issue.end() :]}"
+    return "; ".join((source, known["framework"], known["kind"]))
+
+
+RUNS = 200  # of each row of the table of false alarms
+COURSES = {  # share of the run -> mean reward
+    "flat at 0.5": lambda at: np.full_like(at, 0.5),
+    "flat at 0.2": lambda at: np.full_like(at, 0.2),
+    "learns from 0.2 to 0.7": lambda at: 0.2 + 0.5 * (1 - np.exp(-4 * at)),
+    "learns from 0.3 to 0.4": lambda at: 0.3 + 0.1 * at,
+    "falls from 0.6 to 0.4, in the third quarter": lambda at: 0.6 - 0.2 * np.clip(4 * at - 2, 0, 1),
+    "falls from 0.6 to 0.2, in the third quarter": lambda at: 0.6 - 0.4 * np.clip(4 * at - 2, 0, 1),
+}
+
+
+LENGTHS = (20, 60, 200)  # steps
+GAPS = {"0.001": (0.001, 0.0), "0.05": (0.05, 0.0), "0.001, growing by 5 % per step": (0.001, 0.05)}
+
+
+def noise() -> str:
+    """Returns how often made runs of LENGTHS get each state at their last step.
+
+    The noise of a reward has a deviation of 0.1 and is correlated between neighbours by rho; k3 has a noise of 0.3 in
+    its logarithm.
+    """
+    random, rewards, gaps = np.random.default_rng(0), [], []
+    for (name, course), rho in product(COURSES.items(), (0.0, 0.5, 0.8)):
+        made = [
+            [course(np.linspace(0, 1, steps)) + _correlated(random, steps, rho, 0.1) for _ in range(RUNS)]
+            for steps in LENGTHS
+        ]
+        states = [Counter(judge(_made("critic/score/mean", each)).learning.state for each in runs) for runs in made]
+        rewards.append(_row(name, f"{rho:g}", *_shares(states, "learns", "weak", "flat", "falling", "collapsed")))
+    for (name, (level, rate)), rho in product(GAPS.items(), (0.0, 0.8)):
+        made = [
+            [level * np.exp(rate * np.arange(steps) + _correlated(random, steps, rho, 0.3)) for _ in range(RUNS)]
+            for steps in LENGTHS
+        ]
+        states = [Counter(judge(_made("vllm_kl/k3", each)).engines.state for each in runs) for runs in made]
+        gaps.append(_row(name, f"{rho:g}", *_shares(states, "close", "apart", "growing", "broken")))
+    lines = ["| reward | rho | learns | weak | flat | falling | collapsed |", "|---" * 7 + "|", *rewards, ""]
+    lines += ["| k3 | rho | close | apart | growing | broken |", "|---" * 6 + "|", *gaps]
+    return "\n".join(lines) + "\n"
+
+
+def _shares(counts: list[Counter[str]], *states: str) -> Iterator[str]:
+    """Yields for each state its share of the runs of each length, in percent."""
+    for state in states:
+        shares = [100 * each[state] / RUNS for each in counts]
+        yield " / ".join(f"{share:.3g}" for share in shares) if any(shares) else ""
+
+
+def _made(name: str, values: np.ndarray) -> Readings:
+    return Readings({name: Series(np.arange(1, len(values) + 1), values)})
+
+
+def _correlated(random: np.random.Generator, steps: int, rho: float, deviation: float) -> np.ndarray:
+    """Returns first-order autoregressive noise."""
+    found = random.normal(size=steps)
+    for step in range(1, steps):
+        found[step] = rho * found[step - 1] + (1 - rho**2) ** 0.5 * found[step]
+    return deviation * found
 
 
 def main() -> int:
@@ -122,24 +339,31 @@ def main() -> int:
     adding = commands.add_parser("add")
     adding.add_argument("set", choices=SETS)
     adding.add_argument("folder", type=Path)
-    commands.add_parser("judge")
-    commands.add_parser("table")
+    paging = commands.add_parser("page")
+    paging.add_argument("--write", action="store_true")
+    for name in ("judge", "table", "guide", "noise"):
+        commands.add_parser(name)
     arguments = parser.parse_args()
-    if arguments.command == "add":
-        add(arguments.set, arguments.folder)
-        return 0
-    said = {f"{which}/{known['case']}": judgement(file) for which, file, known in cases()}
-    if arguments.command == "judge":
-        lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in said.items())
-        JUDGED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        return 0
-    counts: Counter[tuple[str, bool]] = Counter()
-    for which, _, known in cases():
-        counts[which, is_right(known["expect"], said[f"{which}/{known['case']}"])] += 1
-    for which in SETS:
-        whole = counts[which, True] + counts[which, False]
-        if whole:
-            print(f"{which:6} {counts[which, True]:4} of {whole} judged as is known of them")
+    match arguments.command:
+        case "add":
+            add(arguments.set, arguments.folder)
+        case "judge":
+            lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in judgements().items())
+            JUDGED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        case "table":
+            print(table(judgements()), end="")
+        case "guide":
+            print(guide(judgements()), end="")
+        case "noise":
+            print(noise(), end="")
+        case "page" if not arguments.write:
+            print(page(), end="")
+        case "page":
+            text = DIAGNOSIS.read_text(encoding="utf-8")
+            for command, part in (("page", page()), ("table", table(judgements()))):
+                before, _, behind = between_markers(text, f"python tools/cases.py {command}")
+                text = before + part + behind
+            DIAGNOSIS.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -5,7 +5,7 @@
     python tools/diagnosis.py ask                print how much is found with the metrics that the report asks for
 
 Each run of a cause has its own task, model, learning rate and severity, drawn by its number. The points of
-`verl_ext.guard.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST. The tables
+`verl_ext.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST. The tables
 show the runs from FIRST on, on which no rule was chosen.
 """
 
@@ -22,12 +22,15 @@ from statistics import median
 
 from rich.console import Console
 
-from verl_ext.guard.diagnosis import ROUNDING, Diagnosis, find_question, find_suspects
+from verl_ext.diagnosis.causes import CAUSES
+from verl_ext.diagnosis.judge import RunningDiagnosis, judge
+from verl_ext.diagnosis.series import Readings
 from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
 FIRST = {"development": 0, "held_out": 48}  # the number of the first run that is judged
+ROUNDING = tuple(cause.name for cause in CAUSES.values() if cause.harmless_if_close)
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
     *("stability.router_agreement=true", "stability.sync_canary.trajectories=8"),
@@ -63,7 +66,7 @@ class Planted:
     """A cause as it is planted.
 
     Attributes:
-        cause: its name in `verl_ext.guard.diagnosis`; "" for a sound run.
+        cause: its name in `verl_ext.diagnosis`; "" for a sound run.
         regime: of the lab.
         development, held_out: overrides of each severity, separated by blanks; drawn in turn.
         always: overrides of every run of it.
@@ -245,7 +248,7 @@ def named_at(metrics: Metrics) -> tuple[list[tuple[int, str]], int]:
     for name, found in metrics.items():
         for step, value in found:
             by_step[step][name] = value
-    watching, reported = Diagnosis(), []
+    watching, reported = RunningDiagnosis(), []
     for step in sorted(by_step):
         if watching.add(step, by_step[step]) is not None:
             reported.append((step, watching.reported))
@@ -275,7 +278,7 @@ class Judged:
 
 def causes_named(metrics: Metrics, planted: Planted) -> list[str]:
     """Returns the causes that a report names; without harmless rounding, unless rounding is what was planted."""
-    suspects = find_suspects(metrics)
+    suspects = judge(Readings.of_pairs(metrics)).suspects
     return [each.cause.name for each in suspects if not each.harmless or planted.cause in ROUNDING]
 
 
@@ -296,7 +299,7 @@ def is_right(cause: str, found: list[str], places: int) -> bool:
     return cause in found[:places] if cause else not found
 
 
-def judge(which: str, out: Path) -> None:
+def print_tables(which: str, out: Path) -> None:
     """Prints the tables of docs/diagnosis.md: by planted cause, which cause came first, and how soon it was named."""
     runs = {
         name: [judge_run(folder, planted) for folder in folders_of(name, which, out)]
@@ -365,7 +368,7 @@ MEASURES = {
 def follow(whole: Metrics) -> tuple[Metrics, list[str]]:
     """Returns verl's own metrics, with those that the report asks for one after another, and the settings for these."""
     known, asked = plain(whole), list[str]()
-    while (question := find_question(known)) is not None and question.setting not in asked:
+    while (question := judge(Readings.of_pairs(known)).question) is not None and question.setting not in asked:
         known |= {name: found for name, found in whole.items() if name.startswith(MEASURES[question.setting])}
         asked.append(question.setting)
     return known, asked
@@ -397,7 +400,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(".diagnosis"))
     given = parser.parse_args()
     if given.what != "run":
-        {"judge": judge, "ask": ask}[given.what](given.set, given.out)
+        {"judge": print_tables, "ask": ask}[given.what](given.set, given.out)
         return 0
     names = given.causes.split(",") if given.causes else list(PLANTED)
     wanted = [cell for _, cell in cells(given.set, given.runs, names)]

@@ -1,15 +1,19 @@
-"""The modules that docs/extend.md shows, run by the commands under them; and its table of a batch's fields."""
+"""The modules and causes that docs/extend.md shows, run by the commands under them; and its tables."""
 
 import copy
+import json
 import math
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -22,6 +26,7 @@ from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
 from verl_ext.core.losses import LOSSES, READABLE, LossChange
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
+from verl_ext.diagnosis.causes import ENTRY_POINTS, LEAST, WORDS, tomllib
 from verl_ext.features.feature import Part
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features
@@ -188,3 +193,110 @@ def test_the_estimator(launched):
     rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.tensor([[1, 1], [1, 0]])
     found, _ = estimate(token_level_rewards=rewards, response_mask=mask, index=["u", "v"], config=config.algorithm)
     assert found.tolist() == [[-0.5, -0.5], [0.5, 0.0]]
+
+
+# ------------------------------------------------------------------------------------------------- causes of one's own
+
+(CAUSE,) = re.findall(r"```toml\n# (grader_slow)\.toml\n(.*?)```", PAGE, flags=re.DOTALL)
+(FINDING,) = re.findall(r"```python\n# my_causes/__init__\.py\n(.*?)```", PAGE, flags=re.DOTALL)
+(LINE,) = re.findall(r"```toml\n(grader_timeouts = .*?\n)```", PAGE)
+(PROJECT,) = re.findall(r"```toml\n# pyproject\.toml\n(.*?)```", PAGE, flags=re.DOTALL)
+(REPORT,) = re.findall(r"```bash\nverl-ext (report .*?)\n```", PAGE)
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A run whose reward falls while its answers grow, and whose grader times out on one answer in ten."""
+    noise = 0.01 * np.random.default_rng(0).normal(size=60)
+    metrics = {
+        "critic/score/mean": np.interp(np.arange(60), [0, 20, 30, 60], [0.3, 0.8, 0.8, 0.5]) + noise,
+        "response_length/mean": np.linspace(500, 1000, 60) * (1 + noise),
+        "grader/timeouts": np.full(60, 0.1),
+    }
+    file = tmp_path / "run.jsonl"
+    rows = [{"step": i + 1, **{name: float(values[i]) for name, values in metrics.items()}} for i in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def python(*arguments, path=()):
+    """Runs Python in a process of its own, with these folders on its path."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def report(run_file):
+    """report(words, path=FOLDERS) -> the JSON of that command."""
+
+    def report(words, path=()):
+        named = {"RUN": run_file, "grader_slow.toml": run_file.parent / "grader_slow.toml"}
+        found = python("-m", "verl_ext.cli", *(named.get(word, word) for word in words), "--json", path=path)
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    return report
+
+
+def install(folder, cause):
+    """Puts the page's package with a cause into a folder, as pip does. Returns the groups of its entry points."""
+    package, project = folder / "my_causes", tomllib.loads(PROJECT)
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FINDING)
+    (package / "grader_slow.toml").write_text(cause)
+    assert [*package.glob(*project["tool"]["setuptools"]["package-data"]["my_causes"])]
+    about = folder / "my_causes-1.0.dist-info"
+    about.mkdir()
+    named = "Name: {name}\nVersion: {version}\n".format(**project["project"])
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\n{named}")
+    groups = project["project"]["entry-points"]
+    lines = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items())
+    (about / "entry_points.txt").write_text("".join(lines))
+    return list(groups)
+
+
+def test_the_cause(report, tmp_path):
+    name, text = CAUSE
+    (tmp_path / f"{name}.toml").write_text(text)
+    verdict, written = report(shlex.split(REPORT)), tomllib.loads(text)
+    assert [verdict["causes"][0][key] for key in ("id", "title", "check")] == [name, written["title"], written["check"]]
+    assert written["try"] in verdict["next"][0]["do"].split()
+
+
+def test_the_package_of_causes(report, tmp_path):
+    assert install(tmp_path / "installed", CAUSE[1] + LINE) == [ENTRY_POINTS]
+    verdict = report(["report", "RUN"], path=[tmp_path / "installed"])
+    (found,) = [each for each in verdict["findings"] if each["id"] == "grader_timeouts"]
+    assert verdict["causes"][0]["id"] == CAUSE[0] and found["text"] in verdict["causes"][0]["for"]
+    assert "10%" in found["text"]
+    assert report(["report", "RUN"])["causes"] == [], "without the package"
+
+
+WATCHED = """
+from verl_ext.diagnosis.judge import LOOK_EVERY, LOOKS, RunningDiagnosis
+
+diagnosis = RunningDiagnosis()
+told = [diagnosis.add(step, {"grader/timeouts": 0.1}) for step in range(1, LOOK_EVERY * LOOKS + 1)]
+print(told[-1].cause.name, *(sign.finding.mark for sign in told[-1].signs))
+"""
+
+
+def test_a_guarded_run_knows_the_package_from_its_first_look(tmp_path):
+    by_its_finding = re.sub("^only_with.*\n", "", CAUSE[1], flags=re.MULTILINE)
+    install(tmp_path / "installed", by_its_finding + LINE)
+    found = python("-c", WATCHED, path=[tmp_path / "installed"])
+    assert found.stdout.split() == ["grader_slow", "grader_timeouts.many"], found.stderr
+
+
+def test_a_package_with_a_mistake_is_named_in_one_line(run_file, tmp_path):
+    install(tmp_path / "installed", CAUSE[1] + LINE.replace("many", "masses"))
+    found = python("-m", "verl_ext.cli", "report", run_file, "--json", path=[tmp_path / "installed"])
+    assert found.returncode == 2 and found.stderr.count("\n") == 1
+    assert "grader_slow.toml" in found.stderr and "masses" in found.stderr
+
+
+def test_the_table_of_words_has_their_points():
+    (row,) = re.findall(r"^\| word \|(.*)\|\n\|.*\n\| points.*?\|(.*)\|$", PAGE, re.MULTILINE)
+    shown, points = ([cell.strip() for cell in cells.split("|")] for cells in row)
+    assert dict(zip(shown, map(float, points), strict=True)) == WORDS
+    assert f"named from {LEAST:g} points on" in PAGE

@@ -17,14 +17,14 @@ BELOW: dict[str, set[str]] = {
     "upstream": {"base", "core"},
     "cpu": {"base", "upstream"},
     "routing": {"base", "core", "upstream"},
-    "features": {"base", "core", "guard", "routing", "upstream"},
+    "features": {"base", "core", "diagnosis", "guard", "routing", "upstream"},
     "launch": {"base", "features"},
     "plugins": {"base", "cpu", "features", "upstream", "workers"},
     "workers": {"base", "core", "features", "routing", "upstream"},
-    "trainer": {"base", "core", "features", "guard", "launch", "plugins", "upstream", "workers"},
+    "trainer": {"base", "core", "diagnosis", "features", "guard", "launch", "plugins", "upstream", "workers"},
     "report": {"__version__", "base", "core", "diagnosis", "guard"},
-    "probe": {"base", "core", "features", "launch", "report", "routing", "trainer", "upstream"},
-    "lab": {"__version__", "base", "core", "features", "guard", "launch", "report", "trainer", "workers"},
+    "probe": {"base", "core", "diagnosis", "features", "launch", "report", "routing", "trainer", "upstream"},
+    "lab": {"__version__", "base", "core", "diagnosis", "features", "guard", "launch", "report", "trainer", "workers"},
 }
 ENGINES = {"verl", "ray", "vllm"}
 WITHOUT = {

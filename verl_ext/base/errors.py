@@ -26,8 +26,7 @@ class ConfigError(UserError, ValueError):
 
 
 class SettingError(ConfigError):
-    """An error of a settings dataclass. It does not know its place in the config; `verl_ext.base.methods.build` adds
-    it.
+    """An error of a settings dataclass. It lacks its place in the config, which `verl_ext.base.methods.build` adds.
 
     Args:
         name, said: the setting, and what is wrong with it; the text is `NAME SAID`.

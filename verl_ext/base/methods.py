@@ -171,8 +171,7 @@ def _raise_missing(one: Field, setting: str) -> NoReturn:
 
 
 def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> None:
-    """Raises SettingError, `name=value rule`, unless the rule holds. For a `__post_init__`; remedies are those of
-    ConfigError."""
+    """Raises SettingError, `name=value rule`, unless it holds; for a `__post_init__`. `remedy` is as of ConfigError."""
     if not holds:
         raise SettingError(name, f"={_shown(getattr(settings, name))} {rule}", **remedy)
 

@@ -20,8 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from verl_ext.base.causes import CAUSES
 from verl_ext.base.errors import UserError
+from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
@@ -242,7 +242,7 @@ ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line of the doctor's table.
 
     Attributes:
@@ -261,13 +261,13 @@ class Finding:
 
     @property
     def cause(self) -> str:
-        """The name in base/causes.py under which a report of the run would show it; "" if nothing is wrong or no metric
-        shows it."""
+        """The name in diagnosis/causes under which a report of the run would show it; "" if nothing is wrong or no
+        metric shows it."""
         return "" if self.level == "ok" else CAUSE_OF_CHECK.get(self.check, "")
 
 
 CAUSE_OF_CHECK = {check: cause.name for cause in CAUSES.values() for check in cause.doctor}
-Check = Callable[[Context], Iterable[Finding]]
+Check = Callable[[Context], Iterable[CheckResult]]
 CHECKS: dict[str, Check] = {}
 
 
@@ -282,7 +282,7 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
         assert name not in CHECKS, name
 
         @functools.wraps(function)
-        def checked(context: Context) -> Iterable[Finding]:
+        def checked(context: Context) -> Iterable[CheckResult]:
             return function(context) if not needs or getattr(context, needs) else ()
 
         CHECKS[name] = checked
@@ -291,16 +291,16 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
     return register
 
 
-def run_checks(context: Context, names: Iterable[str] = ()) -> list[Finding]:
+def run_checks(context: Context, names: Iterable[str] = ()) -> list[CheckResult]:
     """Returns the findings of these checks, in their order; if none is named, of all, in the order of registration."""
     return [
-        Finding(found.level, found.found, found.why, found.fix, name)
+        CheckResult(found.level, found.found, found.why, found.fix, name)
         for name in names or CHECKS
         for found in _findings_of(CHECKS[name], context)
     ]
 
 
-def fixes(findings: Iterable[Finding]) -> list[str]:
+def fixes(findings: Iterable[CheckResult]) -> list[str]:
     """Returns the overrides of all findings, worst first, each key once."""
     chosen: dict[str, str] = {}
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
@@ -333,10 +333,10 @@ def apply_fix(
     return fixed, tuple(fix)
 
 
-def _findings_of(function: Check, context: Context) -> list[Finding]:
+def _findings_of(function: Check, context: Context) -> list[CheckResult]:
     try:
         return list(function(context))
     except Exception as error:  # a value that the check did not expect: the other checks continue
         said = " ".join(str(error).split()) or "no more is known"
         why = "a setting that it reads has a value of the wrong type; the run may stop there too"
-        return [Finding("error", f"the check itself ended with {type(error).__name__}: {said}", why)]
+        return [CheckResult("error", f"the check itself ended with {type(error).__name__}: {said}", why)]

@@ -13,8 +13,8 @@ from rich.text import Text
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
-from verl_ext.base.causes import CAUSES
 from verl_ext.base.printable import printable, wide_console
+from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.doctor import (  # noqa: F401 (as above)
     engine,
     hooks,
@@ -25,7 +25,15 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     weight_sync,
     zero_mismatch,
 )
-from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, installed_plugins, installed_versions, run_checks
+from verl_ext.doctor.checks import (
+    LEVELS,
+    CheckResult,
+    Context,
+    fixes,
+    installed_plugins,
+    installed_versions,
+    run_checks,
+)
 from verl_ext.launch.command_line import compose, given_arguments
 from verl_ext.launch.gpus import Gpu, present
 
@@ -33,7 +41,7 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green
 COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
 
-def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[Finding]:
+def diagnose(arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False) -> list[CheckResult]:
     """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
     Code that the config names is run only with `trust`.
@@ -71,7 +79,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.level in bad for finding in findings))
 
 
-def print_findings(findings: Sequence[Finding]) -> None:
+def print_findings(findings: Sequence[CheckResult]) -> None:
     """Prints the table, worst first, and below it the overrides that fix findings."""
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")

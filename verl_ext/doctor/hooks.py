@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
-from verl_ext.doctor.checks import Context, Finding, apply_fix, check
+from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
@@ -59,19 +59,19 @@ KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": (
 
 
 @check("config")
-def config_composes(context: Context) -> Iterable[Finding]:
+def config_composes(context: Context) -> Iterable[CheckResult]:
     """The overrides compose, and name the rollout engine.
 
     Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
     """
     if context.failure:
-        yield Finding("error", context.failure, "nothing else of the run was looked at; correct what it names")
+        yield CheckResult("error", context.failure, "nothing else of the run was looked at; correct what it names")
     if context.config is not None and not context.get(NAME):
-        yield Finding("error", f"{NAME} is missing", "verl has no default for it", (f"{NAME}=vllm",))
+        yield CheckResult("error", f"{NAME} is missing", "verl has no default for it", (f"{NAME}=vllm",))
 
 
 @check("hooks")
-def hooks(context: Context) -> Iterable[Finding]:
+def hooks(context: Context) -> Iterable[CheckResult]:
     """The rows of the start-up table, or the errors that the run would stop with.
 
     Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.trainer.start.run` calls them;
@@ -88,13 +88,13 @@ def hooks(context: Context) -> Iterable[Finding]:
 
     lines = read_features(context.config, stability_config(context.config.stability)).lines
     if not lines:
-        yield Finding("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
+        yield CheckResult("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
     for line in lines:
-        yield Finding("ok", f"{line.name}: {line.setting} ({line.where})")
+        yield CheckResult("ok", f"{line.name}: {line.setting} ({line.where})")
 
 
 @check("verl's validation")
-def verl_validation(context: Context) -> Iterable[Finding]:
+def verl_validation(context: Context) -> Iterable[CheckResult]:
     """Settings that verl refuses, in the config that our entry point gives it.
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it. For the
@@ -106,10 +106,10 @@ def verl_validation(context: Context) -> Iterable[Finding]:
         return
     if context.strategy == "megatron" and context.get(MEGATRON_SIZE) is None:
         why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
-        yield Finding("error", f"{MEGATRON_SIZE} is missing", why, ("model_engine=megatron",))
+        yield CheckResult("error", f"{MEGATRON_SIZE} is missing", why, ("model_engine=megatron",))
         return
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
-        yield Finding("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
+        yield CheckResult("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     config = _as_launched(context.config)
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
@@ -130,15 +130,15 @@ def verl_validation(context: Context) -> Iterable[Finding]:
         said = " ".join(str(cause).split()) or type(cause).__name__
         if isinstance(error, PackageNotFoundError) or (isinstance(error, ImportError) and context.elsewhere):
             why = f"it imports a package that is not on this machine: {error.name or said}"
-            yield Finding("note", "verl's validate_config was not finished", why)
+            yield CheckResult("note", "verl's validate_config was not finished", why)
         else:
-            yield Finding("error", said, "verl's own validation would stop the run with it")
+            yield CheckResult("error", said, "verl's own validation would stop the run with it")
         return
-    yield Finding("ok", "verl's validate_config passes")
+    yield CheckResult("ok", "verl's validate_config passes")
 
 
 @check("code", needs="config")
-def code(context: Context) -> Iterable[Finding]:
+def code(context: Context) -> Iterable[CheckResult]:
     """Code that the config names, and the checks that were left out because of it.
 
     Source: `stability_config` of verl_ext/features/stability.py; `get_class_from_dynamic_module` of
@@ -147,13 +147,13 @@ def code(context: Context) -> Iterable[Finding]:
     if context.trust:
         return
     if plugins := context.plugin_modules:
-        yield Finding(
+        yield CheckResult(
             "note",
             f"stability.plugins={plugins} was not imported",
             "hooks and verl's validation were not checked; --trust imports it, as the run does",
         )
     if context.model_code:
-        yield Finding(
+        yield CheckResult(
             "note",
             f"{MODEL}.trust_remote_code=True, and the model has code of its own, which was not run",
             "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does",
@@ -163,14 +163,14 @@ def code(context: Context) -> Iterable[Finding]:
     except OmegaConfBaseException:  # the validation reports it
         return
     for path, target in targets:
-        yield Finding(
+        yield CheckResult(
             "warning",
             f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called",
             "the run would call it, whatever it is; verl's validation was not checked; --trust calls it",
         )
 
 
-def errors_once(context: Context) -> list[Finding]:
+def errors_once(context: Context) -> list[CheckResult]:
     """Returns the errors of the run's own checks, found once for all checks; none if plugins may not be imported."""
     if context.errors is None:
         context.errors = [] if context.plugin_modules else _errors_of(context)
@@ -241,17 +241,17 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
     return True
 
 
-def _errors_of(context: Context) -> list[Finding]:
+def _errors_of(context: Context) -> list[CheckResult]:
     """Returns the errors of a config; each is found after those before it are fixed."""
     config, read_model = context.config, not context.model_code
     if context.get(TRUST) and not context.trust:
         config = copy.deepcopy(config)
         OmegaConf.update(config, TRUST, False)
-    found: list[Finding] = []
+    found: list[CheckResult] = []
     while len(found) < MOST_ERRORS and (error := _first_error(config, read_model)):
         config, fix = apply_fix(config, error, lambda fixed: _first_error(fixed, read_model))
         said = " ".join(str(error).split())
-        found.append(Finding("error", said, "the run would stop with this line before Ray starts", fix))
+        found.append(CheckResult("error", said, "the run would stop with this line before Ray starts", fix))
         if not fix:
             break
     return found

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from packaging.specifiers import SpecifierSet
 
 from verl_ext.base.changes import ON_CPU, TABLE
-from verl_ext.doctor.checks import PLUGIN_GROUPS, Context, Finding, check
+from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check
 from verl_ext.launch.packages import Import, imported, module, pinned, remedy
 
 SUPPORTED = {
@@ -28,7 +28,7 @@ VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
 
 
 @check("packages")
-def packages(context: Context) -> Iterable[Finding]:
+def packages(context: Context) -> Iterable[CheckResult]:
     """Installed versions against the supported ranges.
 
     Source: setup.py and requirements/cpu.in of this repository; of flash-attn, the assertion in
@@ -44,30 +44,32 @@ def packages(context: Context) -> Iterable[Finding]:
         yield from _package("vllm", vllm)
     engines = {vllm, on_cpu, context.versions.get("sglang")}
     if engines == {None} and context.config is None:  # with a config, `imports` asks for its engine
-        yield Finding("error", "vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
+        yield CheckResult(
+            "error", "vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout"
+        )
 
 
-def _package(name: str, version: str | None) -> Iterable[Finding]:
+def _package(name: str, version: str | None) -> Iterable[CheckResult]:
     title = "Python" if name == "python" else name
     if version is None:
         if name in REQUIRED:
             wanted = SUPPORTED.get(name) or f"(tested: {TESTED[name]})"
-            yield Finding("error", f"{title} is not installed", f"verl_ext needs {title} {wanted}")
+            yield CheckResult("error", f"{title} is not installed", f"verl_ext needs {title} {wanted}")
         return
     supported = SUPPORTED.get(name)
     if supported is None:
-        yield Finding("ok", f"{title} {version} (tested: {TESTED[name]})")
+        yield CheckResult("ok", f"{title} {version} (tested: {TESTED[name]})")
     elif SpecifierSet(supported).contains(version, prereleases=True):
-        yield Finding("ok", f"{title} {version}")
+        yield CheckResult("ok", f"{title} {version}")
     else:
         level = "error" if name in PATCHED else "warning"
-        yield Finding(
+        yield CheckResult(
             level, f"{title} {version}", f"verl_ext supports {title} {supported} and is tested with nothing else"
         )
 
 
 @check("imports", needs="config")
-def imported_packages(context: Context) -> Iterable[Finding]:
+def imported_packages(context: Context) -> Iterable[CheckResult]:
     """Packages that this config will import; on the machine of the run, one that is not installed is an error.
 
     On a laptop the doctor can check a run for a cluster, whose packages it does not know. There it is a warning without
@@ -82,7 +84,7 @@ def imported_packages(context: Context) -> Iterable[Finding]:
             yield _missing(row, packages, context)
     if asked and not any(missing.values()):
         names = sorted({one for row in asked for one in row.packages})
-        yield Finding("ok", f"all packages that this config imports are installed: {', '.join(names)}")
+        yield CheckResult("ok", f"all packages that this config imports are installed: {', '.join(names)}")
 
 
 def _importable(package: str, context: Context) -> bool:
@@ -91,20 +93,20 @@ def _importable(package: str, context: Context) -> bool:
     return context.has(module(package))
 
 
-def _missing(row: Import, packages: list[str], context: Context) -> Finding:
+def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
     here = " here" if context.elsewhere else ""
     found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed{here}"
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
     why = "; ".join(ways) + (f", or set {' and '.join(row.instead)}" if row.instead else "")
     if context.elsewhere:
-        return Finding("warning", found, f"this is not the run's machine; on its nodes, {why}")
+        return CheckResult("warning", found, f"this is not the run's machine; on its nodes, {why}")
     if row.unless and context.has(row.unless):
-        return Finding("warning", found, f"{row.unless_why}; {why}", row.instead)
-    return Finding("error", found, why, row.instead)
+        return CheckResult("warning", found, f"{row.unless_why}; {why}", row.instead)
+    return CheckResult("error", found, why, row.instead)
 
 
 @check("plugins")
-def plugin_entry_points(context: Context) -> Iterable[Finding]:
+def plugin_entry_points(context: Context) -> Iterable[CheckResult]:
     """The two entry points by which verl and vLLM load us, and the variables that switch them off.
 
     Source: verl/__init__.py (0.9.1), where a plugin that is missing says nothing; vllm/plugins/__init__.py (0.27).
@@ -112,19 +114,19 @@ def plugin_entry_points(context: Context) -> Iterable[Finding]:
     for group in PLUGIN_GROUPS:
         engine, variable = group.split(".")[0], POLICIES[group]
         if PLUGIN not in context.plugins.get(group, ()):
-            yield Finding(
+            yield CheckResult(
                 "error",
                 f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})",
                 "what verl_ext adds would be missing in its processes; install verl_ext again with `pip install`",
             )
         elif not _loads_plugin(group, context.environ.get(variable)):
-            yield Finding(
+            yield CheckResult(
                 "error",
                 f"{variable}={context.environ[variable]} leaves out the plugin {PLUGIN}",
                 f"{engine} does not load it then; name {PLUGIN} in {variable}, or unset it",
             )
         else:
-            yield Finding("ok", f"{engine} sees the plugin {PLUGIN}")
+            yield CheckResult("ok", f"{engine} sees the plugin {PLUGIN}")
 
 
 def _loads_plugin(group: str, policy: str | None) -> bool:
@@ -134,7 +136,7 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 
 
 @check("upstream")
-def upstream(context: Context) -> Iterable[Finding]:
+def upstream(context: Context) -> Iterable[CheckResult]:
     """The changes to verl, vLLM and their libraries, against the versions that each was written for.
 
     Source: the table in verl_ext/base/changes.py.
@@ -151,7 +153,7 @@ def upstream(context: Context) -> Iterable[Finding]:
         found = context.versions[distribution]
         if not SpecifierSet(wanted).contains(found, prereleases=True):
             fit = False
-            yield Finding(
+            yield CheckResult(
                 "warning",
                 f"{distribution} {found}, and written for {wanted}: {', '.join(names)}",
                 "what they change may be another now: a PatchError stops the run, or they miss what they are for; "
@@ -159,11 +161,11 @@ def upstream(context: Context) -> Iterable[Finding]:
             )
     if fit:
         count = sum(map(len, written_for.values()))
-        yield Finding("ok", f"the {count} changes to upstream code were written for the installed versions")
+        yield CheckResult("ok", f"the {count} changes to upstream code were written for the installed versions")
 
 
 @check("trl")
-def trl(context: Context) -> Iterable[Finding]:
+def trl(context: Context) -> Iterable[CheckResult]:
     """An installed TRL whose value-head class verl cannot import.
 
     Source: `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the class from
@@ -175,13 +177,13 @@ def trl(context: Context) -> Iterable[Finding]:
         return
     exports = (folder / "experimental" / "ppo" / "__init__.py", folder / "__init__.py")
     if any(file.is_file() and VALUE_HEAD in file.read_text(encoding="utf-8") for file in exports):
-        yield Finding(
+        yield CheckResult(
             "note",
             "trl is installed, and exports the class that verl imports from it",
             "verl imports TRL in every FSDP worker that it finds it in; an error of TRL's own would end the worker",
         )
         return
-    yield Finding(
+    yield CheckResult(
         "error",
         f"trl is installed, without {VALUE_HEAD}",
         "verl 0.9.1 imports that class in every FSDP worker where it finds TRL, and the worker dies; "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.doctor.checks import CheckResult, Context, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, model_json, rollout_format
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
@@ -58,7 +58,7 @@ def _ignored_dtype(context: Context) -> str | None:
 
 
 @check("training dtype", needs="config")
-def ignored_dtype(context: Context) -> Iterable[Finding]:
+def ignored_dtype(context: Context) -> Iterable[CheckResult]:
     """fsdp_config.dtype, which only the Megatron engine reads under its own name.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
@@ -66,7 +66,7 @@ def ignored_dtype(context: Context) -> Iterable[Finding]:
     """
     if (asked := _ignored_dtype(context)) is None:
         return
-    yield Finding(
+    yield CheckResult(
         "warning",
         f"actor.fsdp_config.dtype={asked} has no effect",
         "verl's FSDP engine takes its dtype from mixed_precision.param_dtype, and computes in bfloat16 without one",
@@ -75,7 +75,7 @@ def ignored_dtype(context: Context) -> Iterable[Finding]:
 
 
 @check("dtype of both engines", needs="engine")
-def dtypes_differ(context: Context) -> Iterable[Finding]:
+def dtypes_differ(context: Context) -> Iterable[CheckResult]:
     """The rollout's dtype against the training engine's.
 
     Source: "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788, on rounding as the mismatch's cause.
@@ -89,17 +89,17 @@ def dtypes_differ(context: Context) -> Iterable[Finding]:
         return
     wanted = _ignored_dtype(context) or training  # what training computes in once `training dtype` is fixed
     if rollout == wanted:
-        yield Finding("ok", f"rollout and training in {rollout}")
+        yield CheckResult("ok", f"rollout and training in {rollout}")
     elif FLOAT32 in (rollout, wanted):
-        yield Finding("note", f"rollout in {rollout}, training in {wanted}", "the engines round differently")
+        yield CheckResult("note", f"rollout in {rollout}, training in {wanted}", "the engines round differently")
     else:
         why = "the engines round differently at every operation, which is mismatch before anything else is"
         fix = (f"{setting}={wanted}",) if wanted in DTYPES else ()
-        yield Finding("warning", f"rollout in {rollout}, training in {wanted}", why, fix)
+        yield CheckResult("warning", f"rollout in {rollout}, training in {wanted}", why, fix)
 
 
 @check("router dtype", needs="model_config")
-def router_dtype(context: Context) -> Iterable[Finding]:
+def router_dtype(context: Context) -> Iterable[CheckResult]:
     """Megatron's routers in half precision, in which near ties fall to other experts than in the rollout.
 
     Source: `TopKRouter.gating` of megatron/core/transformer/moe/router.py (0.16.1) computes in the dtype of its input
@@ -115,12 +115,12 @@ def router_dtype(context: Context) -> Iterable[Finding]:
     if not first_of(model.get_text_config(), EXPERT_COUNTS) or training_dtype(context) == FLOAT32:
         return
     if (asked := context.get(ROUTER_DTYPE)) in ("fp32", "fp64"):
-        yield Finding("ok", f"Megatron's routers compute in {asked}")
+        yield CheckResult("ok", f"Megatron's routers compute in {asked}")
     elif model.model_type in FLOAT32_ROUTERS:
-        yield Finding("ok", f"Megatron-Bridge computes the routers of {model.model_type} in fp32")
+        yield CheckResult("ok", f"Megatron-Bridge computes the routers of {model.model_type} in fp32")
     else:
         why = "experts whose scores are closer than half precision shows are chosen by rounding, in each engine its own"
-        yield Finding(
+        yield CheckResult(
             "warning",
             f"moe_router_dtype is not set: routers in {training_dtype(context)}",
             why,
@@ -129,7 +129,7 @@ def router_dtype(context: Context) -> Iterable[Finding]:
 
 
 @check("head dtype", needs="engine")
-def head_dtype(context: Context) -> Iterable[Finding]:
+def head_dtype(context: Context) -> Iterable[CheckResult]:
     """An LM head in float32 in the rollout, and in half precision in training.
 
     Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
@@ -144,13 +144,13 @@ def head_dtype(context: Context) -> Iterable[Finding]:
         return
     why = f"training computes its logits in {training}, so every log-prob is rounded on one side only"
     off = "model" if context.with_vllm else "false"
-    yield Finding(
+    yield CheckResult(
         "warning", f"LM head of the rollout in float32, of training in {training}", why, (f"++{setting}={off}",)
     )
 
 
 @check("loss scaling", needs="config")
-def loss_scaling(context: Context) -> Iterable[Finding]:
+def loss_scaling(context: Context) -> Iterable[CheckResult]:
     """fp16 gradients need a scaled loss.
 
     Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler for mixed_precision.param_dtype=fp16 only;
@@ -159,18 +159,18 @@ def loss_scaling(context: Context) -> Iterable[Finding]:
     training = training_dtype(context)
     stored = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32))
     if context.strategy in TRANSFORMERS and stored == FLOAT16 and training != FLOAT16:
-        yield Finding(
+        yield CheckResult(
             "warning",
             f"actor.fsdp_config.model_dtype=fp16 with computation in {training}",
             "weights and gradients are kept in fp16, and verl scales the loss only where it computes in fp16",
             (f"{FSDP}.model_dtype=fp32",),
         )
     elif training == FLOAT16:
-        yield Finding("ok", "training in fp16, with verl's loss scaling")
+        yield CheckResult("ok", "training in fp16, with verl's loss scaling")
 
 
 @check("log-prob precision", needs="config")
-def logprob_precision(context: Context) -> Iterable[Finding]:
+def logprob_precision(context: Context) -> Iterable[CheckResult]:
     """The precision in which the FSDP engine takes log-probabilities and entropy of its half-precision logits.
 
     Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) takes them under autocast, where
@@ -182,13 +182,13 @@ def logprob_precision(context: Context) -> Iterable[Finding]:
         return
     if context.get("trainer.device") == "cpu":
         why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
-        yield Finding("note", f"training log-probs and entropy in {training_dtype(context)}", why)
+        yield CheckResult("note", f"training log-probs and entropy in {training_dtype(context)}", why)
     elif "flash-attn" not in context.versions:
-        yield Finding("ok", "training log-probs and entropy in float32, under CUDA's autocast")
+        yield CheckResult("ok", "training log-probs and entropy in float32, under CUDA's autocast")
 
 
 @check("quantized rollout", needs="engine")
-def quantized_rollout(context: Context) -> Iterable[Finding]:
+def quantized_rollout(context: Context) -> Iterable[CheckResult]:
     """A rollout in fp8 and the like, and nothing that corrects for it.
 
     Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
@@ -199,7 +199,7 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
     _, cache = context.engine_argument("kv_cache_dtype")
     if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
         why = "verl supports only fp8 with SGLang, and stops"
-        yield Finding("error", f"rollout.quantization={asked} with SGLang", why, (f"{QUANTIZATION}=null",))
+        yield CheckResult("error", f"rollout.quantization={asked} with SGLang", why, (f"{QUANTIZATION}=null",))
         return
     quantized = [f"quantization={weights}"] if weights else []
     quantized += [f"kv_cache_dtype={cache}"] if cache and "fp8" in str(cache) else []
@@ -207,16 +207,16 @@ def quantized_rollout(context: Context) -> Iterable[Finding]:
         return
     found = f"rollout with {' and '.join(quantized)}"
     if _corrected(context):
-        yield Finding(
+        yield CheckResult(
             "note", found, "the gap to training is larger than in bf16; the correction's share dropped shows it"
         )
     else:
         why = "the rollout samples from a coarser model than the one trained, and nothing corrects the loss for it"
-        yield Finding("warning", found, why, ("stability.correction=tis",))
+        yield CheckResult("warning", found, why, ("stability.correction=tis",))
 
 
 @check("quantized sync", needs="with_vllm")
-def quantized_sync(context: Context) -> Iterable[Finding]:
+def quantized_sync(context: Context) -> Iterable[CheckResult]:
     """The way of trained weights into a quantised rollout.
 
     Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) takes these names,
@@ -230,17 +230,19 @@ def quantized_sync(context: Context) -> Iterable[Finding]:
         return
     if asked not in OF_VERL:
         why = f"verl's rollout server takes {', '.join(OF_VERL)}"
-        yield Finding("error", f"rollout.quantization={asked}", why, (f"{QUANTIZATION}=fp8",))
+        yield CheckResult("error", f"rollout.quantization={asked}", why, (f"{QUANTIZATION}=fp8",))
     elif asked == "torchao":
         why = "verl 0.9.1 loads each sync into weights that are int4 or int8 already; it prepares a sync only for fp8"
-        yield Finding("warning", "weight syncs with rollout.quantization=torchao", why, (f"{QUANTIZATION}=null",))
+        yield CheckResult("warning", "weight syncs with rollout.quantization=torchao", why, (f"{QUANTIZATION}=null",))
         if context.get(f"{ROLLOUT}.quantization_config_file") is None:
             why = "a file says whether torchao makes the weights int4 or int8: rollout.quantization_config_file"
-            yield Finding("warning", "rollout.quantization=torchao without a config", why, (f"{QUANTIZATION}=null",))
+            yield CheckResult(
+                "warning", "rollout.quantization=torchao without a config", why, (f"{QUANTIZATION}=null",)
+            )
 
 
 @check("quantized training", needs="config")
-def quantized_training(context: Context) -> Iterable[Finding]:
+def quantized_training(context: Context) -> Iterable[CheckResult]:
     """Training that quantises, too.
 
     Source: verl PR 7519 (DAPO, Megatron, 32 steps; `rollout_corr/kl` of bf16 0.0063 to 0.0089, of fp8 tensorwise 0.0100
@@ -254,24 +256,24 @@ def quantized_training(context: Context) -> Iterable[Finding]:
         found = f"training in fp8, fp8_recipe={recipe}"
         if recipe == "tensorwise":
             why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"
-            yield Finding("warning", found, why)
+            yield CheckResult("warning", found, why)
         else:
-            yield Finding("note", found, "watch guard/growth_rate: stability=quantized warns of growth")
+            yield CheckResult("note", found, "watch guard/growth_rate: stability=quantized warns of growth")
     qat = f"{ACTOR}.{'megatron' if context.strategy == 'megatron' else 'fsdp_config'}.qat"
     if not context.get(f"{qat}.enable"):
         return
     if context.get(f"{qat}.mode") == "w4a4":
         why = "verl itself names its divergence from the rollout, and recommends w4a16"
-        yield Finding("warning", "qat.mode=w4a4", why, (f"{qat}.mode=w4a16",))
+        yield CheckResult("warning", "qat.mode=w4a4", why, (f"{qat}.mode=w4a16",))
     else:
-        yield Finding("ok", "quantisation-aware training: both engines quantise weights in the dtype of training")
+        yield CheckResult("ok", "quantisation-aware training: both engines quantise weights in the dtype of training")
 
 
 @check("normal level", needs="config")
-def normal_level(context: Context) -> Iterable[Finding]:
+def normal_level(context: Context) -> Iterable[CheckResult]:
     """The k3 above which the guard warns, for the model and the format of the rollout.
 
-    Source: the table of verl_ext/guard/levels.py, each level with where it was read.
+    Source: the table of verl_ext/diagnosis/levels.py, each level with where it was read.
     """
     from verl_ext.features.feature import Part
     from verl_ext.features.guard import published_level
@@ -286,28 +288,28 @@ def normal_level(context: Context) -> Iterable[Finding]:
         return
     level, published = features.stability.guard.level, published_level(context.config)
     if level == 0:
-        yield Finding("note", "stability.guard.level=0", "nothing warns of a gap that is large for this model")
+        yield CheckResult("note", "stability.guard.level=0", "nothing warns of a gap that is large for this model")
     elif level is not None:
-        yield Finding("ok", f"the guard warns where k3 stays above {level:g} (stability.guard.level)")
+        yield CheckResult("ok", f"the guard warns where k3 stays above {level:g} (stability.guard.level)")
     elif published is not None:
         said = f"published for {published.model} in {published.format} ({published.source})"
-        yield Finding("ok", f"the guard warns where k3 stays above {published.k3:g}, {said}")
+        yield CheckResult("ok", f"the guard warns where k3 stays above {published.k3:g}, {said}")
     else:
         model = model_json(context.config).get("model_type", "this model")
         missing = f"no level is published for {model} in {rollout_format(context.config)}"
         own = f"{OWN_FACTOR:g} times the mean of the run's first {OWN_READINGS} readings"
-        yield Finding("ok", f"{missing}: the guard warns above {own}")
+        yield CheckResult("ok", f"{missing}: the guard warns above {own}")
 
 
 @check("fake quantization")
-def fake_quantization(context: Context) -> Iterable[Finding]:
+def fake_quantization(context: Context) -> Iterable[CheckResult]:
     """An experiment's switch, left on.
 
     Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
     """
     if (asked := context.get(f"{FAKE}.format", "none")) != "none":
         why = "it plants a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
-        yield Finding("note", f"{FAKE}.format={asked}", why)
+        yield CheckResult("note", f"{FAKE}.format={asked}", why)
 
 
 def _corrected(context: Context) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.doctor.checks import CheckResult, Context, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
@@ -13,7 +13,7 @@ USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 
 
 @check("truncated sampling", needs="engine")
-def truncated_sampling(context: Context) -> Iterable[Finding]:
+def truncated_sampling(context: Context) -> Iterable[CheckResult]:
     """top-p and top-k, which the training engine knows only from the sampler's head.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
@@ -27,10 +27,10 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:
-        yield Finding("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
+        yield CheckResult("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
         return
     if _knows_kept_tokens(context):
-        yield Finding("ok", f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
+        yield CheckResult("ok", f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
         return
     _, mode = context.engine_argument("logprobs_mode")
     if context.with_vllm and mode == "processed_logprobs":
@@ -38,11 +38,11 @@ def truncated_sampling(context: Context) -> Iterable[Finding]:
     else:
         why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
     if context.engine and mode == "processed_logprobs" and top_k > 0:
-        yield Finding("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, (f"stability.head.k={top_k}",))
+        yield CheckResult("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, (f"stability.head.k={top_k}",))
         return
     fix = [f"{ROLLOUT}.top_p=1"] if top_p < 1 else []
     fix += [f"{ROLLOUT}.top_k=-1"] if top_k > 0 else []
-    yield Finding("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, tuple(fix))
+    yield CheckResult("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, tuple(fix))
 
 
 def _knows_kept_tokens(context: Context) -> bool:
@@ -56,7 +56,7 @@ def _knows_kept_tokens(context: Context) -> bool:
 
 
 @check("log-prob mode")
-def rollout_logprobs(context: Context) -> Iterable[Finding]:
+def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
     """The distribution of the rollout's log-probabilities against the one that the training engine computes.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
@@ -71,28 +71,30 @@ def rollout_logprobs(context: Context) -> Iterable[Finding]:
     mode, temperature = mode or "raw_logprobs", context.get(f"{ROLLOUT}.temperature", 1)
     fix = (f"{setting}=processed_logprobs",)
     if mode not in ("raw_logprobs", "processed_logprobs"):
-        yield Finding("warning", f"logprobs_mode={mode}", "the rollout returns logits, and log-probs are compared", fix)
+        yield CheckResult(
+            "warning", f"logprobs_mode={mode}", "the rollout returns logits, and log-probs are compared", fix
+        )
     elif mode == "raw_logprobs" and temperature != 1:
         why = "vLLM's log-probs leave out the temperature, which the training engine applies"
-        yield Finding("warning", f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
+        yield CheckResult("warning", f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
     else:
-        yield Finding("ok", f"logprobs_mode={mode} with rollout.temperature={temperature}")
+        yield CheckResult("ok", f"logprobs_mode={mode} with rollout.temperature={temperature}")
 
 
-def _sglang_log_probs(context: Context) -> Iterable[Finding]:
+def _sglang_log_probs(context: Context) -> Iterable[CheckResult]:
     from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     raw = raw_log_probs(context.config, context.environ)
     if raw and temperature != 1:
         why = "SGLang's log-probs leave out the temperature, which the training engine applies"
-        yield Finding("warning", f"{RAW}=1 with rollout.temperature={temperature}", why, (f"++{RAW_SETTING}='0'",))
+        yield CheckResult("warning", f"{RAW}=1 with rollout.temperature={temperature}", why, (f"++{RAW_SETTING}='0'",))
     else:
-        yield Finding("ok", f"SGLang's log-probs are of the whole vocabulary, at rollout.temperature={temperature}")
+        yield CheckResult("ok", f"SGLang's log-probs are of the whole vocabulary, at rollout.temperature={temperature}")
 
 
 @check("temperature", needs="config")
-def temperature_rounding(context: Context) -> Iterable[Finding]:
+def temperature_rounding(context: Context) -> Iterable[CheckResult]:
     """A temperature other than 1, by which verl divides logits in their own half precision.
 
     Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
@@ -106,7 +108,7 @@ def temperature_rounding(context: Context) -> Iterable[Finding]:
         return
     if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return
-    yield Finding(
+    yield CheckResult(
         "warning",
         f"rollout.temperature={temperature} with logits in {training_dtype(context)}",
         f"verl divides the logits by it in their own precision and {context.engine or 'vLLM'} in float32; in bfloat16 "
@@ -116,7 +118,7 @@ def temperature_rounding(context: Context) -> Iterable[Finding]:
 
 
 @check("bypass mode")
-def bypass_mode(context: Context) -> Iterable[Finding]:
+def bypass_mode(context: Context) -> Iterable[CheckResult]:
     """A correction that verl is asked for in bypass mode, and leaves out.
 
     Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction there, and
@@ -127,9 +129,9 @@ def bypass_mode(context: Context) -> Iterable[Finding]:
     asked = {name: context.get(f"{CORRECTION}.{name}") for name in USUAL}
     ignored = [f"{name}={value}" for name, value in asked.items() if value != USUAL[name]]
     if not ignored or context.get(f"{POLICY_LOSS}.loss_mode") == "bypass_mode":
-        yield Finding("ok", "bypass mode, and no correction that verl would leave out")
+        yield CheckResult("ok", "bypass mode, and no correction that verl would leave out")
         return
     why = "verl 0.9.1's trainer does not correct there (verl issue 4912); its bypass loss does, and so do our masks"
     usual = tuple(f"{CORRECTION}.{name}={'null' if value is None else value}" for name, value in USUAL.items())
     fix = (*usual, "stability.correction=icepop")
-    yield Finding("warning", f"{CORRECTION}: {', '.join(ignored)} do nothing in bypass mode", why, fix)
+    yield CheckResult("warning", f"{CORRECTION}: {', '.join(ignored)} do nothing in bypass mode", why, fix)

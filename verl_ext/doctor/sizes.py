@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.checks import Context, Finding, apply_fix, check
+from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check
 from verl_ext.features.verl_config import ACTOR, MODEL
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.sizes import check_sizes
@@ -20,14 +20,14 @@ LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid th
 
 
 @check("sizes", needs="engine")
-def sizes(context: Context) -> Iterable[Finding]:
+def sizes(context: Context) -> Iterable[CheckResult]:
     """Settings that the rules of `verl_ext/launch/sizes.py` refuse; rules on the model only if its shape is known.
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
     if context.strategy not in STRATEGIES:
         why = f"batches, lengths and ranks were not checked: sizes are known only of {', '.join(STRATEGIES)}"
-        yield Finding("note", f"{ACTOR}.strategy={context.strategy}", why)
+        yield CheckResult("note", f"{ACTOR}.strategy={context.strategy}", why)
         return
     from verl_ext.launch.models import shape_of
 
@@ -37,30 +37,32 @@ def sizes(context: Context) -> Iterable[Finding]:
         shape = None
     error = _sizes_error(context.config, shape)
     if isinstance(error, MissingSizeError):
-        yield Finding("note", str(error), "batches, lengths and ranks were not checked")
+        yield CheckResult("note", str(error), "batches, lengths and ranks were not checked")
         return
     if error:
         _, fix = apply_fix(context.config, error, lambda fixed: _sizes_error(fixed, shape))
-        yield Finding("error", str(error), "the workers would stop with it, or leave part of the machines idle", fix)
+        yield CheckResult(
+            "error", str(error), "the workers would stop with it, or leave part of the machines idle", fix
+        )
         return
     beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
-    yield Finding("ok", f"batches, lengths and ranks fit each other{beside}")
+    yield CheckResult("ok", f"batches, lengths and ranks fit each other{beside}")
 
 
 @check("gpu")
-def gpu(context: Context) -> Iterable[Finding]:
+def gpu(context: Context) -> Iterable[CheckResult]:
     """A run on GPUs, looked at from a machine without.
 
     Source: `torch.cuda.is_available`, and --gpu.
     """
     if context.get("trainer.device") == "cuda" and context.gpu is None:
-        yield Finding(
+        yield CheckResult(
             "note", "trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it"
         )
 
 
 @check("model files", needs="config")
-def model_files(context: Context) -> Iterable[Finding]:
+def model_files(context: Context) -> Iterable[CheckResult]:
     """Files of the model that are not on this machine, and the checks that are skipped without them.
 
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
@@ -74,11 +76,11 @@ def model_files(context: Context) -> Iterable[Finding]:
         missing, checks = "the model's tokenizer", "vocabulary was not checked"
     else:
         return
-    yield Finding("note", f"{missing} is not on this machine: {path}", checks)
+    yield CheckResult("note", f"{missing} is not on this machine: {path}", checks)
 
 
 @check("data files")
-def data_files(context: Context) -> Iterable[Finding]:
+def data_files(context: Context) -> Iterable[CheckResult]:
     """Training and validation files that are not here.
 
     Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
@@ -88,11 +90,11 @@ def data_files(context: Context) -> Iterable[Finding]:
         for file in [files] if isinstance(files, str) else files:
             if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
                 why = "the run stops without it; every node that loads data has to see it under this path"
-                yield Finding("warning", f"data.{name}={file} is not on this machine", why)
+                yield CheckResult("warning", f"data.{name}={file} is not on this machine", why)
 
 
 @check("vocabulary", needs="with_vllm")
-def vocabulary(context: Context) -> Iterable[Finding]:
+def vocabulary(context: Context) -> Iterable[CheckResult]:
     """Rows of the vocabulary that no token of the tokenizer has.
 
     Source: `monkey_patch_compute_logits` of verl/workers/rollout/vllm_rollout/utils.py (0.9.1) masks ids from
@@ -109,12 +111,12 @@ def vocabulary(context: Context) -> Iterable[Finding]:
         return
     if rows < tokens:
         why = "ids past the vocabulary have no embedding; use the model's own tokenizer"
-        yield Finding("warning", f"vocab_size={rows}, len(tokenizer)={tokens}", why)
+        yield CheckResult("warning", f"vocab_size={rows}, len(tokenizer)={tokens}", why)
     elif rows == tokens:
-        yield Finding("ok", f"vocab_size={rows}, as many as the tokenizer has")
+        yield CheckResult("ok", f"vocab_size={rows}, as many as the tokenizer has")
     else:
         log_k = math.log(rows / tokens)
-        yield Finding(
+        yield CheckResult(
             "warning" if log_k > LARGE else "note",
             f"vocab_size={rows}, len(tokenizer)={tokens}",
             f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio, for a "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.doctor.checks import CheckResult, Context, check
 from verl_ext.doctor.hooks import needs_critic
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, BYPASS, MODE
@@ -34,7 +34,7 @@ def _trained_by_megatron(context: Context) -> Iterator[str]:
 
 
 @check("resumed schedule")
-def resumed_schedule(context: Context) -> Iterable[Finding]:
+def resumed_schedule(context: Context) -> Iterable[CheckResult]:
     """A learning-rate schedule on Megatron that starts again when a run resumes.
 
     Source: verl 0.9.1. `MegatronCheckpointManager` (utils/checkpoint/megatron_checkpoint_manager.py) saves the schedule
@@ -50,14 +50,14 @@ def resumed_schedule(context: Context) -> Iterable[Finding]:
             continue
         setting = f"{optim}.use_checkpoint_opt_param_scheduler"
         if context.get(setting):
-            yield Finding("ok", f"{setting}=true: the schedule continues when the run resumes")
+            yield CheckResult("ok", f"{setting}=true: the schedule continues when the run resumes")
         else:
             why = "verl then does not load the schedule: a resumed run warms up again, and decays from the start"
-            yield Finding("warning", f"{setting}=false", why, (f"{setting}=true",))
+            yield CheckResult("warning", f"{setting}=false", why, (f"{setting}=true",))
 
 
 @check("expert gradients")
-def expert_gradients(context: Context) -> Iterable[Finding]:
+def expert_gradients(context: Context) -> Iterable[CheckResult]:
     """Gradients of experts that megatron-core reduces over the wrong ranks, or leaves out of the gradient norm.
 
     Source: megatron-core 0.12 to 0.18.2 set `allreduce = not expert_model_parallel_size > 1` on the weights of experts
@@ -84,17 +84,17 @@ def expert_gradients(context: Context) -> Iterable[Finding]:
         if sharing == 1 and split != dense:
             found = f"{megatron}: experts in {split} part(s), dense layers in {dense}, expert_model_parallel_size=1"
             why = f"megatron-core before {OWN_GROUPS} sums an expert's gradients over the wrong ranks ({MENDED})"
-            yield Finding("warning", found, why, (f"{megatron}.expert_tensor_parallel_size={dense}",))
+            yield CheckResult("warning", found, why, (f"{megatron}.expert_tensor_parallel_size={dense}",))
         elif dense > 1 and unmarked:
             why = (
                 f"with megatron-core before {OWN_GROUPS} and Transformer Engine {UNMARKED} or newer, the gradient norm "
                 f"misses the experts of all tensor-parallel ranks but the first ({MENDED}): clip_grad clips too little"
             )
-            yield Finding("note", f"{megatron}.tensor_model_parallel_size={dense} with experts", why)
+            yield CheckResult("note", f"{megatron}.tensor_model_parallel_size={dense} with experts", why)
 
 
 @check("loss aggregation")
-def loss_aggregation(context: Context) -> Iterable[Finding]:
+def loss_aggregation(context: Context) -> Iterable[CheckResult]:
     """GSPO with another mean than its paper's.
 
     Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
@@ -106,14 +106,14 @@ def loss_aggregation(context: Context) -> Iterable[Finding]:
         return
     mode = context.get(AGGREGATION, "token-mean")
     if mode == BY_SEQUENCE:
-        yield Finding("ok", f"GSPO with loss_agg_mode={mode}, as in its paper")
+        yield CheckResult("ok", f"GSPO with loss_agg_mode={mode}, as in its paper")
         return
     why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
-    yield Finding("warning", f"GSPO with {AGGREGATION}={mode}", why, (f"{AGGREGATION}={BY_SEQUENCE}",))
+    yield CheckResult("warning", f"GSPO with {AGGREGATION}={mode}", why, (f"{AGGREGATION}={BY_SEQUENCE}",))
 
 
 @check("router training")
-def router_training(context: Context) -> Iterable[Finding]:
+def router_training(context: Context) -> Iterable[CheckResult]:
     """Routers that something else than the policy's loss trains, on Megatron.
 
     Source: Megatron-LM PR 5694: an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
@@ -131,18 +131,18 @@ def router_training(context: Context) -> Iterable[Finding]:
     if balancing != "none":
         found = True
         why = "an auxiliary loss over all tokens trains the routers with the policy's (3.4 times the gradient: PR 5694)"
-        yield Finding("warning", f"moe_router_load_balancing_type={balancing}", why, (f"++{BALANCING}=none",))
+        yield CheckResult("warning", f"moe_router_load_balancing_type={balancing}", why, (f"++{BALANCING}=none",))
     if rate if rate is not None else model.model_type in BIASED:
         found = True
         why = "megatron-core moves the routers' bias after every backward pass, also where the update is skipped"
         said = "not set (0.001)" if rate is None else rate
-        yield Finding("warning", f"moe_router_bias_update_rate: {said}", why, (f"++{BIAS_RATE}=0.0",))
+        yield CheckResult("warning", f"moe_router_bias_update_rate: {said}", why, (f"++{BIAS_RATE}=0.0",))
     if not found:
-        yield Finding("ok", "routers: no auxiliary loss, no bias that moves")
+        yield CheckResult("ok", "routers: no auxiliary loss, no bias that moves")
 
 
 @check("trust region")
-def trust_region(context: Context) -> Iterable[Finding]:
+def trust_region(context: Context) -> Iterable[CheckResult]:
     """Old rollouts, and nothing that bounds how far the policy may be from them.
 
     Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
@@ -161,15 +161,15 @@ def trust_region(context: Context) -> Iterable[Finding]:
     ]
     bounds += ["bypass mode"] if context.get(BYPASS) else []
     if bounds:
-        yield Finding("ok", f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
+        yield CheckResult("ok", f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
         return
     why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
     fix = ("stability.correction=opsm", "stability.opsm.delta=0.1")
-    yield Finding("warning", f"{mode} without a trust region", why, fix)
+    yield CheckResult("warning", f"{mode} without a trust region", why, fix)
 
 
 @check("VeOmni version", needs="config")
-def veomni_version(context: Context) -> Iterable[Finding]:
+def veomni_version(context: Context) -> Iterable[CheckResult]:
     """A VeOmni whose models call transformers as it was before 5.9.
 
     Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (its Qwen3
@@ -182,6 +182,6 @@ def veomni_version(context: Context) -> Iterable[Finding]:
     if Version(found) < Version(ADAPTED) and Version(transformers) >= Version(DROPPED):
         why = f"its models pass an argument that transformers dropped in {DROPPED}, so the first forward pass fails"
         said = f"{why}; install veomni {ADAPTED}"
-        yield Finding("error", f"VeOmni {found} with transformers {transformers}", said)
+        yield CheckResult("error", f"VeOmni {found} with transformers {transformers}", said)
     else:
-        yield Finding("ok", f"VeOmni {found} with transformers {transformers}")
+        yield CheckResult("ok", f"VeOmni {found} with transformers {transformers}")

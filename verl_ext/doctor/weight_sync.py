@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import ceil
 
-from verl_ext.doctor.checks import KNOWN_VERL, Context, Finding, check
+from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check
 from verl_ext.doctor.hooks import errors_once
 from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
 
@@ -13,7 +13,7 @@ NO_ADAPTERS = "0.5.12"  # the SGLang that verl 0.9.1 pins
 
 
 @check("weight sync", needs="config")
-def weight_sync(context: Context) -> Iterable[Finding]:
+def weight_sync(context: Context) -> Iterable[CheckResult]:
     """Weight syncs that do not happen, and whether the run would notice.
 
     Source: verl issue 7495: of a LoRA, `update_weights` (workers/engine_workers.py, 0.9.1) sends a checkpoint engine
@@ -26,21 +26,21 @@ def weight_sync(context: Context) -> Iterable[Finding]:
     """
     if sends_adapter(context.config, "sglang") and context.versions.get("sglang", NO_ADAPTERS) == NO_ADAPTERS:
         why = f"verl 0.9.1 sends it in a form that SGLang {NO_ADAPTERS} does not take: the run ends at the first sync"
-        yield Finding("error", f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, (MERGE_LORA,))
+        yield CheckResult("error", f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, (MERGE_LORA,))
     watched = _watched(context)
     separate = context.get(MODE) == "separate_async"
     if sends_adapter(context.config) and separate:
         why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
-        yield Finding("warning", "a LoRA in separate_async", why, (MERGE_LORA,))
+        yield CheckResult("warning", "a LoRA in separate_async", why, (MERGE_LORA,))
     elif not watched and (separate or trains_lora(context.config)):
         found = "weights go to the rollout by a checkpoint engine" if separate else "a LoRA is sent to the rollout"
         why = f"a sync that fails looks like old rollouts; {CANARY}=8 finds it at the first sync"
-        yield Finding("note", f"{found}, and no sync is checked", why)
+        yield CheckResult("note", f"{found}, and no sync is checked", why)
     if watched:
-        yield Finding("ok", f"each weight sync is checked, on {watched} trajectories")
+        yield CheckResult("ok", f"each weight sync is checked, on {watched} trajectories")
         if context.drafter:
             why = "vLLM was seen to give wrong prompt log-probs with MTP drafts, of some requests (vLLM issue 53488)"
-            yield Finding("warning", "the sync canary with speculative decoding", why, (f"{CANARY}=0",))
+            yield CheckResult("warning", "the sync canary with speculative decoding", why, (f"{CANARY}=0",))
 
 
 def _watched(context: Context) -> int:
@@ -56,7 +56,7 @@ def _watched(context: Context) -> int:
 
 
 @check("prefix caching", needs="with_vllm")
-def prefix_caching(context: Context) -> Iterable[Finding]:
+def prefix_caching(context: Context) -> Iterable[CheckResult]:
     """Keys and values of older weights, which are found again by their tokens.
 
     Source: NeMo-RL PR 4018 (syncs that left the cache: a gap that grows step by step and is gone after a restart);
@@ -67,13 +67,13 @@ def prefix_caching(context: Context) -> Iterable[Finding]:
         return
     if context.older_verl:
         why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
-        yield Finding("note", f"prefix caching with verl {context.versions['verl']}", why)
+        yield CheckResult("note", f"prefix caching with verl {context.versions['verl']}", why)
     else:
-        yield Finding("ok", "prefix caching: cleared at every weight sync")
+        yield CheckResult("ok", "prefix caching: cleared at every weight sync")
 
 
 @check("speculative decoding", needs="with_vllm")
-def speculative_decoding(context: Context) -> Iterable[Finding]:
+def speculative_decoding(context: Context) -> Iterable[CheckResult]:
     """Drafts of a model that training leaves behind.
 
     Source: vLLM issue 48296 (what speculative decoding lacks in RL; of verl issue 6947 it says that an MTP head keeps
@@ -86,19 +86,19 @@ def speculative_decoding(context: Context) -> Iterable[Finding]:
         return
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
-        yield Finding("note", f"speculative decoding by {method}", why)
+        yield CheckResult("note", f"speculative decoding by {method}", why)
     elif context.older_verl:
         why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
-        yield Finding("warning", f"speculative decoding by mtp with verl {context.versions['verl']}", why)
+        yield CheckResult("warning", f"speculative decoding by mtp with verl {context.versions['verl']}", why)
     elif not context.get(f"{MODEL}.mtp.enable_train"):
         why = "the head is sent to the rollout as it began: ever fewer drafts are accepted as the policy moves"
-        yield Finding("note", "speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
+        yield CheckResult("note", "speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
     else:
-        yield Finding("ok", "speculative decoding by mtp: trained, and synchronised")
+        yield CheckResult("ok", "speculative decoding by mtp: trained, and synchronised")
 
 
 @check("partial rollouts")
-def partial_rollouts(context: Context) -> Iterable[Finding]:
+def partial_rollouts(context: Context) -> Iterable[CheckResult]:
     """Responses that a weight sync interrupts, and that newer weights continue.
 
     Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always continues them;
@@ -110,11 +110,11 @@ def partial_rollouts(context: Context) -> Iterable[Finding]:
     mode = context.get(MODE, "sync")
     if mode == "sync":
         return
-    yield Finding("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
+    yield CheckResult("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
 
 
 @check("waiting batches")
-def waiting_batches(context: Context) -> Iterable[Finding]:
+def waiting_batches(context: Context) -> Iterable[CheckResult]:
     """A guard that stops the run before newer rollouts can reach it.
 
     Batches that were sampled before an update is refused are as far from the policy as the refused one.
@@ -127,11 +127,11 @@ def waiting_batches(context: Context) -> Iterable[Finding]:
         return
     waiting = ceil(context.get(f"trainer.v1.{mode}.num_warmup_batches", 0))
     if waiting < stop_after:
-        yield Finding("ok", f"{STOP_AFTER}={stop_after} with {waiting} batches waiting")
+        yield CheckResult("ok", f"{STOP_AFTER}={stop_after} with {waiting} batches waiting")
         return
     why = "all of them may be refused like the first, and the run stops before one of today's weights comes"
     found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
-    yield Finding("warning", found, why, (f"{STOP_AFTER}={waiting + stop_after}",))
+    yield CheckResult("warning", found, why, (f"{STOP_AFTER}={waiting + stop_after}",))
 
 
 def _skips_updates(context: Context) -> bool:

@@ -7,7 +7,7 @@ then compute the same: `stability=zero_mismatch` measures it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_ext.doctor.checks import Context, Finding, check
+from verl_ext.doctor.checks import CheckResult, Context, check
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS
 
 DETERMINISM = f"{ROLLOUT}.full_determinism"
@@ -96,7 +96,7 @@ SWITCHES = (
 
 
 @check("zero mismatch", needs="config")
-def zero_mismatch(context: Context) -> Iterable[Finding]:
+def zero_mismatch(context: Context) -> Iterable[CheckResult]:
     """The switches of each engine, and which of them are on; for runs with a rule that has `locate: true`.
 
     Source: each switch's file, read on this machine. `enable_batch_invariant_mode` of
@@ -111,7 +111,7 @@ def zero_mismatch(context: Context) -> Iterable[Finding]:
         return
     if context.get("trainer.device") == "cpu":
         why = "none of the engines' switches acts there; in float32 both engines agree up to rounding (precision=fp32)"
-        yield Finding("note", "zero mismatch on CPU cores", why)
+        yield CheckResult("note", "zero mismatch on CPU cores", why)
         return
     for switch in SWITCHES:
         folder = context.folder(switch.package)
@@ -120,9 +120,9 @@ def zero_mismatch(context: Context) -> Iterable[Finding]:
         file = folder / switch.file
         where = f"{switch.name} ({switch.package.replace('.', '/')}/{switch.file})"
         if not file.is_file() or switch.name not in file.read_text(encoding="utf-8"):
-            yield Finding("note", f"the installed {switch.package} has no {where}", "another version may have it")
+            yield CheckResult("note", f"the installed {switch.package} has no {where}", "another version may have it")
         elif switch.is_on(context):
-            yield Finding("ok", f"{where} is on: {switch.does}")
+            yield CheckResult("ok", f"{where} is on: {switch.does}")
         else:
             value = "fsdp" if switch.name == "rl_on_policy_target" else "true"
-            yield Finding("note", f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")
+            yield CheckResult("note", f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import described, require, require_known, require_one_of
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
+from verl_ext.diagnosis.levels import Level, published
 from verl_ext.features.feature import Feature, Needs, Part, RunFeatures, TableLine
 from verl_ext.features.mismatch import needs_measuring
 from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
@@ -385,9 +386,9 @@ def set_level(run: RunFeatures) -> None:
         OmegaConf.update(run.config, levels.SETTING, level.k3, force_add=True)
 
 
-def published_level(config: DictConfig) -> levels.Level | None:
+def published_level(config: DictConfig) -> Level | None:
     """Returns the level that is published for a run's model, if the model's config.json is on this machine."""
-    return levels.published(model_json(config), rollout_format(config))
+    return published(model_json(config), rollout_format(config))
 
 
 SKIPPED_BY = Needs(

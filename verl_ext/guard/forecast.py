@@ -1,15 +1,6 @@
 """Forecasts a run: growth of the engines' gap, a jump of it, a mask that does not see it, a reward that collapses.
 
-IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
-(1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
-straight line before a collapse. `estimate_growth` takes its slope as the median of all pairwise slopes (Theil-Sen),
-which one spiked step in four cannot move. Two intervals show whether the slope is more than noise, and the narrower one
-counts:
-
-- Sen's interval, from the variance of Kendall's S, widened if the readings of neighbouring steps depend on each other
-  (after Hamed and Rao, 1998). It finds a weak trend under strong noise.
-- SCATTERS times the scatter around the line, divided by the length of the window. It finds a strong trend whose curve
-  Sen's interval takes for dependence.
+Growth is estimated by `diagnosis.noise.estimate_growth`, a collapse by `findings.reward.find_collapse`.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
 same, the difference is the engines' part of the gap. If the rollout's weights are older, it also holds the movement of
@@ -18,26 +9,14 @@ the engines' part.
 """
 
 import math
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations, pairwise
-from statistics import median
+from collections.abc import Mapping
 
 from verl_ext.base.names import BUCKETS
-from verl_ext.guard.collapse import K3, READ, REWARD, STRETCH, find_collapse
-from verl_ext.guard.rules import scatter, spread
+from verl_ext.diagnosis.findings.gap import engines_names, is_seen_enough
+from verl_ext.diagnosis.findings.reward import K3, RECORDED, REWARD, STRETCH, find_collapse
+from verl_ext.diagnosis.noise import HORIZON, Growth, estimate_growth, spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
-# Growth towards the boundary.
-HORIZON = 1000  # steps; further away than this is the same as not in sight
-FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
-HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
-FEWEST = 8  # readings before there is an estimate
-SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_forecast.py counts false alarms
-SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it
-ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
-LARGEST_AUTOCORRELATION = 0.9
 # A jump of the gap, and a collapse of the reward.
 GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
@@ -52,25 +31,6 @@ MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
 AGE_IN_IT = " (the age of the rollouts is in it)"
 PARTS = ("/lag/", "/engine/", "/stale/", "/share/")  # in names of metrics that are one part of the gap
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The estimate at one step.
-
-    Attributes:
-        rate: slope of log delta, per step; exp(rate) - 1 is the relative growth of a step.
-        low, high: the interval of the slope.
-        level: the delta of the line at the last step.
-        steps: predicted steps until delta passes the boundary: 0 if `level` is past it, HORIZON if growth is not
-            certain (low <= 0) or the boundary is further away.
-    """
-
-    rate: float
-    low: float
-    high: float
-    level: float
-    steps: float
 
 
 def foresee(
@@ -120,17 +80,9 @@ def _append(readings: list[tuple[int, float]], step: int, value: float | None, w
     return [*readings, (step, value)][-window:]
 
 
-def is_seen_enough(steps: Sequence[int], now: int, window: int) -> bool:
-    """Returns True if there are enough readings, and recent ones.
-
-    Rescoring is rare. So the last reading may be as far back as the last FEWEST readings took, or one window.
-    """
-    return len(steps) >= FEWEST and now - steps[-1] <= max(window, steps[-1] - steps[-FEWEST])
-
-
 def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None:
     """Keeps the signals of a step that show how a collapse came about; finite values, each signal once per step."""
-    for name in READ:
+    for name in RECORDED:
         readings = state.record.get(name, [])
         if name in signals and (not readings or readings[-1][0] < step):
             state.record[name] = [*readings, (step, signals[name])][-REMEMBERED:]
@@ -198,65 +150,6 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
     state.collapsed = False
     reason = f"{REWARD} is back at {level:.3g}, half of what it had lost"
     return (Event(step, "collapse", REWARD, level, state.recovers_at, "recover", reason),)
-
-
-def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> Growth | None:
-    """Fits a line to the logarithm of the last readings of delta.
-
-    Args:
-        readings: (step, delta) with ascending steps; delta is a divergence, never negative, or a difference.
-        boundary: the delta whose crossing is predicted, above 0.
-
-    Returns None for fewer than FEWEST readings.
-    """
-    points = [(step, math.log(max(delta, FLOOR))) for step, delta in readings]
-    if len(points) < FEWEST:
-        return None
-    slopes = sorted((later - earlier) / (t - s) for (s, earlier), (t, later) in combinations(points, 2))
-    rate = median(slopes)
-    last = points[-1][0]
-    at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
-    level = median(at_last)
-    residuals = [y - level for y in at_last]
-    n = len(points)
-    variance = (
-        n * (n - 1) * (2 * n + 5) / 18
-    )  # of Kendall's S, rising pairs less falling ones, for independent readings
-    outside = (len(slopes) - SIGMAS * math.sqrt(variance * _inflation(residuals))) / 2
-    low = slopes[int(outside)] if outside >= 0 else -math.inf
-    high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
-    if len(points) >= SCATTER_FEWEST:
-        half = SCATTERS * scatter(residuals) / (last - points[0][0])
-        low, high = max(low, rate - half), min(high, rate + half)
-    left = math.log(boundary) - level
-    if left <= 0:
-        steps = 0.0
-    elif low <= 0:
-        steps = float(HORIZON)
-    else:
-        steps = min(left / rate, float(HORIZON))
-    return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
-
-
-def _inflation(residuals: Sequence[float]) -> float:
-    """Returns the factor, at least 1, by which first-order dependence of neighbouring readings widens that variance."""
-    n = len(residuals)
-    if max(map(abs, residuals)) < ROUNDING:
-        return 1.0
-    order = sorted(residuals)
-    centred = [order.index(value) - (n - 1) / 2 for value in residuals]  # ranks: a spike must not hide the dependence
-    power = sum(value * value for value in centred)
-    if power == 0:
-        return 1.0
-    observed = sum(a * b for a, b in pairwise(centred)) / power
-    # Residuals of a fitted line understate the dependence by about (2 + 4 rho) / n.
-    rho = min(max(observed + (2 + 4 * max(observed, 0.0)) / n, 0.0), LARGEST_AUTOCORRELATION)
-    return (1 + rho) / (1 - rho)
-
-
-def engines_names(signal: str) -> tuple[str, ...]:
-    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
-    return (f"{signal}/lag/0", signal.replace(ENGINES, f"{ENGINES}engine/", 1)) if signal.startswith(ENGINES) else ()
 
 
 def engines_part(signal: str, signals: Mapping[str, float]) -> tuple[str, float] | None:

@@ -3,15 +3,15 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, pstdev
+from statistics import fmean
 
 from verl_ext.base.methods import require
+from verl_ext.diagnosis.noise import spread
 
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
 REFUSING = ("skip", "undo", "rollback", "stop")  # the batch makes no update
 SIDES = ("above", "below")
 FEWEST = 8  # readings before an adaptive rule judges
-NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
 
 
 @dataclass(frozen=True)
@@ -131,18 +131,6 @@ def threshold_of(rule: Rule, history: Sequence[float], bound: float) -> float | 
     if deviation == 0:
         return None  # a signal that never moved has no scale to judge a first move by
     return middle + (bound if rule.side == "above" else -bound) * deviation
-
-
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the median, and the median absolute deviation as standard deviations of a normal distribution."""
-    middle = median(values)
-    return middle, NORMAL_MAD * median(abs(value - middle) for value in values)
-
-
-def scatter(residuals: Sequence[float]) -> float:
-    """Returns the larger of the standard deviation and its robust estimate."""
-    _, robust = spread(residuals)
-    return max(pstdev(residuals), robust)
 
 
 def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str:

@@ -80,11 +80,7 @@ def variants() -> tuple[str, ...]:
 
 
 def arms_of(
-    regime: str,
-    names: Sequence[str],
-    added: Mapping[str, str],
-    overrides: Sequence[str],
-    steps: int | None = None,
+    regime: str, names: Sequence[str], added: Mapping[str, str], overrides: Sequence[str], steps: int | None = None
 ) -> list[Arm]:
     """Returns the arms of an experiment: `exact`, and each variant under the regime.
 

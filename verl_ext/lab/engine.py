@@ -126,8 +126,7 @@ class LabEngine:
         return {"model_output": output, "metrics": metrics}
 
     def optimizer_step(self) -> float:
-        """Takes the step, and returns the gradient's norm before clipping. As in verl's engines, there is no step if
-        the norm is not finite."""
+        """Takes the step, as in verl only if the gradient's norm is finite; returns this norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self._clip)
         if norm.isfinite():
             self.optimizer.step()
@@ -156,20 +155,10 @@ class LabEngine:
 
     def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
         truncated = self.use is not None and self.use.truncated
-        return score(
-            self.weights,
-            self._model,
-            prompts,
-            responses,
-            replayed,
-            head,
-            truncated,
-            trains_entropy=self._trains_entropy,
-        )
+        return score(self.weights, self._model, prompts, responses, replayed, head, truncated, self._trains_entropy)
 
     def _take_kept(self, responses: Tensor) -> Scores | None:
-        """Returns the scores of `score_old` if they belong to these trajectories; only for the first training pass
-        after it."""
+        """Returns the scores of `score_old`, once, if they belong to these trajectories."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and torch.equal(kept[0], responses) else None
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import altair as alt
 import numpy as np
 
+from verl_ext.diagnosis.series import Series
 from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD, Variant, ranked_variants
 from verl_ext.lab.table import legend, table_columns, table_rows
 from verl_ext.report.figures.lines import INK, SERIES, VERMILION, Line, chart_rows, data, line_chart, means, step_edges
 from verl_ext.report.figures.overlay import DASHES
 from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.page import write_page
-from verl_ext.report.run import Run, Series
+from verl_ext.report.run import Run
 
 POINTS = 60  # points of a line, each the mean of some steps
 MOST_THIN = 15  # lines of single seeds in a figure
@@ -112,10 +113,9 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
 
 
 def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns mean, least and largest of [seeds, points]; on a logarithmic axis only of values above 0, with the
-    geometric mean.
+    """Returns mean, least and largest of [seeds, points], without NaN seeds; NaN where all are NaN.
 
-    NaN seeds are left out; the result is NaN where all are NaN.
+    On a logarithmic axis only of values above 0, with the geometric mean.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         heights = np.log(np.where(values > 0, values, np.nan)) if log else values

@@ -1,7 +1,4 @@
-"""The runs of an experiment, one process each, forked from one that has imported the packages.
-
-Finished runs with the same settings are not repeated.
-"""
+"""The runs of an experiment: a process each, forked from one that has the packages. Finished ones are not repeated."""
 
 import json
 import multiprocessing
@@ -271,10 +268,22 @@ def _receive(events: Connection, cell: GridCell, process: ForkServerProcess) -> 
 
 
 def _prepare(run: RunArm) -> None:
-    """Starts the process that the runs are forked from. It imports the packages while the first run waits."""
+    """Starts the process that the runs are forked from. It imports the packages while the first run waits.
+
+    The runs have ENVIRONMENT and ignore Ctrl-C: the command decides which ones end.
+    """
     FORKS.set_forkserver_preload([run.__module__, __name__])
-    with _child_environment():
+    heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
         forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, heeding)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -288,22 +297,6 @@ def _defer_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGINT, heeding)
         for number in heard[:1]:
             signal.raise_signal(number)
-
-
-@contextmanager
-def _child_environment() -> Iterator[None]:
-    """Processes started in the block have ENVIRONMENT and ignore Ctrl-C: the command decides which ones end."""
-    heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, heeding)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _work(run: RunArm, cell: GridCell, out: Path, events: Connection) -> None:

@@ -139,8 +139,7 @@ class Learner:
     def update(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> dict[str, float]:
-        """Makes all updates of a step. Returns the metrics of the loss, the gate and the optimizer, as means over the
-        updates.
+        """Makes all updates of a step; returns the metrics of loss, gate and optimizer, as means over the updates.
 
         Args:
             fields: the loss's inputs in addition to the tokens, [B, T] each, by name of verl_ext.base.names.
@@ -153,8 +152,7 @@ class Learner:
     def update_data(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
-        """Returns the batch that a run sends to its workers for the update; see `LabWorker.train_mini_batch` for the
-        layout."""
+        """Returns the batch that a run sends to its workers to update, as `LabWorker.train_mini_batch` wants it."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),
@@ -174,10 +172,8 @@ class Learner:
             tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
         if sampled.head is not None:
             rows = (len(batch.keys), T, -1)
-            tensors |= {
-                names.HEAD_IDS: sampled.head.ids.view(rows),
-                names.HEAD_LOG_PROBS: sampled.head.log_q.view(rows),
-            }
+            tensors[names.HEAD_IDS] = sampled.head.ids.view(rows)
+            tensors[names.HEAD_LOG_PROBS] = sampled.head.log_q.view(rows)
         settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
         return TensorDict(tensors | settings, len(batch.keys))
 
@@ -209,7 +205,6 @@ def compare_routing(batch: LabBatch, scored: Scores) -> tuple[Tensor, Tensor]:
         for experts in (batch.sampled.experts, scored.routing.stacked(), torch.stack(scored.routing.own, 2))
     )
     ones = torch.ones(len(used), dtype=torch.bool)
-    own_overlap = expert_overlap(own, rollout)
-    overlap = expert_overlap(used, rollout)
+    overlap, own_overlap = expert_overlap(used, rollout), expert_overlap(own, rollout)
     per_token, sums = agreement(overlap, used.shape[-1], ones, ones, batch.offsets, own_NL=own_overlap)
     return per_token, sums.pack()

@@ -291,8 +291,7 @@ def _sample_loop(
     choose: Callable[[int, Tensor], Tensor],
     head: int = 0,
 ) -> Samples:
-    """Samples token by token, with a cache. `choose` takes t and the [B, V] log-probabilities of response token t, and
-    returns its [B] ids."""
+    """Samples with a cache. `choose` takes t and the [B, V] log-probabilities of response token t; returns [B] ids."""
     B, P = prompts.shape
     # Allocated outside: a tensor made in inference_mode cannot be trained on.
     responses = torch.full((B, length), END)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ext.diagnosis.series import Series
 from verl_ext.lab.grid import METRICS, GridCell
 from verl_ext.report.load import read_run
 from verl_ext.report.noise import student_quantile
-from verl_ext.report.run import ReportError, Run, Series
+from verl_ext.report.run import ReportError, Run
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
@@ -126,8 +127,7 @@ class Variant:
         return {seed: value for seed, run in self.runs.items() if (value := getattr(run, measure)) is not None}
 
     def mean(self, measure: str) -> Interval | None:
-        """Returns the measure's mean over the seeds. There is no mean final reward if the guard stopped runs: the
-        remaining ones are a selection."""
+        """Returns the mean over the seeds; no final reward if the guard stopped runs: the others are a selection."""
         if measure == "final" and self.stopped:
             return None
         return interval(list(self.by_seed(measure).values()))
@@ -233,8 +233,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
 
 
 def ranked_variants(variants: Sequence[Variant]) -> list[Variant]:
-    """Returns the exact variant first, then the others, the highest final reward first. Variants without a final
-    reward, as after stops by the guard, are last."""
+    """Returns the exact variant, then the others, the highest final reward first; those without one (stopped) last."""
 
     def place(variant: Variant) -> tuple[bool, float]:
         final = variant.mean("final")

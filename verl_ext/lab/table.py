@@ -270,13 +270,10 @@ def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
 
 def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
     found = [(variant.name, change) for variant in others if (change := variant.difference_to(none)) is not None]
+    sure = [each for each in found if each[1].sure]
     kinds = {
-        f"Better than {NONE} by more than the seeds' noise": [
-            each for each in found if each[1].sure and each[1].mean > 0
-        ],
-        f"Worse than {NONE} by more than the seeds' noise": [
-            each for each in found if each[1].sure and each[1].mean < 0
-        ],
+        f"Better than {NONE} by more than the seeds' noise": [each for each in sure if each[1].mean > 0],
+        f"Worse than {NONE} by more than the seeds' noise": [each for each in sure if each[1].mean < 0],
         "Within the noise": [each for each in found if not each[1].sure],
     }
     for kind, these in kinds.items():
@@ -287,7 +284,7 @@ def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
 def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
     rule = f"the {WINDOW}-step mean of the reward below half of its peak"
     died = [_collapse_of(variant) for variant in variants if variant.collapsed]
-    of = " among the runs that the guard did not stop" if any(variant.stopped for variant in variants) else ""
+    of = " among the runs that the guard did not stop" if _any_ended_early(variants) else ""
     yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"No run collapsed{of} ({rule})."
     exact = variant_named(variants, EXACT)
     if exact is not None and exact.collapsed:
@@ -332,14 +329,14 @@ def _warnings(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
-    if max((len(variant.runs) for variant in variants), default=0) < 2:
+    most = max((len(variant.runs) for variant in variants), default=0)
+    if most < 2:
         yield "One seed shows nothing about noise: use more (--seeds 5)."
         return
     yield (
         f"±: {100 * COVERAGE:.0f} % intervals over the seeds (Student's t); differences are paired by seed. There is "
         "no correction for many comparisons: without any effect, one in twenty still looks like one."
     )
-    most = max(len(variant.runs) for variant in variants)
     if fewer := [f"{each.name} ({len(each.runs)})" for each in variants if len(each.runs) < most]:
         yield f"Fewer runs than the {most} of the others: {', '.join(fewer)}."
 

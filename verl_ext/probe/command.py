@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -316,10 +317,8 @@ def kept_result(overrides: Sequence[str], out: Path) -> dict[str, Any] | None:
 def _made_with(overrides: Sequence[str]) -> dict[str, Any]:
     versions = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {"overrides": list(overrides), "versions": versions}
 
 

@@ -22,14 +22,7 @@ from verl_ext.core.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
 from verl_ext.core.routing import expert_overlap
 
 DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
-PAIRS = (
-    (DECODE, TRAIN),
-    (DECODE, PREFILL),
-    (PREFILL, TRAIN),
-    (DECODE, REPLAYED),
-    (DECODE, PACKED),
-    (DECODE, BASE),
-)
+PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED), (DECODE, PACKED), (DECODE, BASE))
 FLIPS = 999
 BLOCK = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
 SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it
@@ -136,13 +129,13 @@ def compare_readings(readings: Mapping[str, Tensor], positions_N: Tensor) -> lis
 
 def compare_stage(name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Stage:
     """Compares [N] log-probabilities of the rollout and the training engine before and after the event `name`."""
-    (rollout_before, train_before), (rollout_after, train_after) = before, after
+    rollout_before, train_before, rollout_after, train_after = (log_p_N.double() for log_p_N in (*before, *after))
     return Stage(
         name,
-        before=_finite_k3(rollout_before, train_before),
-        after=_finite_k3(rollout_after, train_after),
-        rollout_moved=_moved(rollout_before, rollout_after),
-        train_moved=_moved(train_before, train_after),
+        before=_finite_mean(k3_of(train_before - rollout_before)),
+        after=_finite_mean(k3_of(train_after - rollout_after)),
+        rollout_moved=_finite_mean((rollout_after - rollout_before).abs()),
+        train_moved=_finite_mean((train_after - train_before).abs()),
         tokens=len(train_after),
         rollout_not_finite=int((~rollout_after.isfinite()).sum()),
         train_not_finite=int((~train_after.isfinite()).sum()),
@@ -233,14 +226,6 @@ def _k3_by_bucket(k3_N: Tensor, values_N: Tensor, edges: tuple[float, ...], name
     bucket_N = torch.bucketize(values_N.double(), torch.tensor(edges[1:], dtype=torch.float64), right=True)
     parts = {name: k3_N[bucket_N == index] for index, name in enumerate(names)}
     return {name: float(part.mean()) for name, part in parts.items() if len(part)}
-
-
-def _finite_k3(log_q_N: Tensor, log_p_N: Tensor) -> float | None:
-    return _finite_mean(k3_of(log_p_N.double() - log_q_N.double()))
-
-
-def _moved(before_N: Tensor, after_N: Tensor) -> float | None:
-    return _finite_mean((after_N.double() - before_N.double()).abs())
 
 
 def _finite_mean(values_N: Tensor) -> float | None:

@@ -129,8 +129,8 @@ class ProbeTrainer(StabilityTrainerSync):
         train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
         head = head_dtypes(rollout, train)
         lengths = [min(len(ids), MOST_ROWS) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
-        states = first_rows(joined_passes(rollout), sum(lengths)), joined_passes(train, lengths)
-        places = compare_states(*states, experts_of(self.config))
+        rollout_rows = {point: rows[: sum(lengths)] for point, rows in joined_passes(rollout).items()}
+        places = compare_states(rollout_rows, joined_passes(train, lengths), experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]
         pairs = compare_readings(readings, scores.positions_N)
         self.gap = pairs[0]
@@ -201,11 +201,6 @@ class ProbeTaskRunner(StabilityTaskRunner):
     def install(self) -> None:
         super().install()
         patch("probe_trainer", TRAINER_REGISTRY, "sync", ProbeTrainer)
-
-
-def first_rows(states: dict[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Returns the states of the first rank's sequences; all ranks of the training engine have as many."""
-    return {point: rows[:count] for point, rows in states.items()}
 
 
 def print_progress(what: str) -> None:

@@ -10,22 +10,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from verl_ext.base.causes import CAUSES, Cause
 from verl_ext.base.printable import number_table, wide_console
 from verl_ext.core.recorder import HEAD, INDEXER, ROUTER
-from verl_ext.probe.readings import (
-    BASE,
-    DECODE,
-    PACKED,
-    PREFILL,
-    REPLAYED,
-    SYNC,
-    TRAIN,
-    UPDATE,
-    Pair,
-    Place,
-    Stage,
-)
+from verl_ext.diagnosis.causes import CAUSES, Cause
+from verl_ext.probe.readings import BASE, DECODE, PACKED, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
 
 ROUNDED = 1e-9  # nats a token: what float32 leaves
@@ -144,13 +132,13 @@ class ProbeResult:
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        """The causes of base/causes.py that it points to."""
-        shown = {*readings_of(self.conclusion, self.pairs, self.places), *map(_stage_reading, self.stages)}
-        return tuple(cause for cause in CAUSES.values() if shown & set(cause.probe))
+        """The causes of diagnosis/causes that it points to, by reading in order; of a reading, special ones first."""
+        shown = (*readings_of(self.conclusion, self.pairs, self.places), *map(_stage_reading, self.stages))
+        special = sorted(CAUSES.values(), key=lambda cause: len(cause.probe))
+        return tuple(dict.fromkeys(cause for reading in shown for cause in special if reading in cause.probe))
 
     def agrees(self, limit: float) -> bool:
-        """Returns True if all values are finite, also after a sync and an update, and k3 of sampling and training is at
-        most `limit`."""
+        """Returns True if k3 of sampling and training is at most `limit`, and all is finite, in the stages too."""
         finite = self.conclusion.cause != NOT_FINITE and not any(stage.not_finite for stage in self.stages)
         batches = (self.pairs[0], *self.batches)
         return finite and all(not one.not_finite and one.k3 is not None and one.k3 <= limit for one in batches)
@@ -296,8 +284,11 @@ def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[
     Other weights change which experts are chosen as well, so that a replay closes most of their gap: a choice by itself
     is named only where it closes nearly all, and states come apart at experts first.
     """
-    if conclusion.cause == "replay":
-        return ("replay",)
+    told = {"replay": ("replay",), "sampling path": ("decode",)}
+    if conclusion.cause in told:
+        return told[conclusion.cause]
+    if conclusion.cause == NOT_FINITE and any(pair.one_not_finite for pair in pairs if pair.one == DECODE):
+        return ("not finite",)
     if conclusion.cause not in ("routing", "arithmetic"):
         return ()
     start, routed = conclusion.start, conclusion.cause == "routing"

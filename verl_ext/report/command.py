@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ext.base.errors import UserError
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -64,24 +65,23 @@ examples:
 
 
 def add_report_parsers(commands) -> None:
-    report = _add(
-        commands,
-        "report",
-        "explain what happened to a run, why, and what to do; write a page of figures",
-        REPORT,
-        REPORT_EXAMPLES,
-    )
+    brief = "explain what happened to a run, why, and what to do; write a page of figures"
+    report = _add(commands, "report", brief, REPORT, REPORT_EXAMPLES)
     report.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"a run, or several logs of one run. A run is {RUN_HELP}"
     )
     _add_out(report, "report")
     report.add_argument("--json", action="store_true", help="print the verdict as JSON, and write no page")
     report.add_argument(
-        "--run",
-        dest="which",
-        type=_count,
-        metavar="N",
-        help="the Nth run, if there are several (default: the last)",
+        "--causes",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a cause of your own, as TOML (docs/extend.md); may be repeated",
+    )
+    report.add_argument(
+        "--run", dest="which", type=_count, metavar="N", help="the Nth run, if there are several (default: the last)"
     )
     report.add_argument(
         "--watch",
@@ -111,11 +111,7 @@ def add_report_parsers(commands) -> None:
 
 def _add(commands, name: str, brief: str, description: str, examples: str) -> argparse.ArgumentParser:
     return commands.add_parser(
-        name,
-        help=brief,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        name, help=brief, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
@@ -135,21 +131,19 @@ def run_report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl_ext.report.load import STANDARD_INPUT, read_run
-    from verl_ext.report.machine import as_json
     from verl_ext.report.run import ReportError
     from verl_ext.report.terminal import Dashboard
-    from verl_ext.report.verdict import judge_run
 
     with errors_are_one_line("report") as outcome:
         if arguments.watch and (arguments.json or STANDARD_INPUT in arguments.paths):
             raise ReportError("--watch shows the report of a file again and again: leave out --json, and name the file")
-        if arguments.watch:
-            return _watch(arguments, Console())
         console = Console()
+        if arguments.watch:
+            return _watch(arguments, console)
         run = read_run(arguments.paths[0], arguments.which, arguments.paths[1:])
-        verdict = judge_run(run)
+        verdict = _judge(run, arguments)
         if arguments.json:
-            print(json.dumps(as_json(run, verdict), indent=1))
+            print(json.dumps(verdict.as_json(run), indent=1))
             return 0
         console.print(Dashboard(run, verdict))
         if not arguments.no_page:
@@ -164,7 +158,6 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
     from verl_ext.report.load import Reader
     from verl_ext.report.run import ReportError, Run
     from verl_ext.report.terminal import indented
-    from verl_ext.report.verdict import judge_run
 
     reader = Reader(arguments.paths[0], which=arguments.which, more=arguments.paths[1:])
     tidy = False
@@ -195,8 +188,15 @@ def _watch(arguments: argparse.Namespace, console: "Console") -> int:
         if run is None:
             raise ReportError(f"{arguments.paths[0]}: nothing to report on yet") from None
         if not arguments.no_page:
-            _write_pages(run, judge_run(run), arguments, console, tidy)
+            _write_pages(run, _judge(run, arguments), arguments, console, tidy)
     return 0
+
+
+def _judge(run: "Run", arguments: argparse.Namespace) -> "RunVerdict":
+    from verl_ext.diagnosis.causes import known_causes
+    from verl_ext.report.verdict import judge_run
+
+    return judge_run(run, known_causes(tuple(arguments.causes)).values())
 
 
 def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live: "Live") -> bool:
@@ -204,9 +204,8 @@ def _show_and_write(run: "Run", arguments: argparse.Namespace, tidy: bool, live:
     from rich.console import Group
 
     from verl_ext.report.terminal import Dashboard, indented
-    from verl_ext.report.verdict import judge_run
 
-    verdict = judge_run(run)
+    verdict = _judge(run, arguments)
     screen = Dashboard(run, verdict)
     live.update(screen, refresh=True)
     if arguments.no_page:
@@ -289,7 +288,7 @@ def errors_are_one_line(command: str) -> Iterator[_Outcome]:
     except ModuleNotFoundError as error:
         print(f"verl-ext {command}: {missing_package(error)}", file=sys.stderr)
         outcome.status = FAILED
-    except (ReportError, OSError) as error:
+    except (UserError, ReportError, OSError) as error:
         print(f"verl-ext {command}: {printable(str(error), MOST_MESSAGE)}", file=sys.stderr)
         outcome.status = FAILED
 

@@ -3,7 +3,7 @@
 `compare_runs` compares, `comparison_rows` returns the text of a page, `ComparisonTable` prints the table in a terminal.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from rich.text import Text
 
 from verl_ext.base.metrics import Metric, find
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.judge import judge
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.noise import (
     CAVEAT,
     FLOOR,
@@ -27,8 +29,7 @@ from verl_ext.report.noise import (
     final,
     judge_differences,
 )
-from verl_ext.report.run import ReportError, Run, Series
-from verl_ext.report.signals import fall_of
+from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
 MOST_RUNS = 6  # the table has room for these
@@ -71,12 +72,15 @@ class MetricCell:
     verdict: str = ""
 
 
+Row = tuple[Metric, tuple[MetricCell, ...]]  # a cell for every run; the first run is the baseline
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order of the table; each has a cell for every run, the first run is the baseline."""
+    """Rows in the order of the table."""
 
     names: tuple[str, ...]
-    rows: tuple[tuple[Metric, tuple[MetricCell, ...]], ...]
+    rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
 
@@ -96,21 +100,24 @@ def compare_runs(
     if not 2 <= len(runs) <= MOST_RUNS:
         raise ReportError(f"a comparison needs 2 to {MOST_RUNS} runs; given: {len(runs)}")
     names = tuple(unique_names(runs))
-    common = min(int(run.steps[-1]) for run in runs)
+    last = {name: int(run.steps[-1]) for name, run in zip(names, runs, strict=True)}
+    common = min(last.values())
     if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
         raise ReportError(
             f"{', '.join(late)} begins after step {common}, where another run ends: there is nothing to compare"
         )
     cut_runs = [_cut_at(run, common) for run in runs] if cut else list(runs)
-    rows = []
+    rows: list[Row] = []
     for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(run, metric, window) for run in cut_runs]
         if any(cell.final or cell.share is not None for cell in cells):
-            rows.append((metric, [cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:])]))
+            rows.append((metric, (cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:]))))
     judged = _judge_rows(rows)
-    falls = {name: fall for name, run in zip(names, runs, strict=True) if (fall := fall_of(run))}
-    notes = [" ".join((f"{name}:", str(fall), *fall.moved())) for name, fall in falls.items()]
-    notes += _comparison_notes(runs, names, judged, extra, window, common if cut else None)
+    notes = []
+    for name, run in zip(names, runs, strict=True):
+        if (learning := judge(run.readings).learning).state == "collapsed":
+            notes.append(f"{name}: {learning.text}")
+    notes += _comparison_notes(last, judged, extra, window, common if cut else None)
     return Comparison(names, judged, tuple(notes))
 
 
@@ -136,16 +143,14 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Returns the table as text, for a page: one dictionary per metric.
 
-    Its keys are `label`, `metric`, `scale`, `better` and `cells`: one dictionary per run with `run`, `value`, `change`,
-    `interval` (99 %, for this change by itself) and `verdict`. A value is "-" if the run lacks the metric; the other
-    texts are empty if nothing was compared.
+    Its keys are `label`, `metric` and `cells`: one dictionary per run with `run`, `value`, `change`, `interval` (99 %,
+    for this change by itself) and `verdict`. A value is "-" if the run lacks the metric; the other texts are empty if
+    nothing was compared.
     """
     return [
         {
             "label": metric.label,
             "metric": metric.name,
-            "scale": metric.scale,
-            "better": metric.better,
             "cells": [
                 {
                     "run": name,
@@ -193,7 +198,7 @@ def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
     return replace(cell, difference=compare_finals(baseline.final, cell.final))
 
 
-def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[Metric, tuple[MetricCell, ...]], ...]:
+def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Judges all comparisons of the table together."""
     verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
 
@@ -209,28 +214,23 @@ def _judge_rows(rows: Sequence[tuple[Metric, list[MetricCell]]]) -> tuple[tuple[
 
 
 def _comparison_notes(
-    runs: Sequence[Run],
-    names: Sequence[str],
-    rows: Sequence[tuple[Metric, tuple[MetricCell, ...]]],
-    extra: Sequence[str],
-    window: int | None,
-    common: int | None,
+    last: Mapping[str, int], rows: Sequence[Row], extra: Sequence[str], window: int | None, common: int | None
 ) -> Iterator[str]:
-    last = {name: int(run.steps[-1]) for name, run in zip(names, runs, strict=True)}
+    """Yields what to know of the table. `last` is each run's last step, `common` the one at which all were cut."""
     longer = ", ".join(f"{name} (to {step})" for name, step in last.items() if common is not None and step > common)
     if longer:
         yield f"compared at step {common}, the last one that all runs have; later steps left out: {longer}"
     elif len(set(last.values())) > 1:
         yield "the runs end at different steps: " + ", ".join(f"{name} at {step}" for name, step in last.items())
     over = "tenth of the readings (20 to 100)" if window is None else f"{window} steps"
-    yield f"means over the last {over} ± one standard error; changes are against {names[0]}"
+    yield f"means over the last {over} ± one standard error; changes are against {next(iter(last))}"
     compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
     if compared:
         yield f"beyond the noise: at {100 * LEVEL:.0f} % for all {compared} comparisons of this table together (Holm)"
     if any(cell.verdict == TOO_FEW for _, cells in rows for cell in cells):
         yield f"{TOO_FEW}: these windows have too few independent readings; try --window 100 or more"
     yield CAVEAT
-    for index, name in enumerate(names):
+    for index, name in enumerate(last):
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
         if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
             yield f"still moving at the end of {name}: {', '.join(titles)}"

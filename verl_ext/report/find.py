@@ -85,7 +85,6 @@ SOURCES: dict[str, Callable[[Path, int | None], RunSource]] = {
     "tensorboard": lambda path, which: TensorBoardSource(path),
     "table": CsvSource,
 }
-BEST_FIRST = tuple(SOURCES)
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def find_source(path: Path, which: int | None) -> RunSource:
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
     kinds = [run.kind for run in found]
     if len(set(kinds)) == len(kinds) and "table" not in kinds:
-        return min(found, key=lambda run: BEST_FIRST.index(run.kind)).open(which)
+        return min(found, key=lambda run: list(SOURCES).index(run.kind)).open(which)
     if len(found) > 1:
         names = [str(run.path.relative_to(path)) for run in found]
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
@@ -234,8 +233,7 @@ def _what_else(start: bytes) -> str:
 
 
 def _logs_in(folder: Path) -> TextSource | None:
-    """Returns what reads the logs that lie directly in a folder and have metrics in them, in the most telling format of
-    these."""
+    """Returns what reads the logs with metrics that lie directly in a folder, in the most telling of their formats."""
     here = [path for path in sorted(folder.iterdir()) if path.name.endswith(LOG_ENDINGS) and is_regular(path)]
     forms = {path: form for path in here if (form := detect_format(path)) is not None}
     if not forms:
@@ -265,11 +263,7 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
             continue
         if any(EVENT_FILE in file and is_regular(here / file) for file in files):
             found.append(Found("tensorboard", here))
-        found += [
-            Found("mlflow database", here / file)
-            for file in DATABASE_NAMES
-            if file in files and is_regular(here / file)
-        ]
+        found += [Found("mlflow database", here / file) for file in DATABASE_NAMES if is_regular(here / file)]
         for file in sorted(files):
             if not file.endswith(METRICS_ENDINGS) or file.endswith(tuple(NOT_METRICS)):
                 continue

@@ -116,8 +116,7 @@ def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
 
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:
-    """Returns the guard's log: X.guard.jsonl for X.jsonl. For another kind of file, the only one in its folder; none
-    for a database."""
+    """Returns the guard's log: X.guard.jsonl for X.jsonl; else the only one in the folder, but none for a database."""
     if not files or files[0].suffix in DATABASE_ENDINGS:  # they have just been removed; a database may be in /tmp
         return None
     metrics = files[0]

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 
 from verl_ext.base.metrics.metric import Scale
-from verl_ext.guard.rules import NORMAL_MAD
-from verl_ext.report.run import Series
+from verl_ext.diagnosis.noise import NORMAL_MAD
+from verl_ext.diagnosis.series import Series
 
 TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
 NoiseVerdict = Literal["differs", "within noise", "too few readings to tell"]
@@ -180,8 +180,7 @@ def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
 
 
 def student_p(t: float, freedom: float) -> float:
-    """Returns the probability that |t| of Student's distribution is at least this large. `freedom` is above 0, and may
-    be a fraction."""
+    """Returns the probability that Student's |t| is at least this large. `freedom`, above 0, may be a fraction."""
     from scipy import special  # here, because importing it takes 0.2 s
 
     return 2 * float(special.stdtr(freedom, -abs(t)))

@@ -63,8 +63,7 @@ def compare(
 
 
 class _Shown(ABC):
-    """An object that a cell displays as the command's text, in colour; `print` and a terminal show it without
-    colour."""
+    """An object that a cell displays as the command's text, in colour; `print` and a terminal leave the colour out."""
 
     @abstractmethod
     def _renderable(self) -> "RenderableType":
@@ -125,8 +124,7 @@ class LoadedRun(_Shown):
         return frame
 
     def figure(self, key: str) -> "alt.LayerChart":
-        """Returns a figure of the report, by its key: `reward`, `vllm_kl`, `dropped`, ... ReportError if the run
-        has no data for it."""
+        """Returns the report's figure of this key: `reward`, `vllm_kl`, `dropped`, ... ReportError without data."""
         with _extra_packages():
             panel = _panel(key)
             return _chart(panel, panel.chart(self.run))
@@ -161,8 +159,7 @@ class ComparedRuns(_Shown):
 
     @cached_property
     def frame(self) -> "pd.DataFrame":
-        """Returns the table as a pandas frame of texts: a row for each metric; `value`, `change`, `verdict` of each
-        run."""
+        """Returns the table as a pandas frame of texts: a row per metric; each run's `value`, `change`, `verdict`."""
         import pandas as pd
 
         from verl_ext.report.comparison import comparison_rows

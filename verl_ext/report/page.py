@@ -45,14 +45,7 @@ Spec = dict[str, Any]
 Progress = Callable[[str], None]  # called with the name of the current figure
 
 
-def write_report(
-    run: Run,
-    verdict: RunVerdict,
-    out: Path,
-    *,
-    trajectories: str | None = None,
-    **options: Any,
-) -> Path:
+def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str | None = None, **options: Any) -> Path:
     """Writes the page of one run, and its figures.
 
     Args:
@@ -145,8 +138,7 @@ def write_page(
 
 
 def is_ours(out: Path) -> bool:
-    """Returns True if this folder has a report. Then files with the names of a report's figures are a report's as
-    well."""
+    """Returns True if this folder has a report; then files with the names of its figures are a report's as well."""
     if (out / PAGE).is_symlink():  # a link to a report that may be anywhere
         return False
     try:

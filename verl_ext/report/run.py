@@ -1,7 +1,7 @@
 """A run as the report sees it: every numeric metric over its steps, and the guard's decisions."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,14 @@ import numpy as np
 
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.findings.reward import VALIDATION
 from verl_ext.diagnosis.names import Alias, by_quantity, quantity_of
+from verl_ext.diagnosis.series import Ending, Readings, Series, now_of
 from verl_ext.guard.state import Event
 
 LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot distinguish steps
-LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
 MOST_MESSAGE = 4000  # characters
-VALIDATION = "val-core/**/mean@*"  # the quantity of all scores of validation sets
+ENDED = "ended"  # rule and action of the event of an error that ended a run
 FEW_NAMES, LISTED_NAMES = 3, 5
 LAYER = re.compile(r"[0-9]{1,4}")
 
@@ -60,27 +61,6 @@ def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[
 
 
 @dataclass(frozen=True)
-class Series:
-    """One metric over the steps that logged it, NaN where the value was not a number, infinite beyond LARGEST."""
-
-    steps: np.ndarray  # int64, ascending, each step once
-    values: np.ndarray  # float64, same length
-
-    def finite(self) -> "Series":
-        keep = np.isfinite(self.values)
-        return Series(self.steps[keep], self.values[keep])
-
-    def converted(self, alias: Alias) -> "Series":
-        """Returns the values that were logged under an alias as those of its quantity."""
-        return Series(self.steps, alias.convert(self.values))
-
-
-def _first_finite(found: Iterable[Series]) -> Series | None:
-    """Returns the finite values of the first series that has any."""
-    return next((finite for series in found if (finite := series.finite()).steps.size), None)
-
-
-@dataclass(frozen=True)
 class Run:
     """One run; `get` returns None if nothing finite was logged.
 
@@ -104,7 +84,7 @@ class Run:
 
     def get(self, name: str) -> Series | None:
         """Returns the finite values of a quantity, under the first of its names that has any."""
-        return _first_finite(self._named(name))
+        return next((finite for series in self._named(name) if (finite := series.finite()).steps.size), None)
 
     def logged(self, name: str) -> Series | None:
         """Returns the series of `get`, including values that are not finite; of the first name, if none is finite."""
@@ -122,9 +102,17 @@ class Run:
         return by_quantity(self.metrics)
 
     @cached_property
-    def canonical(self) -> dict[str, Series]:
-        """Finite values by canonical name. A metric that is no known quantity, or one of a family, keeps its name."""
-        return {name: series for name in self._quantities if (series := self.get(name)) is not None}
+    def readings(self) -> Readings:
+        """The run as the diagnosis sees it. A step of an error that ended it is its last one."""
+        ending = next((Ending(each.step, each.reason) for each in reversed(self.events) if each.rule == ENDED), None)
+        logged = {name: series for name in self._quantities if (series := self.logged(name)) is not None}
+        return Readings(logged, ending)
+
+    @property
+    def staleness(self) -> float:
+        """The number of versions that rollouts are behind now; 0 if that was not logged."""
+        series = self.get("training/off_policy/trajectory_staleness/mean")
+        return 0.0 if series is None else now_of(series)
 
     def notes_on_names(self) -> Iterator[str]:
         """Says that the report knows none of the names of the metrics, or few."""
@@ -150,8 +138,7 @@ class Run:
         return {int(number): found[number] for number in sorted(filter(LAYER.fullmatch, found), key=int)}
 
     def parts(self, name: str, prefix: str) -> dict[str, Series]:
-        """Returns the metrics `name/prefix...` that have a finite value, by the rest of their names; a prefix is
-        `prob/`, for example."""
+        """Returns the metrics `name/prefix...` that have a finite value, by the rest of their names."""
         start = f"{name}/{prefix}"
         found = {key.removeprefix(start): self.get(key) for key in self.metrics if key.startswith(start)}
         return {part: series for part, series in found.items() if series is not None}

@@ -1,7 +1,8 @@
 """One run on one screen: what happened, why, what to do; then how each metric moved, and what is missing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Literal
 
 import numpy as np
@@ -13,11 +14,13 @@ from rich.text import Text
 
 from verl_ext.base.metrics import METRICS, Metric, find, ours
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
 from verl_ext.diagnosis.names import aliases_of
-from verl_ext.report.run import MOST_MESSAGE, Run, Series
-from verl_ext.report.signals import LAST, beginning_of, now_of, skipped_share
-from verl_ext.report.sources.ends import ENDED
-from verl_ext.report.verdict import RunVerdict
+from verl_ext.diagnosis.rank import Suspect
+from verl_ext.diagnosis.series import LAST, Series, beginning_of, now_of
+from verl_ext.report.guarded import dated, skipped_share
+from verl_ext.report.run import ENDED, MOST_MESSAGE, Run
+from verl_ext.report.verdict import REASONS, RunVerdict
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
@@ -34,9 +37,11 @@ LEAST_RELATIVE_SPAN = 0.02
 COLOURS = {
     "healthy": "green",
     "suspect": "yellow",
+    "flat": "yellow",
     "drifting": "yellow",
     "past the boundary": "red",
     "collapsed": "red",
+    "dead": "red",
     "stopped": "red",
     "not enough data": "cyan",
 }
@@ -68,14 +73,14 @@ PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/
 # The setting that makes a run log a metric.
 REMEDIES = [
     ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
-    ("router/agreement", "router agreement (mixtures of experts)", ours.ROUTING.override),
-    ("correction/dropped", "tokens dropped", f"a correction, for example {ours.CORRECTIONS.override}"),
+    ("router/agreement", "router agreement", ours.ROUTING.override),
 ]
+MOST_LINES = 4  # of a cause
 
 
 @dataclass(frozen=True)
 class DashboardRow:
-    """One metric: its value at the start and now, as in the verdict (`report.signals`).
+    """One metric: its value at the start and now, as in the verdict (`diagnosis.series`).
 
     Attributes:
         worst: the reading furthest in the bad direction; None if neither direction is bad.
@@ -200,7 +205,10 @@ class Dashboard:
             )
         if table.row_count:
             yield table
-        for note in notes(self.run):
+        steps = self.verdict.steps if self.verdict is not None else ()
+        if self.verdict is not None and self.verdict.suspects:
+            yield indented(REASONS, options)
+        for note in notes(self.run, {step.do for step in steps}):
             short = note.startswith(EVENT) and len(note) > WIDTH - 2
             yield indented(f"{note[: WIDTH - 5]}..." if short else note, options)
 
@@ -211,29 +219,70 @@ class Dashboard:
             yield heading, "bold"
             return
         yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
-        yield from ((sentence, "") for sentence in (verdict.sentence, *verdict.why))
+        yield verdict.sentence, ""
+        told = ""
         for label, suspect in verdict.labelled():
-            yield f"{label}: {suspect.cause.title}", "bold" if suspect is verdict.suspects[0] else ""
-            yield from ((f"+ {text}", "") for text in suspect.speaks_for)
-            yield from ((f"- {text}", "dim") for text in suspect.speaks_against)
-            if not suspect.harmless:
-                yield f"check: {suspect.cause.check}", ""
-        if verdict.judged_by:
-            yield verdict.judged_by, "dim"
-        for label, sentence in (("measure", verdict.measure), ("settle", verdict.settle)):
-            if sentence:
-                yield f"{label}: {sentence}", ""
+            for line, style in _cause_lines(label, suspect, verdict):
+                told += f"{line}\n"
+                yield line, style
         if verdict.alarm:
             yield from (("", ""), (verdict.alarm, "bold"))
         if first := verdict.first:
-            yield from (("", ""), ("Do this first: start the run again with", "bold"), (first.text, "bold"))
-            yield first.sentence, ""
+            what = "run, with the overrides of the launch:" if first.is_command else "start the run again with"
+            yield from (("", ""), (f"{'After that' if verdict.alarm else 'Do this first'}: {what}", "bold"))
+            yield from ((first.do, "bold"), (first.sentence, ""))
         if verdict.others:
             yield from (("", ""), ("Then:" if first else "Worth adding:", "bold"))
-            yield from ((f"- {override.text}: {override.why}", "") for override in verdict.others)
-        if verdict.evidence:
-            yield from (("", ""), ("Further findings:", "bold"))
-            yield from ((f"- {evidence}", "dim") for evidence in verdict.evidence)
+            yield from ((f"- {step.do}: {step.why}", "") for step in verdict.others)
+        if facts := [fact for fact in verdict.told if fact.text not in told]:
+            yield from (("", ""), ("What else the numbers show:", "bold"))
+            yield from ((f"- {fact.dated}", "dim") for fact in facts)
+
+
+def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[tuple[str, str]]:
+    """Yields a cause in at most MOST_LINES lines of WIDTH: its title, what speaks for and against it, as far as there
+    are lines left, and the one thing to check. The page has all of it."""
+    title = f"{label}: {suspect.cause.title}"
+    check = "" if suspect.harmless else f"check: {suspect.cause.check}"
+    said = verdict.sentence.lower()
+    shared = {sign.finding.name for sign in verdict.suspects[0].signs} if suspect is not verdict.suspects[0] else set()
+    new = [sign for sign in suspect.signs if not verdict.is_said(sign.finding.name) and sign.finding.text not in said]
+    kept = new if any(sign.points > 0 for sign in new) else suspect.signs
+    signs = sorted(kept, key=lambda sign: sign.finding.name in shared)  # the alternative first by what is its own
+    speaks = {
+        "+ ": [dated(sign.finding.text, sign.finding.step) for sign in signs if sign.points > 0],
+        "- ": [dated(sign.finding.text, sign.finding.step) for sign in reversed(signs) if sign.points < 0],
+    }
+    room = max(MOST_LINES - _part_lines(title) - _part_lines(check), 1)
+    yield title, "bold" if suspect is verdict.suspects[0] else ""
+    against = bool(speaks["- "]) and room > 1
+    if speaks["+ "]:
+        yield _as_many("+ ", speaks["+ "], room - against), ""
+    if against:
+        yield _as_many("- ", speaks["- "], 1), "dim"
+    if check:
+        yield _shortened(check, max(MOST_LINES - _part_lines(title) - 1, 1)), ""
+
+
+def _part_lines(text: str) -> int:
+    return len(wrap(text, WIDTH - 1, break_on_hyphens=False))
+
+
+def _shortened(text: str, lines: int) -> str:
+    """Returns the text, cut behind a word if it would take more lines."""
+    while _part_lines(text) > lines:
+        text = f"{text.removesuffix(' ...').rpartition(' ')[0]} ..." if " " in text else f"{text[: WIDTH - 5]} ..."
+    return text
+
+
+def _as_many(start: str, texts: Sequence[str], lines: int) -> str:
+    """Returns the first texts that fit on so many lines together, and how many are left."""
+    for count in range(len(texts), 0, -1):
+        more = f" (and {len(texts) - count} more)" if count < len(texts) else ""
+        line = start + "; ".join(texts[:count]) + more
+        if _part_lines(line) <= lines:
+            return line
+    return _shortened(start + texts[0], lines)
 
 
 def _metric_row(series: Series | None, name: str, label: str, readings: int = LAST) -> DashboardRow | None:
@@ -251,8 +300,12 @@ def _metric_row(series: Series | None, name: str, label: str, readings: int = LA
     )
 
 
-def notes(run: Run) -> Iterator[str]:
-    """Yields the lines below the table: skips, the guard, values that were not numbers, metrics that are not logged."""
+def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
+    """Yields the lines below the table: skips, the guard, values that were not numbers, metrics that are not logged.
+
+    Args:
+        advised: overrides that the verdict advises already.
+    """
     yield f"now: median of the last {LAST} readings; first: of the first {LAST}; fewer in a short run; worst: of all"
     if run.validations():
         yield "val: the first and the last reading"
@@ -267,7 +320,8 @@ def notes(run: Run) -> Iterator[str]:
     yield from run.notes_on_names()
     yield from run.notes
     for metric, what, override in REMEDIES:
-        if run.get(metric) is None:
+        experts = metric.startswith(ROUTER) and not is_moe(run.readings)  # a dense model has none
+        if run.get(metric) is None and override not in advised and not experts:
             yield f"not logged: {what}; add {override}"
 
 

@@ -14,9 +14,10 @@ import orjson
 from markupsafe import Markup
 
 from verl_ext.base.names import TRAJECTORIES, older_part
+from verl_ext.diagnosis.series import LARGEST
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.page import asset, script_json, template, write_html
-from verl_ext.report.run import LARGEST, ReportError
+from verl_ext.report.run import ReportError
 
 SCRIPTS = (
     "trajectory_scales.js",
@@ -83,8 +84,7 @@ class Trajectory:
 
 
 def trajectories_file(metrics_file: Path) -> Path | None:
-    """Returns the dump that belongs to a metrics file; None if there is none. `load_trajectories` reads its older
-    part too."""
+    """Returns the dump that belongs to a metrics file, even if only its older part exists; None if there is none."""
     file = metrics_file.with_suffix(TRAJECTORIES)
     return file if is_regular(file) or is_regular(older_part(file)) else None
 
@@ -138,12 +138,7 @@ def _token_count(trajectory: Trajectory) -> int:
 
 
 def write_trajectory_page(
-    trajectories: Sequence[Trajectory],
-    out: Path,
-    *,
-    title: str,
-    report: str | None = None,
-    notes: Sequence[str] = (),
+    trajectories: Sequence[Trajectory], out: Path, *, title: str, report: str | None = None, notes: Sequence[str] = ()
 ) -> Path:
     """Writes one self-contained HTML page, which links back to `report` and begins with `notes`."""
     if not trajectories:
@@ -177,13 +172,8 @@ REQUIRED_LISTS: dict[str, type] = {"start": int, "length": int, "text": str, "id
 NUMBER_LISTS = {"l_infer": True, "l_old": True, "weight": False, "agreement": False, "entropy": False}  # required?
 FLAGS = ("generated", "kept")  # 0 or 1
 REQUIRED: dict[str, type] = {"step": int, "key": str, "tokens": int}
-OPTIONAL: dict[str, Any] = {
-    "why": str,
-    "prompt": str,
-    "skipped": str,
-    "reward": (int, float),
-    "advantage": (int, float),
-}
+NUMBER = (int, float)
+OPTIONAL: dict[str, Any] = {"why": str, "prompt": str, "skipped": str, "reward": NUMBER, "advantage": NUMBER}
 NAMES = {entry.name for entry in fields(Trajectory)}
 
 
@@ -203,7 +193,7 @@ def _parse_trajectory(line: bytes) -> Trajectory:
         values[name] = _as_tuple(values.get(name), name, lambda value, kind=kind: _has_type(value, kind))
     for name, required in NUMBER_LISTS.items():
         if required or name in values:
-            listed = _as_tuple(values.get(name), name, lambda value: value is None or _has_type(value, (int, float)))
+            listed = _as_tuple(values.get(name), name, lambda value: value is None or _has_type(value, NUMBER))
             values[name] = tuple(None if value is None or abs(value) > LARGEST else value for value in listed)
     trajectory = Trajectory(**values)
     _check_stretches(trajectory)

@@ -14,8 +14,8 @@ import orjson
 
 from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.base.metrics import is_rare
+from verl_ext.diagnosis.judge import RunningDiagnosis
 from verl_ext.features.stability import StabilityConfig
-from verl_ext.guard.diagnosis import Diagnosis
 from verl_ext.guard.guard import LR_SCALE, Guard
 from verl_ext.guard.levels import level_rules
 from verl_ext.guard.state import Decision, Event
@@ -55,7 +55,7 @@ class GuardActions:
     def __init__(self, guard: Guard, root: str):
         self.events: LineFile | None = None
         self.stop: Event | None = None
-        self.diagnosis = Diagnosis()
+        self.diagnosis = RunningDiagnosis()
         self._guard, self._root = guard, root
         self._updated_steps = 0
 
@@ -104,7 +104,7 @@ class GuardActions:
         """Judges the metrics that verl logs last, after it has saved a checkpoint."""
         self.carry_out(self._guard.judge_late(metrics))
         if (named := self.diagnosis.add(self._guard.step, metrics)) is not None:
-            self._tell(named)
+            self._tell(Event(self._guard.step, "diagnosis", "", None, None, "warn", named.sentence))
         self._require_signals(metrics)
 
     def stop_if_asked(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests import ROOT
 from tests.support.documented import undocumented
 from tools.metrics_page import metrics_page
-from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_of_the_gap, is_rare, nearest, ours
+from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_rare, nearest, ours
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
 GAP = "\0"  # what an f-string computes
@@ -92,29 +92,29 @@ def test_a_name_is_found_by_itself_or_by_its_family(name, entry):
 
 
 @pytest.mark.parametrize(
-    ("name", "late", "rare", "gap"),
+    ("name", "late", "rare"),
     [
-        ("vllm_kl/k3", False, False, True),
-        ("actor/entropy", False, False, False),
-        ("critic/score/mean", False, False, False),
-        ("critic/score/max", True, False, False),
-        ("actor/grad_norm", True, False, False),
-        ("filter/kept_tokens", True, False, False),
-        ("guard/steps_to_boundary", False, False, True),
-        ("guard/growth_rate", False, True, True),
-        ("guard/skipped", True, False, True),
-        ("vllm_kl/k3/lag/0", False, True, True),
-        ("vllm_kl/engine/k3", False, True, True),
-        ("rollout_corr/kl", True, False, False),  # verl computes it when the batch has been judged
-        ("training/rollout_probs_diff_mean", False, True, False),
-        ("training/off_policy/trajectory_staleness/mean", True, True, False),
-        ("training/off_policy/evicted_samples", False, True, False),
-        ("val-core/math/acc", True, True, False),
-        ("mine/k3", False, False, False),
+        ("vllm_kl/k3", False, False),
+        ("actor/entropy", False, False),
+        ("critic/score/mean", False, False),
+        ("critic/score/max", True, False),
+        ("actor/grad_norm", True, False),
+        ("filter/kept_tokens", True, False),
+        ("guard/steps_to_boundary", False, False),
+        ("guard/growth_rate", False, True),
+        ("guard/skipped", True, False),
+        ("vllm_kl/k3/lag/0", False, True),
+        ("vllm_kl/engine/k3", False, True),
+        ("rollout_corr/kl", True, False),  # verl computes it when the batch has been judged
+        ("training/rollout_probs_diff_mean", False, True),
+        ("training/off_policy/trajectory_staleness/mean", True, True),
+        ("training/off_policy/evicted_samples", False, True),
+        ("val-core/math/acc", True, True),
+        ("mine/k3", False, False),
     ],
 )
-def test_what_the_guard_may_expect_of_a_signal(name, late, rare, gap):
-    assert (comes_late(name), is_rare(name), is_of_the_gap(name)) == (late, rare, gap)
+def test_what_the_guard_may_expect_of_a_signal(name, late, rare):
+    assert (comes_late(name), is_rare(name)) == (late, rare)
 
 
 def test_names_near_a_wrong_one():

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.doctor.test_installation import CPU_RECIPES
 from verl_ext.cli import main
 from verl_ext.doctor import command
-from verl_ext.doctor.checks import LEVELS, Context, Finding, fixes, run_checks
+from verl_ext.doctor.checks import LEVELS, CheckResult, Context, fixes, run_checks
 from verl_ext.launch.gpus import named
 from verl_ext.launch.packages import has_module
 
@@ -192,7 +192,7 @@ def test_flash_attention_by_gpu(name, version):
 
 
 def test_of_two_fixes_for_a_setting_that_of_the_worse_finding_is_printed():
-    found = [Finding("warning", "w", fix=("a.b=1",)), Finding("error", "e", fix=("++a.b=2", "c.d=3"))]
+    found = [CheckResult("warning", "w", fix=("a.b=1",)), CheckResult("error", "e", fix=("++a.b=2", "c.d=3"))]
     assert fixes(found) == ["++a.b=2", "c.d=3"]
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests import ROOT
 from verl_ext.cli import main
-from verl_ext.doctor.checks import CHECKS, Context, Finding, run_checks
+from verl_ext.doctor.checks import CHECKS, CheckResult, Context, run_checks
 from verl_ext.doctor.command import print_findings
 from verl_ext.doctor.hooks import (
     built_settings,
@@ -503,7 +503,7 @@ def test_the_settings_classes_are_those_of_the_composed_configs(compose, compose
 
 def test_what_a_config_says_is_printed_as_text(look, capsys):
     (finding,) = look({"data.train_files": "\x1b]0;[bold]", "data.val_files": []}, "data files")["data files"]
-    print_findings([Finding(**finding)])
+    print_findings([CheckResult(**finding)])
     out = capsys.readouterr().out
     assert r"\x1b]0;[bold]" in out and "\x1b" not in out
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from verl_ext.diagnosis.levels import LEVELS, published
 from verl_ext.guard import levels
 from verl_ext.guard.guard import Guard
-from verl_ext.guard.levels import LEVELS, level_rules, published
+from verl_ext.guard.levels import level_rules
 
 K3 = "vllm_kl/k3"
 

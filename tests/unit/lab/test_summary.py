@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.report.made_runs import NAN, make
+from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
 from verl_ext.lab.summary import DROPPED, FORECAST, K3, NORM, REWARD, ROLLBACKS, SKIPPED, fall, levels, summarise
-from verl_ext.report.run import Run, Series
+from verl_ext.report.run import Run
 
 RISE_AND_FALL = [*np.linspace(0.4, 0.8, 60), *np.linspace(0.8, 0.1, 40), *[0.1] * 30]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.probe.test_readings import PLACES, pairs_of
-from verl_ext.base.causes import CAUSES
+from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.probe.readings import SYNC, UPDATE, Place, Stage
 from verl_ext.probe.verdict import ProbeResult
 
@@ -26,24 +26,30 @@ GAP = pairs_of(1e-3, 1e-6, 1e-3, 9e-4)
 ROUTING = pairs_of(1e-3, 1e-6, 1e-3, 1e-5)
 HALF = pairs_of(1e-3, 1e-6, 1e-3, 4e-4)  # as other weights leave it, which change the choice of experts too
 SMALL = pairs_of(1e-14, 1e-15, 1e-14, 1e-14)
+NOT_FINITE = [replace(pair, one_not_finite=3) for pair in GAP if pair.one == "decode"]
+TRAINING_NOT_FINITE = [replace(pair, other_not_finite=3) for pair in GAP if pair.other == "train"]
+ROUNDS = ("two_precisions", "quantized")
+A_LAYER = ("wrong_weights", "different_models")
 
 
 @pytest.mark.parametrize(
     ("found", "causes"),
     [
         (result(SMALL, ROUTED), ()),
-        (result(pairs_of(1e-3, 9e-4, 1e-4)), ()),  # the rollout engine against itself: no cause of the report's
+        (result(pairs_of(1e-3, 9e-4, 1e-4)), ("decode_differs", "log_probs_missing", "respelled", "leak")),
+        (result(NOT_FINITE), ("rollout_not_finite",)),
+        (result(TRAINING_NOT_FINITE), ()),
         (result(GAP, ROUTED), ("temperature",)),  # behind states that agree
-        (result(GAP, at("0.attention", 1e-2), dtype="bfloat16"), ("two_precisions", "quantized")),
-        (result(GAP, at("0.attention", 2e-3)), ("two_precisions", "quantized")),
-        (result(GAP, at("0.attention", 0.3)), ("wrong_weights", "positions")),
-        (result(GAP, at("0.experts", 0.3)), ("wrong_weights",)),
+        (result(GAP, at("0.attention", 1e-2), dtype="bfloat16"), ROUNDS),
+        (result(GAP, at("0.attention", 2e-3)), ROUNDS),
+        (result(GAP, at("0.attention", 0.3)), (*A_LAYER, "positions")),
+        (result(GAP, at("0.experts", 0.3)), A_LAYER),
         (result(GAP, at("0.router", 2e-3)), ("two_precisions",)),
         (result(ROUTING, at("0.router", 2e-3)), ("two_precisions",)),
-        (result(ROUTING, at("0.router", 0.3)), ("wrong_weights",)),
+        (result(ROUTING, at("0.router", 0.3)), A_LAYER),
         (result(ROUTING, at("0.experts", 0.3)), ("router_bias",)),
-        (result(HALF, at("0.experts", 0.34)), ("wrong_weights",)),
-        (result(HALF, at("0.attention", 0.2)), ("wrong_weights", "positions")),
+        (result(HALF, at("0.experts", 0.34)), A_LAYER),
+        (result(HALF, at("0.attention", 0.2)), (*A_LAYER, "positions")),
         (result(pairs_of(1e-14, 1e-15, 1e-14, 0.1), ROUTED), ("wrong_routes",)),
         (result(pairs_of(1e-4, 1e-15, 1e-4, 1e-2), ROUTED), ("wrong_routes",)),
         (result(SMALL, ROUTED, [Stage(SYNC, 1e-14, 1e-14, 0, 0), Stage(UPDATE, 1e-14, 1e-2, 0, 0.1)]), ("lost_sync",)),

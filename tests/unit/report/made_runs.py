@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
-from verl_ext.report.run import Run, Series
+from verl_ext.report.run import Run
 
 NAN = float("nan")
 

@@ -11,10 +11,11 @@ from PIL import Image
 
 from tests.support.examples import slow_cases
 from tests.unit.report.made_runs import NAN, changed, full, make, prefix, thinned
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.columns import HEAT_COLUMNS, REST, STAGES, share_chart, stage_seconds
 from verl_ext.report.figures.panels import PANELS, facts
 from verl_ext.report.page import OVERVIEW_COLUMNS, overview, png, spec_of
-from verl_ext.report.run import Run, Series
+from verl_ext.report.run import Run
 
 PANEL = {panel.key: panel for panel in PANELS}
 RUN = full(40, layers=3)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.lines import binned, decades, means, medians, step_edges, thin
-from verl_ext.report.run import Series
 
 VALUES = st.floats(-1e6, 1e6)
 READINGS = st.dictionaries(st.integers(0, 3000), VALUES, min_size=1, max_size=300)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.noise import (
     LEVEL,
     TOO_FEW,
@@ -19,7 +20,6 @@ from verl_ext.report.noise import (
     student_p,
     student_quantile,
 )
-from verl_ext.report.run import Series
 
 DATA = ROOT / "tests" / "support" / "data"
 

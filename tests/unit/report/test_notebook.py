@@ -105,8 +105,8 @@ def test_the_cells_of_the_page(tmp_path, monkeypatch):
     frame = tokens._repr_html_()
     assert frame.startswith("<iframe srcdoc=") and "&quot;newest&quot;" in frame and "&quot;oldest&quot;" not in frame
 
-    (state, first), medians, tail, verdicts, listed = shown_by([numbers], names)
-    assert state == "collapsed" and first.startswith("stability=moe")
+    (state, learning, first), medians, tail, verdicts, listed = shown_by([numbers], names)
+    assert state == learning == "collapsed" and first.startswith("stability=moe")
     assert isinstance(medians, pd.Series) and medians.index[-1] == 120 and len(tail.columns) == 2
     assert verdicts["critic/score/mean"] == "better"
     assert [(step, why) for step, why, _ in listed] == [(1, "largest gap"), (3, "largest gap")]

@@ -5,21 +5,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl_ext.diagnosis.judge import Judged
+from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
-from verl_ext.report.run import Run, Series
+from verl_ext.report.guarded import Fact
+from verl_ext.report.run import Run
 from verl_ext.report.terminal import BLOCKS, Dashboard, dashboard_rows, format_value, notes, sparkline, wrap_name
-from verl_ext.report.verdict import Override, RunVerdict
+from verl_ext.report.verdict import NextStep, RunVerdict
 
 NAN = float("nan")
 VERDICT = RunVerdict(
     state="drifting",
-    sentence="The mismatch grows by 5 % per step and would pass 0.1 in about 60 steps.",
-    why=("Rollouts are 2 versions behind.",),
-    overrides=(
-        Override("stability=icepop", "drops tokens outside the band"),
-        Override("precision=fp16", "rounds finer"),
-    ),
-    evidence=("vllm_kl/k3 rose from 1e-4 to 5e-4",),
+    sentence="The reward holds, but k3 went from 1e-4 to 5e-2.",
+    learning=Judged("learns", "the reward holds"),
+    engines=Judged("growing", "k3 went from 1e-4 to 5e-2", 4),
+    facts=(Fact("rollouts_old", "rollouts are 2 versions behind"), Fact("moved", "the entropy went from 1 to 2", 3)),
+    steps=(NextStep("stability=icepop", "drops tokens outside the band"), NextStep("precision=fp16", "rounds finer")),
 )
 
 
@@ -66,12 +67,25 @@ def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **
     return raw.getvalue().decode(encoding)
 
 
-def test_what_tells_causes_apart_stands_behind_them():
-    said = "stability.router_agreement=true would tell whether it is one or the other"
-    text = printed(full(), replace(VERDICT, measure=said, settle="`verl-ext probe` shows it"), width=200)
-    assert f"measure: {said}" in text and "settle: `verl-ext probe` shows it" in text
-    text = printed(full(), VERDICT)
-    assert "measure:" not in text and "settle:" not in text
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        (
+            {},
+            "Do this first: start the run again with stability=icepop Drops tokens outside the band. Then: - precision",
+        ),
+        ({"alarm": "Deal with this."}, "Deal with this. After that: start the run again with stability=icepop"),
+        ({"state": "healthy"}, "Worth adding: - stability=icepop: drops tokens outside the band - precision=fp16"),
+        (
+            {"steps": (NextStep("verl-ext probe", "compares"),)},
+            "first: run, with the overrides of the launch: verl-ext",
+        ),
+        ({}, "What else the numbers show: - rollouts are 2 versions behind - step 3: the entropy went from 1 to 2"),
+        ({"sentence": "Rollouts are 2 versions behind."}, "What else the numbers show: - step 3: the entropy"),
+    ],
+)
+def test_the_order_of_the_heading(changes, shown):
+    assert shown in " ".join(printed(full(), replace(VERDICT, **changes), width=200).split())
 
 
 def test_first_now_and_worst():
@@ -129,9 +143,20 @@ def test_notes_tell_skips_events_numbers_that_were_none_and_what_is_missing():
     assert "vllm_kl/k3 was not a finite number in 2 of 3 steps" in text
     assert "own/b was not a finite number in 1 of 1 steps" in text
     assert "2 more metrics were not finite in some steps" in text
-    missing = [note for note in text if note.startswith("not logged")]
-    assert len(missing) == 2 and "stability.router_agreement=true" in missing[0] and "stability=icepop" in missing[1]
-    assert any("stability.metrics=true" in note for note in notes(make({"critic/score/mean": [1.0]})))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "advised", "missing"),
+    [
+        ({"vllm_kl/k3": [1.0]}, (), []),
+        ({"critic/score/mean": [1.0]}, (), ["stability.metrics=true"]),
+        ({"critic/score/mean": [1.0]}, ("stability.metrics=true",), []),
+        ({"vllm_kl/k3": [1.0], "router/any_layer_differs": [0.1]}, (), ["stability.router_agreement=true"]),
+    ],
+)
+def test_notes_tell_what_to_log_unless_it_is_advised_or_a_dense_model_has_none(metrics, advised, missing):
+    found = [note for note in notes(make(metrics), advised) if note.startswith("not logged")]
+    assert [note.rpartition(" add ")[2] for note in found] == missing
 
 
 def test_a_sparkline_is_made_of_bucketed_medians():
@@ -187,9 +212,7 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
         assert part in flat
     assert ("drifting" in flat) == (verdict is not None)
     if verdict is not None:
-        assert f"{verdict.sentence} Rollouts are 2 versions behind. Do this first: start the run again with" in flat
-        assert "stability=icepop Drops tokens outside the band. Then: - precision=fp16: rounds finer" in flat
-        assert "Further findings: - vllm_kl/k3 rose" in flat
+        assert f"{verdict.sentence} Do this first: start the run again with stability=icepop" in flat
     assert ("█" in text) == (encoding == "utf-8")
     assert ("#" in text) == (encoding == "ascii")
 
@@ -199,6 +222,8 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
     [
         ("healthy", "32"),
         ("drifting", "33"),
+        ("suspect", "33"),
+        ("flat", "33"),
         ("past the boundary", "31"),
         ("collapsed", "31"),
         ("stopped", "31"),
@@ -206,7 +231,7 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
     ],
 )
 def test_the_verdict_stands_in_the_heading_in_words_and_colour(state, colour):
-    verdict = RunVerdict(state, "s", (), (), ())
+    verdict = replace(VERDICT, state=state)
     heading = printed(full(), verdict, force_terminal=True, color_system="standard").splitlines()[0]
     assert f"run, step 8: {state}" in heading and f";{colour}m" in heading
 

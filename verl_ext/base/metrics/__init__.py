@@ -14,13 +14,8 @@ from verl_ext.base.metrics.verls import VERL
 SECTIONS: tuple[Section, ...] = (*ours.SECTIONS, VERL)
 METRICS = {metric.name: metric for section in SECTIONS for metric in section.metrics}
 MUST_BE_FINITE = tuple(name for name, metric in METRICS.items() if metric.finite)
-
-
-def _prefixes(section: Section) -> list[str]:
-    return [f"{metric.name.split('/')[0]}/" for metric in section.metrics]
-
-
-OURS = tuple(dict.fromkeys(each for section in ours.SECTIONS for each in _prefixes(section) if each != "actor/"))
+_PREFIXES = dict.fromkeys(f"{metric.name.split('/')[0]}/" for section in ours.SECTIONS for metric in section.metrics)
+OURS = tuple(prefix for prefix in _PREFIXES if prefix != "actor/")
 
 
 @lru_cache(maxsize=4096)
@@ -41,12 +36,7 @@ def is_rare(name: str) -> bool:
     return metric is not None and metric.rare
 
 
-def is_of_the_gap(name: str) -> bool:
-    return any(find(name) in section.metrics for section in SECTIONS if section.of_gap)
-
-
 def nearest(name: str) -> list[str]:
-    """Returns up to three known names similar to an unknown one; only very similar ones if it could be the user's
-    own."""
+    """Returns up to three known names similar to an unknown one; only very similar ones if it could be a user's own."""
     known = [each for each in METRICS if not each.endswith("/**")]
     return get_close_matches(name, known, n=3, cutoff=0.6 if name.startswith(OURS) else 0.85)

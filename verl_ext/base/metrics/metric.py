@@ -54,11 +54,9 @@ class Section:
     Attributes:
         logged: which part logs them and when, in a paragraph.
         override: the setting that makes a run log them.
-        of_gap: whether they measure the gap between the engines, or what the guard does about it.
     """
 
     title: str
     logged: str
     metrics: tuple[Metric, ...]
     override: str = ""
-    of_gap: bool = False

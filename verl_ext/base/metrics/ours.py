@@ -10,8 +10,10 @@ LOSS = "nats per token"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
-by_sign = partial(Metric, rare=True)  # a batch may have none of a sign
-by_lag = rescored = partial(Metric, rare=True)  # a batch may have no trajectory of a lag; with stability.rescoring
+# Not at every step: a batch may have no advantage of a sign, no trajectory of a lag, none that is rescored.
+rare = partial(Metric, rare=True)
+rare_after = partial(after, rare=True)
+rare_divergence = partial(divergence, rare=True)
 
 GAP = Section(
     "The gap between the engines",
@@ -42,16 +44,9 @@ GAP = Section(
             finite=True,
             label="engine KL, k3",
         ),
+        divergence("vllm_kl/prob_diff_mean", "mean of |exp(l_infer) - exp(l_old)|", label="mean prob. diff."),
         divergence(
-            "vllm_kl/prob_diff_mean",
-            "mean of |exp(l_infer) - exp(l_old)|",
-            label="mean prob. diff.",
-        ),
-        divergence(
-            "vllm_kl/prob_diff_max",
-            "largest |exp(l_infer) - exp(l_old)|",
-            worst="highest",
-            label="largest prob. diff.",
+            "vllm_kl/prob_diff_max", "largest |exp(l_infer) - exp(l_old)|", worst="highest", label="largest prob. diff."
         ),
         divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
         divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", LOSS),
@@ -67,29 +62,22 @@ GAP = Section(
         Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
         Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", LOSS),
         divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", LOSS),
-        by_sign("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
-        by_sign("vllm_kl/k1/advantage/{positive,negative}", "k1 of these tokens", LOSS),
-        by_sign("vllm_kl/k3/advantage/{positive,negative}", "k3 of these tokens", LOSS, better="lower", scale="log"),
-        by_sign("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
-        by_lag("vllm_kl/share/lag/*", "tokens of trajectories that are this many versions old", "share"),
-        by_lag("vllm_kl/k1/lag/*", "k1 of these tokens", LOSS),
-        by_lag("vllm_kl/k3/lag/*", "k3 of these tokens", LOSS, better="lower", scale="log"),
-        by_lag(
-            "vllm_kl/log_ratio_abs_mean/lag/*",
-            "mean |l_infer - l_old| of these tokens",
-            LOSS,
-            better="lower",
-            scale="log",
-        ),
-        rescored("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", LOSS),
-        rescored("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", LOSS, better="lower", scale="log"),
-        rescored("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", LOSS, better="lower", scale="log"),
-        rescored("vllm_kl/stale/k1", "mean of l - l_old: how far the policy has moved since", LOSS),
-        rescored("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", LOSS),
-        rescored("vllm_kl/rescored", "trajectories measured by these five; engine and stale add up to their k1 and k3"),
+        rare("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
+        rare("vllm_kl/k1/advantage/{positive,negative}", "k1 of these tokens", LOSS),
+        rare_divergence("vllm_kl/k3/advantage/{positive,negative}", "k3 of these tokens", LOSS),
+        rare("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
+        rare("vllm_kl/share/lag/*", "tokens of trajectories that are this many versions old", "share"),
+        rare("vllm_kl/k1/lag/*", "k1 of these tokens", LOSS),
+        rare_divergence("vllm_kl/k3/lag/*", "k3 of these tokens", LOSS),
+        rare_divergence("vllm_kl/log_ratio_abs_mean/lag/*", "mean |l_infer - l_old| of these tokens", LOSS),
+        rare("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", LOSS),
+        rare_divergence("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", LOSS),
+        rare_divergence("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", LOSS),
+        rare("vllm_kl/stale/k1", "mean of l - l_old: how far the policy has moved since", LOSS),
+        rare("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", LOSS),
+        rare("vllm_kl/rescored", "trajectories measured by these five; engine and stale add up to their k1 and k3"),
     ),
     override="stability.metrics=true",
-    of_gap=True,
 )
 
 HEAD = Section(
@@ -115,7 +103,6 @@ HEAD = Section(
         after("actor/score_centering", "the term that centers the score, in the loss"),
     ),
     override="stability.head.k=32",
-    of_gap=True,
 )
 
 CORRECTIONS = Section(
@@ -134,7 +121,7 @@ CORRECTIONS = Section(
         ),
         Metric("correction/dropped_high", "the other dropped tokens", "share", worst="highest", label="ratio too high"),
         Metric(f"correction/{{dropped_low,dropped_high}}/{AXES}/*", "the same for the bucket's tokens", "share"),
-        by_lag(
+        rare(
             "correction/{dropped_low,dropped_high}/lag/*",
             "the same for tokens that are this many versions old",
             "share",
@@ -151,7 +138,6 @@ CORRECTIONS = Section(
         Metric("correction/*/high", "the same above the bounds", "share"),
     ),
     override="stability=icepop",
-    of_gap=True,
 )
 
 ROUTING = Section(
@@ -179,7 +165,7 @@ ROUTING = Section(
         Metric("router/sampled", "with such a share: compared trajectories, of those with generated tokens", "share"),
         Metric("router/agreement/layer_*", "the agreement in one layer", "share", "higher", worst="lowest"),
         Metric(f"router/agreement/{AXES}/*", "the agreement of the bucket's tokens", "share", "higher"),
-        by_lag("router/agreement/lag/*", "the agreement of tokens that are this many versions old", "share", "higher"),
+        rare("router/agreement/lag/*", "the agreement of tokens that are this many versions old", "share", "higher"),
         Metric("router/exact_match", "tokens with T = I", "share", "higher"),
         Metric("router/exact_match/layer_*", "the same in one layer", "share", "higher"),
         Metric(
@@ -236,7 +222,6 @@ ROUTING = Section(
         Metric("router/gap_differs", "mean |log k| of the tokens with an expert that differs", LOSS, "lower"),
     ),
     override="stability.router_agreement=true",
-    of_gap=True,
 )
 
 REWARD = Section(
@@ -281,57 +266,36 @@ GUARD = Section(
         ),
         after("guard/skips", "updates skipped so far, over restarts", "updates", "lower"),
         after("guard/rollbacks", "rollbacks so far, over restarts", "rollbacks", "lower"),
-        after(
-            "guard/undos",
-            "updates taken back so far, over restarts, where a rule can do that",
-            "updates",
-            "lower",
-            rare=True,
+        rare_after(
+            "guard/undos", "updates taken back so far, over restarts, where a rule can do that", "updates", "lower"
         ),
-        after("guard/lr_scale", "factor on the schedule's learning rate, if a rule can lower it", rare=True),
-        after("guard/threshold", "`stability.batch_skip.threshold`", rare=True),
-        after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS, rare=True),
-        after(
-            "guard/level",
-            "the k3 above which the guard warns: `stability.guard.level`, once it is known",
-            LOSS,
-            rare=True,
+        rare_after("guard/lr_scale", "factor on the schedule's learning rate, if a rule can lower it"),
+        rare_after("guard/threshold", "`stability.batch_skip.threshold`"),
+        rare_after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS),
+        rare_after(
+            "guard/level", "the k3 above which the guard warns: `stability.guard.level`, once it is known", LOSS
         ),
-        after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that", rare=True),
-        Metric(
-            "guard/growth_rate",
-            "slope of log k3 over its last readings, from 8 on",
-            "nats per step",
-            "lower",
-            rare=True,
-        ),
-        Metric("guard/growth_rate_low", "lower end of the slope's interval", "nats per step", rare=True),
-        Metric("guard/growth_rate_high", "upper end of the slope's interval", "nats per step", rare=True),
+        rare_after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that"),
+        rare("guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats per step", "lower"),
+        rare("guard/growth_rate_low", "lower end of the slope's interval", "nats per step"),
+        rare("guard/growth_rate_high", "upper end of the slope's interval", "nats per step"),
         Metric(
             "guard/steps_to_boundary",
             "until k3 passes the boundary, if it keeps growing like this; 0 past it, 1000 if no crossing is in sight",
             "steps",
             "higher",
         ),
-        Metric(
+        rare(
             "guard/growth_mixed",
             "0 if that growth is only the engines' (lag 0, or rescored), 1 if it includes the rollouts' age",
-            rare=True,
         ),
-        Metric(
+        rare(
             "guard/mask_blind",
             "1 while k3 grows significantly and fewer and fewer tokens are dropped, if `icepop` is a correction",
             better="lower",
-            rare=True,
         ),
-        Metric(
-            "guard/collapsed",
-            "1 while the reward has lost nine tenths of its best and stays there",
-            better="lower",
-            rare=True,
-        ),
+        rare("guard/collapsed", "1 while the reward has lost nine tenths of its best and stays there", better="lower"),
     ),
-    of_gap=True,
 )
 
 SYNC = Section(
@@ -341,37 +305,33 @@ SYNC = Section(
     "rollout's show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to rounding, 0 if nothing "
     "arrived.",
     (
-        after("sync/moved", "root mean square of the change in training, per token", LOSS, rare=True),
-        after("sync/arrived_low", "lower end of the share's interval", "share", "higher", rare=True),
-        after(
+        rare_after("sync/moved", "root mean square of the change in training, per token", LOSS),
+        rare_after("sync/arrived_low", "lower end of the share's interval", "share", "higher"),
+        rare_after(
             "sync/arrived_high",
             "upper end, once the updates have moved more than the gap may hide",
             "share",
             "higher",
             worst="lowest",
-            rare=True,
             label="update arrived, at most",
         ),
-        after(
+        rare_after(
             "sync/arrived_median",
             "share of the median token, among the half of the tokens that training moved most; of the rollout engine "
             "where it is furthest from 1",
             "share",
-            rare=True,
         ),
-        after(
+        rare_after(
             "sync/arrived_spread",
             "median distance of these tokens' shares from it: small if every token got the same share, as from an "
             "update that was multiplied",
             "share",
-            rare=True,
         ),
-        after(
+        rare_after(
             "sync/followed",
             "median movement of a token's score in the rollout since the last check, over that in training: 0 if its "
             "weights stayed the same and its scores repeat exactly; the smallest of the rollout engines",
             "share",
-            rare=True,
         ),
     ),
     override="stability.sync_canary.trajectories=8",

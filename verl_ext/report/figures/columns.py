@@ -100,8 +100,7 @@ def stage_seconds(run: Run) -> dict[str, float]:
 
 
 def share_chart(run: Run) -> alt.LayerChart | None:
-    """Draws the stages of a step as shares of it. Overlapping stages, in the asynchronous modes, can add up to more
-    than a step."""
+    """Draws the stages as shares of a step. Overlapping ones, in the asynchronous modes, can add up to more than it."""
     step = run.get(STEP)
     if step is None:
         return None

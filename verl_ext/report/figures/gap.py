@@ -6,7 +6,9 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.guard.forecast import HORIZON, Growth
+from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.noise import HORIZON, Growth
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.lines import (
     BLUE,
     GREEN,
@@ -21,8 +23,8 @@ from verl_ext.report.figures.lines import (
     line_chart,
     step_edges,
 )
-from verl_ext.report.run import Run, Series
-from verl_ext.report.signals import K3, boundary_of, gap_of, growth_of
+from verl_ext.report.guarded import boundary_of, growth_of, judged_k3
+from verl_ext.report.run import Run
 
 K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
 MARKS = 150  # the guard's marks are drawn for this many stretches of steps
@@ -47,8 +49,7 @@ DONE = {
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's head, and |k1|, with hollow
-    marks where k1 is negative."""
+    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's head, and |k1|."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
         return None
@@ -61,7 +62,7 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         lines.append(Line("k3", k3, BLUE))
     if (head := run.get(HEAD)) is not None:
         lines.append(Line("over the sampler's head", head, PURPLE))
-    if (gap := gap_of(run)) is not None and gap.alone:
+    if (gap := judged_k3(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
         fit, ahead, last = _growth_layers(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
@@ -83,7 +84,7 @@ def growth_sentence(run: Run) -> str:
     span = f"over the last {len(window.steps)} readings"
     if growth.low <= 0 <= growth.high:
         return f"No certain growth {span}: {percent:+.1f} % per step, and the interval includes 0."
-    gap = gap_of(run)
+    gap = judged_k3(run)
     text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % per step ({low:+.1f} to {high:+.1f}) {span}"
     if growth.low > 0 and growth.steps == 0:
         return f"{text}, and is past {boundary_of(run):g}."
@@ -142,8 +143,7 @@ def _growth_layers(
 
 
 def _heights(growth: Growth, *steps: int) -> np.ndarray:
-    """Returns the heights of the fitted line at these steps, counted from the last reading, where it is
-    growth.level."""
+    """Returns the heights of the fitted line at these steps, counted from the last reading."""
     return growth.level * np.exp(growth.rate * np.array(steps))
 
 

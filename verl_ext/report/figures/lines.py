@@ -4,14 +4,14 @@ A figure of some 600 pixels shows no more than POINTS readings of a line, so a l
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import altair as alt
 import numpy as np
 
-from verl_ext.report.run import Series
+from verl_ext.diagnosis.series import Series
 
 # Okabe and Ito's palette, which is distinguishable under every common colour blindness, and greys; by role in the light
 # page, with the dark page's replacements (lighter if the original would be hard to see on the background).
@@ -101,8 +101,8 @@ def line_chart(
     under: Sequence[Any] = (),
     over: Sequence[Any] = (),
     edge: Sequence[Any] = (),
-) -> alt.LayerChart:
-    """Draws lines over steps, with a legend by label; hovering shows the readings.
+) -> alt.LayerChart | None:
+    """Draws lines over steps, with a legend by label; hovering shows the readings. Returns None without lines.
 
     Args:
         lines: each has at least one reading; values of 0 and below are left out of a logarithmic axis.
@@ -113,6 +113,8 @@ def line_chart(
         under, over: layers drawn below and above the lines, of data with `step` and `value`; they get the axes here.
         edge: layers along the upper edge, of data with `step`; they set their own height.
     """
+    if not lines:
+        return None
     positive = np.concatenate([line.series.values[line.series.values > 0] for line in lines]) if log else np.empty(0)
     grid = decades(positive) if positive.size else None
     shown = [replace(line, series=_drawable(line.series, grid is not None)) for line in lines]
@@ -140,8 +142,7 @@ def line_chart(
 
 
 def decades(values: np.ndarray) -> list[float]:
-    """Returns the grid lines of a logarithmic axis: the powers of ten around positive values, and 2 and 5 if there
-    are few."""
+    """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few."""
     low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
     low, high = (min(max(power, -LARGEST_POWER), LARGEST_POWER) for power in (low, high))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
@@ -221,8 +222,7 @@ def means(series: Series, edges: np.ndarray) -> np.ndarray:
 
 
 def step_edges(steps: np.ndarray, most: int) -> np.ndarray:
-    """Returns the edges of at most `most` intervals of whole steps that cover all of `steps`, equal except for the
-    last."""
+    """Returns the edges of at most `most` intervals of whole steps that cover `steps`, equal except for the last."""
     first, last = int(steps[0]), int(steps[-1])
     width = -(-(last - first + 1) // most)
     return np.append(np.arange(first, last + 1, width), last + 1)
@@ -235,13 +235,9 @@ def _drawable(series: Series, log: bool) -> Series:
 
 def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
     dots: Any = {"size": 22, "filled": True} if line.dots and len(series.steps) <= DOTS_UP_TO else False
-    mark: Mapping[str, Any] = {
-        "strokeWidth": 2 if opacity == 1 else 1,
-        "opacity": opacity,
-        "clip": True,
-        "strokeJoin": "round",
-    }
-    return alt.Chart(data(chart_rows(series, label=line.label))).mark_line(point=dots, **mark)
+    width = 2 if opacity == 1 else 1
+    chart = alt.Chart(data(chart_rows(series, label=line.label)))
+    return chart.mark_line(point=dots, strokeWidth=width, opacity=opacity, clip=True, strokeJoin="round")
 
 
 def _hover_layer(lines: Sequence[Line]) -> alt.Chart:

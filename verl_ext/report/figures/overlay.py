@@ -1,16 +1,19 @@
 """The figures of several runs in one: the main metric of each panel over the steps, one colour per run."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import altair as alt
 import numpy as np
 
 from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
 from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
 from verl_ext.report.figures.panels import Panel, step_span
-from verl_ext.report.run import Run, Series
-from verl_ext.report.signals import K3
+from verl_ext.report.run import Run
 
 LAST = 20  # readings whose median represents a run's end in figures without steps
 DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
@@ -27,8 +30,6 @@ def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
         for (name, run), colour in zip(runs.items(), SERIES, strict=False)
         if (series := run.get(panel.metric)) is not None
     ]
-    if not lines:
-        return None
     return line_chart(lines, _span(runs), log=panel.log, percent=panel.percent, zero=panel.zero)
 
 
@@ -45,7 +46,7 @@ def _validation_overlay(runs: Runs) -> alt.LayerChart | None:
         for name, dash in zip(names, DASHES, strict=False)
         if (series := run.get(name)) is not None
     ]
-    return line_chart(lines, _span(runs)) if lines else None
+    return line_chart(lines, _span(runs))
 
 
 AXES = {
@@ -55,25 +56,13 @@ AXES = {
 }
 
 
-def _bucket_overlay(axis: str) -> Callable[[Runs], alt.LayerChart | None]:
-    def chart(runs: Runs) -> alt.LayerChart | None:
-        found = {name: run.parts(K3, f"{axis}/") for name, run in runs.items()}
-        return _profile(
-            {
-                name: {bucket: _end(parts[bucket]) for bucket in BUCKETS[axis] if bucket in parts}
-                for name, parts in found.items()
-            },
-            BUCKETS[axis],
-            title=AXES[axis],
-            scale=alt.Scale(type="log"),
-            axis_format="~e",
-        )
-
-    return chart
+def _bucket_overlay(axis: str, runs: Runs) -> alt.LayerChart | None:
+    found = {name: _ends(run.parts(K3, f"{axis}/")) for name, run in runs.items()}
+    return _profile(found, BUCKETS[axis], AXES[axis], alt.Scale(type="log"), "~e")
 
 
 def _layer_overlay(runs: Runs) -> alt.LayerChart | None:
-    found = {name: {str(n): _end(s) for n, s in run.layers(AGREEMENT).items()} for name, run in runs.items()}
+    found = {name: _ends(run.layers(AGREEMENT)) for name, run in runs.items()}
     layers = sorted({int(layer) for profile in found.values() for layer in profile})
     return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".4~%")
 
@@ -86,16 +75,16 @@ def _stage_overlay(runs: Runs) -> alt.LayerChart | None:
 
 OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
     "validation": _validation_overlay,
-    "by_probability": _bucket_overlay("prob"),
-    "by_position": _bucket_overlay("position"),
-    "by_lag": _bucket_overlay("lag"),
+    "by_probability": partial(_bucket_overlay, "prob"),
+    "by_position": partial(_bucket_overlay, "position"),
+    "by_lag": partial(_bucket_overlay, "lag"),
     "router_agreement": _layer_overlay,
     "step_time": _stage_overlay,
 }
 
 
-def _end(series: Series) -> float:
-    return float(np.median(series.values[-LAST:]))
+def _ends(parts: Mapping[Any, Series]) -> dict[str, float]:
+    return {str(part): float(np.median(series.values[-LAST:])) for part, series in parts.items()}
 
 
 def _profile(

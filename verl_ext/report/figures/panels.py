@@ -9,6 +9,8 @@ import numpy as np
 
 from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.series import now_label, now_of
 from verl_ext.report.figures import columns, gap
 from verl_ext.report.figures.lines import (
     BLUE,
@@ -26,7 +28,6 @@ from verl_ext.report.figures.lines import (
     line_chart,
 )
 from verl_ext.report.run import Run
-from verl_ext.report.signals import K3, now_label, now_of
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
@@ -93,9 +94,7 @@ def _line_chart_of(
 
     def chart(run: Run) -> alt.LayerChart | None:
         lines = [Line(label, s, colour) for metric, label, colour in curves if (s := run.get(metric)) is not None]
-        return (
-            line_chart(lines, step_span(run), under=under(step_span(run)), percent=percent, **axis) if lines else None
-        )
+        return line_chart(lines, step_span(run), under=under(step_span(run)), percent=percent, **axis)
 
     return chart
 
@@ -107,7 +106,7 @@ def _validation_chart(run: Run) -> alt.LayerChart | None:
         for name, colour in zip(names, SERIES, strict=False)
         if (series := run.get(name)) is not None
     ]
-    return line_chart(lines, step_span(run)) if lines else None
+    return line_chart(lines, step_span(run))
 
 
 def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **others: str) -> Callable[[Run], alt.LayerChart | None]:
@@ -118,7 +117,7 @@ def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **others: str) ->
         named = [(name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True) if name in found]
         lines = [Line(name, found[name], colour) for name, colour in named]
         lines += [Line(label, s, INK) for label, metric in others.items() if (s := run.get(metric)) is not None]
-        return line_chart(lines, step_span(run), log=True, unit="nats per token") if lines else None
+        return line_chart(lines, step_span(run), log=True, unit="nats per token")
 
     return chart
 

@@ -19,10 +19,7 @@ from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
 
-STEP_COLUMNS = (
-    *("Step", "_step", *STEP_NAMES),
-    *("global_steps", "iter", "train/step", "rollout/step"),
-)
+STEP_COLUMNS = ("Step", "_step", *STEP_NAMES, "global_steps", "iter", "train/step", "rollout/step")
 SEPARATOR = " - "
 LIMITS = ("__MIN", "__MAX")
 MOST_LINE = 16 << 20  # characters
@@ -82,10 +79,8 @@ class CsvSource:
         """Returns the step's column, and the metrics' columns with their names."""
         if {"Name", "State"} <= set(header):
             raise ReportError("this is W&B's table of runs; export one run's history, or a chart")
-        step = next((header.index(name) for name in STEP_COLUMNS if name in header), None)
-        if step is None:
-            lower = [name.strip().lower() for name in header]
-            step = next((lower.index(name) for name in STEP_COLUMNS if name in lower), None)
+        lower = [name.strip().lower() for name in header]
+        step = next((row.index(name) for row in (header, lower) for name in STEP_COLUMNS if name in row), None)
         others = [(at, name) for at, name in enumerate(header) if at != step and name]
         of_runs = [(at, name) for at, name in others if SEPARATOR in name]
         # A chart over another axis than the step has that axis first.
@@ -117,9 +112,7 @@ class CsvSource:
         return self.name
 
     def run(self, which: int | None) -> TableRun:
-        if not len(self._table):
-            raise ReportError("no row with a step and a number in this file")
-        return self._table.run(None if self._chosen else which)
+        return self._table.run(None if self._chosen else which, "no row with a step and a number in this file")
 
     def notes(self) -> tuple[str, ...]:
         return self._notes

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 
 from verl_ext.guard.state import Event
+from verl_ext.report.run import ENDED
 from verl_ext.report.sources.table import FIRST_STEPS
 
-ENDED = "ended"  # rule and action of the event
 SHOWN = 200  # characters of the error
 KEPT = 4 << 20  # bytes behind the last row
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")

@@ -15,7 +15,7 @@ import orjson
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.run import is_step
 from verl_ext.report.sources.growing import GrowingFile
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, whole_step
 
@@ -55,11 +55,10 @@ class JsonlSource:
         return self._lines.refresh()
 
     def run(self, which: int | None) -> TableRun:
-        if not len(self._table):
-            if self._lines.broken:
-                raise ReportError(f"no line is a JSON object with a step ({', '.join(STEP_NAMES)}) and numbers")
-            raise ReportError("no complete step in this file; has the run finished its first step?")
-        return self._table.run(which)
+        empty = "no complete step in this file; has the run finished its first step?"
+        if self._lines.broken:
+            empty = f"no line is a JSON object with a step ({', '.join(STEP_NAMES)}) and numbers"
+        return self._table.run(which, empty)
 
     def notes(self) -> tuple[str, ...]:
         return self._lines.note()

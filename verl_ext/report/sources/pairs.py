@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import quantity_of
+from verl_ext.report.sources.ends import BAR
 from verl_ext.report.sources.text import Row, register_format
 
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
@@ -24,7 +25,6 @@ STEP = re.compile(
 OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|train|eval|per|of|every)[ _-]?$")
 HEADING = re.compile(rb"(?i)={3,}\s*step\s+\d+")
 BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
-PROGRESS_BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
 LIKELY = re.compile(rb"(?i)(?:reward|score|loss|entropy|grad|kl)[\w ./@%()-]{0,40}[:=]\s*(?:[-+]?[\d.]|tensor\(\[)")
 REWARDS = ("reward", "rewards", "score", "scores")
 STEP_NAMES = ("step", "global_step", "iteration", "iter", "update", "rollout")
@@ -41,7 +41,7 @@ class Pairs:
         return LIKELY.search(text) is not None or HEADING.search(text) is not None
 
     def rows(self, text: str) -> Iterator[Row]:
-        if len(text) > LONGEST_LINE or PROGRESS_BAR.search(text):  # a bar's numbers are of its pieces
+        if len(text) > LONGEST_LINE or BAR.search(text):  # a bar's numbers are of its pieces
             return
         line = BULLET.sub(" | ", text.rstrip())
         steps = list(STEP.finditer(line))

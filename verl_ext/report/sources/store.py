@@ -59,6 +59,7 @@ class StoreSource:
         self.files: tuple[Path, ...] = (path,)
         self.name = path.stem
         self._store = store
+        self._empty = f"no step in this {store.what}; has the run finished its first step?"
         self._which = which
         self._state: Hashable = None
         self._notes: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class StoreSource:
         self._state = None  # stays so when there is an error
         runs = runs_of(self._store.processes())
         if not runs:
-            raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")
+            raise ReportError(self._empty)
         self._number, self._runs = chosen_run(self._which, len(runs)), len(runs)
         chosen = runs[self._number - 1]
         self.name, self.files = chosen[-1].name, tuple(file for process in chosen for file in process.files)
@@ -96,9 +97,7 @@ class StoreSource:
 
     def run(self, which: int | None) -> TableRun:
         """Returns the run that this source was made with; `which` is already settled."""
-        if not len(self._table):
-            raise ReportError(f"no step in this {self._store.what}; has the run finished its first step?")
-        return replace(self._table.run(None), number=self._number, runs=self._runs)
+        return replace(self._table.run(None, self._empty), number=self._number, runs=self._runs)
 
     def notes(self) -> tuple[str, ...]:
         return self._notes

@@ -19,7 +19,8 @@ from itertools import pairwise
 import numpy as np
 
 from verl_ext.base.printable import printable
-from verl_ext.report.run import LARGEST, LARGEST_STEP, ReportError, Series, is_step, is_validation
+from verl_ext.diagnosis.series import LARGEST, Series
+from verl_ext.report.run import LARGEST_STEP, ReportError, is_step, is_validation
 
 FLUSH_AT = 1 << 18  # values
 KEPT_LAYOUTS = 256
@@ -132,8 +133,7 @@ class MetricTable:
         self._unit_starts.append(len(self._steps))
 
     def add(self, step: int, data: Mapping[str, object]) -> None:
-        """Adds one row of a step (`is_step`). Values that are not numbers are left out; None is NaN. Names become
-        printable."""
+        """Adds a row of a step (`is_step`). What is no number is left out; None is NaN. Names become printable."""
         self._steps.append(step)
         values = self._new_values
         before = len(values)
@@ -177,9 +177,10 @@ class MetricTable:
         for pending in (self._new_values, self._new_numbers, self._new_lengths):
             del pending[:]
 
-    def run(self, which: int | None) -> TableRun:
-        """Returns one run of the table: the last, or the one with this number, counted from 1. The table must not be
-        empty."""
+    def run(self, which: int | None, empty: str) -> TableRun:
+        """Returns one run of the table: the last, or the one with this number, from 1. ReportError `empty` if none."""
+        if not len(self):
+            raise ReportError(empty)
         self._flush()
         steps = np.array(self._steps)
         validation = np.frombuffer(bytes(self._validation), bool)

@@ -28,8 +28,7 @@ class DamageError(Exception):
 
 
 class TensorBoardSource:
-    """One event file, or all in a folder by time. Each belongs to one process; a later one belongs to a resumed or
-    another run."""
+    """One event file, or all in a folder by time. Each is one process's; a later one is a resumed or another run's."""
 
     def __init__(self, path: Path):
         try:
@@ -67,8 +66,7 @@ class TensorBoardSource:
         return again or any(changed)
 
     def _only_last_grew(self, files: tuple[Path, ...]) -> bool:
-        """Returns True if reading on is enough: rows are kept in the order of the files, so no older file may have
-        grown."""
+        """Returns True if reading on is enough: rows are in the order of the files, so no older one may have grown."""
         known = tuple(self._read)
         if known != files[: len(known)]:
             return False
@@ -122,9 +120,7 @@ class TensorBoardSource:
             self._table.add(step, data)
 
     def run(self, which: int | None) -> TableRun:
-        if not len(self._table):
-            raise ReportError("no scalar in these event files; has the run finished its first step?")
-        return self._table.run(which)
+        return self._table.run(which, "no scalar in these event files; has the run finished its first step?")
 
     def notes(self) -> tuple[str, ...]:
         notes = [
@@ -136,8 +132,7 @@ class TensorBoardSource:
 
 
 def _event_records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:
-    """Yields (record, the offset after it) of every complete record from `offset` on; None for one beyond
-    MOST_RECORD."""
+    """Yields (record, the offset after it) of each complete record from `offset` on; None if beyond MOST_RECORD."""
     file.seek(offset)
     buffer, at = b"", 0
     while True:

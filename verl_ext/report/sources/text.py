@@ -127,7 +127,6 @@ class TextSource:
         self._read = self._form()
         self._epochs: list[float] = []  # of the rows without a step, in TRL's epochs
         self._logs = [GrowingFile(path, self._take_lines, self._take_tail, self._replaced) for path in self.files]
-        self._is_new = True
 
     def _replaced(self) -> None:
         raise _ReplacedError
@@ -137,7 +136,7 @@ class TextSource:
         seen = fingerprint(self.files)
         if seen == self._seen:
             return False
-        earlier_changed = seen[:-1] != self._seen[:-1] and not self._is_new
+        earlier_changed = self._seen and seen[:-1] != self._seen[:-1]
         if self._form.document or earlier_changed:
             self._start_over()
         try:
@@ -145,7 +144,7 @@ class TextSource:
         except _ReplacedError:
             self._start_over()
             self._refresh()
-        self._seen, self._is_new = seen, False
+        self._seen = seen
         return True
 
     def _refresh(self) -> None:
@@ -204,9 +203,8 @@ class TextSource:
         return len(self._epochs)
 
     def run(self, which: int | None) -> TableRun:
-        if not len(self._table):
-            raise ReportError(f"no row of {self._form.title} in this file yet; has the run finished its first step?")
-        return self._table.run(which)
+        empty = f"no row of {self._form.title} in this file yet; has the run finished its first step?"
+        return self._table.run(which, empty)
 
     def events(self, part: TableRun) -> tuple[Event, ...]:
         """Returns how the processes of one run ended, if they ended by an error."""

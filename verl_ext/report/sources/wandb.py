@@ -93,8 +93,7 @@ def _add_history(file: Path, table: MetricTable) -> Iterable[str]:
 
 
 def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
-    """Returns the step of a row, W&B's own step, and the numbers by name; nested ones as `outer.inner`, as W&B shows
-    them."""
+    """Returns a row's step, W&B's own step, and the numbers by name; nested ones as `outer.inner`, as W&B does."""
     # An empty value is not a metric. It is dropped before parsing: it takes two bytes, so a file may have millions, and
     # the error of parsing one costs more than the rest of the row.
     items = [(item, text) for item in history.item if (text := item.value_json)]
@@ -116,8 +115,7 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
 
 
 def _json_values(texts: list[str]) -> list[object]:
-    """Parses JSON values, all at once because that takes a fifth of the time; one by one if one of them is not
-    JSON."""
+    """Parses JSON values, all at once because that takes a fifth of the time; one by one if one is not JSON."""
     try:
         values = orjson.loads(f"[{','.join(texts)}]")
         if len(values) == len(texts):
@@ -128,7 +126,7 @@ def _json_values(texts: list[str]) -> list[object]:
 
 
 def _json_value(text: str) -> object:
-    """Parses a JSON value; returns the text if it cannot be read."""
+    """Parses a JSON value; returns "", which is no metric, if it cannot be read."""
     if text in NOT_FINITE:
         return NOT_FINITE[text]
     try:

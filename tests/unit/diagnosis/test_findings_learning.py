@@ -1,0 +1,243 @@
+"""What answers, entropy, gradient and numbers that are none show: a small run for every level. Random runs for all
+findings are at the end."""
+
+import inspect
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.findings import answers, entropy, finite, gradient
+from verl_ext.diagnosis.findings.answers import CUT, LONGEST, SHORTEST
+from verl_ext.diagnosis.findings.gradient import RATE, REFERENCE, STRIDE
+from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
+from verl_ext.diagnosis.findings.reward import ENTROPY, GRADIENT, K3, LEAST, LENGTH, MOST, REWARD
+from verl_ext.diagnosis.series import Ending, Readings
+
+NAN, INF = math.nan, math.inf
+DROPPED, WEIGHT, K1, LOSS = "correction/dropped", "rollout_corr/rollout_is_mean", "vllm_kl/k1", "actor/pg_loss"
+
+
+def run_of(metrics, ending=None):
+    """Returns a run from lists of values, which start at step 1."""
+    return Readings.of_pairs({name: list(enumerate(values, 1)) for name, values in metrics.items()}, ending)
+
+
+def line(first, last, count=40):
+    return np.linspace(first, last, count).tolist()
+
+
+def then(first, last, at=20, count=40):
+    """One level up to a step, and another one after it."""
+    return [first] * at + [last] * (count - at)
+
+
+LEARNS, FLAT = line(0.2, 0.8), [0.3 + 0.02 * (-1) ** i for i in range(40)]
+FELL = [*line(0.2, 0.8, 20), *[0.05] * 20]  # in step 21
+TOP = {MOST: [1.0] * 40}
+LONGER = {LENGTH: line(100, 300), CUT: line(0.1, 0.9)}
+CASES = [
+    ("answers_cut.most", 21, {CUT: then(0.0, 0.9)}),
+    ("answers_cut.most", 1, {LONGEST: [512] * 9, SHORTEST: [512] * 9, LENGTH: [512] * 9}),  # the share is not logged
+    ("answers_cut.most", 1, {LENGTH: [512] * 9}),
+    ("answers_cut.many", 21, {CUT: then(0.0, 0.3)}),
+    ("answers_cut.few", None, {CUT: [0.02] * 10}),
+    ("answers_cut.few", None, {LONGEST: [512] * 9, SHORTEST: [20] * 9, LENGTH: [90] * 9}),
+    ("cut_began.at_once", None, {CUT: [0.9] * 10}),
+    ("cut_began.later", None, {CUT: then(0.1, 0.9)}),
+    ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [0.05] * 40}),
+    ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [-0.95] * 40, MOST: [1.0] * 40, LEAST: [-1.0] * 40}),
+    ("cut_and_low.no", None, {CUT: [0.9] * 40, REWARD: LEARNS}),
+    ("cut_and_low.no", None, {CUT: [0.1] * 40, REWARD: [0.05] * 40}),
+    ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: FLAT}),
+    ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: LEARNS, CUT: then(0.0, 0.9)}),
+    ("length_exploded.grew", None, {LENGTH: then(100, 900), REWARD: LEARNS}),
+    ("length_exploded.grew", None, {LENGTH: then(100, 200), REWARD: FLAT}),
+    ("length_exploded.steady", None, {LENGTH: then(100, 120), REWARD: FLAT}),
+    ("length_collapsed.collapsed", None, {LENGTH: then(500, 20), REWARD: FLAT}),
+    ("length_collapsed.collapsed", None, {LENGTH: then(500, 20)}),
+    ("length_collapsed.no", None, {LENGTH: then(500, 20), REWARD: LEARNS}),
+    ("length_collapsed.no", None, {LENGTH: [500] * 9 + [480]}),
+    ("reward_pays_length.yes", None, LONGER | {REWARD: LEARNS}),
+    ("reward_pays_length.no", None, LONGER | {REWARD: FLAT}),
+    ("entropy_gone.gone", 21, {ENTROPY: then(0.5, 0.02)}),
+    ("entropy_gone.low", None, {ENTROPY: then(0.5, 0.15)}),
+    ("entropy_gone.kept", None, {ENTROPY: then(0.5, 0.4)}),
+    ("sure_of_wrong.yes", None, {ENTROPY: then(0.5, 0.02), REWARD: FLAT} | TOP),
+    ("sure_of_wrong.no", None, {ENTROPY: then(0.5, 0.02), REWARD: [0.8] * 40} | TOP),
+    ("sure_of_wrong.no", None, {ENTROPY: then(0.5, 0.4), REWARD: FLAT} | TOP),
+    ("entropy_exploded.exploded", 21, {ENTROPY: then(0.3, 3.0)}),
+    ("entropy_exploded.exploded", 21, {ENTROPY: [0.1] * 20 + [2.0] * 10 + [0.2] * 10}),  # and came back in part
+    ("entropy_exploded.rose", None, {ENTROPY: [0.1] * 20 + [0.9] * 10 + [0.2] * 10}),
+    ("entropy_exploded.rose", None, {ENTROPY: then(0.3, 0.5)}),
+    ("entropy_exploded.steady", None, {ENTROPY: then(0.3, 0.2)}),
+    ("entropy_at_fall.low", None, {ENTROPY: then(0.5, 0.02, at=10), REWARD: FELL}),
+    ("entropy_at_fall.high", None, {ENTROPY: [0.5] * 40, REWARD: FELL}),
+    ("gradient_large.large", 21, {GRADIENT: then(1.0, 3000.0)}),
+    ("gradient_large.usual", None, {GRADIENT: [60.0] * 10}),
+    ("gradient_grew.grew", 21, {GRADIENT: then(0.5, 9.0)}),
+    ("gradient_grew.grew", 31, {GRADIENT: [5.0] * 10 + [0.5] * 20 + [9.0] * 10}),  # from its lowest level
+    ("gradient_grew.steady", None, {GRADIENT: then(0.5, 2.0)}),
+    ("gradient_spike.spike", 30, {GRADIENT: then(0.5, 0.5, 29, 29) + [80.0] + [0.5] * 10}),
+    ("gradient_spike.none", None, {GRADIENT: [80.0] + [0.5] * 39}),  # an optimizer that warms up
+    ("gradient_spike.none", None, {GRADIENT: [0.0] * 10}),
+    ("gradient_zero.zero", 21, {GRADIENT: then(0.5, 0.0)}),
+    ("gradient_zero.zero", 1, {GRADIENT: [0.0] * 5}),
+    ("gradient_zero.some", None, {GRADIENT: then(0.5, 0.0, at=37)}),
+    ("reference_kl_grew.grew", 21, {REFERENCE: then(0.01, 8.0)}),
+    ("reference_kl_grew.near", None, {REFERENCE: line(0.0, 0.8)}),
+    ("reference_kl_grew.near", None, {REFERENCE: [8.0] * 10}),  # another reference from the start
+    ("stride.far", 25, {STRIDE: then(0.001, 0.2)}),
+    ("stride.near", None, {STRIDE: [0.004] * 10}),
+    ("stride.near", None, {STRIDE: then(0.06, 0.2)}),  # bypass mode: steady from the first step
+    ("rate.high", None, {RATE: line(0.0, 1e-2)}),
+    ("rate.usual", None, {RATE: [1e-6] * 10}),
+    ("fall_came_back.yes", None, {REWARD: [0.7] * 20 + [0.2] * 10 + [0.65] * 20}),
+    ("fall_came_back.no", None, {REWARD: LEARNS}),
+    ("fall_came_back.no", None, {REWARD: FELL}),
+    ("not_finite.training", 21, {GRADIENT: then(0.5, NAN), K3: then(1e-4, NAN)}),
+    ("not_finite.training", 20, {GRADIENT: then(0.5, INF, at=21), LOSS: then(0.0, NAN, at=19)}),
+    ("not_finite.training", 1, {GRADIENT: [NAN] * 5}),  # never a number
+    ("not_finite.rollout", 21, {K3: then(1e-4, NAN), GRADIENT: [0.5] * 40}),
+    ("not_finite.once", 21, {GRADIENT: [0.5] * 20 + [INF] + [0.5] * 19}),
+    ("not_finite.no", None, {GRADIENT: [0.5] * 40}),
+    ("correction_on.on", None, {DROPPED: [0.01] * 10}),
+    ("correction_on.on", None, {WEIGHT: [0.98] * 10}),
+]
+
+
+@pytest.mark.parametrize(("mark", "step", "metrics"), CASES, ids=[mark for mark, _, _ in CASES])
+def test_level_and_step(mark, step, metrics):
+    found = find_all(run_of(metrics))[mark.partition(".")[0]]
+    assert (found.mark, found.step) == (mark, step)
+
+
+ENDINGS = [
+    ("run_ended.memory", "ended with torch.OutOfMemoryError: CUDA out of memory"),
+    ("run_ended.memory", "ended with CUDA error: out of memory"),
+    ("run_ended.error", "ended with ValueError: no such file"),
+]
+
+
+@pytest.mark.parametrize(("mark", "reason"), ENDINGS)
+def test_what_ended_a_run(mark, reason):
+    found = find_all(run_of({REWARD: [0.5] * 7}, Ending(7, reason)))["run_ended"]
+    assert (found.mark, found.step) == (mark, 7)
+    assert "run_ended" not in find_all(run_of({REWARD: [0.5] * 7}))
+
+
+def test_every_level_has_a_case():
+    modules = (answers, entropy, finite, gradient)
+    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) in modules]
+    cases = {mark for mark, *_ in (*CASES, *ENDINGS)}
+    assert cases == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("answers_cut", {LENGTH: line(100, 200)}),
+        ("cut_began", {CUT: [0.1] * 10}),  # too few are cut
+        ("length_exploded", {LENGTH: [100.0, 900.0]}),
+        ("reward_pays_length", {REWARD: LEARNS, LENGTH: line(100, 300)}),
+        ("entropy_gone", {ENTROPY: [-0.1] * 10}),
+        ("entropy_at_fall", {ENTROPY: then(0.5, 0.02), REWARD: LEARNS}),  # no fall
+        ("gradient_grew", {GRADIENT: [0.5] * 6 + [50.0]}),
+        ("stride", {STRIDE: [0.0] * 10}),  # one update a step
+        ("correction_on", {WEIGHT: [1.0] * 10}),
+        ("not_finite", {REWARD: [0.5] * 10}),
+    ],
+)
+def test_what_is_not_logged_or_too_short_shows_nothing(name, metrics):
+    assert name not in find_all(run_of(metrics))
+
+
+def test_a_length_that_is_logged_only_later_shows_no_growth():
+    pairs = {REWARD: [*enumerate(FLAT, 1)], LENGTH: [*zip(range(21, 41), line(100, 900, 20), strict=True)]}
+    assert "length_exploded" not in find_all(Readings.of_pairs(pairs))
+
+
+# --------------------------------------------------------------------------------------------------------- all findings
+
+
+OTHERS = (
+    *(SHORTEST, LONGEST, "critic/score/std", "val-core/gsm8k/acc/mean@1", "val-core/math/reward/mean@8"),
+    *("vllm_kl/k3/lag/0", "vllm_kl/engine/k3", "vllm_kl/prob_diff_mean", LOSS, "actor/loss", "correction/weight_mean"),
+    *("training/rollout_actor_probs_pearson_corr", "training/off_policy/trajectory_staleness/mean", "guard/level"),
+    *("perf/total_num_tokens", "prompt_length/mean", "router/tokens", "router/own_agreement", DROPPED, WEIGHT),
+    *("sync/arrived_median", "sync/followed", "router/agreement/layer_02"),
+    *(f"vllm_kl/{k}/prob/{bucket}" for k in ("k1", "k3") for bucket in BUCKETS["prob"]),
+)
+NAMES = sorted({name for rule in RULES.values() for name in rule.needs if name[-1] not in "/_"} | set(OTHERS))
+ODD = st.sampled_from([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 5e-324, 1e-200, 1e99, -1e99, 1e200, 1e308, -1e308])
+SIZES = {
+    "any": st.floats(),
+    "odd": ODD,
+    "shares": st.floats(0, 1),
+    "gaps": st.floats(-15, 3).map(lambda power: 10.0**power),
+    "signed": st.floats(-10, 10),
+    "mostly shares": st.one_of(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1), ODD),
+}
+
+
+@st.composite
+def runs(draw):
+    """Runs of some of the metrics, each with values of one kind, at steps with holes."""
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=30))
+    steps = sorted(draw(st.sets(st.integers(0, 70), max_size=40)))
+    values = SIZES[draw(st.sampled_from(sorted(SIZES)))]
+    metrics = {}
+    for name in names:
+        if draw(st.integers(0, 4)) == 0:  # all equal
+            metrics[name] = [(step, value) for value in [draw(values)] for step in steps]
+        elif draw(st.booleans()):
+            metrics[name] = [(step, draw(values)) for step in steps]
+        else:
+            metrics[name] = [(step, draw(values)) for step in steps if step % draw(st.integers(1, 4)) == 0]
+    return metrics
+
+
+def check_findings(metrics):
+    """Checks what holds for the findings of any run."""
+    found = find_all(Readings.of_pairs(metrics))
+    steps = {step for pairs in metrics.values() for step, _ in pairs}
+    for name, each in found.items():
+        rule = RULES[name]
+        assert each.name == name and each.level in rule.levels
+        assert each.notable == (each.level not in rule.usual)
+        assert each.text.strip() == each.text != "" and len(each.text.splitlines()) == 1, each
+        assert not re.search(r"\bnan\b", each.text), each
+        assert each.step is None or (type(each.step) is int and each.step in steps), each
+    told = notable(found)
+    assert {each.name for each in told} == {name for name, each in found.items() if each.notable}
+    begun = [each.step for each in told if each.step is not None]
+    assert begun == sorted(begun) and all(each.step is None for each in told[len(begun) :])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@given(runs())
+def test_any_run_has_findings_that_can_be_read(metrics):
+    check_findings(metrics)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("seed", range(8))
+def test_any_run_with_many_metrics_has_findings_that_can_be_read(seed):
+    """Random values find more of what depends on several metrics than examples do that are made to be small."""
+    dice = np.random.default_rng(seed)
+    odd = [NAN, INF, 0.0, -1.0, 1e99, -1e99, 1e308, 5e-324, 1.0]
+    for _ in range(12):
+        steps = np.sort(dice.choice(70, dice.integers(0, 41), replace=False)).tolist()
+        names = dice.choice(NAMES, dice.integers(1, len(NAMES) + 1), replace=False).tolist()
+        share, whole = dice.random(), 10.0 ** dice.uniform(-15, 3)
+        metrics = {}
+        for name in names:
+            values = whole * dice.random(len(steps)) if dice.random() < share else dice.normal(size=len(steps))
+            spoiled = dice.random(len(steps)) < dice.choice([0.0, 0.1, 0.9])
+            values[spoiled] = dice.choice(odd, int(spoiled.sum()))
+            metrics[name] = list(zip(steps, values.tolist(), strict=True))
+        check_findings(metrics)

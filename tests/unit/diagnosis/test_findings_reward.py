@@ -1,0 +1,241 @@
+"""What the reward shows: a small run for every level, and sound runs of which nothing is to be heard."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ext.base.names import PROMPT_EFFECT
+from verl_ext.diagnosis.findings import reward as subject
+from verl_ext.diagnosis.findings.answers import CUT
+from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
+from verl_ext.diagnosis.findings.reward import (
+    DEAD_GROUPS,
+    ENTROPY,
+    FEWEST,
+    GRADIENT,
+    K3,
+    LEAST,
+    LENGTH,
+    MOST,
+    REWARD,
+    SPREAD,
+    course_of,
+)
+from verl_ext.diagnosis.series import Readings
+
+ADVANTAGES, VALIDATION = "critic/advantages/max", "val-core/gsm8k/acc/mean@1"
+
+
+def run_of(metrics):
+    """Returns a run from lists of values, which start at step 1."""
+    return Readings.of_pairs({name: list(enumerate(values, 1)) for name, values in metrics.items()})
+
+
+def line(first, last, count=40):
+    return np.linspace(first, last, count).tolist()
+
+
+def wave(level, height, count=30):
+    """A level with readings above and below it in turn."""
+    return [level + height * (-1) ** i for i in range(count)]
+
+
+def noisy_rise(errors):
+    """Sixty readings with independent noise; the last third is so many standard errors above the first."""
+    noise = np.random.default_rng(5).normal(size=(3, 20))
+    noise = (noise - noise.mean(1, keepdims=True)) / noise.std(1, keepdims=True)
+    return (0.5 + 0.05 * (noise + errors * (2 / 20) ** 0.5 * np.array([[0], [0.5], [1]]))).ravel().tolist()
+
+
+def zeroes_and_ones(values, spread=1.0):
+    return {REWARD: values, MOST: [spread] * len(values), LEAST: [0.0] * len(values)}
+
+
+FELL = line(0.1, 0.8, 20) + [0.05] * 20  # in step 21
+LOST = line(0.1, 0.8, 20) + wave(0.4, 0.01, 20)
+CASES = [
+    ("reward_constant.constant", 1, zeroes_and_ones([0.0] * 10, 0.0)),
+    ("reward_constant.constant", 1, {REWARD: [0.5] * 10}),  # no spread is logged
+    ("reward_constant.constant", 1, {REWARD: [0.5] * 10, SPREAD: [0.01] * 10}),
+    ("reward_constant.constant", 9, {REWARD: [0.5] * 8 + [0.0] * 12, MOST: [1.0] * 8 + [0.0] * 12, LEAST: [0.0] * 20}),
+    ("reward_constant.varies", None, {REWARD: [0.5] * 10, SPREAD: [0.4] * 10}),
+    ("reward_constant.varies", None, zeroes_and_ones([0.5] * 10)),
+    (
+        "reward_constant.varies",
+        None,
+        {REWARD: line(0, 1, 5) + [1.0] * 15, MOST: [1.0] * 20, LEAST: [0.0] * 4 + [1.0] * 16},
+    ),
+    ("reward_fell.collapsed", 21, {REWARD: FELL}),
+    ("reward_fell.collapsed", 21, {REWARD: line(-0.8, 0.8, 20) + [-0.9] * 20, LEAST: [-1.0] * 40}),
+    ("reward_fell.falls", 21, {REWARD: LOST}),
+    ("reward_fell.falls", 6, {REWARD: [0.9, 0.8, 0.85, 0.9, 0.88, 0.5, 0.55, 0.5]}),  # by the order of few readings
+    ("reward_fell.holds", None, {REWARD: line(0.1, 0.8)}),
+    ("reward_fell.holds", None, {REWARD: line(0.1, 0.8, 20) + [0.7] * 20}),
+    ("reward_fell.holds", None, {REWARD: wave(0.5, 0.2)}),
+    ("reward_peaked.peaked", 20, {REWARD: line(0.1, 0.8, 20) + wave(0.4, 0.01, 20)}),
+    ("reward_peaked.still_best", None, {REWARD: [0.8] * 10 + [0.4] * 20}),  # best from the start
+    ("reward_peaked.still_best", None, {REWARD: line(0.1, 0.8)}),
+    ("reward_flat.flat", None, {REWARD: noisy_rise(0)}),
+    ("reward_flat.fell", None, {REWARD: FELL}),
+    ("reward_flat.at_ceiling", None, {REWARD: [0.96, 0.98] * 20, MOST: [1.0] * 40}),
+    ("reward_flat.rose_little", None, {REWARD: noisy_rise(3)}),
+    ("reward_flat.rose", None, {REWARD: noisy_rise(6)}),
+    ("reward_gain.nothing", None, zeroes_and_ones([0.3] * 40)),
+    ("reward_gain.stopped_low", None, zeroes_and_ones(line(0.1, 0.5, 20) + [0.5] * 60)),
+    ("reward_gain.little", None, zeroes_and_ones(line(0.3, 0.5))),
+    ("reward_gain.much", None, zeroes_and_ones(line(0.1, 0.95))),
+    ("validation_fell.fell", 4, {VALIDATION: [0.2, 0.4, 0.5, 0.6, 0.3, 0.25, 0.25, 0.25]}),
+    ("validation_fell.fell", 5, {VALIDATION: [0.3, 0.5, 0.6, 0.65, 0.66, 0.5, 0.4, 0.3, 0.2, 0.1]}),
+    ("validation_fell.holds", None, {VALIDATION: [0.2, 0.4, 0.6, 0.58]}),
+    ("groups_dead.most", None, {DEAD_GROUPS: [0.7] * 10}),
+    ("groups_dead.some", None, {DEAD_GROUPS: [0.3] * 10}),
+    ("groups_dead.few", None, {DEAD_GROUPS: [0.05] * 10}),
+    ("group_size.small", None, {DEAD_GROUPS: [0.8] * 10, **zeroes_and_ones(wave(0.3, 0.02, 10))}),
+    ("group_size.enough", None, {DEAD_GROUPS: [0.2] * 10, **zeroes_and_ones(wave(0.3, 0.02, 10))}),
+    ("group_size.enough", None, {DEAD_GROUPS: [0.8] * 10, **zeroes_and_ones(wave(0.95, 0.02, 10))}),  # all correct
+    ("advantages.zero", None, {ADVANTAGES: [0.0] * 10}),
+    ("advantages.some", None, {ADVANTAGES: [1.2] * 10}),
+    ("prompts_matter.no", None, {PROMPT_EFFECT: wave(1.0, 0.2, 40)}),
+    ("prompts_matter.unclear", None, {PROMPT_EFFECT: wave(1.2, 0.2, 40)}),
+    ("prompts_matter.yes", None, {PROMPT_EFFECT: wave(3.0, 0.2, 40)}),
+]
+
+
+@pytest.mark.parametrize(("mark", "step", "metrics"), CASES, ids=[mark for mark, _, _ in CASES])
+def test_level_and_step(mark, step, metrics):
+    found = find_all(run_of(metrics))[mark.partition(".")[0]]
+    assert (found.mark, found.step) == (mark, step)
+
+
+def test_every_level_has_a_case():
+    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) is subject]
+    assert {mark for mark, _, _ in CASES} == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("reward_constant", {MOST: [1.0] * 10, LEAST: [1.0] * 10}),
+        ("reward_fell", {REWARD: [0.5, 0.4, 0.3, 0.2]}),
+        ("reward_flat", {REWARD: [0.5] * 4 + [np.nan] * 40}),
+        ("reward_gain", {REWARD: line(0.1, 0.9)}),
+        ("validation_fell", {VALIDATION: [0.6, 0.1]}),
+        ("validation_fell", {"val-core/gsm8k/acc/best@8/std": [0.6, 0.4, 0.1, 0.1]}),
+        ("group_size", {DEAD_GROUPS: [0.8] * 10, REWARD: [0.3] * 10}),
+        ("prompts_matter", {PROMPT_EFFECT: [1.0] * 39}),
+    ],
+)
+def test_what_is_not_logged_or_too_short_shows_nothing(name, metrics):
+    assert name not in find_all(run_of(metrics))
+
+
+# ---------------------------------------------------------------------------------------------------------- sound runs
+
+
+def ceiling(rate):
+    """A reward that rises to its ceiling."""
+    return (1 - 0.8 * np.exp(-rate * np.arange(60))).tolist()
+
+
+LEARNS = zeroes_and_ones(line(0.2, 0.7, 60))
+SOUND = {
+    "answers grow while the reward rises": LEARNS | {LENGTH: line(200, 1200, 60), CUT: [0.02] * 60},
+    "a large but steady gradient": LEARNS | {GRADIENT: wave(60, 10, 60)},
+    "a reward at its ceiling": zeroes_and_ones(wave(0.97, 0.02, 60)),
+    "a reward that comes to its ceiling": zeroes_and_ones(ceiling(0.1)),
+    "groups that are all correct": {
+        **zeroes_and_ones(np.minimum(ceiling(0.15), 1).tolist()),
+        DEAD_GROUPS: line(0.1, 0.55, 60),
+        ADVANTAGES: [1.5] * 60,
+    },
+    "answers that are all correct at last": {
+        REWARD: line(0.2, 1.0, 20) + [1.0] * 40,
+        MOST: [1.0] * 60,
+        LEAST: [0.0] * 20 + [1.0] * 40,
+    },
+    "an entropy that falls slowly while the reward rises to its ceiling": {
+        **zeroes_and_ones(ceiling(0.08)),
+        ENTROPY: (0.6 * np.exp(-0.015 * np.arange(60))).tolist(),
+        GRADIENT: line(0.6, 0.2, 60),
+    },
+    "engines that agree": LEARNS | {K3: wave(4e-4, 1e-4, 60), GRADIENT: wave(0.5, 0.1, 60)},
+}
+
+
+@pytest.mark.parametrize("metrics", SOUND.values(), ids=SOUND)
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_nothing_is_to_be_heard_of_a_sound_run(metrics, noise):
+    dice = np.random.default_rng(0)
+    noisy = {name: np.array(values) * (1 + noise * dice.normal(size=60)) for name, values in metrics.items()}
+    if MOST in metrics:
+        noisy |= {name: metrics[name] for name in (MOST, LEAST)}
+        noisy[REWARD] = np.clip(noisy[REWARD], metrics[LEAST], metrics[MOST])
+    assert [found.mark for found in notable(find_all(run_of(noisy)))] == []
+
+
+# --------------------------------------------------------------------------------------------------------- its numbers
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e6])
+@pytest.mark.parametrize("values", [FELL, LOST, line(0.1, 0.8), wave(0.5, 0.1)])
+def test_a_course_does_not_depend_on_the_scale(values, scale):
+    plain, scaled = (course_of(run_of({REWARD: [each * by for each in values]})) for by in (1.0, scale))
+    assert (scaled.falls, scaled.collapsed, scaled.step) == (plain.falls, plain.collapsed, plain.step)
+    assert (scaled.lost, scaled.of_gain) == pytest.approx((plain.lost, plain.of_gain), rel=1e-9, abs=1e-9)
+    assert scaled.best == pytest.approx(plain.best * scale)
+
+
+@given(st.lists(st.floats(0, 1), min_size=FEWEST, max_size=60))
+def test_levels_of_a_course_are_means_of_readings_in_a_row(values):
+    course = course_of(run_of({REWARD: values}))
+    levels = [math.fsum(values[i : i + course.width]) / course.width for i in range(len(values) - course.width + 1)]
+    assert (course.first, course.now, course.best) == pytest.approx((levels[0], levels[-1], max(levels)), abs=1e-12)
+    at = course.best_step - course.width
+    assert levels[at] == pytest.approx(max(levels), abs=1e-12)
+    since = values[at:]
+    wide = min(2 * course.width, len(since))
+    least = min(math.fsum(since[i : i + wide]) / wide for i in range(len(since) - wide + 1))
+    assert (course.lowest, course.least) == pytest.approx((min(levels[: at + 1]), least), abs=1e-12)
+    assert course.bottom == 0 and 1 <= course.step <= len(values)
+
+
+@pytest.mark.parametrize(("noise", "most"), [(0.04, 3), (0.1, 6)])
+def test_noise_rarely_falls(noise, most):
+    runs = [np.clip(0.4 + noise * np.random.default_rng(seed).normal(size=60), 0, 1) for seed in range(60)]
+    assert sum(course_of(run_of({REWARD: values})).falls for values in runs) <= most
+
+
+def tosses(kind):
+    """[steps, answers] the rewards of answers that are 0 or 1, of any value, or of prompts of different difficulty."""
+    dice = np.random.default_rng(0)
+    even = dice.random((400, 64))
+    chances = {"coins": 0.3, "prompts": dice.random((400, 8)).repeat(8, 1)}
+    return even if kind == "even" else (even < chances[kind]).astype(float)
+
+
+@pytest.mark.parametrize(("kind", "level"), [("coins", "unclear"), ("even", "no"), ("prompts", "yes")])
+@pytest.mark.parametrize("updates", [1, 4])
+def test_batches_are_compared_with_coin_tosses(kind, level, updates):
+    """In separate_async, verl averages router/tokens over a step's local updates, and logs the rest over all of them.
+
+    The variance of a batch's mean is that of coins, a third of it, or more, as each prompt has its own chance.
+    """
+    rewards = tosses(kind)
+    dice = np.random.default_rng(1)
+    generated, prompt = (dice.integers(5, 30, rewards.shape) for _ in range(2))
+    metrics = {
+        REWARD: rewards.mean(1),
+        MOST: np.ones(400),
+        LEAST: np.zeros(400),
+        "router/tokens": generated.reshape(400, updates, -1).sum(2).mean(1),
+        LENGTH: generated.mean(1),
+    }
+    if updates > 1:
+        metrics |= {"prompt_length/mean": prompt.mean(1), "perf/total_num_tokens": (generated + prompt).sum(1)}
+    assert find_all(run_of(metrics))["prompts_matter"].level == level
+    short = {name: values[:79] for name, values in metrics.items()}
+    assert "prompts_matter" not in find_all(run_of(short))

@@ -1,0 +1,180 @@
+"""What the routers of both engines chose, and what of an update arrives: a small run for every level."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.findings import routers, sync
+from verl_ext.diagnosis.findings.gap import SIZE
+from verl_ext.diagnosis.findings.registry import RULES, find_all
+from verl_ext.diagnosis.findings.reward import K3, REWARD
+from verl_ext.diagnosis.findings.routers import (
+    AGREEMENT,
+    LAYERS,
+    OWN,
+    by_layer,
+    differ,
+    is_moe,
+    per_choice,
+    replayed,
+    starts_in_layer,
+)
+from verl_ext.diagnosis.findings.sync import HIGH, LOW, scaled
+from verl_ext.diagnosis.series import Readings
+
+COUNT = 30
+DIFFERS, EQUAL = "router/any_layer_differs", "router/gap_equal"
+MIDDLE, SPREAD, MOVED, FOLLOWED = "sync/arrived_median", "sync/arrived_spread", "sync/moved", "sync/followed"
+
+
+def run_of(metrics):
+    """Returns a run from one value of each metric, or a list of them; steps start at 1."""
+    lists = {name: each if isinstance(each, list) else [each] * COUNT for name, each in metrics.items()}
+    return Readings.of_pairs({name: list(enumerate(values, 1)) for name, values in lists.items()})
+
+
+def differing(*shares, k3=0.01, own=True):
+    """The agreement of routers of which these shares differ, layer by layer, and their mean."""
+    found = {f"{LAYERS}{layer:02d}": 1 - share for layer, share in enumerate(shares)}
+    mean = 1 - sum(shares) / len(shares)
+    return found | {AGREEMENT: mean, K3: k3} | ({OWN: mean} if own else {})
+
+
+def alike(share, differs=0.1, size=0.1):
+    """Routers of which one in ten differs, and a gap of which this share is of tokens that are routed alike."""
+    return differing(0.1) | {DIFFERS: differs, SIZE: size, EQUAL: share * size / (1 - differs)}
+
+
+def of_routed(ratio):
+    return differing(0.1) | {EQUAL: 0.01, "router/gap_differs": 0.01 * ratio}
+
+
+def arrived(low, high, spread=0.1, **more):
+    """The canary's metrics; `spread` is of the tokens' shares around the middle of the interval."""
+    return {LOW: low, HIGH: high, MIDDLE: (low + high) / 2, SPREAD: spread} | more
+
+
+EVEN = {f"vllm_kl/{k}/prob/{name}": 0.01 for k in ("k1", "k3") for name in BUCKETS["prob"]}
+RISING = np.linspace(0.02, 1.0, COUNT).tolist()
+NOISE = {SPREAD: [1e-3 / moved for moved in RISING], MOVED: RISING}  # the same in nats
+CASES = [
+    ("routers_differ.not_at_all", differing(0.0)),
+    ("routers_differ.in_ties", differing(0.005)),
+    ("routers_differ.a_little", differing(0.03)),
+    ("routers_differ.in_part", differing(0.1)),
+    ("routers_differ.much", differing(0.5)),
+    ("routers_differ.much", differing(0.0) | {OWN: 0.75}),  # replay: its own choices count
+    ("routers_depth.as_many_at_first", differing(0.05, 0.05)),
+    ("routers_depth.many_at_first", differing(0.2, 0.5)),
+    ("routers_depth.deeper", differing(0.05, 0.1)),
+    ("routers_depth.much_deeper", differing(0.01, 0.1)),
+    ("routers_start.behind_a_layer", differing(0.0, 0.0, 0.3)),
+    ("routers_start.behind_all", differing(0.001, k3=0.05)),
+    ("routers_start.everywhere", differing(0.03, 0.05)),
+    ("routers_start.everywhere", differing(0.001, k3=0.05, own=False)),  # they may be replayed
+    ("routers_start.everywhere", differing(0.001, k3=0.05) | EVEN),
+    ("routers_start.everywhere", differing(0.001, k3=0.005)),  # rounding
+    ("gap_per_choice.small", differing(0.1, k3=0.01)),
+    ("gap_per_choice.usual", differing(0.01, k3=0.02)),
+    ("gap_per_choice.large", differing(0.01, k3=0.1)),
+    ("gap_alike.little", alike(0.05)),
+    ("gap_alike.some", alike(0.2)),
+    ("gap_alike.much", alike(0.6)),
+    ("gap_of_routed.far_larger", of_routed(50)),
+    ("gap_of_routed.larger", of_routed(20)),
+    ("gap_of_routed.alike", of_routed(2)),
+    ("replay.other_experts", differing(0.0) | {OWN: 0.4}),
+    ("replay.own_experts", differing(0.0) | {OWN: 0.95}),
+    ("replay.none", differing(0.05)),
+    ("updates_arrived.multiplied", arrived(1.2, 2.0)),
+    ("updates_arrived.multiplied", arrived(0.45, 0.55, spread=0.01)),
+    ("updates_arrived.multiplied", arrived(0.0, 0.6, spread=0.004)),  # one token has made the interval wide
+    ("updates_arrived.multiplied", arrived(0.29, 0.31, spread=[0.002] + [0.3] * (COUNT - 1))),  # by the first update
+    ("updates_arrived.part", arrived(0.1, 0.6)),
+    ("updates_arrived.part", arrived(0.29, 0.31)),  # a narrow interval, other shares at other tokens
+    ("updates_arrived.part", arrived(0.3, 0.5) | {HIGH: [0.9] * 15 + [0.5] * 15}),
+    ("updates_arrived.scattered", arrived(0.0, 0.06, spread=0.05) | {MOVED: RISING}),
+    ("updates_arrived.none", arrived(0.0, 0.0, spread=0.0)),
+    ("updates_arrived.none", arrived(0.0, 0.06) | NOISE),
+    ("updates_arrived.nothing_moves", arrived(0.0, 0.06) | NOISE | {FOLLOWED: 0.0}),
+    ("updates_arrived.none", arrived(0.0, 0.06) | NOISE | {FOLLOWED: 0.5}),
+    ("updates_arrived.all", arrived(0.9, 1.1)),
+    (
+        "updates_arrived.all",
+        arrived(0.9, 1.1) | {LOW: [0.9] * 20 + [1.2] + [0.9] * 9},
+    ),  # more than an update in one look of many
+    ("updates_arrived.unclear", arrived(0.5, 2.5)),
+    ("shares_alike.alike", arrived(0.45, 0.55, spread=0.01)),
+    ("shares_alike.hidden", arrived(0.3, 0.7, spread=0.3) | {MOVED: 0.02, SIZE: 0.01}),
+    ("shares_alike.different", arrived(0.3, 0.7, spread=0.3) | {MOVED: 1.0, SIZE: 0.01}),
+    ("shares_alike.different", arrived(0.3, 0.7, spread=0.3)),
+]
+
+
+@pytest.mark.parametrize(("mark", "metrics"), CASES, ids=[mark for mark, _ in CASES])
+def test_level(mark, metrics):
+    assert find_all(run_of(metrics))[mark.partition(".")[0]].mark == mark
+
+
+def test_every_level_has_a_case():
+    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) in (routers, sync)]
+    assert {mark for mark, *_ in CASES} == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("routers_differ", {AGREEMENT: 0.9}),  # without a gap
+        ("routers_differ", differing(0.9, k3=1e-9)),  # engines that agree anyway
+        ("routers_differ", differing(0.0) | {OWN: 0.4}),  # replay of other experts, not rounding
+        ("routers_depth", differing(0.1)),  # one layer
+        ("routers_depth", differing(0.001, 0.002)),
+        ("routers_depth", differing(0.0, 0.0) | {OWN: 0.9}),  # replay
+        ("routers_start", differing(0.0, 0.0) | {OWN: 0.9}),
+        ("gap_per_choice", differing(0.0)),
+        ("gap_alike", alike(0.2) | {AGREEMENT: 1.0}),
+        ("gap_of_routed", of_routed(50) | {AGREEMENT: 0.99, OWN: 0.99}),
+        ("replay", {REWARD: 0.5}),
+        ("updates_arrived", {LOW: 0.5}),
+        ("shares_alike", {LOW: 0.5, HIGH: 0.6}),
+    ],
+)
+def test_what_is_not_logged_shows_nothing(name, metrics):
+    assert name not in find_all(run_of(metrics))
+
+
+@pytest.mark.parametrize(("metrics", "moe"), [({REWARD: 0.5}, False), ({"router/tokens": 900.0}, True), ({}, False)])
+def test_only_a_mixture_of_experts_logs_routers(metrics, moe):
+    assert is_moe(run_of(metrics)) is moe
+
+
+def test_shares_are_of_the_last_twenty_readings():
+    """The routers' shares, against means that are computed here."""
+    dice = np.random.default_rng(0)
+    layers = dice.uniform(0.8, 1.0, (COUNT, 3))
+    k3, agreement = dice.uniform(0.01, 0.1, COUNT), layers.mean(1)
+    metrics = {f"{LAYERS}{layer:02d}": layers[:, layer].tolist() for layer in range(3)}
+    run = run_of(metrics | {K3: k3.tolist(), AGREEMENT: agreement.tolist()})
+    assert by_layer(run) == pytest.approx((1 - layers[-20:].mean(0)).tolist())
+    assert differ(run) == pytest.approx(1 - agreement[-20:].mean())
+    assert per_choice(run) == pytest.approx(k3[-20:].mean() / (1 - agreement[-20:].mean()))
+    assert not replayed(run)
+
+
+@pytest.mark.parametrize(
+    ("shares", "layer"),
+    [((0.0, 0.0, 0.3, 0.3), 1), ((0.001, 0.03), 0), ((0.0, 0.01), None), ((0.05, 0.3), None), ((0.3, 0.3), None)],
+)
+def test_the_layer_behind_which_routers_disagree(shares, layer):
+    assert starts_in_layer(run_of(differing(*shares))) == layer
+
+
+@pytest.mark.parametrize(
+    ("share", "spread", "factor"),
+    [(0.5, 0.0, 0.5), (0.5, 0.02, 0.5), (0.5, 0.1, None), (1.0, 0.0, None), (1.05, 0.0, None), (1.5, 0.0, 1.5)],
+)
+def test_the_factor_by_which_updates_are_multiplied(share, spread, factor):
+    run = run_of(arrived(share - spread, share + spread, spread=spread))
+    assert scaled(run, run.joined(LOW, HIGH)[:, 1:]) == (None if factor is None else pytest.approx(factor))

@@ -1,0 +1,281 @@
+"""The causes of a run's problems, one TOML file each. The report, the guard, `verl-ext probe` and `verl-ext doctor`
+name a cause in its words.
+
+A file says how often each level of a finding comes with its cause, in words (`rank.WORDS`). docs/extend.md shows a
+file, and how a package brings its own.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module, metadata
+from itertools import combinations
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from verl_ext.base.errors import UserError
+from verl_ext.diagnosis.findings.registry import RULES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FOLDER = Path(__file__).parent
+ENTRY_POINTS = "verl_ext.causes"  # each names a package; its *.toml are causes, and it may register findings
+WORDS = {"always": 3.0, "often": 1.5, "sometimes": 0.0, "rarely": -1.5, "never": -4.0}  # points
+SUBJECTS = ("gap", "learning", "run")
+LEAST = 3.0  # points from which a cause is named
+APART = 2.0  # points by which two causes must differ in a level of some finding, unless they are listed as alike
+
+
+class CauseError(UserError, ValueError):
+    """A file of a cause cannot be used; the message is one line and names the file."""
+
+
+@dataclass(frozen=True)
+class ProbeReading:
+    """Something that `verl-ext probe` shows.
+
+    Attributes:
+        shows: the object of "it shows".
+        options: what the command needs for it, besides the overrides of the launch.
+    """
+
+    shows: str
+    options: str = ""
+
+
+FP32 = "--sweep fp32"
+PROBE_READINGS = {  # docs/probe.md explains the readings
+    "agreement": ProbeReading(
+        "no gap, because it samples from all tokens at temperature 1, with new weights, one answer per pass"
+    ),
+    "decode": ProbeReading("the rollout engine apart from itself: `decode` far from both `prefill` and `train`"),
+    "rounding": ProbeReading("no gap with fp32", FP32),
+    "coarse": ProbeReading("a gap with fp32 too (or an engine that refuses fp32)", FP32),
+    "router": ProbeReading("states that start to differ at a router, by no more than 16-bit rounding"),
+    "choice": ProbeReading("next to no gap with the rollout's experts (`replayed`), and routers whose logits agree"),
+    "replay": ProbeReading("a larger gap with the rollout's experts (`replayed`) than without (`train`)"),
+    "layer": ProbeReading("states that start to differ in one layer, by more than 16-bit rounding"),
+    "first attention": ProbeReading("states that start to differ in layer 0's attention, by more than 16-bit rounding"),
+    "head": ProbeReading("states that agree, and log-probabilities that do not (`head`)"),
+    "lost": ProbeReading("an update that moves training and not the rollout"),
+    "part": ProbeReading("an update that moves the rollout differently from training, and widens the gap"),
+    "not finite": ProbeReading("NaN or infinite values in the rollout's readings"),
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that can be wrong with a run.
+
+    Attributes:
+        name: the name of its file.
+        title: what is wrong, a sentence without its dot.
+        about: "gap" if it makes the engines differ, "learning" if it is in the learning itself, "run" for the rest.
+        check: the one thing to look at.
+        override: what to try, as overrides of `python -m verl_ext.main_ppo`; "" if no setting helps.
+        moe_override: what to try in a mixture of experts; "" if that is `override` too.
+        why: what the override does, a clause.
+        probe: names of the PROBE_READINGS that it may have; () if the probe cannot find it.
+        doctor: the doctor's checks that find it in the settings of a launch.
+        harmless_if_close: it is rounding, which is no fault while the gap is as small as in sound runs.
+        a_correction_helps: a correction of the importance weights or replay makes the run sound again. It does not
+            repair other faults.
+        only_with: levels of findings, as `finding.level`; the cause is named only if one of them is seen. () if it
+            may be named by any evidence.
+        alike: other causes that no finding tells it from.
+        shows: finding -> level -> a word of WORDS.
+    """
+
+    name: str
+    title: str
+    about: str
+    check: str
+    override: str = ""
+    moe_override: str = ""
+    why: str = ""
+    probe: tuple[str, ...] = ()
+    doctor: tuple[str, ...] = ()
+    harmless_if_close: bool = False
+    a_correction_helps: bool = False
+    only_with: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    shows: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+
+    @property
+    def of_gap(self) -> bool:
+        return self.about == "gap"
+
+    @property
+    def advice(self) -> str:
+        """The check for this cause, and the override to try."""
+        return self._advice(self.override)
+
+    @property
+    def moe_advice(self) -> str:
+        """The same for a mixture of experts."""
+        return self._advice(self.moe_override or self.override)
+
+    def _advice(self, override: str) -> str:
+        return f"check {self.check}" + (f"; try {override}" if override else "")
+
+    def points(self, finding: str, level: str) -> float:
+        """Returns the points of a level for this cause; a level that it does not list says nothing."""
+        return WORDS[self.shows.get(finding, {}).get(level, "sometimes")]
+
+
+TEXTS = {
+    "title": "title",
+    "about": "about",
+    "check": "check",
+    "try": "override",
+    "try_moe": "moe_override",
+    "why": "why",
+}
+LISTS = ("probe", "doctor", "only_with", "alike")
+TYPES = {str: "a text", list: "a list of texts", bool: "true or false"}
+SWITCHES = ("harmless_if_close", "a_correction_helps")
+
+
+def read_cause(file: Path) -> Cause:
+    """Reads the file of a cause, which is named after it.
+
+    Raises:
+        CauseError: the file cannot be read, a key is missing, unknown or of another type, or a finding, level or word
+        is
+            unknown.
+    """
+    try:
+        entry = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise CauseError(f"{file}: {error}") from None
+    shows = entry.pop("shows", {})
+    for key, value in entry.items():
+        wanted: type = str if key in TEXTS else list if key in LISTS else bool
+        if wanted is bool and key not in SWITCHES:
+            raise CauseError(f"{file}: {key} is unknown; known are {', '.join((*TEXTS, *LISTS, *SWITCHES))}, [shows]")
+        if not isinstance(value, wanted) or (isinstance(value, list) and not all(isinstance(x, str) for x in value)):
+            raise CauseError(f"{file}: {key} must be {TYPES[wanted]}")
+    for key in ("title", "about", "check"):
+        if not entry.get(key):
+            raise CauseError(f"{file}: {key} is missing")
+    if long := [key for key in TEXTS if "\n" in entry.get(key, "")]:
+        raise CauseError(f"{file}: {long[0]} must be one line")
+    if entry["about"] not in SUBJECTS:
+        raise CauseError(f"{file}: about is {entry['about']!r}; it must be one of {', '.join(SUBJECTS)}")
+    if strange := [each for each in entry.get("probe", ()) if each not in PROBE_READINGS]:
+        raise CauseError(f"{file}: probe lists {strange[0]!r}; known are {', '.join(PROBE_READINGS)}")
+    _check_shows(file, shows)
+    for mark in entry.get("only_with", ()):
+        name, _, level = mark.partition(".")
+        if name not in RULES or level not in RULES[name].levels:
+            raise CauseError(f"{file}: only_with lists {mark}, which is no finding.level")
+    given = {
+        **{name: entry[key] for key, name in TEXTS.items() if key in entry},
+        **{key: tuple(entry[key]) for key in LISTS if key in entry},
+        **{key: entry[key] for key in SWITCHES if key in entry},
+    }
+    found = Cause(file.stem, shows=shows, **given)
+    if _most_points(found) < LEAST:
+        raise CauseError(f"{file}: no findings give this cause {LEAST:g} points, so it can never be named")
+    return found
+
+
+def _check_shows(file: Path, shows: Any) -> None:
+    if not isinstance(shows, dict):
+        raise CauseError(f"{file}: shows must be a table, finding = {{ level = word }}")
+    for name, levels in shows.items():
+        if name not in RULES:
+            raise CauseError(f"{file}: {name} is no finding; known are {', '.join(RULES)}")
+        if not isinstance(levels, dict) or not levels:
+            raise CauseError(f"{file}: {name} must be a table, {{ level = word }}")
+        for level, word in levels.items():
+            if level not in RULES[name].levels:
+                raise CauseError(f"{file}: {level} is no level of {name}; known are {', '.join(RULES[name].levels)}")
+            if not isinstance(word, str) or word not in WORDS:
+                raise CauseError(f"{file}: {name}.{level} is {word!r}; known words are {', '.join(WORDS)}")
+
+
+def _most_points(cause: Cause) -> float:
+    best: dict[str, float] = {}
+    for name, levels in cause.shows.items():
+        family = RULES[name].family
+        best[family] = max(best.get(family, 0.0), *(WORDS[word] for word in levels.values()))
+    return sum(best.values())
+
+
+def check_apart(causes: Sequence[Cause]) -> None:
+    """Raises CauseError if two causes differ by less than APART points in every level, and do not say that they do."""
+    for one, other in combinations(causes, 2):
+        if other.name in one.alike or one.name in other.alike:
+            continue
+        levels = {(name, level) for each in (one, other) for name, levels in each.shows.items() for level in levels}
+        if not any(abs(one.points(*level) - other.points(*level)) >= APART for level in levels):
+            raise CauseError(
+                f"causes {one.name} and {other.name}: no finding tells them apart by {APART:g} points; list one as "
+                "alike in the other's file, or say where they differ"
+            )
+
+
+def _read_all(files: Iterable[Path], known: Mapping[str, Cause] = MappingProxyType({})) -> Mapping[str, Cause]:
+    found = dict(known)
+    for file in files:
+        cause = read_cause(file)
+        if cause.name in found:
+            raise CauseError(f"{file}: a cause {cause.name} exists already; give the file another name")
+        found[cause.name] = cause
+    for cause in found.values():
+        if strange := [name for name in cause.alike if name not in found]:
+            raise CauseError(f"cause {cause.name}: alike lists {strange[0]}, which is no cause")
+    check_apart(list(found.values()))
+    return MappingProxyType(found)
+
+
+CAUSES = _read_all(sorted(FOLDER.glob("*.toml")))  # ours
+
+
+@cache
+def known_causes(files: tuple[Path, ...] = ()) -> Mapping[str, Cause]:
+    """Returns all causes by name: ours, those of installed packages, and those of these files.
+
+    Raises:
+        CauseError: a file cannot be used, a name is taken, or two causes cannot be told apart.
+    """
+    return _read_all((*_installed_causes(), *files), CAUSES)
+
+
+def _installed_causes() -> Iterable[Path]:
+    """Yields the files of the packages that an entry point names; importing one registers its findings."""
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            package = import_module(point.value)
+        except Exception as error:  # a broken package must be named, whatever it raises
+            raise CauseError(f"the entry point {point.name} of {ENTRY_POINTS} cannot be imported: {error}") from error
+        for folder in getattr(package, "__path__", ()):
+            yield from sorted(Path(folder).glob("*.toml"))
+
+
+def settling_sentence(first: Cause, second: Cause | None = None) -> str:
+    """Returns the command that decides between two causes, and what it shows for each; "" if none decides.
+
+    The probe decides if the two have no reading in common; else the doctor, if one of its checks finds one of them.
+    """
+    others = second.probe if second is not None else ()
+    if first.probe and not set(first.probe) & set(others):
+        readable = [cause for cause in (first, second) if cause is not None and cause.probe]
+        options = {PROBE_READINGS[name].options for cause in readable for name in cause.probe} - {""}
+        command = " ".join(("verl-ext probe", *sorted(options)))
+        shown = [f'if "{cause.title}", it shows {_words(cause)}' for cause in readable]
+        return f"`{command}` with the overrides of the launch: {'; '.join(shown)}"
+    if checks := [check for cause in (first, second) if cause is not None for check in cause.doctor]:
+        named = " and ".join(f'"{check}"' for check in checks)
+        return f"`verl-ext doctor` with the overrides of the launch shows it at {named}"
+    return ""
+
+
+def _words(cause: Cause) -> str:
+    return ", or ".join(PROBE_READINGS[name].shows for name in cause.probe)

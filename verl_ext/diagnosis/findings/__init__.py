@@ -1,0 +1,15 @@
+"""What the numbers of a run show: one file a subject, each a row of small functions that `registry.finding` registers.
+
+find_all(readings)["entropy_gone"]    Finding(level="gone", text="the entropy is 4% of what it was", step=31)
+"""
+
+from verl_ext.diagnosis.findings import (  # noqa: F401 (registers the findings, in this order)
+    answers,
+    entropy,
+    finite,
+    gap,
+    gradient,
+    reward,
+    routers,
+    sync,
+)

@@ -1,0 +1,151 @@
+"""What the answers show: whether they grow or shrink, are cut at the limit, or pay by their length."""
+
+import numpy as np
+
+from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.reward import LENGTH, MOST, REWARD, SURE, course_of
+from verl_ext.diagnosis.series import LAST, Readings, Series, beginning_of, holds_from, needed, now_of, once_a_run
+
+CUT = "response_length/clip_ratio"
+LONGEST, SHORTEST = "response_length/max", "response_length/min"
+MOST_CUT, MANY_CUT = 0.5, 0.2  # shares of the answers
+EXPLODED = 2.5  # times the shortest level before
+GREW = 1.5  # times the length at the start
+ALIKE = 1e-3  # relative spread of lengths that are all the limit
+FEWEST = 3  # readings of a length
+
+
+@once_a_run
+def cut_share(run: Readings) -> Series | None:
+    """Returns the share of answers that were cut at the limit of their length.
+
+    A run that does not log it shows it if all its answers have one length: the longest and the shortest, or the mean in
+    every step. No model ends its answers so.
+    """
+    if (logged := run.get(CUT)) is not None:
+        return logged
+    ends = run.joined(LENGTH, LONGEST, SHORTEST)
+    if len(ends):
+        same = (ends[:, 2] - ends[:, 3] <= ALIKE * ends[:, 2]) & (ends[:, 2] >= (1 - ALIKE) * ends[:, 2].max())
+        return Series(ends[:, 0].astype(np.int64), same.astype(np.float64))
+    length = run.get(LENGTH)
+    if length is None or len(length.steps) < 2 * FEWEST:
+        return None
+    at_limit = length.values >= (1 - ALIKE) * length.values.max()
+    if at_limit.mean() < 0.9:
+        return None
+    return Series(length.steps, at_limit.astype(np.float64))
+
+
+@finding("answers_cut", "most many | few", family="cut", needs=(CUT,))
+def answers_cut(run: Readings) -> Seen:
+    """Answers are cut at the limit of their length, before they have said the result."""
+    series = needed(cut_share(run))
+    now = now_of(series)
+    level = "most" if now >= MOST_CUT else "many" if now >= MANY_CUT else "few"
+    if level == "few":
+        return level, f"{now:.0%} of the answers are cut at the limit"
+    return (
+        level,
+        f"{now:.0%} of the answers are cut at the limit",
+        _since(series, MOST_CUT if level == "most" else MANY_CUT),
+    )
+
+
+@finding("cut_began", "| at_once later", family="cut", needs=(CUT,))
+def cut_began(run: Readings) -> Seen:
+    """Whether answers were cut from the start, or grew until they were."""
+    series = cut_share(run)
+    if series is None or now_of(series) < MANY_CUT:
+        return None
+    start = beginning_of(series)
+    if start >= MOST_CUT * now_of(series):
+        return "at_once", f"{start:.0%} of the answers were cut in the first steps already"
+    return "later", f"{start:.0%} of the answers were cut in the first steps"
+
+
+@finding("cut_and_low", "| yes no", family="cut_low", needs=(CUT, REWARD))
+def cut_and_low(run: Readings) -> Seen:
+    """Most answers are cut, and the reward is low: they are cut before they have said the result.
+
+    Answers of one length may all reach the limit and be complete. Low is the lowest quarter of the scale, which reaches
+    to the best reward of an answer, or to 1 if none is logged.
+    """
+    cut, course = cut_share(run), course_of(run)
+    if cut is None or course is None:
+        return None
+    top = float(run.values(MOST).max()) if run.get(MOST) is not None else max(1.0, float(course.series.values.max()))
+    low = course.now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
+    text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {course.now:.2g}"
+    return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
+
+
+def _since(series: Series, share: float) -> int:
+    """Returns the step from which on the share is reached, but for one reading in five."""
+    past = series.values >= share
+    return int(series.steps[min(holds_from(past, 0.8), len(past) - 1)])
+
+
+@once_a_run
+def _lengths(run: Readings) -> tuple[Series, float, float, float] | None:
+    """Returns the length, its first level, its shortest one before the end, and the level now."""
+    series, reward = run.get(LENGTH), run.get(REWARD)
+    if series is None or len(series.steps) < FEWEST:
+        return None
+    if reward is not None and (reward.steps < series.steps[0]).mean() > 0.05:
+        return None  # a length that is logged only later says nothing of its growth
+    width = min(max(len(series.values) // 10, 1), 10)
+    levels = np.lib.stride_tricks.sliding_window_view(series.values, width).mean(axis=1)
+    if levels.min() <= 0:
+        return None
+    return series, float(levels[0]), float(levels.min()), now_of(series, min(max(width, 3), LAST))
+
+
+@finding("length_exploded", "exploded | grew steady", family="length", needs=(LENGTH,))
+def length_exploded(run: Readings) -> Seen:
+    """Answers have grown to a multiple, while the reward does not grow with them or they are cut.
+
+    A sound run may think longer as it learns: its reward rises with the length.
+    """
+    found = needed(_lengths(run))
+    series, first, shortest, now = found
+    text = f"answers grew from {shortest:.0f} to {now:.0f} tokens"
+    if now < EXPLODED * shortest or now < GREW * first:
+        if now > GREW * first:
+            return "grew", f"answers are {now / first:.2g} times as long as at the start"
+        return "steady", f"answers are {now / first:.2g} times as long as at the start"
+    course, cut = course_of(run), cut_share(run)
+    pays = course is not None and not course.falls and course.rise >= SURE
+    if pays and (cut is None or now_of(cut) < MANY_CUT):
+        return "grew", f"{text}, and the reward rose with them"
+    middle = (now * shortest) ** 0.5
+    return "exploded", text, int(series.steps[min(holds_from(series.values > middle, 0.8), len(series.steps) - 1)])
+
+
+@finding("length_collapsed", "collapsed | no", family="length", needs=(LENGTH,))
+def length_collapsed(run: Readings) -> Seen:
+    """Answers have become very short, while the reward did not gain by it."""
+    found = needed(_lengths(run))
+    _, first, _, now = found
+    course = course_of(run)
+    if now < first / (2 * EXPLODED) and (course is None or course.falls or course.rise < SURE):
+        return "collapsed", f"answers shrank from {first:.0f} to {now:.0f} tokens"
+    return "no", f"answers are {now / max(first, 1e-9):.2g} times as long as at the start"
+
+
+@finding("reward_pays_length", "| yes no", family="length_pays", needs=(LENGTH, REWARD, CUT))
+def reward_pays_length(run: Readings) -> Seen:
+    """Answers grow to the limit, and the reward with them: step by step, it follows the length."""
+    both = run.joined(LENGTH, REWARD)
+    cut = run.get(CUT)
+    if len(both) < 20 or cut is None:
+        return None
+    length, reward = both[:, 1], both[:, 2]
+    start = max(len(both) // 8, 3)
+    longer = float(np.median(length[-start:])) / max(float(np.median(length[:start])), 1e-9)
+    richer = float(reward[-start:].mean() - reward[:start].mean()) > 0.1 * float(np.abs(reward[:start]).mean())
+    follows = 0.0 if np.ptp(length) == 0 or np.ptp(reward) == 0 else float(np.corrcoef(length, reward)[0, 1])
+    text = f"answers are {longer:.2g} times as long as at the start, {now_of(cut):.0%} of them at the limit"
+    if longer > GREW and richer and follows > 0.5 and now_of(cut) >= MOST_CUT:
+        return "yes", f"{text}, and the reward follows their length (correlation {follows:.2f})"
+    return "no", text

@@ -1,0 +1,80 @@
+"""What the entropy of the policy shows."""
+
+import numpy as np
+
+from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.reward import ENTROPY, FEWEST, MOST, REWARD, course_of
+from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of
+
+GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
+EXPLODED, ROSE = 3.0, 1.2  # times the lowest level, and times the start
+FLAT_ENTROPY = 1.0  # nats a token: an entropy above it, risen from below, is that of no language
+
+
+@finding("entropy_gone", "gone | low kept", family="entropy", needs=(ENTROPY,))
+def entropy_gone(run: Readings) -> Seen:
+    """The entropy is a small part of what it was, so that answers are alike."""
+    series = run.need(ENTROPY, fewest=3)
+    start, now = beginning_of(series, _few(series)), now_of(series, _few(series))
+    if start <= 0:
+        return None
+    share = now / start
+    text = f"the entropy is {share:.0%} of what it was ({start:.2g} to {now:.2g})"
+    if share < GONE:
+        return "gone", text, _first_below(series, GONE * start)
+    return "low" if share < LOW else "kept", text
+
+
+@finding("sure_of_wrong", "| yes no", needs=(ENTROPY, REWARD, MOST))
+def sure_of_wrong(run: Readings) -> Seen:
+    """Whether the policy has become sure while most of its answers are wrong: below half of what the best ones get."""
+    series, reward, most = run.get(ENTROPY), run.late(REWARD), run.late(MOST)
+    if series is None or reward is None or most is None or most <= 0 or (start := beginning_of(series)) <= 0:
+        return None
+    share = now_of(series) / start
+    text = f"the entropy is {share:.0%} of what it was, and the reward {reward / most:.0%} of what the best answers get"
+    return ("yes" if share < GONE and reward < most / 2 else "no"), text
+
+
+@finding("entropy_exploded", "exploded | rose steady", family="entropy", needs=(ENTROPY,))
+def entropy_exploded(run: Readings) -> Seen:
+    """The entropy has grown to a multiple: answers become noise."""
+    series = run.need(ENTROPY, fewest=3)
+    start, now = beginning_of(series, _few(series)), now_of(series, _few(series))
+    if start <= 0:
+        return None
+    top = float(series.values.max())
+    low = float(np.median(series.values[: max(len(series.values) // 2, 1)]))
+    calm = min(start, low)
+    if (now > EXPLODED * calm and now > start) or (top > 10 * calm and top > FLAT_ENTROPY and now > ROSE * calm):
+        step = int(series.steps[np.argmax(series.values > (calm * top) ** 0.5)])
+        return "exploded", f"the entropy rose from {calm:.2g} to {max(now, top):.2g}", step
+    text = f"the entropy is {now / start:.0%} of what it was"
+    return "rose" if now > ROSE * start else "steady", text
+
+
+@finding("entropy_at_fall", "| low high", needs=(ENTROPY, REWARD))
+def entropy_at_fall(run: Readings) -> Seen:
+    """Whether the entropy had come down before the reward fell."""
+    course, series = course_of(run), run.get(ENTROPY)
+    fell = course is not None and (course.falls or course.collapsed)
+    if course is None or series is None or not fell or len(series.steps) < FEWEST:
+        return None
+    before = series.values[series.steps <= course.step][-4:]
+    start = beginning_of(series, _few(series))
+    if not before.size or start <= 0:
+        return None
+    share = float(before.mean()) / start
+    text = f"the entropy was {share:.0%} of its start when the reward fell"
+    if share >= LOW and not course.collapsed:
+        return None  # a small loss may begin with the fall of the entropy
+    return "low" if share < LOW else "high", text
+
+
+def _few(series: Series) -> int:
+    return min(5, max(len(series.values) // 8, 1))
+
+
+def _first_below(series: Series, bound: float) -> int:
+    above = np.flatnonzero(series.values >= bound)
+    return int(series.steps[min(int(above[-1]) + 1 if above.size else 0, len(series.steps) - 1)])

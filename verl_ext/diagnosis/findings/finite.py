@@ -1,0 +1,74 @@
+"""Whether the numbers are numbers, whether a correction is on, and what ended the run."""
+
+import numpy as np
+
+from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.reward import ENTROPY, GRADIENT, K3
+from verl_ext.diagnosis.series import Readings, Series
+
+TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
+GAP = (K3, "vllm_kl/k1", "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean")
+OFTEN = 0.5  # share of the last readings
+CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
+
+
+@finding("not_finite", "training rollout once | no", family="finite")
+def numbers_finite(run: Readings) -> Seen:
+    """Metrics are NaN or infinite: those of training, or only those that compare with the rollout."""
+    training, gap = _bad(run, TRAINING), _bad(run, GAP)
+    if not training and not gap:
+        logged = [name for name in (*TRAINING, *GAP) if run.logged(name) is not None]
+        return ("no", "all numbers are finite") if logged else None
+    lasting = {name: series for name, series in training.items() if _share_of_last(series) > OFTEN}
+    if lasting:
+        name, step = _earliest(training)
+        return "training", f"{name} is not a number from step {step} on", step
+    if gap_is_lost(run):
+        name, step = _earliest(gap)
+        return "rollout", f"{name} is not a number from step {step} on, and training's own metrics are finite", step
+    name, step = _earliest(training | gap)
+    count = int((~np.isfinite((training | gap)[name].values)).sum())
+    return "once", f"{name} was not a number in {count} step{'s' * (count != 1)}, first in step {step}", step
+
+
+def gap_is_lost(run: Readings) -> bool:
+    """Returns True if the gap is no number in most of the last readings."""
+    return any(_share_of_last(series) > OFTEN for series in _bad(run, GAP).values())
+
+
+def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, Series]:
+    found = {name: series for name in names if (series := run.logged(name)) is not None}
+    return {name: series for name, series in found.items() if not np.isfinite(series.values).all()}
+
+
+def _share_of_last(series: Series) -> float:
+    return float((~np.isfinite(series.values[-5:])).mean())
+
+
+def _earliest(found: dict[str, Series]) -> tuple[str, int]:
+    steps = {name: int(series.steps[~np.isfinite(series.values)][0]) for name, series in found.items()}
+    name = min(steps, key=lambda each: steps[each])
+    return name, steps[name]
+
+
+@finding("correction_on", "on", family="correction")
+def correction_on(run: Readings) -> Seen:
+    """A correction weighs tokens or sequences by the gap."""
+    for name in CORRECTIONS:
+        if (series := run.get(name)) is None:
+            continue
+        if name == "correction/dropped":
+            return "on", f"a correction is on, and drops {series.values.mean():.2g} of the tokens"
+        if np.abs(series.values - 1).max() > 1e-9 and series.values.any():
+            return "on", f"a correction is on, with a mean weight of {float(np.median(series.values[-5:])):.2g}"
+    return None
+
+
+@finding("run_ended", "| memory error", family="ended")
+def run_ended(run: Readings) -> Seen:
+    """An error ended the run."""
+    if run.ending is None:
+        return None
+    reason = run.ending.reason
+    memory = any(word in reason for word in ("OutOfMemory", "out of memory", "OutOfMemoryError", "OOM"))
+    return "memory" if memory else "error", f"the run {reason.rstrip('.')}", run.ending.step

@@ -1,0 +1,538 @@
+"""What compares the engines: how large the gap is, when it began and how it moves, which tokens have it.
+
+The strongest fact is the mean of k. If l_infer is the log-probability with which a token was sampled, the mean of
+k = exp(l_old - l_infer) over the sampled tokens is 1, whatever else is wrong: old weights, rounding, another router.
+The metrics hold it as 1 + k3 - k1. A mean that is not 1 says that the rollout returned log-probabilities of another
+distribution than it sampled from, or that training reads other tokens than were sampled.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.reward import K3
+from verl_ext.diagnosis.levels import PUBLISHED
+from verl_ext.diagnosis.noise import estimate_growth
+from verl_ext.diagnosis.series import FIRST, WINDOW, Readings, Series, needed, now_label, now_of, once_a_run
+
+K1, SIZE, DIFFERENCE = "vllm_kl/k1", "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
+CORRELATION = "training/rollout_actor_probs_pearson_corr"
+LEVEL = "guard/level"
+STALENESS = "training/off_policy/trajectory_staleness/mean"
+LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` knows the models that have more
+BROKEN = 1.0  # k3 of engines that do not compute the same function
+AGREE = 1e-7  # k3 that float32 does not leave by itself
+SIGMAS = 4.0
+FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: there at once from FROZEN on, by updates up to MOVED
+LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
+ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
+ONE_WAY = 0.1  # k3 below which rounding is to both sides; above it, it also makes sampled tokens less likely
+JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
+SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
+LONG_AFTER = 20  # readings before a jump that no first weight sync explains
+GROWTH_WINDOW = 32
+WHOLE = 2.0  # nats a token over a whole trajectory: these are not the log-probs of its tokens
+ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
+RELATED = 0.5  # correlation of the probabilities that engines which compute the same function do not stay below
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric that compares the engines.
+
+    Attributes:
+        words: what it is called in a sentence.
+        apart, broken: its values from which rounding no longer explains the gap, and from which the engines cannot
+            compute the same function.
+        power: of a value that makes it grow as k3 does.
+    """
+
+    name: str
+    words: str
+    apart: float
+    broken: float
+    power: float = 1.0
+
+
+# In order of preference. A gap of x in every token leaves |log k| = x and k3 = x^2 / 2. Rounding leaves larger tails:
+# sound runs of others have a mean |log k| of 0.003 to 0.023, and a mean difference of probabilities of 0.0013 to 0.006.
+MEASURES = (
+    Measure(K3, "k3", LARGE, BROKEN),
+    Measure(K1, "k1", LARGE, BROKEN),
+    Measure(SIZE, "the mean |log k|", 0.05, 1.5, power=2.0),
+    Measure(DIFFERENCE, "the mean difference of probabilities", 0.02, 0.5, power=2.0),
+)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The readings that the size of the gap is judged by.
+
+    Attributes:
+        measure: what was logged of MEASURES.
+        name: what it is called in sentences.
+        alone: whether it covers only the engines, in a run whose rollouts are older than the policy.
+    """
+
+    series: Series
+    measure: Measure
+    name: str
+    alone: bool = False
+
+    @property
+    def heights(self) -> np.ndarray:
+        """The readings as they would grow in k3."""
+        return np.maximum(np.abs(self.series.values), 1e-12) ** self.measure.power
+
+
+@once_a_run
+def sound_level(run: Readings) -> float:
+    """Returns the k3 that rounding stays below in sound runs: LARGE, or the level published for the model.
+
+    The guard logs its level. A level that is not in the table is the user's, or made from this run's own first steps,
+    and shows nothing about other runs. Some logs keep values in float32.
+    """
+    logged = run.values(LEVEL)[-1:]
+    return max((level for level in PUBLISHED if np.isclose(logged, level, rtol=1e-6, atol=0).any()), default=LARGE)
+
+
+def engines_names(signal: str) -> tuple[str, ...]:
+    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
+    start = "vllm_kl/"
+    return (f"{signal}/lag/0", signal.replace(start, f"{start}engine/", 1)) if signal.startswith(start) else ()
+
+
+def is_seen_enough(steps: list[int], now: int, window: int) -> bool:
+    """Returns True if there are enough readings, and recent ones.
+
+    Rescoring is rare. So the last reading may be as far back as the last few readings took, or one window.
+    """
+    fewest = 8
+    return len(steps) >= fewest and now - steps[-1] <= max(window, steps[-1] - steps[-fewest])
+
+
+@once_a_run
+def gap_of(run: Readings) -> Gap | None:
+    """Returns k3 of trajectories of lag 0 and of rescored ones, if it was logged often enough lately; else the whole
+    k3, else another measure of the gap; None if nothing compares the engines."""
+    of_engines: dict[int, float] = {}
+    for name in reversed(engines_names(K3)):
+        if (series := run.get(name)) is not None:
+            of_engines |= dict(series.pairs())
+    steps = sorted(of_engines)
+    if is_seen_enough(steps, run.last_step, GROWTH_WINDOW):
+        series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
+        return Gap(series, MEASURES[0], "k3 of the engines alone", alone=True)
+    for measure in MEASURES:
+        if (found := run.get(measure.name)) is not None:
+            return Gap(found, measure, measure.words)
+    return None
+
+
+def _number(value: float) -> str:
+    return f"{value:.2g}" if abs(value) < 100 else f"{value:.3g}"
+
+
+@finding("gap_level", "broken apart | close none", needs=(K3,))
+def gap_level(run: Readings) -> Seen:
+    """How large the gap is now, by the measure that speaks the clearest."""
+    gap = gap_of(run)
+    if gap is None:
+        correlation = run.get(CORRELATION)
+        if correlation is None:
+            return None
+        now = now_of(correlation)
+        level = "broken" if now < RELATED else "apart" if now < 0.95 else "close"
+        return level, f"the probabilities of the engines have a correlation of {now:.3g}"
+    seen = [
+        gap,
+        *(Gap(series, each, each.words) for each in MEASURES[1:] if (series := run.get(each.name)) is not None),
+    ]
+    told = [(_level_of(each, run), each) for each in seen]
+    if gap.alone:
+        told = told[:1]
+    worst = next(wanted for wanted in ("broken", "apart", "close", "none") if any(level == wanted for level, _ in told))
+    level, said = next((level, each) for level, each in told if level == worst)
+    return level, f"{said.name} is {_number(now_of(said.series))} ({now_label(said.series)})"
+
+
+def _level_of(gap: Gap, run: Readings) -> str:
+    now = abs(now_of(gap.series))
+    apart = sound_level(run) if gap.measure.name == K3 else gap.measure.apart
+    if now > gap.measure.broken:
+        return "broken"
+    return "apart" if now > apart else "none" if now**gap.measure.power <= AGREE else "close"
+
+
+@finding("engines_related", "unrelated | related", family="gap_level", needs=(K3, CORRELATION))
+def engines_related(run: Readings) -> Seen:
+    """Whether the engines compute the same function, by the first step whose rollouts are as new as the policy."""
+    first = _first_fresh(run)
+    correlation = run.get(CORRELATION)
+    if first is None and correlation is None:
+        return None
+    if first is not None:
+        gap, value = first
+        if abs(value) > gap.measure.broken:
+            return "unrelated", f"{gap.name} was {_number(value)} in the first step", int(gap.series.steps[0])
+    if correlation is not None and correlation.steps[0] <= FIRST and correlation.values[0] < RELATED:
+        text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
+        return "unrelated", text, int(correlation.steps[0])
+    return "related", "the engines computed about the same in the first step"
+
+
+def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
+    gap = gap_of(run)
+    if gap is None or gap.series.steps[0] > FIRST or int(gap.series.steps[0]) in stale_steps(run):
+        return None
+    return gap, float(gap.series.values[0])
+
+
+@finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(SIZE,))
+def gap_started(run: Readings) -> Seen:
+    """Whether the gap was there before the weights moved. Then the engines compute differently from the same weights.
+    If it came with the updates, the weights of the updates did not arrive."""
+    gap = gap_of(run)
+    if gap is None or abs(now_of(gap.series)) ** gap.measure.power <= AGREE:
+        return None
+    if (spikes := gap_spike(run)) is not None and spikes[0] == "broken":
+        return "comes_and_goes", f"the gap comes and goes: {spikes[1]}"
+    began = needed(beginning(run))
+    size, share = began
+    if share >= FROZEN:
+        left = "as large as now" if share == 1 else f"{share:.0%} of it"
+        return "at_once", f"{size} was there before the weights moved, {left}"
+    text = f"{size} came with the updates: in the first steps it was {share:.1%} of what it is"
+    if share > MOVED:
+        return "in_part", text
+    return "suddenly" if _is_sudden(run) else "with_updates", text
+
+
+@once_a_run
+def beginning(run: Readings) -> tuple[str, float] | None:
+    """Returns the size that shows best how a run began, and its first readings as a share of the last ones; None in a
+    resumed run.
+
+    A policy that becomes certain closes its gap, or opens it, with equal weights. The routers' disagreement does not
+    depend on that. It counts if it is now more than rounding leaves. If it began at the level of rounding, the smaller
+    of the two shares counts.
+    """
+    gap = None
+    for name, power in ((SIZE, 1.0), (DIFFERENCE, 1.0), (K3, 0.5), (K1, 0.5)):
+        if (series := run.get(name)) is not None:
+            gap = _share_at_first(np.column_stack([series.steps, np.abs(series.values)]), run, power)
+            break
+    own = run.get("router/own_agreement") or run.get("router/agreement")
+    if own is not None and 1 - float(own.values[-WINDOW:].mean()) > ROUNDED:
+        disagreement = np.column_stack([own.steps, 1 - own.values])
+        share = _share_at_first(disagreement, run)
+        if share is not None and (gap is None or gap >= share or disagreement[0, 1] > ROUNDED):
+            return "the routers' disagreement", share
+    return None if gap is None else ("the gap", gap)
+
+
+def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> float | None:
+    """Returns the first of these readings, [steps, 2], as a share of the last ones; None if it is not known.
+
+    Steps whose rollouts are older than the policy are left out, because their gap includes the policy's own movement.
+    If all first steps are such steps, it is None unless even their gap was small. If the second or third reading is far
+    larger than those before it, the update before it made the gap.
+
+    Args:
+        power: of the share, so that it is one of a mean |log k|.
+    """
+    first = readings[:FIRST][readings[:FIRST, 0] <= FIRST]
+    if not len(first):
+        return None
+    stale = stale_steps(run)
+    fresh = first[[step not in stale for step in first[:, 0]]]
+    early = (fresh if len(fresh) else first)[:, 1] ** power
+    for count in range(1, len(early)):
+        if early[:count].max() < MOVED * 2 * early[count:].min():
+            early = early[:count]
+            break
+    start, now = early.mean(), np.median(readings[-WINDOW:, 1]) ** power
+    share = max(float(start / now), 0.0) if start < now else 1.0
+    return share if len(fresh) or share < FROZEN else None
+
+
+@once_a_run
+def stale_steps(run: Readings) -> set[int]:
+    """Returns the steps whose rollouts were made with older weights."""
+    series = run.get(STALENESS)
+    return set() if series is None else {step for step, versions in series.pairs() if versions >= 0.5}
+
+
+def _is_sudden(run: Readings) -> bool:
+    """Returns True if k3 once rose a hundredfold within a few readings; a run that comes apart takes longer."""
+    gap = gap_of(run)
+    if gap is None or len(gap.heights) < 2 * FIRST:
+        return False
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(gap.heights, FIRST), axis=1)
+    return bool((medians[FIRST:] > 100 * medians[:-FIRST]).any())
+
+
+@finding("gap_jumped", "at_first_sync later later_and_grows passed | no", family="gap_moves", needs=(K3,))
+def gap_jumped(run: Readings) -> Seen:
+    """The gap rose to a multiple from one step to the next, and stayed there for some steps or for good."""
+    gap = needed(gap_of(run))
+    if len(gap.heights) < 4:
+        return None
+    heights, steps = gap.heights, gap.series.steps
+    floor = gap.measure.apart**gap.measure.power
+    after = np.lib.stride_tricks.sliding_window_view(np.append(heights, [heights[-1]] * 2), 3)
+    lowest = after.min(axis=1)
+    possible = np.flatnonzero(lowest[1:-1] > np.maximum(heights[:-2], floor / JUMP)) + 1
+    best: tuple[float, int] | None = None
+    for i in possible:
+        before, now = heights[max(i - 8, 0) : i], float(np.median(after[i]))
+        usual = max(float(np.median(before)), 1e-12)
+        times = JUMP if len(before) >= FIRST else SURE_JUMP
+        if (
+            after[i].min() > before.max()
+            and now > max(times * usual, floor)
+            and (best is None or now / usual > best[0])
+        ):
+            best = (now / usual, int(i))
+    if best is None:
+        return "no", "the gap never jumped"
+    _, i = best
+    low, high = (float(np.median(gap.series.values[part])) for part in (slice(max(i - 8, 0), i), slice(i, i + 3)))
+    text = f"{gap.name} jumped from {_number(low)} to {_number(high)}"
+    if float(np.median(heights[-5:])) < GREW * float(np.median(heights[max(i - 8, 0) : i])):
+        return "passed", f"{text}, and came back", int(steps[i])
+    if i <= LONG_AFTER:
+        return "at_first_sync", f"{text}, and stays there", int(steps[i])
+    grows = float(np.median(heights[-5:])) > 2 * float(np.median(heights[i : i + 5]))
+    return "later_and_grows" if grows else "later", f"{text}, and stays there", int(steps[i])
+
+
+@finding("gap_grew", "grew | steady", needs=(K3,))
+def gap_grew(run: Readings) -> Seen:
+    """The gap is a multiple of what it was, and more than rounding; it grows, or has risen and stays."""
+    gap = needed(gap_of(run))
+    if len(gap.heights) < 8:
+        return None
+    heights, steps = gap.heights, gap.series.steps
+    part = max(len(heights) // 8, 3)
+    calm = float(np.median(heights[:part]))
+    now = float(np.median(heights[-5:]))
+    levels = [float(np.median(each)) for each in np.array_split(heights, min(8, len(heights) // 2))]
+    apart = (sound_level(run) if gap.measure.name == K3 else gap.measure.apart) ** gap.measure.power
+    text = (
+        f"{gap.name} went from {_number(float(np.median(gap.series.values[:part])))} to {_number(now_of(gap.series))}"
+    )
+    window = list(zip(steps[-GROWTH_WINDOW:].tolist(), heights[-GROWTH_WINDOW:].tolist(), strict=True))
+    growth = estimate_growth(window, max(apart, 1e-9))
+    grows = growth is not None and growth.low > 0
+    stays = levels[-1] > GREW * min(levels[: max(len(levels) // 2, 1)])
+    if now <= apart or now < GREW * calm or not (grows or stays):
+        return "steady", text
+    return "grew", text, int(steps[int(np.argmax(heights > (calm * now) ** 0.5))])
+
+
+@finding("gap_spike", "broken spike | none", needs=(K3,))
+def gap_spike(run: Readings) -> Seen:
+    """Single steps have a gap of many times the usual one, more than rounding explains."""
+    gap = needed(gap_of(run))
+    if len(gap.heights) < 4:
+        return None
+    heights, apart = gap.heights, gap.measure.apart**gap.measure.power
+    usual = float(np.median(heights))
+    past = heights > max(SPIKE * usual, apart)
+    if past.any() and past.mean() <= 0.34:
+        for i in np.flatnonzero(past):  # of those around it, too
+            past[i] = heights[i] > SPIKE * np.median(np.delete(heights[max(i - 3, 0) : i + 4], min(i, 3)))
+        if past.any():
+            at = int(np.argmax(np.where(past, heights, 0)))
+            size, median = float(gap.series.values[at]), float(np.median(gap.series.values))
+            text = f"{gap.name} was {_number(size)} in step {gap.series.steps[at]}, its median is {_number(median)}"
+            count = int(past.sum())
+            goes = usual <= apart  # the gap comes and goes
+            level = "broken" if goes and abs(size) > gap.measure.broken else "spike"
+            return level, text + (f"; {count} steps are such" if count > 1 else ""), int(gap.series.steps[at])
+    return "none", "no single step has a far larger gap"
+
+
+@dataclass(frozen=True)
+class Masses:
+    """The mean of k, from the last readings of k1 and k3.
+
+    Attributes:
+        one_sided: k3 / k1: 1 if k averages 1, near 0 if every k is a little below 1; None if k1 is not positive.
+        excess: the mean of k - 1, in its standard errors; None for too few readings.
+    """
+
+    one_sided: float | None
+    excess: float | None
+
+
+@once_a_run
+def masses(run: Readings) -> Masses:
+    k1, k3 = run.values(K1)[-4 * WINDOW :], run.values(K3)[-4 * WINDOW :]
+    count = min(len(k1), len(k3))
+    k1, k3 = k1[len(k1) - count :], k3[len(k3) - count :]
+    one_sided = float(k3.mean() / k1.mean()) if count and k1.mean() > 0 else None
+    return Masses(one_sided, in_errors(k3 - k1))
+
+
+def in_errors(values: np.ndarray) -> float | None:
+    """Returns the mean in its standard errors; None for too few values."""
+    if len(values) < 8:
+        return None
+    error = float(values.std(ddof=1)) / len(values) ** 0.5
+    scatters = error > 1e-12 * float(np.abs(values).max())  # by more than the rounding of equal readings
+    return float(values.mean()) / error if scatters else 0.0
+
+
+@finding("mean_of_k", "far_above | above one unclear below a_little_below far_below", family="mass", needs=(K1, K3))
+def mean_of_k(run: Readings) -> Seen:
+    """Whether k averages 1, as it does if the tokens were sampled from the distribution of l_infer."""
+    k1, k3, found = run.get(K1), run.get(K3), masses(run)
+    if k1 is None or k3 is None:
+        return None
+    if now_of(k3, 20) > BROKEN and abs(now_of(k1, 20)) < 0.1 * now_of(k3, 20):
+        return "far_above", f"k averages {1 + now_of(k3, 20):.3g}: l_infer is not of these tokens"
+    if found.excess is None or now_of(k3) <= AGREE:
+        return None
+    sided, excess = found.one_sided, found.excess
+    if excess > 2 * SIGMAS and (sided or 2.0) > 1.6:
+        return "above", f"k averages more than 1, by {excess:.0f} standard errors"
+    if excess < -SIGMAS and sided is not None and sided < 0.4:
+        return "far_below", f"k averages less than 1, by {-excess:.0f} standard errors: k3 / k1 is {sided:.2f}"
+    if excess < -2 * SIGMAS and (sided or 1.0) < 0.97:
+        level = "below" if (sided or 0.0) > 0.6 else "a_little_below"
+        return level, f"k averages less than 1, by {-excess:.0f} standard errors"
+    if sided is not None and (abs(excess) < SIGMAS or 0.6 < sided < 1.6):
+        return "one", f"k averages 1 (k3 / k1 is {sided:.2f})"
+    return "unclear", f"k averages 1 but for {excess:.1f} standard errors"
+
+
+@finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, SIZE))
+def k1_sign(run: Readings) -> Seen:
+    """The sign of k1: a KL is not negative."""
+    sign = in_errors(run.values(K1)[-4 * WINDOW :])
+    k3 = run.get(K3)
+    if sign is None or (k3 is not None and now_of(k3) <= AGREE):
+        return None
+    if sign < -SIGMAS:
+        side = leaning(run)
+        if side is not None and side > -LEANING:
+            return "a_little_negative", f"k1 is negative, but by {-side:.0%} of the gap only"
+        return "negative", f"k1 is negative by {-sign:.0f} standard errors, which no KL is"
+    return ("positive" if sign > SIGMAS else "none"), f"k1 is {sign:.0f} of its standard errors"
+
+
+@once_a_run
+def leaning(run: Readings) -> float | None:
+    """Returns k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
+    size, k1 = run.values(SIZE)[-4 * WINDOW :], run.values(K1)[-4 * WINDOW :]
+    if not k1.size or not size.size or size.mean() <= 0:
+        return None
+    return float(np.clip(k1.mean() / size.mean(), -1, 1))
+
+
+@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, SIZE))
+def gap_side(run: Readings) -> Seen:
+    """To which side the gap is: a sampled token less likely in training, or more."""
+    side, k3 = leaning(run), run.late(K3)
+    if side is None or k3 is None or k3 <= AGREE:
+        return None
+    text = f"{(1 + abs(side)) / 2:.0%} of the gap is to one side"
+    if side > 0.88:
+        return ("one_side" if k3 < ONE_WAY else "one_side_of_a_large_gap"), text
+    return ("most" if side > 0.8 else "more" if side > 0.5 else "both"), text
+
+
+@once_a_run
+def by_probability(run: Readings) -> dict[str, float] | None:
+    """Returns bucket of probability -> k1 / sqrt(2 k3): 1 or -1 if all its tokens move alike, 0 for noise.
+
+    Each is the mean of the last steps, whose ratios count as ALIKE at most: one token with other experts would decide a
+    batch, and a bucket with one token has a ratio of 1 or -1 whatever moves it.
+    """
+    found = {}
+    for bucket in BUCKETS["prob"]:
+        _, k1, k3 = run.joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket)[-4 * WINDOW :].T
+        if (k3 > 0).any():
+            ratios = k1[k3 > 0] / (2 * k3[k3 > 0]) ** 0.5
+            found[bucket] = float(ratios.clip(-ALIKE, ALIKE).mean())
+    return found if len(found) >= 3 else None
+
+
+@finding(
+    "gap_by_probability",
+    "| tilted in_bulk even",
+    family="probability",
+    needs=("vllm_kl/k1/prob/" + BUCKETS["prob"][0],),
+)
+def gap_by_probability(run: Readings) -> Seen:
+    """Whether tokens of one probability move alike.
+
+    Tilted: unlikely tokens move one way and likely ones the other, all tokens of a bucket alike. Another layer's
+    weights may also move nearly certain tokens the other way; but they move all others alike.
+    """
+    found, k3 = by_probability(run), run.late(K3)
+    if found is None or k3 is None or k3 <= AGREE:
+        return None
+    ratios = list(found.values())
+    unlikely, likely = ratios[0], sum(ratios[-2:]) / 2 if len(ratios) > 3 else ratios[-1]
+    most_move_up = min(unlikely, found.get("0.1-0.5", 0.0)) > 0.8
+    if unlikely * likely < 0 and min(abs(unlikely), abs(likely)) > 0.4 and not most_move_up:
+        return "tilted", "unlikely tokens move one way and likely ones the other, all of a probability alike"
+    if max(map(abs, ratios)) > 0.6:
+        return "in_bulk", "most tokens of some probability move to the same side"
+    return "even", "tokens of one probability move to either side"
+
+
+@finding("gap_tokens", "| few many", family="tokens", needs=(SIZE,))
+def gap_tokens(run: Readings) -> Seen:
+    """Whether a few tokens make the gap: k3 over the square of the mean |log k| is 0.5 to 5 if many do."""
+    size, k3 = run.late(SIZE), run.late(K3)
+    if not size or k3 is None or k3 <= AGREE:
+        return None
+    ratio = k3 / size / size  # the square may be out of range
+    level = "few" if ratio >= 5 else "many"
+    return level, f"{level} tokens make it: k3 is {ratio:.2g} times the squared mean |log k|"
+
+
+@finding(
+    "gap_trajectories",
+    "whole | few some most all",
+    family="trajectories",
+    needs=("vllm_kl/sequence_gap_mean", "vllm_kl/sequence_gap_max"),
+)
+def gap_trajectories(run: Readings) -> Seen:
+    """Whether a few trajectories make the gap: the largest gap of a trajectory over the mean one.
+
+    Whole: over all tokens of a trajectory, the log-probs are off by WHOLE nats, while most trajectories are sound.
+    """
+    most, mean = (run.late(f"vllm_kl/sequence_gap_{kind}") for kind in ("max", "mean"))
+    k3 = run.late(K3)
+    if not mean or most is None or (k3 is not None and k3 <= AGREE):
+        return None
+    ratio = most / mean
+    if ratio > 5 and most > WHOLE:
+        return "whole", f"the worst trajectory is off by {most:.2g} nats in every token, {ratio:.0f} times the mean"
+    level = "few" if ratio > 7 else "some" if ratio >= 5 else "most" if ratio >= 2.5 else "all"
+    return level, f"{level} trajectories make it: the largest gap is {ratio:.1f} times the mean"
+
+
+@finding("tokens_drifted", "some | none", family="drift", needs=("filter/retokenization_drift/drifted",))
+def tokens_drifted(run: Readings) -> Seen:
+    """Whether trajectories encode otherwise than they were sampled."""
+    drifted = needed(run.late("filter/retokenization_drift/drifted"))
+    return ("some" if drifted > 0 else "none"), f"{drifted:.1%} of the trajectories encode otherwise than sampled"
+
+
+@finding("rollout_age", "| always_old old new", family="age", needs=(STALENESS,))
+def rollout_age(run: Readings) -> Seen:
+    """How many versions the rollouts are behind the policy."""
+    staleness = needed(run.late(STALENESS))
+    text = f"rollouts are {staleness:.1f} versions behind the policy"
+    if staleness < 1:
+        return "new", text
+    always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST + 1)))
+    return ("always_old" if always else "old"), text

@@ -1,0 +1,125 @@
+"""What the size of the updates shows: the gradient's norm, the policy's stride in a step, its way from the
+reference."""
+
+import numpy as np
+
+from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.reward import GRADIENT, course_of
+from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of
+
+REFERENCE, STRIDE, CLIPPED, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr"
+LARGE = 100.0  # a norm that a mean over tokens does not have: the loss is a sum, or the gradient is wrong
+SPIKE = 10.0  # times the median
+GREW = 10.0  # times the level before
+FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01, those of others below 0.008
+RUNAWAY = 3.0  # nats a token from the reference; sound runs of others stay below 1
+HIGH_RATE = 2e-4  # also of a LoRA; sound runs of others have 1e-7 to 1e-4
+NOTHING = 1e-6
+FEWEST_KL = 5  # readings
+
+
+@finding("gradient_large", "large | usual", family="gradient", needs=(GRADIENT,))
+def gradient_large(run: Readings) -> Seen:
+    """The gradient's norm is far above what a mean over tokens leaves."""
+    series = run.need(GRADIENT)
+    now = now_of(series)
+    text = f"the gradient's norm is {now:.3g}"
+    if now <= LARGE:
+        return "usual", text
+    return "large", text, int(series.steps[int(np.argmax(series.values > LARGE))])
+
+
+@finding("gradient_grew", "grew | steady", family="gradient", needs=(GRADIENT,))
+def gradient_grew(run: Readings) -> Seen:
+    """The gradient's norm has grown to a multiple of its level before, and stays there."""
+    series = run.need(GRADIENT, fewest=8)
+    width = max(len(series.values) // 8, 2)
+    calm = min(float(np.median(part)) for part in np.array_split(series.values[:-width], 4) if part.size)
+    now = now_of(series, max(width, 3))
+    if calm > 0 and now > GREW * calm:
+        above = series.values > (calm * now) ** 0.5
+        first = min(holds_from(above, 0.7), len(above) - 1)
+        return "grew", f"the gradient's norm grew from {calm:.2g} to {now:.2g}", int(series.steps[first])
+    return "steady", f"the gradient's norm is {now:.2g}, and was {calm:.2g}"
+
+
+@finding("gradient_spike", "spike | none", needs=(GRADIENT,))
+def gradient_spike(run: Readings) -> Seen:
+    """Single gradients are many times the usual one."""
+    series = run.need(GRADIENT, fewest=4)
+    sizes = np.abs(series.values)
+    usual = float(np.median(sizes[sizes > NOTHING])) if (sizes > NOTHING).any() else 0.0
+    past = sizes > SPIKE * usual
+    past[:2] = False  # an optimizer that warms up begins with some
+    if usual == 0 or not past.any() or past.mean() > 0.25:
+        return "none", f"no gradient is more than {SPIKE:g} times the usual norm of {usual:.2g}"
+    at = int(np.argmax(np.where(past, sizes, 0)))
+    count = int(past.sum())
+    more = f"; {count} steps are over {SPIKE:g} times the median" if count > 1 else ""
+    text = f"the gradient's norm was {sizes[at]:.3g} in step {series.steps[at]}, its median is {usual:.2g}{more}"
+    return "spike", text, int(series.steps[at])
+
+
+@finding("gradient_zero", "zero | some", needs=(GRADIENT,))
+def gradient_zero(run: Readings) -> Seen:
+    """The gradient is exactly 0, step after step: nothing is learnt."""
+    series = run.need(GRADIENT, fewest=3)
+    none = np.abs(series.values) < NOTHING
+    began = holds_from(none, 0.9)
+    if len(none) - began < max(0.25 * len(none), 3):
+        return "some", f"the gradient's norm is {now_of(series):.2g}"
+    return "zero", f"the gradient is 0 in {int(none[began:].sum())} steps", int(series.steps[began])
+
+
+@finding("reference_kl_grew", "grew | near", family="reference", needs=(REFERENCE,))
+def reference_kl_grew(run: Readings) -> Seen:
+    """The policy runs away from the reference model."""
+    series = run.need(REFERENCE, fewest=FEWEST_KL)
+    width = max(len(series.values) // 8, 1)
+    start, now = beginning_of(series, width), now_of(series, max(width, 3))
+    text = f"the KL to the reference went from {start:.2g} to {now:.2g}"
+    if now < RUNAWAY or now < GREW * max(start, NOTHING):
+        return "near", text
+    return "grew", text, int(series.steps[int(np.argmax(series.values > RUNAWAY))])
+
+
+@finding("stride", "far | near", needs=(STRIDE,))
+def stride(run: Readings) -> Seen:
+    """The policy moves far within a step, as the KL that verl logs of its updates.
+
+    With one update a step it has not moved when it is measured, and the KL is 0. In bypass mode, the KL is the gap of
+    the engines: steady from the first step.
+    """
+    series = run.get(STRIDE)
+    if series is None or not np.abs(series.values).any() or len(series.steps) < 5:
+        return None
+    found = np.abs(series.values)
+    width = min(5, max(len(found) // 4, 1))
+    means = np.convolve(found, np.full(width, 1 / width), mode="valid")
+    at, most = int(means.argmax()), float(means.max())
+    text = f"the policy moved by a KL of {most:.2g} within a step"
+    if most <= FAR or means.min() > FAR:
+        return "near", text
+    return "far", text, int(series.steps[min(at + width - 1, len(series.steps) - 1)])
+
+
+@finding("rate", "| high usual", needs=(RATE,))
+def rate(run: Readings) -> Seen:
+    """The learning rate is far above the usual ones."""
+    series = run.need(RATE)
+    highest = float(series.values.max())
+    return "high" if highest > HIGH_RATE else "usual", f"the learning rate is up to {highest:.1e}"
+
+
+@finding("fall_came_back", "| yes no", needs=("critic/score/mean",))
+def fall_came_back(run: Readings) -> Seen:
+    """The reward once fell to less than half of its best level, and came back in part."""
+    course = course_of(run)
+    if course is None or len(course.series.values) < 20 or course.series.values.min() < 0:
+        return None
+    levels = np.convolve(course.series.values, np.full(5, 1 / 5), mode="valid")
+    best = np.maximum.accumulate(levels)
+    least = float((levels[best > 0] / best[best > 0]).min()) if (best > 0).any() else 1.0
+    if least < 0.5 and best.max() > 0 and not course.collapsed:
+        return "yes", f"the reward fell to {least:.0%} of its best level, and came back in part"
+    return "no", f"the reward was never below {least:.0%} of its best level and back"

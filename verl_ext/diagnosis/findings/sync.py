@@ -1,0 +1,94 @@
+"""What the checks of the weight syncs show: which share of an update arrives in the rollout."""
+
+import numpy as np
+
+from verl_ext.diagnosis.findings.gap import SIZE
+from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.series import FIRST, Readings
+
+OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
+SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
+HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
+STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 or so for a part
+LOW, HIGH = "sync/arrived_low", "sync/arrived_high"
+
+
+@finding(
+    "updates_arrived", "multiplied part scattered none nothing_moves | all unclear", family="sync", needs=(LOW, HIGH)
+)
+def updates_arrived(run: Readings) -> Seen:
+    """The share of the last updates that arrived: the median of the last three looks."""
+    looks = run.joined(LOW, HIGH)[:, 1:]
+    if not len(looks):
+        return None
+    low, high = (float(each) for each in np.median(looks[-3:], axis=0))
+    text = f"{low:.0%} to {high:.0%} of the last updates arrived"
+    if (factor := scaled(run, looks)) is not None:
+        return "multiplied", f"updates arrive multiplied, by {factor:.2f}"
+    if high < 0.1:
+        if _is_still(run):
+            return "nothing_moves", f"{text}: the rollout's scores of the same tokens do not change"
+        if _scatters(run):
+            return "scattered", f"{text}, and tokens get different shares of it"
+        return "none", text
+    if high > 1.3:
+        return "unclear", text
+    return ("all" if low > 0.75 else "part"), text
+
+
+def scaled(run: Readings, looks: np.ndarray) -> float | None:
+    """Returns the share of an update that arrived for every token alike, if that is not 1.
+
+    Only multiplied updates arrive by more than 1. A share below 1 is judged by the first looks, when updates are
+    small: a multiplied update then moves each token by the same share, whereas a part of an update moves some tokens
+    and not others. Looks before which training had not moved are left out.
+    """
+    more = looks[looks[:, 0] > 1.1]
+    if len(more) > OFTEN * len(looks) and (len(more) > 1 or len(looks) <= FIRST):
+        return float(np.median(more.mean(1)))
+    for median, spread in run.joined("sync/arrived_median", "sync/arrived_spread")[:2, 1:].tolist():
+        if spread < SAME * median and abs(median - 1) > 0.1:
+            return float(median)
+    return None
+
+
+def _scatters(run: Readings) -> bool:
+    """Returns True if tokens get different shares of the updates since one last arrived, and ever more so.
+
+    If the rollout's weights stay the same, the spread in nats is noise, and noise does not grow.
+    """
+    looks = run.joined("sync/arrived_spread", "sync/moved")
+    nats = looks[:, 1] * looks[:, 2]
+    lows = run.joined(LOW)
+    if (arrived := lows[lows[:, 1] > 0.5, 0]).size:
+        nats = nats[looks[:, 0] > arrived[-1]]
+    return bool(len(nats) > FIRST and nats[-FIRST:].min() > 3 * nats[0] and nats[-1] > 0.01)
+
+
+def _is_still(run: Readings) -> bool:
+    """Returns True if the rollout gives the same tokens the same scores as at the check before.
+
+    Only looks at which the updates had moved more than the gap may hide are counted.
+    """
+    followed = run.joined("sync/followed", HIGH)[-FIRST:, 1]
+    return bool(len(followed)) and float(np.median(followed)) < STILL
+
+
+@finding("shares_alike", "| alike hidden different", family="sync_shares", needs=("sync/arrived_spread", "sync/moved"))
+def shares_alike(run: Readings) -> Seen:
+    """Whether all tokens got the same share of the first updates, or the engines' own gap hides it."""
+    shares = run.joined("sync/arrived_median", "sync/arrived_spread")[:2, 1:]
+    if not len(shares):
+        return None
+    if any(spread < SAME * median for median, spread in shares.tolist()):
+        return "alike", "all tokens got the same share of the first updates"
+    looks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST]
+    gap = run.get(SIZE)
+    if (
+        len(looks)
+        and gap is not None
+        and gap.steps[0] <= 1
+        and (looks[:, 1] * looks[:, 2]).min() < HIDDEN * gap.values[0]
+    ):
+        return "hidden", "the engines' own gap hides which share of the first updates tokens got"
+    return "different", "tokens got different shares of the first updates"

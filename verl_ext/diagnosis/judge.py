@@ -1,0 +1,214 @@
+"""Judges a run: the state of the learning, the state of the engines, what the numbers show, and the likeliest causes.
+
+The learning is judged without any gap, and the engines without any reward (docs/report.md lists the states). The
+sentences here are all that is said of either; nothing edits them later.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+import numpy as np
+
+from verl_ext.diagnosis.causes import Cause, known_causes
+from verl_ext.diagnosis.findings import finite, gap, reward, routers
+from verl_ext.diagnosis.findings.registry import Finding, find_all
+from verl_ext.diagnosis.names import by_quantity
+from verl_ext.diagnosis.rank import OpenQuestion, Suspect, name_causes
+from verl_ext.diagnosis.series import Readings, beginning_label, beginning_of, now_label, now_of
+
+LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
+EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
+# Findings that say that the metrics of the learning itself blow up, the strongest first.
+BLOWS_UP = (
+    "entropy_exploded.exploded",
+    "reference_kl_grew.grew",
+    "length_exploded.exploded",
+    "gradient_grew.grew",
+    "stride.far",
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One of the two states, with its reason as a clause in numbers and the step at which it began, if it has one."""
+
+    state: str
+    text: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is known of a run.
+
+    Attributes:
+        learning, engines: the two states.
+        findings: everything that the metrics show, by name.
+        suspects: the likeliest causes, the first one first.
+        question: the metric that would tell the first two causes apart; None if none would.
+        moe: the model is a mixture of experts, by its metrics.
+    """
+
+    learning: Judged
+    engines: Judged
+    findings: Mapping[str, Finding]
+    suspects: tuple[Suspect, ...]
+    question: OpenQuestion | None
+    moe: bool
+
+    @property
+    def first(self) -> Suspect | None:
+        """The likeliest cause; None if there is none, or it is harmless rounding."""
+        return self.suspects[0] if self.suspects and not self.suspects[0].harmless else None
+
+    def has(self, *marks: str) -> bool:
+        """Returns True if one of these `finding.level` was seen."""
+        return any(each.mark in marks for each in self.findings.values())
+
+
+def judge(run: Readings, causes: Iterable[Cause] = ()) -> Judgement:
+    """Returns the judgement of a run, from all its readings.
+
+    Args:
+        causes: those to choose from; all known ones by default.
+    """
+    chosen = list(causes) or list(known_causes().values())  # before the findings: a package may bring both
+    found = find_all(run)
+    suspects, question = name_causes(run, found, chosen)
+    return Judgement(
+        judge_learning(run, found), judge_engines(run, found), found, tuple(suspects), question, routers.is_moe(run)
+    )
+
+
+def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
+    """Returns the state of the learning; `found` are the findings of the run."""
+    marks = {each.mark: each for each in found.values()}
+    not_finite = marks.get("not_finite.training")
+    before = f"{not_finite.text}; " if not_finite else ""
+    course = reward.course_of(run)
+    if course is None:
+        series = run.get(reward.REWARD)
+        if series is None:
+            return Judged("too short", f"{before}no reward was logged")
+        count = len(series.steps)
+        few = f"{count} reading{'s' * (count != 1)} of the reward, and {reward.FEWEST} are needed"
+        return Judged("too short", f"{before}there {'is' if count == 1 else 'are'} {few}")
+    if course.collapsed:
+        return Judged(
+            "collapsed",
+            f"{before}the reward collapsed at step {course.step}, {_from_to(course)}",
+            course.step,
+        )
+    stands = float(np.ptp(course.series.values[-reward.WINDOW :])) <= reward.SAME * course.height
+    if dead := marks.get("reward_constant.constant") or (marks.get("gradient_zero.zero") if stands else None):
+        return Judged("dead", f"{before}nothing can be learnt, because {dead.text}", dead.step)
+    if course.falls:
+        return Judged("falling", f"{before}the reward falls since step {course.step}, {_from_to(course)}", course.step)
+    if course.rise < reward.SURE and (fell := marks.get("validation_fell.fell")):
+        return Judged("falling", f"the reward stands at {course.now:.2g}, and {fell.text}", fell.step)
+    if not_finite:
+        return Judged("unstable", not_finite.text, not_finite.step)
+    blown = [marks[mark] for mark in BLOWS_UP if mark in marks]
+    series = course.series
+    moved = (
+        f"{beginning_of(series):.3g} ({beginning_label(series)}) to {now_of(series):.3g} ({now_label(series)})"
+        if course.rise >= reward.LIKELY
+        else f"{now_of(series):.3g} ({now_label(series)})"
+    )
+    if blown:
+        holds = f"the reward holds at {now_of(series):.3g} ({now_label(series)})"
+        return Judged("unstable", f"{holds}, but {blown[0].text}", blown[0].step)
+    if course.rise >= reward.SURE:
+        return Judged("learns", f"the reward rose from {moved}")
+    if course.rise >= reward.LIKELY:
+        return Judged("weak", f"the reward rose a little, from {moved}, which noise may be")
+    if "reward_flat.at_ceiling" in marks:
+        return Judged("learns", f"the reward is at its ceiling, at {moved}")
+    return Judged("flat", f"the reward stands at {moved}, no more than noise from where it began")
+
+
+def _from_to(course: "reward.Course") -> str:
+    return f"from {course.best:.2g} to {course.now:.2g} ({course.label})"
+
+
+def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
+    """Returns the state of the engines; `found` are the findings of the run."""
+    marks = {each.mark: each for each in found.values()}
+    if bad := marks.get("not_finite.rollout") or (finite.gap_is_lost(run) and marks.get("not_finite.training")):
+        return Judged("broken", bad.text, bad.step)
+    level = found.get("gap_level")
+    if level is None:
+        logged = next((name for name in (each.name for each in gap.MEASURES) if run.logged(name) is not None), None)
+        if logged is not None:
+            return Judged("broken", f"{logged} was never a number")
+        return Judged("unmeasured", "nothing in the log compares the engines")
+    grew = _rise_of(marks)
+    if level.level == "broken":
+        return Judged("broken", level.text, grew.step if grew is not None else None)
+    if level.level == "apart" and grew is not None:
+        return Judged("growing", grew.text, grew.step)
+    if level.level == "apart":
+        return Judged("apart", level.text)
+    return Judged("close", level.text)
+
+
+def _rise_of(marks: Mapping[str, Finding]) -> Finding | None:
+    wanted = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows", "gap_grew.grew")
+    return next((marks[mark] for mark in wanted if mark in marks), None)
+
+
+LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run; looks in a row that find the same cause before it is reported
+FIRST_KEPT, LAST_KEPT = 20, 512  # readings of a metric that a running diagnosis keeps
+
+
+class RunningDiagnosis:
+    """The diagnosis of a run while it runs. It names a cause each time that the likeliest one changes.
+
+    Attributes:
+        reported: the name of the cause that was reported last; "" for none.
+
+    Raises:
+        CauseError: the file of a cause cannot be used.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[tuple[int, float]]] = {}
+        self._last: dict[str, list[tuple[int, float]]] = {}
+        self._seen: list[str] = []
+        self.reported = ""
+        known_causes()  # one that cannot be used must be found before the run has trained
+
+    def add(self, step: int, metrics: Mapping[str, float]) -> Suspect | None:
+        """Takes the metrics of a step, and returns the likeliest cause if it is not the one reported last.
+
+        The cause has to come first in LOOKS looks in a row, one every LOOK_EVERY steps, so that one odd batch reports
+        nothing. Rounding of a harmless size is not reported.
+        """
+        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+        for name, logged in by_quantity(numbers).items():
+            values = {each: float(alias.convert(numbers[each])) for each, alias in logged.items()}
+            value = next((each for each in values.values() if math.isfinite(each)), next(iter(values.values())))
+            first = self._first.setdefault(name, [])
+            if len(first) < FIRST_KEPT:
+                first.append((step, value))
+            else:
+                last = self._last.setdefault(name, [])
+                last.append((step, value))
+                del last[:-LAST_KEPT]
+        if step % LOOK_EVERY:
+            return None
+        found = self.look()
+        named = found.cause.name if found is not None else ""
+        self._seen = [*self._seen, named][-LOOKS:]
+        if found is None or named == self.reported or self._seen != [named] * LOOKS:
+            return None
+        self.reported = named
+        return found
+
+    def look(self) -> Suspect | None:
+        """Returns the cause that all readings so far point to; None if there is none, or it is harmless rounding."""
+        pairs = {name: [*first, *self._last.get(name, ())] for name, first in self._first.items()}
+        return judge(Readings.of_pairs(pairs)).first

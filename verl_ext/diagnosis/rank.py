@@ -1,0 +1,176 @@
+"""Ranks the causes of a run by its findings, and asks which metric would decide between the first two.
+
+A cause gets points for each finding whose level its file lists (`causes.WORDS`). Findings of one family say the same in
+other numbers, so only the strongest of them for a cause and the strongest against it count. What is not logged adds
+nothing. A cause is named if it has LEAST points, or SECOND points as the alternative to the first, and shows nothing
+that never comes with it. docs/diagnosis.md shows how often the right cause comes first.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from verl_ext.diagnosis.causes import LEAST, WORDS, Cause
+from verl_ext.diagnosis.findings.registry import RULES, Finding, FindingRule
+from verl_ext.diagnosis.findings.routers import is_moe
+from verl_ext.diagnosis.names import setting_for
+from verl_ext.diagnosis.series import Readings
+
+SECOND = 1.5  # points from which the alternative to the first cause is shown
+DECIDED = 2.0  # points by which the levels of a finding have to move two causes against each other
+MOST = 3  # causes that are named
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A finding as evidence for a cause, or against it if the points are negative."""
+
+    points: float
+    finding: Finding
+
+
+@dataclass(frozen=True)
+class OpenQuestion:
+    """Two causes that the metrics of a run leave open.
+
+    Attributes:
+        setting: switches on a metric that the run does not log and that would decide between them.
+    """
+
+    first: Cause
+    second: Cause
+    setting: str
+
+    @property
+    def sentence(self) -> str:
+        return f'{self.setting} would tell whether it is "{self.first.title}" or "{self.second.title}"'
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A cause that the findings of a run point to.
+
+    Attributes:
+        signs: the evidence, the strongest first.
+        harmless: it is rounding, and no larger than in runs that were sound.
+        moe: the run's model is a mixture of experts, by its metrics.
+        question: for the first suspect, if a metric that is not logged would tell it from the next cause.
+    """
+
+    cause: Cause
+    signs: tuple[Sign, ...]
+    harmless: bool = False
+    moe: bool = False
+    question: OpenQuestion | None = None
+
+    @property
+    def points(self) -> float:
+        return sum(sign.points for sign in self.signs)
+
+    @property
+    def speaks_for(self) -> tuple[str, ...]:
+        return tuple(sign.finding.text for sign in self.signs if sign.points > 0)
+
+    @property
+    def speaks_against(self) -> tuple[str, ...]:
+        return tuple(sign.finding.text for sign in reversed(self.signs) if sign.points < 0)
+
+    @property
+    def sentence(self) -> str:
+        """The cause, the evidence for it, and what to do, on one line."""
+        return f"likely cause: {self.cause.title} ({'; '.join(self.speaks_for)}); {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """The things to check, to try and to measure."""
+        advice = self.cause.moe_advice if self.moe else self.cause.advice
+        return advice + (f"; {self.question.sentence}" if self.question else "")
+
+    @property
+    def override(self) -> str:
+        return self.cause.moe_override or self.cause.override if self.moe else self.cause.override
+
+
+def name_causes(
+    run: Readings, found: Mapping[str, Finding], causes: Iterable[Cause]
+) -> tuple[list[Suspect], OpenQuestion | None]:
+    """Returns the causes with at least LEAST points, the likeliest first, and the question that would decide between
+    the first two, also if none has LEAST.
+
+    The second one needs only SECOND points: it is shown as the alternative. Nothing comes after harmless rounding: a
+    cause behind an explanation that is not a fault would accuse a sound run.
+
+    Args:
+        found: the findings of the run, by name.
+        causes: those to choose from.
+    """
+    ranked = _ranked(found, is_moe(run), list(causes))
+    question = _question(run, found, ranked)
+    if not ranked or ranked[0].points < LEAST:
+        return [], question
+    named = [
+        suspect
+        for place, suspect in enumerate(ranked)
+        if suspect.points >= (SECOND if place == 1 and not suspect.harmless else LEAST)
+    ]
+    others = [suspect for suspect in named if suspect.cause.about != "run"]  # what ended a run is said anyway
+    named = others if others and others[0].points >= LEAST else named
+    harmless = next((place for place, suspect in enumerate(named) if suspect.harmless), len(named))
+    named = named[: min(harmless + 1, MOST)]
+    if named[0].harmless:
+        return named, None
+    return [replace(named[0], question=question), *named[1:]], question
+
+
+def _ranked(found: Mapping[str, Finding], moe: bool, causes: Sequence[Cause]) -> list[Suspect]:
+    """Returns the causes that may be named, the one with the most points first.
+
+    Rounding of a harmless size explains a gap, and no reward that falls. If it is the likeliest cause of the gap, the
+    causes in the learning that are named come first.
+    """
+    marks = {each.mark for each in found.values()}
+    close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
+    possible = [cause for cause in causes if not cause.only_with or marks & set(cause.only_with)]
+    judged = [
+        Suspect(cause, signs_of(cause, found), harmless=close and cause.harmless_if_close, moe=moe)
+        for cause in possible
+    ]
+    judged = [suspect for suspect in judged if all(sign.points > WORDS["never"] for sign in suspect.signs)]
+    ranked = sorted(judged, key=lambda suspect: -suspect.points)
+    of_gap = next((suspect for suspect in ranked if suspect.cause.of_gap), None)
+    if of_gap is not None and of_gap.harmless:
+        ranked.sort(key=lambda suspect: suspect.cause.of_gap or suspect.points < LEAST)
+    return ranked
+
+
+def signs_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Sign, ...]:
+    """Returns the evidence for and against a cause, the strongest for it first: of each family, one of either."""
+    best: dict[tuple[str, bool], Sign] = {}
+    for name, seen in found.items():
+        if points := cause.points(name, seen.level):
+            key = (RULES[name].family, points > 0)
+            if key not in best or abs(points) > abs(best[key].points):
+                best[key] = Sign(points, seen)
+    return tuple(sorted(best.values(), key=lambda sign: (-sign.points, not sign.finding.notable)))
+
+
+def _question(run: Readings, found: Mapping[str, Finding], ranked: Sequence[Suspect]) -> OpenQuestion | None:
+    """Returns the question for the finding whose possible levels move the first two causes furthest apart.
+
+    A finding counts only if one of its levels would turn the order of the two and another one confirm it.
+    """
+    if len(ranked) < 2 or min(suspect.points for suspect in ranked[:2]) <= 0 or ranked[0].harmless:
+        return None
+    first, second = (suspect.cause for suspect in ranked[:2])
+    lead = ranked[0].points - ranked[1].points
+    furthest, chosen = DECIDED, ""
+    for rule in RULES.values():
+        setting = "" if rule.name in found else _setting(run, rule)
+        moves = [lead + first.points(rule.name, level) - second.points(rule.name, level) for level in rule.levels]
+        if setting and max(moves) > 0 > min(moves) and max(moves) - min(moves) >= furthest:
+            furthest, chosen = max(moves) - min(moves) + 1e-9, setting
+    return OpenQuestion(first, second, chosen) if chosen else None
+
+
+def _setting(run: Readings, rule: FindingRule) -> str:
+    """Returns the setting that makes a run log what a finding needs and the run lacks; "" if there is none."""
+    return next((setting for name in rule.needs if run.get(name) is None and (setting := setting_for(name))), "")

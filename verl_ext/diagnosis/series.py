@@ -1,0 +1,173 @@
+"""A run as the diagnosis sees it: canonical name of a quantity -> its steps and values."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl_ext.diagnosis.names import Alias
+
+LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
+LAST = 5  # readings whose median is the value now: two odd ones do not move it, and it shows a change within three
+FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps that logged it, NaN where the value was not a number."""
+
+    steps: np.ndarray  # int64, ascending, each step once
+    values: np.ndarray  # float64, same length
+
+    def finite(self) -> "Series":
+        keep = np.abs(self.values) < LARGEST
+        return Series(self.steps[keep], self.values[keep])
+
+    def converted(self, alias: Alias) -> "Series":
+        """Returns the values that were logged under an alias as those of its quantity."""
+        return Series(self.steps, alias.convert(self.values))
+
+    def pairs(self) -> list[tuple[int, float]]:
+        return list(zip(self.steps.tolist(), self.values.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended by itself: the step up to which it came, and the error in one line."""
+
+    step: int
+    reason: str
+
+
+class NotLoggedError(Exception):
+    """A run lacks what a finding needs: it is not seen. `findings.registry` catches it."""
+
+
+def needed(found: Answer | None) -> Answer:
+    """Returns what a finding needs of a run. Raises NotLoggedError if there is none."""
+    if found is None:
+        raise NotLoggedError
+    return found
+
+
+class Readings:
+    """The metrics of a run. A metric that was never a finite number counts as not logged, except for `logged`.
+
+    Args:
+        series: canonical name -> all its readings.
+        ending: the error that ended the run, if it is known.
+    """
+
+    def __init__(self, series: Mapping[str, Series], ending: Ending | None = None):
+        self.ending = ending
+        self.answers: dict[Callable[..., Any], Any] = {}  # of functions that are `once_a_run`
+        self._logged = {name: found for name, found in series.items() if found.steps.size}
+        finite = {name: found.finite() for name, found in self._logged.items()}
+        self._finite = {name: found for name, found in finite.items() if found.steps.size}
+
+    @classmethod
+    def of_pairs(cls, pairs: Mapping[str, Iterable[tuple[int, float]]], ending: Ending | None = None) -> "Readings":
+        """Returns the readings of name -> (step, value), with ascending steps."""
+        arrays = {name: np.array(list(found), dtype=np.float64).reshape(-1, 2) for name, found in pairs.items()}
+        return cls({name: Series(found[:, 0].astype(np.int64), found[:, 1]) for name, found in arrays.items()}, ending)
+
+    def get(self, name: str) -> Series | None:
+        """Returns the finite readings of a metric."""
+        return self._finite.get(name)
+
+    def need(self, name: str, fewest: int = 1) -> Series:
+        """Returns the finite readings of a metric. Raises NotLoggedError for fewer than `fewest`."""
+        series = self._finite.get(name)
+        return needed(series if series is not None and len(series.steps) >= fewest else None)
+
+    def logged(self, name: str) -> Series | None:
+        """Returns all readings of a metric, also those that are not finite."""
+        return self._logged.get(name)
+
+    def names(self, start: str = "") -> Iterator[str]:
+        """Yields the names of the metrics that have a finite reading and begin like this."""
+        return (name for name in self._finite if name.startswith(start))
+
+    def has(self, start: str) -> bool:
+        return next(self.names(start), None) is not None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that logged anything; 0 if none did."""
+        return max((int(found.steps[-1]) for found in self._logged.values()), default=0)
+
+    def values(self, *names: str) -> np.ndarray:
+        """Returns the finite values of the first of these metrics that was logged; empty if none was."""
+        return next((self._finite[name].values for name in names if name in self._finite), np.empty(0))
+
+    def late(self, *names: str) -> float | None:
+        """Returns the mean of the last WINDOW readings."""
+        found = self.values(*names)[-WINDOW:]
+        return float(found.mean()) if found.size else None
+
+    def early(self, *names: str) -> float | None:
+        """Returns the mean of the first WINDOW readings, of at most half of all."""
+        found = self.values(*names)
+        return float(found[: max(min(WINDOW, len(found) // 2), 1)].mean()) if found.size else None
+
+    def joined(self, *names: str) -> np.ndarray:
+        """Returns [steps, 1 + names] the steps at which all these metrics are finite, and their readings."""
+        series = [self._finite.get(name) for name in names]
+        if any(found is None for found in series):
+            return np.empty((0, 1 + len(names)))
+        common = series[0].steps  # type: ignore[union-attr]
+        for found in series[1:]:
+            common = np.intersect1d(common, found.steps, assume_unique=True)  # type: ignore[union-attr]
+        columns = [found.values[np.searchsorted(found.steps, common)] for found in series]  # type: ignore[union-attr]
+        return np.column_stack([common.astype(np.float64), *columns])
+
+
+def once_a_run(function: Callable[[Readings], Answer]) -> Callable[[Readings], Answer]:
+    """Decorates a function of a run whose answer several findings use: it is computed once for each run."""
+
+    @wraps(function)
+    def answer(run: Readings) -> Answer:
+        if answer not in run.answers:
+            run.answers[answer] = function(run)
+        return run.answers[answer]
+
+    return answer
+
+
+def holds_from(holds: np.ndarray, share: float) -> int:
+    """Returns the first index that holds and from which on at least this share does; their number if there is none."""
+    shares = holds[::-1].cumsum()[::-1] / np.arange(len(holds), 0, -1)
+    begins = holds & (shares >= share)
+    return int(np.argmax(begins)) if begins.any() else len(holds)
+
+
+def now_of(series: Series, readings: int = LAST) -> float:
+    """Returns a metric's value now: the median of its last readings, of all if there are fewer."""
+    return float(np.median(series.values[-readings:]))
+
+
+def now_label(series: Series) -> str:
+    """Returns what `now_of` is of, for the text next to the number."""
+    return median_label("last", min(LAST, len(series.steps)))
+
+
+def beginning_of(series: Series, readings: int = LAST) -> float:
+    """Returns a metric's value at the start: the median of its first readings, at most half of all."""
+    return float(np.median(series.values[: _first_count(series, readings)]))
+
+
+def beginning_label(series: Series) -> str:
+    """Returns what `beginning_of` is of, for the text next to the number."""
+    return median_label("first", _first_count(series, LAST))
+
+
+def median_label(end: str, count: int) -> str:
+    return f"the {end} reading" if count == 1 else f"median of the {end} {count}"
+
+
+def _first_count(series: Series, readings: int) -> int:
+    return min(readings, max(len(series.values) // 2, 1))

@@ -1,0 +1,267 @@
+"""What to do with a run: the remedy of its likeliest cause, or the measurement that would tell; the most useful first.
+
+The choice follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_ext.diagnosis.causes import CAUSES
+from verl_ext.diagnosis.findings.answers import LONGEST
+from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.findings.registry import notable
+from verl_ext.diagnosis.findings.reward import LENGTH, RECORDED, Move, what_moved
+from verl_ext.diagnosis.judge import Judgement
+from verl_ext.diagnosis.rank import OpenQuestion, Suspect
+from verl_ext.diagnosis.series import now_of
+from verl_ext.guard.state import Boundary
+from verl_ext.report.guarded import age_drives, blind_mask, boundary_of
+from verl_ext.report.run import Run
+
+LOW_AGREEMENT = 0.98
+ROUTED_GAP = 2.0  # routing drives the gap if it is this many times larger where experts differ
+SELDOM = 0.1  # share of the last steps that a batch skip may refuse
+PROBE = "verl-ext probe"
+METRICS, ROUTERS = "stability.metrics=true", "stability.router_agreement=true"
+RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
+# Beginning of an override -> beginning of a metric that a run logs if it is on already.
+LOGGED_IF_ON = {
+    "stability.sync_canary": "sync/",
+    "stability.metrics": "vllm_kl/log_ratio_abs_mean",
+    "stability.breakdown": "vllm_kl/k1/prob/",
+    "stability.router_agreement": "router/agreement",
+    "stability=opsm": "actor/opsm/dropped",
+    "stability=guard": "guard/",
+    "stability.filters=[retokenization_drift": "filter/retokenization_drift/",
+    "stability.batch_skip": "guard/threshold",
+    "actor_rollout_ref.actor.use_kl_loss": "actor/kl_loss",
+    "actor_rollout_ref.rollout.calculate_log_probs": "vllm_kl/k3",
+}
+# Override -> what it switches on too, as another override would.
+INCLUDES = {
+    "stability.correction=tis": {"stability=tis"},
+    "stability=r3": {ROUTERS},
+    "stability=moe": {"stability=r3", "stability=tis", "stability.correction=tis", "stability=opsm", ROUTERS},
+}
+NO_CHANGE = ("trainer.resume", "stability.batch_skip.threshold=null")  # words of a step that change no method
+# Findings whose step is no beginning of a decline: the step of the best, or of a passing event.
+NO_BEGINNING = (
+    *("reward_peaked.peaked", "validation_fell.fell", "gap_jumped.passed", "gap_spike.broken", "gap_spike.spike"),
+    *("gradient_spike.spike", "not_finite.once", "reward_constant.constant", "gradient_zero.zero", "run_ended.error"),
+    "run_ended.memory",
+)
+
+
+@dataclass(frozen=True)
+class NextStep:
+    """One thing to do: overrides of `python -m verl_ext.main_ppo`, or a command; and the reason, a clause."""
+
+    do: str
+    why: str
+
+    @property
+    def is_command(self) -> bool:
+        return self.do.startswith("verl-ext ")
+
+    @property
+    def only_measures(self) -> bool:
+        return self.do in (METRICS, ROUTERS)
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.why[0].upper()}{self.why[1:]}."
+
+
+COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")
+REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
+
+
+def is_on(run: Run, override: str) -> bool:
+    """Returns True if the run's metrics show that it has an override on already."""
+    return any(override.startswith(start) and run.readings.has(name) for start, name in LOGGED_IF_ON.items())
+
+
+def moves_of(run: Run, began: int, until: int) -> tuple[Move, ...]:
+    return what_moved({name: each.pairs() for name in RECORDED if (each := run.get(name)) is not None}, began, until)
+
+
+def next_steps(
+    run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: str
+) -> Iterator[NextStep]:
+    """Yields what to do, the most useful first: the remedy of the likeliest cause, or the measurement that would tell.
+
+    A correction is never advised for engines that are broken: it would bound what has to be repaired. Nothing is
+    advised twice.
+    """
+    said: set[str] = set()
+    for step in _all_steps(run, found, state, question, settle):
+        words = (
+            {word for word in step.do.split() if not word.startswith(NO_CHANGE)} if not step.is_command else {step.do}
+        )
+        if words and words <= said:
+            continue
+        said |= words.union(*(INCLUDES.get(word, set()) for word in words))
+        if any(word.startswith("stability=") for word in words):
+            said.add(METRICS)  # every method logs the gap
+        yield step
+
+
+def _all_steps(
+    run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: str
+) -> Iterator[NextStep]:
+    remedies = [_unrefused(run, step) for step in _remedies(run, found, state) if not is_on(run, step.do)]
+    if _is_lost(found):
+        if remedies and remedies[0].is_command:  # what is broken is broken after a restart too
+            yield remedies.pop(0)
+        change = next((step for step in remedies if not step.is_command), None)
+        yield _with_checkpoint(run, found, change)
+    yield from remedies
+    if question is not None:
+        named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
+        both = "the first two causes" if named else f'"{question.first.title}" and "{question.second.title}"'
+        yield NextStep(question.setting, f"distinguishes {both}")
+    if settle:
+        command, _, shown = settle.removeprefix("`").partition("`")
+        compares = command.startswith(PROBE)
+        yield NextStep(
+            command, "compares both engines on the same tokens" if compares else shown.partition("launch ")[2]
+        )
+    if state == "healthy" and _may_skip(run):
+        step = NextStep("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
+        yield from () if is_on(run, step.do) else (step,)
+    if run.get(K3) is None or not is_on(run, METRICS):
+        yield NextStep(METRICS, "measures the gap of the engines, by probability and position too")
+    if run.get("router/agreement") is None and found.moe:
+        yield NextStep(ROUTERS, "shows whether the engines choose the same experts")
+
+
+def _is_lost(found: Judgement) -> bool:
+    """Returns True if the last weights are worse than earlier ones."""
+    spoiled = found.learning.state == "unstable" and found.has("not_finite.training")
+    return spoiled or found.learning.state in ("collapsed", "falling")
+
+
+def _may_skip(run: Run) -> bool:
+    """Returns True if a batch skip would hardly ever refuse an update of this run."""
+    whole = run.get(K3)
+    return whole is not None and float((whole.values[-Boundary.window :] > boundary_of(run)).mean()) <= SELDOM
+
+
+def _unrefused(run: Run, step: NextStep) -> NextStep:
+    """Returns a step without the batch skip of its preset, if that would refuse updates of this run."""
+    if run.get(K3) is None or _may_skip(run) or not step.do.startswith("stability="):
+        return step
+    why = f"{step.why}. The batch skip would refuse updates while k3 is past {boundary_of(run):g}"
+    return NextStep(f"{step.do} stability.batch_skip.threshold=null", why)
+
+
+def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
+    """Yields changes of the launch, and commands, that the judgement speaks for."""
+    first = found.first
+    gap_matters = found.engines.state in ("apart", "growing") or state == "past the boundary"
+    if first is not None:
+        yield from _of_cause(run, found, first)
+        if first.cause.of_gap and not first.cause.a_correction_helps:
+            return  # a correction does not repair a fault
+    if found.engines.state == "broken":
+        if first is None:
+            yield COMPARE
+        return
+    if gap_matters and (first is None or first.cause.of_gap):
+        yield from _of_gap(run, found)
+    elif found.learning.state in ("falling", "collapsed", "unstable") and first is None:
+        yield from _lower_rate(run)
+        yield REFERENCE
+
+
+def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep]:
+    cause = suspect.cause
+    if cause.name == "old_weights":
+        yield from _of_age(run, found)
+    elif cause.name == "learning_rate":
+        yield from _lower_rate(run)
+    elif cause.name == "two_precisions" and found.has("not_finite.once", "not_finite.rollout", "not_finite.training"):
+        yield NextStep(PROBE, "shows which tensor is not finite, and in which engine")
+    elif cause.name == "answers_cut" and (length := run.get(LONGEST) or run.get(LENGTH)) is not None:
+        yield NextStep(f"data.max_response_length={2 * round(length.values.max())}", "lets answers end by themselves")
+    elif suspect.override and not (cause.a_correction_helps and found.has("correction_on.on")):
+        why = cause.why or f"{cause.title[:1].lower()}{cause.title[1:]}"
+        replays = "stability=r3" in suspect.override.split() and suspect.override != cause.override
+        yield NextStep(
+            suspect.override, f"trains with the experts that the rollout chose, and {why}" if replays else why
+        )
+    if cause.of_gap and not cause.harmless_if_close and set(cause.probe) - {"agreement"}:
+        yield COMPARE
+
+
+def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
+    """Yields changes that bring the engines together, or keep their gap out of the update. The lab has tested which one
+    helps: if routers disagree by themselves, replay helps, weights combine with it, and masks do harm (docs/lab.md)."""
+    if age_drives(run):
+        yield from _of_age(run, found)
+        return
+    if found.first is None and found.engines.state != "close":
+        yield COMPARE
+    corrected = found.has("correction_on.on")
+    if found.moe and _routing_drives(run) and not found.has("replay.own_experts", "replay.other_experts"):
+        yield NextStep(
+            "stability=r3 stability.correction=tis",
+            "trains with the experts that the rollout chose and bounds weights: routing is part of the gap",
+        )
+    if blind_mask(run) is not None:
+        yield NextStep("stability=kpop", "bounds each token's KL instead, which is tight for likely tokens")
+    elif not corrected:
+        yield NextStep("stability=tis", "bounds the weight of the tokens on which the engines differ")
+
+
+def _routing_drives(run: Run) -> bool:
+    """Returns True if the engines agree on too few experts, or the gap is far larger for tokens where they differ."""
+    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    low = agreement is not None and now_of(agreement) < LOW_AGREEMENT
+    return low or (differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal))
+
+
+def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
+    """Yields a preset with OPSM, unless OPSM is on; then rollouts that are not old (docs/methods.md, "Which one,
+    when").
+
+    OPSM tolerates the gap without closing it.
+    """
+    old = CAUSES["old_weights"]
+    if run.get("actor/opsm/dropped") is None and found.moe:
+        why = f"{old.why}, trains with the experts that the rollout chose and bounds weights"
+        yield NextStep(old.moe_override, why)
+    elif run.get("actor/opsm/dropped") is None:
+        yield NextStep(old.override, f"{old.why}, which helped old rollouts most in the lab")
+    yield NextStep(
+        "trainer.v1.trainer_mode=sync", "samples with the current weights, so rollouts are never old; steps take longer"
+    )
+
+
+def _lower_rate(run: Run) -> Iterator[NextStep]:
+    """Yields a third of the highest logged learning rate. If none was logged, nobody knows what would be lower."""
+    logged = run.get("actor/lr")
+    highest = 0.0 if logged is None else float(logged.values.max())
+    if highest > 0:
+        yield NextStep(f"actor_rollout_ref.actor.optim.lr={highest / 3:.0e}", "lowers the learning rate to a third")
+
+
+def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> NextStep:
+    """Returns a change together with the weights to start from: those before the earliest thing that moved.
+
+    A reward belongs to the policy that sampled, so the step is earlier if rollouts are old.
+    """
+    began = found.learning.step or int(run.steps[-1])
+    moved = [each.step for each in notable(found.findings) if each.step is not None and each.mark not in NO_BEGINNING]
+    moved += [move.step for move in moves_of(run, began, began)]
+    sound = min([began, *(step for step in moved if run.steps[0] < step <= began)]) - round(run.staleness)
+    text, why = change.do if change else "", change.why if change else "goes back to weights from before the fall"
+    if change is None and found.first is not None:
+        why = f"{why}, once its cause is mended"
+    if sound <= 1:
+        why = f"{why}. No checkpoint is from before the fall, so the run starts from its beginning"
+        return NextStep(f"{text} trainer.resume_mode=disable".strip(), why)
+    dated = (
+        f" (the reward of a step is that of weights {run.staleness:.0f} versions older)" if run.staleness > 1 else ""
+    )
+    return NextStep(f"{text} {RESUME}".strip(), f"{why}. CHECKPOINT is one from before step {sound}{dated}")
