@@ -168,10 +168,7 @@ def build_job(
             raise ConfigError(
                 f"{key}={given[key]} is refused by a running cluster, which has its own number; remove this override"
             )
-    defaults = {
-        "trainer.default_local_dir": str(folder / "checkpoints"),
-        "hydra.run.dir": str(folder / "hydra"),
-    }
+    defaults = {"trainer.default_local_dir": str(folder / "checkpoints"), "hydra.run.dir": str(folder / "hydra")}
     added = [override(key, value) for key, value in defaults.items() if key not in given]
     added += [f"++{key}=null" for key in CLUSTERS_OWN if key not in given]
     # Hydra takes no overrides behind a flag such as `--cfg job`.

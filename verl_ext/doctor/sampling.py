@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import CheckResult, Context, check
-from verl_ext.doctor.hooks import errors_once
+from verl_ext.doctor.checks import CheckResult, Context, check, ok, warning
+from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
+from verl_ext.features.feature import Part
+from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
 CORRECTION = "algorithm.rollout_correction"
@@ -27,10 +29,10 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:
-        yield CheckResult("ok", "sampling from the whole vocabulary (top_p=1, no top_k)")
+        yield ok("sampling from the whole vocabulary (top_p=1, no top_k)")
         return
     if _knows_kept_tokens(context):
-        yield CheckResult("ok", f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
+        yield ok(f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
         return
     _, mode = context.engine_argument("logprobs_mode")
     if context.with_vllm and mode == "processed_logprobs":
@@ -38,21 +40,17 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
     else:
         why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
     if context.engine and mode == "processed_logprobs" and top_k > 0:
-        yield CheckResult("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, (f"stability.head.k={top_k}",))
+        yield warning(f"rollout.top_p={top_p}, top_k={top_k}", why, f"stability.head.k={top_k}")
         return
     fix = [f"{ROLLOUT}.top_p=1"] if top_p < 1 else []
     fix += [f"{ROLLOUT}.top_k=-1"] if top_k > 0 else []
-    yield CheckResult("warning", f"rollout.top_p={top_p}, top_k={top_k}", why, tuple(fix))
+    yield warning(f"rollout.top_p={top_p}, top_k={top_k}", why, *fix)
 
 
 def _knows_kept_tokens(context: Context) -> bool:
-    from verl_ext.features.feature import Part
-    from verl_ext.features.stability import stability_config
-    from verl_ext.features.table import read_features
-
     if context.plugin_modules or not truncates(context.config):
         return False
-    return read_features(context.config, stability_config(context.config.stability)).uses(Part.HEADS)
+    return features_of(context.config).uses(Part.HEADS)
 
 
 @check("log-prob mode")
@@ -69,28 +67,24 @@ def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
         return
     setting, mode = context.engine_argument("logprobs_mode")
     mode, temperature = mode or "raw_logprobs", context.get(f"{ROLLOUT}.temperature", 1)
-    fix = (f"{setting}=processed_logprobs",)
+    fix = f"{setting}=processed_logprobs"
     if mode not in ("raw_logprobs", "processed_logprobs"):
-        yield CheckResult(
-            "warning", f"logprobs_mode={mode}", "the rollout returns logits, and log-probs are compared", fix
-        )
+        yield warning(f"logprobs_mode={mode}", "the rollout returns logits, and log-probs are compared", fix)
     elif mode == "raw_logprobs" and temperature != 1:
         why = "vLLM's log-probs leave out the temperature, which the training engine applies"
-        yield CheckResult("warning", f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
+        yield warning(f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
     else:
-        yield CheckResult("ok", f"logprobs_mode={mode} with rollout.temperature={temperature}")
+        yield ok(f"logprobs_mode={mode} with rollout.temperature={temperature}")
 
 
 def _sglang_log_probs(context: Context) -> Iterable[CheckResult]:
-    from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
-
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     raw = raw_log_probs(context.config, context.environ)
     if raw and temperature != 1:
         why = "SGLang's log-probs leave out the temperature, which the training engine applies"
-        yield CheckResult("warning", f"{RAW}=1 with rollout.temperature={temperature}", why, (f"++{RAW_SETTING}='0'",))
+        yield warning(f"{RAW}=1 with rollout.temperature={temperature}", why, f"++{RAW_SETTING}='0'")
     else:
-        yield CheckResult("ok", f"SGLang's log-probs are of the whole vocabulary, at rollout.temperature={temperature}")
+        yield ok(f"SGLang's log-probs are of the whole vocabulary, at rollout.temperature={temperature}")
 
 
 @check("temperature", needs="config")
@@ -108,13 +102,9 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
         return
     if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return
-    yield CheckResult(
-        "warning",
-        f"rollout.temperature={temperature} with logits in {training_dtype(context)}",
-        f"verl divides the logits by it in their own precision and {context.engine or 'vLLM'} in float32; in bfloat16 "
-        "that moves each logit by up to 0.4%",
-        (f"{ROLLOUT}.temperature=1",),
-    )
+    found = f"rollout.temperature={temperature} with logits in {training_dtype(context)}"
+    why = f"verl divides the logits by it in their own precision and {context.engine or 'vLLM'} in float32"
+    yield warning(found, f"{why}; in bfloat16 that moves each logit by up to 0.4%", f"{ROLLOUT}.temperature=1")
 
 
 @check("bypass mode")
@@ -129,9 +119,9 @@ def bypass_mode(context: Context) -> Iterable[CheckResult]:
     asked = {name: context.get(f"{CORRECTION}.{name}") for name in USUAL}
     ignored = [f"{name}={value}" for name, value in asked.items() if value != USUAL[name]]
     if not ignored or context.get(f"{POLICY_LOSS}.loss_mode") == "bypass_mode":
-        yield CheckResult("ok", "bypass mode, and no correction that verl would leave out")
+        yield ok("bypass mode, and no correction that verl would leave out")
         return
     why = "verl 0.9.1's trainer does not correct there (verl issue 4912); its bypass loss does, and so do our masks"
-    usual = tuple(f"{CORRECTION}.{name}={'null' if value is None else value}" for name, value in USUAL.items())
-    fix = (*usual, "stability.correction=icepop")
-    yield CheckResult("warning", f"{CORRECTION}: {', '.join(ignored)} do nothing in bypass mode", why, fix)
+    fix = [f"{CORRECTION}.{name}={'null' if value is None else value}" for name, value in USUAL.items()]
+    found = f"{CORRECTION}: {', '.join(ignored)} do nothing in bypass mode"
+    yield warning(found, why, *fix, "stability.correction=icepop")

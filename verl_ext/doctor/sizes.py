@@ -3,18 +3,15 @@
 import math
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check
+from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
 from verl_ext.features.verl_config import ACTOR, MODEL
+from verl_ext.launch.models import ModelShape, shape_of
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.sizes import check_sizes
-
-if TYPE_CHECKING:
-    from verl_ext.launch.models import ModelShape
 
 LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
 
@@ -27,26 +24,22 @@ def sizes(context: Context) -> Iterable[CheckResult]:
     """
     if context.strategy not in STRATEGIES:
         why = f"batches, lengths and ranks were not checked: sizes are known only of {', '.join(STRATEGIES)}"
-        yield CheckResult("note", f"{ACTOR}.strategy={context.strategy}", why)
+        yield note(f"{ACTOR}.strategy={context.strategy}", why)
         return
-    from verl_ext.launch.models import shape_of
-
     try:
         shape = shape_of(str(context.get(f"{MODEL}.path", "")))
     except ConfigError:
         shape = None
-    error = _sizes_error(context.config, shape)
-    if isinstance(error, MissingSizeError):
-        yield CheckResult("note", str(error), "batches, lengths and ranks were not checked")
+    failure = _sizes_error(context.config, shape)
+    if isinstance(failure, MissingSizeError):
+        yield note(str(failure), "batches, lengths and ranks were not checked")
         return
-    if error:
-        _, fix = apply_fix(context.config, error, lambda fixed: _sizes_error(fixed, shape))
-        yield CheckResult(
-            "error", str(error), "the workers would stop with it, or leave part of the machines idle", fix
-        )
+    if failure:
+        _, fix = apply_fix(context.config, failure, lambda fixed: _sizes_error(fixed, shape))
+        yield error(str(failure), "the workers would stop with it, or leave part of the machines idle", *fix)
         return
     beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
-    yield CheckResult("ok", f"batches, lengths and ranks fit each other{beside}")
+    yield ok(f"batches, lengths and ranks fit each other{beside}")
 
 
 @check("gpu")
@@ -56,9 +49,7 @@ def gpu(context: Context) -> Iterable[CheckResult]:
     Source: `torch.cuda.is_available`, and --gpu.
     """
     if context.get("trainer.device") == "cuda" and context.gpu is None:
-        yield CheckResult(
-            "note", "trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it"
-        )
+        yield note("trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it")
 
 
 @check("model files", needs="config")
@@ -76,7 +67,7 @@ def model_files(context: Context) -> Iterable[CheckResult]:
         missing, checks = "the model's tokenizer", "vocabulary was not checked"
     else:
         return
-    yield CheckResult("note", f"{missing} is not on this machine: {path}", checks)
+    yield note(f"{missing} is not on this machine: {path}", checks)
 
 
 @check("data files")
@@ -90,7 +81,7 @@ def data_files(context: Context) -> Iterable[CheckResult]:
         for file in [files] if isinstance(files, str) else files:
             if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
                 why = "the run stops without it; every node that loads data has to see it under this path"
-                yield CheckResult("warning", f"data.{name}={file} is not on this machine", why)
+                yield warning(f"data.{name}={file} is not on this machine", why)
 
 
 @check("vocabulary", needs="with_vllm")
@@ -111,22 +102,21 @@ def vocabulary(context: Context) -> Iterable[CheckResult]:
         return
     if rows < tokens:
         why = "ids past the vocabulary have no embedding; use the model's own tokenizer"
-        yield CheckResult("warning", f"vocab_size={rows}, len(tokenizer)={tokens}", why)
+        yield warning(f"vocab_size={rows}, len(tokenizer)={tokens}", why)
     elif rows == tokens:
-        yield CheckResult("ok", f"vocab_size={rows}, as many as the tokenizer has")
+        yield ok(f"vocab_size={rows}, as many as the tokenizer has")
     else:
         log_k = math.log(rows / tokens)
-        yield CheckResult(
-            "warning" if log_k > LARGE else "note",
-            f"vocab_size={rows}, len(tokenizer)={tokens}",
-            f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio, for a "
-            "model that has not learnt to avoid them",
+        why = f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio"
+        level = warning if log_k > LARGE else note
+        yield level(
+            f"vocab_size={rows}, len(tokenizer)={tokens}", f"{why}, for a model that has not learnt to avoid them"
         )
 
 
-def _sizes_error(config: DictConfig, shape: "ModelShape | None") -> ConfigError | None:
+def _sizes_error(config: DictConfig, shape: ModelShape | None) -> ConfigError | None:
     try:
         check_sizes(config, shape)
-    except ConfigError as error:
-        return error
+    except ConfigError as failure:
+        return failure
     return None

@@ -4,21 +4,20 @@ from collections.abc import Iterable, Iterator
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import CheckResult, Context, check
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
 from verl_ext.doctor.hooks import needs_critic
+from verl_ext.doctor.sampling import CORRECTION
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, BYPASS, MODE
-from verl_ext.routing.engines import EXPERT_COUNTS, first_of
+from verl_ext.launch.packages import TRANSFORMER
 
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 BY_SEQUENCE = "seq-mean-token-mean"
 OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
 MENDED = "Megatron-LM PR 5916"
-LAYERS = f"{ACTOR}.megatron.override_transformer_config"
-BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
+BALANCING, BIAS_RATE = f"{TRANSFORMER}.moe_router_load_balancing_type", f"{TRANSFORMER}.moe_router_bias_update_rate"
 # model_type whose routers Megatron-Bridge 0.3.1 gives a bias, with the rate of megatron-core, 0.001.
 BIASED = ("deepseek_v3", "kimi_k2", "nemotron_h")
-CORRECTION = "algorithm.rollout_correction"
 ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument
 UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
 
@@ -50,10 +49,10 @@ def resumed_schedule(context: Context) -> Iterable[CheckResult]:
             continue
         setting = f"{optim}.use_checkpoint_opt_param_scheduler"
         if context.get(setting):
-            yield CheckResult("ok", f"{setting}=true: the schedule continues when the run resumes")
+            yield ok(f"{setting}=true: the schedule continues when the run resumes")
         else:
             why = "verl then does not load the schedule: a resumed run warms up again, and decays from the start"
-            yield CheckResult("warning", f"{setting}=false", why, (f"{setting}=true",))
+            yield warning(f"{setting}=false", why, f"{setting}=true")
 
 
 @check("expert gradients")
@@ -68,8 +67,7 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
     2.12, and no longer in 2.13 and 2.16.1 (pytorch/module/grouped_linear.py), and what is not marked
     `param_is_not_tensor_parallel_duplicate` counts on the first tensor-parallel rank only. Read, not tried.
     """
-    model = context.model_config
-    if model is not None and not first_of(model.get_text_config(), EXPERT_COUNTS):
+    if context.experts == 0:
         return
     installed = context.versions.get("megatron-core")
     if installed is not None and Version(installed) >= Version(OWN_GROUPS):
@@ -84,13 +82,13 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
         if sharing == 1 and split != dense:
             found = f"{megatron}: experts in {split} part(s), dense layers in {dense}, expert_model_parallel_size=1"
             why = f"megatron-core before {OWN_GROUPS} sums an expert's gradients over the wrong ranks ({MENDED})"
-            yield CheckResult("warning", found, why, (f"{megatron}.expert_tensor_parallel_size={dense}",))
+            yield warning(found, why, f"{megatron}.expert_tensor_parallel_size={dense}")
         elif dense > 1 and unmarked:
             why = (
                 f"with megatron-core before {OWN_GROUPS} and Transformer Engine {UNMARKED} or newer, the gradient norm "
                 f"misses the experts of all tensor-parallel ranks but the first ({MENDED}): clip_grad clips too little"
             )
-            yield CheckResult("note", f"{megatron}.tensor_model_parallel_size={dense} with experts", why)
+            yield note(f"{megatron}.tensor_model_parallel_size={dense} with experts", why)
 
 
 @check("loss aggregation")
@@ -106,10 +104,10 @@ def loss_aggregation(context: Context) -> Iterable[CheckResult]:
         return
     mode = context.get(AGGREGATION, "token-mean")
     if mode == BY_SEQUENCE:
-        yield CheckResult("ok", f"GSPO with loss_agg_mode={mode}, as in its paper")
+        yield ok(f"GSPO with loss_agg_mode={mode}, as in its paper")
         return
     why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
-    yield CheckResult("warning", f"GSPO with {AGGREGATION}={mode}", why, (f"{AGGREGATION}={BY_SEQUENCE}",))
+    yield warning(f"GSPO with {AGGREGATION}={mode}", why, f"{AGGREGATION}={BY_SEQUENCE}")
 
 
 @check("router training")
@@ -123,22 +121,21 @@ def router_training(context: Context) -> Iterable[CheckResult]:
     pass, by `moe_router_bias_update_rate` (0.001), where the update is skipped too. FSDP adds transformers' auxiliary
     loss only where a model is given labels, and verl gives none; a bias is a buffer there, which nothing trains.
     """
-    model = context.model_config
-    if context.strategy != "megatron" or model is None or not first_of(model.get_text_config(), EXPERT_COUNTS):
+    if context.strategy != "megatron" or not context.experts:
         return
     balancing, rate = context.get(BALANCING, "none"), context.get(BIAS_RATE)
     found = False
     if balancing != "none":
         found = True
         why = "an auxiliary loss over all tokens trains the routers with the policy's (3.4 times the gradient: PR 5694)"
-        yield CheckResult("warning", f"moe_router_load_balancing_type={balancing}", why, (f"++{BALANCING}=none",))
-    if rate if rate is not None else model.model_type in BIASED:
+        yield warning(f"moe_router_load_balancing_type={balancing}", why, f"++{BALANCING}=none")
+    if rate if rate is not None else context.model_config.model_type in BIASED:
         found = True
         why = "megatron-core moves the routers' bias after every backward pass, also where the update is skipped"
         said = "not set (0.001)" if rate is None else rate
-        yield CheckResult("warning", f"moe_router_bias_update_rate: {said}", why, (f"++{BIAS_RATE}=0.0",))
+        yield warning(f"moe_router_bias_update_rate: {said}", why, f"++{BIAS_RATE}=0.0")
     if not found:
-        yield CheckResult("ok", "routers: no auxiliary loss, no bias that moves")
+        yield ok("routers: no auxiliary loss, no bias that moves")
 
 
 @check("trust region")
@@ -161,11 +158,10 @@ def trust_region(context: Context) -> Iterable[CheckResult]:
     ]
     bounds += ["bypass mode"] if context.get(BYPASS) else []
     if bounds:
-        yield CheckResult("ok", f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
+        yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
         return
     why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
-    fix = ("stability.correction=opsm", "stability.opsm.delta=0.1")
-    yield CheckResult("warning", f"{mode} without a trust region", why, fix)
+    yield warning(f"{mode} without a trust region", why, "stability.correction=opsm", "stability.opsm.delta=0.1")
 
 
 @check("VeOmni version", needs="config")
@@ -182,6 +178,6 @@ def veomni_version(context: Context) -> Iterable[CheckResult]:
     if Version(found) < Version(ADAPTED) and Version(transformers) >= Version(DROPPED):
         why = f"its models pass an argument that transformers dropped in {DROPPED}, so the first forward pass fails"
         said = f"{why}; install veomni {ADAPTED}"
-        yield CheckResult("error", f"VeOmni {found} with transformers {transformers}", said)
+        yield error(f"VeOmni {found} with transformers {transformers}", said)
     else:
-        yield CheckResult("ok", f"VeOmni {found} with transformers {transformers}")
+        yield ok(f"VeOmni {found} with transformers {transformers}")

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from math import ceil
 
-from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check
-from verl_ext.doctor.hooks import errors_once
+from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.hooks import errors_once, features_of
+from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
 
 CANARY = "stability.sync_canary.trajectories"
@@ -26,33 +27,28 @@ def weight_sync(context: Context) -> Iterable[CheckResult]:
     """
     if sends_adapter(context.config, "sglang") and context.versions.get("sglang", NO_ADAPTERS) == NO_ADAPTERS:
         why = f"verl 0.9.1 sends it in a form that SGLang {NO_ADAPTERS} does not take: the run ends at the first sync"
-        yield CheckResult("error", f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, (MERGE_LORA,))
+        yield error(f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, MERGE_LORA)
     watched = _watched(context)
     separate = context.get(MODE) == "separate_async"
     if sends_adapter(context.config) and separate:
         why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
-        yield CheckResult("warning", "a LoRA in separate_async", why, (MERGE_LORA,))
+        yield warning("a LoRA in separate_async", why, MERGE_LORA)
     elif not watched and (separate or trains_lora(context.config)):
         found = "weights go to the rollout by a checkpoint engine" if separate else "a LoRA is sent to the rollout"
         why = f"a sync that fails looks like old rollouts; {CANARY}=8 finds it at the first sync"
-        yield CheckResult("note", f"{found}, and no sync is checked", why)
+        yield note(f"{found}, and no sync is checked", why)
     if watched:
-        yield CheckResult("ok", f"each weight sync is checked, on {watched} trajectories")
+        yield ok(f"each weight sync is checked, on {watched} trajectories")
         if context.drafter:
             why = "vLLM was seen to give wrong prompt log-probs with MTP drafts, of some requests (vLLM issue 53488)"
-            yield CheckResult("warning", "the sync canary with speculative decoding", why, (f"{CANARY}=0",))
+            yield warning("the sync canary with speculative decoding", why, f"{CANARY}=0")
 
 
 def _watched(context: Context) -> int:
     """Returns how many trajectories the canary scores: as set, or by default."""
-    from verl_ext.features.stability import stability_config
-    from verl_ext.features.sync_canary import canary_settings
-    from verl_ext.features.table import read_features
-
     if context.plugin_modules or errors_once(context):
         return context.get(CANARY, 0)
-    features = read_features(context.config, stability_config(context.config.stability), read_model=False)
-    return canary_settings(features).trajectories or 0
+    return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
 
 
 @check("prefix caching", needs="with_vllm")
@@ -67,9 +63,9 @@ def prefix_caching(context: Context) -> Iterable[CheckResult]:
         return
     if context.older_verl:
         why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
-        yield CheckResult("note", f"prefix caching with verl {context.versions['verl']}", why)
+        yield note(f"prefix caching with verl {context.versions['verl']}", why)
     else:
-        yield CheckResult("ok", "prefix caching: cleared at every weight sync")
+        yield ok("prefix caching: cleared at every weight sync")
 
 
 @check("speculative decoding", needs="with_vllm")
@@ -86,15 +82,15 @@ def speculative_decoding(context: Context) -> Iterable[CheckResult]:
         return
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
-        yield CheckResult("note", f"speculative decoding by {method}", why)
+        yield note(f"speculative decoding by {method}", why)
     elif context.older_verl:
         why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
-        yield CheckResult("warning", f"speculative decoding by mtp with verl {context.versions['verl']}", why)
+        yield warning(f"speculative decoding by mtp with verl {context.versions['verl']}", why)
     elif not context.get(f"{MODEL}.mtp.enable_train"):
         why = "the head is sent to the rollout as it began: ever fewer drafts are accepted as the policy moves"
-        yield CheckResult("note", "speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
+        yield note("speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
     else:
-        yield CheckResult("ok", "speculative decoding by mtp: trained, and synchronised")
+        yield ok("speculative decoding by mtp: trained, and synchronised")
 
 
 @check("partial rollouts")
@@ -110,7 +106,7 @@ def partial_rollouts(context: Context) -> Iterable[CheckResult]:
     mode = context.get(MODE, "sync")
     if mode == "sync":
         return
-    yield CheckResult("ok", f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
+    yield ok(f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
 
 
 @check("waiting batches")
@@ -127,11 +123,11 @@ def waiting_batches(context: Context) -> Iterable[CheckResult]:
         return
     waiting = ceil(context.get(f"trainer.v1.{mode}.num_warmup_batches", 0))
     if waiting < stop_after:
-        yield CheckResult("ok", f"{STOP_AFTER}={stop_after} with {waiting} batches waiting")
+        yield ok(f"{STOP_AFTER}={stop_after} with {waiting} batches waiting")
         return
     why = "all of them may be refused like the first, and the run stops before one of today's weights comes"
     found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
-    yield CheckResult("warning", found, why, (f"{STOP_AFTER}={waiting + stop_after}",))
+    yield warning(found, why, f"{STOP_AFTER}={waiting + stop_after}")
 
 
 def _skips_updates(context: Context) -> bool:

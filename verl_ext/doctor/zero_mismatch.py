@@ -7,12 +7,12 @@ then compute the same: `stability=zero_mismatch` measures it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_ext.doctor.checks import CheckResult, Context, check
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS
+from verl_ext.doctor.checks import CheckResult, Context, check, note, ok
+from verl_ext.doctor.precision import FSDP, TRANSFORMERS
+from verl_ext.features.verl_config import ROLLOUT, SGLANG_ARGUMENTS
+from verl_ext.launch.packages import TRANSFORMER, source
 
 DETERMINISM = f"{ROLLOUT}.full_determinism"
-FSDP = f"{ACTOR}.fsdp_config"
-MEGATRON = f"{ACTOR}.megatron.override_transformer_config"
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Switch:
     """A switch of an engine.
 
     Attributes:
-        engine: the rollout.name or actor.strategy of the runs that it concerns.
+        engines: the values of rollout.name or actor.strategy of the runs that it concerns.
         package, file: the package that has it, and the file in it.
         name: its name in that file.
         setting: the setting that switches it on in a run of verl.
         does: its effect, a clause.
     """
 
-    engine: str
+    engines: tuple[str, ...]
     package: str
     file: str
     name: str
@@ -41,7 +41,7 @@ class Switch:
 
 SWITCHES = (
     Switch(
-        "vllm",
+        ("vllm",),
         "vllm",
         "envs.py",
         "VLLM_BATCH_INVARIANT",
@@ -49,7 +49,7 @@ SWITCHES = (
         "vLLM's results no longer depend on what else is in the batch (GPUs of compute capability 9.0 or newer)",
     ),
     Switch(
-        "sglang",
+        ("sglang",),
         "sglang",
         "srt/server_args.py",
         "enable_deterministic_inference",
@@ -57,38 +57,35 @@ SWITCHES = (
         "SGLang's results no longer depend on what else is in the batch",
     ),
     Switch(
-        "sglang",
+        ("sglang",),
         "sglang",
         "srt/server_args.py",
         "rl_on_policy_target",
         f"{SGLANG_ARGUMENTS}.rl_on_policy_target",
         "with the value fsdp, SGLang also rounds as transformers' modules do (dense Qwen3 and a few others)",
     ),
-    *(
-        Switch(
-            strategy,
-            "verl",
-            "workers/config/engine.py",
-            "full_determinism",
-            f"{FSDP}.full_determinism",
-            "torch's deterministic algorithms, and log-probs by log_softmax instead of flash-attn's kernel",
-        )
-        for strategy in ("fsdp", "fsdp2")
+    Switch(
+        TRANSFORMERS,
+        "verl",
+        "workers/config/engine.py",
+        "full_determinism",
+        f"{FSDP}.full_determinism",
+        "torch's deterministic algorithms, and log-probs by log_softmax instead of flash-attn's kernel",
     ),
     Switch(
-        "megatron",
+        ("megatron",),
         "megatron.core",
         "model_parallel_config.py",
         "deterministic_mode",
-        f"{MEGATRON}.deterministic_mode",
+        f"{TRANSFORMER}.deterministic_mode",
         "megatron-core picks deterministic code; Transformer Engine asks for NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
     ),
     Switch(
-        "megatron",
+        ("megatron",),
         "megatron.core",
         "transformer/transformer_config.py",
         "batch_invariant_mode",
-        f"{MEGATRON}.batch_invariant_mode",
+        f"{TRANSFORMER}.batch_invariant_mode",
         "attention takes one split; the kernels of matrix products need set_batch_invariant_mode, which verl 0.9.1 "
         "does not call",
     ),
@@ -111,18 +108,18 @@ def zero_mismatch(context: Context) -> Iterable[CheckResult]:
         return
     if context.get("trainer.device") == "cpu":
         why = "none of the engines' switches acts there; in float32 both engines agree up to rounding (precision=fp32)"
-        yield CheckResult("note", "zero mismatch on CPU cores", why)
+        yield note("zero mismatch on CPU cores", why)
         return
+    running = (context.get(f"{ROLLOUT}.name"), context.strategy)
     for switch in SWITCHES:
         folder = context.folder(switch.package)
-        if switch.engine not in (context.get(f"{ROLLOUT}.name"), context.strategy) or folder is None:
+        if folder is None or not any(engine in switch.engines for engine in running):
             continue
-        file = folder / switch.file
         where = f"{switch.name} ({switch.package.replace('.', '/')}/{switch.file})"
-        if not file.is_file() or switch.name not in file.read_text(encoding="utf-8"):
-            yield CheckResult("note", f"the installed {switch.package} has no {where}", "another version may have it")
+        if switch.name not in source(folder, switch.file):
+            yield note(f"the installed {switch.package} has no {where}", "another version may have it")
         elif switch.is_on(context):
-            yield CheckResult("ok", f"{where} is on: {switch.does}")
+            yield ok(f"{where} is on: {switch.does}")
         else:
             value = "fsdp" if switch.name == "rl_on_policy_target" else "true"
-            yield CheckResult("note", f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")
+            yield note(f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")

@@ -8,7 +8,7 @@ Shape legend: B rows of a batch, T response tokens, S sessions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
@@ -77,36 +77,6 @@ def session_keys(keys: Sequence[str]) -> Iterator[None]:
         _keys.reset(token)
 
 
-def _outcome_advantages(
-    advantages_of: Callable[[Tensor, Tensor], Tensor],
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Sequence[object],
-) -> tuple[Tensor, Tensor]:
-    """Turns rewards by token into advantages by token: one number per session, on the tokens that the model
-    generated."""
-    keys = _keys.get()
-    if keys is None:
-        final = session = list(range(len(index)))
-    elif len(keys) == len(index):
-        sessions = Sessions.from_keys(keys)
-        final, session = sessions.final_S, sessions.session_B
-    else:
-        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(index)} rows")
-    device = token_level_rewards.device
-    with torch.no_grad():
-        rewards_S = token_level_rewards.double().sum(dim=-1)[torch.tensor(final, dtype=torch.long, device=device)]
-        group_S = torch.tensor(group_ids([index[row] for row in final]), dtype=torch.long, device=device)
-        advantages_S = advantages_of(rewards_S, group_S)
-        row_of = torch.tensor(session, dtype=torch.long, device=device)
-        advantages = advantages_S[row_of].to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
-    return advantages, advantages
-
-
-def _norm_by_std(config: Any) -> bool:
-    return True if config is None else bool(config.get("norm_adv_by_std_in_grpo", True))
-
-
 def estimate(
     method: Method,
     token_level_rewards: Tensor,
@@ -132,8 +102,23 @@ def estimate(
         ConfigError: a setting of `algorithm.NAME`.
     """
     settings = asdict(estimator_settings(method, config))
-    advantages_of = partial(method.function, norm_by_std=_norm_by_std(config), **settings)
-    return _outcome_advantages(advantages_of, token_level_rewards, response_mask, index)
+    norm_by_std = config is None or bool(config.get("norm_adv_by_std_in_grpo", True))
+    keys = _keys.get()
+    if keys is None:
+        final = session = list(range(len(index)))
+    elif len(keys) == len(index):
+        sessions = Sessions.from_keys(keys)
+        final, session = sessions.final_S, sessions.session_B
+    else:
+        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(index)} rows")
+    device = token_level_rewards.device
+    with torch.no_grad():
+        rewards_S = token_level_rewards.double().sum(dim=-1)[torch.tensor(final, dtype=torch.long, device=device)]
+        group_S = torch.tensor(group_ids([index[row] for row in final]), dtype=torch.long, device=device)
+        advantages_S = method.function(rewards_S, group_S, norm_by_std=norm_by_std, **settings)
+        row_of = torch.tensor(session, dtype=torch.long, device=device)
+        advantages = advantages_S[row_of].to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
+    return advantages, advantages
 
 
 def register_estimators() -> None:

@@ -75,8 +75,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
             )
     if stability.kl_denominator == "old":
         _forbid("stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer")
-    if stability.guard.mini_batch.policy_kl is not None:
-        limit = stability.guard.mini_batch.policy_kl
+    if (limit := stability.guard.mini_batch.policy_kl) is not None:
         _forbid(
             f"stability.guard.mini_batch.policy_kl={limit:g}",
             "is the same as vllm_kl",

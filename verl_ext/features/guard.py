@@ -187,15 +187,15 @@ def _parse(name: str, given: Any) -> Rule:
     if len(sides) != 1:
         raise ConfigError(f"{where} needs one bound: above or below")
     (side,) = sides
-    bound = rule.pop(side)
     for key in RULE_NEEDS:
         if not isinstance(rule.get(key), str):
             raise ConfigError(f"{where}.{key} must be given")
     if not isinstance(rule.get("advice") or "", str):
         raise ConfigError(f"{where}.advice={rule['advice']} must be text")
-    for side_or_key, value in {side: bound, **{key: rule.get(key) for key in ("recover", "least")}}.items():
+    for key in (side, "recover", "least"):
+        value = rule.get(key)
         if value is not None and not _is_finite(value):
-            raise ConfigError(f"{where}.{side_or_key}={value} must be a finite number")
+            raise ConfigError(f"{where}.{key}={value} must be a finite number")
     for key, least in (("patience", 1), ("zscore_window", FEWEST), ("baseline", 1)):
         value = rule.get(key)
         if value is not None and (not isinstance(value, int) or value < least):
@@ -206,7 +206,7 @@ def _parse(name: str, given: Any) -> Rule:
     if name == levels.NAME:
         raise ConfigError(f"{where}: the name is taken by {levels.SETTING}")
     settings = {key: value for key, value in rule.items() if key in RULE_SETTINGS and value is not None}
-    parsed = Rule(name, bound=float(bound), side=side, setting=f"{where}.{side}", **settings)
+    parsed = Rule(name, bound=float(rule[side]), side=side, setting=f"{where}.{side}", **settings)
     _check(parsed, where)
     return parsed
 
@@ -270,7 +270,7 @@ def check(run: RunFeatures) -> None:
     for rule in run.stability.rules:
         where = f"{PREFIX}.rules.{rule.name}"
         if rule.action == "rollback":
-            _check_rollback(run.config, where)
+            _check_rollback(run.config, f"{where}: action=rollback")
         if rule.action == "undo":
             instead = "set action to rollback, skip or lower_lr"
             _check_engine(run.config, f"{where}: action=undo", otherwise=instead)
@@ -294,34 +294,26 @@ def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), oth
     raise ConfigError(f"{asked} is for {ACTOR}.strategy={known}, and {found}", fix=fix, otherwise=otherwise)
 
 
-def _check_rollback(config: DictConfig, where: str) -> None:
+def _check_rollback(config: DictConfig, asked: str) -> None:
     """Checks that there will be a complete checkpoint to roll back to, before the last one, which is not proven yet."""
     trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
     if trainer.save_freq < 1:
-        raise ConfigError(f"{where}: action=rollback has no checkpoint to go back to; set trainer.save_freq")
+        raise ConfigError(f"{asked} has no checkpoint to go back to; set trainer.save_freq")
     for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         if trainer.get(kept) == 1:
-            raise ConfigError(
-                f"{where}: action=rollback needs the checkpoint before the last",
-                fix=(f"trainer.{kept}=2",),
-                otherwise="more",
-            )
+            raise ConfigError(f"{asked} needs the checkpoint before the last", (f"trainer.{kept}=2",), "more")
     if trainer.get("remove_previous_ckpt_in_save"):
-        raise ConfigError(
-            f"{where}: action=rollback needs the checkpoint before the last",
-            fix=("trainer.remove_previous_ckpt_in_save=false",),
-        )
+        fix = ("trainer.remove_previous_ckpt_in_save=false",)
+        raise ConfigError(f"{asked} needs the checkpoint before the last", fix)
     loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
     if missing := {"model", "optimizer"} - set(loaded):
         raise ConfigError(
-            f"{where}: action=rollback would not load {' and '.join(sorted(missing))}; add them to "
+            f"{asked} would not load {' and '.join(sorted(missing))}; add them to "
             f"{checkpoint}.save_contents and load_contents"
         )
     if OmegaConf.select(config, f"{checkpoint}.async_save"):
-        raise ConfigError(
-            f"{where}: action=rollback cannot tell when a checkpoint is complete",
-            fix=(f"{checkpoint}.async_save=false",),
-        )
+        fix = (f"{checkpoint}.async_save=false",)
+        raise ConfigError(f"{asked} cannot tell when a checkpoint is complete", fix)
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:

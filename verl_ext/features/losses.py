@@ -13,7 +13,7 @@ import verl_ext.core.losses  # noqa: F401 (to register them)
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
-from verl_ext.features.feature import MEASURED, Engines, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import MEASURED, Feature, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import ACTOR, hf_config_of, trusts_code
 from verl_ext.routing.engines import HOOKED
 
@@ -227,15 +227,11 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
             yield TableLine(
                 *("router shift", "compute_log_prob, update_actor", "{routers}", parts),
                 in_loss=lambda found: bool(found["router_shift"]),
-                proof=_shift_routers,
+                proof=lambda engines: f"{engines.losses[0]['router_shift']} routers",
             )
     if uses_unbiased_kl(run.config):
         setting = f"{UNBIASED}, over l_{run.stability.kl_denominator}"
         yield TableLine("KL to the reference", setting, "{loss}", parts, lambda found: found["kl"] == setting)
-
-
-def _shift_routers(engines: Engines) -> str:
-    return f"{engines.losses[0]['router_shift']} routers"
 
 
 POLICY_LOSS = Feature(lines, check, apply, loss_settings)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
-from verl_ext.features.feature import Engines, Feature, Needs, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Feature, Needs, Part, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
@@ -73,12 +73,9 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if run.stability.rescoring.every:
         parts = frozenset({Part.MEASURE, Part.VERSIONS})
         yield TableLine(
-            *("rescoring", str(run.stability.rescoring), "{trainer}._compute_old_log_prob", parts), proof=_kept_versions
+            *("rescoring", str(run.stability.rescoring), "{trainer}._compute_old_log_prob", parts),
+            proof=lambda engines: f"copies of the weights on {len(engines.workers.kept_versions())} rank(s)",
         )
-
-
-def _kept_versions(engines: Engines) -> str:
-    return f"copies of the weights on {len(engines.workers.kept_versions())} rank(s)"
 
 
 NEEDS = Needs(

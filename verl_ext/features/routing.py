@@ -38,6 +38,13 @@ from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 SHARE = "stability.router_agreement_share"
 LOAD_BALANCE = f"{ROLLOUT}.moe_load_balance_metrics_interval"
+DRAFTED = f"{MTP}.enable_rollout"
+SGLANG_NEEDS = {  # setting -> the value that SGLang's routed experts need, and why
+    f"{ROLLOUT}.skip_tokenizer_init": (True, "verl then imports their decoder from where SGLang had it once"),
+    DISAGGREGATED: (False, "the decoding server has no routing of the prompt, which another server read"),
+    DRAFTED: (False, "the draft model's routing overwrites the model's, in SGLang before 0.5.15"),
+    f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache": (False, "keys come back from the host without their routing"),
+}
 REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
 
 
@@ -45,11 +52,6 @@ def reads_routes(run: RunFeatures) -> bool:
     """Returns True if we read the experts that the rollout chose."""
     replayed = replays_here(run.config) and replay_mode(run.config) == "R3"
     return run.stability.router_agreement or replayed
-
-
-def holds_routes(config: DictConfig) -> bool:
-    """Returns True if the agent loop's process holds the routing of earlier turns, and the checksum of all of it."""
-    return bool(OmegaConf.select(config, RETURNED) and config.actor_rollout_ref.rollout.name in ROLLOUTS)
 
 
 def replayed_field(config: DictConfig) -> str | None:
@@ -159,32 +161,14 @@ def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
 
     Read in SGLang 0.5.12, which verl 0.9.1 pins, and in verl/workers/rollout/sglang_rollout.
     """
-    for setting, value, why in _refused_of_sglang(config):
-        to = "true" if value == "false" else "false"
-        raise ConfigError(
-            f"{asked} cannot use SGLang's routed experts with {setting}={value}: {why}",
-            fix=(f"{'++' * setting.startswith(SGLANG_ARGUMENTS)}{setting}={to}",),
-            otherwise=f"set {off}",
-        )
-
-
-def _refused_of_sglang(config: DictConfig) -> Iterator[tuple[str, str, str]]:
-    """Yields (setting, its value, the reason)."""
-
-    def on(setting: str) -> bool:
-        return bool(OmegaConf.select(config, setting))
-
-    if not on(f"{ROLLOUT}.skip_tokenizer_init"):
-        yield f"{ROLLOUT}.skip_tokenizer_init", "false", "verl then imports their decoder from where SGLang had it once"
-    if on(DISAGGREGATED):
-        why = "the decoding server has no routing of the prompt, which another server read"
-        yield DISAGGREGATED, "true", why
-    if drafts(config):
-        why = "the draft model's routing overwrites the model's, in SGLang before 0.5.15"
-        yield f"{MTP}.enable_rollout", "true", why
-    if on(f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache"):
-        why = "keys come back from the host without their routing"
-        yield f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache", "true", why
+    for setting, (needed, why) in SGLANG_NEEDS.items():
+        is_on = drafts(config) if setting == DRAFTED else bool(OmegaConf.select(config, setting))
+        if is_on != needed:
+            raise ConfigError(
+                f"{asked} cannot use SGLang's routed experts with {setting}={str(is_on).lower()}: {why}",
+                fix=(f"{'++' * setting.startswith(SGLANG_ARGUMENTS)}{setting}={str(needed).lower()}",),
+                otherwise=f"set {off}",
+            )
 
 
 def _check_experts(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
@@ -231,11 +215,8 @@ def apply(run: RunFeatures) -> None:
 
 
 def agent_loop(run: RunFeatures) -> dict[str, Any]:
-    return {
-        "narrow": reads_routes(run),
-        "share": run.stability.router_agreement_share,
-        "turns": holds_routes(run.config),
-    }
+    turns = bool(OmegaConf.select(run.config, RETURNED)) and run.config.actor_rollout_ref.rollout.name in ROLLOUTS
+    return {"narrow": reads_routes(run), "share": run.stability.router_agreement_share, "turns": turns}
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:

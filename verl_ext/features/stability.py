@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import Chosen, build, choose, defaults, require, require_known, require_one_of
 from verl_ext.core.corrections import CORRECTIONS, Correction
@@ -22,8 +25,6 @@ from verl_ext.features.sync_canary import SyncCanarySettings
 from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.features.verl_config import REPLAY_MODES
 from verl_ext.guard.rules import Rule
-
-YAML_BOOLEANS = {True: "on", False: "off"}  # YAML reads a bare `on` and `off` as these
 
 
 @dataclass(frozen=True)
@@ -259,9 +260,8 @@ def stability_config(node: Any) -> StabilityConfig:
             import_module(module)
         except ImportError as error:
             raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
-    cascade = given.get("cascade_attention")
-    if isinstance(cascade, bool):
-        given["cascade_attention"] = YAML_BOOLEANS[cascade]
+    if isinstance(cascade := given.get("cascade_attention"), bool):  # YAML reads a bare `on` and `off` so
+        given["cascade_attention"] = "on" if cascade else "off"
     guard = given.get("guard")
     rules: tuple[Rule, ...] = ()
     if isinstance(guard, Mapping):  # `build` refuses another type
@@ -289,9 +289,6 @@ def default_node() -> dict[str, Any]:
 
 
 def _plain(node: Any) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     plain = {} if node is None else node
     if OmegaConf.is_config(node):
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.methods import require
@@ -60,20 +61,11 @@ def canary_settings(run: RunFeatures) -> SyncCanarySettings:
     return replace(asked, trajectories=DEFAULT if on else 0)
 
 
-def lines(run: RunFeatures) -> Iterator[TableLine]:
-    """Yields the canary that was asked for, for which every batch is measured."""
-    if run.stability.sync_canary.trajectories is not None:
-        yield from _lines(run)
-
-
-def default_lines(run: RunFeatures) -> Iterator[TableLine]:
-    """Yields the canary that is on by default, if batches are measured anyway."""
-    if run.stability.sync_canary.trajectories is None:
-        yield from _lines(run)
-
-
-def _lines(run: RunFeatures) -> Iterator[TableLine]:
-    if (canary := canary_settings(run)).trajectories:
+def lines(run: RunFeatures, *, default: bool) -> Iterator[TableLine]:
+    """Yields the canary that was asked for, for which every batch is measured; or the default one, which is on if
+    batches are measured anyway."""
+    is_default = run.stability.sync_canary.trajectories is None
+    if is_default == default and (canary := canary_settings(run)).trajectories:
         often = "each sync" if canary.every == 1 else f"every {canary.every} syncs"
         setting = f"{canary.trajectories} trajectories, {often}"
         proof = _confirmed_adapter if sends_adapter(run.config) else None
@@ -104,4 +96,5 @@ NEEDS = Needs(
     why="no weight sync is checked",
     switch=f"stability.sync_canary.trajectories={DEFAULT}",
 )
-CANARY, DEFAULT_CANARY = Feature(lines, needs=(NEEDS,)), Feature(default_lines, depends=True)
+CANARY = Feature(partial(lines, default=False), needs=(NEEDS,))
+DEFAULT_CANARY = Feature(partial(lines, default=True), depends=True)

@@ -47,7 +47,7 @@ def is_asynchronous(config: DictConfig) -> bool:
 
 
 def rollout_name(config: DictConfig) -> str:
-    return OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) or "vllm"
+    return OmegaConf.select(config, f"{ROLLOUT}.name") or "vllm"
 
 
 def logprobs_mode(config: DictConfig) -> tuple[str, str]:
@@ -111,16 +111,15 @@ def replays_here(config: DictConfig) -> bool:
 def trains_lora(config: DictConfig) -> bool:
     """Returns True if the model is trained as a LoRA."""
     names = ("lora_rank", "lora.rank", "lora_adapter_path")
-    one, other, path = (OmegaConf.select(config, f"{MODEL}.{name}", throw_on_missing=False) for name in names)
+    one, other, path = (OmegaConf.select(config, f"{MODEL}.{name}") for name in names)
     rank = one or other or 0
     return (isinstance(rank, int) and rank > 0) or path is not None
 
 
 def sends_adapter(config: DictConfig, engine: str = "vllm") -> bool:
     """Returns True if a LoRA goes to this rollout engine as an adapter: `lora_as_adapter` of verl's servers."""
-    used = OmegaConf.select(config, f"{ROLLOUT}.name", throw_on_missing=False) == engine
-    merged = OmegaConf.select(config, f"{MODEL}.lora.merge", throw_on_missing=False)
-    return used and trains_lora(config) and not merged
+    used = OmegaConf.select(config, f"{ROLLOUT}.name") == engine
+    return used and trains_lora(config) and not OmegaConf.select(config, f"{MODEL}.lora.merge")
 
 
 def json_of_model(path: str, name: str) -> dict[str, Any]:
@@ -144,14 +143,14 @@ def json_of_model(path: str, name: str) -> dict[str, Any]:
 
 def model_json(config: DictConfig) -> dict[str, Any]:
     """Returns the model's config.json, read without running its code; {} if this machine does not have it."""
-    path = OmegaConf.select(config, f"{MODEL}.path", throw_on_missing=False)
+    path = OmegaConf.select(config, f"{MODEL}.path")
     return json_of_model(path, "config.json") if path else {}
 
 
 def rollout_format(config: DictConfig) -> str:
     """Returns the format of the rollout's weights, as `guard.levels` names it, or verl's name of another format."""
     training = "megatron" if strategy_of(config) == "megatron" else "fsdp_config"
-    qat = OmegaConf.select(config, f"{ACTOR}.{training}.qat", throw_on_missing=False)
+    qat = OmegaConf.select(config, f"{ACTOR}.{training}.qat")
     if qat and qat.get("enable"):
         return str(qat.get("mode"))
     argument = f"{ROLLOUT}.engine_kwargs.{rollout_name(config)}.quantization"

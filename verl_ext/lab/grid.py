@@ -208,26 +208,19 @@ def _show_progress(
         left: number of runs that the grid makes, of `runs` in total; the others were done before.
         steps: steps of a run.
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
     parts = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("steps, {task.fields[ended]} of {task.fields[runs]} runs,"),
-        TimeElapsedColumn(),
-        TextColumn("elapsed,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("steps, {task.fields[ended]} of {task.fields[runs]} runs,"),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("elapsed,"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
     )
     result, at, ended = GridResult(), Counter[GridCell](), runs - left
-    with Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress.Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=runs * steps, completed=ended * steps, ended=ended, runs=runs)
         try:
             for event in events:

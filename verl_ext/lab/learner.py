@@ -56,10 +56,6 @@ class LabBatch:
     lag: Lag | None = None
 
     @property
-    def uids(self) -> list[str]:
-        return [key.split("_")[0] for key in self.keys]
-
-    @property
     def offsets(self) -> Tensor:
         """[B + 1], the start of each response among the N."""
         lengths = self.sampled.mask.sum(1)

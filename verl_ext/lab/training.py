@@ -205,7 +205,7 @@ class Training:
             advantages, _ = get_adv_estimator_fn(algorithm.adv_estimator)(
                 token_level_rewards=batch.token_rewards(),
                 response_mask=batch.sampled.mask.float(),
-                index=np.array(batch.uids, dtype=object),
+                index=np.array([key.split("_")[0] for key in batch.keys], dtype=object),
                 config=algorithm,
                 **(grpo if algorithm.adv_estimator == "grpo" else {}),
             )

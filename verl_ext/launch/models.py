@@ -9,6 +9,7 @@ recipes do not train.
 from dataclasses import dataclass
 
 from verl_ext.base.errors import ConfigError
+from verl_ext.features.verl_config import MODEL
 
 BF16 = 2  # bytes
 
@@ -72,12 +73,12 @@ class ModelShape:
 
     source: str
     layers: int
-    dense_layers: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     vocabulary: int
+    dense_layers: int = 0
     routed_experts: int = 0
     top_k: int = 0
     shared_experts: int = 0
@@ -147,13 +148,10 @@ class ModelShape:
         return self.embedding_parameters + attention + dense + moe
 
 
-_DEEPSEEK_V3 = Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-
 SHAPES = {
     "Qwen3-30B-A3B": ModelShape(
         source="Qwen/Qwen3-30B-A3B; Megatron-Bridge, Qwen3MoEModelProvider30B_A3B",
         layers=48,
-        dense_layers=0,
         hidden=2048,
         heads=32,
         kv_heads=4,
@@ -166,7 +164,6 @@ SHAPES = {
     "Qwen3-235B-A22B": ModelShape(
         source="Qwen/Qwen3-235B-A22B; Megatron-Bridge, Qwen3MoEModelProvider235B_A22B",
         layers=94,
-        dense_layers=0,
         hidden=4096,
         heads=64,
         kv_heads=4,
@@ -179,7 +176,6 @@ SHAPES = {
     "Qwen3-Next-80B-A3B": ModelShape(
         source="Qwen/Qwen3-Next-80B-A3B-Instruct; transformers 5.10, defaults of Qwen3NextConfig",
         layers=48,
-        dense_layers=0,
         hidden=2048,
         heads=16,
         kv_heads=2,
@@ -223,7 +219,7 @@ SHAPES = {
         shared_experts=1,
         moe_intermediate=2048,
         dense_intermediate=18432,
-        mla=_DEEPSEEK_V3,
+        mla=Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     ),
     "Ring-mini-2.0": ModelShape(
         # Ring-mini-2.0 is Ling-mini-2.0 trained further (its model card); the numbers are Ling's.
@@ -262,7 +258,6 @@ SHAPES = {
         # GptOssConfig of transformers 5.10 agrees; its 36 layers of 128 experts are those of gpt-oss-120b.
         source="openai/gpt-oss-20b; slime's model arguments for it",
         layers=24,
-        dense_layers=0,
         hidden=2880,
         heads=64,
         kv_heads=8,
@@ -288,17 +283,14 @@ SHAPES = {
 }
 
 
-def shape_of(path: str) -> ModelShape:
+def shape_of(path: str, setting: str = f"{MODEL}.path") -> ModelShape:
     """Returns the shape of a model folder or Hugging Face name, such as Qwen/Qwen3-30B-A3B-Base.
 
     Raises:
-        ConfigError: the table has no model whose name its last part starts with.
+        ConfigError: the table has no model whose name its last part starts with; names the setting.
     """
     name = path.rstrip("/").rsplit("/", 1)[-1].lower()
     for known, shape in SHAPES.items():
         if name.startswith(known.lower()):
             return shape
-    raise ConfigError(
-        f"actor_rollout_ref.model.path={path} is not a model of verl_ext/launch/models.py, which has: "
-        f"{', '.join(SHAPES)}"
-    )
+    raise ConfigError(f"{setting}={path} is not a model of verl_ext/launch/models.py, which has: {', '.join(SHAPES)}")

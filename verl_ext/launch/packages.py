@@ -12,19 +12,18 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from packaging.requirements import Requirement
 
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, model_json
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 STRATEGY = f"{ACTOR}.strategy"
 MEGATRON = f"{ACTOR}.megatron"
 BRIDGE = f"{MEGATRON}.vanilla_mbridge"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config"
+FUSION = f"{TRANSFORMER}.gradient_accumulation_fusion"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 
 FSDP = ("fsdp", "fsdp2")
@@ -91,13 +90,7 @@ TABLE = (
     # attention_backend=flash makes megatron-core leave Transformer Engine only flash-attn (language_module.py).
     Import(f"{TRANSFORMER}.attention_backend", "flash", ("flash-attn",), usual="flash", engines=("megatron",)),
     # ColumnParallelLinear raises without apex's fused_weight_gradient_mlp_cuda (tensor_parallel/layers.py).
-    Import(
-        f"{TRANSFORMER}.gradient_accumulation_fusion",
-        True,
-        ("apex",),
-        engines=("megatron",),
-        instead=(f"++{TRANSFORMER}.gradient_accumulation_fusion=false",),
-    ),
+    Import(FUSION, True, ("apex",), engines=("megatron",), instead=(f"++{FUSION}=false",)),
     Import(
         f"{TRANSFORMER}.moe_enable_deepep",
         True,
@@ -253,6 +246,16 @@ def has_module(name: str) -> bool:
         return False
 
 
+def source(folder: Path | None, path: str) -> str:
+    """Returns the text of a file in a package's folder; "" if there is no such folder or file."""
+    file = folder / path if folder else None
+    return file.read_text(encoding="utf-8") if file and file.is_file() else ""
+
+
+def _classes(text: str) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
+
+
 @cache
 def _modeling_files() -> dict[str, Path]:
     """Returns the type of each model of transformers, and the file that has its classes."""
@@ -267,7 +270,7 @@ def attention_traits(model_type: str) -> dict[str, Any]:
     not have the model."""
     if (file := _modeling_files().get(model_type)) is None:
         return {}
-    classes = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    classes = _classes(file.read_text(encoding="utf-8"))
     bases = (node for node in classes if "PreTrainedModel" in map(ast.unparse, node.bases))
     return {
         ast.unparse(one.targets[0]): ast.literal_eval(one.value)
@@ -280,8 +283,6 @@ def attention_traits(model_type: str) -> dict[str, Any]:
 @cache
 def verl_pins() -> dict[str, dict[str, str]]:
     """Returns verl's extra -> package -> requirement for pip; {} if verl is not installed."""
-    from packaging.requirements import Requirement
-
     try:
         lines = metadata.requires("verl") or []
     except metadata.PackageNotFoundError:
@@ -291,7 +292,7 @@ def verl_pins() -> dict[str, dict[str, str]]:
     return {extra: _asked_by(extra, asked) for extra in extras}
 
 
-def _asked_by(extra: str, asked: list["Requirement"]) -> dict[str, str]:
+def _asked_by(extra: str, asked: list[Requirement]) -> dict[str, str]:
     """Returns the requirements of an extra, including those of the extras of verl that it names."""
     found: dict[str, str] = {}
     for one in asked:
@@ -326,11 +327,7 @@ def sglang_arguments() -> frozenset[str]:
 
 
 def _fields(package: str, path: str, *dataclasses: str) -> frozenset[str]:
-    folder = package_folder(package)
-    file = folder / path if folder else None
-    if file is None or not file.is_file():
-        return frozenset()
-    classes = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    classes = _classes(source(package_folder(package), path))
     bodies = (node.body for node in classes if node.name in dataclasses)
     fields = (node for body in bodies for node in body if isinstance(node, ast.AnnAssign))
     return frozenset(ast.unparse(field.target) for field in fields)

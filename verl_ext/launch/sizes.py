@@ -4,6 +4,7 @@ Most rules are asserted by verl 0.9.1, megatron-core 0.16, transformers or vLLM 
 others prevent wasted work or wrong results that none of them checks. The comments name the source.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,11 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS
 from verl_ext.launch.models import ModelShape
-from verl_ext.launch.packages import sglang_arguments, vllm_arguments
+from verl_ext.launch.packages import MEGATRON, TRANSFORMER, sglang_arguments, vllm_arguments
 
 ARP = "actor_rollout_ref"
-MEGATRON = f"{ACTOR}.megatron"
-STAGE = f"{MEGATRON}.override_transformer_config"
 # Values of actor.strategy. verl's others (veomni, torchtitan, automodel, fsdp_turbo) split a model by settings of their
 # own, which nothing here reads.
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
@@ -57,21 +56,18 @@ def data_parallel_size(config: DictConfig) -> int:
     """Returns the number of ranks that train on different sequences."""
     if config.actor_rollout_ref.actor.strategy != "megatron":
         return world_size(config) // ulysses_size(config)
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    model = 1
-    for size in sizes:
-        model *= _size(config, f"{MEGATRON}.{size}")
-    return world_size(config) // model
+    ways = ("tensor_model", "pipeline_model", "context")
+    return world_size(config) // math.prod(_size(config, f"{MEGATRON}.{way}_parallel_size") for way in ways)
 
 
 def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     """Returns the layers of each pipeline stage, by megatron-core's rules (transformer_config.py)."""
     stages = _size(config, f"{MEGATRON}.pipeline_model_parallel_size")
-    first, last = (_get(config, f"{STAGE}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    first, last = (_get(config, f"{TRANSFORMER}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     split = f"{MEGATRON}.pipeline_model_parallel_size={stages}"
     if first is None and last is None:
-        accounted = [_get(config, f"{STAGE}.account_for_{part}_in_pipeline_split") for part in ("embedding", "loss")]
-        extra = [int(bool(part)) for part in accounted]
+        accounted = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+        extra = [int(bool(_get(config, f"{TRANSFORMER}.{setting}"))) for setting in accounted]
         _divide(stages, layers + sum(extra), split, f"the model's {layers} layers, {sum(extra)} more accounted for")
         size = (layers + sum(extra)) // stages
         counts = [size] * stages
@@ -82,8 +78,8 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     middle, left = stages - len(ends), layers - sum(ends)
     if (middle == 0) != (left == 0) or left < 0 or (middle and left % middle):
         raise ConfigError(
-            f"{split} leaves {left} of {layers} layers to {middle} stages; change {STAGE}.num_layers_in_first_pipeline_"
-            "stage and num_layers_in_last_pipeline_stage"
+            f"{split} leaves {left} of {layers} layers to {middle} stages; change {TRANSFORMER}."
+            "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
     return [*([first] if first is not None else []), *[left // middle] * middle, *([last] if last is not None else [])]
 
@@ -93,10 +89,8 @@ def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
     known = sglang_arguments() if engine == "sglang" else vllm_arguments()
     for name in given:
         if known and name.replace("-", "_") not in known:
-            raise ConfigError(
-                f"{ROLLOUT}.engine_kwargs.{engine}.{name} is not an argument of {ROLLOUTS[engine]}; correct or remove "
-                "it"
-            )
+            setting = f"{ROLLOUT}.engine_kwargs.{engine}.{name}"
+            raise ConfigError(f"{setting} is not an argument of {ROLLOUTS[engine]}; correct or remove it")
 
 
 def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
@@ -105,27 +99,17 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
         _size(config, f"{MEGATRON}.{name}_parallel_size")
         for name in ("tensor_model", "pipeline_model", "context", "expert_model")
     )
-    interleaved = _get(config, f"{MEGATRON}.virtual_pipeline_model_parallel_size")
+    chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+    interleaved = _get(config, chunks)
     expert_tensor = _get(config, f"{MEGATRON}.expert_tensor_parallel_size") or tensor  # null: as tensor parallelism
-    sizes = f"{tensor} x {pipeline} x {context}"
-    _divide(
-        tensor * pipeline * context,
-        world,
-        f"{MEGATRON}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size={sizes}",
-        f"trainer.nnodes x n_gpus_per_node={world}",
-    )
-    _divide(  # megatron/core/parallel_state.py: experts have a grid of their own
-        expert_tensor * expert * pipeline,
-        world,
-        f"{MEGATRON}.expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size="
-        f"{expert_tensor} x {expert} x {pipeline}",
-        f"trainer.nnodes x n_gpus_per_node={world}",
-    )
+    gpus = f"trainer.nnodes x n_gpus_per_node={world}"
+    setting = f"{MEGATRON}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size"
+    _divide(tensor * pipeline * context, world, f"{setting}={tensor} x {pipeline} x {context}", gpus)
+    # megatron/core/parallel_state.py: experts have a grid of their own
+    setting = f"{MEGATRON}.expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size"
+    _divide(expert_tensor * expert * pipeline, world, f"{setting}={expert_tensor} x {expert} x {pipeline}", gpus)
     if interleaved is not None and pipeline == 1:
-        raise ConfigError(
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved} needs a pipeline",
-            fix=(f"{MEGATRON}.virtual_pipeline_model_parallel_size=null",),
-        )
+        raise ConfigError(f"{chunks}={interleaved} needs a pipeline", fix=(f"{chunks}=null",))
     if shape is None:
         return
     _check_heads(shape, tensor, f"{MEGATRON}.tensor_model_parallel_size={tensor}")
@@ -135,20 +119,14 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
         setting = f"{MEGATRON}.expert_tensor_parallel_size={expert_tensor}"
         _divide(expert_tensor, shape.moe_intermediate, setting, f"the experts' width of {shape.moe_intermediate}")
         if tensor > 1 and not _get(config, f"{MEGATRON}.sequence_parallel"):
-            raise ConfigError(
-                f"{MEGATRON}.sequence_parallel=false cannot train a mixture of experts at "
-                f"tensor_model_parallel_size={tensor}",
-                fix=(f"{MEGATRON}.sequence_parallel=true",),
-            )
+            setting = f"{MEGATRON}.sequence_parallel"
+            why = f"cannot train a mixture of experts at tensor_model_parallel_size={tensor}"
+            raise ConfigError(f"{setting}=false {why}", fix=(f"{setting}=true",))
     elif expert > 1:
-        raise ConfigError(
-            f"{MEGATRON}.expert_model_parallel_size={expert} needs experts",
-            fix=(f"{MEGATRON}.expert_model_parallel_size=1",),
-        )
-    stages = pipeline_stages(config, shape.layers)
-    for count in stages:
-        chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size={interleaved}"
-        _divide(interleaved or 1, count, chunks, f"{count} layers of a pipeline stage")
+        setting = f"{MEGATRON}.expert_model_parallel_size"
+        raise ConfigError(f"{setting}={expert} needs experts", fix=(f"{setting}=1",))
+    for count in pipeline_stages(config, shape.layers):
+        _divide(interleaved or 1, count, f"{chunks}={interleaved}", f"{count} layers of a pipeline stage")
     if shape.linear and config.actor_rollout_ref.actor.megatron.use_remove_padding:
         raise ConfigError(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
             f"{MEGATRON}.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "
@@ -159,11 +137,11 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
 
 def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
     world, sequence = world_size(config), ulysses_size(config)
-    ranks = f"{ACTOR}.ulysses_sequence_parallel_size={sequence}"
-    _divide(sequence, world, ranks, f"trainer.nnodes x n_gpus_per_node={world}")
+    ranks, gpus = f"{ACTOR}.ulysses_sequence_parallel_size={sequence}", f"trainer.nnodes x n_gpus_per_node={world}"
+    _divide(sequence, world, ranks, gpus)
     size = _size(config, f"{ACTOR}.fsdp_config.fsdp_size")
     if size > 0:
-        _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", f"trainer.nnodes x n_gpus_per_node={world}")
+        _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", gpus)
     packed = config.actor_rollout_ref.model.use_remove_padding
     if sequence > 1 and not packed:
         raise ConfigError(f"{ranks} needs packed sequences", fix=(f"{ARP}.model.use_remove_padding=true",))

@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, UserError
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, is_asynchronous, replay_mode, replay_setting
 from verl_ext.launch.gpus import GPUS, DataSheet, named
-from verl_ext.launch.models import SHAPES, ModelShape, shape_of
+from verl_ext.launch.models import ModelShape, shape_of
 from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 
 GIB = 2**30
@@ -168,7 +168,6 @@ def read_usage(config: DictConfig) -> Usage:
     from verl_ext.features.heads import head_k
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
-    from verl_ext.features.verl_config import is_asynchronous, replay_mode, replay_setting
 
     stability = stability_config(config.stability)
     run = read_features(config, stability)
@@ -263,14 +262,12 @@ def as_config_errors() -> Iterator[None]:
 
 
 def _model_shape(config: DictConfig, model: str | None) -> ModelShape:
-    path = str(config.actor_rollout_ref.model.path)
+    if model:
+        return shape_of(model, "--model")
     try:
-        return shape_of(model or path)
-    except ConfigError:
-        said = f"--model={model}" if model else f"actor_rollout_ref.model.path={path}"
-        remedy = "" if model else "; name a model of the same shape with --model"
-        known = f"{said} is not a model of verl_ext/launch/models.py, which has: {', '.join(SHAPES)}"
-        raise ConfigError(f"{known}{remedy}") from None
+        return shape_of(str(config.actor_rollout_ref.model.path))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; name a model of the same shape with --model") from None
 
 
 def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
@@ -284,6 +281,7 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     tensor = parallel_size("tensor_model_parallel_size", 1)
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
+    rollout_gpus = count if shared else whole(config, f"{ROLLOUT}.nnodes") * whole(config, f"{ROLLOUT}.n_gpus_per_node")
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     micro = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     rows = 1 if actor.get(micro) is None else whole(config, f"{ACTOR}.{micro}")
@@ -294,9 +292,7 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         shape=shape,
         gpu=gpu,
         gpus=count,
-        rollout_gpus=count
-        if shared
-        else whole(config, f"{ROLLOUT}.nnodes") * whole(config, f"{ROLLOUT}.n_gpus_per_node"),
+        rollout_gpus=rollout_gpus,
         shared=shared,
         megatron=megatron,
         tensor=tensor,

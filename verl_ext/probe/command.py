@@ -132,19 +132,18 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
+
+    def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
+        whole = [*overrides, *probe_overrides(config, arguments.prompts, folder, arguments.batches)]
+        found = kept_result(whole, folder) if changes else None
+        if found is None:
+            return start_engines(whole, folder, tell)
+        console.print(f"{name}: done already, in {folder}", highlight=False, markup=False, soft_wrap=True)
+        return found
+
     with console.status("starting Ray and the engines") as status:
         if not changes:
-            whole = [*given, *probe_overrides(config, arguments.prompts, out, arguments.batches)]
-            return start_engines(whole, out, status.update)
-
-        def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
-            whole = [*overrides, *probe_overrides(config, arguments.prompts, folder, arguments.batches)]
-            found = kept_result(whole, folder)
-            if found is not None:
-                console.print(f"{name}: done already, in {folder}", highlight=False, markup=False, soft_wrap=True)
-                return found
-            return start_engines(whole, folder, tell)
-
+            return look(LAUNCH, given, out, status.update)
         return _measure_changes(given, changes, out, look, status.update)
 
 
@@ -279,11 +278,7 @@ def experts_of(config: Any) -> int:
 
 
 def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, Any]:
-    """Starts the engines with these overrides, and returns the measurements.
-
-    Args:
-        overrides: those of the launch, then those of the probe.
-        tell: called with the progress.
+    """Starts the engines with the overrides of a launch and of the probe; returns the measurements.
 
     Raises:
         ConfigError: nothing was measured; it has the error of the run, if there is one.

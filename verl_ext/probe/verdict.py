@@ -25,8 +25,6 @@ NOISE = 0.05  # p-value above which two k3 of the same tokens differ by no more 
 NOT_FINITE, UNDECIDED = "not finite", "undecided"
 ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # relative error that a dtype leaves in hidden states
 JUMP = 8.0  # times the error of the place before
-BITS_16 = ROUNDING["bfloat16"]
-EXPERTS = ".experts"
 CLOSED = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
 AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, were the head the same
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
@@ -295,11 +293,11 @@ def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[
     if start == HEAD:
         return ("head",)
     error = next((place.error for place in places if place.point == start), None) or 0.0
-    if error <= BITS_16:
+    if error <= ROUNDING["bfloat16"]:
         return ("router",) if start.endswith(ROUTER) else ("rounding",) if routed else ("rounding", "coarse")
     k3 = {(pair.one, pair.other): pair.k3 for pair in pairs}
     whole, replayed = k3[DECODE, TRAIN], k3.get((DECODE, REPLAYED))
-    if start.endswith(EXPERTS) and whole and replayed is not None and replayed < CLOSED * whole:
+    if start.endswith(".experts") and whole and replayed is not None and replayed < CLOSED * whole:
         return ("choice",)
     return ("layer", "first attention") if start == "0.attention" else ("layer",)
 

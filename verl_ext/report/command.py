@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -245,19 +244,18 @@ def tell(console: "Console", name: str, page: Path) -> None:
 def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from verl_ext.report.comparison import ComparisonTable, compare_runs, unique_names
+    from verl_ext.report.comparison import ComparisonTable, compare_runs
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
     with errors_are_one_line("compare") as outcome:
         runs = [read_run(path) for path in arguments.paths]
-        runs = [replace(run, name=name) for run, name in zip(runs, unique_names(runs), strict=True)]
         extra = [printable(name) for name in arguments.metric]  # the names that were read are printable too
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
         console = Console()
         console.print(ComparisonTable(comparison))
         if not arguments.no_page:
-            named = {run.name: run for run in runs}
+            named = dict(zip(comparison.names, runs, strict=True))
             with drawing(console) as progress:
                 page = write_comparison(
                     named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress

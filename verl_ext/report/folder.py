@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from verl_ext.base.names import older_part
 from verl_ext.report.figures.panels import PANELS
@@ -24,27 +23,25 @@ def write_pages(
     *,
     refresh: int | None = None,
     pictures: bool,
+    tidy: bool | None = None,
     progress: Progress = lambda what: None,
-    **options: Any,
 ) -> dict[str, Path]:
-    """Writes the pages of a run; returns their paths by name.
+    """Writes the pages of a run; returns their paths by name. The options are those of `write_page`.
 
     Args:
         refresh: seconds after which the page loads itself again; None if the pages are not written again.
-        options: further options of `write_page`.
     """
     written = {}
-    notes, link = [], None
     if (dump := trajectories_file(run.sources[0])) is not None:
         progress("trajectories")
         try:
             written["trajectories"] = _write_trajectories(run, dump, out, again=refresh is not None)
-            link = TRAJECTORIES
         except ReportError as error:  # a dump that cannot be shown must not prevent the report
-            notes.append(str(error))
-    run = replace(run, notes=(*run.notes, *notes))
-    options |= {"refresh": refresh, "pictures": pictures, "progress": progress}
-    page = write_report(run, verdict, out, trajectories=link, **options)
+            run = replace(run, notes=(*run.notes, str(error)))
+    link = TRAJECTORIES if written else None
+    page = write_report(
+        run, verdict, out, trajectories=link, refresh=refresh, pictures=pictures, tidy=tidy, progress=progress
+    )
     drawn = pictures and any((out / PICTURES / f"{panel.key}.png").is_file() for panel in PANELS)
     return {"page": page, **({"figures": out / PICTURES} if drawn else {}), **written}
 

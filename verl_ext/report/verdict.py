@@ -79,7 +79,7 @@ SAID_BY = {
 SAID_BY_STATE = {"reward_fell": ("falling", "collapsed"), "reward_flat": ("flat", "dead"), "reward_constant": ("dead",)}
 # Series that moved before the reward fell -> findings that say so.
 SAID_OF = {
-    K3: {"gap_jumped", "gap_grew", "engines_related"},
+    K3: {"gap_jumped", "gap_grew", "gap_at_once"},
     GRADIENT: {"gradient_grew", "gradient_large", "gradient_spike", "gradient_zero"},
     ENTROPY: {"entropy_gone", "entropy_exploded"},
     LENGTH: {"length_exploded", "length_collapsed", "answers_cut"},

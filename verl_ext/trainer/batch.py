@@ -12,22 +12,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from verl_ext.base import names
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import (
-    ADVANTAGES,
-    AGREEMENT,
-    ENTROPY,
-    OLD_LOG_PROBS,
-    RESPONSE_MASK,
-    RESPONSES,
-    REWARDS,
-    ROLLOUT_LOG_PROBS,
-)
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.tokens import Lag, Tokens
 
-FIELDS = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK, ENTROPY, AGREEMENT)
-FILTER_FIELDS = (RESPONSE_MASK, RESPONSES, ADVANTAGES, REWARDS)
+FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.RESPONSE_MASK, names.ENTROPY, names.AGREEMENT)
+FILTER_FIELDS = (names.RESPONSE_MASK, names.RESPONSES, names.ADVANTAGES, names.REWARDS)
 
 
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
@@ -49,30 +40,30 @@ def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Token
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask.
     """
-    if ROLLOUT_LOG_PROBS not in data:
+    if names.ROLLOUT_LOG_PROBS not in data:
         raise BatchError(
             "the rollout returned no rollout_log_probs", fix=("actor_rollout_ref.rollout.calculate_log_probs=True",)
         )
     packed = packed_like_mask(data, FIELDS)
     return Tokens(
-        l_infer=packed[ROLLOUT_LOG_PROBS],
-        l_old=packed[OLD_LOG_PROBS],
-        mask=packed[RESPONSE_MASK].bool(),
-        offsets=data[RESPONSE_MASK].offsets(),
-        entropy=packed.get(ENTROPY),
-        agreement=packed.get(AGREEMENT),
+        l_infer=packed[names.ROLLOUT_LOG_PROBS],
+        l_old=packed[names.OLD_LOG_PROBS],
+        mask=packed[names.RESPONSE_MASK].bool(),
+        offsets=data[names.RESPONSE_MASK].offsets(),
+        entropy=packed.get(names.ENTROPY),
+        agreement=packed.get(names.AGREEMENT),
         lag=lag,
     )
 
 
-def packed_like_mask(data: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+def packed_like_mask(data: Mapping[str, Tensor], fields: tuple[str, ...]) -> dict[str, Tensor]:
     """Returns name -> [N] values of the nested fields in `data`, which must have the row lengths of response_mask.
 
     Raises:
         BatchError: a field has other row lengths.
     """
-    mask = data[RESPONSE_MASK]
-    packed = {name: data[name].values() for name in names if name in data}
+    mask = data[names.RESPONSE_MASK]
+    packed = {name: data[name].values() for name in fields if name in data}
     for name, values in packed.items():
         if values.shape != mask.values().shape or not torch.equal(data[name].offsets(), mask.offsets()):
             raise BatchError(
@@ -94,12 +85,15 @@ def pick_rows(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
     ends = tokens.offsets.tolist()
     places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
     lengths = tokens.offsets.diff()[list(rows)]
-    lag = tokens.lag
     return Tokens(
         **{name: values[places] for name, values in tokens.per_token().items()},
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        lag=None if lag is None else Lag(lag.newest[list(rows)], lag.oldest[list(rows)]),
+        lag=pick_lag(tokens.lag, rows),
     ), places
+
+
+def pick_lag(lag: Lag | None, rows: Sequence[int]) -> Lag | None:
+    return None if lag is None else Lag(lag.newest[list(rows)], lag.oldest[list(rows)])
 
 
 def filter_batch(
@@ -115,11 +109,11 @@ def filter_batch(
     """
     packed = packed_like_mask(data, FILTER_FIELDS)
     return FilterBatch(
-        tokens=replace(tokens, mask=packed[RESPONSE_MASK].bool()),
+        tokens=replace(tokens, mask=packed[names.RESPONSE_MASK].bool()),
         keys=keys,
-        rewards_B=tokens.row_sums(packed[REWARDS]),
-        advantages_N=packed[ADVANTAGES],
-        responses_N=packed[RESPONSES],
+        rewards_B=tokens.row_sums(packed[names.REWARDS]),
+        advantages_N=packed[names.ADVANTAGES],
+        responses_N=packed[names.RESPONSES],
         max_response_length=models.rollout.response_length,
         eos_ids=end_tokens(models.model.path) | {tokenizer.eos_token_id},
         agreement_N=tokens.agreement,

@@ -12,7 +12,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import LOOP_METRICS, ROLLOUT_ROUTES
 from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows
 from verl_ext.features.routing import SHARE, sglang_returns_routing
-from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here
+from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here, rollout_name
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer.queue import get_fields
 
@@ -119,13 +119,12 @@ class CapturedRouting:
         self._expect_left_out(counts, config)
         wrong = _wrong(counts)
         if replay_mode(config) == "R3" and counts.tokens and not self._believed:
-            name = OmegaConf.select(config, "actor_rollout_ref.rollout.name") or "vllm"
-            kernel = f"{ROLLOUTS[name]}'s kernel"
-            modular = f"{ENGINE_KWARGS}.{name}.{MODULAR[name]}"
+            name = rollout_name(config)
             raise HookError(
                 f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values()).removesuffix('.')}",
                 fix=(f"{replay_setting(config)}=disabled",),
-                otherwise=f"if {kernel} does not return its experts, choose a kernel that does, {modular}",
+                otherwise=f"if {ROLLOUTS[name]}'s kernel does not return its experts, choose a kernel that does, "
+                f"{ENGINE_KWARGS}.{name}.{MODULAR[name]}",
             )
         new = {name: said for name, said in wrong.items() if name not in self._told}
         if counts.believed and "unknown" in new:  # only a few: router/unknown shows them

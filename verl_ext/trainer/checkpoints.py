@@ -135,7 +135,7 @@ def step_of(folder: Path) -> int:
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Writes the guard's state, before verl's own files: the checkpoint that verl names the latest then has it."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / STATE_FILE, state)
+    _replace(folder / STATE_FILE, json.dumps(state))
 
 
 def load_state(folder: Path) -> dict[str, Any] | None:
@@ -158,7 +158,8 @@ def load_state(folder: Path) -> dict[str, Any] | None:
 
 def save_sizes(folder: Path) -> None:
     """Writes the sizes of verl's files that this machine sees, after verl has written them."""
-    _write(folder / SIZES_FILE, {name: size for name, size in _sizes(folder) if not name.startswith(OURS)})
+    sizes = {name: size for name, size in _sizes(folder) if not name.startswith(OURS)}
+    _replace(folder / SIZES_FILE, json.dumps(sizes))
 
 
 def give_up(root: str | Path, after: int) -> None:
@@ -336,12 +337,8 @@ def _read_json(file: Path) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def _write(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes the file completely or not at all."""
-    _replace(file, json.dumps(content))
-
-
 def _replace(file: Path, text: str) -> None:
+    """Writes the file completely or not at all."""
     part = file.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, file)

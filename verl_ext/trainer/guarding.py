@@ -27,7 +27,6 @@ UNREAD_AFTER = 3  # steps with an update after which every rule must have had it
 
 def build_guard(stability: StabilityConfig) -> Guard:
     settings = stability.guard
-    mask = "correction/dropped" if stability.bands else ""
     return Guard(
         (*stability.rules, *level_rules(settings.level)),
         stop_after=settings.stop_after,
@@ -35,7 +34,7 @@ def build_guard(stability: StabilityConfig) -> Guard:
         cooldown=settings.rollback_cooldown,
         lower_lr=settings.lower_lr,
         boundary=settings.boundary,
-        mask=mask,
+        mask="correction/dropped" if stability.bands else "",
     )
 
 
@@ -43,7 +42,6 @@ class GuardActions:
     """Carries out the decisions of a run's guard.
 
     Args:
-        guard: makes the decisions.
         root: the folder of the run's checkpoints, trainer.default_local_dir.
 
     Attributes:

@@ -38,7 +38,7 @@ from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, segment_sums
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.routing import replayed_field
-from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, log_k_sums, pick_rows, response_tokens
+from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, log_k_sums, pick_lag, pick_rows, response_tokens
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
 HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
@@ -103,18 +103,14 @@ class Stages:
         return drop_fields(replace(batch, fields=batch.fields or list(schema)), self._unread)
 
     def reference_batch(self, batch: KVBatchMeta, features: RunFeatures, *, in_actor: bool) -> KVBatchMeta:
-        """Returns the batch for the reference."""
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
-        return drop_fields(
-            drop_heavy_fields(batch, {replayed_field(features.config)} if in_actor else set()), self._unread
-        )
+        read = {replayed_field(features.config)} if in_actor else set()
+        return drop_fields(drop_heavy_fields(batch, read), self._unread)
 
     def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
-        """Returns the batch for the actor's update."""
         heads = HEAD_FIELDS if features.uses(Part.HEADS_IN_UPDATE) else ()
-        return drop_fields(
-            drop_heavy_fields(batch, {replayed_field(features.config), *SHIFT_FIELDS, *heads}), self._unread
-        )
+        read = {replayed_field(features.config), *SHIFT_FIELDS, *heads}
+        return drop_fields(drop_heavy_fields(batch, read), self._unread)
 
 
 @dataclass(frozen=True)
@@ -238,7 +234,7 @@ class QueueBatch:
             else:
                 names = dict.fromkeys((*FIELDS, LOSS_MASK, *FILTER_FIELDS, *[WEIGHTS] * weighed))
                 data = weights = dict(get_fields(part.batch, list(names)).items())
-                tokens = _sampled_tokens(data, self._lag_of(part.rows))
+                tokens = _sampled_tokens(data, pick_lag(self._lag, part.rows))
             view = self._view(tokens, part.batch.keys, data)
             yield replace(part, offsets=tokens.offsets), view, weights[WEIGHTS].values() if weighed else None
 
@@ -270,7 +266,7 @@ class QueueBatch:
             tokens, places = pick_rows(self._tokens, rows)
             return tokens, self._waiting[WEIGHTS].values()[places] if self._is_weighed else None
         data = dict(get_fields(part_of(self._batch, rows), (*FIELDS, *[WEIGHTS] * self._is_weighed)).items())
-        return response_tokens(data, self._lag_of(rows)), data[WEIGHTS].values() if self._is_weighed else None
+        return response_tokens(data, pick_lag(self._lag, rows)), data[WEIGHTS].values() if self._is_weighed else None
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
@@ -283,10 +279,8 @@ class QueueBatch:
             if self._tokens is not None:
                 yield part, self._tokens
             else:
-                yield part, response_tokens(dict(get_fields(part.batch, names).items()), self._lag_of(part.rows))
-
-    def _lag_of(self, rows: Sequence[int]) -> Lag | None:
-        return None if self._lag is None else Lag(self._lag.newest[list(rows)], self._lag.oldest[list(rows)])
+                data = dict(get_fields(part.batch, names).items())
+                yield part, response_tokens(data, pick_lag(self._lag, part.rows))
 
 
 def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:

@@ -1,7 +1,7 @@
 """The state that our trainers keep from one batch to the next: settings, guard, files, and messages that are printed
 once."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
@@ -175,13 +175,13 @@ class StabilityRun:
             HookError: the batch lacks a field that compute_log_prob should have added.
         """
         features, self._step = self.features, None
-        if not features.uses(Part.ROUTER_COMPARISON) and (counts := sampled_counts(batch, features.config)) is not None:
+        compares = features.uses(Part.ROUTER_COMPARISON)
+        if not compares and (counts := sampled_counts(batch, features.config)) is not None:
             self.judge_routing(counts, counts.metrics, metrics)
         if (share := retracted_share(batch, features.config)) is not None:
             metrics[RETRACTED] = share
             self.actions.carry_out(self._captured.judge_retracted(share, self.guard.step))
         reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
-        compares = features.uses(Part.ROUTER_COMPARISON)
         checks = compares or replay_mode(features.config) == "R3"
         sums = [names.ROUTER_SUMS] * compares + [names.HEAD_SUMS] * reads_heads + [names.ROUTE_SUM] * checks
         if features.uses(Part.MEASURE):
@@ -226,11 +226,6 @@ class StabilityRun:
         if self.dump is not None:
             self.dump.write(batch, tokenizer, skipped=refused.reason if refused else "")
         return batch
-
-    def look_at_sync(self, handles: Sequence[Any]) -> None:
-        """Checks after a weight sync that it reached the servers behind these handles."""
-        if self.canary is not None:
-            self.actions.carry_out(self.canary.after_sync(self.guard.step, handles))
 
     def update_batch(self, batch: KVBatchMeta) -> KVBatchMeta:
         """Returns the batch for the actor's update: a copy.

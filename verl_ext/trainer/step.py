@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
+from verl_ext.base import names
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import (
-    FILTER_SCALE,
-    FIRST_PASS,
-    LAG,
-    OLD_LOG_PROBS,
-    RESPONSE_MASK,
-    ROLLOUT_LOG_PROBS,
-    UPDATE,
-    WEIGHTS,
-)
 from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply_filters, merge_tallies
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.mismatch import advantage_metrics, count_non_finite
@@ -172,7 +163,7 @@ class Step:
             bad += count_non_finite(found.l_infer, found.mask)
             self._put(batch, block, found, None)
         _require_generated(tokens)
-        decision = self._guard.judge(metrics, {ROLLOUT_LOG_PROBS: bad})
+        decision = self._guard.judge(metrics, {names.ROLLOUT_LOG_PROBS: bad})
         unmeasured = Measured(None, {}, tokens=tokens, kept=tokens, non_finite=0)
         return self._add_refusal(decision, unmeasured, due=self._actions.due)
 
@@ -180,22 +171,22 @@ class Step:
         """Measures as `core.measure.measure`, and puts the weights into the batch; returns field -> its values on
         generated tokens that are NaN or infinite, too."""
         corrections, breakdown = self._stability.corrections(tightened=narrowed), self._stability.breakdown
-        gathered, bad = list[Gathered](), {ROLLOUT_LOG_PROBS: 0, OLD_LOG_PROBS: 0}
+        gathered, bad = list[Gathered](), {names.ROLLOUT_LOG_PROBS: 0, names.OLD_LOG_PROBS: 0}
         for block, tokens in batch.blocks(by_sign=breakdown):
             origin = gathered[-1].origin if gathered else None
             weight, part = gather(tokens, corrections, breakdown=breakdown, origin=origin)
             gathered.append(part)
             if part.non_finite:
-                bad[ROLLOUT_LOG_PROBS] += count_non_finite(tokens.l_infer, tokens.mask)
-                bad[OLD_LOG_PROBS] += count_non_finite(tokens.l_old, tokens.mask)
+                bad[names.ROLLOUT_LOG_PROBS] += count_non_finite(tokens.l_infer, tokens.mask)
+                bad[names.OLD_LOG_PROBS] += count_non_finite(tokens.l_old, tokens.mask)
             self._put(batch, block, tokens, weight)
         _require_generated(sum(part.tokens for part in gathered))
         return put_together(gathered, corrections), bad
 
     def _put(self, batch: Batch, block: Block, tokens: Tokens, weight: Tensor | None) -> None:
-        fields = {} if weight is None else {WEIGHTS: weight}
+        fields = {} if weight is None else {names.WEIGHTS: weight}
         if tokens.lag is not None and self._features.uses(Part.LOSS):
-            fields[LAG] = tokens.lag.buckets()[tokens.row_of_token()]
+            fields[names.LAG] = tokens.lag.buckets()[tokens.row_of_token()]
         if fields:
             batch.put(block, fields)
 
@@ -210,7 +201,7 @@ class Step:
             tally = merge_tallies(tallies)
             while waiting and not tally.empty:
                 filtered, keep_N = waiting.pop()
-                batch.put(filtered, {RESPONSE_MASK: keep_N})
+                batch.put(filtered, {names.RESPONSE_MASK: keep_N})
         metrics.update(tally.metrics)
         for name, key in tally.examples.items():
             print(f"verl_ext: step {step}: filter {name} dropped tokens of {key}", flush=True)
@@ -230,8 +221,8 @@ class Step:
         if decision.refusal is None and due:
             event = refusal(self._guard.step, "due", f"a rollback or stop is due: {due}")
         elif decision.refusal is None and measured.kept == 0:
-            names = " and ".join(self._stability.correction_names)
-            event = refusal(self._guard.step, "correction", f"{names} dropped all {measured.tokens} tokens of {of}")
+            dropping = " and ".join(self._stability.correction_names)
+            event = refusal(self._guard.step, "correction", f"{dropping} dropped all {measured.tokens} tokens of {of}")
         else:
             return decision
         return Decision((*decision.events, event))
@@ -258,11 +249,11 @@ def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dic
     """Returns the requests to the workers that go with an update of the batch, by name of base.names."""
     # FILTER_SCALE is for the losses that divide by a number of trajectories, dropped ones included: worker_loss.
     asked: dict[str, Any] = {
-        FILTER_SCALE: outcome.filter_scale,
-        UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
+        names.FILTER_SCALE: outcome.filter_scale,
+        names.UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
     }
     if features.uses(Part.MEASURE_IN_UPDATE):
-        asked[FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}
+        asked[names.FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}
     return asked
 
 

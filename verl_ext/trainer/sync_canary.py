@@ -355,8 +355,9 @@ class CanaryRun:
 
     def after_update(self, step: int, workers: Any) -> None:
         """Scores while the workers have the engine to themselves: at the sync they may give way to the rollout."""
-        due = self._trajectories is not None and self.canary.is_due(step)
-        self._train = self._trajectories.score_in_workers(workers) if due and self._trajectories else None
+        self._train = None
+        if self._trajectories is not None and self.canary.is_due(step):
+            self._train = self._trajectories.score_in_workers(workers)
 
     def after_sync(self, step: int, handles: Sequence[Any]) -> Decision:
         """Checks the sync of this step; `metrics` are what it logs.

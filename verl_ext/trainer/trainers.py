@@ -30,7 +30,6 @@ else:
     VerlTrainer = object  # the classes below name verl's
 
 CANARY_TIMER = "sync_canary"  # timing_s/sync_canary, what it costs a step
-ACTOR_ROLES = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
 
 
 class StabilityMixin(VerlTrainer):
@@ -80,10 +79,12 @@ class StabilityMixin(VerlTrainer):
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        if self.stability_run.canary:
+        run = self.stability_run
+        if run.canary:
             with marked_timer(CANARY_TIMER, self.timing_raw):
                 # The last manager: in separate_async it has the synchronised servers, which never sleep.
-                self.stability_run.look_at_sync(self._rollout_server_managers()[-1].server_handles)
+                handles = self._rollout_server_managers()[-1].server_handles
+                run.actions.carry_out(run.canary.after_sync(run.guard.step, handles))
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.stability_run.features.uses(Part.VERSIONS) and self.local_trigger_step == 0:
@@ -158,7 +159,7 @@ def replace_workers(role_worker_mapping: dict[Role, Any], features: RunFeatures)
     if not features.own_workers:
         return
     workers: Mapping[type, type] = ROUTING_WORKERS if features.uses(Part.ROUTERS) else LOSS_WORKERS
-    for role in ACTOR_ROLES:
+    for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
         if role in role_worker_mapping:
             verl_worker = actor_class(role_worker_mapping[role])
             patch("stability_workers", role_worker_mapping, role, ray.remote(workers[verl_worker]))

@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ class TrajectoryLog:
     So the newest half of the allowance is always there, and up to as much again from before.
 
     Args:
-        path, settings: see there.
         resumed: the step after which a resumed run continues: lines of later steps are removed, because it writes them
             again. 0 for a new run, which starts empty.
     """
@@ -103,7 +101,6 @@ class Dump:
             say(f"no more trajectories are written; the run continues: {error!r}")
 
     def close(self) -> None:
-        """Stops writing."""
         log, self._log = self._log, None
         if log is not None:
             log.close()
@@ -138,16 +135,15 @@ class ChosenTrajectory:
 
 
 def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[ChosenTrajectory]:
-    """Chooses the trajectories of a measured batch that are written."""
     rows = choose_shown(*batch.log_k_sums(), count, step, batch.added)
     if not rows:
         return []
     tokens, weight = batch.tokens_of(list(rows))
-    parts = [slice(*span) for span in pairwise(tokens.offsets.tolist())]
-    return [
-        ChosenTrajectory(row, why, pick_rows(tokens, [place])[0], None if weight is None else weight[part])
-        for place, ((row, why), part) in enumerate(zip(rows.items(), parts, strict=True))
-    ]
+    chosen = []
+    for place, (row, why) in enumerate(rows.items()):
+        own, places = pick_rows(tokens, [place])
+        chosen.append(ChosenTrajectory(row, why, own, None if weight is None else weight[places]))
+    return chosen
 
 
 def choose_shown(

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
@@ -109,16 +110,15 @@ class Watch:
         signal.signal(SIGNAL, self._before)
         if isinstance(error, UserError | ray.exceptions.RayActorError):  # it names the actor, and Ray's the reason
             return
-        if isinstance(error, Exception):  # a death may have caused it
+        cause = error if isinstance(error, Exception) else None
+        if cause is not None:  # a death may have caused it
             with contextlib.suppress(ray.exceptions.RayError):
                 self._died = _died(self._answerable(), LATE_S)
         elif not isinstance(error, KeyboardInterrupt):
             return
         if self._died:
-            waits = "" if isinstance(error, Exception) else ", and verl would wait for its answers without end"
-            raise worker_died(f"{self._died}{waits}", self._folder) from (
-                error if isinstance(error, Exception) else None
-            )
+            waits = ", and verl would wait for its answers without end" if cause is None else ""
+            raise worker_died(f"{self._died}{waits}", self._folder) from cause
 
     def _look_on(self) -> None:
         if ray.is_initialized():
@@ -214,8 +214,9 @@ def places(actor: Any) -> list[str]:
     # Ray calls this in another thread than that of the actor's event loop, which all_tasks would need.
     # By type: isinstance looks through a weak proxy, and raises if its object is gone.
     tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
-    found = [_place(list(_awaited_frames(task.get_coro())), (_is_users, _is_verls)) for task in tasks]
-    found += [_place(list(_frames_of(frame))[::-1], (_is_users,)) for frame in sys._current_frames().values()]
+    found = [_place(list(_awaited_frames(task.get_coro()))[::-1], (_is_users, _is_verls)) for task in tasks]
+    for innermost in sys._current_frames().values():
+        found.append(_place([frame for frame, _ in traceback.walk_stack(innermost)], (_is_users,)))
     return [place for place in found if place]
 
 
@@ -256,18 +257,10 @@ def _awaited_frames(coroutine: Any) -> Iterator[FrameType]:
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
 
 
-def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields the frames of a thread, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def _place(frames: list[FrameType], owners: tuple[Callable[[str], bool], ...]) -> str:
-    """Returns the innermost of these frames (given outermost first) in the code of the first owner that has any of
-    them."""
+    """Returns the first of these frames, the innermost first, in the code of the first owner that has any of them."""
     for is_owners in owners:
-        for frame in reversed(frames):
+        for frame in frames:
             file = frame.f_code.co_filename
             if is_owners(file):
                 return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"

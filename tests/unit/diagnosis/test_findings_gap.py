@@ -82,9 +82,11 @@ CASES = [
     ("gap_level.close", None, {SIZE: [0.01] * 10}),
     ("gap_level.close", None, {CORRELATION: [0.999] * 10}),
     ("gap_level.none", None, {K3: [1e-9] * 10}),
-    ("engines_related.unrelated", 1, {K3: [5.0, 0.1, 0.1]}),
-    ("engines_related.unrelated", 1, {CORRELATION: [0.1, 0.9, 0.9]}),
-    ("engines_related.related", None, {K3: [0.1, 5.0, 5.0]}),
+    ("gap_at_once.unrelated", 1, {K3: [5.0, 0.1, 0.1]}),
+    ("gap_at_once.unrelated", 1, {CORRELATION: [0.1, 0.9, 0.9]}),
+    ("gap_at_once.apart", 1, {K3: [0.1, 5.0, 5.0]}),
+    ("gap_at_once.close", 1, {K3: [0.001, 5.0, 5.0]}),
+    ("gap_at_once.close", None, {CORRELATION: [0.999, 0.1, 0.1]}),
     ("gap_started.at_once", None, {SIZE: wave(0.1)}),
     ("gap_started.in_part", None, {SIZE: then(0.01, 0.1, 5)}),
     ("gap_started.with_updates", None, {SIZE: grows(1e-3, 0.1)}),
@@ -161,7 +163,7 @@ def test_every_level_has_a_case():
     [
         ("gap_level", {REWARD: [0.5] * 40}, 1),
         ("gap_level", {K3: [math.nan] * 40}, 1),
-        ("engines_related", {K3: [5.0] * 40}, 51),  # a resumed run does not know how it began
+        ("gap_at_once", {K3: [5.0] * 40}, 51),  # a resumed run does not know how it began
         ("gap_started", {SIZE: [0.1] * 40}, 51),
         ("gap_started", {SIZE: [0.1] * 40, STALENESS: [4.0] * 40}, 1),  # nor does one whose rollouts are old
         ("gap_started", {K3: [1e-9] * 40}, 1),

@@ -11,6 +11,7 @@ LONGEST, SHORTEST = "response_length/max", "response_length/min"
 MOST_CUT, MANY_CUT = 0.5, 0.2  # shares of the answers
 EXPLODED = 2.5  # times the shortest level before
 GREW = 1.5  # times the length at the start
+SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
 ALIKE = 1e-3  # relative spread of lengths that are all the limit
 FEWEST = 3  # readings of a length
 
@@ -124,12 +125,13 @@ def length_exploded(run: Readings) -> Seen:
 
 @finding("length_collapsed", "collapsed | no", family="length", needs=(LENGTH,))
 def length_collapsed(run: Readings) -> Seen:
-    """Answers have become very short, while the reward did not gain by it."""
-    found = needed(_lengths(run))
-    _, first, _, now = found
+    """Answers have become very short, while the reward did not gain by it, or nothing is left of them."""
+    series, first, _, now = needed(_lengths(run))
     course = course_of(run)
-    if now < first / (2 * EXPLODED) and (course is None or course.falls or course.rise < SURE):
-        return "collapsed", f"answers shrank from {first:.0f} to {now:.0f} tokens"
+    gained = course is not None and not course.falls and course.rise >= SURE
+    if now < first / (VANISHED if gained else SHRANK):
+        step = int(series.steps[min(holds_from(series.values < first / SHRANK, 0.8), len(series.steps) - 1)])
+        return "collapsed", f"answers shrank from {first:.0f} to {now:.0f} tokens", step
     return "no", f"answers are {now / max(first, 1e-9):.2g} times as long as at the start"
 
 

@@ -158,29 +158,33 @@ def gap_level(run: Readings) -> Seen:
     return level, f"{said.name} is {_number(now_of(said.series))} ({now_label(said.series)})"
 
 
+def _apart(gap: Gap, run: Readings) -> float:
+    """Returns the value from which rounding no longer explains this gap."""
+    return sound_level(run) if gap.measure.name == K3 else gap.measure.apart
+
+
 def _level_of(gap: Gap, run: Readings) -> str:
     now = abs(now_of(gap.series))
-    apart = sound_level(run) if gap.measure.name == K3 else gap.measure.apart
     if now > gap.measure.broken:
         return "broken"
-    return "apart" if now > apart else "none" if now**gap.measure.power <= AGREE else "close"
+    return "apart" if now > _apart(gap, run) else "none" if now**gap.measure.power <= AGREE else "close"
 
 
-@finding("engines_related", "unrelated | related", family="gap_level", needs=(K3, CORRELATION))
-def engines_related(run: Readings) -> Seen:
-    """Whether the engines compute the same function, by the first step whose rollouts are as new as the policy."""
-    first = _first_fresh(run)
-    correlation = run.get(CORRELATION)
+@finding("gap_at_once", "unrelated apart | close", family="gap_level", needs=(K3, CORRELATION))
+def gap_at_once(run: Readings) -> Seen:
+    """The gap in the first step whose rollouts are as new as the policy: whether the engines compute the same
+    function."""
+    first, correlation = _first_fresh(run), run.get(CORRELATION)
     if first is None and correlation is None:
         return None
-    if first is not None:
-        gap, value = first
-        if abs(value) > gap.measure.broken:
-            return "unrelated", f"{gap.name} was {_number(value)} in the first step", int(gap.series.steps[0])
     if correlation is not None and correlation.steps[0] <= FIRST and correlation.values[0] < RELATED:
         text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
         return "unrelated", text, int(correlation.steps[0])
-    return "related", "the engines computed about the same in the first step"
+    if first is None:
+        return "close", f"probabilities had a correlation of {needed(correlation).values[0]:.3g} at first"
+    gap, value = first
+    level = "unrelated" if abs(value) > gap.measure.broken else "apart" if abs(value) > _apart(gap, run) else "close"
+    return level, f"{gap.name} was {_number(value)} in the first step", int(gap.series.steps[0])
 
 
 def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
@@ -244,10 +248,11 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
         power: of the share, so that it is one of a mean |log k|.
     """
     first = readings[:FIRST][readings[:FIRST, 0] <= FIRST]
+    stale = stale_steps(run)
+    first = first[first[:, 1] > 0]  # a gap of exactly 0 was not measured
+    fresh = first[[step not in stale for step in first[:, 0]]]
     if not len(first):
         return None
-    stale = stale_steps(run)
-    fresh = first[[step not in stale for step in first[:, 0]]]
     early = (fresh if len(fresh) else first)[:, 1] ** power
     for count in range(1, len(early)):
         if early[:count].max() < MOVED * 2 * early[count:].min():
@@ -320,7 +325,7 @@ def gap_grew(run: Readings) -> Seen:
     calm = float(np.median(heights[:part]))
     now = float(np.median(heights[-5:]))
     levels = [float(np.median(each)) for each in np.array_split(heights, min(8, len(heights) // 2))]
-    apart = (sound_level(run) if gap.measure.name == K3 else gap.measure.apart) ** gap.measure.power
+    apart = _apart(gap, run) ** gap.measure.power
     text = (
         f"{gap.name} went from {_number(float(np.median(gap.series.values[:part])))} to {_number(now_of(gap.series))}"
     )

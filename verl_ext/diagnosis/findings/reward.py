@@ -60,6 +60,7 @@ FEW = 12  # readings up to which the order of the readings decides, because nois
 SAME = 1e-6  # of the scale; a smaller spread is rounding
 SMALL = 0.05  # spread of the rewards, as a share of their mean: too little to learn from
 CEILING = 0.9  # share of what the best answers get
+SURE_CEILING = 0.95  # of rewards from 0 to 1, if it is not known what the best answers get
 MOSTLY = 0.8  # share of the steps
 MOST_DEAD = 0.6  # share of the groups
 
@@ -269,7 +270,9 @@ def reward_flat(run: Readings) -> Seen:
         return "rose", text
     if course.rise >= LIKELY:
         return "rose_little", f"{text}, which noise may be"
-    if run.get(MOST) is not None and course.now > CEILING * float(run.values(MOST).max()) > 0:
+    most, values = run.values(MOST), series.values
+    known = most.size > 0 and course.now > CEILING * most.max() > 0
+    if known or (not most.size and 0 <= values.min() <= values.max() <= 1 and course.now > SURE_CEILING):
         return "at_ceiling", f"{text}, near the best that an answer gets"
     return "flat", f"{text}: no more than noise"
 

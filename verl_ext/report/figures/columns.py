@@ -126,11 +126,8 @@ def share_chart(run: Run) -> alt.LayerChart | None:
         for place, (name, seconds) in enumerate(parts.items())
         for i in np.flatnonzero(count).tolist()
     ]
-    colour = (
-        alt.Color("stage:N")
-        .scale(domain=list(parts), range=[colours[name] for name in parts])
-        .legend(columns=LEGEND_COLUMNS)
-    )
+    scale = alt.Scale(domain=list(parts), range=[colours[name] for name in parts])
+    colour = alt.Color("stage:N", scale=scale, legend=alt.Legend(columns=LEGEND_COLUMNS))
     bars = (
         alt.Chart(data(values))
         .mark_rect(stroke=None)

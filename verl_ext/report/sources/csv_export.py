@@ -27,11 +27,7 @@ TRUTH = {"true": 1.0, "false": 0.0}
 
 
 class CsvSource:
-    """One run of a CSV export.
-
-    Args:
-        which: the number of the run in a chart's export, counted from 1 in the order of the columns.
-    """
+    """One run of a CSV export; `which` is its number in a chart's export, from 1 in the order of the columns."""
 
     def __init__(self, path: Path, which: int | None):
         self.files = (path,)

@@ -35,7 +35,6 @@ class JsonlSource:
         # --run-dir of `verl-ext submit` names every run's file metrics.jsonl
         self.name = path.resolve().parent.name.lstrip(".") if path.stem == "metrics" else path.stem
         self._lines = JsonLines(path, self._take, self._start_over)
-        self._start_over()
 
     def _start_over(self) -> None:
         self._table = MetricTable(rows_are_units=True)
@@ -94,7 +93,6 @@ class EventReader:
     def __init__(self, path: Path):
         self.path = path
         self._lines = JsonLines(path, self._take, self._start_over)
-        self._start_over()
 
     def _start_over(self) -> None:
         self._events: list[Event] = []
@@ -149,7 +147,7 @@ class JsonLines:
 
     Args:
         take: called with each record; returns False if it does not understand it.
-        start_over: called when the file has been replaced.
+        start_over: called before the first record, and again when the file has been replaced.
 
     Attributes:
         broken: number of lines of which a part could not be read, except for a cut last line.
@@ -160,15 +158,12 @@ class JsonLines:
         self.path = path
         self._take = take
         self._start_over = start_over
-        self._file = GrowingFile(path, self._read_lines, self._read_tail, self._replaced)
-        self._reset()
+        self._file = GrowingFile(path, self._read_lines, self._read_tail, self._begin)
+        self._begin()
 
-    def _reset(self) -> None:
+    def _begin(self) -> None:
         self.broken = self.first_broken = 0
         self._lines = 0
-
-    def _replaced(self) -> None:
-        self._reset()
         self._start_over()
 
     def note(self) -> tuple[str, ...]:

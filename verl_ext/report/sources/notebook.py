@@ -25,9 +25,9 @@ class Notebook:
         except (ValueError, RecursionError, AttributeError) as error:
             raise ReportError(f"this is not a whole notebook ({error})") from None
         printed, tables = "", ""
-        for output in _outputs(cells):
-            printed += output.get("text", "") + "\n"
-            tables += output.get("html", "")
+        for plain, html in _outputs(cells):
+            printed += plain + "\n"
+            tables += html
         text_bytes = printed.encode("utf-8", errors="replace")
         for form in FORMATS:
             if not form.document and (rows := list(rows_in(text_bytes, form()))):
@@ -37,15 +37,13 @@ class Notebook:
             yield from _Table.rows_of(tables)
 
 
-def _outputs(cells: Any) -> Iterator[dict[str, str]]:
+def _outputs(cells: Any) -> Iterator[tuple[str, str]]:
+    """Yields what the cells show, as text and as HTML."""
     for cell in cells if isinstance(cells, list) else ():
         outputs = cell.get("outputs") if isinstance(cell, dict) else None
         for output in outputs if isinstance(outputs, list) else ():
             data = output.get("data") if isinstance(output.get("data"), dict) else {}
-            yield {
-                "text": _joined(output.get("text")) + _joined(data.get("text/plain")),
-                "html": _joined(data.get("text/html")),
-            }
+            yield _joined(output.get("text")) + _joined(data.get("text/plain")), _joined(data.get("text/html"))
 
 
 def _joined(text: Any) -> str:

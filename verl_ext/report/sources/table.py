@@ -82,29 +82,6 @@ class _Units:
         return np.flatnonzero(~self.validation)
 
 
-@dataclass(frozen=True)
-class _Resumes:
-    """The rows of a resumed run that count.
-
-    Attributes:
-        keep: by row, whether it is valid.
-        again: steps that were trained, and then trained again.
-        gone: steps without a valid row: the resumed run has not reached them.
-    """
-
-    keep: np.ndarray
-    again: np.ndarray
-    gone: np.ndarray
-
-    def notes(self, steps: np.ndarray) -> list[str]:
-        notes = []
-        if self.again.size:
-            notes.append(f"{_spans(self.again, steps)} logged twice (the run was resumed); the later values count")
-        if self.gone.size:
-            notes.append(f"{_spans(self.gone, steps)} logged before the run was resumed, and not since: left out")
-        return notes
-
-
 class MetricTable:
     """Rows of (step, values by name); 12 bytes per value.
 
@@ -190,18 +167,16 @@ class MetricTable:
         number = chosen_run(which, runs)
         chosen = slice(starts[number - 1], starts[number])
         first, last = (int(np.searchsorted(unit_of_row, unit)) for unit in (chosen.start, chosen.stop))
-        found = _valid_rows(
+        keep = np.zeros(steps.size, bool)
+        keep[first:last], gone, notes = _valid_rows(
             units[chosen], unit_of_row[first:last] - chosen.start, steps[first:last], validation[first:last]
         )
-        keep = np.zeros(steps.size, bool)
-        keep[first:last] = found.keep
-        notes = found.notes(steps[first:last])
         if runs > 1 and which is None:
             all_others = f"--run 1 to --run {runs - 1} (or FILE:1 to FILE:{runs - 1}) show the others"
             other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
             notes.insert(0, f"the file has {runs} runs, this is the last; {other}")
         run_steps = np.unique(steps[keep])
-        return TableRun(run_steps, self._series(steps, keep, run_steps), found.gone, tuple(notes), number, runs)
+        return TableRun(run_steps, self._series(steps, keep, run_steps), gone, tuple(notes), number, runs)
 
     def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
         """Returns the units, and the unit of each row."""
@@ -267,14 +242,18 @@ def _run_starts(units: _Units) -> list[int]:
     return starts
 
 
-def _valid_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, validation: np.ndarray) -> _Resumes:
-    """Returns which rows of one run are valid. All but `units` are by row."""
+def _valid_rows(
+    units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, validation: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Returns which rows of one run are valid, the steps that have no valid row, and notes. All but `units` are by row.
+
+    A step has no valid row if the run was resumed before it, and has not reached it again.
+    """
     training = units.training()
     low, high = units.low[training], units.high[training]
     back = np.flatnonzero(low[1:] < high[:-1]) + 1
     if not back.size:
-        none = steps[:0]
-        return _Resumes(np.ones(steps.size, bool), none, none)
+        return np.ones(steps.size, bool), steps[:0], []
     highest = np.iinfo(np.int64).max
     lows = np.append(np.where(units.validation, highest, units.low), highest)
     lowest_later = np.minimum.accumulate(lows[::-1])[::-1][1:]
@@ -287,7 +266,13 @@ def _valid_rows(units: _Units, unit_of_row: np.ndarray, steps: np.ndarray, valid
     order = np.argsort(steps[trained], kind="stable")  # attempts stay in order within a step
     of_step, attempt = steps[trained][order], attempt[order]
     twice = (of_step[1:] == of_step[:-1]) & (attempt[1:] != attempt[:-1])
-    return _Resumes(keep, np.unique(of_step[1:][twice]), np.setdiff1d(steps[~keep], steps[keep]))
+    again, gone = np.unique(of_step[1:][twice]), np.setdiff1d(steps[~keep], steps[keep])
+    notes = []
+    if again.size:
+        notes.append(f"{_spans(again, steps)} logged twice (the run was resumed); the later values count")
+    if gone.size:
+        notes.append(f"{_spans(gone, steps)} logged before the run was resumed, and not since: left out")
+    return keep, gone, notes
 
 
 def _spans(some: np.ndarray, steps: np.ndarray) -> str:

@@ -107,12 +107,7 @@ def first_step(path: Path, form: type[Format]) -> int:
 
 
 class TextSource:
-    """The metrics in one or several texts of a run, and how its processes ended.
-
-    Args:
-        paths: the files, in the order in which they were written.
-        form: the format of all of them.
-    """
+    """The metrics in one or several texts of a run, in the order of their writing, and how its processes ended."""
 
     def __init__(self, paths: Sequence[Path], form: type[Format]):
         self.files = tuple(paths)
