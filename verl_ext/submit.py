@@ -38,7 +38,6 @@ RUN_DIR, OVERRIDES = "verl_ext_run_dir", "verl_ext_overrides"  # keys of a job's
 METRICS = "VERL_FILE_LOGGER_PATH"
 # Files that go to the run's folder unless the user names another place: setting -> its contents.
 PLACES = {"trainer.default_local_dir": "checkpoints", "hydra.run.dir": "Hydra's output", METRICS: "metrics"}
-HIDDEN = "(hidden)"
 # The parts of a variable's value that Ray may replace. `update_envs` of ray/_private/utils.py (2.60) calls
 # os.path.expandvars, whose pattern this is, and then removes each `${NAME}` that the node lacks. There is no escape.
 REFERENCE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
@@ -188,7 +187,7 @@ def build_job(
 
 def shown(job: Job, env: Sequence[str]) -> dict[str, Any]:
     """Returns the request without the values that the user gave with `env`: they may be secrets."""
-    hidden = {item.partition("=")[0]: HIDDEN for item in env}
+    hidden = {item.partition("=")[0]: "(hidden)" for item in env}
     runtime_env = job.runtime_env | {"env_vars": job.runtime_env["env_vars"] | hidden}
     return {"entrypoint": job.entrypoint, "runtime_env": runtime_env}
 

@@ -24,7 +24,11 @@ class Series:
     values: np.ndarray  # float64, same length
 
     def finite(self) -> "Series":
-        keep = np.abs(self.values) < LARGEST
+        return self.within(np.inf)
+
+    def within(self, largest: float) -> "Series":
+        """Returns the readings that are smaller than this, of either sign."""
+        keep = np.abs(self.values) < largest
         return Series(self.steps[keep], self.values[keep])
 
     def converted(self, alias: Alias) -> "Series":
@@ -66,7 +70,7 @@ class Readings:
         self.ending = ending
         self.answers: dict[Callable[..., Any], Any] = {}  # of functions that are `once_a_run`
         self._logged = {name: found for name, found in series.items() if found.steps.size}
-        finite = {name: found.finite() for name, found in self._logged.items()}
+        finite = {name: found.within(LARGEST) for name, found in self._logged.items()}
         self._finite = {name: found for name, found in finite.items() if found.steps.size}
 
     @classmethod

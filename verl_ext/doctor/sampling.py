@@ -10,7 +10,6 @@ from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
 CORRECTION = "algorithm.rollout_correction"
-POLICY_LOSS = f"{ACTOR}.policy_loss"
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 
 
@@ -118,7 +117,7 @@ def bypass_mode(context: Context) -> Iterable[CheckResult]:
         return
     asked = {name: context.get(f"{CORRECTION}.{name}") for name in USUAL}
     ignored = [f"{name}={value}" for name, value in asked.items() if value != USUAL[name]]
-    if not ignored or context.get(f"{POLICY_LOSS}.loss_mode") == "bypass_mode":
+    if not ignored or context.get(f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
         yield ok("bypass mode, and no correction that verl would leave out")
         return
     why = "verl 0.9.1's trainer does not correct there (verl issue 4912); its bypass loss does, and so do our masks"

@@ -100,18 +100,16 @@ def vocabulary(context: Context) -> Iterable[CheckResult]:
     tokens = context.tokenizer_length
     if rows is None:
         return
+    found = f"vocab_size={rows}, len(tokenizer)={tokens}"
     if rows < tokens:
-        why = "ids past the vocabulary have no embedding; use the model's own tokenizer"
-        yield warning(f"vocab_size={rows}, len(tokenizer)={tokens}", why)
+        yield warning(found, "ids past the vocabulary have no embedding; use the model's own tokenizer")
     elif rows == tokens:
         yield ok(f"vocab_size={rows}, as many as the tokenizer has")
     else:
         log_k = math.log(rows / tokens)
         why = f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio"
         level = warning if log_k > LARGE else note
-        yield level(
-            f"vocab_size={rows}, len(tokenizer)={tokens}", f"{why}, for a model that has not learnt to avoid them"
-        )
+        yield level(found, f"{why}, for a model that has not learnt to avoid them")
 
 
 def _sizes_error(config: DictConfig, shape: ModelShape | None) -> ConfigError | None:

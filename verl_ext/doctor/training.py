@@ -9,13 +9,13 @@ from verl_ext.doctor.hooks import needs_critic
 from verl_ext.doctor.sampling import CORRECTION
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, BYPASS, MODE
-from verl_ext.launch.packages import TRANSFORMER
+from verl_ext.launch.packages import LAYERS
 
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 BY_SEQUENCE = "seq-mean-token-mean"
 OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
 MENDED = "Megatron-LM PR 5916"
-BALANCING, BIAS_RATE = f"{TRANSFORMER}.moe_router_load_balancing_type", f"{TRANSFORMER}.moe_router_bias_update_rate"
+BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
 # model_type whose routers Megatron-Bridge 0.3.1 gives a bias, with the rate of megatron-core, 0.001.
 BIASED = ("deepseek_v3", "kimi_k2", "nemotron_h")
 ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from verl_ext.doctor.checks import CheckResult, Context, check, note, ok
 from verl_ext.doctor.precision import FSDP, TRANSFORMERS
 from verl_ext.features.verl_config import ROLLOUT, SGLANG_ARGUMENTS
-from verl_ext.launch.packages import TRANSFORMER, source
+from verl_ext.launch.packages import LAYERS, source
 
 DETERMINISM = f"{ROLLOUT}.full_determinism"
 
@@ -77,7 +77,7 @@ SWITCHES = (
         "megatron.core",
         "model_parallel_config.py",
         "deterministic_mode",
-        f"{TRANSFORMER}.deterministic_mode",
+        f"{LAYERS}.deterministic_mode",
         "megatron-core picks deterministic code; Transformer Engine asks for NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
     ),
     Switch(
@@ -85,7 +85,7 @@ SWITCHES = (
         "megatron.core",
         "transformer/transformer_config.py",
         "batch_invariant_mode",
-        f"{TRANSFORMER}.batch_invariant_mode",
+        f"{LAYERS}.batch_invariant_mode",
         "attention takes one split; the kernels of matrix products need set_batch_invariant_mode, which verl 0.9.1 "
         "does not call",
     ),

@@ -299,12 +299,12 @@ def _check_rollback(config: DictConfig, asked: str) -> None:
     trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
     if trainer.save_freq < 1:
         raise ConfigError(f"{asked} has no checkpoint to go back to; set trainer.save_freq")
+    needs_earlier = f"{asked} needs the checkpoint before the last"
     for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         if trainer.get(kept) == 1:
-            raise ConfigError(f"{asked} needs the checkpoint before the last", (f"trainer.{kept}=2",), "more")
+            raise ConfigError(needs_earlier, fix=(f"trainer.{kept}=2",), otherwise="more")
     if trainer.get("remove_previous_ckpt_in_save"):
-        fix = ("trainer.remove_previous_ckpt_in_save=false",)
-        raise ConfigError(f"{asked} needs the checkpoint before the last", fix)
+        raise ConfigError(needs_earlier, fix=("trainer.remove_previous_ckpt_in_save=false",))
     loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
     if missing := {"model", "optimizer"} - set(loaded):
         raise ConfigError(
@@ -312,8 +312,8 @@ def _check_rollback(config: DictConfig, asked: str) -> None:
             f"{checkpoint}.save_contents and load_contents"
         )
     if OmegaConf.select(config, f"{checkpoint}.async_save"):
-        fix = (f"{checkpoint}.async_save=false",)
-        raise ConfigError(f"{asked} cannot tell when a checkpoint is complete", fix)
+        off = f"{checkpoint}.async_save=false"
+        raise ConfigError(f"{asked} cannot tell when a checkpoint is complete", fix=(off,))
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:

@@ -239,11 +239,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def prove(run: RunFeatures, engines: Engines) -> None:
-    """Checks that SGLang's servers decode the experts that they return, whoever reads them.
-
-    Raises:
-        HookError: one does not.
-    """
+    """Checks that SGLang's servers decode the experts that they return, whoever reads them. Raises HookError."""
     from verl_ext.upstream import sglang_server
 
     returns = sglang_returns_routing(run.config)

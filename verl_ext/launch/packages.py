@@ -22,8 +22,8 @@ from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, model_json
 STRATEGY = f"{ACTOR}.strategy"
 MEGATRON = f"{ACTOR}.megatron"
 BRIDGE = f"{MEGATRON}.vanilla_mbridge"
-TRANSFORMER = f"{MEGATRON}.override_transformer_config"
-FUSION = f"{TRANSFORMER}.gradient_accumulation_fusion"
+LAYERS = f"{MEGATRON}.override_transformer_config"
+FUSION = f"{LAYERS}.gradient_accumulation_fusion"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 
 FSDP = ("fsdp", "fsdp2")
@@ -88,18 +88,15 @@ TABLE = (
     Import(BRIDGE, False, ("megatron-bridge", "nvidia-modelopt"), usual=False, engines=("megatron",)),
     Import(BRIDGE, True, ("mbridge",), engines=("megatron",), instead=(f"{BRIDGE}=false",)),
     # attention_backend=flash makes megatron-core leave Transformer Engine only flash-attn (language_module.py).
-    Import(f"{TRANSFORMER}.attention_backend", "flash", ("flash-attn",), usual="flash", engines=("megatron",)),
+    Import(f"{LAYERS}.attention_backend", "flash", ("flash-attn",), usual="flash", engines=("megatron",)),
     # ColumnParallelLinear raises without apex's fused_weight_gradient_mlp_cuda (tensor_parallel/layers.py).
     Import(FUSION, True, ("apex",), engines=("megatron",), instead=(f"++{FUSION}=false",)),
     Import(
-        f"{TRANSFORMER}.moe_enable_deepep",
+        f"{LAYERS}.moe_enable_deepep",
         True,
         ("deep_ep",),
         engines=("megatron",),
-        instead=(
-            f"++{TRANSFORMER}.moe_enable_deepep=false",
-            f"++{TRANSFORMER}.moe_token_dispatcher_type=alltoall",
-        ),
+        instead=(f"++{LAYERS}.moe_enable_deepep=false", f"++{LAYERS}.moe_token_dispatcher_type=alltoall"),
     ),
     # verl/workers/config/model.py; transformers raises the error when it loads the model (modeling_utils.py).
     Import(

@@ -13,12 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS
 from verl_ext.launch.models import ModelShape
-from verl_ext.launch.packages import MEGATRON, TRANSFORMER, sglang_arguments, vllm_arguments
+from verl_ext.launch.packages import LAYERS, MEGATRON, sglang_arguments, vllm_arguments
 
 ARP = "actor_rollout_ref"
 # Values of actor.strategy. verl's others (veomni, torchtitan, automodel, fsdp_turbo) split a model by settings of their
 # own, which nothing here reads.
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
+_get = OmegaConf.select
 
 
 class MissingSizeError(ConfigError):
@@ -63,11 +64,11 @@ def data_parallel_size(config: DictConfig) -> int:
 def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     """Returns the layers of each pipeline stage, by megatron-core's rules (transformer_config.py)."""
     stages = _size(config, f"{MEGATRON}.pipeline_model_parallel_size")
-    first, last = (_get(config, f"{TRANSFORMER}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
+    first, last = (_get(config, f"{LAYERS}.num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
     split = f"{MEGATRON}.pipeline_model_parallel_size={stages}"
     if first is None and last is None:
         accounted = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
-        extra = [int(bool(_get(config, f"{TRANSFORMER}.{setting}"))) for setting in accounted]
+        extra = [int(bool(_get(config, f"{LAYERS}.{setting}"))) for setting in accounted]
         _divide(stages, layers + sum(extra), split, f"the model's {layers} layers, {sum(extra)} more accounted for")
         size = (layers + sum(extra)) // stages
         counts = [size] * stages
@@ -78,7 +79,7 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     middle, left = stages - len(ends), layers - sum(ends)
     if (middle == 0) != (left == 0) or left < 0 or (middle and left % middle):
         raise ConfigError(
-            f"{split} leaves {left} of {layers} layers to {middle} stages; change {TRANSFORMER}."
+            f"{split} leaves {left} of {layers} layers to {middle} stages; change {LAYERS}."
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
     return [*([first] if first is not None else []), *[left // middle] * middle, *([last] if last is not None else [])]
@@ -247,10 +248,6 @@ def ulysses_size(config: DictConfig) -> int:
     """Returns the sequence parallel size; verl reads it from either place."""
     places = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     return max(_get(config, f"{ACTOR}.{place}") or 1 for place in places)
-
-
-def _get(config: DictConfig, name: str) -> Any:
-    return OmegaConf.select(config, name)
 
 
 def _size(config: DictConfig, name: str) -> Any:

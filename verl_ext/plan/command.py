@@ -49,10 +49,7 @@ def add_plan_parser(commands: Any) -> None:
         "--model", help="a model of the table, if actor_rollout_ref.model.path does not end in its name"
     )
     parser.add_argument(
-        "--mean-response",
-        type=float,
-        metavar="TOKENS",
-        help="mean length of a response (default: half of the limit)",
+        "--mean-response", type=float, metavar="TOKENS", help="mean length of a response (default: half of the limit)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     parser.set_defaults(run=run_plan)

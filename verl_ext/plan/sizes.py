@@ -262,10 +262,11 @@ def as_config_errors() -> Iterator[None]:
 
 
 def _model_shape(config: DictConfig, model: str | None) -> ModelShape:
+    path = str(config.actor_rollout_ref.model.path)
     if model:
         return shape_of(model, "--model")
     try:
-        return shape_of(str(config.actor_rollout_ref.model.path))
+        return shape_of(path)
     except ConfigError as error:
         raise ConfigError(f"{error}; name a model of the same shape with --model") from None
 
@@ -281,13 +282,13 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     tensor = parallel_size("tensor_model_parallel_size", 1)
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
-    rollout_gpus = count if shared else whole(config, f"{ROLLOUT}.nnodes") * whole(config, f"{ROLLOUT}.n_gpus_per_node")
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     micro = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     rows = 1 if actor.get(micro) is None else whole(config, f"{ACTOR}.{micro}")
     fraction = "optim.override_optimizer_config.optimizer_offload_fraction"
     offloads = megatron and OmegaConf.select(actor, fraction) is not None
     mixed = None if megatron else OmegaConf.select(engine, "mixed_precision.param_dtype")
+    rollout_gpus = count if shared else whole(config, f"{ROLLOUT}.nnodes") * whole(config, f"{ROLLOUT}.n_gpus_per_node")
     return Sizes(
         shape=shape,
         gpu=gpu,

@@ -129,6 +129,7 @@ class ProbeTrainer(StabilityTrainerSync):
         train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
         head = head_dtypes(rollout, train)
         lengths = [min(len(ids), MOST_ROWS) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
+        # The rollout's states of the first rank's sequences: all ranks of the training engine have as many.
         rollout_rows = {point: rows[: sum(lengths)] for point, rows in joined_passes(rollout).items()}
         places = compare_states(rollout_rows, joined_passes(train, lengths), experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]

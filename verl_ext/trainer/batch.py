@@ -57,11 +57,8 @@ def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Token
 
 
 def packed_like_mask(data: Mapping[str, Tensor], fields: tuple[str, ...]) -> dict[str, Tensor]:
-    """Returns name -> [N] values of the nested fields in `data`, which must have the row lengths of response_mask.
-
-    Raises:
-        BatchError: a field has other row lengths.
-    """
+    """Returns name -> [N] values of the nested fields in `data`. Raises BatchError if one has other row lengths than
+    response_mask."""
     mask = data[names.RESPONSE_MASK]
     packed = {name: data[name].values() for name in fields if name in data}
     for name, values in packed.items():

@@ -88,11 +88,8 @@ def save_guard(guard: Guard, config: DictConfig, step: int) -> None:
 
 
 def go_back(folder: Path, state: Mapping[str, Any]) -> None:
-    """Records that the run has gone back to a checkpoint: a restart takes it, with this state, and no later one.
-
-    Raises:
-        CheckpointError: the records cannot be written.
-    """
+    """Records that the run has gone back to a checkpoint: a restart takes it, with this state, and no later one. Raises
+    CheckpointError."""
     with _explain_failure(folder):
         save_state(folder, state)
         give_up(folder.parent, after=step_of(folder))
@@ -324,11 +321,7 @@ def _sizes(folder: Path) -> list[tuple[str, int]]:
 
 
 def _read_json(file: Path) -> Any:
-    """Reads a file's JSON.
-
-    Raises:
-        ValueError: it cannot be read, or is not JSON.
-    """
+    """Reads a file's JSON. Raises ValueError if it cannot be read, or is not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -259,11 +259,7 @@ class StabilityRun:
 
 
 def _compared_heads(data: TensorDict) -> dict[str, float]:
-    """Returns `vllm_kl/head*`, from the sums that compute_log_prob left in the batch.
-
-    Raises:
-        HookError: there are none.
-    """
+    """Returns `vllm_kl/head*`, from the sums that compute_log_prob left in the batch."""
     if names.HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise HookError(
             "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",

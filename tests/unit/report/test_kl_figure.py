@@ -8,7 +8,7 @@ import pytest
 from tests.unit.report.made_runs import event, full, make
 from verl_ext.report.figures.gap import AHEAD, MARKS, growth_sentence, kl_chart
 from verl_ext.report.figures.lines import INK, ORANGE
-from verl_ext.report.signals import boundary_of
+from verl_ext.report.guarded import boundary_of
 
 RATE = 0.1
 GROWING = 1e-4 * np.exp(RATE * np.arange(1, 61))  # passes 0.1 in step 70

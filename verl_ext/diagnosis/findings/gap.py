@@ -31,6 +31,7 @@ ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves u
 ONE_WAY = 0.1  # k3 below which rounding is to both sides; above it, it also makes sampled tokens less likely
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
 SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
+RARE = 20.0  # times the mean gap of a trajectory
 LONG_AFTER = 20  # readings before a jump that no first weight sync explains
 GROWTH_WINDOW = 32
 WHOLE = 2.0  # nats a token over a whole trajectory: these are not the log-probs of its tokens
@@ -177,7 +178,8 @@ def gap_at_once(run: Readings) -> Seen:
     first, correlation = _first_fresh(run), run.get(CORRELATION)
     if first is None and correlation is None:
         return None
-    if correlation is not None and correlation.steps[0] <= FIRST and correlation.values[0] < RELATED:
+    shown = first is not None and abs(first[1]) > first[0].measure.broken
+    if not shown and correlation is not None and correlation.steps[0] <= FIRST and correlation.values[0] < RELATED:
         text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
         return "unrelated", text, int(correlation.steps[0])
     if first is None:
@@ -208,6 +210,9 @@ def gap_started(run: Readings) -> Seen:
     if share >= FROZEN:
         left = "as large as now" if share == 1 else f"{share:.0%} of it"
         return "at_once", f"{size} was there before the weights moved, {left}"
+    most, mean = run.late("vllm_kl/sequence_gap_max"), run.late("vllm_kl/sequence_gap_mean")
+    if most is not None and mean and most > RARE * mean:
+        return None  # so few trajectories make it that the first steps may have had none of them
     text = f"{size} came with the updates: in the first steps it was {share:.1%} of what it is"
     if share > MOVED:
         return "in_part", text
