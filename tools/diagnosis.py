@@ -4,8 +4,8 @@
     python tools/diagnosis.py judge              judge them, and print docs/diagnosis.md's tables
     python tools/diagnosis.py ask                print how much is found with the metrics that the report asks for
 
-Each run of a cause has its own task, model, learning rate and severity, drawn by its number. The points of
-`verl_ext.diagnosis` were chosen on the set `development` and on the runs of `held_out` before FIRST. The tables
+Each run of a cause has its own task, model, learning rate and severity, drawn by its number. The words of
+the causes were chosen on the field cases, the set `development` and on the runs of `held_out` before FIRST. The tables
 show the runs from FIRST on, on which no rule was chosen.
 """
 
@@ -29,7 +29,7 @@ from verl_ext.lab.arms import Arm
 from verl_ext.lab.grid import GridCell, run_missing
 
 STEPS = 150
-FIRST = {"development": 0, "held_out": 48}  # the number of the first run that is judged
+FIRST = {"development": 0, "held_out": 72}  # the number of the first run that is judged
 ROUNDING = tuple(cause.name for cause in CAUSES.values() if cause.harmless_if_close)
 COMMON = (
     *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),

@@ -82,12 +82,7 @@ CORRECTIONS: Registry[Correction] = Registry("correction")
 
 
 def register_correction(
-    name: str,
-    settings: type | None = None,
-    *,
-    reads: tuple[str, ...] = (),
-    in_update: bool = False,
-    **traits: Any,
+    name: str, settings: type | None = None, *, reads: tuple[str, ...] = (), in_update: bool = False, **traits: Any
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Registers a correction; `traits` are further attributes of Correction.
 

@@ -356,9 +356,8 @@ def zero_variance(batch: FilterBatch) -> Tensor:
         BatchError: a reward is NaN or infinite.
     """
     sessions = Sessions.from_keys(batch.keys)
-    device = batch.rewards_B.device
-    group_S = torch.tensor(group_ids(sessions.uid_S), dtype=torch.long, device=device)
-    rewards_S = batch.rewards_B[torch.tensor(sessions.final_S, dtype=torch.long, device=device)]
+    group_S = torch.tensor(group_ids(sessions.uid_S), dtype=torch.long, device=batch.rewards_B.device)
+    rewards_S = batch.rewards_B[sessions.final_S]
     require_finite(rewards_S)
     size = torch.bincount(group_S)
     low, high = (
@@ -366,8 +365,7 @@ def zero_variance(batch: FilterBatch) -> Tensor:
         for kind in ("amin", "amax")
     )
     keep_G = (size == 1) | (low < high)
-    keep_B = keep_G[group_S][torch.tensor(sessions.session_B, dtype=torch.long, device=device)]
-    return keep_B[batch.tokens.row_of_token()]
+    return keep_G[group_S][sessions.session_B][batch.tokens.row_of_token()]
 
 
 @dataclass(frozen=True)

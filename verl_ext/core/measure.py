@@ -81,11 +81,7 @@ def weigh(
 
 def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
     """Returns the quantities that a correction may read (`core.corrections`), [n] of tokens and [b] of trajectories."""
-    quantities = {
-        "k": mismatch.k,
-        "log_rho": mismatch.log_rho,
-        "log_g": mismatch.log_rho / block.lengths.clamp(min=1),
-    }
+    quantities = {"k": mismatch.k, "log_rho": mismatch.log_rho, "log_g": mismatch.log_rho / block.lengths.clamp(min=1)}
     if any({"p_infer", "p_old"} & {*CORRECTIONS[name].reads} for name in corrections):
         quantities["p_infer"], quantities["p_old"] = probabilities(block)
     return quantities

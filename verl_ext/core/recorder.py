@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import lt
 from typing import Any
 
 import torch
@@ -141,20 +142,19 @@ def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]
     Raises:
         HookError: there are other passes than these.
     """
-    passes = {point: parts for point, parts in passes.items() if point != HEAD}
+    joined = {}
     for point, parts in passes.items():
-        if lengths is not None and (len(parts) != len(lengths) or any(map(_is_shorter, parts, lengths))):
+        if point == HEAD:
+            continue
+        if lengths is not None:
             found = [len(part) for part in parts]
-            raise HookError(f"{point} was recorded for passes of {found} tokens, where {list(lengths)} were to be seen")
-    cut = {
-        point: parts if lengths is None else [part[:length] for part, length in zip(parts, lengths, strict=True)]
-        for point, parts in passes.items()
-    }
-    return {point: _join(parts) for point, parts in cut.items()}
-
-
-def _is_shorter(part: Tensor, length: int) -> bool:
-    return len(part) < length
+            if len(found) != len(lengths) or any(map(lt, found, lengths)):
+                raise HookError(
+                    f"{point} was recorded for passes of {found} tokens, where {list(lengths)} were to be seen"
+                )
+            parts = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        joined[point] = _join(parts)
+    return joined
 
 
 def point_of(name: str) -> str | None:
@@ -213,11 +213,7 @@ def state_of(point: str, output: Any) -> Tensor:
     if point == HEAD:
         return output.next_token_logits  # SGLang's LogitsProcessorOutput
     first = output[0]
-    if (
-        point.endswith(".layer")
-        and len(output) == 2
-        and isinstance(output[1], Tensor)
-        and output[1].shape == first.shape
-    ):
+    pair = point.endswith(".layer") and len(output) == 2
+    if pair and isinstance(output[1], Tensor) and output[1].shape == first.shape:
         return first + output[1]  # the residual of vLLM and SGLang
     return first

@@ -394,9 +394,8 @@ def _stuck(routes_TLK: Tensor, known_T: Tensor, offsets: Tensor) -> Tensor:
     rows = known_T.nonzero().squeeze(1)
     starts = torch.searchsorted(rows, offsets)  # among the known rows
     counts = starts.diff()
-    stuck_B = counts >= FEWEST
-    long_b = stuck_B.nonzero().squeeze(1)
-    stuck_B = torch.zeros_like(stuck_B)
+    long_b = (counts >= FEWEST).nonzero().squeeze(1)
+    stuck_B = torch.zeros_like(counts, dtype=torch.bool)
     steps = torch.arange(WITNESSES, device=rows.device)
     picked_bw = starts[long_b, None] + steps * (counts[long_b, None] - 1) // (WITNESSES - 1)
     sets_bwLK = routes_TLK[rows[picked_bw]].sort(-1).values

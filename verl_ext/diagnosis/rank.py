@@ -8,6 +8,7 @@ that never comes with it. docs/diagnosis.md shows how often the right cause come
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from verl_ext.diagnosis.causes import LEAST, WORDS, Cause
 from verl_ext.diagnosis.findings.registry import RULES, Finding, FindingRule
@@ -18,6 +19,8 @@ from verl_ext.diagnosis.series import Readings
 SECOND = 1.5  # points from which the alternative to the first cause is shown
 DECIDED = 2.0  # points by which the levels of a finding have to move two causes against each other
 MOST = 3  # causes that are named
+# Beginnings of the settings that measure and change nothing of the training.
+MEASURES = tuple(f"stability.{name}" for name in ("metrics", "breakdown", "router_agreement", "sync_canary"))
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,9 @@ def name_causes(
         found: the findings of the run, by name.
         causes: those to choose from.
     """
-    ranked = _ranked(found, is_moe(run), list(causes))
-    question = _question(run, found, ranked)
+    judged, marks = _judged(found, is_moe(run), causes), {each.mark for each in found.values()}
+    ranked = [suspect for suspect in judged if not suspect.cause.only_with or marks & set(suspect.cause.only_with)]
+    question = _question(run, found, [each for each in judged if each in ranked or _may_be(run, found, each.cause)])
     if not ranked or ranked[0].points < LEAST:
         return [], question
     named = [
@@ -117,29 +121,32 @@ def name_causes(
     harmless = next((place for place, suspect in enumerate(named) if suspect.harmless), len(named))
     named = named[: min(harmless + 1, MOST)]
     if named[0].harmless:
-        return named, None
+        return named, question
     return [replace(named[0], question=question), *named[1:]], question
 
 
-def _ranked(found: Mapping[str, Finding], moe: bool, causes: Sequence[Cause]) -> list[Suspect]:
-    """Returns the causes that may be named, the one with the most points first.
+def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) -> list[Suspect]:
+    """Returns the causes that nothing rules out, the one with the most points first.
 
     Rounding of a harmless size explains a gap, and no reward that falls. If it is the likeliest cause of the gap, the
     causes in the learning that are named come first.
     """
-    marks = {each.mark for each in found.values()}
     close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
-    possible = [cause for cause in causes if not cause.only_with or marks & set(cause.only_with)]
     judged = [
-        Suspect(cause, signs_of(cause, found), harmless=close and cause.harmless_if_close, moe=moe)
-        for cause in possible
+        Suspect(cause, signs_of(cause, found), harmless=close and cause.harmless_if_close, moe=moe) for cause in causes
     ]
     judged = [suspect for suspect in judged if all(sign.points > WORDS["never"] for sign in suspect.signs)]
-    ranked = sorted(judged, key=lambda suspect: -suspect.points)
-    of_gap = next((suspect for suspect in ranked if suspect.cause.of_gap), None)
+    judged.sort(key=lambda suspect: -suspect.points)
+    of_gap = next((suspect for suspect in judged if suspect.cause.of_gap), None)
     if of_gap is not None and of_gap.harmless:
-        ranked.sort(key=lambda suspect: suspect.cause.of_gap or suspect.points < LEAST)
-    return ranked
+        judged.sort(key=lambda suspect: suspect.cause.of_gap or suspect.points < LEAST)
+    return judged
+
+
+def _may_be(run: Readings, found: Mapping[str, Finding], cause: Cause) -> bool:
+    """Returns True if a metric that can be switched on may show what this cause is named by."""
+    names = {mark.partition(".")[0] for mark in cause.only_with} - found.keys()
+    return any(_setting(run, RULES[name]) for name in names)
 
 
 def signs_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Sign, ...]:
@@ -153,24 +160,24 @@ def signs_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Sign, ...]:
     return tuple(sorted(best.values(), key=lambda sign: (-sign.points, not sign.finding.notable)))
 
 
-def _question(run: Readings, found: Mapping[str, Finding], ranked: Sequence[Suspect]) -> OpenQuestion | None:
-    """Returns the question for the finding whose possible levels move the first two causes furthest apart.
+def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Suspect]) -> OpenQuestion | None:
+    """Returns the question for the finding whose possible levels move the first cause and another one furthest apart.
 
     A finding counts only if one of its levels would turn the order of the two and another one confirm it.
     """
-    if len(ranked) < 2 or min(suspect.points for suspect in ranked[:2]) <= 0 or ranked[0].harmless:
-        return None
-    first, second = (suspect.cause for suspect in ranked[:2])
-    lead = ranked[0].points - ranked[1].points
-    furthest, chosen = DECIDED, ""
-    for rule in RULES.values():
-        setting = "" if rule.name in found else _setting(run, rule)
+    furthest, chosen = DECIDED, None
+    unseen = [(rule, _setting(run, rule)) for rule in RULES.values() if rule.name not in found]
+    likely = [suspect for suspect in possible if suspect.points > 0]
+    for rival, (rule, setting) in product(likely[1:], unseen):
+        first, second = likely[0].cause, rival.cause
+        lead = likely[0].points - rival.points
         moves = [lead + first.points(rule.name, level) - second.points(rule.name, level) for level in rule.levels]
         if setting and max(moves) > 0 > min(moves) and max(moves) - min(moves) >= furthest:
-            furthest, chosen = max(moves) - min(moves) + 1e-9, setting
-    return OpenQuestion(first, second, chosen) if chosen else None
+            furthest, chosen = max(moves) - min(moves) + 1e-9, OpenQuestion(first, second, setting)
+    return chosen
 
 
 def _setting(run: Readings, rule: FindingRule) -> str:
     """Returns the setting that makes a run log what a finding needs and the run lacks; "" if there is none."""
-    return next((setting for name in rule.needs if run.get(name) is None and (setting := setting_for(name))), "")
+    asked = (setting_for(name) for name in rule.needs if run.get(name) is None)
+    return next((setting for setting in asked if setting.startswith(MEASURES)), "")

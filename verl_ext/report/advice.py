@@ -254,7 +254,7 @@ def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> Nex
     began = found.learning.step or int(run.steps[-1])
     moved = [each.step for each in notable(found.findings) if each.step is not None and each.mark not in NO_BEGINNING]
     moved += [move.step for move in moves_of(run, began, began)]
-    sound = min([began, *(step for step in moved if run.steps[0] < step <= began)]) - round(run.staleness)
+    sound = min([began - round(run.staleness), *(step for step in moved if run.steps[0] < step <= began)])
     text, why = change.do if change else "", change.why if change else "goes back to weights from before the fall"
     if change is None and found.first is not None:
         why = f"{why}, once its cause is mended"

@@ -10,7 +10,7 @@ import numpy as np
 from verl_ext.diagnosis.findings.gap import K3, Gap, gap_of
 from verl_ext.diagnosis.findings.reward import STRETCH
 from verl_ext.diagnosis.noise import HORIZON, Growth, estimate_growth
-from verl_ext.diagnosis.series import Series, now_label, now_of
+from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run
 
@@ -127,16 +127,10 @@ def foretold_at(run: Run, until: int) -> int | None:
 
 
 def _outside_since(series: Series, outside: np.ndarray, until: int) -> int | None:
-    """Returns the step from which on all readings up to `until` are outside, except for one in any STRETCH of them."""
+    """Returns the step from which on the readings up to `until` are outside, but for one in STRETCH."""
     out = outside[series.steps <= until]
-    if len(out) < STRETCH:
-        return None
-    inside = np.convolve(~out, np.ones(STRETCH, dtype=int), mode="valid")  # readings in the STRETCH from each one on
-    broken = np.flatnonzero(inside > 1)
-    start = int(broken[-1]) + 1 if broken.size else 0
-    if start == len(inside):
-        return None
-    return int(series.steps[start + int(np.argmax(out[start:]))])
+    start = holds_from(out, 1 - 1 / STRETCH)
+    return int(series.steps[start]) if start <= len(out) - STRETCH else None
 
 
 def act_sentence(event: Event) -> str:

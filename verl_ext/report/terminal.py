@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import wrap
+import textwrap
 from typing import Literal
 
 import numpy as np
@@ -265,7 +265,7 @@ def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[
 
 
 def _part_lines(text: str) -> int:
-    return len(wrap(text, WIDTH - 1, break_on_hyphens=False))
+    return len(textwrap.wrap(text, WIDTH - 1, break_on_hyphens=False))
 
 
 def _shortened(text: str, lines: int) -> str:

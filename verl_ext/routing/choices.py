@@ -93,11 +93,12 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
         for module in model.modules()
         for spec in _to_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
     ]
-    points = {}
+    points: dict[str, str] = {}
     for name, module in model.named_modules():
+        inside = name.startswith(tuple(f"{outer}." for outer in points))
         if hasattr(module, ROUTES):
             points[name] = ROUTES
-        elif any(_matches(spec, name, module) for spec in specs) and not _is_inside(name, points):
+        elif any(_matches(spec, name, module) for spec in specs) and not inside:
             points[name] = "forward"
     found = [
         ChoicePoint(name, _layer(name), model.get_submodule(name), method)
@@ -124,10 +125,6 @@ def _matches(spec: Any, name: str, module: nn.Module) -> bool:
     target = getattr(spec, "target_class", spec)
     layer_name = getattr(spec, "layer_name", None)
     return isinstance(module, target) and (layer_name is None or layer_name in name)
-
-
-def _is_inside(name: str, points: dict[str, str]) -> bool:
-    return any(name.startswith(f"{outer}.") for outer in points)
 
 
 def _layer(name: str) -> int:

@@ -14,6 +14,7 @@ training router.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,15 +29,7 @@ from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 from verl_ext.core.routing import expert_overlap, known_rows
 from verl_ext.core.tokens import fill_gaps, left_out_rows
-from verl_ext.routing.choices import (
-    OFF,
-    REPLAY_OFF,
-    ChoicePoint,
-    Choose,
-    check_replayable,
-    expert_counts,
-    find_choices,
-)
+from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, check_replayable, expert_counts, find_choices
 from verl_ext.routing.outputs import RowLayout, check_captured, drop_refused, narrow_dtype, routing_outputs
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
@@ -51,14 +44,7 @@ def is_old_policy(micro_batch: TensorDict, forward_only: bool) -> bool:
 class ForwardPass:
     """One micro-batch in one forward pass: the experts that the routers choose, and those that they are to use."""
 
-    def __init__(
-        self,
-        layout: RowLayout,
-        layers: int,
-        dtype: torch.dtype,
-        replayed_TLK: Tensor | None,
-        compares: bool,
-    ):
+    def __init__(self, layout: RowLayout, layers: int, dtype: torch.dtype, replayed_TLK: Tensor | None, compares: bool):
         self.layout, self.layers, self.dtype, self.compares = layout, layers, dtype, compares
         self.replayed_TLK = replayed_TLK
         self.replayed_nLK: Tensor | None = None
@@ -140,7 +126,7 @@ class FsdpRouting:
         self.decoder_layers = hf_config.get_text_config().num_hidden_layers
         self.current: ForwardPass | None = None
         for index, point in enumerate(self.points):
-            point.intercept(self.experts, self.top_k, self._choose(index))
+            point.intercept(self.experts, self.top_k, partial(self._choose, index))
         wrap("fsdp_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def hooks(self) -> tuple[str, int]:
@@ -151,20 +137,14 @@ class FsdpRouting:
         """Returns `infer(data)`, whose micro-batches pass through `forward_step`."""
         return infer(data)
 
-    def _choose(self, layer: int) -> Any:
-        def active() -> Choose | None:
-            if (current := self.current) is None:
-                return None
-            return lambda scores_nE, ids_nK: current.choose(layer, scores_nE, ids_nK)
-
-        return active
+    def _choose(self, layer: int) -> Choose | None:
+        return None if self.current is None else partial(self.current.choose, layer)
 
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """Wraps verl's `forward_step`: records, compares and replaces the routers' choices."""
         old_policy = is_old_policy(micro_batch, forward_only)
-        replays = self.mode != "disabled" and tu.get_non_tensor_data(
-            micro_batch, "enable_routing_replay", default=False
-        )
+        asked = tu.get_non_tensor_data(micro_batch, "enable_routing_replay", default=False)
+        replays = self.mode != "disabled" and asked
         records = replays and self.mode == "R2" and old_policy
         rollout_TLK = refused_T = None
         if old_policy or (replays and self.mode == "R3"):

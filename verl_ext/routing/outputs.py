@@ -12,7 +12,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.utils.ulysses import gather_outputs_and_unpad, get_ulysses_sequence_parallel_group
+from verl.utils.ulysses import (
+    gather_outputs_and_unpad,
+    get_ulysses_sequence_parallel_rank,
+    get_ulysses_sequence_parallel_world_size,
+)
 
 from verl_ext.base.errors import BatchError, HookError
 from verl_ext.base.names import AGREEMENT, RESPONSE_MASK, ROLLOUT_ROUTES, ROUTE_SUM, ROUTER_SUMS
@@ -51,12 +55,13 @@ class RowLayout:
             HookError: the routers see fewer rows than there are tokens, or not as many as the padded batch has.
         """
         self._check(rows)
-        whole = values_T.new_zeros(rows * _ranks(), *values_T.shape[1:])
+        ranks = get_ulysses_sequence_parallel_world_size()
+        whole = values_T.new_zeros(rows * ranks, *values_T.shape[1:])
         if self.packed:
             whole[: len(values_T)] = values_T
         else:
             whole[self._padded_rows()] = values_T
-        return whole.tensor_split(_ranks())[_rank()]
+        return whole.tensor_split(ranks)[get_ulysses_sequence_parallel_rank()]
 
     def collect(self, values_n: Tensor) -> Tensor:
         """Returns [T, ...] packed tokens from the [n, ...] rows of every rank: the inverse of `spread`.
@@ -74,15 +79,15 @@ class RowLayout:
         width = int(self.lengths.max())
         firsts_B = torch.arange(len(self.lengths), device=self.lengths.device) * width
         starts_B = self.lengths.cumsum(0) - self.lengths
-        return torch.repeat_interleave(firsts_B - starts_B, self.lengths) + torch.arange(
-            self.tokens, device=self.lengths.device
-        )
+        places_T = torch.arange(self.tokens, device=self.lengths.device)
+        return torch.repeat_interleave(firsts_B - starts_B, self.lengths) + places_T
 
     def _check(self, rows: int) -> None:
+        ranks = get_ulysses_sequence_parallel_world_size()
         expected = self.tokens if self.packed else len(self.lengths) * int(self.lengths.max())
-        if rows * _ranks() < expected or (not self.packed and rows != expected):
+        if rows * ranks < expected or (not self.packed and rows != expected):
             raise HookError(
-                f"the routers saw {rows} tokens on each of {_ranks()} rank(s) for a micro-batch of {expected}: this "
+                f"the routers saw {rows} tokens on each of {ranks} rank(s) for a micro-batch of {expected}: this "
                 "engine splits sequences in a way that stability.router_agreement, router_replay and the loss "
                 "router_shift do not know; unset them"
             )
@@ -199,13 +204,3 @@ def routing_outputs(
         own_NL=None if own_TL is None else own_TL[rows_R],
     )
     return {AGREEMENT: jagged(per_token_R, offsets), ROUTER_SUMS: sums.pack()}
-
-
-def _ranks() -> int:
-    group = get_ulysses_sequence_parallel_group()
-    return 1 if group is None else torch.distributed.get_world_size(group)
-
-
-def _rank() -> int:
-    group = get_ulysses_sequence_parallel_group()
-    return 0 if group is None else torch.distributed.get_rank(group)

@@ -56,11 +56,7 @@ class ShiftRecorder:
 
     def _hook(self, engine: Any) -> None:
         for layer, router in enumerate(self.routers):
-
-            def pass_on(module: nn.Module, args: Any, output: Any, layer: int = layer) -> None:
-                self._pass(layer, module, output)
-
-            router.register_forward_hook(pass_on)
+            router.register_forward_hook(partial(self._pass, layer))
         wrap("shift_recorder", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def _rows(self, micro_batch: TensorDict, device: torch.device) -> "ResponseRows | MegatronRows":
@@ -72,7 +68,7 @@ class ShiftRecorder:
     def _logits(self, router: Any, output: Any) -> Tensor:
         return router_logits(router, output)
 
-    def _pass(self, layer: int, router: Any, output: Any) -> None:
+    def _pass(self, layer: int, router: Any, inputs: Any, output: Any) -> None:
         if self._take is not None:
             with torch.no_grad():
                 self._take(layer, router, output)
@@ -191,16 +187,15 @@ class MegatronShiftRecorder(ShiftRecorder):
 
     def _ids(self, router: Any, output: Any) -> Tensor:
         logits_NE, chosen_NE = output
-        return (
-            logits_NE.float().masked_fill(~chosen_NE, -torch.inf).topk(router.topk).indices.int()
-        )  # no collective takes int16
+        chosen_NK = logits_NE.float().masked_fill(~chosen_NE, -torch.inf).topk(router.topk).indices
+        return chosen_NK.int()  # no collective takes int16
 
     def _logits(self, router: Any, output: Any) -> Tensor:
         return output[0]
 
     def _route(self, layer: int, router: Any, verls: Callable, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         probs, chosen_NE = verls(logits, *args, **kwargs)
-        self._pass(layer, router, (logits.detach().flatten(0, -2), chosen_NE))
+        self._pass(layer, router, (logits,), (logits.detach().flatten(0, -2), chosen_NE))
         return probs, chosen_NE
 
     def forward_step_of_megatron(
@@ -313,9 +308,8 @@ def router_logits(router: nn.Module, output: Any) -> Tensor:
 
 def refuse_probabilities(router: nn.Module, logits_NE: Tensor) -> None:
     """Raises HookError if a router returns its softmax instead of its logits."""
-    if bool((logits_NE >= 0).all()) and torch.allclose(
-        logits_NE.float().sum(1), logits_NE.new_ones(1).float(), atol=1e-2
-    ):
+    sums_N = logits_NE.float().sum(1)
+    if bool((logits_NE >= 0).all()) and torch.allclose(sums_N, torch.ones_like(sums_N), atol=1e-2):
         raise HookError(
             f"router {type(router).__name__} returns probabilities where the loss router_shift needs logits; choose "
             "another policy_loss.loss_mode"

@@ -22,10 +22,11 @@ from __future__ import annotations
 import inspect
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,17 +199,22 @@ def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
     """
     found = vllms(**arguments)
     if found.extra_args and (k := found.extra_args.pop(HEAD_ASKED, 0)):
-        for name, usual in DISTRIBUTION_CHANGES.items():
-            if (value := getattr(found, name, usual)) and value != usual:
-                raise HookError(
-                    f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
-                    "training engine's",
-                    otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
-                )
+        refuse_changes(partial(getattr, found), DISTRIBUTION_CHANGES)
         found.logprobs, found.flat_logprobs = k, True
         if not found.stop:
             found.detokenize = False
     return found
+
+
+def refuse_changes(value_of: Callable[[str, Any], Any], changes: Mapping[str, Any]) -> None:
+    """Raises HookError if a request changes the distribution; `value_of` takes a parameter's name and neutral value."""
+    for name, usual in changes.items():
+        if (value := value_of(name, usual)) and value != usual:
+            raise HookError(
+                f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
+                "training engine's",
+                otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
+            )
 
 
 def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: int | None, result_dict: dict) -> None:
@@ -511,13 +517,11 @@ def sum_of_output(trajectory: TrajectoryState, rows: Any, tokens: Sequence[int])
     return sums.pop() if len(sums) == 1 else 0
 
 
+@dataclass(slots=True)
 class Value:
     """The part of vLLM's Logprob that verl reads."""
 
-    __slots__ = ("logprob",)
-
-    def __init__(self, logprob: float):
-        self.logprob = logprob
+    logprob: float
 
 
 def unpack_head(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
 from verl_ext.base.patching import Undo, expect, together, wrap
-from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, sums_of_answer
+from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, refuse_changes, sums_of_answer
 
 CHANGE = "sglang_server"
 NOTHING = float(np.finfo(np.float32).min)  # SGLang's value for a log-probability of -inf
@@ -150,13 +150,7 @@ def cut_of(sampling: dict[str, Any], head: int, logprobs_mode: str | None) -> Cu
     Raises:
         HookError: the training engine cannot know the distribution of the request.
     """
-    for name, usual in CHANGES.items():
-        if (value := sampling.get(name, usual)) and value != usual:
-            raise HookError(
-                f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
-                "training engine's",
-                otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
-            )
+    refuse_changes(sampling.get, CHANGES)
     top_k, top_p = sampling.get("top_k", -1), sampling.get("top_p", 1.0)
     if logprobs_mode != "processed_logprobs" or (top_k <= 0 and top_p >= 1):
         return None

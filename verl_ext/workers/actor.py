@@ -51,7 +51,6 @@ class SharingTrainingWorker(TrainingWorker):
         return super().infer_batch(data)
 
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """verl's."""
         self.check_replayed(data)
         return super().train_batch(data)
 
@@ -80,9 +79,8 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; features that are left out are off.
 
-        Returns the active settings on this rank: `policy_loss`, `corrections`, `kl`, `mini_batch`, `first_pass`,
-        `centers`, `undo`, `after_update` (see `install_loss`); `router_shift`, the number of hooked routers, or None;
-        `head`, whether the sampler's heads are read.
+        Returns the active settings on this rank: those of `install_loss`; `router_shift`, the number of hooked routers,
+        or None; `head`, whether the sampler's heads are read.
 
         Raises:
             ConfigError: a setting cannot work.

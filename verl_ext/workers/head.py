@@ -66,13 +66,8 @@ class HeadReader:
 
     def __init__(self, engine: Any):
         self.use = HeadUse()
-        wrap(
-            "sampler_head_reader",
-            engine,
-            "forward_backward_batch",
-            self.forward_backward_batch,
-            "data, loss_function, forward_only",
-        )
+        takes = "data, loss_function, forward_only"
+        wrap("sampler_head_reader", engine, "forward_backward_batch", self.forward_backward_batch, takes)
 
     def forward_backward_batch(
         self, verls: Callable, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
@@ -164,9 +159,8 @@ def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head
     sampled, head = _token_layout(data, device)
     if get_ulysses_sequence_parallel_world_size() == 1:
         return sampled, head
-    parts = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
-    sampled, ids, log_q = parts
-    return sampled, Head(ids, log_q)
+    sampled, *of_head = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
+    return sampled, Head(*of_head)
 
 
 def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
@@ -176,12 +170,11 @@ def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -
     arrange = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
     sampled, head = _token_layout(data, device)
     offsets = data["input_ids"].offsets().to(device)
-    parts = (
+    sampled, *of_head = (
         arrange(torch.nested.nested_tensor_from_jagged(value, offsets), pre_process=True)[0].flatten(0, 1)
         for value in (sampled, head.ids, head.log_q)
     )
-    sampled, ids, log_q = parts
-    return sampled, Head(ids, log_q)
+    return sampled, Head(*of_head)
 
 
 def _tensor_group() -> Any:

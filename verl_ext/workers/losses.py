@@ -208,9 +208,8 @@ def geo_mean_weighted_loss(
     if rollout_is_weights is not None:
         fixed = log_prob.detach()
         log_prob = fixed + rollout_is_weights * (log_prob - fixed)
-    loss, metrics = get_policy_loss_fn("geo_mean")(
-        log_prob=log_prob, config=config, rollout_is_weights=None, **arguments
-    )
+    verls = get_policy_loss_fn("geo_mean")
+    loss, metrics = verls(log_prob=log_prob, config=config, rollout_is_weights=None, **arguments)
     info = config.global_batch_info
     if info.get("global_batch_size") is not None:
         loss = loss * (len(log_prob) * info["dp_size"] / info["global_batch_size"])

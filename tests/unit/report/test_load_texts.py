@@ -61,6 +61,7 @@ SAMPLES = {
     "list of log entries": ("history.json", json.dumps(json.loads(STATE)["log_history"]), "reward"),
     "notebook, printed": ("run.ipynb", notebook(printed("hello\n"), printed(many(TRL))), "reward"),
     "notebook, table": ("run.ipynb", notebook({"data": {"text/html": [TABLE]}}), "reward"),
+    "notebook, odd outputs": ("run.ipynb", notebook("x", None, {"data": {"text/html": [TABLE]}}), "reward"),
     "flat JSON lines": ("run.log", many('{{"step": {0}, "reward": {1}}}\n').rstrip(), "reward"),
     "nested JSON lines": ("run.jsonl", many('{{"iteration": {0}, "train": {{"reward": {1}}}}}\n'), "train/reward"),
     "TSV": ("run.tsv", "step\treward\n1\t0.25\n2\t0.5\n3\t0.75\n", "reward"),

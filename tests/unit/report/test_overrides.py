@@ -11,9 +11,10 @@ from tests import ROOT
 from tests.unit.report.made_runs import make
 from verl_ext.features.stability import stability_config
 from verl_ext.probe.command import add_probe_parser
+from verl_ext.report.advice import INCLUDES
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.load import read_run
-from verl_ext.report.verdict import INCLUDES, judge_run
+from verl_ext.report.verdict import judge_run
 
 REWARD, K3, STALE = "critic/score/mean", "vllm_kl/k3", "training/off_policy/trajectory_staleness/mean"
 GROWING = 1e-4 * np.exp(0.1 * np.arange(1, 61))

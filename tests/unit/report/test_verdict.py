@@ -13,8 +13,9 @@ from verl_ext.diagnosis.findings.reward import REWARD
 from verl_ext.diagnosis.judge import Judged, Judgement
 from verl_ext.diagnosis.rank import OpenQuestion
 from verl_ext.guard.state import Event
+from verl_ext.report.advice import METRICS, PROBE, RESUME, ROUTERS
 from verl_ext.report.load import read_run
-from verl_ext.report.verdict import METRICS, PROBE, RESUME, ROUTERS, _open_question, judge_run
+from verl_ext.report.verdict import _open_question, judge_run
 
 DATA = ROOT / "tests" / "support" / "data"
 RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
@@ -65,7 +66,7 @@ def recorded(name):
         ({REWARD: RISES, K3: QUIET, "guard/skipped": [0] * 34 + [1] * 6}, "past the boundary", "learns", "close"),
         ({REWARD: RISES, K3: [30.0, 31.0] * 20}, "past the boundary", "learns", "broken"),
         ({REWARD: HALVED, K3: [1e-3] * 120}, "collapsed", "collapsed", "close"),
-        ({REWARD: [0.0] * 40, K3: QUIET}, "collapsed", "dead", "close"),
+        ({REWARD: [0.0] * 40, K3: QUIET}, "dead", "dead", "close"),
     ],
 )
 def test_the_word_and_the_two_states(metrics, state, learning, engines):
@@ -187,11 +188,11 @@ def test_a_quiet_run_is_told_of_nothing_to_do_first():
     assert judged({REWARD: RISES, K3: QUIET}).first is None
 
 
-@pytest.mark.parametrize("state", ["healthy", "collapsed", "suspect"])
+@pytest.mark.parametrize("state", ["healthy", "dead", "suspect"])
 def test_a_setting_that_only_measures_is_nothing_to_do_first(state):
     metrics = {
         "healthy": {REWARD: RISES},
-        "collapsed": {REWARD: [0.0] * 40},
+        "dead": {REWARD: [0.0] * 40},
         "suspect": {REWARD: [0.1, 0.12] * 20, "response_length/clip_ratio": [0.9] * 40},
     }
     verdict = judged(metrics[state])
@@ -314,11 +315,15 @@ def test_the_cause_decides_what_comes_first():
     assert done(old)[:2] == ["stability=opsm stability.batch_skip.threshold=null", "trainer.v1.trainer_mode=sync"]
 
 
-def test_no_filter_of_groups_is_advised_where_it_would_leave_none():
-    dead = judged({REWARD: [0.0] * 40})
-    assert dead.suspects[0].cause.name == "no_signal" and not any("filter_groups" in each for each in done(dead))
-    some = judged({K3: QUIET, "critic/advantages/max": [0.0] * 40})
-    assert some.suspects[0].cause.name == "no_signal" and "filter_groups" in some.first.do
+@pytest.mark.parametrize("metrics", [{REWARD: [0.0] * 40}, {K3: QUIET, "critic/advantages/max": [0.0] * 40}])
+def test_no_filter_of_groups_is_advised_where_it_would_leave_none(metrics):
+    verdict = judged(metrics)
+    assert verdict.suspects[0].cause.name == "no_signal" and not any("filter_groups" in each for each in done(verdict))
+
+
+def test_answers_that_are_cut_get_twice_the_room():
+    cut = {REWARD: [0.0, 0.02] * 20, "response_length/clip_ratio": [1.0] * 40, "response_length/max": [512.0] * 40}
+    assert judged(cut).first.do == "data.max_response_length=1024"
 
 
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():

@@ -366,28 +366,6 @@ def gap_spike(run: Readings) -> Seen:
     return "none", "no single step has a far larger gap"
 
 
-@dataclass(frozen=True)
-class Masses:
-    """The mean of k, from the last readings of k1 and k3.
-
-    Attributes:
-        one_sided: k3 / k1: 1 if k averages 1, near 0 if every k is a little below 1; None if k1 is not positive.
-        excess: the mean of k - 1, in its standard errors; None for too few readings.
-    """
-
-    one_sided: float | None
-    excess: float | None
-
-
-@once_a_run
-def masses(run: Readings) -> Masses:
-    k1, k3 = run.values(K1)[-4 * WINDOW :], run.values(K3)[-4 * WINDOW :]
-    count = min(len(k1), len(k3))
-    k1, k3 = k1[len(k1) - count :], k3[len(k3) - count :]
-    one_sided = float(k3.mean() / k1.mean()) if count and k1.mean() > 0 else None
-    return Masses(one_sided, in_errors(k3 - k1))
-
-
 def in_errors(values: np.ndarray) -> float | None:
     """Returns the mean in its standard errors; None for too few values."""
     if len(values) < 8:
@@ -400,14 +378,15 @@ def in_errors(values: np.ndarray) -> float | None:
 @finding("mean_of_k", "far_above | above one unclear below a_little_below far_below", family="mass", needs=(K1, K3))
 def mean_of_k(run: Readings) -> Seen:
     """Whether k averages 1, as it does if the tokens were sampled from the distribution of l_infer."""
-    k1, k3, found = run.get(K1), run.get(K3), masses(run)
-    if k1 is None or k3 is None:
-        return None
+    k1, k3 = run.need(K1), run.need(K3)
     if now_of(k3, 20) > BROKEN and abs(now_of(k1, 20)) < 0.1 * now_of(k3, 20):
         return "far_above", f"k averages {1 + now_of(k3, 20):.3g}: l_infer is not of these tokens"
-    if found.excess is None or now_of(k3) <= AGREE:
+    count = min(len(k1.values), len(k3.values), 4 * WINDOW)
+    ones, threes = k1.values[-count:], k3.values[-count:]
+    excess = in_errors(threes - ones)  # of the mean of k over 1
+    if excess is None or now_of(k3) <= AGREE:
         return None
-    sided, excess = found.one_sided, found.excess
+    sided = float(threes.mean() / ones.mean()) if ones.mean() > 0 else None
     if excess > 2 * SIGMAS and (sided or 2.0) > 1.6:
         return "above", f"k averages more than 1, by {excess:.0f} standard errors"
     if excess < -SIGMAS and sided is not None and sided < 0.4:

@@ -4,10 +4,10 @@ reference."""
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import GRADIENT, course_of
+from verl_ext.diagnosis.findings.reward import GRADIENT
 from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of
 
-REFERENCE, STRIDE, CLIPPED, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/lr"
+REFERENCE, STRIDE, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/lr"
 LARGE = 100.0  # a norm that a mean over tokens does not have: the loss is a sum, or the gradient is wrong
 SPIKE = 10.0  # times the median
 GREW = 10.0  # times the level before
@@ -109,17 +109,3 @@ def rate(run: Readings) -> Seen:
     series = run.need(RATE)
     highest = float(series.values.max())
     return "high" if highest > HIGH_RATE else "usual", f"the learning rate is up to {highest:.1e}"
-
-
-@finding("fall_came_back", "| yes no", needs=("critic/score/mean",))
-def fall_came_back(run: Readings) -> Seen:
-    """The reward once fell to less than half of its best level, and came back in part."""
-    course = course_of(run)
-    if course is None or len(course.series.values) < 20 or course.series.values.min() < 0:
-        return None
-    levels = np.convolve(course.series.values, np.full(5, 1 / 5), mode="valid")
-    best = np.maximum.accumulate(levels)
-    least = float((levels[best > 0] / best[best > 0]).min()) if (best > 0).any() else 1.0
-    if least < 0.5 and best.max() > 0 and not course.collapsed:
-        return "yes", f"the reward fell to {least:.0%} of its best level, and came back in part"
-    return "no", f"the reward was never below {least:.0%} of its best level and back"

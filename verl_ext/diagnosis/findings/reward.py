@@ -258,6 +258,20 @@ def reward_peaked(run: Readings) -> Seen:
     return "still_best", "the reward has no peak behind it"
 
 
+@finding("fall_came_back", "| yes no", needs=(REWARD,))
+def fall_came_back(run: Readings) -> Seen:
+    """The reward once fell to less than half of its best level, and came back in part."""
+    course = course_of(run)
+    if course is None or len(course.series.values) < 20 or course.series.values.min() < 0:
+        return None
+    levels = np.convolve(course.series.values, np.full(5, 1 / 5), mode="valid")
+    best = np.maximum.accumulate(levels)
+    least = float((levels[best > 0] / best[best > 0]).min()) if (best > 0).any() else 1.0
+    if least < 0.5 and best.max() > 0 and not course.collapsed:
+        return "yes", f"the reward fell to {least:.0%} of its best level, and came back in part"
+    return "no", f"the reward was never below {least:.0%} of its best level and back"
+
+
 @finding("reward_flat", "flat | fell at_ceiling rose_little rose", family="reward_rise", needs=(REWARD,))
 def reward_flat(run: Readings) -> Seen:
     """The reward did not move over the whole run."""

@@ -41,8 +41,9 @@ def _outputs(cells: Any) -> Iterator[tuple[str, str]]:
     """Yields what the cells show, as text and as HTML."""
     for cell in cells if isinstance(cells, list) else ():
         outputs = cell.get("outputs") if isinstance(cell, dict) else None
-        for output in outputs if isinstance(outputs, list) else ():
-            data = output.get("data") if isinstance(output.get("data"), dict) else {}
+        for output in (each for each in outputs if isinstance(each, dict)) if isinstance(outputs, list) else ():
+            shown = output.get("data")
+            data: dict[str, Any] = shown if isinstance(shown, dict) else {}
             yield _joined(output.get("text")) + _joined(data.get("text/plain")), _joined(data.get("text/html"))
 
 
