@@ -137,8 +137,9 @@ def _from_to(course: "reward.Course") -> str:
 def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
     """Returns the state of the engines; `found` are the findings of the run."""
     marks = {each.mark: each for each in found.values()}
-    if bad := marks.get("not_finite.rollout") or (finite.gap_is_lost(run) and marks.get("not_finite.training")):
-        return Judged("broken", bad.text, bad.step)
+    if (lost := finite.lost_gap(run)) is not None:
+        name, step = lost
+        return Judged("broken", f"{name} is not a number from step {step} on", step)
     level = found.get("gap_level")
     if level is None:
         logged = next((name for name in (each.name for each in gap.MEASURES) if run.logged(name) is not None), None)

@@ -17,7 +17,7 @@ from verl_ext.diagnosis.names import setting_for
 from verl_ext.diagnosis.series import Readings
 
 SECOND = 1.5  # points from which the alternative to the first cause is shown
-DECIDED = 2.0  # points by which the levels of a finding have to move two causes against each other
+DECIDED = 2.0  # points by which two causes are decided, and by which a finding has to move them against each other
 MOST = 3  # causes that are named
 # Beginnings of the settings that measure and change nothing of the training.
 MEASURES = tuple(f"stability.{name}" for name in ("metrics", "breakdown", "router_agreement", "sync_canary"))
@@ -165,10 +165,15 @@ def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Su
 
     A finding counts only if one of its levels would turn the order of the two and another one confirm it.
     """
+    if not possible or possible[0].harmless:
+        return None
     furthest, chosen = DECIDED, None
     unseen = [(rule, _setting(run, rule)) for rule in RULES.values() if rule.name not in found]
-    likely = [suspect for suspect in possible if suspect.points > 0]
-    for rival, (rule, setting) in product(likely[1:], unseen):
+    likely = [suspect for suspect in possible if suspect.points > max(possible[0].points - DECIDED, 0)]
+    rivals = [
+        each for each in likely[1:] if each.cause.about == likely[0].cause.about
+    ]  # of the other kind may hold too
+    for rival, (rule, setting) in product(rivals, unseen):
         first, second = likely[0].cause, rival.cause
         lead = likely[0].points - rival.points
         moves = [lead + first.points(rule.name, level) - second.points(rule.name, level) for level in rule.levels]

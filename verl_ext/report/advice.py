@@ -116,6 +116,10 @@ def _all_steps(
         change = next((step for step in remedies if not step.is_command), None)
         yield _with_checkpoint(run, found, change)
     yield from remedies
+    asked = found.question
+    unknown = question is None and found.first is None and found.engines.state in ("apart", "growing")
+    if unknown and asked is not None and not is_on(run, asked.setting) and (found.moe or asked.setting != ROUTERS):
+        yield NextStep(asked.setting, "measures what would tell the likeliest causes apart")
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
         both = "the first two causes" if named else f'"{question.first.title}" and "{question.second.title}"'

@@ -1,8 +1,8 @@
 """One run on one screen: what happened, why, what to do; then how each metric moved, and what is missing."""
 
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-import textwrap
 from typing import Literal
 
 import numpy as np

@@ -241,7 +241,7 @@ def _open_question(run: Run, found: Judgement) -> OpenQuestion | None:
         return None
     if asked.setting == ROUTERS and not found.moe:
         return None
-    return asked if found.first is not None or found.engines.state not in ("close", "unmeasured") else None
+    return asked if found.first is not None and found.first.cause == asked.first else None
 
 
 def _settling(found: Judgement) -> str:

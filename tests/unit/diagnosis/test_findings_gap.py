@@ -282,7 +282,7 @@ def test_k_averages_1_if_tokens_were_sampled_from_the_distribution_of_l_infer(l_
 
 
 def test_most_tokens_that_move_to_one_side_are_seen_on_either_side():
-    """Of the bucket 0.1-0.5, all tokens move a little, or a few move far."""
+    """Compares a bucket whose tokens all move a little with one of which a few move far."""
     dice = np.random.default_rng(0)
     noise = 0.01 * dice.standard_normal((80, 200))
     bulk, few = noise + 0.02, noise + 3 * (dice.random(noise.shape) < 0.01)

@@ -97,9 +97,6 @@ CASES = [
     ("stride.near", None, {STRIDE: then(0.06, 0.2)}),  # bypass mode: steady from the first step
     ("rate.high", None, {RATE: line(0.0, 1e-2)}),
     ("rate.usual", None, {RATE: [1e-6] * 10}),
-    ("fall_came_back.yes", None, {REWARD: [0.7] * 20 + [0.2] * 10 + [0.65] * 20}),
-    ("fall_came_back.no", None, {REWARD: LEARNS}),
-    ("fall_came_back.no", None, {REWARD: FELL}),
     ("not_finite.training", 21, {GRADIENT: then(0.5, NAN), K3: then(1e-4, NAN)}),
     ("not_finite.training", 20, {GRADIENT: then(0.5, INF, at=21), LOSS: then(0.0, NAN, at=19)}),
     ("not_finite.training", 1, {GRADIENT: [NAN] * 5}),  # never a number

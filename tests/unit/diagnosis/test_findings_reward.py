@@ -79,6 +79,9 @@ CASES = [
     ("reward_peaked.peaked", 20, {REWARD: line(0.1, 0.8, 20) + wave(0.4, 0.01, 20)}),
     ("reward_peaked.still_best", None, {REWARD: [0.8] * 10 + [0.4] * 20}),  # best from the start
     ("reward_peaked.still_best", None, {REWARD: line(0.1, 0.8)}),
+    ("fall_came_back.yes", None, {REWARD: [0.7] * 20 + [0.2] * 10 + [0.65] * 20}),
+    ("fall_came_back.no", None, {REWARD: line(0.1, 0.9)}),
+    ("fall_came_back.no", None, {REWARD: FELL}),
     ("reward_flat.flat", None, {REWARD: noisy_rise(0)}),
     ("reward_flat.fell", None, {REWARD: FELL}),
     ("reward_flat.at_ceiling", None, {REWARD: [0.96, 0.98] * 20, MOST: [1.0] * 40}),

@@ -11,7 +11,7 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.gap import K3
 from verl_ext.diagnosis.findings.reward import REWARD
 from verl_ext.diagnosis.judge import Judged, Judgement
-from verl_ext.diagnosis.rank import OpenQuestion
+from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import METRICS, PROBE, RESUME, ROUTERS
 from verl_ext.report.load import read_run
@@ -284,7 +284,7 @@ def test_no_correction_is_advised_for_a_fault_that_leaves_the_engines_only_apart
 def test_only_a_mixture_of_experts_is_asked_for_its_routers(moe, asked):
     question = OpenQuestion(CAUSES["quantized"], CAUSES["router_bias"], ROUTERS)
     apart = Judged("apart", "k3 is 0.05")
-    found = Judgement(Judged("learns", "it rose"), apart, {}, (), question, moe)
+    found = Judgement(Judged("learns", "it rose"), apart, {}, (Suspect(question.first, ()),) * 2, question, moe)
     assert _open_question(make(BASE), found) == (question if asked else None)
     assert _open_question(make(BASE | {"router/agreement": [0.9] * 40}), found) is None
 

@@ -23,17 +23,19 @@ def numbers_finite(run: Readings) -> Seen:
     if lasting:
         name, step = _earliest(training)
         return "training", f"{name} is not a number from step {step} on", step
-    if gap_is_lost(run):
-        name, step = _earliest(gap)
+    if (lost := lost_gap(run)) is not None:
+        name, step = lost
         return "rollout", f"{name} is not a number from step {step} on, and training's own metrics are finite", step
     name, step = _earliest(training | gap)
     count = int((~np.isfinite((training | gap)[name].values)).sum())
     return "once", f"{name} was not a number in {count} step{'s' * (count != 1)}, first in step {step}", step
 
 
-def gap_is_lost(run: Readings) -> bool:
-    """Returns True if the gap is no number in most of the last readings."""
-    return any(_share_of_last(series) > OFTEN for series in _bad(run, GAP).values())
+def lost_gap(run: Readings) -> tuple[str, int] | None:
+    """Returns the metric of the gap that was not a number first, and the step, if one is none in most of the last
+    readings."""
+    bad = _bad(run, GAP)
+    return _earliest(bad) if any(_share_of_last(series) > OFTEN for series in bad.values()) else None
 
 
 def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, Series]:
