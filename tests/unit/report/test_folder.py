@@ -158,3 +158,18 @@ def test_a_watch_that_cannot_write_says_so_and_tries_again(file, out, monkeypatc
     assert watched(monkeypatch, file, out) == 2  # the pages at the end are not tried again
     captured = capsys.readouterr()
     assert "no page:" in captured.out and captured.err.count("\n") == 1
+
+
+def test_the_library_of_the_figures_is_put_together_once(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda: made.append(1) or "vega</script>")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        libraries.cache_clear()
+        assert libraries() == r"vega<\/script>"
+    assert len(made) == 1
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no cache there
+    libraries.cache_clear()
+    assert libraries() == r"vega<\/script>" and len(made) == 2
+    libraries.cache_clear()
