@@ -129,9 +129,8 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     level = median(at_last)
     residuals = [y - level for y in at_last]
     n = len(points)
-    variance = (
-        n * (n - 1) * (2 * n + 5) / 18
-    )  # of Kendall's S, rising pairs less falling ones, for independent readings
+    # The variance of Kendall's S, rising pairs less falling ones, for independent readings.
+    variance = n * (n - 1) * (2 * n + 5) / 18
     outside = (len(slopes) - SIGMAS * math.sqrt(variance * _inflation(residuals))) / 2
     low = slopes[int(outside)] if outside >= 0 else -math.inf
     high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from verl_ext.base.metrics.metric import Scale
-from verl_ext.diagnosis.noise import NORMAL_MAD
+from verl_ext.diagnosis.noise import FLOOR, NORMAL_MAD
 from verl_ext.diagnosis.series import Series
 
 TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
@@ -36,7 +36,6 @@ LEAST_SCATTER = 0.4  # of sqrt(1 - rho^2): near rho = 1 the standard error is no
 LARGEST_CORRELATION = 0.99
 FEWEST_EFFECTIVE = 3.0  # independent readings without which nothing can be told
 CUT = 1.5  # robust standard deviations at which residuals are cut before they are correlated
-FLOOR = 1e-12  # a divergence below this is 0 for the logarithm, as in guard/forecast.py
 ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 
 

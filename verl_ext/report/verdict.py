@@ -37,20 +37,15 @@ from verl_ext.diagnosis.findings.reward import (
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
 from verl_ext.diagnosis.noise import FEWEST
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
-from verl_ext.diagnosis.series import WINDOW, now_of
+from verl_ext.diagnosis.series import WINDOW
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import ROUTERS, NextStep, is_on, moves_of, next_steps
 from verl_ext.report.guarded import (
-    DIFFERENCE,
-    FAILING_DIFFERENCE,
     Fact,
     act_sentence,
-    boundary_of,
     dated,
     drifts,
-    hardly_learns,
-    judged_k3,
     limits,
     recent_acts,
     surroundings,
@@ -266,13 +261,10 @@ def _upper(text: str) -> str:
 
 
 def _word(run: Run, found: Judgement) -> State:
-    learning, engines, k3 = found.learning.state, found.engines.state, judged_k3(run)
-    apart = run.get(DIFFERENCE)
-    measured = (k3.series if k3 is not None else None, run.get(K3))
-    past = any(series is not None and now_of(series) > boundary_of(run) for series in measured)
+    learning, engines = found.learning.state, found.engines.state
     if learning in ("collapsed", "dead"):
         return "collapsed" if learning == "collapsed" else "dead"
-    if engines == "broken" or past or hardly_learns(run) or (apart is not None and now_of(apart) > FAILING_DIFFERENCE):
+    if engines == "broken" or any(limits(run)):
         return "past the boundary"
     if learning in ("falling", "unstable") or engines == "growing" or any(drifts(run)) or recent_acts(run):
         return "drifting"

@@ -146,8 +146,7 @@ def read_cause(file: Path) -> Cause:
 
     Raises:
         CauseError: the file cannot be read, a key is missing, unknown or of another type, or a finding, level or word
-        is
-            unknown.
+            is unknown.
     """
     try:
         entry = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import ENTROPY, FEWEST, MOST, REWARD, course_of
-from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of
+from verl_ext.diagnosis.series import Readings, Series, beginning_of, needed, now_of
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
 EXPLODED, ROSE = 3.0, 1.2  # times the lowest level, and times the start
@@ -14,10 +14,7 @@ FLAT_ENTROPY = 1.0  # nats a token: an entropy above it, risen from below, is th
 @finding("entropy_gone", "gone | low kept", family="entropy", needs=(ENTROPY,))
 def entropy_gone(run: Readings) -> Seen:
     """The entropy is a small part of what it was, so that answers are alike."""
-    series = run.need(ENTROPY, fewest=3)
-    start, now = beginning_of(series, _few(series)), now_of(series, _few(series))
-    if start <= 0:
-        return None
+    series, start, now = _ends(run)
     share = now / start
     text = f"the entropy is {share:.0%} of what it was ({start:.2g} to {now:.2g})"
     if share < GONE:
@@ -39,10 +36,7 @@ def sure_of_wrong(run: Readings) -> Seen:
 @finding("entropy_exploded", "exploded | rose steady", family="entropy", needs=(ENTROPY,))
 def entropy_exploded(run: Readings) -> Seen:
     """The entropy has grown to a multiple: answers become noise."""
-    series = run.need(ENTROPY, fewest=3)
-    start, now = beginning_of(series, _few(series)), now_of(series, _few(series))
-    if start <= 0:
-        return None
+    series, start, now = _ends(run)
     top = float(series.values.max())
     low = float(np.median(series.values[: max(len(series.values) // 2, 1)]))
     calm = min(start, low)
@@ -69,6 +63,13 @@ def entropy_at_fall(run: Readings) -> Seen:
     if share >= LOW and not course.collapsed:
         return None  # a small loss may begin with the fall of the entropy
     return "low" if share < LOW else "high", text
+
+
+def _ends(run: Readings) -> tuple[Series, float, float]:
+    """Returns the entropy, and its values at the start and now. Raises NotLoggedError if it does not start above 0."""
+    series = run.need(ENTROPY, fewest=3)
+    start = beginning_of(series, _few(series))
+    return needed(series if start > 0 else None), start, now_of(series, _few(series))
 
 
 def _few(series: Series) -> int:
