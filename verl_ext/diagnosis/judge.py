@@ -35,7 +35,7 @@ BLOWS_UP = (
 class Judged:
     """One of the two states, with its reason as a clause in numbers and the step at which it began, if it has one."""
 
-    state: str
+    state: LearningState | EnginesState
     text: str
     step: int | None = None
 

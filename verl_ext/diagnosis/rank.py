@@ -85,12 +85,11 @@ class Suspect:
     @property
     def advice(self) -> str:
         """The things to check, to try and to measure."""
-        advice = self.cause.moe_advice if self.moe else self.cause.advice
-        return advice + (f"; {self.question.sentence}" if self.question else "")
+        return self.cause.advice_for(self.moe) + (f"; {self.question.sentence}" if self.question else "")
 
     @property
     def override(self) -> str:
-        return self.cause.moe_override or self.cause.override if self.moe else self.cause.override
+        return self.cause.override_for(self.moe)
 
 
 def name_causes(
@@ -170,9 +169,7 @@ def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Su
     furthest, chosen = DECIDED, None
     unseen = [(rule, _setting(run, rule)) for rule in RULES.values() if rule.name not in found]
     likely = [suspect for suspect in possible if suspect.points > max(possible[0].points - DECIDED, 0)]
-    rivals = [
-        each for each in likely[1:] if each.cause.about == likely[0].cause.about
-    ]  # of the other kind may hold too
+    rivals = [each for each in likely[1:] if each.cause.about == likely[0].cause.about]  # others may hold too
     for rival, (rule, setting) in product(rivals, unseen):
         first, second = likely[0].cause, rival.cause
         lead = likely[0].points - rival.points

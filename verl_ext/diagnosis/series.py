@@ -149,6 +149,11 @@ def holds_from(holds: np.ndarray, share: float) -> int:
     return int(np.argmax(begins)) if begins.any() else len(holds)
 
 
+def step_from(series: Series, holds: np.ndarray, share: float) -> int:
+    """Returns the step of `holds_from`; the last one if there is none."""
+    return int(series.steps[min(holds_from(holds, share), len(series.steps) - 1)])
+
+
 def now_of(series: Series, readings: int = LAST) -> float:
     """Returns a metric's value now: the median of its last readings, of all if there are fewer."""
     return float(np.median(series.values[-readings:]))

@@ -43,7 +43,7 @@ HARMS = {  # reading -> verdict if it is further from the rollout than `train`, 
     REPLAYED: (
         "replay",
         "The rollout's experts do harm: with them replayed, k3 rises from {whole:.1e} to {other:.1e}.",
-        CAUSES["wrong_routes"].advice,
+        CAUSES["wrong_routes"].advice_for(moe=True),
     ),
     PACKED: (
         "packing",

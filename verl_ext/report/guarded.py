@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from verl_ext.diagnosis.findings.gap import K3, Gap, gap_of
+from verl_ext.diagnosis.findings.gap import DIFFERENCE, K3, Gap, gap_of
 from verl_ext.diagnosis.findings.reward import STRETCH
 from verl_ext.diagnosis.noise import HORIZON, Growth, estimate_growth
 from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
@@ -17,7 +17,6 @@ from verl_ext.report.run import Run
 SKIPPED_STEPS = 10  # a run no longer learns if more than half of the updates of so many last steps were skipped
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
-DIFFERENCE = "vllm_kl/prob_diff_mean"
 DROPPED = "correction/dropped"
 SOON = 20  # a forecast of fewer steps to the boundary is a warning, as in the lab
 RECENT = 10  # last steps in which an action of the guard still counts
@@ -176,11 +175,6 @@ def age_drives(run: Run) -> bool:
     return run.staleness > 1
 
 
-def hardly_learns(run: Run) -> bool:
-    share, steps = skipped_share(run, SKIPPED_STEPS) or (0.0, 0)
-    return share * steps > SKIPPED_STEPS / 2
-
-
 def limits(run: Run) -> Iterator[Fact]:
     """Yields what is past a limit."""
     k3, whole, boundary = judged_k3(run), run.get(K3), boundary_of(run)
@@ -190,8 +184,8 @@ def limits(run: Run) -> Iterator[Fact]:
     elif whole is not None and (now := now_of(whole)) > boundary:
         text = f"k3 is {now:.2g} ({now_label(whole)}), past the boundary of {boundary:g}, with the policy's movement"
         yield Fact("past_boundary", f"{text} since the rollouts")
-    if hardly_learns(run):
-        share, steps = skipped_share(run, SKIPPED_STEPS) or (0.0, 0)
+    share, steps = skipped_share(run, SKIPPED_STEPS) or (0.0, 0)
+    if share * steps > SKIPPED_STEPS / 2:
         skipped = f"{100 * share:.3g} % of the updates of the last {steps} steps were skipped"
         yield Fact("hardly_learns", f"{skipped}, so the run hardly learns any more")
     apart = run.get(DIFFERENCE)

@@ -1,11 +1,11 @@
 """What compares the engines: a small run for every level, and facts about the mean of k from simulated tokens."""
 
-import inspect
 import math
 
 import numpy as np
 import pytest
 
+from tests.support.findings import levels_of, run_of, seen_as, then
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import gap as subject
 from verl_ext.diagnosis.findings.gap import (
@@ -20,18 +20,12 @@ from verl_ext.diagnosis.findings.gap import (
     sound_level,
     stale_steps,
 )
-from verl_ext.diagnosis.findings.registry import RULES, find_all
+from verl_ext.diagnosis.findings.registry import find_all
 from verl_ext.diagnosis.findings.reward import K3, REWARD
 from verl_ext.diagnosis.levels import LEVELS
-from verl_ext.diagnosis.series import Readings
 
 LARGEST, MEAN, DRIFTED = "vllm_kl/sequence_gap_max", "vllm_kl/sequence_gap_mean", "filter/retokenization_drift/drifted"
 OWN = "router/own_agreement"
-
-
-def run_of(metrics, first=1):
-    """Returns a run from lists of values, which start at step `first`."""
-    return Readings.of_pairs({name: list(enumerate(values, first)) for name, values in metrics.items()})
 
 
 def wave(level, share=0.02, count=40):
@@ -41,11 +35,6 @@ def wave(level, share=0.02, count=40):
 
 def grows(first, last, count=40):
     return np.geomspace(first, last, count).tolist()
-
-
-def then(first, last, at, count=40):
-    """One level up to a step, and another one after it."""
-    return [first] * at + [last] * (count - at)
 
 
 def gap(k3, k1=None, size=None, **noise):
@@ -148,13 +137,11 @@ CASES = [
 
 @pytest.mark.parametrize(("mark", "step", "metrics"), CASES, ids=[mark for mark, _, _ in CASES])
 def test_level_and_step(mark, step, metrics):
-    found = find_all(run_of(metrics))[mark.partition(".")[0]]
-    assert (found.mark, found.step) == (mark, step)
+    assert seen_as(mark, run_of(metrics)) == (mark, step)
 
 
 def test_every_level_has_a_case():
-    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) is subject]
-    assert {mark for mark, *_ in CASES} == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+    assert {mark for mark, *_ in CASES} == levels_of(subject)
 
 
 @pytest.mark.parametrize(

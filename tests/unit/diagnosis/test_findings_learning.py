@@ -1,7 +1,6 @@
 """What answers, entropy, gradient and numbers that are none show: a small run for every level. Random runs for all
 findings are at the end."""
 
-import inspect
 import math
 import re
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.findings import levels_of, line, run_of, seen_as, then
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import answers, entropy, finite, gradient
 from verl_ext.diagnosis.findings.answers import CUT, LONGEST, SHORTEST
@@ -20,20 +20,6 @@ from verl_ext.diagnosis.series import Ending, Readings
 
 NAN, INF = math.nan, math.inf
 DROPPED, WEIGHT, K1, LOSS = "correction/dropped", "rollout_corr/rollout_is_mean", "vllm_kl/k1", "actor/pg_loss"
-
-
-def run_of(metrics, ending=None):
-    """Returns a run from lists of values, which start at step 1."""
-    return Readings.of_pairs({name: list(enumerate(values, 1)) for name, values in metrics.items()}, ending)
-
-
-def line(first, last, count=40):
-    return np.linspace(first, last, count).tolist()
-
-
-def then(first, last, at=20, count=40):
-    """One level up to a step, and another one after it."""
-    return [first] * at + [last] * (count - at)
 
 
 LEARNS, FLAT = line(0.2, 0.8), [0.3 + 0.02 * (-1) ** i for i in range(40)]
@@ -110,8 +96,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mark", "step", "metrics"), CASES, ids=[mark for mark, _, _ in CASES])
 def test_level_and_step(mark, step, metrics):
-    found = find_all(run_of(metrics))[mark.partition(".")[0]]
-    assert (found.mark, found.step) == (mark, step)
+    assert seen_as(mark, run_of(metrics)) == (mark, step)
 
 
 ENDINGS = [
@@ -123,16 +108,12 @@ ENDINGS = [
 
 @pytest.mark.parametrize(("mark", "reason"), ENDINGS)
 def test_what_ended_a_run(mark, reason):
-    found = find_all(run_of({REWARD: [0.5] * 7}, Ending(7, reason)))["run_ended"]
-    assert (found.mark, found.step) == (mark, 7)
+    assert seen_as(mark, run_of({REWARD: [0.5] * 7}, ending=Ending(7, reason))) == (mark, 7)
     assert "run_ended" not in find_all(run_of({REWARD: [0.5] * 7}))
 
 
 def test_every_level_has_a_case():
-    modules = (answers, entropy, finite, gradient)
-    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) in modules]
-    cases = {mark for mark, *_ in (*CASES, *ENDINGS)}
-    assert cases == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+    assert {mark for mark, *_ in (*CASES, *ENDINGS)} == levels_of(answers, entropy, finite, gradient)
 
 
 @pytest.mark.parametrize(

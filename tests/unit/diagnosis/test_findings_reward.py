@@ -1,6 +1,5 @@
 """What the reward shows: a small run for every level, and sound runs of which nothing is to be heard."""
 
-import inspect
 import math
 
 import numpy as np
@@ -8,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.findings import levels_of, line, run_of, seen_as
 from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.diagnosis.findings import reward as subject
 from verl_ext.diagnosis.findings.answers import CUT
-from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
+from verl_ext.diagnosis.findings.registry import find_all, notable
 from verl_ext.diagnosis.findings.reward import (
     DEAD_GROUPS,
     ENTROPY,
@@ -25,18 +25,8 @@ from verl_ext.diagnosis.findings.reward import (
     SPREAD,
     course_of,
 )
-from verl_ext.diagnosis.series import Readings
 
 ADVANTAGES, VALIDATION = "critic/advantages/max", "val-core/gsm8k/acc/mean@1"
-
-
-def run_of(metrics):
-    """Returns a run from lists of values, which start at step 1."""
-    return Readings.of_pairs({name: list(enumerate(values, 1)) for name, values in metrics.items()})
-
-
-def line(first, last, count=40):
-    return np.linspace(first, last, count).tolist()
 
 
 def wave(level, height, count=30):
@@ -110,13 +100,11 @@ CASES = [
 
 @pytest.mark.parametrize(("mark", "step", "metrics"), CASES, ids=[mark for mark, _, _ in CASES])
 def test_level_and_step(mark, step, metrics):
-    found = find_all(run_of(metrics))[mark.partition(".")[0]]
-    assert (found.mark, found.step) == (mark, step)
+    assert seen_as(mark, run_of(metrics)) == (mark, step)
 
 
 def test_every_level_has_a_case():
-    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) is subject]
-    assert {mark for mark, _, _ in CASES} == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+    assert {mark for mark, _, _ in CASES} == levels_of(subject)
 
 
 @pytest.mark.parametrize(

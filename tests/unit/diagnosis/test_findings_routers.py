@@ -1,14 +1,13 @@
 """What the routers of both engines chose, and what of an update arrives: a small run for every level."""
 
-import inspect
-
 import numpy as np
 import pytest
 
+from tests.support.findings import levels_of, run_of
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import routers, sync
 from verl_ext.diagnosis.findings.gap import SIZE
-from verl_ext.diagnosis.findings.registry import RULES, find_all
+from verl_ext.diagnosis.findings.registry import find_all
 from verl_ext.diagnosis.findings.reward import K3, REWARD
 from verl_ext.diagnosis.findings.routers import (
     AGREEMENT,
@@ -22,17 +21,15 @@ from verl_ext.diagnosis.findings.routers import (
     starts_in_layer,
 )
 from verl_ext.diagnosis.findings.sync import HIGH, LOW, scaled
-from verl_ext.diagnosis.series import Readings
 
 COUNT = 30
 DIFFERS, EQUAL = "router/any_layer_differs", "router/gap_equal"
 MIDDLE, SPREAD, MOVED, FOLLOWED = "sync/arrived_median", "sync/arrived_spread", "sync/moved", "sync/followed"
 
 
-def run_of(metrics):
+def steady(metrics):
     """Returns a run from one value of each metric, or a list of them; steps start at 1."""
-    lists = {name: each if isinstance(each, list) else [each] * COUNT for name, each in metrics.items()}
-    return Readings.of_pairs({name: list(enumerate(values, 1)) for name, values in lists.items()})
+    return run_of({name: each if isinstance(each, list) else [each] * COUNT for name, each in metrics.items()})
 
 
 def differing(*shares, k3=0.01, own=True):
@@ -115,12 +112,11 @@ CASES = [
 
 @pytest.mark.parametrize(("mark", "metrics"), CASES, ids=[mark for mark, _ in CASES])
 def test_level(mark, metrics):
-    assert find_all(run_of(metrics))[mark.partition(".")[0]].mark == mark
+    assert find_all(steady(metrics))[mark.partition(".")[0]].mark == mark
 
 
 def test_every_level_has_a_case():
-    rules = [rule for rule in RULES.values() if inspect.getmodule(rule.look) in (routers, sync)]
-    assert {mark for mark, *_ in CASES} == {f"{rule.name}.{level}" for rule in rules for level in rule.levels}
+    assert {mark for mark, _ in CASES} == levels_of(routers, sync)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +138,12 @@ def test_every_level_has_a_case():
     ],
 )
 def test_what_is_not_logged_shows_nothing(name, metrics):
-    assert name not in find_all(run_of(metrics))
+    assert name not in find_all(steady(metrics))
 
 
 @pytest.mark.parametrize(("metrics", "moe"), [({REWARD: 0.5}, False), ({"router/tokens": 900.0}, True), ({}, False)])
 def test_only_a_mixture_of_experts_logs_routers(metrics, moe):
-    assert is_moe(run_of(metrics)) is moe
+    assert is_moe(steady(metrics)) is moe
 
 
 def test_shares_are_of_the_last_twenty_readings():
@@ -156,7 +152,7 @@ def test_shares_are_of_the_last_twenty_readings():
     layers = dice.uniform(0.8, 1.0, (COUNT, 3))
     k3, agreement = dice.uniform(0.01, 0.1, COUNT), layers.mean(1)
     metrics = {f"{LAYERS}{layer:02d}": layers[:, layer].tolist() for layer in range(3)}
-    run = run_of(metrics | {K3: k3.tolist(), AGREEMENT: agreement.tolist()})
+    run = steady(metrics | {K3: k3.tolist(), AGREEMENT: agreement.tolist()})
     assert by_layer(run) == pytest.approx((1 - layers[-20:].mean(0)).tolist())
     assert differ(run) == pytest.approx(1 - agreement[-20:].mean())
     assert per_choice(run) == pytest.approx(k3[-20:].mean() / (1 - agreement[-20:].mean()))
@@ -168,7 +164,7 @@ def test_shares_are_of_the_last_twenty_readings():
     [((0.0, 0.0, 0.3, 0.3), 1), ((0.001, 0.03), 0), ((0.0, 0.01), None), ((0.05, 0.3), None), ((0.3, 0.3), None)],
 )
 def test_the_layer_behind_which_routers_disagree(shares, layer):
-    assert starts_in_layer(run_of(differing(*shares))) == layer
+    assert starts_in_layer(steady(differing(*shares))) == layer
 
 
 @pytest.mark.parametrize(
@@ -176,5 +172,5 @@ def test_the_layer_behind_which_routers_disagree(shares, layer):
     [(0.5, 0.0, 0.5), (0.5, 0.02, 0.5), (0.5, 0.1, None), (1.0, 0.0, None), (1.05, 0.0, None), (1.5, 0.0, 1.5)],
 )
 def test_the_factor_by_which_updates_are_multiplied(share, spread, factor):
-    run = run_of(arrived(share - spread, share + spread, spread=spread))
+    run = steady(arrived(share - spread, share + spread, spread=spread))
     assert scaled(run, run.joined(LOW, HIGH)[:, 1:]) == (None if factor is None else pytest.approx(factor))

@@ -110,17 +110,13 @@ class Cause:
     def of_gap(self) -> bool:
         return self.about == "gap"
 
-    @property
-    def advice(self) -> str:
-        """The check for this cause, and the override to try."""
-        return self._advice(self.override)
+    def override_for(self, moe: bool) -> str:
+        """Returns what to try in a dense model, or in a mixture of experts."""
+        return (self.moe_override if moe else "") or self.override
 
-    @property
-    def moe_advice(self) -> str:
-        """The same for a mixture of experts."""
-        return self._advice(self.moe_override or self.override)
-
-    def _advice(self, override: str) -> str:
+    def advice_for(self, moe: bool) -> str:
+        """Returns the check for this cause, and the override to try."""
+        override = self.override_for(moe)
         return f"check {self.check}" + (f"; try {override}" if override else "")
 
     def points(self, finding: str, level: str) -> float:

@@ -4,7 +4,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import LENGTH, MOST, REWARD, SURE, course_of
-from verl_ext.diagnosis.series import LAST, Readings, Series, beginning_of, holds_from, needed, now_of, once_a_run
+from verl_ext.diagnosis.series import LAST, Readings, Series, beginning_of, needed, now_of, once_a_run, step_from
 
 CUT = "response_length/clip_ratio"
 LONGEST, SHORTEST = "response_length/max", "response_length/min"
@@ -14,6 +14,7 @@ GREW = 1.5  # times the length at the start
 SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
 ALIKE = 1e-3  # relative spread of lengths that are all the limit
 FEWEST = 3  # readings of a length
+LASTING = 0.8  # share of the readings from the step on at which something began
 
 
 @once_a_run
@@ -44,13 +45,10 @@ def answers_cut(run: Readings) -> Seen:
     series = needed(cut_share(run))
     now = now_of(series)
     level = "most" if now >= MOST_CUT else "many" if now >= MANY_CUT else "few"
+    text = f"{now:.0%} of the answers are cut at the limit"
     if level == "few":
-        return level, f"{now:.0%} of the answers are cut at the limit"
-    return (
-        level,
-        f"{now:.0%} of the answers are cut at the limit",
-        _since(series, MOST_CUT if level == "most" else MANY_CUT),
-    )
+        return level, text
+    return level, text, step_from(series, series.values >= (MOST_CUT if level == "most" else MANY_CUT), LASTING)
 
 
 @finding("cut_began", "| at_once later", family="cut", needs=(CUT,))
@@ -79,12 +77,6 @@ def cut_and_low(run: Readings) -> Seen:
     low = course.now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
     text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {course.now:.2g}"
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
-
-
-def _since(series: Series, share: float) -> int:
-    """Returns the step from which on the share is reached, but for one reading in five."""
-    past = series.values >= share
-    return int(series.steps[min(holds_from(past, 0.8), len(past) - 1)])
 
 
 @once_a_run
@@ -120,7 +112,7 @@ def length_exploded(run: Readings) -> Seen:
     if pays and (cut is None or now_of(cut) < MANY_CUT):
         return "grew", f"{text}, and the reward rose with them"
     middle = (now * shortest) ** 0.5
-    return "exploded", text, int(series.steps[min(holds_from(series.values > middle, 0.8), len(series.steps) - 1)])
+    return "exploded", text, step_from(series, series.values > middle, LASTING)
 
 
 @finding("length_collapsed", "collapsed | no", family="length", needs=(LENGTH,))
@@ -130,7 +122,7 @@ def length_collapsed(run: Readings) -> Seen:
     course = course_of(run)
     gained = course is not None and not course.falls and course.rise >= SURE
     if now < first / (VANISHED if gained else SHRANK):
-        step = int(series.steps[min(holds_from(series.values < first / SHRANK, 0.8), len(series.steps) - 1)])
+        step = step_from(series, series.values < first / SHRANK, LASTING)
         return "collapsed", f"answers shrank from {first:.0f} to {now:.0f} tokens", step
     return "no", f"answers are {now / max(first, 1e-9):.2g} times as long as at the start"
 

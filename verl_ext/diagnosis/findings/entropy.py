@@ -14,7 +14,7 @@ FLAT_ENTROPY = 1.0  # nats a token: an entropy above it, risen from below, is th
 @finding("entropy_gone", "gone | low kept", family="entropy", needs=(ENTROPY,))
 def entropy_gone(run: Readings) -> Seen:
     """The entropy is a small part of what it was, so that answers are alike."""
-    series, start, now = _ends(run)
+    series, start, now = _start_and_now(run)
     share = now / start
     text = f"the entropy is {share:.0%} of what it was ({start:.2g} to {now:.2g})"
     if share < GONE:
@@ -36,7 +36,7 @@ def sure_of_wrong(run: Readings) -> Seen:
 @finding("entropy_exploded", "exploded | rose steady", family="entropy", needs=(ENTROPY,))
 def entropy_exploded(run: Readings) -> Seen:
     """The entropy has grown to a multiple: answers become noise."""
-    series, start, now = _ends(run)
+    series, start, now = _start_and_now(run)
     top = float(series.values.max())
     low = float(np.median(series.values[: max(len(series.values) // 2, 1)]))
     calm = min(start, low)
@@ -65,7 +65,7 @@ def entropy_at_fall(run: Readings) -> Seen:
     return "low" if share < LOW else "high", text
 
 
-def _ends(run: Readings) -> tuple[Series, float, float]:
+def _start_and_now(run: Readings) -> tuple[Series, float, float]:
     """Returns the entropy, and its values at the start and now. Raises NotLoggedError if it does not start above 0."""
     series = run.need(ENTROPY, fewest=3)
     start = beginning_of(series, _few(series))

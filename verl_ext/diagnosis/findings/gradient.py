@@ -5,7 +5,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import GRADIENT
-from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of
+from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of, step_from
 
 REFERENCE, STRIDE, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/lr"
 LARGE = 100.0  # a norm that a mean over tokens does not have: the loss is a sum, or the gradient is wrong
@@ -37,9 +37,8 @@ def gradient_grew(run: Readings) -> Seen:
     calm = min(float(np.median(part)) for part in np.array_split(series.values[:-width], 4) if part.size)
     now = now_of(series, max(width, 3))
     if calm > 0 and now > GREW * calm:
-        above = series.values > (calm * now) ** 0.5
-        first = min(holds_from(above, 0.7), len(above) - 1)
-        return "grew", f"the gradient's norm grew from {calm:.2g} to {now:.2g}", int(series.steps[first])
+        step = step_from(series, series.values > (calm * now) ** 0.5, 0.7)
+        return "grew", f"the gradient's norm grew from {calm:.2g} to {now:.2g}", step
     return "steady", f"the gradient's norm is {now:.2g}, and was {calm:.2g}"
 
 

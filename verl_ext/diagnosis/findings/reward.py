@@ -1,8 +1,7 @@
 """What the reward shows: whether it rose, stands, fell or is the same for all answers, and what moved before it fell.
 
-A level is the mean of WIDTHS readings in a row. Heights are measured from the
-bottom of the scale. The bottom is 0 if no reading is negative, the least reward of an answer if the run logs it, else
-the lowest level before the best.
+A level is the mean of WIDTHS readings in a row. Heights are measured from the bottom of the scale. The bottom is 0 if
+no reading is negative, the least reward of an answer if the run logs it, else the lowest level before the best.
 
 One rule judges a fall, in grades. It compares the level now with the best one:
 
