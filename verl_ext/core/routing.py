@@ -14,7 +14,7 @@ from verl_ext.core.blocks import Scratch
 from verl_ext.core.tokens import blocks
 
 BLOCK = 32_768  # tokens taken at a time: 25 MB per temporary for 94 layers
-PAIRS = 2**20  # of a token and a layer, a block: some 10 MB of temporaries
+PAIRS, GPU_PAIRS = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
 COMPARISONS = 2**22  # of ids at a time, a byte each
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
@@ -318,7 +318,6 @@ OUT_OF_RANGE, REPEATED, STUCK = range(1, 1 + len(REASONS))
 
 FEWEST = 32  # tokens of a trajectory that must all have the same experts before it counts as an error
 WITNESSES = 4  # of these, looked at first
-PAIRS, GPU_PAIRS = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
 
 
 def known_rows(routes_TLK: Tensor) -> Tensor:
