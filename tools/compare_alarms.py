@@ -12,8 +12,8 @@ import math
 
 import numpy as np
 
+from verl_ext.diagnosis.noise import compare_finals, final, judge_differences
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.noise import compare_finals, final, judge_differences
 
 METRICS, BURN_IN, SHIFT = 12, 100, 2.0
 READINGS = (10, 20, 50, 100, 200)

@@ -1,49 +1,49 @@
-"""The noise of readings whose neighbours depend on each other, and growth that is more than noise.
+"""The noise of a metric's readings: of a level within one run, and of the difference between two runs.
 
-IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
-(1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
-straight line before a collapse. `estimate_growth` takes its slope as the median of all pairwise slopes (Theil-Sen),
-which one spiked step in four cannot move. Two intervals show whether the slope is more than noise, and the narrower one
-counts:
+Readings of neighbouring steps depend on each other, so n of them have the information of n (1 - rho) / (1 + rho)
+independent ones, with rho the correlation of neighbours (Bayley and Hammersley, 1946; Zieba, 2010, equations 13 and 20
+for the variance). Two places need a standard error of a mean, and their readings differ:
 
-- Sen's interval, from the variance of Kendall's S, widened if the readings of neighbouring steps depend on each other
-  (after Hamed and Rao, 1998). It finds a weak trend under strong noise.
-- SCATTERS times the scatter around the line, divided by the length of the window. It finds a strong trend whose curve
-  Sen's interval takes for dependence.
+- A level within a run (`level_error`): the run may rise, fall and jump around it. The noise is taken from the
+  differences of neighbours, or from short stretches of the run, each around its own mean.
+- The end of a run (`final`), to compare two runs: it should stand still. rho from a short window comes out too small
+  and scatters: it is corrected (Marriott and Pope, 1954), and CAUTION standard errors are added, because a slow wave
+  looks like a level. Single spikes hide the dependence of the readings between them, so rho is estimated from
+  residuals that are cut. Two means are compared by Welch's t, all comparisons of one table by Holm's procedure (1979).
+  `python tools/compare_alarms.py` counts how often differences are found, and falsely.
 """
 
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
-from statistics import median, pstdev
+from typing import Literal
 
 import numpy as np
 
-NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
-HORIZON = 1000  # steps; further away than this is the same as not in sight
-FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
-HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
-FEWEST = 8  # readings before there is an estimate of growth
-SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_noise.py counts false alarms
-SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it
-ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
-LARGEST_AUTOCORRELATION = 0.9
+from verl_ext.base.metrics.metric import Scale
+from verl_ext.diagnosis.growth import FLOOR, LARGEST_AUTOCORRELATION, NORMAL_MAD
+from verl_ext.diagnosis.series import Series
+
 ENOUGH = 32  # readings whose stretches show the correlation of neighbours
 STRETCHES = 8  # parts of a run, each around its own mean, in which its noise is measured
 
+TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
+NoiseVerdict = Literal["differs", "within noise", "too few readings to tell"]
 
-def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the median, and the median absolute deviation as standard deviations of a normal distribution."""
-    middle = median(values)
-    return middle, NORMAL_MAD * median(abs(value - middle) for value in values)
-
-
-def scatter(residuals: Sequence[float]) -> float:
-    """Returns the larger of the standard deviation and its robust estimate."""
-    _, robust = spread(residuals)
-    return max(pstdev(residuals), robust)
+CAVEAT = (
+    "noise = step-to-step noise within each run; it does not include the difference between seeds: for that, run "
+    "each setting with several seeds"
+)
+LEVEL = 0.01  # probability of a false alarm: in one interval, and in a whole table after `judge_differences`
+SHARE, FEWEST, MOST = 0.1, 20, 100  # the default window: this share of the readings, its fewest and its most
+FEWEST_FOR_ERROR = 4  # readings
+FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the line
+CAUTION = 1.9  # standard errors that are added to the correlation
+LEAST_SCATTER = 0.4  # of sqrt(1 - rho^2): near rho = 1 the standard error is no estimate
+LARGEST_CORRELATION = 0.99
+FEWEST_EFFECTIVE = 3.0  # independent readings without which nothing can be told
+CUT = 1.5  # robust standard deviations at which residuals are cut before they are correlated
+ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 
 
 def difference_noise(values: np.ndarray) -> float:
@@ -92,72 +92,198 @@ def mean_error(
 
 
 @dataclass(frozen=True)
-class Growth:
-    """The estimate at one step.
+class Final:
+    """A metric at the end of a run.
 
     Attributes:
-        rate: slope of log delta, per step; exp(rate) - 1 is the relative growth of a step.
-        low, high: the interval of the slope.
-        level: the delta of the line at the last step.
-        steps: predicted steps until delta passes the boundary: 0 if `level` is past it, HORIZON if growth is not
-            certain (low <= 0) or the boundary is further away.
+        mean: the mean of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
+        error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. An
+            upper estimate, because the correlation is. None if the window has less information than FEWEST_EFFECTIVE
+            independent readings, or fewer than FEWEST_FOR_ERROR readings.
+        readings: finite values in the window.
+        effective: the equivalent number of independent readings; None without an error.
+        freedom: degrees of freedom of the error.
+        drift: the rise of a straight line from the first to the last step of the window, on the scale; 0 if it is
+            within noise. Otherwise the metric is still moving, and the scatter is measured around the line.
+        steps: the first and the last step of the window; None without a reading.
+        scale: "log" compares ratios: for metrics that single tokens move by tens of times.
     """
 
-    rate: float
-    low: float
-    high: float
-    level: float
-    steps: float
+    mean: float
+    error: float | None
+    readings: int
+    effective: float | None
+    freedom: float | None = None
+    drift: float = 0.0
+    steps: tuple[int, int] | None = None
+    scale: Scale = "linear"
+
+    @property
+    def centre(self) -> float:
+        """The mean on its scale."""
+        return math.log(max(self.mean, FLOOR)) if self.scale == "log" else self.mean
 
 
-def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> Growth | None:
-    """Fits a line to the logarithm of the last readings of delta.
+@dataclass(frozen=True)
+class Difference:
+    """The difference between the final values of two runs.
+
+    Attributes:
+        change: second minus first; on the log scale the logarithm of second over first.
+        error: one standard error of `change`; None if one of the runs has too few readings.
+        freedom: degrees of freedom after Welch; infinite if neither run scatters.
+        p: two-sided probability of a change at least this large if the means are equal.
+        verdict: for this comparison by itself, at LEVEL; see `judge_differences` for the comparisons of a table.
+    """
+
+    change: float
+    error: float | None
+    freedom: float | None
+    p: float | None
+    verdict: NoiseVerdict
+    scale: Scale = "linear"
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The interval of `change`, with a coverage of 1 - LEVEL; None without an error."""
+        if self.error is None or self.freedom is None:
+            return None
+        half = self.error * student_quantile(1 - LEVEL, self.freedom) if self.error else 0.0
+        return self.change - half, self.change + half
+
+
+def final(series: Series, window: int | None = None, scale: Scale = "linear") -> Final:
+    """Returns the mean over the last steps of a run, and its standard error.
+
+    The error covers the noise between steps (CAVEAT).
 
     Args:
-        readings: (step, delta) with ascending steps; delta is a divergence, never negative, or a difference.
-        boundary: the delta whose crossing is predicted, above 0.
-
-    Returns None for fewer than FEWEST readings.
+        series: the series of one metric; values that are not finite are left out.
+        window: steps, counted back from the last finite reading, at least 1; None for the last tenth of the readings,
+            at least FEWEST and at most MOST of them.
+        scale: "log" for positive metrics that span decades.
     """
-    points = [(step, math.log(max(delta, FLOOR))) for step, delta in readings]
-    if len(points) < FEWEST:
-        return None
-    slopes = sorted((later - earlier) / (t - s) for (s, earlier), (t, later) in combinations(points, 2))
-    rate = median(slopes)
-    last = points[-1][0]
-    at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
-    level = median(at_last)
-    residuals = [y - level for y in at_last]
-    n = len(points)
-    # The variance of Kendall's S, rising pairs less falling ones, for independent readings.
-    variance = n * (n - 1) * (2 * n + 5) / 18
-    outside = (len(slopes) - SIGMAS * math.sqrt(variance * _inflation(residuals))) / 2
-    low = slopes[int(outside)] if outside >= 0 else -math.inf
-    high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
-    if len(points) >= SCATTER_FEWEST:
-        half = SCATTERS * scatter(residuals) / (last - points[0][0])
-        low, high = max(low, rate - half), min(high, rate + half)
-    left = math.log(boundary) - level
-    if left <= 0:
-        steps = 0.0
-    elif low <= 0:
-        steps = float(HORIZON)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 step")
+    series = series.finite()
+    if not series.steps.size:
+        return Final(math.nan, None, 0, None, scale=scale)
+    if window is None:
+        start = -min(max(math.ceil(SHARE * series.steps.size), FEWEST), MOST)
     else:
-        steps = min(left / rate, float(HORIZON))
-    return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
+        start = int(np.searchsorted(series.steps, series.steps[-1] - window, side="right"))
+    at: np.ndarray = series.steps[start:].astype(np.float64)
+    values = series.values[start:]
+    steps, n = (int(at[0]), int(at[-1])), len(values)
+    if np.ptp(values) == 0:  # the mean would be rounded: two constants must compare exactly
+        constant = float(values[0])
+        if n < FEWEST_FOR_ERROR:
+            return Final(constant, None, n, None, steps=steps, scale=scale)
+        return Final(constant, 0.0, n, n, n - 1, steps=steps, scale=scale)
+    heights = np.log(np.maximum(values, FLOOR)) if scale == "log" else values
+    centre = float(heights.mean())
+    mean = math.exp(centre) if scale == "log" else centre
+    if n < FEWEST_FOR_ERROR:
+        return Final(mean, None, n, None, steps=steps, scale=scale)
+    scatter, drift = _scatter(heights - centre, fitted=1), 0.0
+    slope, line = _slope(at, heights)
+    around = _scatter(heights - line, fitted=2)
+    if around is not None and around.freedom >= FEWEST_FOR_DRIFT:
+        slope_error = around.error * math.sqrt(n / np.sum((at - at.mean()) ** 2))
+        if _p(slope, slope_error, around.freedom) < LEVEL:
+            scatter, drift = around, slope * (steps[1] - steps[0])
+    if scatter is None:
+        return Final(mean, None, n, None, steps=steps, scale=scale)
+    return Final(mean, scatter.error, n, scatter.effective, scatter.freedom, drift, steps, scale)
 
 
-def _inflation(residuals: Sequence[float]) -> float:
-    """Returns the factor, at least 1, by which first-order dependence of neighbouring readings widens that variance."""
-    n = len(residuals)
-    if max(map(abs, residuals)) < ROUNDING:
-        return 1.0
-    order = sorted(residuals)
-    centred = [order.index(value) - (n - 1) / 2 for value in residuals]  # ranks: a spike must not hide the dependence
-    power = sum(value * value for value in centred)
+def compare_finals(a: Final, b: Final) -> Difference:
+    """Compares b with a, which must be on the same scale."""
+    if a.scale != b.scale:
+        raise ValueError(f"a final value on the {a.scale} scale cannot be compared with one on the {b.scale} scale")
+    change = b.centre - a.centre
+    if a.error is None or b.error is None or a.freedom is None or b.freedom is None:
+        return Difference(change, None, None, None, TOO_FEW, a.scale)
+    if abs(change) <= ROUNDING * max(abs(a.centre), abs(b.centre)):
+        change = 0.0
+    error = math.hypot(a.error, b.error)
+    # The share of the variance that is a's, not the variances: their squares could underflow.
+    share = (a.error / error) ** 2 if error else 0.0
+    freedom = 1 / (share**2 / a.freedom + (1 - share) ** 2 / b.freedom) if error else math.inf
+    p = _p(change, error, freedom)
+    return Difference(change, error, freedom, p, "differs" if p < LEVEL else "within noise", a.scale)
+
+
+def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
+    """Returns the verdicts of one table, in its order. If there is no true difference, at most a share LEVEL of tables
+    has a "differs".
+
+    Holm's procedure: the smallest p of m has to be below LEVEL / m, the next below LEVEL / (m - 1), and so on; after
+    the first that is not, nothing differs. Comparisons with too few readings do not count.
+    """
+    verdicts = [difference.verdict for difference in differences]
+    order = sorted((difference.p, index) for index, difference in enumerate(differences) if difference.p is not None)
+    passing = True
+    for rank, (p, index) in enumerate(order):
+        passing = passing and p < LEVEL / (len(order) - rank)
+        verdicts[index] = "differs" if passing else "within noise"
+    return verdicts
+
+
+def student_p(t: float, freedom: float) -> float:
+    """Returns the probability that Student's |t| is at least this large. `freedom`, above 0, may be a fraction."""
+    from scipy import special  # here, because importing it takes 0.2 s
+
+    return 2 * float(special.stdtr(freedom, -abs(t)))
+
+
+def student_quantile(coverage: float, freedom: float) -> float:
+    """Returns the half-width, in standard errors, of the interval that covers `coverage` of Student's distribution."""
+    from scipy import special
+
+    return float(special.stdtrit(freedom, (1 + coverage) / 2))
+
+
+def _p(change: float, error: float, freedom: float) -> float:
+    if error == 0:
+        return 0.0 if change else 1.0
+    return student_p(change / error, freedom)
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    error: float  # standard error of the mean
+    effective: float
+    freedom: float
+
+
+def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
+    """Returns the scatter of the mean, from the residuals after fitting a constant (`fitted` is 1) or a line (2).
+
+    None if the effective readings are fewer than FEWEST_EFFECTIVE, or exceed the fitted parameters by less than 1.
+    """
+    n, power = len(residuals), float(residuals @ residuals)
     if power == 0:
-        return 1.0
-    observed = sum(a * b for a, b in pairwise(centred)) / power
-    # Residuals of a fitted line understate the dependence by about (2 + 4 rho) / n.
-    rho = min(max(observed + (2 + 4 * max(observed, 0.0)) / n, 0.0), LARGEST_AUTOCORRELATION)
-    return (1 + rho) / (1 - rho)
+        return _Scatter(0.0, n, n - fitted)
+    cut = CUT * NORMAL_MAD * float(np.median(np.abs(residuals)))
+    kept = np.clip(residuals, -cut, cut) if cut else residuals  # most are equal: nothing says what a spike is
+    rho = float(kept[1:] @ kept[:-1]) / float(kept @ kept)
+    rho += (fitted + 4 * max(rho, 0.0)) / n  # the fit reduces it by this
+    rho += CAUTION * max(math.sqrt(max(1 - rho * rho, 0.0)), LEAST_SCATTER) / math.sqrt(n)
+    rho = min(max(rho, 0.0), LARGEST_CORRELATION)
+    effective = n * (1 - rho) / (1 + rho)
+    freedom = effective - fitted
+    if effective < FEWEST_EFFECTIVE or freedom < 1:
+        return None
+    # The variance of a reading is power / (n - n fitted / effective), that of the mean 1 / effective of it.
+    return _Scatter(math.sqrt(power / n / freedom), effective, freedom)
+
+
+def _slope(at: np.ndarray, heights: np.ndarray) -> tuple[float, np.ndarray]:
+    """Returns the slope of the least-squares line, and its heights; residuals of pure rounding become exactly 0."""
+    apart, centre = at - at.mean(), heights.mean()
+    slope = float(apart @ (heights - centre) / (apart @ apart))
+    line = centre + slope * apart
+    if np.max(np.abs(heights - line)) <= ROUNDING * np.max(np.abs(heights)):
+        return slope, heights
+    return slope, line

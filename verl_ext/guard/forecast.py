@@ -1,6 +1,6 @@
 """Forecasts a run: growth of the engines' gap, a jump of it, a mask that does not see it, a reward that collapses.
 
-Growth is estimated by `diagnosis.noise.estimate_growth`, a collapse by `findings.reward.find_collapse`.
+Growth is estimated by `diagnosis.growth.estimate_growth`, a collapse by `findings.reward.find_collapse`.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
 same, the difference is the engines' part of the gap. If the rollout's weights are older, it also holds the movement of
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.gap import engines_names, is_seen_enough
 from verl_ext.diagnosis.findings.reward import K3, RECORDED, REWARD, STRETCH, find_collapse
-from verl_ext.diagnosis.noise import HORIZON, Growth, estimate_growth, spread
+from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
 # A jump of the gap, and a collapse of the reward.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from verl_ext.base.methods import require
-from verl_ext.diagnosis.noise import spread
+from verl_ext.diagnosis.growth import spread
 
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
 REFUSING = ("skip", "undo", "rollback", "stop")  # the batch makes no update

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ext.diagnosis.noise import student_quantile
 from verl_ext.diagnosis.series import Series
 from verl_ext.lab.grid import METRICS, GridCell
 from verl_ext.report.load import read_run
-from verl_ext.report.noise import student_quantile
 from verl_ext.report.run import ReportError, Run
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from rich.text import Text
 from verl_ext.base.metrics import Metric, find
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.judge import judge
-from verl_ext.diagnosis.series import Series
-from verl_ext.report.noise import (
+from verl_ext.diagnosis.noise import (
     CAVEAT,
     FLOOR,
     LEVEL,
@@ -29,6 +28,7 @@ from verl_ext.report.noise import (
     final,
     judge_differences,
 )
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.gap import DIFFERENCE, K3, Gap, gap_of
 from verl_ext.diagnosis.findings.reward import STRETCH
-from verl_ext.diagnosis.noise import HORIZON, Growth, estimate_growth
+from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth
 from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run

@@ -34,8 +34,8 @@ from verl_ext.diagnosis.findings.reward import (
     WORDS,
     course_of,
 )
+from verl_ext.diagnosis.growth import FEWEST
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
-from verl_ext.diagnosis.noise import FEWEST
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.diagnosis.series import WINDOW
 from verl_ext.guard.rules import REFUSING

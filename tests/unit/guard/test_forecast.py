@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 from verl_ext.diagnosis.findings.reward import GRADIENT, K3, REWARD, STAYS, find_collapse
-from verl_ext.diagnosis.noise import FEWEST
+from verl_ext.diagnosis.growth import FEWEST
 from verl_ext.guard.forecast import (
     AGE_IN_IT,
     GAP,

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl_ext.diagnosis.noise import CAVEAT
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.comparison import Comparison, ComparisonTable, compare_runs, comparison_rows
-from verl_ext.report.noise import CAVEAT
 from verl_ext.report.run import ReportError, Run
 
 STEPS = 300  # a default window of 30 readings

@@ -13,8 +13,8 @@ import numpy as np
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import K3
+from verl_ext.diagnosis.growth import estimate_growth
 from verl_ext.diagnosis.levels import PUBLISHED
-from verl_ext.diagnosis.noise import estimate_growth
 from verl_ext.diagnosis.series import FIRST, WINDOW, Readings, Series, needed, now_label, now_of, once_a_run
 
 K1, SIZE, DIFFERENCE = "vllm_kl/k1", "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"

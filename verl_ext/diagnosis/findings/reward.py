@@ -22,8 +22,9 @@ import numpy as np
 
 from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.growth import scatter
 from verl_ext.diagnosis.names import quantity_of
-from verl_ext.diagnosis.noise import ENOUGH, difference_noise, level_error, scatter
+from verl_ext.diagnosis.noise import ENOUGH, difference_noise, level_error
 from verl_ext.diagnosis.series import (
     WINDOW,
     Readings,
