@@ -9,14 +9,11 @@ reads only at the start stay as in BASE: the reward manager, the engines, the cl
 The batch of every other step is taken in blocks.
 """
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 
 from tests import ROOT
-from tests.stack.running import MARK, MEGATRON_TRAINS_IN_FLOAT32, TRAINS_IN_FLOAT32
+from tests.stack.running import MEGATRON_TRAINS_IN_FLOAT32, TRAINS_IN_FLOAT32
 
 BASE = (
     "stability=icepop",
@@ -38,13 +35,9 @@ TWO_TURNS = (
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
     f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/telling_tool.py",
 )
-HANGING_TOOL = (
-    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/hanging_tool.py",
-    "stability.guard.slow_step_s=5",
-)
-# The recipe of each engine, and what its run has besides BASE. The hanging tool is the same for all: one run has it.
+# The recipe of each engine, and what its run has besides BASE.
 ENGINES = {
-    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *TRAINS_IN_FLOAT32, *HANGING_TOOL),
+    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *TRAINS_IN_FLOAT32),
     "megatron": ("recipe=cpu_megatron", MEGATRON_TRAINS_IN_FLOAT32, *TWO_TURNS),
     "sglang": ("recipe=cpu_sglang", *TRAINS_IN_FLOAT32, *TWO_TURNS),
 }
@@ -126,28 +119,15 @@ def compose(overrides: list[str]):
     return config, stability
 
 
-def hang_report() -> Path:
-    """Returns the file that exists once the run has reported the hanging tool."""
-    return Path(tempfile.gettempdir(), f"hang_reported_{os.environ[MARK]}")
-
-
 def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: list[str]) -> type:
     """Returns a subclass of `trainer_class` that takes the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
     from verl_ext.core.tokens import BLOCK_TOKENS
     from verl_ext.features.table import loss_settings, read_features
-    from verl_ext.trainer import queue, watch
+    from verl_ext.trainer import queue
 
     entries = list(schedule)
-    say = watch.say
-
-    def say_to_the_tool(said: str) -> None:
-        say(said)
-        if "hanging_double" in said:
-            hang_report().touch()
-
-    watch.say = say_to_the_tool
 
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):

@@ -121,13 +121,10 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
     guard, metrics = (tmp_path / "verl_ext" / f"cpu_smoke{kind}.jsonl" for kind in (".guard", ""))
     try:
         wait_for(lambda: has_saved(tmp_path, 2), started, console)
-        metrics.unlink()
         word.write_text("nan")
         wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
         word.write_text("hang")
-        hangs = re.compile(
-            r"step \d+ has been running for \d+ s\b.*reward: \d+ x compute_score \(faulty_reward\.py:\d+\)"
-        )
+        hangs = re.compile(r"step \d+ has been running for \d+ s\b")
         wait_for(lambda: hangs.search(console.read_text()), started, console, 150)
         last = last_saved(tmp_path)
         word.unlink()
@@ -141,9 +138,8 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
         ("non_finite", "skip", "critic/score/mean is nan")
     }
     text = console.read_text()
-    assert "cpu_smoke.jsonl was removed while the run writes to it" in text
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2, "the metrics are there again, from the first"
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2
     assert "the judge does not answer" in text and "no materializable trajectories" in text
     first = skips[0]["step"]
     assert equal_tensors(shards(tmp_path, first - 1), shards(tmp_path, first)), "a skipped update changes nothing"

@@ -125,9 +125,8 @@ class GuardSettings:
 
     Attributes:
         stop_after: stop the run after this many steps in a row without an update; null never stops it.
-        slow_step_s: report what a step waits for if it takes longer than this many seconds, and three times as long as
-            the median step: how many trajectories wait at which line of a tool, a reward function or verl. null never
-            reports it.
+        slow_step_s: report a step that takes longer than this many seconds, and three times as long as the median
+            step, and how to see what it waits for. null never reports it.
         tighten_factor: narrow IcePop's band by this factor, in logarithms, while a rule with `action: tighten` fires.
         max_rollbacks: after this many rollbacks, the next one stops the run instead.
         rollback_cooldown: for this many steps after a rollback, another one only skips the update. The same holds after

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.verl_config import MODEL
 
-BF16 = 2  # bytes
-
 
 @dataclass(frozen=True)
 class Mla:
@@ -112,11 +110,6 @@ class ModelShape:
     def active_parameters(self) -> int:
         """Parameters that a token passes, all embeddings included. Some publishers leave embeddings out."""
         return self._with_experts(self.top_k)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes in bfloat16 of one copy of the cache, without tensor parallelism."""
-        return self.cached_numbers(1) * BF16
 
     def cached_numbers(self, ranks: int) -> int:
         """Returns how many numbers of a token each rank of tensor parallelism caches, over all layers whose cache grows

@@ -1,13 +1,11 @@
 """The files of lines that a run writes next to each other: metrics, the guard's events, trajectories.
 
-A file keeps all of its lines: after a crash in the middle of one, in a resumed run, on a full disk, after a removal.
+A file keeps all of its lines: after a crash in the middle of one, in a resumed run, on a full disk.
 verl's file logger empties its file whenever it is opened; here a resumed run continues it.
 """
 
 import contextlib
 import os
-import shutil
-import stat
 from pathlib import Path
 
 from verl_ext.base.names import metrics_path
@@ -31,8 +29,6 @@ class LineFile:
     """Appends whole lines, each written at once. Lines that a full disk refuses are kept and tried again with the next
     line.
 
-    A file that is removed meanwhile is written again completely, as long as this one is open.
-
     Args:
         path: opened, and created with its folder.
         resume: continue after the last complete line; else start empty.
@@ -53,7 +49,6 @@ class LineFile:
         """Appends text that ends with a newline. A failed write raises nothing: the first one is printed."""
         self._pending.append(lines)
         try:
-            self._put_back()
             while self._pending:
                 self._append(self._pending[0])
                 self._pending.pop(0)
@@ -81,26 +76,6 @@ class LineFile:
         file, self._file = self._file, -1
         with contextlib.suppress(OSError):  # a network file system reports a full disk here, as the line above did
             os.close(file)
-
-    def _put_back(self) -> None:
-        """Writes a removed file again; the open file still has its content."""
-        if os.path.lexists(self._place) or not stat.S_ISREG(os.fstat(self._file).st_mode):
-            return
-        self._place.parent.mkdir(parents=True, exist_ok=True)
-        again = self._place.with_name(f".{self.path.name}.again")
-        file = os.open(again, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            with open(self._file, "rb", closefd=False) as held, open(file, "wb", closefd=False) as copy:
-                held.seek(0)
-                shutil.copyfileobj(held, copy)
-            os.replace(again, self._place)
-        except OSError:
-            os.close(file)
-            again.unlink(missing_ok=True)
-            raise
-        os.close(self._file)
-        self._file = file
-        say(f"{self.path} was removed while the run writes to it: it is there again, with all its lines")
 
     def _append(self, lines: bytes) -> None:
         written = 0

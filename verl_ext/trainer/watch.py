@@ -1,25 +1,16 @@
-"""Ends a run if one of its processes has died, and reports what a slow step waits for.
+"""Ends a run if one of its processes has died, and reports a slow step.
 
 verl 0.9.1 waits forever for the answers of a dead process, and all GPUs wait with it. It has no timeout for a tool or a
 reward function either, and prints nothing.
 """
 
-import asyncio
 import contextlib
-import gc
-import os
 import signal
-import sys
-import sysconfig
 import threading
 import time
-import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import ray
@@ -29,16 +20,15 @@ from verl_ext.trainer.logs import say
 from verl_ext.upstream.sglang_processes import worker_died
 
 EVERY_S, TIMEOUT_S = 10.0, 60.0
-PLACES_TIMEOUT_S = 20.0
 LATE_S = 30.0  # an error of a collective comes before Ray knows that a node has died
 AGAIN_S = 0.5
 SIGNAL = signal.SIGUSR2
 STORAGE = "TransferQueueStorageUnit#"  # the prefix of its actors' names
 SLOW = 3  # times the usual duration of a step
-MOST_PLACES = 4  # that are printed for each role
-VERL = str(Path(getattr(find_spec("verl"), "origin", None) or "/no verl").parent) + os.sep
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+WHERE = (
+    "to see what it waits for: `ray list actors --detail` has the nodes and the pids of the agent loop and reward "
+    "workers, and `py-spy dump --pid PID` there shows the lines at which their threads stand"
+)
 
 
 def engine_died(actor: Any) -> bool:
@@ -57,14 +47,10 @@ def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = 
         workers = agent_loop_manager.agent_loop_workers
         return {"rollout server": servers, "agent loop worker": workers, "TransferQueue's storage unit": storage}
 
-    def running_the_users_code() -> dict[str, list[Any]]:
-        rewards = trainer.reward_loop_manager.reward_loop_workers
-        return {"agent loop": agent_loop_manager.agent_loop_workers, "reward": rewards}
-
     def answerable() -> dict[str, list[Any]]:
         return watched() | {"training worker": trainer.actor_rollout_wg.workers}
 
-    slow_step = SlowStep(lambda: trainer.global_steps, running_the_users_code, slow_step_s)
+    slow_step = SlowStep(lambda: trainer.global_steps, slow_step_s)
     return Watch(watched, trainer.config.trainer.default_local_dir, slow_step, answerable)
 
 
@@ -137,7 +123,7 @@ class Watch:
                 say(said)
         except Exception as error:  # the check for dead actors must continue
             self._slow_step = None
-            say(f"cannot find what a slow step waits for: {type(error).__name__}: {error}")
+            say(f"cannot tell whether a step is slow: {type(error).__name__}: {error}")
 
 
 def _interrupt(number: int, frame: Any) -> None:
@@ -180,14 +166,11 @@ class SlowStep:
 
     Args:
         step: the number of the step that runs.
-        workers: role -> the actors that run the user's tools and rewards; called when there is something to report.
         after_s: seconds; None never reports.
     """
 
-    def __init__(
-        self, step: Callable[[], int], workers: Callable[[], Mapping[str, Iterable[Any]]], after_s: float | None
-    ):
-        self._step, self._workers, self._after_s = step, workers, after_s
+    def __init__(self, step: Callable[[], int], after_s: float | None):
+        self._step, self._after_s = step, after_s
         self._number, self._began, self._told = -1, 0.0, 0.0
         self._taken: list[float] = []
 
@@ -202,77 +185,7 @@ class SlowStep:
             return ""
         self._told = taken
         before = f" (usually {_duration(usual)})" if self._taken else ""
-        return f"step {number} has been running for {_duration(taken)}{before}{_describe_waits(self._workers())}"
-
-
-def places(actor: Any) -> list[str]:
-    """Returns the place of each asyncio task and thread of an actor, as `function (file:line)`; runs inside the actor.
-
-    The place is the innermost frame in code that is not installed, which is the user's. A task without one has the
-    innermost frame in verl's code. Tasks in neither are left out.
-    """
-    # Ray calls this in another thread than that of the actor's event loop, which all_tasks would need.
-    # By type: isinstance looks through a weak proxy, and raises if its object is gone.
-    tasks = [each for each in gc.get_objects() if issubclass(type(each), asyncio.Task) and not each.done()]
-    found = [_place(list(_awaited_frames(task.get_coro()))[::-1], (_is_users, _is_verls)) for task in tasks]
-    for innermost in sys._current_frames().values():
-        found.append(_place([frame for frame, _ in traceback.walk_stack(innermost)], (_is_users,)))
-    return [place for place in found if place]
-
-
-def _describe_waits(workers: Mapping[str, Iterable[Any]]) -> str:
-    """Returns the places of each role's actors, in words. All are asked at once."""
-    asked = {role: [actor.__ray_call__.remote(places) for actor in actors] for role, actors in workers.items()}
-    if everything := [ref for refs in asked.values() for ref in refs]:
-        ray.wait(everything, num_returns=len(everything), timeout=PLACES_TIMEOUT_S)
-    return "".join(f"; {_describe_places(role, refs)}" for role, refs in asked.items() if refs)
-
-
-def _describe_places(role: str, refs: list[Any]) -> str:
-    counted: Counter[str] = Counter()
-    answered, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
-    failed = []
-    for ref in answered:
-        try:
-            counted.update(ray.get(ref))
-        except ray.exceptions.RayError as error:
-            failed.append(type(error).__name__)
-    said = [f"{count} x {place}" for place, count in counted.most_common(MOST_PLACES)]
-    if silent:
-        said.append(
-            f"{len(silent)} of {len(refs)} do not answer, so something that does not await blocks their event loop"
-        )
-    if failed:
-        said.append(f"{len(failed)} of {len(refs)} could not be asked ({failed[0]})")
-    return f"{role}: {', '.join(said) or 'nothing to wait for'}"
-
-
-def _awaited_frames(coroutine: Any) -> Iterator[FrameType]:
-    """Yields the frames of a suspended coroutine, the outermost first."""
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
-        if frame is None:
-            return
-        yield frame
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-
-
-def _place(frames: list[FrameType], owners: tuple[Callable[[str], bool], ...]) -> str:
-    """Returns the first of these frames, the innermost first, in the code of the first owner that has any of them."""
-    for is_owners in owners:
-        for frame in frames:
-            file = frame.f_code.co_filename
-            if is_owners(file):
-                return f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})"
-    return ""
-
-
-def _is_verls(file: str) -> bool:
-    return file.startswith(VERL)
-
-
-def _is_users(file: str) -> bool:
-    return Path(file).is_absolute() and not file.startswith((*INSTALLED, VERL, OURS))
+        return f"step {number} has been running for {_duration(taken)}{before}; {WHERE}"
 
 
 def _duration(seconds: float) -> str:

@@ -69,7 +69,7 @@ def test_megatron_splits_experts_and_the_rest_differently():
 
 
 def test_deepseeks_cache_is_the_published_one():
-    assert SHAPES["DeepSeek-V3"].kv_bytes_per_token == 70272  # "Insights into DeepSeek-V3", table 1: 70.272 KB
+    assert 2 * SHAPES["DeepSeek-V3"].cached_numbers(1) == 70272  # "Insights into DeepSeek-V3", table 1: 70.272 KB
 
 
 # Numbers of a token and layer that each rank of tensor parallelism caches, and the layers; from each config.json. MLA:
@@ -131,10 +131,10 @@ def test_the_cache_is_what_vllm_has_left():
     memory = plan_memory(FSDP)
     share = 0.6 * 79.6 * GIB
     assert memory.rollout.lines["KV cache"] == share - 2 * FSDP.shape.parameters / 4 - ENGINE_RESERVE
-    assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // (FSDP.shape.kv_bytes_per_token / 4))
+    assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // (2 * FSDP.shape.cached_numbers(1) / 4))
     eight = plan_memory(replace(FSDP, rollout_tensor=8))
     per_token = eight.rollout.lines["KV cache"] / eight.kv_tokens
-    assert per_token == pytest.approx(FSDP.shape.kv_bytes_per_token / 4, rel=1e-3), "four key heads split no further"
+    assert per_token == pytest.approx(2 * FSDP.shape.cached_numbers(1) / 4, rel=1e-3), "four key heads split no further"
 
 
 @pytest.mark.parametrize(

@@ -80,17 +80,17 @@ def test_shapes_are_those_of_transformers_models():
 
 
 def test_cache_bytes_by_hand():
-    assert SHAPES["Qwen3-30B-A3B"].kv_bytes_per_token == 48 * 2 * 4 * 128 * 2
-    assert SHAPES["DeepSeek-V3"].kv_bytes_per_token == 61 * (512 + 64) * 2
-    assert SHAPES["Qwen3-Next-80B-A3B"].kv_bytes_per_token == 12 * 2 * 2 * 256 * 2
-    assert SHAPES["gpt-oss-20b"].kv_bytes_per_token == 12 * 2 * 8 * 64 * 2
+    assert SHAPES["Qwen3-30B-A3B"].cached_numbers(1) == 48 * 2 * 4 * 128
+    assert SHAPES["DeepSeek-V3"].cached_numbers(1) == 61 * (512 + 64)
+    assert SHAPES["Qwen3-Next-80B-A3B"].cached_numbers(1) == 12 * 2 * 2 * 256
+    assert SHAPES["gpt-oss-20b"].cached_numbers(1) == 12 * 2 * 8 * 64
 
 
 def test_the_table_of_models_in_the_readme():
     readme = (ROOT / "recipes" / "README.md").read_text()
     for name, shape in SHAPES.items():
         numbers = f"{shape.parameters / 1e9:.1f} B | {shape.active_parameters / 1e9:.1f} B | "
-        numbers += f"{shape.parameters * 2 / 1e9:.0f} GB | {shape.kv_bytes_per_token / 1000:.0f} kB"
+        numbers += f"{shape.parameters * 2 / 1e9:.0f} GB | {2 * shape.cached_numbers(1) / 1000:.0f} kB"
         assert f"| {name} | {numbers} |" in readme
 
 

@@ -1,4 +1,4 @@
-"""Files of lines lose no line: resumed, cut off, on a full disk, removed; verl's own logger writes such a file."""
+"""Files of lines lose no line: resumed, cut off, on a full disk; verl's own logger writes such a file."""
 
 import json
 import resource
@@ -51,23 +51,6 @@ def test_a_file_without_a_whole_line_starts_empty(tmp_path):
     assert path.read_bytes() == b"1\n"
 
 
-@pytest.mark.parametrize("folder_too", [False, True])
-def test_a_file_that_is_removed_meanwhile_is_there_again_with_all_its_lines(tmp_path, capsys, folder_too):
-    path = tmp_path / "run" / "metrics.jsonl"
-    file = LineFile(path, resume=False)
-    file.write(b"1\n")
-    path.unlink()
-    if folder_too:
-        path.parent.rmdir()
-    file.write(b"2\n")
-    assert path.read_bytes() == b"1\n2\n"
-    assert "was removed while the run writes to it" in capsys.readouterr().out
-    file.write(b"3\n")
-    file.close()
-    assert path.read_bytes() == b"1\n2\n3\n"
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-
-
 def test_a_process_that_changes_its_folder_takes_no_file_with_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     file = LineFile("metrics.jsonl", resume=False)
@@ -79,21 +62,6 @@ def test_a_process_that_changes_its_folder_takes_no_file_with_it(tmp_path, monke
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"1\n"
     assert not list(elsewhere.iterdir())
     assert not capsys.readouterr().out
-
-
-def test_a_folder_that_is_gone_and_cannot_be_made_ends_nothing(tmp_path, capsys):
-    path = tmp_path / "run" / "metrics.jsonl"
-    file = LineFile(path, resume=False)
-    file.write(b"1\n")
-    path.unlink()
-    path.parent.rmdir()
-    path.parent.touch()  # a file is in its place
-    file.write(b"2\n")
-    assert capsys.readouterr().out.count("cannot be written") == 1
-    path.parent.unlink()
-    file.write(b"3\n")
-    file.close()
-    assert path.read_bytes() == b"1\n2\n3\n"
 
 
 def test_a_full_device_is_told_once_and_ends_nothing(tmp_path, capsys):

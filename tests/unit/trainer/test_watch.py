@@ -1,7 +1,5 @@
 """The watch on the rollout's actors, with Ray's own actors in a local Ray; and the report of a slow step."""
 
-import asyncio
-import re
 import threading
 import time
 from concurrent.futures import Future
@@ -36,26 +34,6 @@ class Server:
         self.engine = Strange()
 
     def busy(self, seconds):
-        time.sleep(seconds)
-
-
-async def judge(seconds):
-    await asyncio.sleep(seconds)
-
-
-def tool(seconds):
-    time.sleep(seconds)
-
-
-@ray.remote(num_cpus=0)
-class AgentLoop:
-    """Works as verl's does: each trajectory is a task, its tools run in threads where they do not await."""
-
-    async def run(self, rewarded, called, seconds):
-        calls = [asyncio.to_thread(tool, seconds) for _ in range(called)]
-        await asyncio.gather(*(judge(seconds) for _ in range(rewarded)), *calls)
-
-    async def block(self, seconds):
         time.sleep(seconds)
 
 
@@ -185,21 +163,6 @@ def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
         raise KeyError
 
 
-def test_a_slow_step_is_told_with_the_lines_that_its_trajectories_stand_at(cluster, capsys):
-    busy, idle, blocked = (AgentLoop.remote() for _ in range(3))
-    ray.get([actor.run.remote(0, 0, 0) for actor in (busy, idle, blocked)])
-    blocking = blocked.block.remote(9)  # longer than it is waited for
-    workers = {"agent loop": [busy, idle], "reward": [blocked]}
-    slow_step = SlowStep(lambda: 7, lambda: workers, after_s=0.5)
-    with pytest.MonkeyPatch.context() as patch, Watch(dict, "checkpoints", slow_step, every_s=0.2):
-        patch.setattr("verl_ext.trainer.watch.PLACES_TIMEOUT_S", 4.0)
-        ray.get([busy.run.remote(3, 2, 9.0), blocking])
-    said = capsys.readouterr().out.splitlines()[0]
-    assert re.match(r"verl_ext: step 7 has been running for \d+ s; agent loop: 3 x judge \(test_watch\.py:", said)
-    assert ", 2 x tool (test_watch.py:" in said
-    assert said.endswith("reward: 1 of 1 do not answer, so something that does not await blocks their event loop")
-
-
 def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, capsys):
     looks = []
 
@@ -207,13 +170,13 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, c
         looks.append(len(looks))
         return {"rollout server": [broken]} if len(looks) > 3 else {}
 
-    slow_step = SlowStep(lambda: looks["no such step"], dict, after_s=0.1)
+    slow_step = SlowStep(lambda: looks["no such step"], after_s=0.1)
     with (
         pytest.raises(WorkerDiedError, match="the engine of rollout server 0"),
         Watch(actors, "checkpoints", slow_step, every_s=0.1),
     ):
         slept(60)
-    assert capsys.readouterr().out.count("cannot find what a slow step waits for: TypeError") == 1
+    assert capsys.readouterr().out.count("cannot tell whether a step is slow: TypeError") == 1
 
 
 class Run:
@@ -221,7 +184,7 @@ class Run:
 
     def __init__(self, after_s):
         self.number, self.now, self.reports = 0, 0.0, []
-        self.slow_step = SlowStep(lambda: self.number, dict, after_s)
+        self.slow_step = SlowStep(lambda: self.number, after_s)
 
     def step(self, seconds):
         self.number += 1
@@ -236,7 +199,7 @@ def test_a_step_is_told_past_the_setting_and_whenever_the_time_has_doubled():
     run = Run(10)
     run.step(100)
     assert run.reports == [(1, 11), (1, 23), (1, 47), (1, 95)]
-    assert run.said == "step 1 has been running for 2 minutes"
+    assert run.said.startswith("step 1 has been running for 2 minutes; ")
 
 
 def test_a_step_is_told_past_three_times_what_they_usually_take():
