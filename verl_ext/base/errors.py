@@ -1,6 +1,8 @@
 """Errors that the user has to act on. The entry point prints them as one line instead of a stack trace."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from verl_ext.base.printable import one_line
 
@@ -12,13 +14,17 @@ class UserError(Exception):
         message: names the setting or input, and gives the reason.
         fix: Hydra overrides that, applied together, make this error go away; () where none are known.
         otherwise: another remedy, in words.
+        gives_way: Hydra overrides that leave out what cannot work. They are applied instead of the error where a preset
+            asked for it (`features.fit`); () where the user has to decide.
     """
 
-    def __init__(self, message: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
+    def __init__(
+        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", gives_way: tuple[str, ...] = ()
+    ) -> None:
         overrides = f"set {' and '.join(fix)}" if fix else ""
         remedy = ", or ".join(filter(None, (overrides, otherwise)))
         super().__init__(f"{message}; {remedy}" if remedy else message)  # the text alone: Ray pickles by `args`
-        self.fix = fix
+        self.fix, self.gives_way, self.why = fix, gives_way, message
 
 
 class ConfigError(UserError, ValueError):
@@ -42,6 +48,16 @@ class SettingError(ConfigError):
         return ConfigError(
             f"{where}.{self.name}{self.said}", tuple(f"{where}.{one}" for one in self.fix), self.otherwise
         )
+
+
+@contextmanager
+def giving_way(*overrides: str) -> Iterator[None]:
+    """Context of checks whose errors give way by these overrides, unless they name their own."""
+    try:
+        yield
+    except ConfigError as error:
+        error.gives_way = error.gives_way or overrides
+        raise
 
 
 class HookError(UserError, RuntimeError):

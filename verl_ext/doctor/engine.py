@@ -162,7 +162,7 @@ def captured_routing(context: Context) -> Iterable[CheckResult]:
         return
     if context.with_sglang:
         yield from _sglang_capture(context)
-    if not context.with_vllm or (version := context.versions.get("vllm")) is None:
+    if not context.with_vllm or (version := context.version("vllm")) is None:
         return
     if Version(version) >= Version(REFUSING_VLLM):
         yield ok(f"vLLM {version} reads what its kernels choose, or stops at its start")

@@ -35,13 +35,15 @@ from verl_ext.base.patching import Undo, patch, together
 from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
 from verl_ext.features import losses
 from verl_ext.features.feature import RunFeatures
+from verl_ext.features.fit import fit_run
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.table import apply_engine_settings, left_out, read_features
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"
 MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
+MEGATRONS = f"Could not override '{ACTOR}.megatron."  # Hydra's, where the group of the engine is not Megatron's
 TRUST = f"{MODEL}.trust_remote_code"
 MOST_ERRORS = 20  # in a row; each is found after the one before is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
@@ -68,7 +70,9 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
     Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
     """
     if context.failure:
-        yield error(context.failure, "nothing else of the run was looked at; correct what it names")
+        fix = ("model_engine=megatron",) if MEGATRONS in context.failure else ()
+        why = "verl's config has Megatron's settings with model_engine=megatron" if fix else "correct what it names"
+        yield error(context.failure, f"nothing else of the run was looked at; {why}", *fix)
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
 
@@ -77,19 +81,21 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
 def hooks(context: Context) -> Iterable[CheckResult]:
     """The rows of the start-up table, or the errors that the run would stop with.
 
-    Source: `stability_config`, `read_features` and `check_run` of verl_ext, as `verl_ext.trainer.start.run` calls them;
-    `check_run` also probes the model's routers, if that runs no code of the model's own.
+    Source: `fit_run` of verl_ext, as `verl_ext.trainer.start.run` calls it, which also probes the model's routers, if
+    that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
         return
     if errors := errors_once(context):
         yield from errors
         return
-    lines = features_of(context.config).lines
-    if not lines:
+    features = features_of(context.config)
+    if not features.lines:
         yield note("nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
-    for line in lines:
+    for line in features.lines:
         yield ok(f"{line.name}: {line.setting} ({line.where})")
+    for row in left_out(features):
+        yield note(f"{row.name}: {row.setting}", row.where)
 
 
 @check("verl's validation")
@@ -171,6 +177,14 @@ def features_of(config: DictConfig, *, read_model: bool = True) -> RunFeatures:
     return read_features(config, stability_config(config.stability), read_model=read_model)
 
 
+def fit_presets(context: Context) -> None:
+    """Leaves out of the context's config what a launch would leave out, unless code that the config names would run."""
+    if context.config is not None and context.get(NAME) and not context.plugin_modules:
+        config = copy.deepcopy(context.config)
+        _first_error(config, context)
+        context.config = config
+
+
 def errors_once(context: Context) -> list[CheckResult]:
     """Returns the errors of the run's own checks, found once for all checks; none if plugins may not be imported."""
     if context.errors is None:
@@ -243,13 +257,9 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 
 def _errors_of(context: Context) -> list[CheckResult]:
     """Returns the errors of a config; each is found after those before it are fixed."""
-    config, read_model = context.config, not context.model_code
-    if context.get(TRUST) and not context.trust:
-        config = copy.deepcopy(config)
-        OmegaConf.update(config, TRUST, False)
-    found: list[CheckResult] = []
-    while len(found) < MOST_ERRORS and (failure := _first_error(config, read_model)):
-        config, fix = apply_fix(config, failure, lambda fixed: _first_error(fixed, read_model))
+    config, found = copy.deepcopy(context.config), list[CheckResult]()
+    while len(found) < MOST_ERRORS and (failure := _first_error(config, context)):
+        config, fix = apply_fix(config, failure, lambda fixed: _first_error(fixed, context))
         said = " ".join(str(failure).split())
         found.append(error(said, "the run would stop with this line before Ray starts", *fix))
         if not fix:
@@ -266,16 +276,20 @@ def _as_launched(config: DictConfig) -> DictConfig:
     return config
 
 
-def _first_error(config: DictConfig, read_model: bool) -> UserError | None:
-    """Returns the error that the run would stop with; None if it would not stop."""
+def _first_error(config: DictConfig, context: Context) -> UserError | None:
+    """Returns the error that the run would stop with, None if it would not stop; fits the config to the run."""
+    trusts = OmegaConf.select(config, TRUST)
+    if trusts and not context.trust:
+        OmegaConf.update(config, TRUST, False)
     try:
-        features = features_of(config, read_model=read_model)
-        if features.lines:
-            check_run(features)
+        fit_run(config, context.overrides, read_model=not context.model_code)
     except UserError as failure:
         return failure
     except OmegaConfBaseException as failure:
         return UserError(f"{failure.full_key}: {str(failure).splitlines()[0]}")
+    finally:
+        if trusts:
+            OmegaConf.update(config, TRUST, trusts)
     return None
 
 

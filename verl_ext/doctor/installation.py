@@ -1,11 +1,13 @@
-"""Packages and plugins."""
+"""Packages, plugins and files of this machine."""
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 
 from packaging.specifiers import SpecifierSet
 
 from verl_ext.base.changes import ON_CPU, TABLE
 from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.features.verl_config import MODEL
 from verl_ext.launch.packages import Import, imported, module, pinned, remedy, source
 
 SUPPORTED = {
@@ -66,11 +68,12 @@ def _package(name: str, version: str | None) -> Iterable[CheckResult]:
 def imported_packages(context: Context) -> Iterable[CheckResult]:
     """Packages that this config will import; on the machine of the run, one that is not installed is an error.
 
-    On a laptop the doctor can check a run for a cluster, whose packages it does not know. There it is a warning without
-    a fix, because a fix would switch off features that the cluster may support.
+    On a laptop the doctor can check a run for a cluster, whose packages it does not know: `not here` names them.
 
     Source: the table in verl_ext/launch/packages.py; versions and extras from verl's metadata.
     """
+    if context.elsewhere:
+        return
     asked = list(imported(context.config))
     missing = {row: [one for one in row.packages if not _importable(one, context)] for row in asked}
     for row, packages in missing.items():
@@ -88,15 +91,75 @@ def _importable(package: str, context: Context) -> bool:
 
 
 def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
-    here = " here" if context.elsewhere else ""
-    found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed{here}"
+    found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed"
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
     why = "; ".join(ways) + (f", or set {' and '.join(row.instead)}" if row.instead else "")
-    if context.elsewhere:
-        return warning(found, f"this is not the run's machine; on its nodes, {why}")
     if row.unless and context.has(row.unless):
         return warning(found, f"{row.unless_why}; {why}", *row.instead)
     return error(found, why, *row.instead)
+
+
+@check("model files", needs="config")
+def model_files(context: Context) -> Iterable[CheckResult]:
+    """Files of the model that are not on this machine, and the checks that are skipped without them.
+
+    Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
+    """
+    if not context.elsewhere and (missing := _missing_model(context)):
+        part, checks = missing
+        yield note(f"the model's {part} is not on this machine: {context.get(f'{MODEL}.path')}", checks)
+
+
+def _missing_model(context: Context) -> tuple[str, str] | None:
+    """Returns which part of the model is not here, and the checks that need it."""
+    if not context.get(f"{MODEL}.path") or context.model_code:
+        return None
+    if context.model_config is None:
+        return "config", "lengths, vocabulary and the model's routers were not checked"
+    return ("tokenizer", "vocabulary was not checked") if context.tokenizer_length is None else None
+
+
+@check("data files")
+def data_files(context: Context) -> Iterable[CheckResult]:
+    """Training and validation files that are not here.
+
+    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
+    """
+    if context.elsewhere:
+        return
+    for file in _missing_data(context):
+        why = "the run stops without it; every node that loads data has to see it under this path"
+        yield warning(f"{file} is not on this machine", why)
+
+
+def _missing_data(context: Context) -> Iterator[str]:
+    for name in ("train_files", "val_files"):
+        files = context.get(f"data.{name}") or []
+        for file in [files] if isinstance(files, str) else files:
+            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
+                yield f"data.{name}={file}"
+
+
+@check("not here", needs="config")
+def not_here(context: Context) -> Iterable[CheckResult]:
+    """Everything that the run needs and this machine lacks, where the run is for another machine: one note.
+
+    Source: as of `imports`, `model files` and `data files`.
+    """
+    if not context.elsewhere:
+        return
+    rows = imported(context.config)
+    packages = dict.fromkeys(one for row in rows for one in row.packages if not _importable(one, context))
+    found, why = [pinned(one) for one in packages], dict.fromkeys(remedy(one, context.config) for one in packages)
+    if missing := _missing_model(context):
+        part, checks = missing
+        found.append(f"the {part} of {context.get(f'{MODEL}.path')}")
+        why[checks] = None
+    if files := list(_missing_data(context)):
+        found += files
+        why["every node that loads data has to see it"] = None
+    if found:
+        yield note(f"not on this machine: {', '.join(found)}", f"on the run's nodes: {'; '.join(why)}")
 
 
 @check("plugins")

@@ -174,7 +174,7 @@ def logprob_precision(context: Context) -> Iterable[CheckResult]:
     if context.get("trainer.device") == "cpu":
         why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
         yield note(f"training log-probs and entropy in {training_dtype(context)}", why)
-    elif "flash-attn" not in context.versions:
+    elif context.version("flash-attn") is None:
         yield ok("training log-probs and entropy in float32, under CUDA's autocast")
 
 

@@ -1,7 +1,6 @@
-"""Batches, lengths and ranks against each other, the model and the machines; the files that are on this machine."""
+"""Batches, lengths and ranks against each other, the model and the machines."""
 
 import math
-import os
 from collections.abc import Iterable
 
 from omegaconf import DictConfig
@@ -50,38 +49,6 @@ def gpu(context: Context) -> Iterable[CheckResult]:
     """
     if context.get("trainer.device") == "cuda" and context.gpu is None:
         yield note("trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it")
-
-
-@check("model files", needs="config")
-def model_files(context: Context) -> Iterable[CheckResult]:
-    """Files of the model that are not on this machine, and the checks that are skipped without them.
-
-    Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
-    """
-    path = context.get(f"{MODEL}.path")
-    if not path or context.model_code:
-        return
-    if context.model_config is None:
-        missing, checks = "the model's config", "lengths, vocabulary and the model's routers were not checked"
-    elif context.tokenizer_length is None:
-        missing, checks = "the model's tokenizer", "vocabulary was not checked"
-    else:
-        return
-    yield note(f"{missing} is not on this machine: {path}", checks)
-
-
-@check("data files")
-def data_files(context: Context) -> Iterable[CheckResult]:
-    """Training and validation files that are not here.
-
-    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
-    """
-    for name in ("train_files", "val_files"):
-        files = context.get(f"data.{name}") or []
-        for file in [files] if isinstance(files, str) else files:
-            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
-                why = "the run stops without it; every node that loads data has to see it under this path"
-                yield warning(f"data.{name}={file} is not on this machine", why)
 
 
 @check("vocabulary", needs="with_vllm")

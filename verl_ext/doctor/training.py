@@ -69,10 +69,10 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
     """
     if context.experts == 0:
         return
-    installed = context.versions.get("megatron-core")
+    installed = context.version("megatron-core")
     if installed is not None and Version(installed) >= Version(OWN_GROUPS):
         return
-    engine = context.versions.get("transformer-engine")
+    engine = context.version("transformer-engine")
     unmarked = engine is None or Version(engine) >= Version(UNMARKED)
     for role in _trained_by_megatron(context):
         megatron = f"{role}.megatron"
@@ -172,7 +172,7 @@ def veomni_version(context: Context) -> Iterable[CheckResult]:
     models in veomni/models/transformers). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the
     argument: seen with 5.10.4, a TypeError in the first forward pass. 0.1.12 leaves it out there.
     """
-    found, transformers = context.versions.get("veomni"), context.versions.get("transformers")
+    found, transformers = context.version("veomni"), context.version("transformers")
     if context.strategy != "veomni" or not found or not transformers:
         return
     if Version(found) < Version(ADAPTED) and Version(transformers) >= Version(DROPPED):

@@ -25,7 +25,7 @@ def weight_sync(context: Context) -> Iterable[CheckResult]:
     `serialized_named_tensors` to LoadLoRAAdapterFromTensorsReqInput, whose field is `serialized_tensors` in 0.5.12: a
     TypeError at the first sync, seen in a run on CPU cores.
     """
-    if sends_adapter(context.config, "sglang") and context.versions.get("sglang", NO_ADAPTERS) == NO_ADAPTERS:
+    if sends_adapter(context.config, "sglang") and context.version("sglang") in (None, NO_ADAPTERS):
         why = f"verl 0.9.1 sends it in a form that SGLang {NO_ADAPTERS} does not take: the run ends at the first sync"
         yield error(f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, MERGE_LORA)
     watched = _watched(context)

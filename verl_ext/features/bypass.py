@@ -14,7 +14,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.feature import Feature, RunFeatures
 from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio, loss_mode
-from verl_ext.features.verl_config import ACTOR, BYPASS, bypasses, replay_mode, replay_setting
+from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting
 
 if TYPE_CHECKING:
     from verl_ext.features.stability import StabilityConfig
@@ -33,10 +33,11 @@ def check(run: RunFeatures) -> None:
     _check_rules(config, stability)
 
 
-def _forbid(setting: str, why: str, *fix: str, otherwise: str = "") -> None:
+def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", gives_way: tuple[str, ...] = ()) -> None:
     """Raises the error of a setting, with a fix that keeps corrections and loss: by default, bypass mode is left."""
     otherwise = otherwise or (f"set {OFF}" if fix else "")
-    raise ConfigError(f"{setting} {why} in bypass mode ({BYPASS}=True)", fix=fix or (OFF,), otherwise=otherwise)
+    said = f"{setting} {why} in bypass mode ({BYPASS}=True)"
+    raise ConfigError(said, fix=fix or (OFF,), otherwise=otherwise, gives_way=gives_way or fix)
 
 
 def _check_what_compute_log_prob_gives(config: DictConfig, stability: "StabilityConfig") -> None:
@@ -46,6 +47,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
             f"{setting}=R2",
             "replays what compute_log_prob recorded, which does not run",
             otherwise=f"replay the rollout's experts, {setting}=R3",
+            gives_way=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
         )
     if stability.router_agreement:
         without = "stability.router_agreement=false"
@@ -59,6 +61,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
             "stability.denominator=kept",
             "would divide by what is kept before the update knows it",
             otherwise="divide by all tokens, stability.denominator=full",
+            gives_way=("stability.denominator=full",),
         )
     if stability.trajectories.per_step:
         _forbid(
@@ -72,6 +75,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
                 f"stability.filters.{chosen.name}",
                 "filters by the training engine's log-probs before they are known",
                 otherwise="leave it out: stability.correction=opsm does the same in the update",
+                gives_way=stability.without_filter(chosen.name),
             )
     if stability.kl_denominator == "old":
         _forbid("stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer")
@@ -125,6 +129,7 @@ def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
             f"weighs a token by a ratio that {LOSS}.loss_mode={loss_mode(config)} already has, so it would count twice",
             *(stability.without(chosen.name) if method.is_ratio(chosen.settings) else ()),
             otherwise=f"{mask}{LOSS}.loss_mode={WITHOUT_RATIO[0]}, which has none",
+            gives_way=stability.without(chosen.name),
         )
 
 
@@ -132,14 +137,17 @@ def _check_rules(config: DictConfig, stability: "StabilityConfig") -> None:
     for rule in stability.rules:
         where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
         if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):
-            _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true")
+            off = (f"{where}=null",)
+            _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true", gives_way=off)
         if "/advantage" in rule.signal:
-            _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise="take vllm_kl/k3")
+            off, instead = (f"{where}=null",), "take vllm_kl/k3"
+            _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise=instead, gives_way=off)
         if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
             _forbid(
                 f"{where}: action=skip",
                 f"comes too late: {rule.signal} is known when the update is made",
                 otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
+                gives_way=(f"{where}.action=warn",),
             )
 
 

@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
 from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
-from verl_ext.features.losses import LOSS, loss_has_ratio, loss_mode, reads_k
+from verl_ext.features.losses import LOSS, foreign_loss, loss_has_ratio, loss_mode, reads_k
 from verl_ext.features.verl_config import bypasses
 
-# The workers run our loss with each of these: filters and denominator=kept can leave a mini-batch without a token, for
-# which verl's own divides 0 by 0, and verl's geo_mean cannot take a weight per token.
-WEIGHED = frozenset({Part.MEASURE, Part.LOSS})
+# Filters and denominator=kept can leave a mini-batch without a token, for which verl's own loss divides 0 by 0.
+MASKED = frozenset({Part.MEASURE, Part.LOSS, Part.MASKS})
+NEEDS_OURS = ("geo_mean",)  # losses of verl that cannot take a weight per token by themselves
 
 
 def check(run: RunFeatures) -> None:
@@ -30,20 +30,32 @@ def check(run: RunFeatures) -> None:
     ours = run.stability.asked_correction
     if makes_weights and weighing:
         raise ConfigError(
-            f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=run.stability.without(*weighing)
+            f"{LOSS}.loss_mode={mode} and {ours} both weight the loss",
+            fix=run.stability.without(*weighing),
+            gives_way=run.stability.without(*weighing),
         )
+    without = run.stability.without(*weighing)
     if makes_weights:
         ours = f"{LOSS}.loss_mode={mode}"
     if verls := OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is"):
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
             fix=("algorithm.rollout_correction.rollout_is=null",),
+            gives_way=() if makes_weights else without,
         )
     if mode == "bypass_mode":
         raise ConfigError(
             f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
             fix=run.stability.without(*run.stability.correction_names),
             otherwise="another loss_mode",
+            gives_way=without,
+        )
+    if (why := foreign_loss(run.config)) and mode in NEEDS_OURS:
+        raise ConfigError(
+            f"{ours} weighs tokens, which {LOSS}.loss_mode={mode} takes only from the plugin's loss in the workers: "
+            f"{why}",
+            fix=without,
+            gives_way=without,
         )
 
 
@@ -62,20 +74,24 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    late = bypasses(run.config)
-    for chosen in run.stability.before_update:
+    stability, late = run.stability, bypasses(run.config)
+    # The workers run our loss here as well, if they can: verl's geo_mean takes no weight per token.
+    weighs = frozenset({Part.MEASURE, Part.WEIGHTS} | ({Part.LOSS} if not foreign_loss(run.config) else set()))
+    for chosen in stability.before_update:
         if late:
-            yield _in_loss(chosen, WEIGHED | {Part.WEIGHTS})
+            yield _in_loss(chosen, weighs | {Part.LOSS}, stability.without(chosen.name))
         else:
-            yield TableLine("correction", str(chosen), "weights in rollout_is_weights", WEIGHED | {Part.WEIGHTS})
-    for chosen in run.stability.in_update:
-        yield _in_loss(chosen, WEIGHED | {Part.LOG_PROBS})
-    if run.stability.denominator == "kept":
-        yield TableLine("denominator", "kept tokens", "response_mask and loss_mask", WEIGHED | {Part.MASKS})
+            yield TableLine("correction", str(chosen), "weights in rollout_is_weights", weighs)
+    for chosen in stability.in_update:
+        parts = frozenset({Part.MEASURE, Part.LOSS, Part.LOG_PROBS})
+        yield _in_loss(chosen, parts, stability.without(chosen.name))
+    if stability.denominator == "kept":
+        off = ("stability.denominator=full",)
+        yield TableLine("denominator", "kept tokens", "response_mask and loss_mask", MASKED, off=off)
 
 
-def _in_loss(chosen: Chosen, parts: frozenset[Part]) -> TableLine:
-    return TableLine("correction", str(chosen), "{loss}", parts, lambda found: chosen.name in found["corrections"])
+def _in_loss(chosen: Chosen, parts: frozenset[Part], off: tuple[str, ...]) -> TableLine:
+    return TableLine("correction", str(chosen), "{loss}", parts, lambda found: chosen.name in found["corrections"], off)
 
 
 CORRECTION = Feature(lines, check, loss_settings=loss_settings)

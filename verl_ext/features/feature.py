@@ -54,6 +54,7 @@ class TableLine:
         at: the place where it acts; `{loss}`, `{routers}` and `{trainer}` stand for PLACES.
         parts: the parts of the plugin that it uses.
         in_loss: whether it is in a worker's loss, read from the result of `configure_loss` there.
+        off: overrides that leave it out; () if only the user can decide that.
         proof: asks the started engines for it and returns the place where it was found, which replaces `at`. A feature
             that acts in the trainer itself needs neither this nor `in_loss`.
     """
@@ -63,6 +64,7 @@ class TableLine:
     at: str
     parts: frozenset[Part] = frozenset()
     in_loss: Callable[[Mapping[str, Any]], bool] | None = None
+    off: tuple[str, ...] = ()
     proof: "Callable[[Engines], str] | None" = None
 
     @property

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.corrections import WEIGHED
-from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
+from verl_ext.features.corrections import MASKED
+from verl_ext.features.feature import Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import MODE, is_asynchronous
 
 
@@ -13,13 +13,15 @@ def check(run: RunFeatures) -> None:
         if chosen.method.needs_lag and not is_asynchronous(run.config):
             raise ConfigError(
                 f"stability.filters.{chosen.name} drops by the age of the rollouts, and {MODE}=sync has none that are "
-                "older than the policy; leave the filter out, or train in an asynchronous mode"
+                "older than the policy; leave the filter out, or train in an asynchronous mode",
+                gives_way=run.stability.without_filter(chosen.name),
             )
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     for chosen in run.stability.filters:
-        yield TableLine("batch filter", str(chosen), "response_mask and loss_mask", WEIGHED | {Part.MASKS})
+        off = run.stability.without_filter(chosen.name)
+        yield TableLine("batch filter", str(chosen), "response_mask and loss_mask", MASKED, off=off)
 
 
 FILTER = Feature(lines, check)

@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, giving_way
 from verl_ext.base.methods import described, require, require_known, require_one_of
 from verl_ext.base.metrics import OURS, comes_late, find, nearest
 from verl_ext.diagnosis.levels import Level, published
@@ -166,14 +166,14 @@ class GuardSettings:
 
 def parse_rules(given: Any) -> tuple[Rule, ...]:
     """Parses `stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window,
-    advice} as in `guard.rules.Rule`, in the order written.
+    advice} as in `guard.rules.Rule`, in the order written. null leaves a preset's rule out.
 
     Raises:
         ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{PREFIX}.rules={given} must be a mapping from a name to a rule")
-    return tuple(_parse(str(name), rule) for name, rule in (given or {}).items())
+    return tuple(_parse(str(name), rule) for name, rule in (given or {}).items() if rule is not None)
 
 
 def _parse(name: str, given: Any) -> Rule:
@@ -263,18 +263,25 @@ def check(run: RunFeatures) -> None:
     settings, again = run.stability.guard, f"{PREFIX}.after_update.trajectories"
     if settings.mini_batch.grad_norm is not None:
         norm = f"{PREFIX}.mini_batch.grad_norm"
-        _check_engine(run.config, norm, (f"{norm}=null",), "use a rule on actor/grad_norm")
+        with giving_way(f"{norm}=null"):
+            _check_engine(run.config, norm, (f"{norm}=null",), "use a rule on actor/grad_norm")
     if settings.after_update.trajectories:
-        _check_engine(run.config, again, (f"{again}=0",))
+        with giving_way(f"{again}=0"):
+            _check_engine(run.config, again, (f"{again}=0",))
     for rule in run.stability.rules:
         where = f"{PREFIX}.rules.{rule.name}"
-        if rule.action == "rollback":
-            _check_rollback(run.config, f"{where}: action=rollback")
-        if rule.action == "undo":
-            instead = "set action to rollback, skip or lower_lr"
-            _check_engine(run.config, f"{where}: action=undo", otherwise=instead)
+        with giving_way(f"{where}.action=warn"):
+            if rule.action == "rollback":
+                _check_rollback(run.config, f"{where}: action=rollback")
+            if rule.action == "undo":
+                instead = "set action to rollback, skip or lower_lr"
+                _check_engine(run.config, f"{where}: action=undo", otherwise=instead)
         if rule.signal.startswith("actor/after_update/") and not settings.after_update.trajectories:
-            raise ConfigError(f"{where}: {rule.signal} needs trajectories that are scored again", fix=(f"{again}=16",))
+            raise ConfigError(
+                f"{where}: {rule.signal} needs trajectories that are scored again",
+                fix=(f"{again}=16",),
+                gives_way=(f"{where}=null",),
+            )
 
 
 def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
@@ -335,6 +342,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine(
             *("mini-batch gate", described("refuse past", limits), AT_STEP, in_gate | {Part.LOG_PROBS}),
             in_loss=lambda found: bool(found["mini_batch"]),
+            off=tuple(f"{PREFIX}.mini_batch.{name}=null" for name in limits),
         )
     for rule in rules:
         if rule.name == BATCH_SKIP:
@@ -342,9 +350,8 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
             yield TableLine("batch skip", f"{rule.signal} > {rule.bound:g}", at, judged)
         else:
             parts = judged | {Part.LOSS} if rule.action in IN_GATE else judged
-            yield TableLine(
-                "guard rule", f"{rule.name}: {rule.action} at {_bound(rule)}", AFTER_RULE[rule.action], parts
-            )
+            said, off = f"{rule.name}: {rule.action} at {_bound(rule)}", (f"{PREFIX}.rules.{rule.name}.action=warn",)
+            yield TableLine("guard rule", said, AFTER_RULE[rule.action], parts, off=off)
     if _undoes(rules):
         yield TableLine(
             *("undo", "weights and optimizer are kept", "before optimizer_step, {loss}", judged | in_gate),
@@ -354,6 +361,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine(
             *("after the update", f"{again} trajectories scored again", "{loss}", judged | in_gate),
             in_loss=lambda found: bool(found["after_update"]),
+            off=(f"{PREFIX}.after_update.trajectories=0",),
         )
 
 

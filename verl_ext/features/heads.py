@@ -269,7 +269,8 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if run.stability.score_centering:
         names = ", ".join(chosen.name for chosen in run.stability.before_update if not chosen.method.per_sequence)
         setting = f"weights of {names}" if names else "no weights"
-        yield TableLine("score centering", setting, "{loss}", parts, lambda found: found["centers"])
+        off = ("stability.score_centering=false",)
+        yield TableLine("score centering", setting, "{loss}", parts, lambda found: found["centers"], off)
     if k := head_k(run):
         truncated = truncates(run.config)
         setting = f"{k} tokens{'; l_old and l_theta over what is kept' * truncated}"

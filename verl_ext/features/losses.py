@@ -14,8 +14,8 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
 from verl_ext.features.feature import MEASURED, Feature, Part, RunFeatures, TableLine
-from verl_ext.features.verl_config import ACTOR, hf_config_of, trusts_code
-from verl_ext.routing.engines import HOOKED
+from verl_ext.features.verl_config import ACTOR, hf_config_of, strategy_of, trusts_code
+from verl_ext.routing.engines import ENGINES, HOOKED
 
 LOSS = f"{ACTOR}.policy_loss"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
@@ -76,6 +76,18 @@ def loss_has_ratio(config: DictConfig) -> bool:
     node = OmegaConf.select(config, LOSS) or {}
     mode = node.get("loss_mode")
     return (base_of(node) if mode in LOSSES else mode) not in WITHOUT_RATIO
+
+
+def foreign_loss(config: DictConfig) -> str:
+    """Returns why the workers cannot run our loss around verl's, as a clause; "" if they can.
+
+    Source: `actor_worker` of verl/workers/engine_workers.py (0.9.1), whose loss is `distillation_ppo_loss` then.
+    """
+    if (strategy := strategy_of(config)) not in ENGINES:
+        return f"they have no adapter for {ACTOR}.strategy={strategy} (they have: {', '.join(ENGINES)})"
+    if OmegaConf.select(config, "distillation.enabled"):
+        return "distillation.enabled=true gives them a loss of its own"
+    return ""
 
 
 def uses_unbiased_kl(config: DictConfig) -> bool:

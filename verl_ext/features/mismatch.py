@@ -31,7 +31,8 @@ def check(run: RunFeatures) -> None:
     if not rollout.calculate_log_probs:
         raise ConfigError(
             f"{ROLLOUT}.calculate_log_probs=False leaves stability.* nothing to compare",
-            fix=(f"{ROLLOUT}.calculate_log_probs=True",),
+            fix=(asked := (f"{ROLLOUT}.calculate_log_probs=True",)),
+            gives_way=asked,
         )
     if rollout_name(run.config) == "sglang":
         _check_temperature(run.config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.base.errors import ConfigError, HookError, require_choice
+from verl_ext.base.errors import ConfigError, HookError, giving_way, require_choice
 from verl_ext.base.methods import described
 from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
@@ -72,12 +72,25 @@ def check(run: RunFeatures) -> None:
             "every engine"
         )
     if (named := OmegaConf.select(config, verls) or "disabled") not in ("disabled", mode):
-        raise ConfigError(f"{REPLAY}={mode} and {verls}={named} ask for different replays", fix=(f"{REPLAY}={named}",))
+        raise ConfigError(
+            f"{REPLAY}={mode} and {verls}={named} ask for different replays",
+            fix=(f"{REPLAY}={named}",),
+            gives_way=(f"{REPLAY}=null",),
+        )
     if agreement:
         asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
     else:
         asked, off = f"{setting}={mode}", f"{setting}=disabled"
-    on = agreement or mode != "disabled"
+    with giving_way(*((off,) if off.startswith("stability.") else ())):
+        _check_routes(run, asked, off)
+    if run.stability.router_agreement_share < 1:
+        _check_share(config, run.stability.router_agreement_share)
+
+
+def _check_routes(run: RunFeatures, asked: str, off: str) -> None:
+    """Checks what the agreement needs, or the replay alone: `asked` is on if any of them is, `off` leaves it out."""
+    config, agreement, mode = run.config, run.stability.router_agreement, replay_mode(run.config)
+    strategy, on = strategy_of(config), agreement or mode != "disabled"
     if on and strategy not in ENGINES:
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
@@ -90,8 +103,6 @@ def check(run: RunFeatures) -> None:
         _check_sglang(config, f"{RETURNED}=true", f"{RETURNED}=false")
     if on and run.read_model and (agreement or strategy in HOOKED):
         _check_experts(config, asked, off, read_routers=strategy in HOOKED)
-    if run.stability.router_agreement_share < 1:
-        _check_share(config, run.stability.router_agreement_share)
 
 
 def _check_share(config: DictConfig, share: float) -> None:

@@ -4,6 +4,7 @@ Defaults are only in dataclasses: a feature's in its file, a method's next to it
 `configs/stability/*.yaml` hold what a method changes.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -38,6 +39,8 @@ class Switches:
             (docs/extend.md).
         expects: settings of verl that the preset sets and does not work without, each with the value, or the list of
             values, that it may have. Another value stops the run; null expects nothing.
+        left_out: overrides that the launch applied because the preset cannot work here as it is, each with the reason.
+            The launch writes it.
         metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
             or dumped trajectories turn them on too.
         breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
@@ -66,6 +69,7 @@ class Switches:
     denominator: str = "full"
     plugins: list[str] = field(default_factory=list)
     expects: dict[str, Any] | None = None
+    left_out: dict[str, str] | None = None
     metrics: bool = False
     breakdown: bool = True
     batch_skip: BatchSkip = field(default_factory=BatchSkip)
@@ -116,13 +120,21 @@ class StabilityConfig(Switches):
         super().__post_init__()
         self._check_ratio()
         self._check_denominator()
-        needing = [f"correction={one.name}" for one in self.in_update if "router_agreement" in one.method.reads]
-        needing += [f"filters.{one.name}" for one in self.filters if one.method.needs_agreement]
+        needing = {
+            f"correction={one.name}": self.without(one.name)
+            for one in self.in_update
+            if "router_agreement" in one.method.reads
+        }
+        needing |= {
+            f"filters.{one.name}": self.without_filter(one.name) for one in self.filters if one.method.needs_agreement
+        }
         if needing and self.router_agreement_share < 1:
-            raise ConfigError(f"stability.{needing[0]} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
-        needing += [f"router_agreement_share={self.router_agreement_share:g}"] * (self.router_agreement_share < 1)
-        if needing and not self.router_agreement:
-            raise ConfigError(f"stability.{needing[0]} needs the routers' agreement", fix=(AGREEMENT,))
+            raise ConfigError(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
+        if self.router_agreement_share < 1:
+            needing[f"router_agreement_share={self.router_agreement_share:g}"] = ()
+        if not self.router_agreement:
+            for setting, off in needing.items():
+                raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), gives_way=off)
         for rule in self.rules:
             self._check_rule(rule)
         self._check_guard()
@@ -149,6 +161,7 @@ class StabilityConfig(Switches):
                 f"stability.denominator=kept cannot count what {' and '.join(inside)} drops inside the update",
                 fix=full,
                 otherwise="use stability.filters.off_policy_negative",
+                gives_way=full,
             )
         if not any(_drops(chosen) for chosen in self.correction):
             raise ConfigError(
@@ -156,6 +169,7 @@ class StabilityConfig(Switches):
                 f"stability.correction={','.join(self.correction_names) or 'none'} drops nothing there",
                 fix=full,
                 otherwise="name a correction that drops tokens, such as icepop",
+                gives_way=full,
             )
 
     def _check_guard(self) -> None:
@@ -174,7 +188,8 @@ class StabilityConfig(Switches):
             if not self.bands:
                 raise ConfigError(
                     f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
-                    "another action"
+                    "another action",
+                    gives_way=(f"{where}.action=warn",),
                 )
             for chosen in self.bands:
                 (low, least), (high, most) = asdict(chosen.settings).items()
@@ -184,7 +199,9 @@ class StabilityConfig(Switches):
                         f"stability.{chosen.name}.{low}={least:g} to {high}={most:g}"
                     )
         if rule.signal.startswith("router/") and not self.router_agreement:
-            raise ConfigError(f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,))
+            raise ConfigError(
+                f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,), gives_way=(f"{where}=null",)
+            )
 
     @property
     def needs_every_agreement(self) -> str:
@@ -209,6 +226,11 @@ class StabilityConfig(Switches):
         changed = [one.name for one in left_out if asdict(one.settings) != defaults(one.method.settings)]
         rest = _correction_override([name for name in self.correction_names if name not in names])
         return (rest, *(f"stability.{name}=null" for name in changed))
+
+    def without_filter(self, name: str) -> tuple[str]:
+        """Returns the override that leaves a filter out."""
+        rest = {chosen.name: asdict(chosen.settings) for chosen in self.filters if chosen.name != name}
+        return (f"stability.filters={json.dumps(rest) if rest else 'null'}",)
 
     @property
     def before_update(self) -> tuple[Chosen[Correction], ...]:

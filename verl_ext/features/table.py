@@ -23,14 +23,14 @@ from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, Table
 from verl_ext.features.filters import FILTER
 from verl_ext.features.guard import GUARD, LEVEL
 from verl_ext.features.heads import HEADS
-from verl_ext.features.losses import POLICY_LOSS
+from verl_ext.features.losses import POLICY_LOSS, foreign_loss
 from verl_ext.features.mismatch import MISMATCH
 from verl_ext.features.rescoring import RESCORING
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.features.sync_canary import CANARY, DEFAULT_CANARY
 from verl_ext.features.trajectories import TRAJECTORIES
-from verl_ext.features.verl_config import check_model_files, check_overlong, check_warmup
+from verl_ext.features.verl_config import BYPASS, check_model_files, check_overlong, check_warmup
 
 USUAL = StabilityConfig()
 OFF = (None, False, 0, "disabled")  # values that switch something off
@@ -64,6 +64,7 @@ def check_run(run: RunFeatures) -> None:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
     for feature in FEATURES:
         feature.check(run)
+    _check_loss_runs(run)
     _check_expected(run)
     _check_needs(run)
     check_overlong(run.config)
@@ -72,17 +73,35 @@ def check_run(run: RunFeatures) -> None:
         check_model_files(run.config.actor_rollout_ref.model)
 
 
+def _check_loss_runs(run: RunFeatures) -> None:
+    """Refuses what needs our loss, where the workers cannot run it."""
+    if not (why := foreign_loss(run.config)):
+        return
+    for line in run.lines:
+        if Part.MEASURE_IN_UPDATE in line.parts:
+            raise ConfigError(
+                f"in bypass mode the gap is measured by the workers' loss: {why}", fix=(f"{BYPASS}=False",)
+            )
+        if Part.LOSS in line.parts:
+            raise ConfigError(
+                f"{line.name} ({line.setting}) needs the plugin's loss in the workers: {why}",
+                fix=line.off,
+                otherwise="" if line.off else "leave it out",
+                gives_way=line.off,
+            )
+
+
 def _check_nothing_on(run: RunFeatures) -> None:
     """Refuses each setting that was changed, where no feature is on."""
     _check_expected(run)
     ESTIMATOR.check(run)
-    if run.stability == replace(USUAL, expects=run.stability.expects):
+    if run.stability == replace(USUAL, expects=run.stability.expects, left_out=run.stability.left_out):
         return
     for feature in FEATURES:  # an error that knows the setting says more
         feature.check(replace(run, read_model=False))
     _check_needs(run)
     for name in _names_of(USUAL):
-        if name != "expects":
+        if name not in ("expects", "left_out"):
             _require_usual(run, name, "nothing of stability.* is on", "stability=moe or another preset")
 
 
@@ -110,8 +129,9 @@ def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
     if value != usual and value not in OFF:
         raise ConfigError(
             f"stability.{name}={_as_yaml(value)} has no effect: {why}",
-            fix=(f"stability.{name}={_as_yaml(usual)}",),
+            fix=(reset := (f"stability.{name}={_as_yaml(usual)}",)),
             otherwise=switch,
+            gives_way=reset,
         )
 
 
@@ -163,7 +183,8 @@ class StartupRow(NamedTuple):
 
 
 def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[StartupRow]:
-    """Returns the lines of the run's features, each with the place where it was found on the started engines.
+    """Returns the lines of the run's features, each with the place where it was found on the started engines; then what
+    `features.fit` left out, with the reasons.
 
     Raises:
         HookError: a feature is not hooked.
@@ -181,7 +202,13 @@ def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Star
             raise HookError(f"{line.name} ({line.setting}) is switched on, and a worker's loss does not have it")
         at = line.proof(engines) if line.proof else line.at
         rows.append(StartupRow(line.name, line.setting, at.format(**places)))
-    return rows
+    return [*rows, *left_out(run)]
+
+
+def left_out(run: RunFeatures) -> Iterator[StartupRow]:
+    """Yields what was left out of the run's preset, and what was set for it, with the reasons."""
+    for overrides, why in (run.stability.left_out or {}).items():
+        yield StartupRow("left out" if overrides.startswith("stability.") else "set", overrides, why)
 
 
 def print_table(rows: Iterable[StartupRow]) -> None:

@@ -99,7 +99,7 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfi
 
 
 def required_config(arguments: argparse.Namespace) -> DictConfig:
-    """Returns the config that the arguments describe, for a command that needs one.
+    """Returns the config that the arguments describe, fitted to the run, for a command that needs one.
 
     Raises:
         ConfigError: there is none, or it would import modules without --trust.
@@ -110,6 +110,10 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
         raise ConfigError(failure)
     if not arguments.trust and (named := plugins(config)):
         raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")
+    from verl_ext.features.fit import fit_run
+
+    with contextlib.suppress(ConfigError):  # a launch would stop with it; a plan can be made all the same
+        fit_run(config, arguments.overrides, read_model=False)
     return config
 
 

@@ -8,14 +8,14 @@ import io
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NoReturn
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import GuardStopError, UserError
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.fit import fit_run
+from verl_ext.features.table import apply_engine_settings, left_out
 from verl_ext.launch import compose
 from verl_ext.upstream.sglang_processes import worker_died
 
@@ -28,11 +28,8 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
     Args:
         task_runner: returns the class of the Ray actor that trains. It is called after the checks.
     """
-    features = read_features(config, stability_config(config.stability), read_model=False)
-    if features.lines:
-        check_run(features)
-    else:
-        print("verl_ext: no stability.* feature is switched on; running verl unchanged", flush=True)
+    overrides = HydraConfig.get().overrides.task
+    features = fit_run(config, overrides, read_model=False)
 
     import ray
     from verl.trainer import main_ppo as verl_main
@@ -42,10 +39,14 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
 
     import verl_ext.plugins.verl  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 
+    if features.lines:
+        features = fit_run(config, overrides, read_model=True)  # verl may have to fetch the model (VERL_USE_MODELSCOPE)
+    for row in left_out(features):
+        print(f"verl_ext: {row.name}: {row.setting}, because {row.where}", flush=True)
     if not features.lines:
+        print("verl_ext: no stability.* feature is switched on; running verl unchanged", flush=True)
         verl_main.main.__wrapped__(config)
         return
-    check_run(replace(features, read_model=True))  # the model, which verl may have to fetch (VERL_USE_MODELSCOPE)
     apply_engine_settings(features)
     auto_set_device(config)
     validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))

@@ -1,0 +1,60 @@
+"""Presets in runs that cannot have all of them: the rest works, and the start-up table says what was left out."""
+
+import re
+
+import pytest
+
+from tests.stack import other_engine
+from tests.stack.running import assert_documented
+
+pytestmark = pytest.mark.e2e
+
+OTHER_ENGINE = (
+    f"actor_rollout_ref.actor.strategy={other_engine.NAME}",
+    f"actor_rollout_ref.model.external_lib={other_engine.__name__}",
+)
+
+
+def left_out(run):
+    """The overrides of the launch's lines "left out"."""
+    return re.findall(r"verl_ext: left out: (.*?), because ", run.console)
+
+
+def assert_trains(run):
+    assert run.code == 0, run.tail
+    assert_documented(run)
+    for step in run.steps:
+        assert step["vllm_kl/k3"] > 0 and step["actor/grad_norm"] > 0 and step["guard/skipped"] == 0
+    assert re.search(r"│ left out +│ stability\.", run.console), "the start-up table says so too"
+
+
+def test_moe_in_bypass_mode(train):
+    run = train("stability=moe", "algorithm.rollout_correction.bypass_mode=true")
+    assert_trains(run)
+    assert left_out(run) == ["stability.router_agreement=false", "stability.correction=opsm"]
+    for step in run.steps:
+        assert "actor/opsm/dropped" in step and "router/agreement" not in step and "correction/weight_mean" not in step
+
+
+def test_moe_beside_verls_own_weights(train):
+    weights = ("rollout_is=token", "rollout_is_threshold=2.0")
+    run = train("stability=moe", *(f"algorithm.rollout_correction.{one}" for one in weights))
+    assert_trains(run)
+    assert left_out(run) == ["stability.correction=opsm"]
+    for step in run.steps:
+        assert 0.9 < step["rollout_corr/rollout_is_mean"] < 1.1
+        assert "actor/opsm/dropped" in step and step["router/agreement"] > 0.9
+        assert "correction/weight_mean" not in step
+
+
+def test_moe_on_an_engine_that_the_plugin_does_not_know(train):
+    run = train("stability=moe", *OTHER_ENGINE)
+    assert_trains(run)
+    assert left_out(run) == [
+        "stability.router_agreement=false",
+        "stability.replay=disabled",
+        "stability.correction=tis stability.opsm=null",
+    ]
+    for step in run.steps:
+        assert step["correction/weight_mean"] == pytest.approx(1, abs=0.01)
+        assert "router/agreement" not in step and "actor/opsm/dropped" not in step

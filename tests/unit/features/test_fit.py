@@ -1,0 +1,165 @@
+"""A preset switches on what a run can have; what the user wrote is refused."""
+
+import json
+
+import pytest
+
+from tests import ROOT
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.feature import Part
+from verl_ext.features.fit import fit_run
+from verl_ext.features.table import left_out
+
+FILE = ROOT / "tests" / "support" / "data" / "launches.jsonl"
+LAUNCHES = {launch.pop("launch"): launch for launch in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+BYPASS = "algorithm.rollout_correction.bypass_mode=true"
+CORRECTED = "algorithm.rollout_correction.rollout_is=token"
+UNKNOWN = "actor_rollout_ref.actor.strategy=fsdp_turbo"
+SILENT = "actor_rollout_ref.rollout.calculate_log_probs=False"
+# Launches of verl 0.9.1's examples that verl 0.9.1 itself does not compose: the settings of Megatron without its group.
+NOT_COMPOSED = (
+    "ascend_extras_grpo_trainer_run_qwen3_235b_256k_megatron",
+    "ascend_extras_grpo_trainer_run_qwen3_30b_a3b_megatron",
+    "grpo_trainer_run_qwen2-7b_math_megatron_fsdp",
+)
+# Neither compute_log_prob runs there (bypass mode) nor our loss (distillation): nothing can be measured.
+UNMEASURED = "e2e_run_v1_separate_async_opd"
+SAMPLE = (
+    "grpo_trainer_run_qwen3_30b_a3b_fsdp",
+    "grpo_trainer_run_qwen3_30b_a3b_megatron",
+    "grpo_trainer_run_qwen3_30b_veomni",
+    "router_replay_run_qwen3_5_35b_a3b_veomni",
+    "grpo_trainer_run_qwen3_5_35b_fsdp_turbo",
+    "e2e_run_ppo_trainer_torchtitan",
+    "grpo_trainer_run_qwen3_5_35b_megatron",
+    "grpo_trainer_run_hy_v3_megatron",
+    "mtp_trainer_run_mimo_7b_mtp_rl_vllm_sgl_megatron",
+    "rollout_correction_run_qwen2_5_7b_fsdp",
+    "e2e_run_v1_separate_async",
+    "ascend_extras_ppo_trainer_run_qwen3_8b_fsdp",
+)
+
+
+@pytest.fixture
+def fit(compose):
+    """fit(override, ...) -> the features of the run, and what was left out: overrides -> reason."""
+
+    def fitted(*overrides):
+        run = fit_run(compose(VLLM, *overrides), overrides, read_model=False)
+        return run, {row.setting: row.where for row in left_out(run)}
+
+    return fitted
+
+
+def names(run):
+    return [chosen.name for chosen in run.stability.correction]
+
+
+def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
+    run, without = fit("stability=moe")
+    assert without == {} and names(run) == ["tis", "opsm"]
+    assert run.stability.router_agreement and run.uses(Part.ROUTERS) and run.uses(Part.LOSS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "without"),
+    [
+        (["recipe=cpu_veomni"], ["stability.router_agreement=false"]),
+        ([BYPASS], ["stability.router_agreement=false", "stability.correction=opsm"]),
+        ([CORRECTED], ["stability.correction=opsm"]),
+        ([SILENT], ["actor_rollout_ref.rollout.calculate_log_probs=True"]),
+        (
+            [UNKNOWN],
+            ["stability.router_agreement=false", "stability.replay=disabled", "stability.correction=tis"],
+        ),
+        (["distillation.enabled=true"], ["stability.correction=tis"]),
+        (
+            ["recipe=cpu_veomni", "actor_rollout_ref.actor.veomni.router_replay.mode=R2"],
+            ["stability.replay=null"],
+        ),
+        (
+            ["recipe=cpu_megatron", "actor_rollout_ref.model.use_remove_padding=false"],
+            ["stability.router_agreement=false"],
+        ),
+    ],
+)
+def test_what_moe_cannot_have_is_left_out_with_a_reason(fit, overrides, without):
+    run, found = fit(*overrides, "stability=moe")
+    assert set(without) <= {one for setting in found for one in setting.split()}
+    assert all(found.values())
+    assert run.uses(Part.MEASURE) and any(line.name == "batch skip" for line in run.lines)
+
+
+def test_on_an_unknown_engine_only_the_controller_acts(fit):
+    run, _ = fit(UNKNOWN, "stability=moe")
+    assert names(run) == ["tis"] and run.uses(Part.WEIGHTS) and run.uses(Part.GUARD)
+    assert not run.own_workers
+
+
+def test_a_loss_that_needs_ours_for_weights_gets_none_on_an_unknown_engine(fit):
+    run, without = fit(UNKNOWN, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "stability=tis")
+    assert names(run) == [] and list(without) == ["stability.correction=none"]
+
+
+def test_the_guard_goes_on_without_the_band_that_one_of_its_rules_narrows(fit):
+    run, without = fit(CORRECTED, "stability=guard")
+    assert list(without) == ["stability.correction=none", "stability.guard.rules.boundary.action=warn"]
+    assert {rule.name: rule.action for rule in run.stability.rules}["boundary"] == "warn"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "written"),
+    [
+        (["recipe=cpu_veomni"], "stability.router_agreement=true"),
+        ([CORRECTED], "stability.correction=tis"),
+        ([CORRECTED], "stability.correction=[tis,opsm]"),
+        ([BYPASS], "stability.router_agreement=true"),
+        ([UNKNOWN], "stability.replay=R3"),
+        ([CORRECTED], "stability.tis.cap=3.0"),
+    ],
+)
+def test_what_the_user_wrote_is_refused(compose, overrides, written):
+    arguments = [*overrides, "stability=moe", written]
+    with pytest.raises(ConfigError):
+        fit_run(compose(VLLM, *arguments), arguments, read_model=False)
+
+
+def test_a_method_that_cannot_run_is_refused_and_not_replaced(compose):
+    arguments = [UNKNOWN, "stability=icepop_loss"]
+    with pytest.raises(ConfigError, match="policy loss"):
+        fit_run(compose(*arguments), arguments, read_model=False)
+
+
+def test_a_rule_of_a_preset_can_be_left_out(fit):
+    run, _ = fit("stability=guard", "stability.guard.rules.entropy=null")
+    assert "entropy" not in [rule.name for rule in run.stability.rules]
+
+
+def test_the_reasons_travel_with_the_config(compose):
+    arguments = [CORRECTED, "stability=tis"]
+    config = compose(VLLM, *arguments)
+    fit_run(config, arguments, read_model=False)
+    again = fit_run(config, arguments, read_model=False)
+    assert list(again.stability.left_out) == ["stability.correction=none"] == list(config.stability.left_out)
+
+
+@pytest.mark.parametrize("preset", ["moe", "tis", "icepop", "opsm", "guard", "quantized"])
+@pytest.mark.parametrize("launch", SAMPLE)
+def test_presets_fit_the_launches_that_people_start_from(fit, launch, preset):
+    settings = [f"{key}={value}" for key, value in LAUNCHES[launch].items()]
+    run, _ = fit(*settings, f"stability={preset}")
+    assert run.uses(Part.MEASURE)
+
+
+def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
+    arguments = [*(f"{key}={value}" for key, value in LAUNCHES[UNMEASURED].items()), "stability=moe"]
+    with pytest.raises(ConfigError, match=r"the gap is measured by the workers' loss.*bypass_mode=False"):
+        fit_run(compose(*arguments), arguments, read_model=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", sorted(set(LAUNCHES) - {*SAMPLE, *NOT_COMPOSED, UNMEASURED}))
+def test_moe_fits_every_launch(fit, launch):
+    run, _ = fit(*(f"{key}={value}" for key, value in LAUNCHES[launch].items()), "stability=moe")
+    assert run.uses(Part.MEASURE)
