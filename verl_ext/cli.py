@@ -60,8 +60,8 @@ levels:
   note     information; nothing to do
   ok       checked, nothing wrong
 
-exit code: 0; 1 if there are errors (with --strict also for warnings); 2 for wrong usage. With --fix, errors that no
-override can fix go to stderr.
+exit code: 0; 1 if there are errors (with --strict also for warnings); 2 for wrong usage. With --fix, errors that
+remain go to stderr.
 
 examples:
   verl-ext doctor                                     only the installation

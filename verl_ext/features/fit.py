@@ -26,7 +26,8 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
         read_model: whether checks may read the model's files.
 
     Raises:
-        ConfigError: something cannot work, and the user wrote it, or nothing is known that leaves it out.
+        ConfigError: something cannot work, and the user wrote it, it is the preset's method (`stability.expects`), or no
+            override is known that leaves it out.
     """
     written, tried = _keys(overrides), set[tuple[str, ...]]()
     while True:
@@ -37,7 +38,8 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
             return features
         except ConfigError as error:
             way = error.gives_way
-            if not way or way in tried or any(_is_written(key, written) for key in _keys(way)):
+            method = config.stability.get("expects") or {}  # without which the preset is another one
+            if not way or way in tried or any(key in method or _is_written(key, written) for key in _keys(way)):
                 raise
             tried.add(way)
             _apply(config, way, error.why)

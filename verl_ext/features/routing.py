@@ -81,14 +81,21 @@ def check(run: RunFeatures) -> None:
         asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
     else:
         asked, off = f"{setting}={mode}", f"{setting}=disabled"
+    reads = run.read_model and (agreement or (mode != "disabled" and strategy in HOOKED))
+    model = hf_config_of(config.actor_rollout_ref.model) if reads else None  # an error in it is no preset's
     with giving_way(*((off,) if off.startswith("stability.") else ())):
-        _check_routes(run, asked, off)
+        _check_routes(run, asked, off, model)
     if run.stability.router_agreement_share < 1:
         _check_share(config, run.stability.router_agreement_share)
 
 
-def _check_routes(run: RunFeatures, asked: str, off: str) -> None:
-    """Checks what the agreement needs, or the replay alone: `asked` is on if any of them is, `off` leaves it out."""
+def _check_routes(run: RunFeatures, asked: str, off: str, model: Any) -> None:
+    """Checks what the agreement needs, or the replay alone.
+
+    Args:
+        asked, off: the setting that asks for it, and the override that leaves it out.
+        model: its transformers config; None leaves the checks of it out.
+    """
     config, agreement, mode = run.config, run.stability.router_agreement, replay_mode(run.config)
     strategy, on = strategy_of(config), agreement or mode != "disabled"
     if on and strategy not in ENGINES:
@@ -101,8 +108,8 @@ def _check_routes(run: RunFeatures, asked: str, off: str) -> None:
         _check_returned_experts(config, asked, off)
     elif sglang_returns_routing(config):  # the user has it return its experts, and nothing of ours reads them
         _check_sglang(config, f"{RETURNED}=true", f"{RETURNED}=false")
-    if on and run.read_model and (agreement or strategy in HOOKED):
-        _check_experts(config, asked, off, read_routers=strategy in HOOKED)
+    if model is not None:
+        _check_experts(config, model, asked, off)
 
 
 def _check_share(config: DictConfig, share: float) -> None:
@@ -182,11 +189,8 @@ def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
             )
 
 
-def _check_experts(config: DictConfig, asked: str, off: str, read_routers: bool) -> None:
+def _check_experts(config: DictConfig, hf_config: Any, asked: str, off: str) -> None:
     model = config.actor_rollout_ref.model
-    hf_config = hf_config_of(model)
-    if hf_config is None:
-        return
     from verl_ext.routing.choices import check_replayable, probe_choices
     from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
@@ -199,7 +203,7 @@ def _check_experts(config: DictConfig, asked: str, off: str, read_routers: bool)
         check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
     if replays_here(config):
         check_replayable(hf_config)
-    if read_routers:
+    if strategy_of(config) in HOOKED:
         probe_choices(hf_config, trust_remote_code=trusts_code(model))
 
 

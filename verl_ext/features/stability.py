@@ -37,8 +37,8 @@ class Switches:
             out of the mask, and so out of the divisor and of every other term of the loss.
         plugins: modules to import first. They register corrections, filters, losses and estimators of your own
             (docs/extend.md).
-        expects: settings of verl that the preset sets and does not work without, each with the value, or the list of
-            values, that it may have. Another value stops the run; null expects nothing.
+        expects: settings that the preset sets and does not work without, each with the value, or the list of values,
+            that it may have. Another value stops the run; null expects nothing.
         left_out: overrides that the launch applied because the preset cannot work here as it is, each with the reason.
             The launch writes it.
         metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule

@@ -8,6 +8,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from verl_ext.doctor import command  # noqa: F401 (registers the checks)
 from verl_ext.doctor.checks import CHECKS, Context
+from verl_ext.doctor.hooks import fit_presets
 
 VERSIONS = {
     "python": "3.11.7",
@@ -61,7 +62,9 @@ def context(compose, models, tmp_path):
         fields = {"versions": VERSIONS, "plugins": PLUGINS, "folder": packages.get} | fields
         model = () if any("model.path=" in given for given in overrides) else (f"{MODEL}={models}/fitting",)
         config = compose(*NEEDED, *model, *overrides)
-        return Context(config=config, **fields)
+        run = Context(config=config, overrides=overrides, **fields)
+        fit_presets(run)
+        return run
 
     return make
 

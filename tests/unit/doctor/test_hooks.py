@@ -21,6 +21,7 @@ from verl_ext.doctor.checks import CHECKS, CheckResult, Context, run_checks
 from verl_ext.doctor.command import print_findings
 from verl_ext.doctor.hooks import (
     built_settings,
+    fit_presets,
     needs_critic,
     needs_reference,
     passes_quickly,
@@ -67,13 +68,15 @@ def test_nothing_switched_on_is_a_note(findings):
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
-        ([f"{ROLLOUT}.calculate_log_probs=False"], [f"{ROLLOUT}.calculate_log_probs=True"]),
         (["trainer.use_v1=False"], ["trainer.use_v1=True"]),
         ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_k=512", f"{ROLLOUT}.top_k=101"]),  # a small vocabulary
-        (["algorithm.rollout_correction.rollout_is=token"], ["algorithm.rollout_correction.rollout_is=null"]),
         (
-            ["trainer.use_v1=False", f"{ROLLOUT}.calculate_log_probs=False"],
-            ["trainer.use_v1=True", f"{ROLLOUT}.calculate_log_probs=True"],
+            ["stability.correction=icepop", "algorithm.rollout_correction.rollout_is=token"],
+            ["algorithm.rollout_correction.rollout_is=null"],
+        ),
+        (
+            ["trainer.use_v1=False", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
+            ["trainer.use_v1=True", f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
         ),
         (["stability.router_agreement=true"], ["stability.router_agreement=false"]),  # of a dense model
         (["stability.icepop.alpha=6"], []),
@@ -89,6 +92,16 @@ def test_an_error_of_the_runs_own_checks_and_its_remedy(findings, overrides, fix
     assert [override for finding in found for override in finding.fix] == fix
     if fix:
         assert levels(findings("hooks", "stability=icepop", *overrides, *fix)) == {"ok"}
+
+
+def test_what_is_left_out_of_a_preset_is_a_note(findings):
+    found = findings("hooks", "stability=icepop", "algorithm.rollout_correction.rollout_is=token")
+    (left_out,) = (finding for finding in found if finding.level == "note")
+    assert left_out.found == "left out: stability.correction=none" and "both weight the loss" in left_out.why
+    found = findings("hooks", "stability=icepop", f"{ROLLOUT}.calculate_log_probs=False")
+    assert [finding.found for finding in found if finding.level == "note"] == [
+        f"set: {ROLLOUT}.calculate_log_probs=True"
+    ]
 
 
 def test_verls_own_validation_is_told(findings):
@@ -300,6 +313,7 @@ def look(composed):
 
     def call(settings, *checks, trust=False):
         context = Context({}, config=with_settings(copy.deepcopy(composed), settings), trust=trust)
+        fit_presets(context)
         return by_check([vars(finding) for finding in run_checks(context, checks)])
 
     return call
@@ -502,7 +516,7 @@ def test_the_settings_classes_are_those_of_the_composed_configs(compose, compose
 
 
 def test_what_a_config_says_is_printed_as_text(look, capsys):
-    (finding,) = look({"data.train_files": "\x1b]0;[bold]", "data.val_files": []}, "data files")["data files"]
+    (finding,) = look({"data.train_files": "\x1b]0;[bold]", "data.val_files": []}, "not here")["not here"]
     print_findings([CheckResult(**finding)])
     out = capsys.readouterr().out
     assert r"\x1b]0;[bold]" in out and "\x1b" not in out

