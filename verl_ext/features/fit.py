@@ -26,8 +26,8 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
         read_model: whether checks may read the model's files.
 
     Raises:
-        ConfigError: something cannot work, and the user wrote it, it is the preset's method (`stability.expects`), or no
-            override is known that leaves it out.
+        ConfigError: something cannot work, and the user wrote it, it is the preset's method (`stability.expects`), or
+            no override is known that leaves it out.
     """
     written, tried = _keys(overrides), set[tuple[str, ...]]()
     while True:
