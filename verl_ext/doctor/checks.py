@@ -20,12 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from verl_ext.base.errors import UserError
+from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
-from verl_ext.launch.packages import has_module, package_folder, pinned, source
+from verl_ext.launch.models import shape_of
+from verl_ext.launch.packages import LAYERS, has_module, package_folder, pinned, source
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISTRIBUTIONS = (
@@ -217,8 +218,21 @@ class Context:
 
     @property
     def experts(self) -> int | None:
-        """The number of experts in a layer of the model, 0 of a dense one; None as for `model_config`."""
-        return first_of(self.model_config.get_text_config(), EXPERT_COUNTS) if self.model_config is not None else None
+        """The number of experts in a layer of the model, 0 of a dense one; None if neither its files are here nor the
+        plan knows its shape."""
+        if self.model_config is not None:
+            return first_of(self.model_config.get_text_config(), EXPERT_COUNTS)
+        with contextlib.suppress(ConfigError):
+            return shape_of(str(self._model_path or "")).routed_experts
+        return None
+
+    @property
+    def has_experts(self) -> bool:
+        """True if the model is known to have experts, or the settings of its engine are those of one that has."""
+        if self.experts is not None:
+            return self.experts > 0
+        layers, parallel = self.get(LAYERS, {}), self.get(f"{ACTOR}.megatron.expert_model_parallel_size", 1)
+        return parallel > 1 or any(str(name).startswith("moe_") for name in layers)
 
     @cached_property
     def tokenizer_length(self) -> int | None:

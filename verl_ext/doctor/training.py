@@ -67,7 +67,7 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
     2.12, and no longer in 2.13 and 2.16.1 (pytorch/module/grouped_linear.py), and what is not marked
     `param_is_not_tensor_parallel_duplicate` counts on the first tensor-parallel rank only. Read, not tried.
     """
-    if context.experts == 0:
+    if not context.has_experts:
         return
     installed = context.version("megatron-core")
     if installed is not None and Version(installed) >= Version(OWN_GROUPS):
@@ -129,7 +129,7 @@ def router_training(context: Context) -> Iterable[CheckResult]:
         found = True
         why = "an auxiliary loss over all tokens trains the routers with the policy's (3.4 times the gradient: PR 5694)"
         yield warning(f"moe_router_load_balancing_type={balancing}", why, f"++{BALANCING}=none")
-    if rate if rate is not None else context.model_config.model_type in BIASED:
+    if rate if rate is not None else getattr(context.model_config, "model_type", "") in BIASED:
         found = True
         why = "megatron-core moves the routers' bias after every backward pass, also where the update is skipped"
         said = "not set (0.001)" if rate is None else rate

@@ -286,4 +286,7 @@ def shape_of(path: str, setting: str = f"{MODEL}.path") -> ModelShape:
     for known, shape in SHAPES.items():
         if name.startswith(known.lower()):
             return shape
-    raise ConfigError(f"{setting}={path} is not a model of verl_ext/launch/models.py, which has: {', '.join(SHAPES)}")
+    raise ConfigError(
+        f"{setting}={path} is not a model of verl_ext/launch/models.py, so its sizes are not known, nor is any vision "
+        f"tower's; it has: {', '.join(SHAPES)}"
+    )
