@@ -25,8 +25,8 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
-from verl_ext.launch.models import shape_of
-from verl_ext.launch.packages import LAYERS, has_module, package_folder, pinned, source
+from verl_ext.launch.models import ModelShape, shape_of
+from verl_ext.launch.packages import LAYERS, has_module, model_type, package_folder, pinned, source
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISTRIBUTIONS = (
@@ -222,9 +222,20 @@ class Context:
         plan knows its shape."""
         if self.model_config is not None:
             return first_of(self.model_config.get_text_config(), EXPERT_COUNTS)
-        with contextlib.suppress(ConfigError):
-            return shape_of(str(self._model_path or "")).routed_experts
-        return None
+        return self.shape.routed_experts if self.shape is not None else None
+
+    @cached_property
+    def shape(self) -> ModelShape | None:
+        """The model's shape, if `verl_ext/launch/models.py` has it."""
+        try:
+            return shape_of(str(self._model_path or ""))
+        except ConfigError:
+            return None
+
+    @cached_property
+    def model_type(self) -> str:
+        """The model's type in transformers, guessed from its name if its files are not here; "" if nothing fits."""
+        return model_type(self.config) if self.config is not None else ""
 
     @property
     def has_experts(self) -> bool:

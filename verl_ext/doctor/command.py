@@ -18,10 +18,13 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.doctor import (  # noqa: F401 (as above)
     engine,
     hooks,
+    objective,
     precision,
+    reloads,
     sampling,
     sizes,
     training,
+    updates,
     weight_sync,
     zero_mismatch,
 )

@@ -7,8 +7,8 @@ from omegaconf import DictConfig
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
-from verl_ext.features.verl_config import ACTOR, MODEL
-from verl_ext.launch.models import ModelShape, shape_of
+from verl_ext.features.verl_config import ACTOR
+from verl_ext.launch.models import ModelShape
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.sizes import check_sizes
 
@@ -25,10 +25,7 @@ def sizes(context: Context) -> Iterable[CheckResult]:
         why = f"batches, lengths and ranks were not checked: sizes are known only of {', '.join(STRATEGIES)}"
         yield note(f"{ACTOR}.strategy={context.strategy}", why)
         return
-    try:
-        shape = shape_of(str(context.get(f"{MODEL}.path", "")))
-    except ConfigError:
-        shape = None
+    shape = context.shape
     failure = _sizes_error(context.config, shape)
     if isinstance(failure, MissingSizeError):
         yield note(str(failure), "batches, lengths and ranks were not checked")

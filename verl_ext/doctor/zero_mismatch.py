@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from verl_ext.doctor.checks import CheckResult, Context, check, note, ok
 from verl_ext.doctor.precision import FSDP, TRANSFORMERS
-from verl_ext.features.verl_config import ROLLOUT, SGLANG_ARGUMENTS
+from verl_ext.features.verl_config import ROLLOUT, RUNTIME, SGLANG_ARGUMENTS
 from verl_ext.launch.packages import LAYERS, source
 
-DETERMINISM = f"{ROLLOUT}.full_determinism"
+INVARIANT = f"{RUNTIME}.VLLM_BATCH_INVARIANT"  # full_determinism sets it too, and gives all responses one seed
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Switch:
     does: str
 
     def is_on(self, context: Context) -> bool:
-        by_environment = self.setting == DETERMINISM and context.environ.get(self.name, "0") not in ("", "0")
-        return by_environment or context.get(self.setting) not in (None, False, "none")
+        by_environment = self.setting == INVARIANT and context.environ.get(self.name, "0") not in ("", "0")
+        return by_environment or str(context.get(self.setting)) not in ("None", "False", "none", "0")
 
 
 SWITCHES = (
@@ -45,7 +45,7 @@ SWITCHES = (
         "vllm",
         "envs.py",
         "VLLM_BATCH_INVARIANT",
-        DETERMINISM,
+        INVARIANT,
         "vLLM's results no longer depend on what else is in the batch (GPUs of compute capability 9.0 or newer)",
     ),
     Switch(
@@ -98,11 +98,10 @@ def zero_mismatch(context: Context) -> Iterable[CheckResult]:
 
     Source: each switch's file, read on this machine. `enable_batch_invariant_mode` of
     vllm/model_executor/layers/batch_invariant.py (0.27.1); `_handle_deterministic_inference` of
-    sglang/srt/server_args.py (0.5.12), whose `rl_on_policy_target` has one value, `fsdp`; `run_ppo` of
-    verl/trainer/main_ppo.py and `enable_full_determinism` of verl/workers/engine/utils.py (0.9.1):
-    `rollout.full_determinism` sets VLLM_BATCH_INVARIANT=1 for vLLM, and verl's Megatron engine reads no such setting;
-    megatron-core 0.16.1, where only `set_batch_invariant_mode` puts the kernels in. verl PR 7688 got a k3 of 0 for
-    DeepSeek-V4 with changes to vLLM (PR 54955) and Megatron-LM (PR 7050) that no release has.
+    sglang/srt/server_args.py (0.5.12), whose `rl_on_policy_target` has one value, `fsdp`; `enable_full_determinism` of
+    verl/workers/engine/utils.py (0.9.1); verl's Megatron engine reads no such setting; megatron-core 0.16.1, where only
+    `set_batch_invariant_mode` puts the kernels in. verl PR 7688 got a k3 of 0 for DeepSeek-V4 with changes to vLLM (PR
+    54955) and Megatron-LM (PR 7050) that no release has.
     """
     if not any(rule.get("locate") for rule in context.guard_rules):
         return
@@ -121,5 +120,5 @@ def zero_mismatch(context: Context) -> Iterable[CheckResult]:
         elif switch.is_on(context):
             yield ok(f"{where} is on: {switch.does}")
         else:
-            value = "fsdp" if switch.name == "rl_on_policy_target" else "true"
+            value = {"rl_on_policy_target": "fsdp", "VLLM_BATCH_INVARIANT": "'1'"}.get(switch.name, "true")
             yield note(f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")

@@ -7,10 +7,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Needs, Part, RunFeatures, TableLine
-from verl_ext.features.verl_config import ROLLOUT, bypasses, logprobs_mode, rollout_name
+from verl_ext.features.verl_config import ROLLOUT, RUNTIME, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-RAW_SETTING = f"ray_kwargs.ray_init.runtime_env.env_vars.{RAW}"  # overrides the launching shell's
+RAW_SETTING = f"{RUNTIME}.{RAW}"  # overrides the launching shell's
 
 
 def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -> bool:

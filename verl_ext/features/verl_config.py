@@ -25,6 +25,7 @@ FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its 
 REPLAY = "stability.replay"  # the same for every engine
 REPLAY_MODES = ("disabled", "R2", "R3")
 MTP = f"{MODEL}.mtp"
+RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # of the workers
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
 

@@ -177,7 +177,7 @@ def _for_model(row: Import, config: DictConfig) -> Import:
     by the first of FLASH, a kernel from the Hub, where a model has such a list without the one that was asked for
     (gpt-oss, whose attention has sinks). It refuses `sdpa` where SDPA is not True, and takes `eager` for all models.
     """
-    traits = attention_traits(_model_type(config))
+    traits = attention_traits(model_type(config))
     kernels = traits.get(FLASH)
     if kernels and row.value not in kernels:
         row = replace(row, packages=("kernels",), unless="", unless_why="")
@@ -186,7 +186,7 @@ def _for_model(row: Import, config: DictConfig) -> Import:
     return row
 
 
-def _model_type(config: DictConfig) -> str:
+def model_type(config: DictConfig) -> str:
     """Returns the model's type in transformers; of a model that is not here, the longest that its name begins with."""
     if found := model_json(config).get("model_type"):
         return str(found)

@@ -128,11 +128,11 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
         raise ConfigError(f"{setting}={expert} needs experts", fix=(f"{setting}=1",))
     for count in pipeline_stages(config, shape.layers):
         _divide(interleaved or 1, count, f"{chunks}={interleaved}", f"{count} layers of a pipeline stage")
-    if shape.linear and config.actor_rollout_ref.actor.megatron.use_remove_padding:
+    if shape.linear and config.actor_rollout_ref.model.use_remove_padding:  # which verl gives to the engine's own
         raise ConfigError(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
-            f"{MEGATRON}.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "
+            f"{ARP}.model.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "
             "attention",
-            fix=(f"{MEGATRON}.use_remove_padding=false",),
+            fix=(f"{ARP}.model.use_remove_padding=false",),
         )
 
 
@@ -144,6 +144,11 @@ def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
     if size > 0:
         _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", gpus)
     packed = config.actor_rollout_ref.model.use_remove_padding
+    if sequence > 1 and shape is not None and shape.linear:
+        raise ConfigError(
+            f"{ranks} splits sequences, and this model's linear attention would begin anew on each rank",
+            fix=(f"{ACTOR}.ulysses_sequence_parallel_size=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1"),
+        )
     if sequence > 1 and not packed:
         raise ConfigError(f"{ranks} needs packed sequences", fix=(f"{ARP}.model.use_remove_padding=true",))
     if shape is None:

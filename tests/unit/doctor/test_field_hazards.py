@@ -1,0 +1,169 @@
+"""Hazards that cost others weeks: each fires, its own fix makes it go away, and a sound run is told nothing."""
+
+import json
+
+import pytest
+from transformers import LlamaConfig
+
+from tests.unit.doctor.conftest import VERSIONS
+from verl_ext.doctor import objective, reloads, updates
+from verl_ext.doctor.checks import CHECKS
+from verl_ext.launch.gpus import named
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{role}" for role in ("actor", "rollout", "model"))
+FSDP, MEGATRON = f"{ACTOR}.fsdp_config", "model_engine=megatron"
+LAYERS = f"+{ACTOR}.megatron.override_transformer_config"
+VLLM, SGLANG = f"+{ROLLOUT}.engine_kwargs.vllm", f"+{ROLLOUT}.engine_kwargs.sglang"
+MOE = f"{MODEL}.path={{models}}/moe"
+TENSOR = f"{ACTOR}.megatron.tensor_model_parallel_size=2"
+MTP = (f"{MODEL}.mtp.enable=true", f"{MODEL}.mtp.enable_rollout=true")
+HYBRID = f"{MODEL}.path=nowhere/Nemotron_H-8B"
+EIGHT = "trainer.n_gpus_per_node=8"
+ULYSSES = f"{FSDP}.ulysses_sequence_parallel_size=2"
+NAMES = [
+    name
+    for name, function in CHECKS.items()
+    if function.__module__ in {each.__name__ for each in (objective, reloads, updates)}
+]
+
+# check, overrides, level, fields of the context
+CASES = [
+    ("old reward settings", ["reward_model.reward_manager=dapo"], "warning", {}),
+    ("old reward settings", ["custom_reward_function.path=/a/grader.py"], "warning", {}),
+    ("old reward settings", ["+reward_model.reward_kwargs.max_resp_len=512"], "warning", {}),
+    ("estimator", [f"{ROLLOUT}.n=1"], "warning", {}),
+    ("estimator", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo_vectorized"], "warning", {}),
+    ("estimator", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo_passk"], "error", {}),
+    ("estimator", [f"{ROLLOUT}.n=4", "algorithm.adv_estimator=remax"], "error", {}),
+    ("estimator", ["algorithm.use_pf_ppo=True", "algorithm.adv_estimator=gae"], "warning", {}),
+    ("loss normalisation", [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], "warning", {}),
+    ("loss normalisation", [f"{ACTOR}.policy_loss.loss_mode=geo_mean"], "note", {}),
+    ("loss settings", [f"{ACTOR}.clip_ratio=0.1"], "warning", {}),
+    ("loss settings", [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k1"], "warning", {}),
+    ("loss settings", [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], "error", {}),
+    ("loss settings", [f"{ACTOR}.policy_loss.loss_mode=clip-cov"], "error", {}),
+    (
+        "loss settings",
+        [f"{ROLLOUT}.calculate_log_probs=False", "algorithm.rollout_correction.rollout_is=token"],
+        "warning",
+        {},
+    ),
+    ("loss settings", ["trainer.critic_warmup=10"], "warning", {}),
+    ("unread settings", [f"{ACTOR}.grad_clip=0.5"], "warning", {}),
+    ("unread settings", [f"{ROLLOUT}.over_sample_rate=0.1"], "warning", {}),
+    (
+        "unread settings",
+        ["algorithm.norm_adv_by_std_in_grpo=False", "algorithm.adv_estimator=grpo_vectorized"],
+        "warning",
+        {},
+    ),
+    ("validation", [f"{ROLLOUT}.val_kwargs.n=4"], "warning", {}),
+    ("validation", [f"{ROLLOUT}.val_kwargs.do_sample=True"], "warning", {}),
+    ("gradient reduction", [f"{ACTOR}.strategy=fsdp", f"{FSDP}.fsdp_size=1", EIGHT], "warning", {}),
+    ("master weights", [f"{FSDP}.model_dtype=bf16"], "warning", {}),
+    ("sharded attention", [ULYSSES, f"+{MODEL}.override_config.attn_implementation=sdpa"], "error", {}),
+    ("sharded attention", [ULYSSES, f"{MODEL}.path=openai/gpt-oss-120b"], "error", {}),
+    ("recurrent layers", [HYBRID], "warning", {}),
+    ("recurrent layers", [HYBRID, ULYSSES], "warning", {}),
+    ("recurrent layers", [HYBRID, MEGATRON], "warning", {}),
+    (
+        "LoRA of experts",
+        [MEGATRON, MOE, TENSOR, f"{MODEL}.lora.rank=8", f"{LAYERS}.moe_shared_expert_overlap=true"],
+        "error",
+        {},
+    ),
+    (
+        "LoRA of experts",
+        [MEGATRON, MOE, TENSOR, f"{MODEL}.lora.rank=8", f"{ACTOR}.megatron.expert_tensor_parallel_size=2"],
+        "error",
+        {},
+    ),
+    ("training alone", [MEGATRON, f"{LAYERS}.moe_router_force_load_balancing=true"], "error", {}),
+    ("training alone", [MEGATRON, f"{LAYERS}.moe_expert_capacity_factor=1.0"], "warning", {}),
+    ("training alone", [MEGATRON, f"{LAYERS}.moe_z_loss_coeff=0.001"], "warning", {}),
+    ("training alone", [MEGATRON, f"{LAYERS}.hidden_dropout=0.1"], "warning", {}),
+    ("training alone", [MEGATRON, f"+{ACTOR}.megatron.override_ddp_config.overlap_param_gather=true"], "error", {}),
+    ("ignored optimizer settings", [MEGATRON, f"{ACTOR}.optim.betas=[0.9,0.98]"], "warning", {}),
+    ("MTP loss", [f"{MODEL}.mtp.enable=true", f"{MODEL}.mtp.enable_train=true"], "warning", {}),
+    ("reference", [f"{ACTOR}.use_kl_loss=True", f"+{FSDP}.mixed_precision.param_dtype=fp16"], "warning", {}),
+    ("reference", [f"{ACTOR}.use_kl_loss=True", f"{MODEL}.lora_adapter_path=/a/lora"], "note", {}),
+    ("checkpoints", [f"{ACTOR}.checkpoint.async_save=True"], "warning", {}),
+    ("sync of experts", [MOE], "error", {"gpu": named("B200"), "versions": VERSIONS | {"vllm": "0.24.0"}}),
+    (
+        "sync of experts",
+        [MOE, f"{ROLLOUT}.name=sglang"],
+        "error",
+        {"gpu": named("B200"), "versions": VERSIONS | {"sglang": "0.5.12"}},
+    ),
+    ("moved experts", [f"{VLLM}.enable_eplb=true"], "error", {}),
+    ("drafts of hybrids", [HYBRID, *MTP], "warning", {}),
+    (
+        "drafts of hybrids",
+        [HYBRID, *MTP, f"{ROLLOUT}.enable_prefix_caching=False", f"{ROLLOUT}.enable_rollout_routing_replay=true"],
+        "warning",
+        {"versions": VERSIONS | {"vllm": "0.24.0"}},
+    ),
+    ("one answer for all", [f"{ROLLOUT}.full_determinism=True", f"{ROLLOUT}.n=8"], "warning", {}),
+    ("flashinfer variable", [], "note", {"environ": {reloads.FLASHINFER: "1"}}),
+    (
+        "flashinfer variable",
+        [f"+ray_kwargs.ray_init.runtime_env.env_vars.{reloads.FLASHINFER}='1'"],
+        "warning",
+        {"versions": VERSIONS | {"vllm": "0.23.0"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "level", "fields"), CASES)
+def test_it_fires_and_its_fix_makes_it_go_away(findings, models, name, overrides, level, fields):
+    overrides = [override.replace("{models}", str(models)) for override in overrides]
+    fields = {"environ": {}} | fields
+    found = findings(name, *overrides, **fields)
+    assert level in {finding.level for finding in found}
+    fix = [override for finding in found for override in finding.fix]
+    if fix:
+        assert not findings(name, *overrides, *fix, **fields)
+
+
+@pytest.mark.parametrize("engine", [[], [MEGATRON]])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sound_run_is_told_nothing(findings, name, engine):
+    assert not findings(name, *engine, f"{ROLLOUT}.n=8", EIGHT, environ={}, gpu=named("H100"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fields"),
+    [
+        ([MOE], {"gpu": named("H100")}),
+        ([MOE], {"gpu": named("B200"), "versions": VERSIONS | {"vllm": "0.31.0"}}),
+        ([MOE, f"{VLLM}.moe_backend=triton"], {"gpu": named("B200")}),
+        ([f"{ROLLOUT}.quantization=fp8", MOE], {"gpu": named("B200")}),
+        ([], {"gpu": named("B200")}),  # a dense model
+    ],
+)
+def test_experts_whose_kernel_takes_new_weights(findings, models, overrides, fields):
+    overrides = [override.replace("{models}", str(models)) for override in overrides]
+    assert not findings("sync of experts", *overrides, **fields)
+
+
+def test_a_group_of_one_that_the_loss_ignores_is_no_hazard(findings):
+    distills = ("distillation.enabled=true", "distillation.distillation_loss.use_task_rewards=False")
+    assert not findings("estimator", f"{ROLLOUT}.n=1", *distills)
+
+
+@pytest.mark.parametrize(
+    ("rope", "fires"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}, True),
+        ({"rope_type": "yarn", "factor": 4.0}, False),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.1386294}, False),
+        ({"rope_type": "default"}, False),
+    ],
+)
+def test_yarns_factor_of_attention(findings, tmp_path, rope, fires):
+    original = {"original_max_position_embeddings": 256} if rope["rope_type"] == "yarn" else {}
+    LlamaConfig(max_position_embeddings=1024, vocab_size=16).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 1e4, **original, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert bool(findings("attention factor", f"{MODEL}.path={tmp_path}")) == fires

@@ -1,0 +1,194 @@
+"""What is optimised: rewards, advantages, the loss, and settings that verl 0.9.1 does not read.
+
+The files of verl are those of 0.9.1; `core_algos.py` and `v1` lie in verl/trainer/ppo.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from omegaconf import OmegaConf
+
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, warning
+from verl_ext.doctor.hooks import needs_critic
+from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT
+
+# Old place of a setting -> where verl 0.9.1 reads it; the longest that fits counts.
+MOVED = {
+    "custom_reward_function": "reward.custom_reward_function",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model": "reward.reward_model",
+    "sandbox_fusion": "reward.sandbox_fusion",
+}
+WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
+ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
+UNFED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+ESTIMATOR = "algorithm.adv_estimator"
+RESPONSES = f"{ROLLOUT}.n"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is none
+    f"{ACTOR}.grad_clip": (1.0, f"{ACTOR}.optim.clip_grad"),
+    "critic.grad_clip": (1.0, "critic.optim.clip_grad"),
+    f"{ACTOR}.freeze_vision_tower": (False, ""),
+    f"{ROLLOUT}.over_sample_rate": (0, ""),
+}
+USUAL_CLIP = 0.2
+REPEATS = 2  # responses of a validation prompt from which greedy decoding only repeats
+
+
+@check("old reward settings", needs="config")
+def old_reward_settings(context: Context) -> Iterable[CheckResult]:
+    """Settings of the reward under their old names, which compose and reach nothing.
+
+    Source: verl PR 7331 (closed). `migrate_legacy_reward_impl` of experimental/reward_loop/reward_loop.py is called
+    by fully_async_main.py alone, so trainer V1 takes its default reward without a word.
+    """
+    given = {leaf: value for root in ROOTS for leaf, value in _leaves(context.get(root), root)}
+    if given:
+        fix = [f"{leaf}=null" for leaf in given]
+        fix += [f"++{_new_place(leaf)}={value}" for leaf, value in given.items() if is_plain(value)]
+        why = "verl 0.9.1 reads these under `reward` only, and takes its default reward without them"
+        yield warning(f"{', '.join(given)}: not read", why, *fix)
+
+
+def is_plain(value: object) -> bool:
+    """Returns True if a value can be offered as a fix: text of the config never is."""
+    return isinstance(value, bool | int | float) or str(value).isidentifier()
+
+
+def _new_place(leaf: str) -> str:
+    old = max((one for one in MOVED if leaf == one or leaf.startswith(f"{one}.")), key=len)
+    return MOVED[old] + leaf.removeprefix(old)
+
+
+def _leaves(node: object, path: str) -> Iterator[tuple[str, object]]:
+    """Yields the settings below a node that are not null."""
+    plain = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
+    if isinstance(plain, Mapping):
+        for name, value in plain.items():
+            yield from _leaves(value, f"{path}.{name}")
+    elif plain is not None:
+        yield path, plain
+
+
+@check("estimator", needs="config")
+def estimator(context: Context) -> Iterable[CheckResult]:
+    """Advantage estimators that trainer V1 does not give their inputs, and group estimators without a group.
+
+    Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
+    sum_pi_squared. core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
+    advantage is the reward itself; `compute_rloo_vectorized_outcome_advantage` gives 0 to every response, and
+    `compute_grpo_passk_outcome_advantage` raises. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the
+    result back under the old keys.
+    """
+    name, responses = context.get(ESTIMATOR), context.get(RESPONSES, 1)
+    if name in UNFED and context.get("trainer.use_v1"):
+        why = "trainer V1 does not fetch what it reads, and the first step ends with an error"
+        yield error(f"{ESTIMATOR}={name}", why, f"{ESTIMATOR}=grpo")
+    if context.get("algorithm.use_pf_ppo") and name == "gae":
+        why = "trainer V1 gives the resampled responses the keys of other ones (verl PR 7957)"
+        yield warning("algorithm.use_pf_ppo=True", why, "algorithm.use_pf_ppo=False")
+    if responses > 1 or _only_distills(context):
+        return
+    found = f"{ESTIMATOR}={name} with {RESPONSES}={responses}"
+    if name == "grpo_passk":
+        yield error(found, "verl ends the first step: it needs two responses of each prompt", f"{RESPONSES}=8")
+    elif name == "rloo_vectorized":
+        yield warning(found, "every advantage is 0: nothing is learnt", f"{RESPONSES}=8")
+    elif name in WITHOUT_BASELINE:
+        why = "a group of one has no baseline: the advantage is the reward, and every response is reinforced"
+        yield warning(found, why, f"{RESPONSES}=8")
+
+
+def _only_distills(context: Context) -> bool:
+    """Returns True if the loss ignores the advantages: `distillation_ppo_loss` of trainer/distillation/losses.py."""
+    distills = context.get("distillation.enabled")
+    return bool(distills) and not context.get("distillation.distillation_loss.use_task_rewards", True)
+
+
+@check("loss normalisation", needs="config")
+def loss_normalisation(context: Context) -> Iterable[CheckResult]:
+    """Losses whose divisor depends on how the batch is cut.
+
+    Source: `agg_loss` of core_algos.py divides by the padded length of the micro-batch where loss_scale_factor is
+    null; Dr.GRPO (arXiv 2503.20783) divides by a constant. `compute_policy_loss_geo_mean` takes the mean over the
+    responses of a micro-batch, and the micro-batches are summed (verl issue 7913, PR 7916 is open).
+    """
+    mode, factor = context.get(f"{ACTOR}.loss_agg_mode"), f"{ACTOR}.loss_scale_factor"
+    if mode == "seq-mean-token-sum-norm" and context.get(factor) is None:
+        why = "verl then divides by the longest response of each micro-batch, and not by a constant as Dr.GRPO does"
+        length = context.get("data.max_response_length")
+        yield warning(f"loss_agg_mode={mode} without loss_scale_factor", why, f"{factor}={length}")
+    if context.get(LOSS_MODE) == "geo_mean":
+        why = "verl takes the mean of each micro-batch and sums them: the gradient grows with their number (issue 7913)"
+        yield note("loss_mode=geo_mean with several micro-batches", why)
+
+
+@check("loss settings", needs="config")
+def loss_settings(context: Context) -> Iterable[CheckResult]:
+    """Settings of the loss that do nothing, or not what they say.
+
+    Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only where clip_ratio_low or clip_ratio_high
+    is null, and both are 0.2. `kl_penalty`: the gradient of k1 has the mean 0, and `full` is not implemented.
+    `POLICY_LOSS_REGISTRY` has clip_cov and kl_cov, and the comment in actor.yaml clip-cov and kl-cov.
+    `_compute_advantage` of v1/trainer_base.py leaves the correction out where the rollout returned no log-probs, and in
+    bypass mode ends with a KeyError. `_update_actor` waits for critic_warmup without a critic too.
+    """
+    clip, low, high = (context.get(f"{ACTOR}.clip_ratio{side}") for side in ("", "_low", "_high"))
+    if None not in (clip, low, high) and clip != low == high == USUAL_CLIP:
+        why = f"verl reads clip_ratio_low and clip_ratio_high, which are {USUAL_CLIP}"
+        sides = (f"{ACTOR}.clip_ratio_low={clip}", f"{ACTOR}.clip_ratio_high={clip}")
+        yield warning(f"{ACTOR}.clip_ratio={clip} has no effect", why, *sides)
+    kind = f"{ACTOR}.kl_loss_type"
+    if context.get(f"{ACTOR}.use_kl_loss") and context.get(kind) in ("kl", "k1", "full"):
+        why = "as a loss, its expected gradient is 0: it holds nothing back"
+        if context.get(kind) == "full":
+            yield error(f"{kind}=full", "verl has not implemented it", f"{kind}=low_var_kl")
+        else:
+            yield warning(f"{kind}={context.get(kind)}", why, f"{kind}=low_var_kl")
+    if (mode := context.get(LOSS_MODE)) in ("clip-cov", "kl-cov"):
+        yield error(f"{LOSS_MODE}={mode}", "verl has no loss of this name", f"{LOSS_MODE}={mode.replace('-', '_')}")
+    correction, silent = "algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs"
+    asked = [name for name in ("rollout_is", "rollout_rs") if context.get(f"{correction}.{name}")]
+    if not context.get(silent) and (asked or context.get(BYPASS)):
+        names = ", ".join([f"{correction}.{name}" for name in asked] or [BYPASS])
+        level = error if context.get(BYPASS) else warning
+        why = "the rollout returns no log-probs to correct by; verl leaves the correction out, and bypass mode fails"
+        yield level(f"{names} with {silent}=False", why, f"{silent}=True")
+    if context.get("trainer.critic_warmup", 0) > 0 and not needs_critic(context.config):
+        why = "there is no critic to warm up, and the policy is not updated until then"
+        yield warning(f"trainer.critic_warmup={context.get('trainer.critic_warmup')}", why, "trainer.critic_warmup=0")
+
+
+@check("unread settings", needs="config")
+def unread_settings(context: Context) -> Iterable[CheckResult]:
+    """Settings that compose, and that no trainer of verl 0.9.1 reads.
+
+    Source: their names in verl 0.9.1, of which only the configs' own files and old workers have them. For
+    norm_adv_by_std_in_grpo, `compute_advantage` of ray_trainer.py hands it to grpo alone.
+    """
+    for setting, (usual, instead) in UNREAD.items():
+        value = context.get(setting, usual)
+        if value != usual:
+            why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 reads it"
+            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if instead else [])]
+            yield warning(f"{setting}={value} has no effect", why, *fix)
+    kept = "algorithm.norm_adv_by_std_in_grpo"
+    if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
+        why = "verl hands it to grpo only: these advantages are divided by the group's deviation"
+        yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, f"{ESTIMATOR}=grpo")
+
+
+@check("validation", needs="config")
+def validation(context: Context) -> Iterable[CheckResult]:
+    """Several answers of a validation prompt that are the same one.
+
+    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
+    """
+    kwargs = f"{ROLLOUT}.val_kwargs"
+    several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
+    if temperature == 0 and (several >= REPEATS or context.get(f"{kwargs}.do_sample")):
+        asked = f"n={several}" if several >= REPEATS else "do_sample=True"
+        why = "verl decodes greedily at temperature 0: all answers of a prompt are the same"
+        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
