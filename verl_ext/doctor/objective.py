@@ -74,21 +74,29 @@ def _leaves(node: object, path: str) -> Iterator[tuple[str, object]]:
 
 @check("estimator", needs="config")
 def estimator(context: Context) -> Iterable[CheckResult]:
-    """Advantage estimators that trainer V1 does not give their inputs, and group estimators without a group.
+    """Advantage estimators that trainer V1 does not give their inputs.
 
     Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
-    sum_pi_squared. core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
-    advantage is the reward itself; `compute_rloo_vectorized_outcome_advantage` gives 0 to every response, and
-    `compute_grpo_passk_outcome_advantage` raises. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the
-    result back under the old keys.
+    sum_pi_squared. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the result back under the old keys.
     """
-    name, responses = context.get(ESTIMATOR), context.get(RESPONSES, 1)
+    name = context.get(ESTIMATOR)
     if name in UNFED and context.get("trainer.use_v1"):
         why = "trainer V1 does not fetch what it reads, and the first step ends with an error"
         yield error(f"{ESTIMATOR}={name}", why, f"{ESTIMATOR}=grpo")
     if context.get("algorithm.use_pf_ppo") and name == "gae":
         why = "trainer V1 gives the resampled responses the keys of other ones (verl PR 7957)"
         yield warning("algorithm.use_pf_ppo=True", why, "algorithm.use_pf_ppo=False")
+
+
+@check("group size", needs="config")
+def group_size(context: Context) -> Iterable[CheckResult]:
+    """Group estimators without a group.
+
+    Source: core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
+    advantage is the reward itself; `compute_rloo_vectorized_outcome_advantage` gives 0 to every response, and
+    `compute_grpo_passk_outcome_advantage` raises.
+    """
+    name, responses = context.get(ESTIMATOR), context.get(RESPONSES, 1)
     if responses > 1 or _only_distills(context):
         return
     found = f"{ESTIMATOR}={name} with {RESPONSES}={responses}"

@@ -108,7 +108,8 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     _divide(tensor * pipeline * context, world, f"{setting}={tensor} x {pipeline} x {context}", gpus)
     # megatron/core/parallel_state.py: experts have a grid of their own
     setting = f"{MEGATRON}.expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size"
-    _divide(expert_tensor * expert * pipeline, world, f"{setting}={expert_tensor} x {expert} x {pipeline}", gpus)
+    whole = (f"{MEGATRON}.expert_tensor_parallel_size=1",)
+    _divide(expert_tensor * expert * pipeline, world, f"{setting}={expert_tensor} x {expert} x {pipeline}", gpus, whole)
     if interleaved is not None and pipeline == 1:
         raise ConfigError(f"{chunks}={interleaved} needs a pipeline", fix=(f"{chunks}=null",))
     if shape is None:
@@ -175,7 +176,9 @@ def _check_batches(config: DictConfig) -> None:
             micro = _get(config, where)
             if not micro:
                 raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
-            _divide(micro, trajectories // ranks, f"{where}={micro}", f"{trajectories // ranks} trajectories per rank")
+            of_rank = trajectories // ranks
+            fix = (f"{where}={math.gcd(micro, of_rank)}",)
+            _divide(micro, of_rank, f"{where}={micro}", f"{of_rank} trajectories per rank", fix)
     if config.trainer.v1.trainer_mode != "separate_async":
         return
     steps = config.trainer.v1.separate_async.parameter_sync_step
@@ -206,7 +209,8 @@ def _check_lengths(config: DictConfig) -> None:
     for where in [*limits, f"{ARP}.ref.log_prob_max_token_len_per_gpu"]:
         tokens = _size(config, where)
         if tokens * shared < longest:
-            raise ConfigError(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}")
+            fix = (f"{where}={math.ceil(longest / shared)}",)
+            raise ConfigError(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}", fix=fix)
 
 
 def _check_rollout(config: DictConfig, shape: ModelShape | None) -> None:
@@ -244,9 +248,9 @@ def _check_heads(shape: ModelShape, ranks: int, setting: str) -> None:
         )
 
 
-def _divide(divisor: int, number: int, setting: str, what: str) -> None:
+def _divide(divisor: int, number: int, setting: str, what: str, fix: tuple[str, ...] = ()) -> None:
     if number % divisor:
-        raise ConfigError(f"{setting} must divide {what}")
+        raise ConfigError(f"{setting} must divide {what}", fix=fix)
 
 
 def ulysses_size(config: DictConfig) -> int:

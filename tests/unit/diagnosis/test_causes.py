@@ -321,9 +321,8 @@ def test_what_settles_these(first, second, command, shown):
 
 
 def test_nothing_settles_what_neither_command_finds():
-    assert (
-        settling_sentence(CAUSES["hacked_reward"]) == settling_sentence(CAUSES["hacked_reward"], CAUSES["leak"]) == ""
-    )
+    hacked, noisy = CAUSES["hacked_reward"], CAUSES["noisy_reward"]
+    assert settling_sentence(hacked) == settling_sentence(hacked, noisy) == ""
 
 
 def test_all_pairs_of_ours_are_apart_or_said_to_be_alike():

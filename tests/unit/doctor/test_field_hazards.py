@@ -31,9 +31,9 @@ CASES = [
     ("old reward settings", ["reward_model.reward_manager=dapo"], "warning", {}),
     ("old reward settings", ["custom_reward_function.path=/a/grader.py"], "warning", {}),
     ("old reward settings", ["+reward_model.reward_kwargs.max_resp_len=512"], "warning", {}),
-    ("estimator", [f"{ROLLOUT}.n=1"], "warning", {}),
-    ("estimator", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo_vectorized"], "warning", {}),
-    ("estimator", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo_passk"], "error", {}),
+    ("group size", [f"{ROLLOUT}.n=1"], "warning", {}),
+    ("group size", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo_vectorized"], "warning", {}),
+    ("group size", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo_passk"], "error", {}),
     ("estimator", [f"{ROLLOUT}.n=4", "algorithm.adv_estimator=remax"], "error", {}),
     ("estimator", ["algorithm.use_pf_ppo=True", "algorithm.adv_estimator=gae"], "warning", {}),
     ("loss normalisation", [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"], "warning", {}),
@@ -148,7 +148,7 @@ def test_experts_whose_kernel_takes_new_weights(findings, models, overrides, fie
 
 def test_a_group_of_one_that_the_loss_ignores_is_no_hazard(findings):
     distills = ("distillation.enabled=true", "distillation.distillation_loss.use_task_rewards=False")
-    assert not findings("estimator", f"{ROLLOUT}.n=1", *distills)
+    assert not findings("group size", f"{ROLLOUT}.n=1", *distills)
 
 
 @pytest.mark.parametrize(
