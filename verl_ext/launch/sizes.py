@@ -226,7 +226,9 @@ def _check_rollout(config: DictConfig, shape: ModelShape | None) -> None:
     if data > 1:  # verl/workers/rollout/vllm_rollout/vllm_async_server.py
         _divide(tensor, node, setting, f"{node} GPUs of a node, with data_parallel_size={data}")
     if expert > 1 and expert != replica:
-        raise ConfigError(f"{ROLLOUT}.expert_parallel_size={expert} must be 1 or {setting} x data_parallel_size={data}")
+        parallel = f"{ROLLOUT}.expert_parallel_size"
+        whole = f"must be 1 or {setting} x data_parallel_size={data}"
+        raise ConfigError(f"{parallel}={expert} {whole}", fix=(f"{parallel}={replica}",))
     if shape is None:
         return
     _check_heads(shape, tensor, setting)

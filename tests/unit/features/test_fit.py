@@ -1,44 +1,18 @@
 """A preset switches on what a run can have; what the user wrote is refused."""
 
-import json
-
 import pytest
 
-from tests import ROOT
+from tests.support.example_launches import LAUNCHES, NOT_COMPOSED, SAMPLE, UNMEASURED
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.feature import Part
 from verl_ext.features.fit import fit_run
 from verl_ext.features.table import left_out
 
-FILE = ROOT / "tests" / "support" / "data" / "launches.jsonl"
-LAUNCHES = {launch.pop("launch"): launch for launch in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 UNKNOWN = "actor_rollout_ref.actor.strategy=fsdp_turbo"
 SILENT = "actor_rollout_ref.rollout.calculate_log_probs=False"
-# Launches of verl 0.9.1's examples that verl 0.9.1 itself does not compose: the settings of Megatron without its group.
-NOT_COMPOSED = (
-    "ascend_extras_grpo_trainer_run_qwen3_235b_256k_megatron",
-    "ascend_extras_grpo_trainer_run_qwen3_30b_a3b_megatron",
-    "grpo_trainer_run_qwen2-7b_math_megatron_fsdp",
-)
-# Neither compute_log_prob runs there (bypass mode) nor our loss (distillation): nothing can be measured.
-UNMEASURED = "e2e_run_v1_separate_async_opd"
-SAMPLE = (
-    "grpo_trainer_run_qwen3_30b_a3b_fsdp",
-    "grpo_trainer_run_qwen3_30b_a3b_megatron",
-    "grpo_trainer_run_qwen3_30b_veomni",
-    "router_replay_run_qwen3_5_35b_a3b_veomni",
-    "grpo_trainer_run_qwen3_5_35b_fsdp_turbo",
-    "e2e_run_ppo_trainer_torchtitan",
-    "grpo_trainer_run_qwen3_5_35b_megatron",
-    "grpo_trainer_run_hy_v3_megatron",
-    "mtp_trainer_run_mimo_7b_mtp_rl_vllm_sgl_megatron",
-    "rollout_correction_run_qwen2_5_7b_fsdp",
-    "e2e_run_v1_separate_async",
-    "ascend_extras_ppo_trainer_run_qwen3_8b_fsdp",
-)
 
 
 @pytest.fixture
@@ -147,13 +121,12 @@ def test_the_reasons_travel_with_the_config(compose):
 @pytest.mark.parametrize("preset", ["moe", "tis", "icepop", "opsm", "guard", "quantized"])
 @pytest.mark.parametrize("launch", SAMPLE)
 def test_presets_fit_the_launches_that_people_start_from(fit, launch, preset):
-    settings = [f"{key}={value}" for key, value in LAUNCHES[launch].items()]
-    run, _ = fit(*settings, f"stability={preset}")
+    run, _ = fit(*LAUNCHES[launch], f"stability={preset}")
     assert run.uses(Part.MEASURE)
 
 
 def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
-    arguments = [*(f"{key}={value}" for key, value in LAUNCHES[UNMEASURED].items()), "stability=moe"]
+    arguments = [*LAUNCHES[UNMEASURED], "stability=moe"]
     with pytest.raises(ConfigError, match=r"the gap is measured by the workers' loss.*bypass_mode=False"):
         fit_run(compose(*arguments), arguments, read_model=False)
 
@@ -161,5 +134,5 @@ def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
 @pytest.mark.slow
 @pytest.mark.parametrize("launch", sorted(set(LAUNCHES) - {*SAMPLE, *NOT_COMPOSED, UNMEASURED}))
 def test_moe_fits_every_launch(fit, launch):
-    run, _ = fit(*(f"{key}={value}" for key, value in LAUNCHES[launch].items()), "stability=moe")
+    run, _ = fit(*LAUNCHES[launch], "stability=moe")
     assert run.uses(Part.MEASURE)

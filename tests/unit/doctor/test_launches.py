@@ -1,0 +1,41 @@
+"""The doctor on the example launches of verl, from a machine that is not the run's."""
+
+import pytest
+
+from tests.support.example_launches import LAUNCHES, NOT_COMPOSED, SAMPLE
+from verl_ext import cli
+from verl_ext.doctor import command
+from verl_ext.doctor.checks import installed_versions
+from verl_ext.launch.gpus import named
+
+OF_THE_MACHINE = ("packages", "plugins", "upstream", "imports", "not here", "model files", "data files", "trl", "gpu")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def look():
+    """look(launch, *overrides) -> the findings on it, with a preset."""
+    versions = installed_versions()
+
+    def findings(launch, *overrides):
+        arguments = [*LAUNCHES[launch], "stability=moe", *overrides]
+        return command.diagnose(arguments, named("H100"), versions=versions)
+
+    return findings
+
+
+@pytest.mark.parametrize("launch", [*SAMPLE, NOT_COMPOSED[0], "rollout_correction_run_qwen2_5_7b_fsdp_multi_rs"])
+def test_a_launch_with_what_the_doctor_would_set_has_no_error(look, launch):
+    found = look(launch)
+    assert sum(one.level != "ok" and one.check in OF_THE_MACHINE for one in found) <= 2
+    overrides, left = command.mend(found, lambda overrides: look(launch, *overrides))
+    assert [one.found for one in left if one.level == "error"] == []
+    assert {one.level for one in look(launch, *overrides)} & {"error"} == set()
+
+
+@pytest.mark.parametrize("launch", SAMPLE)
+def test_the_plan_of_a_launch_is_a_plan_or_one_line(launch, capsys):
+    code = cli.main(["plan", "--gpu", "H100", "--json", *LAUNCHES[launch], "stability=moe"])
+    said = capsys.readouterr()
+    assert code in (0, 1) or (code == 2 and said.err.count("\n") == 1 and not said.out)
