@@ -8,7 +8,8 @@ from packaging.specifiers import SpecifierSet
 from verl_ext.base.changes import ON_CPU, TABLE
 from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODEL
-from verl_ext.launch.packages import Import, imported, module, pinned, remedy, source
+from verl_ext.launch.packages import ATTENTION, Import, imported, module, pinned, remedy, source
+from verl_ext.launch.sizes import ulysses_size
 
 SUPPORTED = {
     "python": ">=3.10,<3.13",
@@ -93,10 +94,13 @@ def _importable(package: str, context: Context) -> bool:
 def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
     found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed"
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
-    why = "; ".join(ways) + (f", or set {' and '.join(row.instead)}" if row.instead else "")
+    instead = (
+        row.instead if row.setting != ATTENTION or ulysses_size(context.config) == 1 else ()
+    )  # `sharded attention`
+    why = "; ".join(ways) + (f", or set {' and '.join(instead)}" if instead else "")
     if row.unless and context.has(row.unless):
-        return warning(found, f"{row.unless_why}; {why}", *row.instead)
-    return error(found, why, *row.instead)
+        return warning(found, f"{row.unless_why}; {why}", *instead)
+    return error(found, why, *instead)
 
 
 @check("model files", needs="config")

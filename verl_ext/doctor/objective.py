@@ -24,6 +24,7 @@ MOVED = {
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
 ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
 UNFED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+FEW = 4  # responses; verl's examples have at least as many
 ESTIMATOR = "algorithm.adv_estimator"
 RESPONSES = f"{ROLLOUT}.n"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
@@ -97,14 +98,17 @@ def group_size(context: Context) -> Iterable[CheckResult]:
     `compute_grpo_passk_outcome_advantage` raises.
     """
     name, responses = context.get(ESTIMATOR), context.get(RESPONSES, 1)
-    if responses > 1 or _only_distills(context):
+    if responses >= FEW or name not in (*WITHOUT_BASELINE, "grpo_passk", "rloo_vectorized") or _only_distills(context):
+        return
+    if responses > 1:
+        yield note(f"{RESPONSES}={responses}", "in small groups, all answers are often right, or all wrong: no signal")
         return
     found = f"{ESTIMATOR}={name} with {RESPONSES}={responses}"
     if name == "grpo_passk":
         yield error(found, "verl ends the first step: it needs two responses of each prompt", f"{RESPONSES}=8")
     elif name == "rloo_vectorized":
         yield warning(found, "every advantage is 0: nothing is learnt", f"{RESPONSES}=8")
-    elif name in WITHOUT_BASELINE:
+    else:
         why = "a group of one has no baseline: the advantage is the reward, and every response is reinforced"
         yield warning(found, why, f"{RESPONSES}=8")
 

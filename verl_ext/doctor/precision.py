@@ -17,8 +17,11 @@ TRANSFORMERS = ("fsdp", "fsdp2")
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
 ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
-# model_type whose routers Megatron-Bridge 0.3.1 computes in float32 by itself: its providers and bridges for these.
-FLOAT32_ROUTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe")
+# model_type whose routers Megatron-Bridge (0.3.1, 0.5.2) computes in float32: its providers and bridges.
+FLOAT32_ROUTERS = (
+    *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "kimi_k2"),
+    *("kimi_k25", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe", "bailing_moe_v2", "ernie4_5_moe"),
+)
 VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
 SGLANG_HEAD = f"{SGLANG_ARGUMENTS}.enable_fp32_lm_head"
 OF_VERL = ("fp8", "torchao", "ascend")
@@ -104,8 +107,8 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
 
     Source: `TopKRouter.gating` of megatron/core/transformer/moe/router.py (0.16.1) computes in the dtype of its input
     unless `moe_router_dtype` is fp32 or fp64, and `TransformerConfig` warns of that from 32 experts on; which of
-    Megatron-Bridge 0.3.1's models set it: FLOAT32_ROUTERS. mbridge is not judged. Megatron-LM PR 5694 went to float32
-    for parity with the rollout. transformers and vLLM compute the router of Qwen3-MoE in the model's dtype
+    Megatron-Bridge's models set it (0.3.1, 0.5.2): FLOAT32_ROUTERS. mbridge is not judged. Megatron-LM PR 5694 went to
+    float32 for parity with the rollout. transformers and vLLM compute the router of Qwen3-MoE in the model's dtype
     (models/qwen3_moe/modeling_qwen3_moe.py of 5.10, model_executor/models/qwen3_moe.py of 0.27); `verl-ext probe` shows
     what the running engines compute in.
     """

@@ -16,8 +16,11 @@ BY_SEQUENCE = "seq-mean-token-mean"
 OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
 MENDED = "Megatron-LM PR 5916"
 BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
-# model_type whose routers Megatron-Bridge 0.3.1 gives a bias, with the rate of megatron-core, 0.001.
-BIASED = ("deepseek_v3", "kimi_k2", "nemotron_h")
+# model_type whose routers Megatron-Bridge (0.3.1, 0.5.2) gives a bias, with the rate of megatron-core, 0.001.
+BIASED = (
+    *("deepseek_v3", "deepseek_v4", "kimi_k2", "kimi_k25", "nemotron_h", "minimax_m2", "glm_moe_dsa", "mimo_v2_flash"),
+    *("bailing_moe_v2", "ernie4_5_moe", "sarvam_moe"),
+)
 ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument
 UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
 

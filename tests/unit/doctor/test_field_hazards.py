@@ -32,6 +32,7 @@ CASES = [
     ("old reward settings", ["custom_reward_function.path=/a/grader.py"], "warning", {}),
     ("old reward settings", ["+reward_model.reward_kwargs.max_resp_len=512"], "warning", {}),
     ("group size", [f"{ROLLOUT}.n=1"], "warning", {}),
+    ("group size", [f"{ROLLOUT}.n=2"], "note", {}),
     ("group size", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=rloo_vectorized"], "warning", {}),
     ("group size", [f"{ROLLOUT}.n=1", "algorithm.adv_estimator=grpo_passk"], "error", {}),
     ("estimator", [f"{ROLLOUT}.n=4", "algorithm.adv_estimator=remax"], "error", {}),
