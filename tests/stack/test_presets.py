@@ -17,7 +17,7 @@ OTHER_ENGINE = (
 
 def left_out(run):
     """The overrides of the launch's lines "left out"."""
-    return re.findall(r"verl_ext: left out: (.*?), because ", run.console)
+    return re.findall(r"verl_ext: left out: now (.*?), because ", run.console)
 
 
 def assert_trains(run):
@@ -25,7 +25,7 @@ def assert_trains(run):
     assert_documented(run)
     for step in run.steps:
         assert step["vllm_kl/k3"] > 0 and step["actor/grad_norm"] > 0 and step["guard/skipped"] == 0
-    assert re.search(r"│ left out +│ stability\.", run.console), "the start-up table says so too"
+    assert re.search(r"│ left out +│ now stability\.", run.console), "the start-up table says so too"
 
 
 def test_moe_in_bypass_mode(train):

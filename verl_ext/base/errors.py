@@ -15,11 +15,11 @@ class UserError(Exception):
         fix: Hydra overrides that, applied together, make this error go away; () where none are known.
         otherwise: another remedy, in words.
         gives_way: Hydra overrides that leave out what cannot work. They are applied instead of the error where a preset
-            asked for it (`features.fit`); () where the user has to decide.
+            asked for it (`features.fit`). () where the user has to decide; None leaves it to `giving_way`.
     """
 
     def __init__(
-        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", gives_way: tuple[str, ...] = ()
+        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", gives_way: tuple[str, ...] | None = None
     ) -> None:
         overrides = f"set {' and '.join(fix)}" if fix else ""
         remedy = ", or ".join(filter(None, (overrides, otherwise)))
@@ -55,9 +55,16 @@ def giving_way(*overrides: str) -> Iterator[None]:
     """Context of checks whose errors give way by these overrides, unless they name their own."""
     try:
         yield
-    except ConfigError as error:
-        error.gives_way = error.gives_way or overrides
+    except UserError as error:
+        if error.gives_way is None:
+            error.gives_way = overrides
         raise
+
+
+def split_override(override: str) -> tuple[str, str]:
+    """Returns the key and the text of the value of a Hydra override, without the signs before the key."""
+    key, _, value = override.partition("=")
+    return key.lstrip("+~"), value
 
 
 class HookError(UserError, RuntimeError):

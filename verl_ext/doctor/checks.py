@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.errors import ConfigError, UserError, split_override
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
 from verl_ext.launch.command_line import plugins
@@ -362,7 +362,7 @@ def fixes(findings: Iterable[CheckResult]) -> list[str]:
 
 
 def key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~")
+    return split_override(override)[0]
 
 
 def apply_fix(
@@ -378,11 +378,11 @@ def apply_fix(
     """
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in failure.fix:
-        key, _, _ = override.partition("=")
-        value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+        key, text = split_override(override)
+        value = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
         if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # what is not there is off already
             continue
-        OmegaConf.update(fixed, key, value)
+        OmegaConf.update(fixed, key, value, force_add=True)
         fix.append(override)
     if not fix or str(found(fixed)) == str(failure):
         return config, ()

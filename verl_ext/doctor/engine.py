@@ -333,7 +333,7 @@ def _sglang_capture(context: Context) -> Iterable[CheckResult]:
         yield warning(f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
     elif backend != "auto":
         yield ok(f"SGLang with moe_runner_backend={backend} returns what it chooses")
-    elif getattr(context.model_config, "model_type", "") == "gpt_oss":
+    elif context.model_type == "gpt_oss":
         yield warning("routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
     else:
         yield _default_kernel(context, "SGLang", SGLANG_RUNNER, why, ", moe_runner_backend=auto")

@@ -18,6 +18,7 @@ import contextlib
 import copy
 import importlib
 import io
+import math
 import re
 import sys
 import types
@@ -48,6 +49,8 @@ TRUST = f"{MODEL}.trust_remote_code"
 MOST_ERRORS = 20  # in a row; each is found after the one before is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
 FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # of verl's configs, which compose the two
+UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
+INDIVISIBLE = re.compile(r"real_train_batch_size \((\d+)\) must be divisible by minimal possible batch size \((\d+)\)")
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 
 BARE = ("verl", "verl.utils", "verl.utils.profiler", "verl.utils.qat")  # packages without their __init__
@@ -137,9 +140,26 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
             why = f"it imports a package that is not on this machine: {failure.name or said}"
             yield note("verl's validate_config was not finished", why)
         else:
-            yield error(said, "verl's own validation would stop the run with it")
+            why = "verl's own validation would stop the run with it"
+            yield error(said, why, *_validation_fix(said, context))
         return
     yield ok("verl's validate_config passes")
+
+
+def _validation_fix(said: str, context: Context) -> Iterator[str]:
+    """Yields the overrides that fix what verl's validation says, where its sentence has the numbers or the name."""
+    if found := UNKNOWN_FIELD.search(said):
+        owner, field = found.groups()
+        for path, target in (pair for part in BUILT for pair in _targets(_plain(context.get(part)), part)):
+            if str(target).endswith(f".{owner}"):
+                yield f"~{path}.{field}"
+    if found := INDIVISIBLE.search(said):
+        batch, least = map(int, found.groups())
+        yield f"data.train_batch_size={math.lcm(batch, least) // context.get(f'{ROLLOUT}.n', 1)}"
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
 
 
 @check("code", needs="config")
@@ -181,8 +201,9 @@ def fit_presets(context: Context) -> None:
     """Leaves out of the context's config what a launch would leave out, unless code that the config names would run."""
     if context.config is not None and context.get(NAME) and not context.plugin_modules:
         config = copy.deepcopy(context.config)
-        _first_error(config, context)
-        context.config = config
+        with contextlib.suppress(Exception):  # a value of the wrong type: the checks report it
+            _first_error(config, context)
+            context.config = config
 
 
 def errors_once(context: Context) -> list[CheckResult]:
@@ -257,8 +278,11 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 
 def _errors_of(context: Context) -> list[CheckResult]:
     """Returns the errors of a config; each is found after those before it are fixed."""
-    config, found = copy.deepcopy(context.config), list[CheckResult]()
+    config, found, said_before = copy.deepcopy(context.config), list[CheckResult](), set[str]()
     while len(found) < MOST_ERRORS and (failure := _first_error(config, context)):
+        if str(failure) in said_before:  # a fix has undone another
+            break
+        said_before.add(str(failure))
         config, fix = apply_fix(config, failure, lambda fixed: _first_error(fixed, context))
         said = " ".join(str(failure).split())
         found.append(error(said, "the run would stop with this line before Ray starts", *fix))

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, warning
 from verl_ext.doctor.hooks import needs_critic
-from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT
+from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT, ignores_advantages
 
 # Old place of a setting -> where verl 0.9.1 reads it; the longest that fits counts.
 MOVED = {
@@ -17,6 +17,10 @@ MOVED = {
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.reward_kwargs": "reward.reward_kwargs",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
+    "reward_model.model": "",  # but for the path, it has no new place
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model": "reward.reward_model",
     "sandbox_fusion": "reward.sandbox_fusion",
@@ -45,12 +49,14 @@ def old_reward_settings(context: Context) -> Iterable[CheckResult]:
     Source: verl PR 7331 (closed). `migrate_legacy_reward_impl` of experimental/reward_loop/reward_loop.py is called
     by fully_async_main.py alone, so trainer V1 takes its default reward without a word.
     """
-    given = {leaf: value for root in ROOTS for leaf, value in _leaves(context.get(root), root)}
+    given = {leaf: value for root in ROOTS for leaf, value in _set_below(context.get(root), root)}
     if given:
-        fix = [f"{leaf}=null" for leaf in given]
-        fix += [f"++{_new_place(leaf)}={value}" for leaf, value in given.items() if is_plain(value)]
-        why = "verl 0.9.1 reads these under `reward` only, and takes its default reward without them"
-        yield warning(f"{', '.join(given)}: not read", why, *fix)
+        places = {leaf: _new_place(leaf) for leaf in given}
+        fix = [f"{leaf}=null" for leaf in given] + [f"++{places[leaf]}={value}" for leaf, value in given.items()]
+        known = ", ".join(dict.fromkeys(filter(None, places.values()))) or "no such setting"
+        why = f"verl 0.9.1 takes its default reward without a word: it reads {known}"
+        movable = all(places.values()) and all(map(is_plain, given.values()))
+        yield warning(f"{', '.join(given)}: not read", why, *(fix if movable else ()))
 
 
 def is_plain(value: object) -> bool:
@@ -60,15 +66,15 @@ def is_plain(value: object) -> bool:
 
 def _new_place(leaf: str) -> str:
     old = max((one for one in MOVED if leaf == one or leaf.startswith(f"{one}.")), key=len)
-    return MOVED[old] + leaf.removeprefix(old)
+    return MOVED[old] + leaf.removeprefix(old) if MOVED[old] else ""
 
 
-def _leaves(node: object, path: str) -> Iterator[tuple[str, object]]:
+def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
     """Yields the settings below a node that are not null."""
     plain = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
     if isinstance(plain, Mapping):
         for name, value in plain.items():
-            yield from _leaves(value, f"{path}.{name}")
+            yield from _set_below(value, f"{path}.{name}")
     elif plain is not None:
         yield path, plain
 
@@ -90,7 +96,7 @@ def estimator(context: Context) -> Iterable[CheckResult]:
 
 
 @check("group size", needs="config")
-def group_size(context: Context) -> Iterable[CheckResult]:
+def group_estimators(context: Context) -> Iterable[CheckResult]:
     """Group estimators without a group.
 
     Source: core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
@@ -98,7 +104,8 @@ def group_size(context: Context) -> Iterable[CheckResult]:
     `compute_grpo_passk_outcome_advantage` raises.
     """
     name, responses = context.get(ESTIMATOR), context.get(RESPONSES, 1)
-    if responses >= FEW or name not in (*WITHOUT_BASELINE, "grpo_passk", "rloo_vectorized") or _only_distills(context):
+    judged = (*WITHOUT_BASELINE, "grpo_passk", "rloo_vectorized")
+    if responses >= FEW or name not in judged or ignores_advantages(context.config):
         return
     if responses > 1:
         yield note(f"{RESPONSES}={responses}", "in small groups, all answers are often right, or all wrong: no signal")
@@ -113,12 +120,6 @@ def group_size(context: Context) -> Iterable[CheckResult]:
         yield warning(found, why, f"{RESPONSES}=8")
 
 
-def _only_distills(context: Context) -> bool:
-    """Returns True if the loss ignores the advantages: `distillation_ppo_loss` of trainer/distillation/losses.py."""
-    distills = context.get("distillation.enabled")
-    return bool(distills) and not context.get("distillation.distillation_loss.use_task_rewards", True)
-
-
 @check("loss normalisation", needs="config")
 def loss_normalisation(context: Context) -> Iterable[CheckResult]:
     """Losses whose divisor depends on how the batch is cut.
@@ -131,7 +132,8 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
     if mode == "seq-mean-token-sum-norm" and context.get(factor) is None:
         why = "verl then divides by the longest response of each micro-batch, and not by a constant as Dr.GRPO does"
         length = context.get("data.max_response_length")
-        yield warning(f"loss_agg_mode={mode} without loss_scale_factor", why, f"{factor}={length}")
+        fix = [f"{factor}={length}"] if is_plain(length) else []
+        yield warning(f"loss_agg_mode={mode} without loss_scale_factor", why, *fix)
     if context.get(LOSS_MODE) == "geo_mean":
         why = "verl takes the mean of each micro-batch and sums them: the gradient grows with their number (issue 7913)"
         yield note("loss_mode=geo_mean with several micro-batches", why)
@@ -151,7 +153,7 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
     if None not in (clip, low, high) and clip != low == high == USUAL_CLIP:
         why = f"verl reads clip_ratio_low and clip_ratio_high, which are {USUAL_CLIP}"
         sides = (f"{ACTOR}.clip_ratio_low={clip}", f"{ACTOR}.clip_ratio_high={clip}")
-        yield warning(f"{ACTOR}.clip_ratio={clip} has no effect", why, *sides)
+        yield warning(f"{ACTOR}.clip_ratio={clip} has no effect", why, *(sides if is_plain(clip) else ()))
     kind = f"{ACTOR}.kl_loss_type"
     if context.get(f"{ACTOR}.use_kl_loss") and context.get(kind) in ("kl", "k1", "full"):
         why = "as a loss, its expected gradient is 0: it holds nothing back"
@@ -184,7 +186,8 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
         value = context.get(setting, usual)
         if value != usual:
             why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 reads it"
-            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if instead else [])]
+            moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else another value acts
+            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])]
             yield warning(f"{setting}={value} has no effect", why, *fix)
     kept = "algorithm.norm_adv_by_std_in_grpo"
     if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
@@ -202,5 +205,5 @@ def validation(context: Context) -> Iterable[CheckResult]:
     several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
     if temperature == 0 and (several >= REPEATS or context.get(f"{kwargs}.do_sample")):
         asked = f"n={several}" if several >= REPEATS else "do_sample=True"
-        why = "verl decodes greedily at temperature 0: all answers of a prompt are the same"
+        why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
         yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")

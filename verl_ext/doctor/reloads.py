@@ -19,6 +19,7 @@ BLOCKS = ("auto", "flashinfer_trtllm")
 FLAT_VLLM = "0.31"  # from here on these weights keep their shape (vLLM PR 54699)
 CAPTURED_VLLM = "0.26"  # from here on a draft layer has an id of its own (vLLM PR 48622)
 DETERMINISM = f"{ROLLOUT}.full_determinism"
+SPECULATION = f"{VLLM_ARGUMENTS}.speculative_config"
 EPLB = f"{VLLM_ARGUMENTS}.enable_eplb"
 FLASHINFER = "VLLM_USE_FLASHINFER_MOE_FP16"
 LINEAR = (*RECURRENT, "qwen3_5", "qwen3_5_moe")  # model_type with layers of linear attention, or Mamba's
@@ -57,7 +58,7 @@ def moved_experts(context: Context) -> Iterable[CheckResult]:
     """
     if context.get(EPLB):
         why = "a weight sync fills the experts by their first places, and tokens go to where they are now"
-        yield error("enable_eplb=true", f"{why} (vLLM PR 55228)", f"++{EPLB}=false")
+        yield warning("enable_eplb=true", f"{why} (vLLM PR 55228)", f"++{EPLB}=false")
 
 
 @check("drafts of hybrids", needs="with_vllm")
@@ -77,7 +78,8 @@ def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
     old = context.vllm_release and context.vllm_release < Version(CAPTURED_VLLM).release
     if old and captures_routing(context) and context.model_type in DRAFTS_FIRST:
         why = f"before {CAPTURED_VLLM} the draft's experts take the place of the first layer's (vLLM PR 48622)"
-        yield warning(f"routing capture of {context.vllm} with MTP", why, f"{MTP}.enable_rollout=False")
+        off = f"{MTP}.enable_rollout=False" if context.get(f"{MTP}.enable_rollout") else f"++{SPECULATION}=null"
+        yield warning(f"routing capture of {context.vllm} with MTP", why, off)
 
 
 @check("one answer for all", needs="with_vllm")
@@ -120,7 +122,7 @@ def attention_factor(context: Context) -> Iterable[CheckResult]:
     rope = getattr(context.model_config.get_text_config(), "rope_parameters", None) or {}
     if not isinstance(rope, dict) or rope.get("rope_type") != "yarn" or "mscale" in rope:
         return
-    usual = 0.1 * math.log(rope.get("factor") or 1.0) + 1.0
+    usual = 0.1 * math.log(max(rope.get("factor") or 1.0, 1.0)) + 1.0
     training = rope.get("attention_factor") or usual
     rollout = usual * (rope.get("attn_factor") or 1.0)
     if not math.isclose(training, rollout, rel_tol=NEAR):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, warning
 from verl_ext.doctor.hooks import needs_reference
-from verl_ext.doctor.precision import BFLOAT16, FSDP, TRANSFORMERS, dtype_name
+from verl_ext.doctor.precision import BFLOAT16, DTYPES, FSDP, TRANSFORMERS, dtype_name
 from verl_ext.features.verl_config import ACTOR, MODEL, MTP, trains_lora
 from verl_ext.launch.packages import ATTENTION, LAYERS
 from verl_ext.launch.sizes import ulysses_size, world_size
@@ -33,7 +33,7 @@ OVERLAPPED = (
     "glm_moe_dsa",
 )
 BENCHMARKS = ("moe_router_force_load_balancing", "moe_router_force_biased")
-DROPOUTS = (f"{LAYERS}.hidden_dropout", f"{LAYERS}.attention_dropout", f"{MODEL}.lora.dropout")
+DROPOUTS, LORA_DROPOUT = (f"{LAYERS}.hidden_dropout", f"{LAYERS}.attention_dropout"), f"{MODEL}.lora.dropout"
 USUAL_BETAS = [0.9, 0.999]
 
 
@@ -84,7 +84,7 @@ def sharded_attention(context: Context) -> Iterable[CheckResult]:
         yield error(f"{found} with gpt-oss", why, off, f"{FSDP}.ulysses_sequence_parallel_size=1")
     elif "flash" not in kind:
         why = "verl splits the sequence for FlashAttention only: here each rank attends to its own part"
-        yield error(f"{found} with attn_implementation={kind}", why, f"++{ATTENTION}=flash_attention_2")
+        yield warning(f"{found} with attn_implementation={kind}", why, f"++{ATTENTION}=flash_attention_2")
 
 
 @check("recurrent layers", needs="config")
@@ -96,7 +96,8 @@ def recurrent_layers(context: Context) -> Iterable[CheckResult]:
     (accelerate PR 4177). Megatron's Mamba layers build `seq_idx` where `total_tokens` is given (mcore 0.18,
     packed_seq_params.py), which verl's models/mcore/util.py does not give. `sizes` judges the models of its table.
     """
-    if context.model_type not in RECURRENT or context.shape is not None:
+    read = (*TRANSFORMERS, "megatron")
+    if context.model_type not in RECURRENT or context.shape is not None or context.strategy not in read:
         return
     packed, ranks = context.get(PACKED), 1
     if context.strategy in TRANSFORMERS:
@@ -123,11 +124,14 @@ def lora_of_experts(context: Context) -> Iterable[CheckResult]:
     asked, overlap = context.get(f"{LAYERS}.moe_shared_expert_overlap"), f"++{LAYERS}.moe_shared_expert_overlap=false"
     if asked or (asked is None and context.model_type in OVERLAPPED):
         why = "the adapter of the shared experts counts once for each tensor-parallel rank (Megatron-Bridge issue 5634)"
-        yield error("a LoRA with moe_shared_expert_overlap and tensor parallelism", why, overlap)
+        yield warning("a LoRA with moe_shared_expert_overlap and tensor parallelism", why, overlap)
     split = f"{MEGATRON}.expert_tensor_parallel_size"
     if context.get(split, tensor) > 1:
         why = "the adapters of routed experts miss the terms of the other ranks (Megatron-Bridge issue 5635)"
-        yield error(f"a LoRA of experts in {context.get(split, tensor)} parts", why, f"{split}=1")
+        parallel = context.get(f"{MEGATRON}.expert_model_parallel_size", 1) > 1  # else `expert gradients` wants it back
+        fix = [f"{split}=1"] if parallel else []
+        said = why if parallel else f"{why}; use expert parallelism"
+        yield warning(f"a LoRA of experts in {context.get(split, tensor)} parts", said, *fix)
 
 
 @check("training alone", needs="config")
@@ -144,21 +148,21 @@ def training_alone(context: Context) -> Iterable[CheckResult]:
     for name in BENCHMARKS:
         if context.get(f"{LAYERS}.{name}"):
             why = "a switch for benchmarks: the routers choose experts without looking at the token"
-            yield error(f"{name}={context.get(f'{LAYERS}.{name}')}", why, f"++{LAYERS}.{name}=null")
+            yield warning(f"{name}={context.get(f'{LAYERS}.{name}')}", why, f"++{LAYERS}.{name}=null")
     if (capacity := context.get(f"{LAYERS}.moe_expert_capacity_factor")) is not None:
         why = "tokens past an expert's capacity skip it in training, and not in the rollout"
         fix = f"++{LAYERS}.moe_expert_capacity_factor=null"
         yield warning(f"moe_expert_capacity_factor={capacity}", why, fix)
-    if (loss := context.get(f"{LAYERS}.moe_z_loss_coeff")) is not None:
+    if loss := context.get(f"{LAYERS}.moe_z_loss_coeff"):
         why = "the z-loss trains the routers with every token of every pass, prompts included, whatever the advantage"
         yield warning(f"moe_z_loss_coeff={loss}", why, f"++{LAYERS}.moe_z_loss_coeff=null")
-    for setting in DROPOUTS:
+    for setting in (*DROPOUTS, *([LORA_DROPOUT] if trains_lora(context.config) else [])):
         if (share := context.get(setting, 0)) > 0:
             why = "the update drops a part of the model, and the pass that gives l_old does not"
             yield warning(f"{setting}={share}", why, f"++{setting}=0.0")
     if context.get(OVERLAP):
         why = "verl sends the weights before they are gathered: each rank has its own new part, and old ones"
-        yield error("overlap_param_gather=true", f"{why} (NeMo-RL PR 4086)", f"++{OVERLAP}=false")
+        yield warning("overlap_param_gather=true", f"{why} (NeMo-RL PR 4086)", f"++{OVERLAP}=false")
 
 
 @check("ignored optimizer settings", needs="config")
@@ -171,7 +175,9 @@ def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
     betas, override = context.get(f"{ACTOR}.optim.betas"), f"{ACTOR}.optim.override_optimizer_config"
     if context.strategy != "megatron" or betas is None or context.get(f"{override}.adam_beta1") is not None:
         return
-    if [float(beta) for beta in betas] != USUAL_BETAS:
+    if context.get(f"{ACTOR}.optim.optimizer") == "muon":  # takes its first beta
+        return
+    if (betas := [float(beta) for beta in betas]) != USUAL_BETAS:
         fix = tuple(f"++{override}.adam_beta{place}={beta}" for place, beta in enumerate(betas, 1))
         yield warning(f"{ACTOR}.optim.betas={list(betas)} has no effect", "verl does not pass it to Megatron", *fix)
 
@@ -206,7 +212,8 @@ def reference(context: Context) -> Iterable[CheckResult]:
     ours, theirs = (dtype_name(context.get(f"{role}.{part}", BFLOAT16)) for role in (ACTOR, ref))
     if ours != theirs and not trains_lora(context.config):
         why = "the reference rounds differently: KL is above 0 before anything is learnt"
-        yield warning(f"reference in {theirs}, training in {ours}", why, f"++{ref}.{part}={ours}")
+        fix = [f"++{ref}.{part}={ours}"] if ours in DTYPES else []
+        yield warning(f"reference in {theirs}, training in {ours}", why, *fix)
 
 
 @check("checkpoints", needs="config")

@@ -84,7 +84,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
             f"stability.guard.mini_batch.policy_kl={limit:g}",
             "is the same as vllm_kl",
             "stability.guard.mini_batch.policy_kl=null",
-            f"stability.guard.mini_batch.vllm_kl={limit:g}",
+            f"stability.guard.mini_batch.vllm_kl={min(limit, stability.guard.mini_batch.vllm_kl or limit):g}",
         )
 
 

@@ -14,7 +14,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
 from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
 from verl_ext.features.losses import LOSS, foreign_loss, loss_has_ratio, loss_mode, reads_k
-from verl_ext.features.verl_config import bypasses
+from verl_ext.features.verl_config import bypasses, ignores_weights
 
 # Filters and denominator=kept can leave a mini-batch without a token, for which verl's own loss divides 0 by 0.
 MASKED = frozenset({Part.MEASURE, Part.LOSS, Part.MASKS})
@@ -27,14 +27,11 @@ def check(run: RunFeatures) -> None:
     weighing = [chosen.name for chosen in run.stability.before_update]
     if not (makes_weights or weighing):
         return
-    ours = run.stability.asked_correction
+    ours, without = run.stability.asked_correction, run.stability.without(*weighing)
     if makes_weights and weighing:
-        raise ConfigError(
-            f"{LOSS}.loss_mode={mode} and {ours} both weight the loss",
-            fix=run.stability.without(*weighing),
-            gives_way=run.stability.without(*weighing),
-        )
-    without = run.stability.without(*weighing)
+        raise ConfigError(f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=without, gives_way=without)
+    if ignores_weights(run.config):
+        raise ConfigError(f"{ours} weighs a loss that this distillation does not have", fix=without, gives_way=without)
     if makes_weights:
         ours = f"{LOSS}.loss_mode={mode}"
     if verls := OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is"):

@@ -20,7 +20,7 @@ def check(run: RunFeatures) -> None:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     for chosen in run.stability.filters:
-        off = run.stability.without_filter(chosen.name)
+        off = ("stability.filters=null",)  # all of them need the same
         yield TableLine("batch filter", str(chosen), "response_mask and loss_mask", MASKED, off=off)
 
 

@@ -2,14 +2,14 @@
 
 A check that refuses a setting knows which overrides leave it out (`UserError.gives_way`). Where a preset, a recipe or a
 config file asked for the setting, they are applied, and `stability.left_out` keeps the reason for the start-up table.
-What the user wrote on the command line is refused.
+What the user wrote under `stability.` on the command line is refused.
 """
 
 from collections.abc import Iterable, Sequence
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, UserError, split_override
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import check_run, read_features
@@ -26,7 +26,7 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
         read_model: whether checks may read the model's files.
 
     Raises:
-        ConfigError: something cannot work, and the user wrote it, it is the preset's method (`stability.expects`), or
+        UserError: something cannot work, and the user wrote it, it is the preset's method (`stability.expects`), or
             no override is known that leaves it out.
     """
     written, tried = _keys(overrides), set[tuple[str, ...]]()
@@ -36,17 +36,20 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
             if features.lines:
                 check_run(features)
             return features
-        except ConfigError as error:
+        except UserError as error:
             way = error.gives_way
-            method = config.stability.get("expects") or {}  # without which the preset is another one
-            if not way or way in tried or any(key in method or _is_written(key, written) for key in _keys(way)):
+            if not way or way in tried or any(_is_written(key, written) for key in _keys(way)):
                 raise
+            if any(key in (config.stability.get("expects") or {}) for key in _keys(way)):
+                raise ConfigError(
+                    error.why, otherwise="choose another preset: this one is nothing without it"
+                ) from error
             tried.add(way)
             _apply(config, way, error.why)
 
 
 def _keys(overrides: Iterable[str]) -> set[str]:
-    return {override.partition("=")[0].lstrip("+~") for override in overrides}
+    return {split_override(override)[0] for override in overrides}
 
 
 def _is_written(key: str, written: Iterable[str]) -> bool:
@@ -61,7 +64,7 @@ def _apply(config: DictConfig, overrides: Sequence[str], why: str) -> None:
     node = config.stability
     with open_dict(config):
         for override in overrides:
-            key = override.partition("=")[0]
-            value = OmegaConf.select(OmegaConf.from_dotlist([override]), key)
+            key, text = split_override(override)
+            value = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
             OmegaConf.update(config, key, value, merge=False, force_add=True)
         node.left_out = {**(node.get("left_out") or {}), " ".join(overrides): why}

@@ -202,7 +202,8 @@ def _check_experts(config: DictConfig, hf_config: Any, asked: str, off: str) -> 
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
     if replays_here(config):
-        check_replayable(hf_config)
+        with giving_way(*([f"{REPLAY}=disabled"] if replay_setting(config) == REPLAY else [])):
+            check_replayable(hf_config)
     if strategy_of(config) in HOOKED:
         probe_choices(hf_config, trust_remote_code=trusts_code(model))
 

@@ -6,7 +6,7 @@ Defaults are only in dataclasses: a feature's in its file, a method's next to it
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
@@ -96,6 +96,11 @@ class Switches:
         require(self, "router_agreement_share", 0 < share <= 1, "must be above 0 and at most 1")
 
 
+def _usual_text(value: Any) -> str:
+    """Returns a default as an override has it; null for a group of settings, which takes its own defaults."""
+    return "null" if is_dataclass(value) else json.dumps(value)
+
+
 def _drops(chosen: Chosen[Correction]) -> bool:
     """Returns True if a correction may drop tokens; one whose registration only lets it weigh by the ratio may not."""
     method = chosen.method
@@ -131,7 +136,7 @@ class StabilityConfig(Switches):
         if needing and self.router_agreement_share < 1:
             raise ConfigError(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
         if self.router_agreement_share < 1:
-            needing[f"router_agreement_share={self.router_agreement_share:g}"] = ()
+            needing[f"router_agreement_share={self.router_agreement_share:g}"] = (EVERY_AGREEMENT,)
         if not self.router_agreement:
             for setting, off in needing.items():
                 raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), gives_way=off)
@@ -179,7 +184,8 @@ class StabilityConfig(Switches):
             if getattr(self.guard, name) != getattr(usual, name) and actions.isdisjoint(readers):
                 raise ConfigError(
                     f"stability.guard.{name} is set, and no rule has action={' or '.join(readers)}; give a rule of "
-                    "stability.guard.rules that action, or leave the setting out"
+                    "stability.guard.rules that action, or leave the setting out",
+                    gives_way=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
                 )
 
     def _check_rule(self, rule: Rule) -> None:

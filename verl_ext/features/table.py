@@ -208,7 +208,7 @@ def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Star
 def left_out(run: RunFeatures) -> Iterator[StartupRow]:
     """Yields what was left out of the run's preset, and what was set for it, with the reasons."""
     for overrides, why in (run.stability.left_out or {}).items():
-        yield StartupRow("left out" if overrides.startswith("stability.") else "set", overrides, why)
+        yield StartupRow("left out" if overrides.startswith("stability.") else "set", f"now {overrides}", why)
 
 
 def print_table(rows: Iterable[StartupRow]) -> None:

@@ -38,6 +38,17 @@ def bypasses(config: DictConfig) -> bool:
     return bool(OmegaConf.select(config, BYPASS))
 
 
+def ignores_advantages(config: DictConfig) -> bool:
+    """Returns True if the loss uses no reward: `distillation_ppo_loss` of verl/trainer/distillation/losses.py."""
+    node = OmegaConf.select(config, "distillation")
+    return bool(node and node.get("enabled")) and not node.distillation_loss.use_task_rewards
+
+
+def ignores_weights(config: DictConfig) -> bool:
+    """Returns True if its loss takes no weights of tokens either."""
+    return ignores_advantages(config) and not config.distillation.distillation_loss.use_policy_gradient
+
+
 def trainer_mode(config: DictConfig) -> str:
     return OmegaConf.select(config, MODE) or "sync"
 

@@ -112,7 +112,7 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
         raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")
     from verl_ext.features.fit import fit_run
 
-    with contextlib.suppress(ConfigError):  # a launch would stop with it; a plan can be made all the same
+    with contextlib.suppress(Exception):  # a launch would stop with it; a plan can be made all the same
         fit_run(config, arguments.overrides, read_model=False)
     return config
 

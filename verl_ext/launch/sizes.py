@@ -108,7 +108,7 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     _divide(tensor * pipeline * context, world, f"{setting}={tensor} x {pipeline} x {context}", gpus)
     # megatron/core/parallel_state.py: experts have a grid of their own
     setting = f"{MEGATRON}.expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size"
-    whole = (f"{MEGATRON}.expert_tensor_parallel_size=1",)
+    whole = (f"{MEGATRON}.expert_tensor_parallel_size=1",) if world % (expert * pipeline) == 0 else ()
     _divide(expert_tensor * expert * pipeline, world, f"{setting}={expert_tensor} x {expert} x {pipeline}", gpus, whole)
     if interleaved is not None and pipeline == 1:
         raise ConfigError(f"{chunks}={interleaved} needs a pipeline", fix=(f"{chunks}=null",))
@@ -170,15 +170,17 @@ def _check_batches(config: DictConfig) -> None:
     setting = f"{ACTOR}.ppo_mini_batch_size={mini}"
     _divide(mini, batch, setting, f"data.train_batch_size={batch}")  # else verl fills the last one with padding
     trajectories = mini * rollout.n
-    _divide(ranks, trajectories, f"{ranks} data-parallel ranks", f"{setting} x {ROLLOUT}.n={rollout.n}")
+    enough = mini * (ranks // math.gcd(ranks, trajectories))
+    fix = (f"{ACTOR}.ppo_mini_batch_size={enough}", f"data.train_batch_size={math.lcm(batch, enough)}")
+    _divide(ranks, trajectories, f"{ranks} data-parallel ranks", f"{setting} x {ROLLOUT}.n={rollout.n}", fix)
     if not actor.use_dynamic_bsz:
         for where in (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
             micro = _get(config, where)
             if not micro:
                 raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
             of_rank = trajectories // ranks
-            fix = (f"{where}={math.gcd(micro, of_rank)}",)
-            _divide(micro, of_rank, f"{where}={micro}", f"{of_rank} trajectories per rank", fix)
+            fitting = (f"{where}={math.gcd(micro, of_rank)}",)
+            _divide(micro, of_rank, f"{where}={micro}", f"{of_rank} trajectories per rank", fitting)
     if config.trainer.v1.trainer_mode != "separate_async":
         return
     steps = config.trainer.v1.separate_async.parameter_sync_step

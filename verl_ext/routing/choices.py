@@ -22,8 +22,8 @@ from verl_ext.base.patching import wrap
 from verl_ext.routing.engines import EXPERT_COUNTS, TOP_KS, first_of
 
 ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns only logits
-REPLAY_OFF = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled"
-OFF = ("stability.router_agreement=false", REPLAY_OFF)
+REPLAY_OFF = ("stability.replay=disabled", "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled")
+OFF = ("stability.router_agreement=false", *REPLAY_OFF)
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """(scores [N, E], chosen ids [N, K] int64) -> the ids to use; the same tensor leaves the choice as it is."""
@@ -162,7 +162,7 @@ def check_replayable(hf_config: Any) -> None:
         raise HookError(
             "the model's config has topk_method=group_limited_greedy: this router weighs an expert outside its own "
             "groups with 0, and a replayed one would not count",
-            fix=(REPLAY_OFF,),
+            fix=REPLAY_OFF,
         )
 
 
@@ -190,6 +190,7 @@ def probe_choices(
                 f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
                 "none for text, or it takes code of its own, which model.trust_remote_code allows",
                 OFF,
+                gives_way=(),
             ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
             seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)

@@ -156,7 +156,7 @@ class FsdpRouting:
                 raise HookError(
                     f"router_replay.mode={self.mode} has nothing to replay: the batch has no "
                     f"{ROLLOUT_ROUTES if self.mode == 'R3' else OLD_ROUTES}",
-                    fix=(REPLAY_OFF,),
+                    fix=REPLAY_OFF,
                     otherwise="for R3 check that the rollout runs with enable_return_routed_experts",
                 )
         compared_TLK = rollout_TLK if old_policy else None

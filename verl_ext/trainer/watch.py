@@ -27,7 +27,8 @@ STORAGE = "TransferQueueStorageUnit#"  # the prefix of its actors' names
 SLOW = 3  # times the usual duration of a step
 WHERE = (
     "to see what it waits for: `ray list actors --detail` has the nodes and the pids of the agent loop and reward "
-    "workers, and `py-spy dump --pid PID` there shows the lines at which their threads stand"
+    "workers, and `py-spy dump --pid PID` there shows the lines at which their threads stand (for one that awaits, its "
+    "event loop)"
 )
 
 

@@ -97,10 +97,10 @@ def test_an_error_of_the_runs_own_checks_and_its_remedy(findings, overrides, fix
 def test_what_is_left_out_of_a_preset_is_a_note(findings):
     found = findings("hooks", "stability=icepop", "algorithm.rollout_correction.rollout_is=token")
     (left_out,) = (finding for finding in found if finding.level == "note")
-    assert left_out.found == "left out: stability.correction=none" and "both weight the loss" in left_out.why
+    assert left_out.found == "left out: now stability.correction=none" and "both weight the loss" in left_out.why
     found = findings("hooks", "stability=icepop", f"{ROLLOUT}.calculate_log_probs=False")
     assert [finding.found for finding in found if finding.level == "note"] == [
-        f"set: {ROLLOUT}.calculate_log_probs=True"
+        f"set: now {ROLLOUT}.calculate_log_probs=True"
     ]
 
 

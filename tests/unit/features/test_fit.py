@@ -21,7 +21,7 @@ def fit(compose):
 
     def fitted(*overrides):
         run = fit_run(compose(VLLM, *overrides), overrides, read_model=False)
-        return run, {row.setting: row.where for row in left_out(run)}
+        return run, {row.setting.removeprefix("now "): row.where for row in left_out(run)}
 
     return fitted
 

@@ -78,7 +78,8 @@ VALUES = {
 }
 OFF = (False, 0, None)  # where nothing is on, a run does what these ask for
 SHARED = ("stability.metrics", "stability.router_agreement")  # on already where the gap is measured, and with R3
-OTHER_SETTINGS = ("stability.expects",)  # names settings of verl, and changes none
+# Names settings and changes none; the launch writes the other.
+OTHER_SETTINGS = ("stability.expects", "stability.left_out")
 
 
 def leaves(node: Mapping, prefix: str) -> Iterator[str]:
