@@ -150,16 +150,13 @@ def _validation_fix(said: str, context: Context) -> Iterator[str]:
     """Yields the overrides that fix what verl's validation says, where its sentence has the numbers or the name."""
     if found := UNKNOWN_FIELD.search(said):
         owner, field = found.groups()
-        for path, target in (pair for part in BUILT for pair in _targets(_plain(context.get(part)), part)):
+        parts = built_settings(context.config).items()
+        for path, target in (pair for part, values in parts for pair in _targets(values, part)):
             if str(target).endswith(f".{owner}"):
                 yield f"~{path}.{field}"
     if found := INDIVISIBLE.search(said):
         batch, least = map(int, found.groups())
         yield f"data.train_batch_size={math.lcm(batch, least) // context.get(f'{ROLLOUT}.n', 1)}"
-
-
-def _plain(node: Any) -> Any:
-    return OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
 
 
 @check("code", needs="config")

@@ -40,10 +40,10 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
             way = error.gives_way
             if not way or way in tried or any(_is_written(key, written) for key in _keys(way)):
                 raise
-            if any(key in (config.stability.get("expects") or {}) for key in _keys(way)):
-                raise ConfigError(
-                    error.why, otherwise="choose another preset: this one is nothing without it"
-                ) from error
+            method = set(config.stability.get("expects") or {})
+            if method & _keys(way):
+                fix = tuple(one for one in error.fix if not method & _keys([one]))
+                raise ConfigError(error.why, fix, "choose another preset: this one is nothing without it") from error
             tried.add(way)
             _apply(config, way, error.why)
 
