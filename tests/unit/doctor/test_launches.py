@@ -25,7 +25,10 @@ def look():
     return findings
 
 
-@pytest.mark.parametrize("launch", [*SAMPLE, NOT_COMPOSED[0], "rollout_correction_run_qwen2_5_7b_fsdp_multi_rs"])
+MENDED = (NOT_COMPOSED[0], "rollout_correction_run_qwen2_5_7b_fsdp_multi_rs", "sapo_trainer_run_qwen3_30b_a3b_fsdp")
+
+
+@pytest.mark.parametrize("launch", [*SAMPLE, *MENDED, "router_replay_run_qwen3_30b_a3b_megatron"])
 def test_a_launch_with_what_the_doctor_would_set_has_no_error(look, launch):
     found = look(launch)
     assert sum(one.level != "ok" and one.check in OF_THE_MACHINE for one in found) <= 2
