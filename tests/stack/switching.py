@@ -26,6 +26,7 @@ BASE = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
 )
+TELLING_TOOL = f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/telling_tool.py"
 # What recipe=cpu_tool adds to recipe=cpu_smoke; cpu_megatron is a recipe of its own.
 TWO_TURNS = (
     "data.max_response_length=32",
@@ -33,11 +34,11 @@ TWO_TURNS = (
     "actor_rollout_ref.rollout.multi_turn.enable=true",
     "actor_rollout_ref.rollout.multi_turn.format=digit",
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
-    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={ROOT}/tests/stack/telling_tool.py",
+    TELLING_TOOL,
 )
 # The recipe of each engine, and what its run has besides BASE.
 ENGINES = {
-    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", *TRAINS_IN_FLOAT32),
+    "fsdp2": ("recipe=cpu_tool", f"tool_folder={ROOT}/recipes/cpu_tool", TELLING_TOOL, *TRAINS_IN_FLOAT32),
     "megatron": ("recipe=cpu_megatron", MEGATRON_TRAINS_IN_FLOAT32, *TWO_TURNS),
     "sglang": ("recipe=cpu_sglang", *TRAINS_IN_FLOAT32, *TWO_TURNS),
 }
