@@ -39,7 +39,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         often = "per step" if dump.every == 1 else f"every {dump.every} steps"
         yield TableLine(
             *("trajectories", f"{dump.per_step} {often}", "*.trajectories.jsonl", frozenset({Part.MEASURE})),
-            proof=lambda engines: trajectories_path(run.config).name,
+            proof=lambda engines: trajectories_path(run.config).name.replace("{", "{{").replace("}", "}}"),
         )
 
 

@@ -62,6 +62,15 @@ def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose
     assert said in str(error.value) and "a worker's loss does not have it" in str(error.value)
 
 
+def test_braces_in_the_experiments_name_are_no_place(compose):
+    name = ("stability.trajectories.per_step=2", "trainer.experiment_name='a {0} b'")
+    config = compose("actor_rollout_ref.rollout.name=vllm", *name)
+    rows = verify(
+        read_features(config, stability_config(config.stability)), StabilityTrainerSync, Engines(None, [], {})
+    )
+    assert any("a {0} b" in row.where for row in rows)
+
+
 @pytest.fixture
 def routing_of(compose):
     """routing_of("stability=r2", ..., hooks=what each rank hooked) -> the table's rows about routing."""
