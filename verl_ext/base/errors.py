@@ -61,12 +61,6 @@ def giving_way(*overrides: str) -> Iterator[None]:
         raise
 
 
-def split_override(override: str) -> tuple[str, str]:
-    """Returns the key and the text of the value of a Hydra override, without the signs before the key."""
-    key, _, value = override.partition("=")
-    return key.lstrip("+~"), value
-
-
 class HookError(UserError, RuntimeError):
     """The started engines do not run with what the config asks for."""
 

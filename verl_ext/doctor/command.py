@@ -35,9 +35,9 @@ from verl_ext.doctor.checks import (
     fixes,
     installed_plugins,
     installed_versions,
-    key_of,
     run_checks,
 )
+from verl_ext.features.verl_config import key_of
 from verl_ext.launch.command_line import compose, given_arguments
 from verl_ext.launch.gpus import Gpu, present
 
@@ -62,7 +62,11 @@ def diagnose(
             config, failure = compose(arguments, trust=trust)
             gpu = gpu or present()
         context = Context(
-            *(versions, installed_plugins(), os.environ, config, failure),
+            versions,
+            installed_plugins(),
+            os.environ,
+            config,
+            failure,
             overrides=arguments,
             gpu=gpu,
             trust=trust,

@@ -199,7 +199,8 @@ def fit_presets(context: Context) -> None:
     if context.config is not None and context.get(NAME) and not context.plugin_modules:
         config = copy.deepcopy(context.config)
         with contextlib.suppress(Exception):  # a value of the wrong type: the checks report it
-            _first_error(config, context)
+            if _first_error(config, context) is None:
+                context.errors = []  # need not be looked for again
             context.config = config
 
 

@@ -94,9 +94,8 @@ def _importable(package: str, context: Context) -> bool:
 def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
     found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed"
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
-    instead = (
-        row.instead if row.setting != ATTENTION or ulysses_size(context.config) == 1 else ()
-    )  # `sharded attention`
+    sharded = row.setting == ATTENTION and ulysses_size(context.config) > 1  # which no other attention can do
+    instead = () if sharded else row.instead
     why = "; ".join(ways) + (f", or set {' and '.join(instead)}" if instead else "")
     if row.unless and context.has(row.unless):
         return warning(found, f"{row.unless_why}; {why}", *instead)

@@ -26,7 +26,7 @@ MOVED = {
     "sandbox_fusion": "reward.sandbox_fusion",
 }
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
-ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
+ROOTS = tuple(dict.fromkeys(old.partition(".")[0] for old in MOVED))
 UNFED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 FEW = 4  # responses; verl's examples have at least as many
 ESTIMATOR = "algorithm.adv_estimator"
@@ -39,7 +39,6 @@ UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is no
     f"{ROLLOUT}.over_sample_rate": (0, ""),
 }
 USUAL_CLIP = 0.2
-REPEATS = 2  # responses of a validation prompt from which greedy decoding only repeats
 
 
 @check("old reward settings", needs="config")
@@ -203,7 +202,7 @@ def validation(context: Context) -> Iterable[CheckResult]:
     """
     kwargs = f"{ROLLOUT}.val_kwargs"
     several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
-    if temperature == 0 and (several >= REPEATS or context.get(f"{kwargs}.do_sample")):
-        asked = f"n={several}" if several >= REPEATS else "do_sample=True"
+    if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
+        asked = f"n={several}" if several > 1 else "do_sample=True"
         why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
         yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")

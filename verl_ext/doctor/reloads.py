@@ -7,8 +7,6 @@ vLLM was read in 0.23 to 0.32, SGLang in 0.5.12, verl in 0.9.1, transformers in 
 import math
 from collections.abc import Iterable
 
-from packaging.version import Version
-
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, warning
 from verl_ext.doctor.engine import MOE_BACKEND, SGLANG_RUNNER, captures_routing
 from verl_ext.doctor.updates import RECURRENT
@@ -16,8 +14,8 @@ from verl_ext.features.verl_config import MODEL, MTP, ROLLOUT, RUNTIME, VLLM_ARG
 
 BLACKWELL = 10  # major compute capability of the GPUs whose kernels lay the weights out in blocks
 BLOCKS = ("auto", "flashinfer_trtllm")
-FLAT_VLLM = "0.31"  # from here on these weights keep their shape (vLLM PR 54699)
-CAPTURED_VLLM = "0.26"  # from here on a draft layer has an id of its own (vLLM PR 48622)
+FLAT_VLLM = (0, 31)  # from here on these weights keep their shape (vLLM PR 54699)
+CAPTURED_VLLM = (0, 26)  # from here on a draft layer has an id of its own (vLLM PR 48622)
 DETERMINISM = f"{ROLLOUT}.full_determinism"
 SPECULATION = f"{VLLM_ARGUMENTS}.speculative_config"
 EPLB = f"{VLLM_ARGUMENTS}.enable_eplb"
@@ -42,7 +40,7 @@ def sync_of_experts(context: Context) -> Iterable[CheckResult]:
         return
     setting = MOE_BACKEND if context.with_vllm else SGLANG_RUNNER
     backend = str(context.get(setting, "auto")).lower()
-    old = not context.with_vllm or (context.vllm_release and context.vllm_release < Version(FLAT_VLLM).release)
+    old = not context.with_vllm or context.vllm_before(*FLAT_VLLM)
     if backend in BLOCKS and old and not sends_adapter(context.config):
         found = f"experts in bf16 on a {context.gpu.name} with {setting.rpartition('.')[2]}={backend}"
         why = "the kernel keeps their weights in blocks, and the first weight sync ends with an error of shapes"
@@ -75,9 +73,8 @@ def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
     if cached and context.model_type in LINEAR:
         why = "a prefix hit restores states that drafts have overwritten: answers go wrong (vLLM issue 53912)"
         yield warning(f"MTP and prefix caching with {context.model_type}", why, f"{setting}=False")
-    old = context.vllm_release and context.vllm_release < Version(CAPTURED_VLLM).release
-    if old and captures_routing(context) and context.model_type in DRAFTS_FIRST:
-        why = f"before {CAPTURED_VLLM} the draft's experts take the place of the first layer's (vLLM PR 48622)"
+    if context.vllm_before(*CAPTURED_VLLM) and captures_routing(context) and context.model_type in DRAFTS_FIRST:
+        why = "before 0.26 the draft's experts take the place of the first layer's (vLLM PR 48622)"
         off = f"{MTP}.enable_rollout=False" if context.get(f"{MTP}.enable_rollout") else f"++{SPECULATION}=null"
         yield warning(f"routing capture of {context.vllm} with MTP", why, off)
 
@@ -105,7 +102,7 @@ def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
     value = context.get(f"{RUNTIME}.{FLASHINFER}", context.environ.get(FLASHINFER))
     if value is None:
         return
-    if context.vllm_release and context.vllm_release < Version("0.24").release and str(value) == "1":
+    if context.vllm_before(0, 24) and str(value) == "1":
         yield warning(f"{FLASHINFER}=1", "rollouts are garbage after the first weight sync (verl issue 6847)")
     else:
         yield note(f"{FLASHINFER}={value}", f"vLLM from 0.24 on does not read it; ++{MOE_BACKEND} chooses the kernel")

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.base.errors import ConfigError, UserError, split_override
+from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import check_run, read_features
+from verl_ext.features.verl_config import key_of, parse_override
 
 OURS = "stability."
 
@@ -49,7 +50,7 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
 
 
 def _keys(overrides: Iterable[str]) -> set[str]:
-    return {split_override(override)[0] for override in overrides}
+    return {key_of(override) for override in overrides}
 
 
 def _is_written(key: str, written: Iterable[str]) -> bool:
@@ -64,7 +65,6 @@ def _apply(config: DictConfig, overrides: Sequence[str], why: str) -> None:
     node = config.stability
     with open_dict(config):
         for override in overrides:
-            key, text = split_override(override)
-            value = OmegaConf.select(OmegaConf.from_dotlist([f"{key}={text}"]), key)
+            key, value = parse_override(override)
             OmegaConf.update(config, key, value, merge=False, force_add=True)
         node.left_out = {**(node.get("left_out") or {}), " ".join(overrides): why}

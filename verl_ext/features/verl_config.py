@@ -29,6 +29,17 @@ RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # of the workers
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
 
+def key_of(override: str) -> str:
+    """Returns the setting of a Hydra override, without the signs before it."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def parse_override(override: str) -> tuple[str, Any]:
+    """Returns the setting of a Hydra override, and its value."""
+    key = key_of(override)
+    return key, OmegaConf.select(OmegaConf.from_dotlist([f"{key}={override.partition('=')[2]}"]), key)
+
+
 def bypasses(config: DictConfig) -> bool:
     """Returns True if verl takes the rollout's log-probabilities for the training engine's.
 
