@@ -69,7 +69,7 @@ HOOKS = (
     ),
     Hook(
         "the entry point",
-        "trainer/start.py",
+        "start.py",
         (
             "verl.trainer.main_ppo.TaskRunnerV1.run(self, config)",
             "verl.trainer.main_ppo.run_ppo(config, task_runner_class)",

@@ -18,9 +18,9 @@ from verl_ext.base.methods import Method
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
-from verl_ext.features.guard import RULE_NEEDS, RULE_SETTINGS, GuardSettings
 from verl_ext.features.losses import BASES, LOSS, LOSSES, RATIO_BASES, UNBIASED
-from verl_ext.features.stability import StabilityConfig, Switches, default_node
+from verl_ext.features.settings import GuardSettings, StabilityConfig, Switches
+from verl_ext.features.stability import RULE_NEEDS, RULE_SETTINGS, default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
 from verl_ext.guard.rules import SIDES, Rule
 

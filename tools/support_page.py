@@ -31,8 +31,8 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.features.bypass import BYPASS
 from verl_ext.features.feature import RunFeatures
-from verl_ext.features.guard import BATCH_SKIP, MiniBatchGate
-from verl_ext.features.losses import BASES, KL_DENOMINATORS, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
+from verl_ext.features.losses import BASES, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
+from verl_ext.features.settings import BATCH_SKIP, KL_DENOMINATORS, MiniBatchGate
 from verl_ext.features.stability import stability_config
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import check_run, read_features
@@ -277,7 +277,7 @@ def _others() -> Iterator[Row]:
 
     rescoring, canary = "stability.rescoring.every=1", "stability.sync_canary.trajectories=8"
     dump, rounded = "stability.trajectories.per_step=2", "stability.fake_quantization.format=fp4"
-    yield Row("`metrics`", (METRICS,), lambda run: bool(run.features.lines))
+    yield Row("`metrics`", (METRICS,), lambda run: bool(run.features.demands))
     yield Row("rescoring", (f"{MODE}=separate_async", rescoring), lambda run: run.stability.rescoring.every > 0)
     yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)

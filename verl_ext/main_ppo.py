@@ -9,7 +9,7 @@ import hydra
 from omegaconf import DictConfig
 
 from verl_ext.launch import compose
-from verl_ext.trainer.start import run_or_stop, stability_task_runner, start
+from verl_ext.start import run_or_stop, stability_task_runner, start
 
 
 @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)

@@ -125,7 +125,7 @@ def weights_of(worker):
 
 def judge_norms(gate, share):
     """Updates with a limit on the gradient's norm, each from the same start: a wide one, none, and a narrow one."""
-    from verl_ext.features.guard import MiniBatchGate
+    from verl_ext.features.settings import MiniBatchGate
     from verl_ext.workers.undo import keep_updates_of
     from verl_ext.workers.worker_loss import LossSettings
 

@@ -27,9 +27,9 @@ from verl_ext.core.losses import LOSSES, READABLE, LossChange
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 from verl_ext.diagnosis.causes import ENTRY_POINTS, LEAST, WORDS, tomllib
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.table import apply_engine_settings, check_run, read_features, table_lines
 from verl_ext.workers.losses import LossInputs, provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -136,7 +136,7 @@ def launched_loss(config):
     from verl_ext.workers.losses import register_losses
 
     stability = stability_config(config.stability)
-    assert read_features(config, stability).uses(Part.LOSS), "else the loss finds nothing to read"
+    assert Need.OUR_LOSS in read_features(config, stability).needs, "else the loss finds nothing to read"
     apply_engine_settings(read_features(config, stability))
     assert config.actor_rollout_ref.model.external_lib == ["my_loss"], "verl imports it in each worker"
     register_losses()  # as the worker's loss does
@@ -185,7 +185,7 @@ def test_the_estimator(launched):
     from verl_ext.features.advantages import register_estimators
 
     config = launched("my_estimator")
-    assert [feature.setting for feature in read_features(config, stability_config(config.stability)).lines] == [
+    assert [feature.setting for feature in table_lines(read_features(config, stability_config(config.stability)))] == [
         "against_the_batch, scale 0.5"
     ]
     register_estimators()  # as our trainer does

@@ -23,7 +23,19 @@ BELOW: dict[str, set[str]] = {
     "workers": {"base", "core", "features", "routing", "upstream"},
     "trainer": {"base", "core", "diagnosis", "features", "guard", "launch", "plugins", "upstream", "workers"},
     "report": {"__version__", "base", "core", "diagnosis", "guard"},
-    "probe": {"base", "core", "diagnosis", "features", "launch", "report", "routing", "trainer", "upstream"},
+    "probe": {
+        "base",
+        "core",
+        "diagnosis",
+        "features",
+        "launch",
+        "report",
+        "routing",
+        "start",
+        "trainer",
+        "upstream",
+        "workers",
+    },
     "lab": {"__version__", "base", "core", "diagnosis", "features", "guard", "launch", "report", "trainer", "workers"},
 }
 ENGINES = {"verl", "ray", "vllm"}
@@ -71,7 +83,7 @@ def test_a_room_works_without_the_engines_that_it_need_not_know(room):
 
 
 # Names that several files may have: what every feature's file offers, and entry points.
-SHARED = {"check", "apply", "lines", "loss_settings", "main"}
+SHARED = {"needs", "check", "apply", "lines", "loss_settings", "main"}
 
 
 def test_a_name_is_defined_once():

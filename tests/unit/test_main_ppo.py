@@ -10,8 +10,8 @@ import ray.exceptions
 from omegaconf import OmegaConf
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
+from verl_ext import start
 from verl_ext.base.errors import ConfigError, GuardStopError
-from verl_ext.trainer import start
 
 WRONG = {
     ("stability=icepop", "stability.icepop.alpha=6"): "verl_ext: error: stability.icepop.alpha=6 must be below beta=5",

@@ -38,7 +38,7 @@ from verl_ext.features import losses
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.fit import fit_run
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, left_out, read_features
+from verl_ext.features.table import apply_engine_settings, left_out, read_features, table_lines
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
 from verl_ext.launch.packages import package_folder
 
@@ -84,7 +84,7 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
 def hooks(context: Context) -> Iterable[CheckResult]:
     """The rows of the start-up table, or the errors that the run would stop with.
 
-    Source: `fit_run` of verl_ext, as `verl_ext.trainer.start.run` calls it, which also probes the model's routers, if
+    Source: `fit_run` of verl_ext, as `verl_ext.start.run` calls it, which also probes the model's routers, if
     that runs no code of the model's own.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
@@ -93,9 +93,9 @@ def hooks(context: Context) -> Iterable[CheckResult]:
         yield from errors
         return
     features = features_of(context.config)
-    if not features.lines:
+    if not features.demands:
         yield note("nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
-    for line in features.lines:
+    for line in table_lines(features):
         yield ok(f"{line.name}: {line.setting} ({line.where})")
     for row in left_out(features):
         yield note(f"{row.name}: {row.setting}", row.where)
@@ -105,7 +105,7 @@ def hooks(context: Context) -> Iterable[CheckResult]:
 def verl_validation(context: Context) -> Iterable[CheckResult]:
     """Settings that verl refuses, in the config that our entry point gives it.
 
-    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.trainer.start.run` calls it. For the
+    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For the
     rank of a LoRA it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without
     its settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the name of the strategy, and
     MegatronEngine then looks for sizes that FSDP's settings do not have.
@@ -293,7 +293,7 @@ def _as_launched(config: DictConfig) -> DictConfig:
     """Returns the config with the settings that our entry point adds before verl gets it; it must have no errors."""
     config = copy.deepcopy(config)
     features = features_of(config)
-    if features.lines:
+    if features.demands:
         apply_engine_settings(features)
     return config
 

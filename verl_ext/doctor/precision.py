@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.guard import published_level
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, model_json, rollout_format
@@ -268,7 +268,7 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
     if context.plugin_modules or errors_once(context):
         return
     features = features_of(context.config, read_model=False)
-    if not features.uses(Part.MEASURE):
+    if Need.MEASURED_BATCHES not in features.needs:
         return
     level, published = features.stability.guard.level, published_level(context.config)
     if level == 0:

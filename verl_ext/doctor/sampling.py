@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from verl_ext.doctor.checks import CheckResult, Context, check, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
@@ -49,7 +49,7 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
 def _knows_kept_tokens(context: Context) -> bool:
     if context.plugin_modules or not truncates(context.config):
         return False
-    return features_of(context.config).uses(Part.HEADS)
+    return Need.TOP_TOKENS in features_of(context.config).needs
 
 
 @check("log-prob mode")

@@ -19,7 +19,7 @@ from verl_ext.base.errors import BatchError, ConfigError
 from verl_ext.base.methods import Chosen, Method, build
 from verl_ext.core import torch
 from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
-from verl_ext.features.feature import IN_THE_STEP, Feature, RunFeatures, TableLine
+from verl_ext.features.feature import IN_THE_STEP, Demand, Feature, RunFeatures, TableLine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +37,11 @@ def estimator_settings(method: Method, algorithm: Any) -> Any:
     return build(method.settings, given, f"algorithm.{method.name}")
 
 
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    if (name := run.config.algorithm.adv_estimator) in ESTIMATORS:
+        yield Demand(f"algorithm.adv_estimator={name}")
+
+
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (method := ESTIMATORS.get(run.config.algorithm.adv_estimator)) is not None:
         chosen = Chosen(method, estimator_settings(method, run.config.algorithm))
@@ -44,8 +49,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def check(run: RunFeatures) -> None:
-    """Checks that no estimator has settings that is not the run's: `stability=qae` without QAE, for example."""
+    """Checks the estimator's settings, and that no other one has any: `stability=qae` without QAE, for example."""
     algorithm = run.config.algorithm
+    if (method := ESTIMATORS.get(algorithm.adv_estimator)) is not None:
+        estimator_settings(method, algorithm)
     for name in ESTIMATORS:
         if name != algorithm.adv_estimator and algorithm.get(name):
             raise ConfigError(
@@ -55,7 +62,7 @@ def check(run: RunFeatures) -> None:
             )
 
 
-ESTIMATOR = Feature(lines, check)
+ESTIMATOR = Feature(needs, check, lines=lines)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ IcePop's band on exp(l_theta - l_infer) with that ratio once; prime-rl PR 3283, 
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -14,10 +13,8 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.feature import Feature, RunFeatures
 from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio, loss_mode
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting
-
-if TYPE_CHECKING:
-    from verl_ext.features.stability import StabilityConfig
 
 OFF = f"{BYPASS}=False"
 ENTROPY = f"{ACTOR}.calculate_entropy"
@@ -40,7 +37,7 @@ def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", gives_way: t
     raise ConfigError(said, fix=fix or (OFF,), otherwise=otherwise, gives_way=gives_way or fix)
 
 
-def _check_what_compute_log_prob_gives(config: DictConfig, stability: "StabilityConfig") -> None:
+def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityConfig) -> None:
     if replay_mode(config) == "R2":
         setting = replay_setting(config)
         _forbid(
@@ -88,7 +85,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: "Stability
         )
 
 
-def _needs_agreement(config: DictConfig, stability: "StabilityConfig") -> bool:
+def _needs_agreement(config: DictConfig, stability: StabilityConfig) -> bool:
     """Returns True if the run would be refused without the routers' agreement."""
     if (mode := loss_mode(config)) in LOSSES and "router_agreement" in LOSSES[mode].reads:
         return True
@@ -115,7 +112,7 @@ def _check_loss(config: DictConfig) -> None:
         _forbid(asked, "compares with the training engine's log-probs before the update, which are the rollout's")
 
 
-def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
+def _check_ratio(config: DictConfig, stability: StabilityConfig) -> None:
     """Refuses a correction that only weighs, where the loss has r already: there a correction can only drop."""
     if not loss_has_ratio(config):
         return
@@ -133,7 +130,7 @@ def _check_ratio(config: DictConfig, stability: "StabilityConfig") -> None:
         )
 
 
-def _check_rules(config: DictConfig, stability: "StabilityConfig") -> None:
+def _check_rules(config: DictConfig, stability: StabilityConfig) -> None:
     for rule in stability.rules:
         where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
         if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):

@@ -5,11 +5,16 @@ from collections.abc import Iterator
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.features.feature import VLLM, Engines, Feature, RunFeatures, TableLine
+from verl_ext.features.feature import VLLM, Demand, Engines, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS
 
 OFF = ("stability.cascade_attention=default",)
 DISABLED = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
+
+
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    if (setting := run.stability.cascade_attention) != "default":
+        yield Demand(f"stability.cascade_attention={setting}")
 
 
 def check(run: RunFeatures) -> None:
@@ -50,4 +55,4 @@ def _confirmed(setting: str, engines: Engines) -> str:
     return f"confirmed by {len(running)} vLLM worker(s)"
 
 
-CASCADE_ATTENTION = Feature(lines, check, apply)
+CASCADE_ATTENTION = Feature(needs, check, apply, lines=lines)

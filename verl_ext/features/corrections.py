@@ -12,13 +12,30 @@ from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
-from verl_ext.features.feature import Feature, Part, RunFeatures, TableLine
+from verl_ext.core.corrections import Correction
+from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.losses import LOSS, foreign_loss, loss_has_ratio, loss_mode, reads_k
 from verl_ext.features.verl_config import bypasses, ignores_weights
 
 # Filters and denominator=kept can leave a mini-batch without a token, for which verl's own loss divides 0 by 0.
-MASKED = frozenset({Part.MEASURE, Part.LOSS, Part.MASKS})
+MASKED = frozenset({Need.MEASURED_BATCHES, Need.OUR_LOSS, Need.LOSS_MASK})
 NEEDS_OURS = ("geo_mean",)  # losses of verl that cannot take a weight per token by themselves
+
+
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    stability = run.stability
+    weighs = {Need.MEASURED_BATCHES, Need.TOKEN_WEIGHTS}
+    # verl's geo_mean takes no weight per token: the workers run our loss, if they can. In bypass mode it weighs.
+    if bypasses(run.config) or not foreign_loss(run.config):
+        weighs.add(Need.OUR_LOSS)
+    for chosen in stability.before_update:
+        off = stability.without(chosen.name) if bypasses(run.config) else ()
+        yield Demand(f"stability.correction={chosen.name}", frozenset(weighs), off)
+    in_update = frozenset({Need.MEASURED_BATCHES, Need.OUR_LOSS, Need.ROLLOUT_LOG_PROBS})
+    for chosen in stability.in_update:
+        yield Demand(f"stability.correction={chosen.name}", in_update, stability.without(chosen.name))
+    if stability.denominator == "kept":
+        yield Demand("stability.denominator=kept", MASKED, off=("stability.denominator=full",))
 
 
 def check(run: RunFeatures) -> None:
@@ -60,7 +77,7 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     """Returns the corrections that act in the update; in bypass mode, all of them do."""
     stability = run.stability
     found: dict[str, Any] = {"corrections": {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}}
-    if run.uses(Part.MEASURE_IN_UPDATE):
+    if Need.MEASURED_IN_UPDATE in run.needs:
         found["first_pass"] = {
             "corrections": stability.corrections(),
             "narrowed": stability.corrections(tightened=True),
@@ -71,24 +88,20 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    stability, late = run.stability, bypasses(run.config)
-    # The workers run our loss here as well, if they can: verl's geo_mean takes no weight per token.
-    weighs = frozenset({Part.MEASURE, Part.WEIGHTS} | ({Part.LOSS} if not foreign_loss(run.config) else set()))
+    stability = run.stability
     for chosen in stability.before_update:
-        if late:
-            yield _in_loss(chosen, weighs | {Part.LOSS}, stability.without(chosen.name))
+        if bypasses(run.config):
+            yield _line_in_loss(chosen)
         else:
-            yield TableLine("correction", str(chosen), "weights in rollout_is_weights", weighs)
+            yield TableLine("correction", str(chosen), "weights in rollout_is_weights")
     for chosen in stability.in_update:
-        parts = frozenset({Part.MEASURE, Part.LOSS, Part.LOG_PROBS})
-        yield _in_loss(chosen, parts, stability.without(chosen.name))
+        yield _line_in_loss(chosen)
     if stability.denominator == "kept":
-        off = ("stability.denominator=full",)
-        yield TableLine("denominator", "kept tokens", "response_mask and loss_mask", MASKED, off=off)
+        yield TableLine("denominator", "kept tokens", "response_mask and loss_mask")
 
 
-def _in_loss(chosen: Chosen, parts: frozenset[Part], off: tuple[str, ...]) -> TableLine:
-    return TableLine("correction", str(chosen), "{loss}", parts, lambda found: chosen.name in found["corrections"], off)
+def _line_in_loss(chosen: Chosen[Correction]) -> TableLine:
+    return TableLine("correction", str(chosen), "{loss}", in_loss=lambda found: chosen.name in found["corrections"])
 
 
-CORRECTION = Feature(lines, check, loss_settings=loss_settings)
+CORRECTION = Feature(needs, check, loss_settings=loss_settings, lines=lines)

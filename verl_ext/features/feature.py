@@ -1,18 +1,16 @@
-"""The parts of a feature: the lines that it adds to the start-up table, and its functions."""
+"""What a feature is: what it needs of a run's processes, its lines of the start-up table, and its functions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import HookError
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.verl_config import replay_mode
-
-if TYPE_CHECKING:
-    from verl_ext.features.stability import StabilityConfig
 
 # Places in a line's `at`, and their names before the engines run.
 PLACES = {
@@ -24,24 +22,62 @@ IN_THE_STEP = "{trainer}._compute_advantage"
 VLLM = "vLLM's workers"
 
 
-class Part(Enum):
-    """A part of the plugin that features use."""
+class Need(Enum):
+    """Something that a feature needs of a run's processes."""
 
-    LOG_PROBS = auto()  # every batch has the rollout's log-probabilities
-    MEASURE = auto()  # every batch is measured: l_infer next to the training engine's log-probabilities
-    MEASURE_IN_UPDATE = auto()  # the workers measure, in the update: in bypass mode there is no compute_log_prob
-    WEIGHTS = auto()  # the loss weighs tokens
-    MASKS = auto()  # tokens are taken out of the loss's mask
-    LOSS = auto()  # the workers run our loss around verl's
-    GUARD = auto()
-    VERSIONS = auto()  # the workers keep weights of earlier steps, and score with them
-    ROUTERS = auto()  # the workers hook their routers
-    ROUTER_COMPARISON = auto()  # the experts of both engines are compared
-    HEADS = auto()  # the rollout returns the most likely tokens of each place, and the workers read them
-    HEADS_IN_UPDATE = auto()  # the update reads them too, in addition to compute_log_prob
+    ROLLOUT_LOG_PROBS = auto()  # every batch has l_infer
+    MEASURED_BATCHES = auto()  # l_infer of every batch is compared with the training engine's log-probabilities
+    MEASURED_IN_UPDATE = auto()  # the workers do that, in the update: in bypass mode there is no compute_log_prob
+    TOKEN_WEIGHTS = auto()  # the loss weighs tokens
+    LOSS_MASK = auto()  # tokens are taken out of the loss's mask
+    OUR_LOSS = auto()  # the workers run our loss around verl's
+    RULES = auto()  # the guard judges every batch by its rules
+    OLD_VERSIONS = auto()  # the workers keep weights of earlier steps, and score with them
+    HOOKED_ROUTERS = auto()
+    COMPARED_ROUTERS = auto()  # the experts of both engines are compared
+    TOP_TOKENS = auto()  # the rollout returns the most likely tokens of each place, and the workers read them
+    TOP_TOKENS_IN_UPDATE = auto()  # the update reads them too, in addition to compute_log_prob
 
 
-MEASURED = frozenset({Part.LOG_PROBS, Part.MEASURE})
+@dataclass(frozen=True)
+class Demand:
+    """Something that a setting switches on, and what it needs.
+
+    Attributes:
+        setting: the setting, as an error names it.
+        needs: none if it acts in the trainer itself, or in the rollout engine.
+        off: overrides that leave it out; () if only the user can decide that.
+    """
+
+    setting: str
+    needs: frozenset[Need] = frozenset()
+    off: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunFeatures:
+    """The features that a run's config switches on.
+
+    Attributes:
+        config, stability: the run's config, and its `stability` node parsed.
+        demands: those of all features; () if the run is verl's own.
+        read_model: whether checks may read the model's files. transformers runs code of theirs if the config trusts it.
+    """
+
+    config: DictConfig
+    stability: StabilityConfig
+    demands: tuple[Demand, ...] = ()
+    read_model: bool = True
+
+    @cached_property
+    def needs(self) -> frozenset[Need]:
+        return frozenset[Need]().union(*(demand.needs for demand in self.demands))
+
+    @property
+    def own_workers(self) -> bool:
+        """Returns True if the actor's worker classes are ours: something of ours runs in them."""
+        ours = {Need.HOOKED_ROUTERS, Need.OUR_LOSS, Need.OLD_VERSIONS}
+        return not ours.isdisjoint(self.needs) or replay_mode(self.config) != "disabled"
 
 
 @dataclass(frozen=True)
@@ -52,9 +88,7 @@ class TableLine:
         name: what is on.
         setting: what it is set to.
         at: the place where it acts; `{loss}`, `{routers}` and `{trainer}` stand for PLACES.
-        parts: the parts of the plugin that it uses.
         in_loss: whether it is in a worker's loss, read from the result of `configure_loss` there.
-        off: overrides that leave it out; () if only the user can decide that.
         proof: asks the started engines for it and returns the place where it was found, which replaces `at`. A feature
             that acts in the trainer itself needs neither this nor `in_loss`.
     """
@@ -62,40 +96,13 @@ class TableLine:
     name: str
     setting: str
     at: str
-    parts: frozenset[Part] = frozenset()
     in_loss: Callable[[Mapping[str, Any]], bool] | None = None
-    off: tuple[str, ...] = ()
     proof: "Callable[[Engines], str] | None" = None
 
     @property
     def where(self) -> str:
         """The place, before any engine runs."""
         return self.at.format(**PLACES)
-
-
-@dataclass(frozen=True)
-class RunFeatures:
-    """The features that a run's config switches on.
-
-    Attributes:
-        config, stability: the run's config, and its `stability` node parsed.
-        lines: the lines of all features that are on; () if the run is verl's own.
-        read_model: whether checks may read the model's files. transformers runs code of theirs if the config trusts it.
-    """
-
-    config: DictConfig
-    stability: "StabilityConfig"
-    lines: tuple[TableLine, ...] = ()
-    read_model: bool = True
-
-    def uses(self, part: Part) -> bool:
-        return any(part in line.parts for line in self.lines)
-
-    @property
-    def own_workers(self) -> bool:
-        """Returns True if the actor's worker classes are ours: something of ours runs in them."""
-        ours = any(self.uses(part) for part in (Part.ROUTERS, Part.LOSS, Part.VERSIONS))
-        return ours or replay_mode(self.config) != "disabled"
 
 
 class Engines:
@@ -138,7 +145,7 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Needs:
+class Effect:
     """Settings that act only while something is on. A run that changes one of them without that is refused.
 
     Attributes:
@@ -159,21 +166,22 @@ class Feature:
     """One feature, as its file defines it.
 
     Attributes:
-        lines: its lines of the start-up table, none if it is off.
+        needs: what it demands; none if it is off. Where it depends on what other features need, it reads
+            `RunFeatures.needs`: it is asked again until nothing new is needed.
         check: raises ConfigError for settings that it cannot work with.
         apply: sets the feature in verl's config.
         agent_loop: its requests to verl's agent loop: fields of `upstream.agent_loop.Extras`.
         loss_settings: its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
+        lines: its lines of the start-up table.
         prove: raises HookError if the started engines lack something that no line shows.
-        needs: its settings that act only while something is on.
-        depends: its lines depend on other features: its `lines` is called last, and sees the other lines.
+        effects: its settings that act only while something is on.
     """
 
-    lines: Callable[[RunFeatures], Iterable[TableLine]] = field(default=lambda run: ())
+    needs: Callable[[RunFeatures], Iterable[Demand]] = field(default=lambda run: ())
     check: Callable[[RunFeatures], None] = field(default=lambda run: None)
     apply: Callable[[RunFeatures], None] = field(default=lambda run: None)
-    loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
     agent_loop: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
+    loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
+    lines: Callable[[RunFeatures], Iterable[TableLine]] = field(default=lambda run: ())
     prove: Callable[[RunFeatures, Engines], None] = field(default=lambda run, engines: None)
-    needs: tuple[Needs, ...] = ()
-    depends: bool = False
+    effects: tuple[Effect, ...] = ()

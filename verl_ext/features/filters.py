@@ -4,8 +4,14 @@ from collections.abc import Iterator
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.corrections import MASKED
-from verl_ext.features.feature import Feature, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import MODE, is_asynchronous
+
+
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    for chosen in run.stability.filters:
+        off = ("stability.filters=null",)  # all of them need the same
+        yield Demand(f"stability.filters.{chosen.name}", MASKED, off)
 
 
 def check(run: RunFeatures) -> None:
@@ -20,8 +26,7 @@ def check(run: RunFeatures) -> None:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     for chosen in run.stability.filters:
-        off = ("stability.filters=null",)  # all of them need the same
-        yield TableLine("batch filter", str(chosen), "response_mask and loss_mask", MASKED, off=off)
+        yield TableLine("batch filter", str(chosen), "response_mask and loss_mask")
 
 
-FILTER = Feature(lines, check)
+FILTER = Feature(needs, check, lines=lines)

@@ -34,7 +34,7 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
     while True:
         try:
             features = read_features(config, stability_config(config.stability), read_model=read_model)
-            if features.lines:
+            if features.demands:
                 check_run(features)
             return features
         except UserError as error:

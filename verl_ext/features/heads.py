@@ -1,14 +1,13 @@
 """The sampler's head: the rollout's most likely tokens at each place, for truncated sampling and score centering."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import require
-from verl_ext.features.feature import MEASURED, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.losses import loss_mode
 from verl_ext.features.verl_config import (
     ACTOR,
@@ -38,22 +37,6 @@ CENTERED = "stability.score_centering=true"
 LINEAR = ("vanilla", "gpg")  # losses whose gradient at the first update of a batch is the weighted score
 
 
-@dataclass(frozen=True)
-class HeadSettings:
-    """The head of the sampler's distribution that the rollout returns with each token.
-
-    Attributes:
-        k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
-            each. Sets vLLM's `max_logprobs`. With 0, a feature that needs a head sets the number: truncated sampling
-            (`top_k`) or score centering (128). More in docs/methods.md#the-samplers-head.
-    """
-
-    k: int = 0
-
-    def __post_init__(self) -> None:
-        require(self, "k", self.k >= 0, "must be a number of tokens, or 0")
-
-
 def head_k(run: RunFeatures) -> int:
     """Returns how many tokens of each place the rollout is asked for; 0 for none.
 
@@ -61,13 +44,23 @@ def head_k(run: RunFeatures) -> int:
     """
     if run.stability.head.k:
         return run.stability.head.k
-    if truncates(run.config) and (run.uses(Part.LOG_PROBS) or run.stability.score_centering):
+    if truncates(run.config) and (Need.ROLLOUT_LOG_PROBS in run.needs or run.stability.score_centering):
         return top_k(run.config)
     return CENTERED_K if run.stability.score_centering else 0
 
 
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    needed = frozenset({Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES, Need.OUR_LOSS})
+    if run.stability.score_centering:
+        yield Demand(CENTERED, needed, off=("stability.score_centering=false",))
+    if head_k(run):
+        late = truncates(run.config) or run.stability.score_centering
+        read = {Need.TOP_TOKENS, Need.TOP_TOKENS_IN_UPDATE} if late else {Need.TOP_TOKENS}
+        yield Demand(_asking(run), needed | read)
+
+
 def check(run: RunFeatures) -> None:
-    if not run.uses(Part.LOG_PROBS):
+    if Need.ROLLOUT_LOG_PROBS not in run.needs:
         return
     config, stability, k = run.config, run.stability, head_k(run)
     if truncates(config):
@@ -253,7 +246,7 @@ def apply(run: RunFeatures) -> None:
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
     """Returns the fields of the workers' HeadUse."""
-    if not run.uses(Part.HEADS):
+    if Need.TOP_TOKENS not in run.needs:
         return {}
     of_tokens = [one for one in run.stability.before_update if not one.method.per_sequence]
     use = {
@@ -265,17 +258,15 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    parts = MEASURED | {Part.LOSS}
     if run.stability.score_centering:
         names = ", ".join(chosen.name for chosen in run.stability.before_update if not chosen.method.per_sequence)
         setting = f"weights of {names}" if names else "no weights"
-        off = ("stability.score_centering=false",)
-        yield TableLine("score centering", setting, "{loss}", parts, lambda found: found["centers"], off)
+        yield TableLine("score centering", setting, "{loss}", in_loss=lambda found: found["centers"])
     if k := head_k(run):
-        truncated = truncates(run.config)
-        setting = f"{k} tokens{'; l_old and l_theta over what is kept' * truncated}"
-        late = {Part.HEADS_IN_UPDATE} if truncated or run.stability.score_centering else set()
-        yield TableLine("sampler's head", setting, "{loss}", parts | {Part.HEADS} | late, lambda found: found["head"])
+        setting = f"{k} tokens; l_old and l_theta over what is kept" if truncates(run.config) else f"{k} tokens"
+        yield TableLine("sampler's head", setting, "{loss}", in_loss=lambda found: found["head"])
 
 
-HEADS = Feature(lines, check, apply, loss_settings, agent_loop=lambda run: {"head": head_k(run)}, depends=True)
+HEADS = Feature(
+    needs, check, apply, agent_loop=lambda run: {"head": head_k(run)}, loss_settings=loss_settings, lines=lines
+)

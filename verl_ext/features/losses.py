@@ -13,7 +13,8 @@ import verl_ext.core.losses  # noqa: F401 (to register them)
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
-from verl_ext.features.feature import MEASURED, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.settings import AGREEMENT, EVERY_AGREEMENT
 from verl_ext.features.verl_config import ACTOR, hf_config_of, strategy_of, trusts_code
 from verl_ext.routing.engines import ENGINES, HOOKED
 
@@ -22,16 +23,20 @@ EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 VERLS_TARGET = "verl.workers.config.PolicyLossConfig"
 TARGET = "verl_ext.workers.loss_config.build_loss_config"  # verl calls it in every process that builds its ActorConfig
 VERLS_SETTINGS = (
-    *("_target_", "loss_mode", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef"),
-    *("dro_beta", "rollout_correction"),
+    "_target_",
+    "loss_mode",
+    "clip_cov_ratio",
+    "clip_cov_lb",
+    "clip_cov_ub",
+    "kl_cov_ratio",
+    "ppo_kl_coef",
+    "dro_beta",
+    "rollout_correction",
 )
 RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters only through the ratio
 BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
 WITHOUT_RATIO = ("gpg",)  # of verl's losses; -log pi_theta A, which has no l_old
 UNBIASED = "unbiased"  # our actor.kl_loss_type, next to verl's
-KL_DENOMINATORS = ("infer", "old")
-AGREEMENT = "stability.router_agreement=true"
-EVERY_AGREEMENT = "stability.router_agreement_share=1"
 
 
 def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
@@ -93,6 +98,15 @@ def foreign_loss(config: DictConfig) -> str:
 def uses_unbiased_kl(config: DictConfig) -> bool:
     actor = config.actor_rollout_ref.actor
     return bool(actor.get("use_kl_loss")) and actor.get("kl_loss_type") == UNBIASED
+
+
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    needed = frozenset({Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS})
+    if (name := loss_mode(run.config)) in LOSSES:
+        measured = {Need.MEASURED_BATCHES} if reads_k(name) else set()
+        yield Demand(f"{LOSS}.loss_mode={name}", needed | measured)
+    if uses_unbiased_kl(run.config):
+        yield Demand(f"{ACTOR}.kl_loss_type={UNBIASED}", needed)
 
 
 def check(run: RunFeatures) -> None:
@@ -225,25 +239,26 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    parts = frozenset({Part.LOG_PROBS, Part.LOSS})
     if (name := loss_mode(run.config)) in LOSSES:
         node, method = OmegaConf.select(run.config, LOSS), LOSSES[name]
         settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
-        setting = described(name, {"base": base_of(node), **settings})
-        measured = MEASURED if reads_k(name) else frozenset()
         yield TableLine(
-            *("policy loss", setting, "{loss}", parts | measured),
+            "policy loss",
+            described(name, {"base": base_of(node), **settings}),
+            "{loss}",
             in_loss=lambda found: found["policy_loss"]["loss_mode"] == name,
         )
         if "router_deviation" in method.reads:
             yield TableLine(
-                *("router shift", "compute_log_prob, update_actor", "{routers}", parts),
+                "router shift",
+                "compute_log_prob, update_actor",
+                "{routers}",
                 in_loss=lambda found: bool(found["router_shift"]),
                 proof=lambda engines: f"{engines.losses[0]['router_shift']} routers",
             )
     if uses_unbiased_kl(run.config):
         setting = f"{UNBIASED}, over l_{run.stability.kl_denominator}"
-        yield TableLine("KL to the reference", setting, "{loss}", parts, lambda found: found["kl"] == setting)
+        yield TableLine("KL to the reference", setting, "{loss}", in_loss=lambda found: found["kl"] == setting)
 
 
-POLICY_LOSS = Feature(lines, check, apply, loss_settings)
+POLICY_LOSS = Feature(needs, check, apply, loss_settings=loss_settings, lines=lines)

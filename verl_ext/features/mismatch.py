@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import IN_THE_STEP, MEASURED, Feature, Needs, Part, RunFeatures, TableLine
+from verl_ext.features.feature import IN_THE_STEP, Demand, Effect, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -23,9 +23,19 @@ def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -
     return str(environ.get(RAW, "") if given is None else given).lower() in ("1", "true")
 
 
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    """Measuring, if it is asked for or anything else needs it."""
+    if not (run.stability.metrics or Need.MEASURED_BATCHES in run.needs):
+        return
+    needed = {Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES}
+    if bypasses(run.config):
+        needed |= {Need.OUR_LOSS, Need.MEASURED_IN_UPDATE}
+    yield Demand("stability.metrics", frozenset(needed))
+
+
 def check(run: RunFeatures) -> None:
     """Checks that the rollout returns log-probabilities, and that they mean the same as the training engine's."""
-    if not run.uses(Part.LOG_PROBS):
+    if Need.ROLLOUT_LOG_PROBS not in run.needs:
         return
     rollout = run.config.actor_rollout_ref.rollout
     if not rollout.calculate_log_probs:
@@ -63,20 +73,25 @@ def _check_temperature(config: DictConfig) -> None:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    if not (run.stability.metrics or run.uses(Part.MEASURE)):
-        return
-    if bypasses(run.config):
-        parts = MEASURED | {Part.LOSS, Part.MEASURE_IN_UPDATE}
+    if Need.MEASURED_IN_UPDATE in run.needs:
         yield TableLine(
-            "mismatch metrics", "vllm_kl/*", "first mini-batch, {loss}", parts, lambda found: found["first_pass"]
+            "mismatch metrics",
+            "vllm_kl/*",
+            "first mini-batch, {loss}",
+            in_loss=lambda found: found["first_pass"],
         )
-    else:
-        yield TableLine("mismatch metrics", "vllm_kl/*", IN_THE_STEP, MEASURED)
+    elif Need.MEASURED_BATCHES in run.needs:
+        yield TableLine("mismatch metrics", "vllm_kl/*", IN_THE_STEP)
 
 
-def needs_measuring(*settings: str) -> Needs:
+def while_measured(*settings: str) -> Effect:
     """Returns that these settings act only where the gap is measured."""
-    return Needs(settings, lambda run: run.uses(Part.MEASURE), "the gap is not measured", "stability.metrics=true")
+    return Effect(
+        settings,
+        met=lambda run: Need.MEASURED_BATCHES in run.needs,
+        why="the gap is not measured",
+        switch="stability.metrics=true",
+    )
 
 
-MISMATCH = Feature(lines, check, needs=(needs_measuring("breakdown"),), depends=True)
+MISMATCH = Feature(needs, check, lines=lines, effects=(while_measured("breakdown"),))

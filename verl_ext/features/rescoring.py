@@ -1,52 +1,17 @@
 """Scoring a few trajectories again, with the weights that sampled them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import require
-from verl_ext.features.feature import Feature, Needs, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Effect, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
 
 
-@dataclass(frozen=True)
-class Rescoring:
-    """Rescoring is for `separate_async`, where a batch may have no trajectory of the policy's own weights.
-
-    A few trajectories are scored again with the weights that sampled them. This separates the engines' part of the gap
-    from what the policy has moved since (docs/reading-metrics.md#old-rollouts).
-
-    What it costs: verl copies the weights to the host at the start of every step of `separate_async`. The first version
-    is that copy, kept until the next one. Each further version is one more copy, of which each rank keeps its shard
-    (the bytes of the parameters, no optimizer). A step that rescores copies the present weights once more and loads
-    each version that it needs. It computes log-probabilities of that version's trajectories and of a few others, so
-    that every rank has as many (one trajectory per pass, or micro-batches by tokens). Then it loads the present weights
-    again. The time is logged as `timing_s/rescore`.
-
-    Trajectories that are older than the versions kept, or that several versions sampled, are not rescored. The other
-    modes keep no copies, nor does bypass mode; rescoring is refused there.
-
-    Attributes:
-        every: rescore every this many steps; 0 never does.
-        trajectories: how many trajectories of a batch are rescored, at random among those that a single kept version
-            sampled.
-        versions: how many old versions of the weights are kept in the host's memory.
-    """
-
-    every: int = 0
-    trajectories: int = 16
-    versions: int = 1
-
-    def __post_init__(self) -> None:
-        require(self, "every", self.every >= 0, "must be a number of steps, or 0 for never")
-        for name in ("trajectories", "versions"):
-            require(self, name, getattr(self, name) >= 1, "must be at least 1")
-
-    def __str__(self) -> str:
-        often = "per step" if self.every == 1 else f"every {self.every} steps"
-        return f"{self.trajectories} trajectories {often}, {self.versions} version(s) back"
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    if run.stability.rescoring.every:
+        yield Demand("stability.rescoring.every", frozenset({Need.MEASURED_BATCHES, Need.OLD_VERSIONS}))
 
 
 def check(run: RunFeatures) -> None:
@@ -71,17 +36,18 @@ def check(run: RunFeatures) -> None:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if run.stability.rescoring.every:
-        parts = frozenset({Part.MEASURE, Part.VERSIONS})
         yield TableLine(
-            *("rescoring", str(run.stability.rescoring), "{trainer}._compute_old_log_prob", parts),
+            "rescoring",
+            str(run.stability.rescoring),
+            "{trainer}._compute_old_log_prob",
             proof=lambda engines: f"copies of the weights on {len(engines.workers.kept_versions())} rank(s)",
         )
 
 
-NEEDS = Needs(
+EFFECT = Effect(
     ("rescoring.trajectories", "rescoring.versions"),
     met=lambda run: run.stability.rescoring.every > 0,
     why="nothing is rescored",
     switch="stability.rescoring.every=10",
 )
-RESCORING = Feature(lines, check, needs=(NEEDS,))
+RESCORING = Feature(needs, check, lines=lines, effects=(EFFECT,))

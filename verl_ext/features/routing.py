@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_ext.base.errors import ConfigError, HookError, giving_way, require_choice
 from verl_ext.base.methods import described
 from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
-from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.verl_config import (
     DISAGGREGATED,
     FSDP_REPLAY,
@@ -59,6 +59,25 @@ def replayed_field(config: DictConfig) -> str | None:
     if replay_mode(config) == "disabled":
         return None
     return OLD_ROUTES if replays_here(config) and replay_mode(config) == "R2" else ROLLOUT_ROUTES
+
+
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    """The comparison, and the replay if it is ours or asked for by `stability.replay`."""
+    if _compares(run):
+        yield Demand("stability.router_agreement", frozenset({Need.HOOKED_ROUTERS, Need.COMPARED_ROUTERS}))
+    if replays_here(run.config):
+        yield Demand(replay_setting(run.config), frozenset({Need.HOOKED_ROUTERS}))
+    elif replay_mode(run.config) != "disabled" and OmegaConf.select(run.config, REPLAY):
+        yield Demand(REPLAY)
+
+
+def _compares(run: RunFeatures) -> bool:
+    """Returns True if the experts of both engines are compared.
+
+    Under FSDP R3 always is: its agreement is 1 if the rollout's experts are really used. Bypass mode compares nothing,
+    because there is no compute_log_prob.
+    """
+    return reads_routes(run) and not bypasses(run.config)
 
 
 def check(run: RunFeatures) -> None:
@@ -236,20 +255,14 @@ def agent_loop(run: RunFeatures) -> dict[str, Any]:
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
-    """Yields the lines of the routers' agreement, and of the replay if it is ours or asked for by `stability.replay`.
-
-    Under FSDP R3 is always compared: its agreement is 1 if the rollout's experts are really used. Bypass mode compares
-    nothing, because there is no compute_log_prob.
-    """
-    at_routers = frozenset({Part.ROUTERS})
-    if reads_routes(run) and not bypasses(run.config):
+    if _compares(run):
         share = run.stability.router_agreement_share
         setting = described("compute_log_prob", {"share": share} if share < 1 else {})
-        yield TableLine("router agreement", setting, "{routers}", at_routers | {Part.ROUTER_COMPARISON})
+        yield TableLine("router agreement", setting, "{routers}")
     mode = replay_mode(run.config)
     setting = "R3: update_actor as the rollout" if bypasses(run.config) else REPLAYS.get(mode, mode)
     if replays_here(run.config):
-        yield TableLine("routing replay", setting, "{routers}", at_routers)
+        yield TableLine("routing replay", setting, "{routers}")
     elif mode != "disabled" and OmegaConf.select(run.config, REPLAY):
         yield TableLine("routing replay", setting, "verl's training engine")
 
@@ -266,4 +279,4 @@ def prove(run: RunFeatures, engines: Engines) -> None:
         )
 
 
-ROUTING = Feature(lines, check, apply, agent_loop=agent_loop, prove=prove)
+ROUTING = Feature(needs, check, apply, agent_loop, lines=lines, prove=prove)

@@ -1,12 +1,12 @@
-"""The `stability` node: validated when it is read, and parsed once into a frozen StabilityConfig.
+"""Reads the `stability` node, once, into a frozen `features.settings.StabilityConfig`.
 
-Defaults are only in dataclasses: a feature's in its file, a method's next to its function.
 `configs/stability/*.yaml` hold what a method changes.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -14,261 +14,21 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, require_choice
-from verl_ext.base.methods import Chosen, build, choose, defaults, require, require_known, require_one_of
+from verl_ext.base.methods import Chosen, build, choose, defaults, require_known
+from verl_ext.base.metrics import comes_late
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter, get_batch_filter
-from verl_ext.features.fake_quantization import FakeQuantization
-from verl_ext.features.guard import BATCH_SKIP, READ_BY, BatchSkip, GuardSettings, parse_rules
-from verl_ext.features.heads import HeadSettings
-from verl_ext.features.losses import AGREEMENT, EVERY_AGREEMENT, KL_DENOMINATORS
-from verl_ext.features.rescoring import Rescoring
-from verl_ext.features.sync_canary import SyncCanarySettings
-from verl_ext.features.trajectories import TrajectoryDump
-from verl_ext.features.verl_config import REPLAY_MODES
-from verl_ext.guard.rules import Rule
+from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE, BatchSkip, StabilityConfig, Switches, check_signal
+from verl_ext.guard import levels
+from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
 
-
-@dataclass(frozen=True)
-class Switches:
-    """The settings that are not a method's.
-
-    Attributes:
-        denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective. `kept` takes them
-            out of the mask, and so out of the divisor and of every other term of the loss.
-        plugins: modules to import first. They register corrections, filters, losses and estimators of your own
-            (docs/extend.md).
-        expects: settings that the preset sets and does not work without, each with the value, or the list of values,
-            that it may have. Another value stops the run; null expects nothing.
-        left_out: overrides that the launch applied because the preset cannot work here as it is, each with the reason.
-            The launch writes it.
-        metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
-            or dumped trajectories turn them on too.
-        breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
-            logged by lag as well, whatever this is.
-        batch_skip: when to skip the update of a batch.
-        guard: rules on logged signals, and the guard's other actions.
-        kl_denominator: the policy that `actor.kl_loss_type=unbiased` assumes sampled the tokens: `infer`, the rollout
-            engine (the paper's), or `old`, the training engine before the update.
-        router_agreement: compare the experts of `compute_log_prob` with those of the rollout. Turns on
-            `rollout.enable_rollout_routing_replay`, which turns on `enable_return_routed_experts` of vLLM or SGLang.
-        router_agreement_share: compare them in this share of the trajectories, above 0. The experts of the others are
-            not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
-        replay: routing replay, on every training engine: `R2`, `R3` or `disabled`. null leaves the engine's own
-            `router_replay.mode` as it is.
-        head: the rollout's most likely tokens at each place.
-        score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
-            one update per step.
-        rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
-        trajectories: write a few trajectories per step, token by token, for the report.
-        cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. It is checked
-            against what vLLM's workers run with.
-        sync_canary: check that weight syncs reach the rollout.
-        fake_quantization: round the rollout's weights as a quantised rollout has them.
-    """
-
-    denominator: str = "full"
-    plugins: list[str] = field(default_factory=list)
-    expects: dict[str, Any] | None = None
-    left_out: dict[str, str] | None = None
-    metrics: bool = False
-    breakdown: bool = True
-    batch_skip: BatchSkip = field(default_factory=BatchSkip)
-    guard: GuardSettings = field(default_factory=GuardSettings)
-    kl_denominator: str = "infer"
-    router_agreement: bool = False
-    router_agreement_share: float = 1.0
-    replay: str | None = None
-    head: HeadSettings = field(default_factory=HeadSettings)
-    score_centering: bool = False
-    rescoring: Rescoring = field(default_factory=Rescoring)
-    trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
-    cascade_attention: str = "default"
-    sync_canary: SyncCanarySettings = field(default_factory=SyncCanarySettings)
-    fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
-
-    def __post_init__(self) -> None:
-        require_one_of(self, "denominator", ("full", "kept"))
-        require_one_of(self, "kl_denominator", KL_DENOMINATORS)
-        require_one_of(self, "cascade_attention", ("default", "on", "off"))
-        if self.replay is not None:
-            require_one_of(self, "replay", REPLAY_MODES)
-        share = self.router_agreement_share
-        require(self, "router_agreement_share", 0 < share <= 1, "must be above 0 and at most 1")
-
-
-def _usual_text(value: Any) -> str:
-    """Returns a default as an override has it; null for a group of settings, which takes its own defaults."""
-    return "null" if is_dataclass(value) else json.dumps(value)
-
-
-def _drops(chosen: Chosen[Correction]) -> bool:
-    """Returns True if a correction may drop tokens; one whose registration only lets it weigh by the ratio may not."""
-    method = chosen.method
-    return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
-
-
-@dataclass(frozen=True)
-class StabilityConfig(Switches):
-    """Everything the plugin adds to a run; all of it is off by default.
-
-    Attributes:
-        correction: the name of a correction, or a list of names whose weights multiply.
-        filters: batch filters, run in this order: a list of names, or a mapping from name to settings.
-        rules: a mapping from a name to a rule of the guard. `batch_skip` is the first rule.
-    """
-
-    correction: tuple[Chosen[Correction], ...] = ()
-    filters: tuple[Chosen[BatchFilter], ...] = ()
-    rules: tuple[Rule, ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_ratio()
-        self._check_denominator()
-        needing = {
-            f"correction={one.name}": self.without(one.name)
-            for one in self.in_update
-            if "router_agreement" in one.method.reads
-        }
-        needing |= {
-            f"filters.{one.name}": self.without_filter(one.name) for one in self.filters if one.method.needs_agreement
-        }
-        if needing and self.router_agreement_share < 1:
-            raise ConfigError(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
-        if self.router_agreement_share < 1:
-            needing[f"router_agreement_share={self.router_agreement_share:g}"] = (EVERY_AGREEMENT,)
-        if not self.router_agreement:
-            for setting, off in needing.items():
-                raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), gives_way=off)
-        for rule in self.rules:
-            self._check_rule(rule)
-        self._check_guard()
-
-    def _check_ratio(self) -> None:
-        weigh = [chosen for chosen in self.correction if chosen.method.weighs_by_ratio(chosen.settings)]
-        if len(weigh) < 2:
-            return
-        masks = [f"stability.{one.name}.{one.method.as_mask}" for one in weigh if one.method.as_mask]
-        also = f" ({weigh[-1].name} can go with another: {masks[-1]})" if masks else ""
-        raise ConfigError(
-            f"stability.correction={list(self.correction_names)}: {' and '.join(one.name for one in weigh)} each weigh "
-            "a token by its ratio, which would count twice",
-            fix=tuple(masks) if len(masks) == len(weigh) - 1 else (),
-            otherwise=f"keep one of them{also}",
-        )
-
-    def _check_denominator(self) -> None:
-        if self.denominator == "full":
-            return
-        full = ("stability.denominator=full",)
-        if inside := [chosen.name for chosen in self.in_update]:
-            raise ConfigError(
-                f"stability.denominator=kept cannot count what {' and '.join(inside)} drops inside the update",
-                fix=full,
-                otherwise="use stability.filters.off_policy_negative",
-                gives_way=full,
-            )
-        if not any(_drops(chosen) for chosen in self.correction):
-            raise ConfigError(
-                "stability.denominator=kept counts what stability.correction keeps before the update, and "
-                f"stability.correction={','.join(self.correction_names) or 'none'} drops nothing there",
-                fix=full,
-                otherwise="name a correction that drops tokens, such as icepop",
-                gives_way=full,
-            )
-
-    def _check_guard(self) -> None:
-        """Refuses a setting of the guard whose action no rule has."""
-        usual, actions = GuardSettings(), {rule.action for rule in self.rules}
-        for name, readers in READ_BY.items():
-            if getattr(self.guard, name) != getattr(usual, name) and actions.isdisjoint(readers):
-                raise ConfigError(
-                    f"stability.guard.{name} is set, and no rule has action={' or '.join(readers)}; give a rule of "
-                    "stability.guard.rules that action, or leave the setting out",
-                    gives_way=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
-                )
-
-    def _check_rule(self, rule: Rule) -> None:
-        where = f"stability.guard.rules.{rule.name}"
-        if rule.action == "tighten":
-            if not self.bands:
-                raise ConfigError(
-                    f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
-                    "another action",
-                    gives_way=(f"{where}.action=warn",),
-                )
-            for chosen in self.bands:
-                (low, least), (high, most) = asdict(chosen.settings).items()
-                if not least <= 1 <= most:
-                    raise ConfigError(
-                        f"{where}: action=tighten narrows the band towards 1, which lies outside "
-                        f"stability.{chosen.name}.{low}={least:g} to {high}={most:g}"
-                    )
-        if rule.signal.startswith("router/") and not self.router_agreement:
-            raise ConfigError(
-                f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,), gives_way=(f"{where}=null",)
-            )
-
-    @property
-    def needs_every_agreement(self) -> str:
-        """The clause of an error about a feature that reads the agreement token by token."""
-        return (
-            "reads the routers' agreement of every token, and "
-            f"stability.router_agreement_share={self.router_agreement_share:g} compares only some trajectories"
-        )
-
-    @property
-    def correction_names(self) -> tuple[str, ...]:
-        return tuple(chosen.name for chosen in self.correction)
-
-    @property
-    def asked_correction(self) -> str:
-        """The corrections as an override."""
-        return _correction_override(self.correction_names)
-
-    def without(self, *names: str) -> tuple[str, ...]:
-        """Returns the overrides that leave these corrections out, with their settings, which nothing else uses."""
-        left_out = [chosen for chosen in self.correction if chosen.name in names]
-        changed = [one.name for one in left_out if asdict(one.settings) != defaults(one.method.settings)]
-        rest = _correction_override([name for name in self.correction_names if name not in names])
-        return (rest, *(f"stability.{name}=null" for name in changed))
-
-    def without_filter(self, name: str) -> tuple[str]:
-        """Returns the override that leaves a filter out."""
-        rest = {chosen.name: asdict(chosen.settings) for chosen in self.filters if chosen.name != name}
-        return (f"stability.filters={json.dumps(rest) if rest else 'null'}",)
-
-    @property
-    def before_update(self) -> tuple[Chosen[Correction], ...]:
-        """The corrections that the trainer applies."""
-        return tuple(chosen for chosen in self.correction if not chosen.method.in_update)
-
-    @property
-    def in_update(self) -> tuple[Chosen[Correction], ...]:
-        """The corrections that the workers' loss applies."""
-        return tuple(chosen for chosen in self.correction if chosen.method.in_update)
-
-    @property
-    def bands(self) -> tuple[Chosen[Correction], ...]:
-        """The corrections that keep tokens in a fixed band of k, as icepop does: their settings can be `narrowed`."""
-        return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
-
-    def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
-        """Returns name -> settings of `before_update`, for `core.measure`.
-
-        Args:
-            tightened: with bands narrowed, in logarithms, by guard.tighten_factor.
-        """
-        found = {}
-        for chosen in self.before_update:
-            narrows = tightened and chosen in self.bands
-            settings = chosen.settings.narrowed(self.guard.tighten_factor) if narrows else chosen.settings
-            found[chosen.name] = asdict(settings)
-        return found
-
-    def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
-        """Returns name and settings of the batch filters, in order, for `core.filters`."""
-        return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]
+# The keys that a user writes in a rule, in addition to its bound: the arguments of Rule except those that the parser
+# sets.
+RULE_SETTINGS = tuple(
+    name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")
+)
+RULE_NEEDS = ("signal", "action")  # in addition to one of SIDES
+OWN_EFFECT = "correction/"  # metrics that tightening itself moves
 
 
 def stability_config(node: Any) -> StabilityConfig:
@@ -352,13 +112,6 @@ def _corrections(given: dict[str, Any]) -> tuple[Chosen[Correction], ...]:
     return tuple(choose(CORRECTIONS[name], settings.get(name), f"stability.{name}") for name in names)
 
 
-def _correction_override(names: Sequence[str]) -> str:
-    """Returns the override that chooses these corrections."""
-    if not names:
-        return "stability.correction=none"
-    return f"stability.correction={names[0] if len(names) == 1 else '[' + ','.join(names) + ']'}"
-
-
 def _chosen_filters(given: Any) -> tuple[Chosen[BatchFilter], ...]:
     if not isinstance(given, Mapping):
         names = _names("stability.filters", given)
@@ -385,3 +138,85 @@ def _batch_skip_rule(skip: BatchSkip, rules: tuple[Rule, ...]) -> tuple[Rule, ..
         raise ConfigError(f"stability.guard.rules.{BATCH_SKIP}: the name is taken by stability.batch_skip")
     setting = f"stability.{BATCH_SKIP}.threshold"
     return (Rule(BATCH_SKIP, skip.metric, skip.threshold, action="skip", setting=setting),)
+
+
+def parse_rules(given: Any) -> tuple[Rule, ...]:
+    """Parses `stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window,
+    advice} as in `guard.rules.Rule`, in the order written. null leaves a preset's rule out.
+
+    Raises:
+        ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"{GUARD_NODE}.rules={given} must be a mapping from a name to a rule")
+    return tuple(_parse_rule(str(name), rule) for name, rule in (given or {}).items() if rule is not None)
+
+
+def _parse_rule(name: str, given: Any) -> Rule:
+    where = f"{GUARD_NODE}.rules.{name}"
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}={given} must be a mapping with a signal, a bound and an action")
+    rule = dict(given)
+    require_known(rule, sorted([*RULE_SETTINGS, *SIDES]), where)
+    sides = [side for side in SIDES if rule.get(side) is not None]
+    if len(sides) != 1:
+        raise ConfigError(f"{where} needs one bound: above or below")
+    (side,) = sides
+    for key in RULE_NEEDS:
+        if not isinstance(rule.get(key), str):
+            raise ConfigError(f"{where}.{key} must be given")
+    if not isinstance(rule.get("advice") or "", str):
+        raise ConfigError(f"{where}.advice={rule['advice']} must be text")
+    for key in (side, "recover", "least"):
+        value = rule.get(key)
+        if value is not None and not _is_finite(value):
+            raise ConfigError(f"{where}.{key}={value} must be a finite number")
+    for key, least in (("patience", 1), ("zscore_window", FEWEST), ("baseline", 1)):
+        value = rule.get(key)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")
+    for key in ("engines_only", "locate"):
+        if not isinstance(rule.get(key) or False, bool):
+            raise ConfigError(f"{where}.{key}={rule[key]} must be true or false")
+    if name == levels.NAME:
+        raise ConfigError(f"{where}: the name is taken by {levels.SETTING}")
+    settings = {key: value for key, value in rule.items() if key in RULE_SETTINGS and value is not None}
+    parsed = Rule(name, bound=float(rule[side]), side=side, setting=f"{where}.{side}", **settings)
+    _check_rule(parsed, where)
+    return parsed
+
+
+def _check_rule(rule: Rule, where: str) -> None:
+    check_signal(where, rule.signal)
+    if rule.action not in ACTIONS:
+        raise ConfigError(f"{where}.action={rule.action} is not known; choose one of: {', '.join(ACTIONS)}")
+    if rule.zscore_window is not None and rule.bound <= 0:
+        raise ConfigError(
+            f"{where}: with zscore_window, {rule.side}={rule.bound:g} counts robust standard deviations from the "
+            "median to that side, and must be above 0"
+        )
+    if rule.zscore_window is not None and rule.baseline is not None:
+        raise ConfigError(f"{where}: zscore_window and baseline are two ways to find the threshold; keep one of them")
+    if rule.least and rule.baseline is None:
+        raise ConfigError(f"{where}.least={rule.least:g} needs baseline, which counts the first readings")
+    for key in ("engines_only", "locate"):
+        if getattr(rule, key) and not rule.signal.startswith("vllm_kl/"):
+            raise ConfigError(f"{where}.{key}=true needs a metric of the gap, vllm_kl/*, and {rule.signal} is none")
+    if rule.locate and rule.side == "below":
+        raise ConfigError(f"{where}.locate=true needs a bound above which the gap is too large: above")
+    farther = rule.recover is not None and (
+        rule.recover > rule.bound if rule.side == "above" or rule.zscore_window else rule.recover < rule.bound
+    )
+    if farther:
+        raise ConfigError(f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: it would flicker")
+    if rule.action == "skip" and comes_late(rule.signal):
+        raise ConfigError(
+            f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
+            f"tighten, lower_lr, undo, rollback or stop, or use {GUARD_NODE}.mini_batch"
+        )
+    if rule.action == "tighten" and rule.signal.startswith(OWN_EFFECT):
+        raise ConfigError(f"{where}: a narrower band itself raises {rule.signal}, so the rule would not recover")
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

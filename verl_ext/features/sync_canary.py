@@ -1,12 +1,11 @@
-"""The `stability.sync_canary` settings: a check that updates reach the rollout."""
+"""The sync canary: a few trajectories that both engines score again at weight syncs, to check that updates arrive."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.methods import require
-from verl_ext.features.feature import MEASURED, Engines, Feature, Needs, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Effect, Engines, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.features.verl_config import (
     MERGE_LORA,
     ROLLOUTS,
@@ -20,26 +19,6 @@ from verl_ext.features.verl_config import (
 DEFAULT = 8  # trajectories, where the canary is on by itself
 NAMED = 4  # names that an error lists, of those that vLLM did not use
 AFTER_SYNC = "{trainer}.on_step_end"
-
-
-@dataclass(frozen=True)
-class SyncCanarySettings:
-    """The trajectories that show if a weight sync happened, and how often they are checked.
-
-    Attributes:
-        trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
-            the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
-            `separate_async`, whose weight transfer is not verl's naive one, and 0 elsewhere. 0 turns the check off.
-        every: check the first three syncs, and then every this many.
-    """
-
-    trajectories: int | None = None
-    every: int = 1
-
-    def __post_init__(self) -> None:
-        holds = self.trajectories is None or self.trajectories >= 0
-        require(self, "trajectories", holds, "must be at least 0, or null for the default")
-        require(self, "every", self.every >= 1, "must be at least 1")
 
 
 def canary_settings(run: RunFeatures) -> SyncCanarySettings:
@@ -57,19 +36,22 @@ def canary_settings(run: RunFeatures) -> SyncCanarySettings:
         return asked
     doubted = trains_lora(run.config) or trainer_mode(run.config) == "separate_async"
     scores = rollout_name(run.config) in ROLLOUTS and not drafts(run.config)
-    on = doubted and scores and run.uses(Part.MEASURE)
+    on = doubted and scores and Need.MEASURED_BATCHES in run.needs
     return replace(asked, trajectories=DEFAULT if on else 0)
 
 
-def lines(run: RunFeatures, *, default: bool) -> Iterator[TableLine]:
-    """Yields the canary that was asked for, for which every batch is measured; or the default one, which is on if
-    batches are measured anyway."""
-    is_default = run.stability.sync_canary.trajectories is None
-    if is_default == default and (canary := canary_settings(run)).trajectories:
+def needs(run: RunFeatures) -> Iterator[Demand]:
+    if canary_settings(run).trajectories:
+        needed = frozenset({Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES})
+        yield Demand("stability.sync_canary.trajectories", needed)
+
+
+def lines(run: RunFeatures) -> Iterator[TableLine]:
+    if (canary := canary_settings(run)).trajectories:
         often = "each sync" if canary.every == 1 else f"every {canary.every} syncs"
         setting = f"{canary.trajectories} trajectories, {often}"
         proof = _confirmed_adapter if sends_adapter(run.config) else None
-        yield TableLine("sync canary", setting, AFTER_SYNC, MEASURED, proof=proof)
+        yield TableLine("sync canary", setting, AFTER_SYNC, proof=proof)
 
 
 def _confirmed_adapter(engines: Engines) -> str:
@@ -90,11 +72,10 @@ def _confirmed_adapter(engines: Engines) -> str:
     return f"{AFTER_SYNC}; {reports[0]['used']} modules with the LoRA in {len(reports)} vLLM worker(s)"
 
 
-NEEDS = Needs(
+CHECKED = Effect(
     ("sync_canary.every",),
     met=lambda run: canary_settings(run).trajectories != 0,
     why="no weight sync is checked",
     switch=f"stability.sync_canary.trajectories={DEFAULT}",
 )
-CANARY = Feature(partial(lines, default=False), needs=(NEEDS,))
-DEFAULT_CANARY = Feature(partial(lines, default=True), depends=True)
+CANARY = Feature(needs, lines=lines, effects=(CHECKED,))

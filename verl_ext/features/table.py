@@ -19,16 +19,16 @@ from verl_ext.features.bypass import BYPASS_MODE
 from verl_ext.features.cascade_attention import CASCADE_ATTENTION
 from verl_ext.features.corrections import CORRECTION
 from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
-from verl_ext.features.feature import Engines, Feature, Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
-from verl_ext.features.guard import GUARD, LEVEL
+from verl_ext.features.guard import GUARD
 from verl_ext.features.heads import HEADS
 from verl_ext.features.losses import POLICY_LOSS, foreign_loss
 from verl_ext.features.mismatch import MISMATCH
 from verl_ext.features.rescoring import RESCORING
 from verl_ext.features.routing import ROUTING
-from verl_ext.features.stability import StabilityConfig
-from verl_ext.features.sync_canary import CANARY, DEFAULT_CANARY
+from verl_ext.features.settings import StabilityConfig
+from verl_ext.features.sync_canary import CANARY
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import BYPASS, check_model_files, check_overlong, check_warmup
 
@@ -37,8 +37,20 @@ OFF = (None, False, 0, "disabled")  # values that switch something off
 
 # In the order of the start-up table.
 FEATURES: tuple[Feature, ...] = (
-    *(MISMATCH, CORRECTION, FILTER, ESTIMATOR, RESCORING, TRAJECTORIES, POLICY_LOSS, GUARD, LEVEL, ROUTING),
-    *(CANARY, DEFAULT_CANARY, CASCADE_ATTENTION, FAKE_QUANTIZATION, BYPASS_MODE, HEADS),
+    MISMATCH,
+    CORRECTION,
+    FILTER,
+    ESTIMATOR,
+    RESCORING,
+    TRAJECTORIES,
+    POLICY_LOSS,
+    GUARD,
+    ROUTING,
+    CANARY,
+    CASCADE_ATTENTION,
+    FAKE_QUANTIZATION,
+    BYPASS_MODE,
+    HEADS,
 )
 
 
@@ -48,14 +60,17 @@ def read_features(config: DictConfig, stability: StabilityConfig, *, read_model:
     Raises:
         ConfigError: none is on, and a setting asks for something.
     """
-    run, lines = RunFeatures(config, stability, read_model=read_model), dict[Feature, tuple[TableLine, ...]]()
-    for feature in sorted(FEATURES, key=lambda one: one.depends):
-        lines[feature] = tuple(feature.lines(run))
-        run = replace(run, lines=(*run.lines, *lines[feature]))
-    run = replace(run, lines=tuple(line for feature in FEATURES for line in lines[feature]))
-    if not run.lines:  # the run is verl's own, and is not checked otherwise
+    run, asked = RunFeatures(config, stability, read_model=read_model), None
+    while asked != run.demands:  # a need of one feature may be another one's reason
+        asked, run = run.demands, replace(run, demands=tuple(_demands(run)))
+    if not run.demands:  # the run is verl's own, and is not checked otherwise
         _check_nothing_on(run)
     return run
+
+
+def _demands(run: RunFeatures) -> Iterator[Demand]:
+    for feature in FEATURES:
+        yield from feature.needs(run)
 
 
 def check_run(run: RunFeatures) -> None:
@@ -66,7 +81,7 @@ def check_run(run: RunFeatures) -> None:
         feature.check(run)
     _check_loss_runs(run)
     _check_expected(run)
-    _check_needs(run)
+    _check_effects(run)
     check_overlong(run.config)
     check_warmup(run.config)
     if run.read_model:
@@ -77,17 +92,17 @@ def _check_loss_runs(run: RunFeatures) -> None:
     """Refuses what needs our loss, where the workers cannot run it."""
     if not (why := foreign_loss(run.config)):
         return
-    for line in run.lines:
-        if Part.MEASURE_IN_UPDATE in line.parts:
+    for demand in run.demands:
+        if Need.MEASURED_IN_UPDATE in demand.needs:
             raise ConfigError(
                 f"in bypass mode the gap is measured by the workers' loss: {why}", fix=(f"{BYPASS}=False",)
             )
-        if Part.LOSS in line.parts:
+        if Need.OUR_LOSS in demand.needs:
             raise ConfigError(
-                f"{line.name} ({line.setting}) needs the plugin's loss in the workers: {why}",
-                fix=line.off,
-                otherwise="" if line.off else "leave it out",
-                gives_way=line.off,
+                f"{demand.setting} needs the plugin's loss in the workers: {why}",
+                fix=demand.off,
+                otherwise="" if demand.off else "leave it out",
+                gives_way=demand.off,
             )
 
 
@@ -99,7 +114,7 @@ def _check_nothing_on(run: RunFeatures) -> None:
         return
     for feature in FEATURES:  # an error that knows the setting says more
         feature.check(replace(run, read_model=False))
-    _check_needs(run)
+    _check_effects(run)
     for name in _names_of(USUAL):
         if name not in ("expects", "left_out"):
             _require_usual(run, name, "nothing of stability.* is on", "stability=moe or another preset")
@@ -115,12 +130,12 @@ def _names_of(settings: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + one.name
 
 
-def _check_needs(run: RunFeatures) -> None:
+def _check_effects(run: RunFeatures) -> None:
     for feature in FEATURES:
-        for needs in feature.needs:
-            if not needs.met(run):
-                for name in needs.settings:
-                    _require_usual(run, name, needs.why, needs.switch)
+        for effect in feature.effects:
+            if not effect.met(run):
+                for name in effect.settings:
+                    _require_usual(run, name, effect.why, effect.switch)
 
 
 def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
@@ -174,6 +189,11 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     return found
 
 
+def table_lines(run: RunFeatures) -> list[TableLine]:
+    """Returns the lines of the start-up table."""
+    return [line for feature in FEATURES for line in feature.lines(run)]
+
+
 class StartupRow(NamedTuple):
     """A row of the start-up table: something that is on, and where it acts."""
 
@@ -190,14 +210,14 @@ def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Star
         HookError: a feature is not hooked.
     """
     places = {"trainer": next(cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("verl."))}
-    if run.uses(Part.LOSS):
+    if Need.OUR_LOSS in run.needs:
         places["loss"] = f"worker_loss on {len(engines.losses)} rank(s)"
-    if run.uses(Part.ROUTERS):
+    if Need.HOOKED_ROUTERS in run.needs:
         places["routers"] = engines.routers
     for feature in FEATURES:
         feature.prove(run, engines)
     rows = []
-    for line in run.lines:
+    for line in table_lines(run):
         if line.in_loss and not all(line.in_loss(found) for found in engines.losses):
             raise HookError(f"{line.name} ({line.setting}) is switched on, and a worker's loss does not have it")
         at = line.proof(engines) if line.proof else line.at

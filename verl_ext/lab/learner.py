@@ -27,7 +27,7 @@ from verl_ext.core.head import divergence, head_metrics, head_sums
 from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.losses import LOSSES
-from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.table import loss_settings, read_features
 from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.engine import LabEngine, LabWorker, Scores, chosen_scores, equal_rows, score

@@ -24,8 +24,8 @@ from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.advantages import session_keys
-from verl_ext.features.feature import Part
-from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.feature import Need
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import bypasses
 from verl_ext.lab.engine import Scores, score
@@ -146,7 +146,7 @@ class Training:
         scored = self.learner.score_old(batch)
         metrics["actor/entropy"] = batch.packed(scored.entropy).mean().item()
         agreement_N = None
-        if self.features.uses(Part.ROUTER_COMPARISON):
+        if Need.COMPARED_ROUTERS in self.features.needs:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
         metrics |= self.learner.head_metrics(batch, scored)

@@ -164,34 +164,34 @@ def read_usage(config: DictConfig) -> Usage:
     Raises:
         ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is not a number.
     """
-    from verl_ext.features.feature import Part
+    from verl_ext.features.feature import Need
     from verl_ext.features.heads import head_k
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
 
     stability = stability_config(config.stability)
     run = read_features(config, stability)
-    late = run.uses(Part.MEASURE_IN_UPDATE)  # the workers measure and weigh, not the controller
+    late = Need.MEASURED_IN_UPDATE in run.needs  # the workers measure and weigh, not the controller
     with as_config_errors():
         units, workers = (
             usual if OmegaConf.select(config, key) is None else whole(config, key)
             for key, usual in ((UNITS, USUAL_UNITS), (WORKERS, USUAL_WORKERS))
         )
     return Usage(
-        measures=run.uses(Part.MEASURE),
-        weighs=run.uses(Part.WEIGHTS) and not late,
-        guards=run.uses(Part.GUARD),
-        compares=run.uses(Part.ROUTER_COMPARISON),
-        has_heads=run.uses(Part.HEADS),
-        filters=run.uses(Part.MASKS),
+        measures=Need.MEASURED_BATCHES in run.needs,
+        weighs=Need.TOKEN_WEIGHTS in run.needs and not late,
+        guards=Need.RULES in run.needs,
+        compares=Need.COMPARED_ROUTERS in run.needs,
+        has_heads=Need.TOP_TOKENS in run.needs,
+        filters=Need.LOSS_MASK in run.needs,
         splits=stability.breakdown and not late,
         signs=stability.breakdown and not late and config.algorithm.adv_estimator in BY_TOKEN,
         head=head_k(run) or USUAL_HEAD,
-        head_reads=2 if run.uses(Part.HEADS_IN_UPDATE) else 1,
+        head_reads=2 if Need.TOP_TOKENS_IN_UPDATE in run.needs else 1,
         agreement_share=stability.router_agreement_share,
         replay=replay_mode(config),
         replay_setting=replay_setting(config),
-        lag=run.uses(Part.LOSS) and is_asynchronous(config),
+        lag=Need.OUR_LOSS in run.needs and is_asynchronous(config),
         simple=OmegaConf.select(config, BACKEND) in (None, "SimpleStorage"),
         units=units,
         workers=workers,

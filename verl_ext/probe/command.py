@@ -341,8 +341,8 @@ def run_engines() -> None:
     """Runs `verl_ext.main_ppo` with the probe's trainer: the process that `start_engines` starts."""
     import hydra
 
+    from verl_ext import start
     from verl_ext.launch import compose
-    from verl_ext.trainer import start
 
     def task_runner() -> type:
         from verl_ext.probe.trainer import ProbeTaskRunner

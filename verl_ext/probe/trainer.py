@@ -1,14 +1,13 @@
 """The probe on verl's stack: a batch is sampled and scored in several ways, again after a sync and after an update."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import orjson
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
@@ -16,7 +15,6 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
 from verl_ext.core.recorder import MOST_ROWS, joined_passes
-from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
 from verl_ext.probe.command import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
@@ -39,6 +37,7 @@ from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_states
+from verl_ext.workers.actor import LOSS_WORKERS
 
 SEQUENCES = 4  # whose hidden states are compared
 TOKENS_AT_ONCE = "log_prob_max_token_len_per_gpu"  # of a pass, where the launch puts sequences together
@@ -47,11 +46,8 @@ TOKENS_AT_ONCE = "log_prob_max_token_len_per_gpu"  # of a pass, where the launch
 class ProbeTrainer(StabilityTrainerSync):
     """verl's trainer up to its first batch."""
 
-    def __init__(self, config: DictConfig):
-        super().__init__(config)
-        ours = TableLine("probe", "hidden states", "{loss}", frozenset({Part.LOSS}))  # for workers of ours
-        features = self.stability_run.features
-        self.stability_run.features = replace(features, lines=(*features.lines, ours))
+    def worker_classes(self) -> Mapping[type, type]:
+        return super().worker_classes() or LOSS_WORKERS  # which record hidden states and fill adapters
 
     def fit(self, agent_loop_manager: Any) -> None:
         with watch_of(self, agent_loop_manager):

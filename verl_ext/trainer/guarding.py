@@ -15,7 +15,7 @@ import orjson
 from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.base.metrics import is_rare
 from verl_ext.diagnosis.judge import RunningDiagnosis
-from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.guard.guard import LR_SCALE, Guard
 from verl_ext.guard.levels import level_rules
 from verl_ext.guard.state import Decision, Event

@@ -36,7 +36,7 @@ from verl_ext.core.advantages import Sessions
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, segment_sums
-from verl_ext.features.feature import Part, RunFeatures
+from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import replayed_field
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, log_k_sums, pick_lag, pick_rows, response_tokens
 
@@ -108,7 +108,7 @@ class Stages:
         return drop_fields(drop_heavy_fields(batch, read), self._unread)
 
     def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
-        heads = HEAD_FIELDS if features.uses(Part.HEADS_IN_UPDATE) else ()
+        heads = HEAD_FIELDS if Need.TOP_TOKENS_IN_UPDATE in features.needs else ()
         read = {replayed_field(features.config), *SHIFT_FIELDS, *heads}
         return drop_fields(drop_heavy_fields(batch, read), self._unread)
 

@@ -14,7 +14,7 @@ from transfer_queue import KVBatchMeta
 from verl.workers.utils.padding import response_from_nested
 
 from verl_ext.base.names import RESPONSE_MASK
-from verl_ext.features.rescoring import Rescoring
+from verl_ext.features.settings import Rescoring
 from verl_ext.trainer.queue import get_fields
 
 NOW = "present weights"  # a key of verl's copies

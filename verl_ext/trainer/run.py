@@ -17,8 +17,8 @@ from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
-from verl_ext.features.feature import Part, RunFeatures
-from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.feature import Need, RunFeatures
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import is_asynchronous, replay_mode, truncates
@@ -84,7 +84,7 @@ class StabilityRun:
         """
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
-            if self.features.uses(Part.MEASURE):
+            if Need.MEASURED_BATCHES in self.features.needs:
                 events = LineFile(names.events_path(self._config), resume=resumed > 0)
                 self.actions.events = files.enter_context(closing(events))
             elif not resumed:
@@ -101,13 +101,13 @@ class StabilityRun:
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
         self.judge_first_pass(metrics)  # if there was none: the critic warms up
-        if self.features.uses(Part.MEASURE):
+        if Need.MEASURED_BATCHES in self.features.needs:
             self.actions.end_step(metrics, groups)
 
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
         """Judges the metrics that verl logs last, and puts the result into the checkpoint, if one was saved in this
         step."""
-        if self.features.uses(Part.MEASURE):
+        if Need.MEASURED_BATCHES in self.features.needs:
             self.actions.judge_logged(metrics)
         now = self.guard.step
         if (now, now) in self.guard.state.unproven:
@@ -141,7 +141,7 @@ class StabilityRun:
         """Adds `vllm_kl/head*` to the step's metrics, and warns once if tokens that the update reads have no head."""
         metrics.update(found)
         missing = found.get("vllm_kl/head_missing", 0.0)
-        if not missing or self._heads_missed or not self.features.uses(Part.HEADS_IN_UPDATE):
+        if not missing or self._heads_missed or Need.TOP_TOKENS_IN_UPDATE not in self.features.needs:
             return
         self._heads_missed = True
         what = ["their score is not centered"] * self.features.stability.score_centering
@@ -175,19 +175,19 @@ class StabilityRun:
             HookError: the batch lacks a field that compute_log_prob should have added.
         """
         features, self._step = self.features, None
-        compares = features.uses(Part.ROUTER_COMPARISON)
+        compares = Need.COMPARED_ROUTERS in features.needs
         if not compares and (counts := sampled_counts(batch, features.config)) is not None:
             self.judge_routing(counts, counts.metrics, metrics)
         if (share := retracted_share(batch, features.config)) is not None:
             metrics[RETRACTED] = share
             self.actions.carry_out(self._captured.judge_retracted(share, self.guard.step))
-        reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
+        reads_heads = Need.TOP_TOKENS in features.needs and Need.MEASURED_IN_UPDATE not in features.needs
         checks = compares or replay_mode(features.config) == "R3"
         sums = [names.ROUTER_SUMS] * compares + [names.HEAD_SUMS] * reads_heads + [names.ROUTE_SUM] * checks
-        if features.uses(Part.MEASURE):
+        if Need.MEASURED_BATCHES in features.needs:
             lag = lag_of(batch.tags, self.guard.step) if is_asynchronous(features.config) else None
             view = partial(filter_batch, models=features.config.actor_rollout_ref, tokenizer=tokenizer)
-            self._batch = QueueBatch(batch, lag, view if features.uses(Part.MASKS) else None)
+            self._batch = QueueBatch(batch, lag, view if Need.LOSS_MASK in features.needs else None)
             found = self._batch.start(sums)
         elif sums:
             found = get_fields(batch, sums)

@@ -19,8 +19,8 @@ from verl_ext.core.filters import FilterBatch, FilterOutcome, FilterTally, apply
 from verl_ext.core.measure import Gathered, Measured, gather, put_together
 from verl_ext.core.mismatch import advantage_metrics, count_non_finite
 from verl_ext.core.tokens import Tokens
-from verl_ext.features.feature import Part, RunFeatures
-from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.feature import Need, RunFeatures
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.workers.first_pass import take_measured
@@ -94,7 +94,7 @@ class Step:
         Raises:
             BatchError: no token of the batch is the model's.
         """
-        if self._features.uses(Part.MEASURE_IN_UPDATE):
+        if Need.MEASURED_IN_UPDATE in self._features.needs:
             decision = self._judge_unmeasured(batch, metrics)
         else:
             decision = self._judge_measured(batch, metrics)
@@ -103,7 +103,7 @@ class Step:
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
         """Judges by the advantages' sign, filters, and counts the outcome of the batch; in bypass mode more follows."""
-        late = self._features.uses(Part.MEASURE_IN_UPDATE)
+        late = Need.MEASURED_IN_UPDATE in self._features.needs
         if self._stability.breakdown and not late:
             found = advantage_metrics(batch.sums_by_sign())
             metrics.update(found)
@@ -111,7 +111,7 @@ class Step:
             self._actions.carry_out(decision)
             self._refused = self._refused or decision.refusal
         scale = 1.0
-        if self._refused is None and self._features.uses(Part.MASKS):
+        if self._refused is None and Need.LOSS_MASK in self._features.needs:
             scale = self._filter(batch, metrics)
         self.outcome = Outcome(self._refused, scale, self._guard.tightens)
         self._is_late = late
@@ -185,7 +185,7 @@ class Step:
 
     def _put(self, batch: Batch, block: Block, tokens: Tokens, weight: Tensor | None) -> None:
         fields = {} if weight is None else {names.WEIGHTS: weight}
-        if tokens.lag is not None and self._features.uses(Part.LOSS):
+        if tokens.lag is not None and Need.OUR_LOSS in self._features.needs:
             fields[names.LAG] = tokens.lag.buckets()[tokens.row_of_token()]
         if fields:
             batch.put(block, fields)
@@ -252,7 +252,7 @@ def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dic
         names.FILTER_SCALE: outcome.filter_scale,
         names.UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
     }
-    if features.uses(Part.MEASURE_IN_UPDATE):
+    if Need.MEASURED_IN_UPDATE in features.needs:
         asked[names.FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}
     return asked
 

@@ -36,7 +36,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
-from verl_ext.features.sync_canary import SyncCanarySettings
+from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
 

@@ -15,7 +15,7 @@ from verl.utils.debug import marked_timer
 
 from verl_ext.base.patching import actor_class, patch
 from verl_ext.features.advantages import register_estimators, session_keys
-from verl_ext.features.feature import Engines, Part, RunFeatures
+from verl_ext.features.feature import Engines, Need, RunFeatures
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings, print_table, verify
@@ -42,7 +42,10 @@ class StabilityMixin(VerlTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        replace_workers(self.role_worker_mapping, self.stability_run.features)
+        replace_workers(self.role_worker_mapping, self.worker_classes())
+
+    def worker_classes(self) -> Mapping[type, type]:
+        return classes_of_workers(self.stability_run.features)
 
     def init(self) -> None:
         super().init()
@@ -87,7 +90,7 @@ class StabilityMixin(VerlTrainer):
                 run.actions.carry_out(run.canary.after_sync(run.guard.step, handles))
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.stability_run.features.uses(Part.VERSIONS) and self.local_trigger_step == 0:
+        if Need.OLD_VERSIONS in self.stability_run.features.needs and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
         sent = self.stability_run.stages.log_prob_batch(batch, self.stability_run.features)
@@ -152,14 +155,18 @@ def install_trainers() -> None:
     patch("stability_trainers", TRAINER_REGISTRY, "separate_async", StabilityTrainerSeparateAsync)
 
 
-def replace_workers(role_worker_mapping: dict[Role, Any], features: RunFeatures) -> None:
-    """Replaces verl's worker classes by ours, if something of ours runs in them."""
+def classes_of_workers(features: RunFeatures) -> Mapping[type, type]:
+    """Returns verl's worker class -> ours; {} if nothing of ours runs in the workers."""
     from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
 
     if not features.own_workers:
-        return
-    workers: Mapping[type, type] = ROUTING_WORKERS if features.uses(Part.ROUTERS) else LOSS_WORKERS
+        return {}
+    return ROUTING_WORKERS if Need.HOOKED_ROUTERS in features.needs else LOSS_WORKERS
+
+
+def replace_workers(role_worker_mapping: dict[Role, Any], classes: Mapping[type, type]) -> None:
+    """Replaces verl's worker classes of the actor by ours."""
     for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef):
-        if role in role_worker_mapping:
-            verl_worker = actor_class(role_worker_mapping[role])
-            patch("stability_workers", role_worker_mapping, role, ray.remote(workers[verl_worker]))
+        if classes and role in role_worker_mapping:
+            verls = actor_class(role_worker_mapping[role])
+            patch("stability_workers", role_worker_mapping, role, ray.remote(classes[verls]))

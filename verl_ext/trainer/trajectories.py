@@ -18,7 +18,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
-from verl_ext.features.trajectories import TrajectoryDump
+from verl_ext.features.settings import TrajectoryDump
 from verl_ext.trainer.batch import pick_rows
 from verl_ext.trainer.logs import LineFile, say
 from verl_ext.trainer.queue import QueueBatch

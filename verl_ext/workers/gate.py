@@ -25,7 +25,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_ext.base.names import ADVANTAGES, FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.base.patching import wrap
 from verl_ext.core.mismatch import k3_of
-from verl_ext.features.guard import MiniBatchGate
+from verl_ext.features.settings import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.undo import KeptUpdate, megatron_optimizers
 

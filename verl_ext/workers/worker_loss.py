@@ -25,8 +25,8 @@ from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import Chosen, build, choose
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.losses import LossBatch, change, unbiased_kl
-from verl_ext.features.guard import MiniBatchGate
-from verl_ext.features.losses import KL_DENOMINATORS, UNBIASED
+from verl_ext.features.losses import UNBIASED
+from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import CENTERING, HeadUse

@@ -13,9 +13,9 @@ from tests.support.loss_oracles import m2po_oracle
 from tests.support.micro_batches import Micro
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import check_run, loss_settings, read_features
+from verl_ext.features.table import check_run, loss_settings, read_features, table_lines
 from verl_ext.features.verl_config import BYPASS, bypasses, replay_mode
 from verl_ext.launch.compose import stability_choices
 from verl_ext.workers.first_pass import FirstPass
@@ -162,14 +162,17 @@ def test_what_works_there_is_told_to_the_workers(checked, overrides, names):
     assert list(settings["corrections"]) == list(settings["narrowed"]) == names
     assert settings["as_mask"] is (f"{LOSS}.loss_mode=gpg" not in overrides)
     run = read_features(config, stability)
-    where = {line.name: line.where for line in run.lines}
-    assert run.uses(Part.LOSS) and where["mismatch metrics"] == "first mini-batch, worker_loss on every training rank"
+    where = {line.name: line.where for line in table_lines(run)}
+    assert (
+        Need.OUR_LOSS in run.needs
+        and where["mismatch metrics"] == "first mini-batch, worker_loss on every training rank"
+    )
     assert all("rollout_is_weights" not in place for place in where.values())
 
 
 def test_with_nothing_that_compares_the_engines_bypass_mode_is_verls_own(checked):
     config, stability = checked("stability=none", f"{REPLAY}=R3")
-    assert [feature.name for feature in read_features(config, stability).lines] == ["routing replay"]
+    assert [feature.name for feature in table_lines(read_features(config, stability))] == ["routing replay"]
     assert "first_pass" not in loss_settings(read_features(config, stability))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.core import fake_quant
-from verl_ext.features.fake_quantization import FORMATS, NONE
+from verl_ext.features.settings import FORMATS, NONE
 from verl_ext.features.stability import stability_config
 
 

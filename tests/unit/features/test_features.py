@@ -1,65 +1,73 @@
-"""Features that a config switches on, and the parts of the plugin that they use."""
+"""Features that a config switches on, what they need, and their lines of the start-up table."""
 
 import pytest
 
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.guard import AFTER_RULE
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import read_features
+from verl_ext.features.table import read_features, table_lines
 from verl_ext.launch.compose import stability_choices
 
 ACTOR = "actor_rollout_ref.actor"
 REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
-MEASURED = {Part.LOG_PROBS, Part.MEASURE}
-COMPARED = {Part.ROUTERS, Part.ROUTER_COMPARISON}
+MEASURED = {Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES}
+COMPARED = {Need.HOOKED_ROUTERS, Need.COMPARED_ROUTERS}
 
 
 @pytest.fixture
 def asked(compose):
-    """asked("stability=icepop", ...) -> the features."""
+    """asked("stability=icepop", ...) -> the run."""
 
     def run(*overrides):
         config = compose(*overrides)
-        return read_features(config, stability_config(config.stability)).lines
+        return read_features(config, stability_config(config.stability))
 
     return run
 
 
-def parts(found):
-    return set().union(*(feature.parts for feature in found))
-
-
 def test_nothing_is_on_by_default(asked):
-    assert asked() == asked("stability=none") == ()
+    assert asked().demands == asked("stability=none").demands == ()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "names", "used"),
+    ("overrides", "names", "needs"),
     [
         (["stability.metrics=true"], ["mismatch metrics"], MEASURED),
-        (["stability.correction=icepop"], ["mismatch metrics", "correction"], {*MEASURED, Part.WEIGHTS, Part.LOSS}),
+        (
+            ["stability.correction=icepop"],
+            ["mismatch metrics", "correction"],
+            {*MEASURED, Need.TOKEN_WEIGHTS, Need.OUR_LOSS},
+        ),
         (
             ["stability.correction=icepop", "stability.denominator=kept"],
             ["mismatch metrics", "correction", "denominator"],
-            {*MEASURED, Part.WEIGHTS, Part.LOSS, Part.MASKS},
+            {*MEASURED, Need.TOKEN_WEIGHTS, Need.OUR_LOSS, Need.LOSS_MASK},
         ),
-        (["stability.filters=[overlong]"], ["mismatch metrics", "batch filter"], {*MEASURED, Part.LOSS, Part.MASKS}),
+        (
+            ["stability.filters=[overlong]"],
+            ["mismatch metrics", "batch filter"],
+            {*MEASURED, Need.OUR_LOSS, Need.LOSS_MASK},
+        ),
         (
             ["stability.correction=opsm", "stability.opsm.delta=0.1"],
             ["mismatch metrics", "correction"],
-            {*MEASURED, Part.LOSS},
+            {*MEASURED, Need.OUR_LOSS},
         ),
-        (["stability.batch_skip.threshold=0"], ["mismatch metrics", "batch skip"], {*MEASURED, Part.GUARD}),
+        (["stability.batch_skip.threshold=0"], ["mismatch metrics", "batch skip"], {*MEASURED, Need.RULES}),
         (
             ["stability.guard.rules.r={signal:mine/x,above:1,action:warn}"],
             ["mismatch metrics", "guard rule"],
-            {*MEASURED, Part.GUARD},
+            {*MEASURED, Need.RULES},
         ),
-        (["stability.guard.mini_batch.policy_kl=0.1"], ["mismatch metrics", "mini-batch gate"], {*MEASURED, Part.LOSS}),
-        (["stability.rescoring.every=10"], ["mismatch metrics", "rescoring"], {*MEASURED, Part.VERSIONS}),
+        (
+            ["stability.guard.mini_batch.policy_kl=0.1"],
+            ["mismatch metrics", "mini-batch gate"],
+            {*MEASURED, Need.OUR_LOSS},
+        ),
+        (["stability.rescoring.every=10"], ["mismatch metrics", "rescoring"], {*MEASURED, Need.OLD_VERSIONS}),
         (["stability.trajectories.per_step=2"], ["mismatch metrics", "trajectories"], MEASURED),
         (["stability.router_agreement=true"], ["router agreement"], COMPARED),
-        ([f"{REPLAY}=R2"], ["routing replay"], {Part.ROUTERS}),
+        ([f"{REPLAY}=R2"], ["routing replay"], {Need.HOOKED_ROUTERS}),
         ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], COMPARED),
         (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),
         (["stability.cascade_attention=off"], ["cascade attention"], set()),
@@ -68,41 +76,41 @@ def test_nothing_is_on_by_default(asked):
         (
             ["stability=llds_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
             ["policy loss"],
-            {Part.LOG_PROBS, Part.LOSS},
+            {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
         ),
         (
             ["stability=icepop_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
             ["mismatch metrics", "policy loss"],
-            {*MEASURED, Part.LOSS},
+            {*MEASURED, Need.OUR_LOSS},
         ),
         (
             ["stability=router_shift_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
             ["policy loss", "router shift"],
-            {Part.LOG_PROBS, Part.LOSS},
+            {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
         ),
         (
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=unbiased"],
             ["KL to the reference"],
-            {Part.LOG_PROBS, Part.LOSS},
+            {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
         ),
     ],
 )
-def test_what_turns_what_on(asked, overrides, names, used):
-    found = [line for line in asked(*overrides) if line.name != "normal level"]
-    assert [feature.name for feature in found] == names
-    assert parts(found) == used
+def test_what_turns_what_on(asked, overrides, names, needs):
+    run = asked(*overrides)
+    assert [line.name for line in table_lines(run) if line.name != "normal level"] == names
+    assert run.needs == needs
 
 
 def test_settings_are_said(asked):
     rule = "{signal:critic/score/mean,below:8,zscore_window:64,action:rollback}"
-    found = asked(
+    run = asked(
         "stability.correction=[geo_mask,mis]",
         "stability.filters={low_probability:{threshold:0.01}}",
         f"stability.guard.rules.r={rule}",
         "stability.guard.mini_batch.vllm_kl=0.1",
         "stability.trajectories={per_step:2,every:10}",
     )
-    assert [feature.setting for feature in found] == [
+    assert [line.setting for line in table_lines(run)] == [
         "vllm_kl/*",
         "geo_mask, low 0.999, high 1.002",
         "mis, cap 2, weight ratio",
@@ -116,7 +124,7 @@ def test_settings_are_said(asked):
 
 def test_the_normal_level_turns_nothing_on_and_is_shown_where_the_gap_is_measured(asked):
     def levels(*overrides):
-        return [line.setting for line in asked(*overrides) if line.name == "normal level"]
+        return [line.setting for line in table_lines(asked(*overrides)) if line.name == "normal level"]
 
     assert levels("stability.router_agreement=true") == []
     assert levels("stability.metrics=true", "stability.guard.level=0.002") == ["vllm_kl/k3 > 0.002"]
@@ -140,10 +148,10 @@ LORA, SEPARATE = "actor_rollout_ref.model.lora_rank=8", "trainer.v1.trainer_mode
     ],
 )
 def test_the_canary_is_on_by_itself_where_syncs_were_seen_to_fail(asked, overrides, settings):
-    found = asked("stability=icepop", *overrides)
+    found = table_lines(asked("stability=icepop", *overrides))
     assert [line.setting for line in found if line.name == "sync canary"] == settings
     verls = [one for one in overrides if not one.startswith("stability.")]
-    assert not asked("stability=none", *verls), "and where nothing else is on, verl runs as it is"
+    assert not asked("stability=none", *verls).demands, "and where nothing else is on, verl runs as it is"
 
 
 IN_THE_TRAINER = {"weights in rollout_is_weights", "response_mask and loss_mask", *AFTER_RULE.values()}
@@ -151,7 +159,8 @@ IN_THE_TRAINER = {"weights in rollout_is_weights", "response_mask and loss_mask"
 
 @pytest.mark.parametrize("preset", stability_choices())
 def test_what_acts_outside_the_trainer_is_proven_on_the_engines(asked, preset):
-    for line in asked(f"stability={preset}", "stability.cascade_attention=off", "stability.sync_canary.trajectories=8"):
+    run = asked(f"stability={preset}", "stability.cascade_attention=off", "stability.sync_canary.trajectories=8")
+    for line in table_lines(run):
         of_trainer = line.at in IN_THE_TRAINER or line.at.startswith("{trainer}")
         counted = line.at.startswith(("{routers}", "{loss}"))  # by verify, for all lines of the kind
         assert of_trainer or counted or line.proof or line.in_loss, line

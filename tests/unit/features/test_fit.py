@@ -4,9 +4,9 @@ import pytest
 
 from tests.support.example_launches import LAUNCHES, NOT_COMPOSED, SAMPLE, UNMEASURED
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.fit import fit_run
-from verl_ext.features.table import left_out
+from verl_ext.features.table import left_out, table_lines
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
@@ -33,7 +33,7 @@ def names(run):
 def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
     run, without = fit("stability=moe")
     assert without == {} and names(run) == ["tis", "opsm"]
-    assert run.stability.router_agreement and run.uses(Part.ROUTERS) and run.uses(Part.LOSS)
+    assert run.stability.router_agreement and Need.HOOKED_ROUTERS in run.needs and Need.OUR_LOSS in run.needs
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_what_moe_cannot_have_is_left_out_with_a_reason(fit, overrides, without)
     run, found = fit(*overrides, "stability=moe")
     assert set(without) <= {one for setting in found for one in setting.split()}
     assert all(found.values())
-    assert run.uses(Part.MEASURE) and any(line.name == "batch skip" for line in run.lines)
+    assert Need.MEASURED_BATCHES in run.needs and any(line.name == "batch skip" for line in table_lines(run))
 
 
 def test_on_an_unknown_engine_only_the_controller_acts(fit):
     run, _ = fit(UNKNOWN, "stability=moe")
-    assert names(run) == ["tis"] and run.uses(Part.WEIGHTS) and run.uses(Part.GUARD)
+    assert names(run) == ["tis"] and Need.TOKEN_WEIGHTS in run.needs and Need.RULES in run.needs
     assert not run.own_workers
 
 
@@ -101,7 +101,7 @@ def test_what_the_user_wrote_is_refused(compose, overrides, written):
 
 def test_a_method_that_cannot_run_is_refused_and_not_replaced(compose):
     arguments = [UNKNOWN, "stability=icepop_loss"]
-    with pytest.raises(ConfigError, match="policy loss"):
+    with pytest.raises(ConfigError, match="loss_mode=icepop"):
         fit_run(compose(*arguments), arguments, read_model=False)
 
 
@@ -122,7 +122,7 @@ def test_the_reasons_travel_with_the_config(compose):
 @pytest.mark.parametrize("launch", SAMPLE)
 def test_presets_fit_the_launches_that_people_start_from(fit, launch, preset):
     run, _ = fit(*LAUNCHES[launch], f"stability={preset}")
-    assert run.uses(Part.MEASURE)
+    assert Need.MEASURED_BATCHES in run.needs
 
 
 def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
@@ -135,4 +135,4 @@ def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
 @pytest.mark.parametrize("launch", sorted(set(LAUNCHES) - {*SAMPLE, *NOT_COMPOSED, UNMEASURED}))
 def test_moe_fits_every_launch(fit, launch):
     run, _ = fit(*LAUNCHES[launch], "stability=moe")
-    assert run.uses(Part.MEASURE)
+    assert Need.MEASURED_BATCHES in run.needs

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features
+from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features, table_lines
 from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -133,9 +133,9 @@ def test_what_cannot_work_names_the_remedy(check, overrides, message):
 def test_what_needs_a_head_turns_it_on(check, overrides, k, use):
     config = check(*overrides)
     stability = stability_config(config.stability)
-    found = read_features(config, stability).lines
-    (feature,) = [one for one in found if one.name == "sampler's head"]
-    assert feature.setting.split()[0] == str(k) and {Part.HEADS, Part.MEASURE, Part.LOSS} <= feature.parts
+    run = read_features(config, stability)
+    (line,) = [one for one in table_lines(run) if one.name == "sampler's head"]
+    assert line.setting.split()[0] == str(k) and {Need.TOP_TOKENS, Need.MEASURED_BATCHES, Need.OUR_LOSS} <= run.needs
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
     assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
     assert use.items() <= loss_settings(read_features(config, stability))["head"].items()
@@ -153,16 +153,16 @@ def test_sglang_is_asked_for_it_too_and_has_no_limit(check, overrides, k):
 def test_raw_log_probs_of_sglang_need_none(check):
     """They stay as SGLang returns them, over all tokens, as vLLM's do; the doctor warns."""
     config = check("stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
-    assert not read_features(config, stability_config(config.stability)).uses(Part.HEADS)
+    assert Need.TOP_TOKENS not in read_features(config, stability_config(config.stability)).needs
 
 
 def test_where_nothing_needs_it_there_is_none(check, compose):
     config = check("stability=icepop")
-    assert not read_features(config, stability_config(config.stability)).uses(Part.HEADS)
+    assert Need.TOP_TOKENS not in read_features(config, stability_config(config.stability)).needs
     assert "max_logprobs" not in (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {})
     assert VARIABLE not in str(config.ray_kwargs)
     plain = compose("stability=none", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=vllm")
-    assert read_features(plain, stability_config(plain.stability)).lines == ()  # the run is verl's own
+    assert read_features(plain, stability_config(plain.stability)).demands == ()  # the run is verl's own
 
 
 def test_more_than_vllm_is_asked_for_is_left_to_the_user(check):

@@ -16,12 +16,19 @@ from tests.support.examples import slow_cases
 from verl_ext.base import methods
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.heads import head_k
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.stability import default_node, stability_config
 from verl_ext.features.sync_canary import canary_settings
-from verl_ext.features.table import FEATURES, apply_engine_settings, check_run, loss_settings, read_features
+from verl_ext.features.table import (
+    FEATURES,
+    apply_engine_settings,
+    check_run,
+    loss_settings,
+    read_features,
+    table_lines,
+)
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.launch.compose import stability_choices
 from verl_ext.trainer.guarding import build_guard
@@ -114,11 +121,12 @@ def effects(config):
     """Returns what the run does by its settings; None if it is verl's own."""
     stability = stability_config(config.stability)
     run = read_features(config, stability, read_model=False)
-    if not run.lines:
+    if not run.demands:
         return None
     check_run(run)
     found = {
-        "table": [(line.name, line.setting, line.at, line.parts) for line in run.lines],
+        "table": [(line.name, line.setting, line.at) for line in table_lines(run)],
+        "needs": run.needs,
         "workers": loss_settings(run),
         "agent loop": [feature.agent_loop(run) for feature in FEATURES],
         "watch": stability.guard.slow_step_s,
@@ -129,7 +137,7 @@ def effects(config):
         "trajectories": stability.trajectories if stability.trajectories.per_step else None,
         "rescoring": stability.rescoring if stability.rescoring.every else None,
     }
-    if run.uses(Part.MEASURE):
+    if Need.MEASURED_BATCHES in run.needs:
         guard, settings = build_guard(stability), stability.guard
         found |= {"guard": (guard.rules, guard.stop_after, guard.boundary), "breakdown": stability.breakdown}
         of_actions = {

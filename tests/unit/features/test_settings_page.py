@@ -15,7 +15,7 @@ from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.core.losses import LOSSES, register_loss
-from verl_ext.features.stability import StabilityConfig
+from verl_ext.features.settings import StabilityConfig
 from verl_ext.guard.rules import Rule
 from verl_ext.upstream.agent_loop import BY_HAND, VARIABLE
 

@@ -3,7 +3,8 @@ from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.stability import StabilityConfig, default_node, stability_config
+from verl_ext.features.settings import StabilityConfig
+from verl_ext.features.stability import default_node, stability_config
 
 
 def build(**settings):

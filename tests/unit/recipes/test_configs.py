@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from tests import ROOT
 from tests.support.examples import slow_cases
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.stability import StabilityConfig, stability_config
+from verl_ext.features.settings import StabilityConfig
+from verl_ext.features.stability import stability_config
 from verl_ext.launch.compose import VERL_CONFIGS, prepare, stability_choices
 
 CONFIGS = ROOT / "configs"

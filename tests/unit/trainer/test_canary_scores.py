@@ -9,7 +9,7 @@ from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.base.errors import HookError
-from verl_ext.features.sync_canary import SyncCanarySettings
+from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.trainer import queue, sync_canary
 from verl_ext.trainer.sync_canary import PARTITION, CanaryRun, CanaryTrajectories, has_other_inputs
 

@@ -9,10 +9,10 @@ from verl.trainer.ppo.utils import Role
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_ext.base.patching import actor_class
-from verl_ext.features.feature import Part
+from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import read_features
-from verl_ext.trainer.trainers import StabilityTrainerSeparateAsync, replace_workers
+from verl_ext.trainer.trainers import StabilityTrainerSeparateAsync, classes_of_workers, replace_workers
 from verl_ext.workers.actor import (
     LossActorRolloutRefWorker,
     LossDetachActorWorker,
@@ -43,7 +43,7 @@ def features(compose):
     ],
 )
 def test_batches_are_measured_where_something_reads_that(features, overrides, expected):
-    assert features(*overrides).uses(Part.MEASURE) is expected
+    assert (Need.MEASURED_BATCHES in features(*overrides).needs) is expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_batches_are_measured_where_something_reads_that(features, overrides, ex
 )
 def test_the_actors_worker_is_ours_where_something_of_ours_runs_in_it(features, overrides, expected):
     roles = {Role.ActorRollout: ray.remote(ActorRolloutRefWorker), Role.Critic: ray.remote(TrainingWorker)}
-    replace_workers(roles, features(*overrides))
+    replace_workers(roles, classes_of_workers(features(*overrides)))
     assert actor_class(roles[Role.ActorRollout]) is expected
     assert actor_class(roles[Role.Critic]) is TrainingWorker
 

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 from verl_ext.core.tokens import jagged
-from verl_ext.features.rescoring import Rescoring
+from verl_ext.features.settings import Rescoring
 from verl_ext.trainer import rescoring
 from verl_ext.trainer.rescoring import NOW, choose_by_version, fill_rows
 from verl_ext.trainer.run import StabilityRun

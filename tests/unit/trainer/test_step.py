@@ -12,7 +12,7 @@ from verl_ext.base.errors import BatchError
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Lag, Tokens
-from verl_ext.features.feature import Part, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Need, RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.guard.state import Event
 from verl_ext.trainer.guarding import GuardActions, build_guard
@@ -57,9 +57,9 @@ def decided():
         mask, offsets = torch.ones(len(log_k), dtype=torch.bool), torch.tensor([0, len(log_k)])
         batch = Whole(Tokens(l_infer, l_infer + torch.tensor(log_k), mask, offsets, lag=lag))
         masks = bool(stability.filters) or stability.denominator == "kept"
-        on = {Part.MEASURE_IN_UPDATE: bypass, Part.MASKS: masks, Part.LOSS: our_loss}
-        parts = frozenset(part for part, is_on in on.items() if is_on)
-        features = RunFeatures(OmegaConf.create(), stability, (TableLine("all", "", "", parts),))
+        on = {Need.MEASURED_IN_UPDATE: bypass, Need.LOSS_MASK: masks, Need.OUR_LOSS: our_loss}
+        needs = frozenset(need for need, is_on in on.items() if is_on)
+        features = RunFeatures(OmegaConf.create(), stability, (Demand("all", needs),))
         step, metrics = Step(features, guard, actions), dict(SIGNALS)
         step.measure(batch, metrics)
         outcome = step.settle(batch, metrics)

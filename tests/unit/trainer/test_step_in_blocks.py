@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.store import compute_advantage, made_batch
 from verl_ext.base.errors import BatchError
-from verl_ext.features.trajectories import TrajectoryDump
+from verl_ext.features.settings import TrajectoryDump
 from verl_ext.trainer import queue, trainers
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 

@@ -8,8 +8,8 @@ from transfer_queue import KVBatchMeta
 
 from tests.support.store import VERLS, nested
 from tests.support.training_step import COLUMNS, OLD, READ, Trainer, ran, router_sums, rows
+from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
-from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog

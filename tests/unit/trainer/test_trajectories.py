@@ -12,8 +12,8 @@ from recipes.cpu_smoke.make_assets import build_tokenizer
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
+from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
-from verl_ext.features.trajectories import TrajectoryDump
 from verl_ext.trainer import trajectories
 from verl_ext.trainer.batch import log_k_sums
 from verl_ext.trainer.trajectories import (

@@ -217,7 +217,7 @@ def check_gate(record: Record, place: Place) -> None:
     """Checks the signals by which the gate decides, on one rank: means of a mini-batch in two micro-batches."""
     import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs)
     from gpu.verl_engine import start_one_rank
-    from verl_ext.features.guard import MiniBatchGate
+    from verl_ext.features.settings import MiniBatchGate
     from verl_ext.workers.gate import Gate
 
     with tempfile.TemporaryDirectory() as folder:

@@ -39,11 +39,11 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
 
     import verl_ext.plugins.verl  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
 
-    if features.lines:
+    if features.demands:
         features = fit_run(config, overrides, read_model=True)  # verl may have to fetch the model (VERL_USE_MODELSCOPE)
     for row in left_out(features):
         print(f"verl_ext: {row.name}: {row.setting}, because {row.where}", flush=True)
-    if not features.lines:
+    if not features.demands:
         print("verl_ext: no stability.* feature is switched on; running verl unchanged", flush=True)
         verl_main.main.__wrapped__(config)
         return

@@ -1,0 +1,558 @@
+"""The settings of the `stability` node, as frozen dataclasses that validate themselves.
+
+Defaults are only here; a method's settings are next to its function in `core`. `features.stability` reads the node, and
+`python tools/settings_page.py > docs/settings.md` makes the page of all settings.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.base.methods import Chosen, defaults, described, require, require_one_of
+from verl_ext.base.metrics import OURS, find, nearest
+from verl_ext.core.corrections import Correction
+from verl_ext.core.filters import BatchFilter
+from verl_ext.features.verl_config import REPLAY_MODES
+from verl_ext.guard.rules import LowerLr, Rule
+from verl_ext.guard.state import Boundary
+
+GUARD_NODE = "stability.guard"
+BATCH_SKIP = "batch_skip"  # the name of the rule that stability.batch_skip adds
+SKIP_METRICS = ("vllm_kl/k1", "vllm_kl/k3", "vllm_kl/head")
+# Setting of the guard -> the actions that read it.
+READ_BY = {
+    "tighten_factor": ("tighten",),
+    "lower_lr": ("lower_lr",),
+    "max_rollbacks": ("rollback",),
+    "rollback_cooldown": ("rollback", "undo"),
+}
+KL_DENOMINATORS = ("infer", "old")
+AGREEMENT = "stability.router_agreement=true"
+EVERY_AGREEMENT = "stability.router_agreement_share=1"
+NONE = "none"
+FORMATS = (NONE, "fp8", "int8", "int4", "fp4")
+GROUPS = ("tensor", "channel")
+DEFAULT_GROUP = 32
+
+
+@dataclass(frozen=True)
+class BatchSkip:
+    """Skips the update of a batch when `metric` passes `threshold`.
+
+    Attributes:
+        metric: the metric that is compared: `vllm_kl/k3`, `vllm_kl/k1`, or `vllm_kl/head`, which needs
+            `stability.head.k`.
+        threshold: skip the update of a batch whose metric is above this. Weights, optimizer and learning-rate schedule
+            stay, and training continues. null never skips.
+    """
+
+    metric: str = "vllm_kl/k3"
+    threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "metric", SKIP_METRICS)
+        holds = self.threshold is None or self.threshold >= 0
+        require(self, "threshold", holds, "must be at least 0, or null to never skip")
+
+
+@dataclass(frozen=True)
+class MiniBatchGate:
+    """Refuses the optimizer step of a mini-batch that is past a bound; null sets no bound.
+
+    Attributes:
+        vllm_kl: refuse the optimizer step of a mini-batch whose k3 of l_infer against l_theta is above this. l_theta is
+            the policy at this mini-batch.
+        policy_kl: refuse the optimizer step if k3 of l_old against l_theta is above this. It measures how far the
+            step's earlier mini-batches have moved the policy.
+        grad_norm: refuse the optimizer step if the norm of the gradient before clipping is above this (FSDP2
+            and Megatron).
+    """
+
+    vllm_kl: float | None = None
+    policy_kl: float | None = None
+    grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require(self, name, value is None or 0 < value < math.inf, "must be above 0 and finite, or null")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The bounds that are set."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def active(self) -> bool:
+        return bool(self.limits)
+
+
+@dataclass(frozen=True)
+class AfterUpdate:
+    """Scores trajectories of a batch again after its update, so that a rule can undo the update.
+
+    Attributes:
+        trajectories: how many trajectories of a batch are scored again after its update, for `actor/after_update/*`.
+            Each costs a forward pass. FSDP2 and Megatron; 0 scores none.
+    """
+
+    trajectories: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "trajectories", self.trajectories >= 0, "must be a number of trajectories, or 0")
+
+
+def check_signal(where: str, signal: str) -> None:
+    """Refuses a signal that neither this package nor verl logs, unless it may be a metric of the user's own."""
+    if find(signal) is not None:
+        return
+    near = nearest(signal)
+    if near or signal.startswith(OURS):
+        raise ConfigError(
+            f"{where}.signal={signal} is not known; similar names: {', '.join(near) or 'none'}. A metric of your own "
+            f"may have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+        )
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """Rules, their actions and the mini-batch gate are explained in docs/guard.md.
+
+    Attributes:
+        stop_after: stop the run after this many steps in a row without an update; null never stops it.
+        slow_step_s: report a step that takes longer than this many seconds, and three times as long as the median
+            step, and how to see what it waits for. null never reports it.
+        tighten_factor: narrow IcePop's band by this factor, in logarithms, while a rule with `action: tighten` fires.
+        max_rollbacks: after this many rollbacks, the next one stops the run instead.
+        rollback_cooldown: for this many steps after a rollback, another one only skips the update. The same holds after
+            an undo of weights that the rollout has had.
+        lower_lr: what rules with `action: lower_lr` do to the learning rate.
+        after_update: score a few trajectories of each batch again after its update.
+        level: warn where the engines' k3 stays above this. null takes the level that is published for the model and the
+            rollout's format, or else twice the mean of the run's first 20 readings (docs/guard.md#normal-levels). 0
+            never warns.
+        mini_batch: refuse single optimizer steps, in the workers.
+        boundary: the signal that is extrapolated, and the value it is extrapolated to.
+    """
+
+    stop_after: int | None = 10
+    slow_step_s: float | None = 600.0
+    tighten_factor: float = 0.5
+    max_rollbacks: int = 3
+    rollback_cooldown: int = 5
+    lower_lr: LowerLr = field(default_factory=LowerLr)
+    after_update: AfterUpdate = field(default_factory=AfterUpdate)
+    level: float | None = None
+    mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
+    boundary: Boundary = field(default_factory=Boundary)
+
+    def __post_init__(self) -> None:
+        holds = self.stop_after is None or self.stop_after >= 1
+        require(self, "stop_after", holds, "must be at least 1, or null to never stop")
+        holds = self.slow_step_s is None or self.slow_step_s > 0
+        require(self, "slow_step_s", holds, "must be above 0 seconds, or null to never report")
+        require(self, "tighten_factor", 0 < self.tighten_factor < 1, "must be between 0 and 1")
+        for name in ("max_rollbacks", "rollback_cooldown"):
+            require(self, name, getattr(self, name) >= 0, "must be at least 0")
+        holds = self.level is None or 0 <= self.level < math.inf
+        require(self, "level", holds, "must be at least 0 and finite, or null for the published level or the run's own")
+        check_signal(f"{GUARD_NODE}.boundary", self.boundary.signal)
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The head of the sampler's distribution that the rollout returns with each token.
+
+    Attributes:
+        k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
+            each. Sets vLLM's `max_logprobs`. With 0, a feature that needs a head sets the number: truncated sampling
+            (`top_k`) or score centering (128). More in docs/methods.md#the-samplers-head.
+    """
+
+    k: int = 0
+
+    def __post_init__(self) -> None:
+        require(self, "k", self.k >= 0, "must be a number of tokens, or 0")
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """Rescoring is for `separate_async`, where a batch may have no trajectory of the policy's own weights.
+
+    A few trajectories are scored again with the weights that sampled them. This separates the engines' part of the gap
+    from what the policy has moved since (docs/reading-metrics.md#old-rollouts).
+
+    What it costs: verl copies the weights to the host at the start of every step of `separate_async`. The first version
+    is that copy, kept until the next one. Each further version is one more copy, of which each rank keeps its shard
+    (the bytes of the parameters, no optimizer). A step that rescores copies the present weights once more and loads
+    each version that it needs. It computes log-probabilities of that version's trajectories and of a few others, so
+    that every rank has as many (one trajectory per pass, or micro-batches by tokens). Then it loads the present weights
+    again. The time is logged as `timing_s/rescore`.
+
+    Trajectories that are older than the versions kept, or that several versions sampled, are not rescored. The other
+    modes keep no copies, nor does bypass mode; rescoring is refused there.
+
+    Attributes:
+        every: rescore every this many steps; 0 never does.
+        trajectories: how many trajectories of a batch are rescored, at random among those that a single kept version
+            sampled.
+        versions: how many old versions of the weights are kept in the host's memory.
+    """
+
+    every: int = 0
+    trajectories: int = 16
+    versions: int = 1
+
+    def __post_init__(self) -> None:
+        require(self, "every", self.every >= 0, "must be a number of steps, or 0 for never")
+        for name in ("trajectories", "versions"):
+            require(self, name, getattr(self, name) >= 1, "must be at least 1")
+
+    def __str__(self) -> str:
+        often = "per step" if self.every == 1 else f"every {self.every} steps"
+        return f"{self.trajectories} trajectories {often}, {self.versions} version(s) back"
+
+
+@dataclass(frozen=True)
+class TrajectoryDump:
+    """A few trajectories of each step are written token by token, for the report (docs/report.md#trajectories).
+
+    Attributes:
+        per_step: how many trajectories are written per step: half of them (rounded up) those with the largest mean
+            |log k|, the others at random. 0 writes none; any other number turns `vllm_kl/*` on.
+        every: write every this many steps.
+        max_tokens: how many tokens of a response are written; of a longer one, half from its start and half from its
+            end.
+        max_megabytes: the size on disk, in two files. Past it the older file is dropped; the newest half is always
+            there.
+    """
+
+    per_step: int = 0
+    every: int = 1
+    max_tokens: int = 4096
+    max_megabytes: float = 200.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("per_step", 0), ("every", 1), ("max_tokens", 2)):
+            require(self, name, getattr(self, name) >= least, f"must be at least {least}")
+        require(self, "max_megabytes", 0 < self.max_megabytes < math.inf, "must be above 0 and finite")
+
+
+@dataclass(frozen=True)
+class SyncCanarySettings:
+    """The trajectories that show if a weight sync happened, and how often they are checked.
+
+    Attributes:
+        trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
+            the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
+            `separate_async`, whose weight transfer is not verl's naive one, and 0 elsewhere. 0 turns the check off.
+        every: check the first three syncs, and then every this many.
+    """
+
+    trajectories: int | None = None
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        holds = self.trajectories is None or self.trajectories >= 0
+        require(self, "trajectories", holds, "must be at least 0, or null for the default")
+        require(self, "every", self.every >= 1, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class FakeQuantization:
+    """An experiment's switch: the rollout's weights are rounded as a quantised rollout has them, at the engine's start
+    and at each weight sync. Everything else stays as it is. The gap of fp4 can so be studied without an fp4 kernel,
+    also on a CPU, and a correction or replay can be tried against it. It saves neither time nor memory.
+
+    Activations and the KV cache are not rounded, and scales keep full precision. A LoRA's base is rounded, its adapter
+    is not. verl_ext/core/fake_quant.py has the grid of each format.
+
+    The start-up table shows how many weights each worker of the rollout has rounded. If it is none, the run stops.
+    The run is refused with `rollout.quantization`, with a model that is quantised already, and with
+    `checkpoint_engine.backend=delta_sharded`, which changes weights that are loaded. To see it on a laptop:
+    `bash tools/quickstart.sh stability.fake_quantization.format=fp4`.
+
+    Attributes:
+        format: round the weights of attention and experts to `fp8` (e4m3), `int8`, `int4` or `fp4` (e2m1). Embeddings,
+            norms and biases are not rounded. `none` rounds nothing.
+        group: the weights that share a scale: `tensor`, `channel` (one output's weights), or a number of consecutive
+            inputs, at least 2, which must divide the inputs.
+        router: round the routers too.
+        head: round the head too.
+    """
+
+    format: str = NONE
+    group: int | str = DEFAULT_GROUP
+    router: bool = False
+    head: bool = False
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "format", FORMATS)
+        # A group of one is its own scale: nothing would be rounded.
+        number = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 2
+        holds = number or self.group in GROUPS
+        require(self, "group", holds, f"must be {', '.join(GROUPS)}, or a number of inputs, at least 2")
+        for name, off in (("group", DEFAULT_GROUP), ("router", False), ("head", False)):
+            unused = not self.active and getattr(self, name) != off
+            require(self, name, not unused, f"rounds nothing with format={NONE}", otherwise="choose a format")
+
+    @property
+    def active(self) -> bool:
+        return self.format != NONE
+
+    def __str__(self) -> str:
+        """`fp4, group 32, router`"""
+        besides = [name for name in ("router", "head") if getattr(self, name)]
+        return ", ".join([described(self.format, {"group": self.group}), *besides])
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The settings that are not a method's.
+
+    Attributes:
+        denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective. `kept` takes them
+            out of the mask, and so out of the divisor and of every other term of the loss.
+        plugins: modules to import first. They register corrections, filters, losses and estimators of your own
+            (docs/extend.md).
+        expects: settings that the preset sets and does not work without, each with the value, or the list of values,
+            that it may have. Another value stops the run; null expects nothing.
+        left_out: overrides that the launch applied because the preset cannot work here as it is, each with the reason.
+            The launch writes it.
+        metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
+            or dumped trajectories turn them on too.
+        breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
+            logged by lag as well, whatever this is.
+        batch_skip: when to skip the update of a batch.
+        guard: rules on logged signals, and the guard's other actions.
+        kl_denominator: the policy that `actor.kl_loss_type=unbiased` assumes sampled the tokens: `infer`, the rollout
+            engine (the paper's), or `old`, the training engine before the update.
+        router_agreement: compare the experts of `compute_log_prob` with those of the rollout. Turns on
+            `rollout.enable_rollout_routing_replay`, which turns on `enable_return_routed_experts` of vLLM or SGLang.
+        router_agreement_share: compare them in this share of the trajectories, above 0. The experts of the others are
+            not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
+        replay: routing replay, on every training engine: `R2`, `R3` or `disabled`. null leaves the engine's own
+            `router_replay.mode` as it is.
+        head: the rollout's most likely tokens at each place.
+        score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
+            one update per step.
+        rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
+        trajectories: write a few trajectories per step, token by token, for the report.
+        cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. It is checked
+            against what vLLM's workers run with.
+        sync_canary: check that weight syncs reach the rollout.
+        fake_quantization: round the rollout's weights as a quantised rollout has them.
+    """
+
+    denominator: str = "full"
+    plugins: list[str] = field(default_factory=list)
+    expects: dict[str, Any] | None = None
+    left_out: dict[str, str] | None = None
+    metrics: bool = False
+    breakdown: bool = True
+    batch_skip: BatchSkip = field(default_factory=BatchSkip)
+    guard: GuardSettings = field(default_factory=GuardSettings)
+    kl_denominator: str = "infer"
+    router_agreement: bool = False
+    router_agreement_share: float = 1.0
+    replay: str | None = None
+    head: HeadSettings = field(default_factory=HeadSettings)
+    score_centering: bool = False
+    rescoring: Rescoring = field(default_factory=Rescoring)
+    trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
+    cascade_attention: str = "default"
+    sync_canary: SyncCanarySettings = field(default_factory=SyncCanarySettings)
+    fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
+
+    def __post_init__(self) -> None:
+        require_one_of(self, "denominator", ("full", "kept"))
+        require_one_of(self, "kl_denominator", KL_DENOMINATORS)
+        require_one_of(self, "cascade_attention", ("default", "on", "off"))
+        if self.replay is not None:
+            require_one_of(self, "replay", REPLAY_MODES)
+        share = self.router_agreement_share
+        require(self, "router_agreement_share", 0 < share <= 1, "must be above 0 and at most 1")
+
+
+def _usual_text(value: Any) -> str:
+    """Returns a default as an override has it; null for a group of settings, which takes its own defaults."""
+    return "null" if is_dataclass(value) else json.dumps(value)
+
+
+def _drops(chosen: Chosen[Correction]) -> bool:
+    """Returns True if a correction may drop tokens; one whose registration only lets it weigh by the ratio may not."""
+    method = chosen.method
+    return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
+
+
+@dataclass(frozen=True)
+class StabilityConfig(Switches):
+    """Everything the plugin adds to a run; all of it is off by default.
+
+    Attributes:
+        correction: the name of a correction, or a list of names whose weights multiply.
+        filters: batch filters, run in this order: a list of names, or a mapping from name to settings.
+        rules: a mapping from a name to a rule of the guard. `batch_skip` is the first rule.
+    """
+
+    correction: tuple[Chosen[Correction], ...] = ()
+    filters: tuple[Chosen[BatchFilter], ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_ratio()
+        self._check_denominator()
+        needing = {
+            f"correction={one.name}": self.without(one.name)
+            for one in self.in_update
+            if "router_agreement" in one.method.reads
+        }
+        needing |= {
+            f"filters.{one.name}": self.without_filter(one.name) for one in self.filters if one.method.needs_agreement
+        }
+        if needing and self.router_agreement_share < 1:
+            raise ConfigError(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
+        if self.router_agreement_share < 1:
+            needing[f"router_agreement_share={self.router_agreement_share:g}"] = (EVERY_AGREEMENT,)
+        if not self.router_agreement:
+            for setting, off in needing.items():
+                raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), gives_way=off)
+        for rule in self.rules:
+            self._check_rule(rule)
+        self._check_guard()
+
+    def _check_ratio(self) -> None:
+        weigh = [chosen for chosen in self.correction if chosen.method.weighs_by_ratio(chosen.settings)]
+        if len(weigh) < 2:
+            return
+        masks = [f"stability.{one.name}.{one.method.as_mask}" for one in weigh if one.method.as_mask]
+        also = f" ({weigh[-1].name} can go with another: {masks[-1]})" if masks else ""
+        raise ConfigError(
+            f"stability.correction={list(self.correction_names)}: {' and '.join(one.name for one in weigh)} each weigh "
+            "a token by its ratio, which would count twice",
+            fix=tuple(masks) if len(masks) == len(weigh) - 1 else (),
+            otherwise=f"keep one of them{also}",
+        )
+
+    def _check_denominator(self) -> None:
+        if self.denominator == "full":
+            return
+        full = ("stability.denominator=full",)
+        if inside := [chosen.name for chosen in self.in_update]:
+            raise ConfigError(
+                f"stability.denominator=kept cannot count what {' and '.join(inside)} drops inside the update",
+                fix=full,
+                otherwise="use stability.filters.off_policy_negative",
+                gives_way=full,
+            )
+        if not any(_drops(chosen) for chosen in self.correction):
+            raise ConfigError(
+                "stability.denominator=kept counts what stability.correction keeps before the update, and "
+                f"stability.correction={','.join(self.correction_names) or 'none'} drops nothing there",
+                fix=full,
+                otherwise="name a correction that drops tokens, such as icepop",
+                gives_way=full,
+            )
+
+    def _check_guard(self) -> None:
+        """Refuses a setting of the guard whose action no rule has."""
+        usual, actions = GuardSettings(), {rule.action for rule in self.rules}
+        for name, readers in READ_BY.items():
+            if getattr(self.guard, name) != getattr(usual, name) and actions.isdisjoint(readers):
+                raise ConfigError(
+                    f"stability.guard.{name} is set, and no rule has action={' or '.join(readers)}; give a rule of "
+                    "stability.guard.rules that action, or leave the setting out",
+                    gives_way=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
+                )
+
+    def _check_rule(self, rule: Rule) -> None:
+        where = f"stability.guard.rules.{rule.name}"
+        if rule.action == "tighten":
+            if not self.bands:
+                raise ConfigError(
+                    f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
+                    "another action",
+                    gives_way=(f"{where}.action=warn",),
+                )
+            for chosen in self.bands:
+                (low, least), (high, most) = asdict(chosen.settings).items()
+                if not least <= 1 <= most:
+                    raise ConfigError(
+                        f"{where}: action=tighten narrows the band towards 1, which lies outside "
+                        f"stability.{chosen.name}.{low}={least:g} to {high}={most:g}"
+                    )
+        if rule.signal.startswith("router/") and not self.router_agreement:
+            raise ConfigError(
+                f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,), gives_way=(f"{where}=null",)
+            )
+
+    @property
+    def needs_every_agreement(self) -> str:
+        """The clause of an error about a feature that reads the agreement token by token."""
+        return (
+            "reads the routers' agreement of every token, and "
+            f"stability.router_agreement_share={self.router_agreement_share:g} compares only some trajectories"
+        )
+
+    @property
+    def correction_names(self) -> tuple[str, ...]:
+        return tuple(chosen.name for chosen in self.correction)
+
+    @property
+    def asked_correction(self) -> str:
+        """The corrections as an override."""
+        return _correction_override(self.correction_names)
+
+    def without(self, *names: str) -> tuple[str, ...]:
+        """Returns the overrides that leave these corrections out, with their settings, which nothing else uses."""
+        left_out = [chosen for chosen in self.correction if chosen.name in names]
+        changed = [one.name for one in left_out if asdict(one.settings) != defaults(one.method.settings)]
+        rest = _correction_override([name for name in self.correction_names if name not in names])
+        return (rest, *(f"stability.{name}=null" for name in changed))
+
+    def without_filter(self, name: str) -> tuple[str]:
+        """Returns the override that leaves a filter out."""
+        rest = {chosen.name: asdict(chosen.settings) for chosen in self.filters if chosen.name != name}
+        return (f"stability.filters={json.dumps(rest) if rest else 'null'}",)
+
+    @property
+    def before_update(self) -> tuple[Chosen[Correction], ...]:
+        """The corrections that the trainer applies."""
+        return tuple(chosen for chosen in self.correction if not chosen.method.in_update)
+
+    @property
+    def in_update(self) -> tuple[Chosen[Correction], ...]:
+        """The corrections that the workers' loss applies."""
+        return tuple(chosen for chosen in self.correction if chosen.method.in_update)
+
+    @property
+    def bands(self) -> tuple[Chosen[Correction], ...]:
+        """The corrections that keep tokens in a fixed band of k, as icepop does: their settings can be `narrowed`."""
+        return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
+
+    def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
+        """Returns name -> settings of `before_update`, for `core.measure`.
+
+        Args:
+            tightened: with bands narrowed, in logarithms, by guard.tighten_factor.
+        """
+        found = {}
+        for chosen in self.before_update:
+            narrows = tightened and chosen in self.bands
+            settings = chosen.settings.narrowed(self.guard.tighten_factor) if narrows else chosen.settings
+            found[chosen.name] = asdict(settings)
+        return found
+
+    def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
+        """Returns name and settings of the batch filters, in order, for `core.filters`."""
+        return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]
+
+
+def _correction_override(names: Sequence[str]) -> str:
+    """Returns the override that chooses these corrections."""
+    if not names:
+        return "stability.correction=none"
+    return f"stability.correction={names[0] if len(names) == 1 else '[' + ','.join(names) + ']'}"
