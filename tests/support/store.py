@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_ext.trainer import queue, trajectories
+from verl_ext.trainer import queue
 
 
 def nested(*rows):
@@ -17,7 +17,7 @@ def nested(*rows):
 
 class Installed:
     def install(self, monkeypatch):
-        for module in (queue, trainer_base, trajectories):
+        for module in (queue, trainer_base):
             monkeypatch.setattr(module, "tq", self)
         return self
 

@@ -90,7 +90,7 @@ def one_step(
     batch = trainer._compute_old_log_prob(batch, metrics)
     batch = trainer._compute_advantage(batch, metrics)
     batch = trainer._update_critic(batch, metrics)
-    trainer._update_actor(batch, metrics)
+    trainer.batch = trainer._update_actor(batch, metrics)
     return trainer, metrics, store
 
 

@@ -31,7 +31,7 @@ BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
 VERLS_ID_BYTES = 2  # of an expert id, which verl sends in int16 for every engine but vLLM
 HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
-# Bytes per response token and number of fields that our trainers read and write (trainer/queue.py). Before verl
+# Bytes per response token and number of fields that our trainers read and write (trainer/batch.py). Before verl
 # computes advantages: rewards; log-probabilities of both engines, mask and entropy. Afterwards: the advantages, or all
 # fields that the filters need. A batch of one block still has the earlier fields by then. A larger batch reads them
 # again, for filters and for advantages that differ in sign within a trajectory.

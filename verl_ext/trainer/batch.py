@@ -1,37 +1,254 @@
-"""The part of a batch that the training step and its filters read, as packed tokens.
+"""A step's batch, read from TransferQueue for the passes over it: which fields, whole or in blocks, the rows that verl
+has added, and lags.
 
-Shape legend: N response tokens of all trajectories, B trajectories.
+Shape legend: N response tokens of a block, B trajectories of the batch.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch import Tensor
+from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError
+from verl_ext.core.advantages import Sessions
 from verl_ext.core.filters import FilterBatch
-from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
+from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, segment_sums
+from verl_ext.features.feature import Need, RunFeatures
+from verl_ext.features.verl_config import is_asynchronous, replay_mode
+from verl_ext.trainer.queue import get_fields, part_of, put_fields, row_matrix, schema_of
 
 FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.RESPONSE_MASK, names.ENTROPY, names.AGREEMENT)
 FILTER_FIELDS = (names.RESPONSE_MASK, names.RESPONSES, names.ADVANTAGES, names.REWARDS)
+GAP_FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.RESPONSE_MASK)
+SIGN_FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.LOSS_MASK, names.ADVANTAGES)
 
 
-def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
-    """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: Any) -> "QueueBatch":
+    """Returns the step's batch with what this run's features read of it first."""
+    needs, config = features.needs, features.config
+    numbers = []
+    if Need.COMPARED_ROUTERS in needs:
+        numbers.append(names.ROUTER_SUMS)
+    if Need.TOP_TOKENS in needs and Need.MEASURED_IN_UPDATE not in needs:
+        numbers.append(names.HEAD_SUMS)
+    if Need.COMPARED_ROUTERS in needs or replay_mode(config) == "R3":
+        numbers.append(names.ROUTE_SUM)
+    measured = Need.MEASURED_BATCHES in needs
+    lag = lag_of(batch.tags, step) if measured and is_asynchronous(config) else None
+    view = partial(filter_batch, models=config.actor_rollout_ref, tokenizer=tokenizer)
+    read = QueueBatch(batch, lag, view if Need.LOSS_MASK in needs else None)
+    read.start(numbers, measured=measured)
+    return read
 
-    A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
-    several local updates (`separate_async`).
+
+@dataclass(frozen=True)
+class Rows:
+    """Whole groups of trajectories: all trajectories of a prompt are in one part.
+
+    Attributes:
+        rows: their places in the batch.
+        batch: the meta of these rows.
+        offsets: where their tokens start, once they have been read.
     """
-    newest, oldest = (
-        torch.tensor([step - 1 - tag[f"{end}_global_steps"] for tag in tags], dtype=torch.long)
-        for end in ("max", "min")
-    )
-    return Lag(newest, oldest)
+
+    rows: list[int]
+    batch: KVBatchMeta
+    offsets: Tensor | None = None
+
+
+def parts_of(batch: KVBatchMeta) -> list[Rows]:
+    """Returns parts of BLOCK_TOKENS tokens, or of one group; one part if that is all, or if lengths are not known."""
+    lengths = [tag.get("response_len") for tag in batch.tags]
+    if None in lengths or sum(lengths) <= BLOCK_TOKENS:
+        return [Rows(list(range(len(batch.keys))), batch)]
+    sessions, groups = Sessions.from_keys(batch.keys), dict[object, list[int]]()
+    for row, session in enumerate(sessions.session_B):
+        groups.setdefault(sessions.uid_S[session], []).append(row)
+    blocks, room = list[list[int]](), 0
+    for rows in groups.values():
+        tokens = sum(lengths[row] for row in rows)
+        if not blocks or tokens > room:
+            blocks.append([])
+            room = BLOCK_TOKENS
+        blocks[-1] += rows
+        room -= tokens
+    return [Rows(rows, part_of(batch, rows)) for rows in blocks]
+
+
+class QueueBatch:
+    """A step's batch, as the step and the run use it.
+
+    Up to BLOCK_TOKENS are one block: `start` reads it, new fields wait for `write`, and the advantages are read once. A
+    larger batch is read block by block, once for each operation, and written as fields are put.
+
+    Args:
+        lag: the lag of its trajectories; None if no rollout is older than the policy.
+        view: makes the filters' view from tokens, keys and FILTER_FIELDS; None if nothing is filtered.
+
+    Attributes:
+        whole: it is one block.
+    """
+
+    def __init__(self, batch: KVBatchMeta, lag: Lag | None = None, view: Callable[..., FilterBatch] | None = None):
+        self._batch, self._lag, self._view = batch, lag, view
+        self._parts = parts_of(batch)
+        self.whole = len(self._parts) == 1
+        self._tokens: Tokens | None = None  # of a whole one
+        self._rewards: Tensor | None = None
+        self._numbers: dict[str, Tensor] = {}
+        self._waiting: dict[str, Tensor] = {}
+        self._is_weighed = False
+        self._by_row: Tensor | None = None
+
+    def start(self, numbers: Sequence[str] = (), *, measured: bool = True) -> None:
+        """Reads some fields, a few numbers per trajectory, and with them the tokens of a batch that is one block.
+
+        Args:
+            numbers: the names of these fields.
+            measured: whether the tokens are read at all.
+        """
+        whole = self.whole and measured
+        asked = [*numbers, *FIELDS, names.REWARDS] if whole else list(numbers)
+        data = dict(get_fields(self._batch, asked).items()) if asked else {}
+        self._numbers = {name: row_matrix(data[name]) for name in numbers if name in data}
+        if whole:
+            self._tokens, self._rewards = response_tokens(data, self._lag), data[names.REWARDS]
+
+    def numbers(self, name: str) -> Tensor | None:
+        """Returns [B, n] of a field that `start` has read; None if the batch does not have it."""
+        return self._numbers.get(name)
+
+    def rows(self, name: str, count: int | None = None) -> Sequence[Any] | None:
+        """Returns one value per trajectory of a field, of the first `count` or all; None if the batch does not have
+        it."""
+        batch = self._batch if count is None else part_of(self._batch, range(min(count, len(self._batch.keys))))
+        data = get_fields(batch, [name])
+        if name not in data.keys():  # noqa: SIM118 (a TensorDict)
+            return None
+        return data[name].unbind() if isinstance(data[name], Tensor) else list(data[name])
+
+    def dtype_of(self, name: str) -> Any:
+        """Returns the dtype in which a field is sent."""
+        return schema_of(self._batch).get(name, {}).get("dtype")
+
+    def blocks(self, *, by_sign: bool = False) -> Iterator[tuple[Rows, Tokens]]:
+        if by_sign and not self.whole:
+            self._by_row = torch.zeros(len(self._batch.keys), 4, dtype=torch.float64)
+        for part, tokens in self._read(FIELDS):
+            if self._by_row is not None:
+                self._by_row[part.rows] = sums_by_row(tokens)
+            yield replace(part, offsets=tokens.offsets), tokens
+
+    def put(self, block: Rows, fields: Mapping[str, Tensor]) -> None:
+        assert block.offsets is not None
+        found = {name: jagged(values, block.offsets) for name, values in fields.items() if name != names.RESPONSE_MASK}
+        if names.RESPONSE_MASK in fields:
+            # verl 0.9.1 divides token-mean by the tokens of loss_mask, a copy made at rollout: both have to change.
+            mask = jagged(fields[names.RESPONSE_MASK].long(), block.offsets)
+            found |= {names.RESPONSE_MASK: mask, names.LOSS_MASK: mask}
+        self._is_weighed |= names.WEIGHTS in found
+        if self.whole:
+            self._waiting |= found
+        else:
+            put_fields(block.batch, found)
+
+    def write(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """Writes the waiting fields; returns the meta with the fields that the batch has then."""
+        return replace(batch, fields=put_fields(batch, self._waiting).fields) if self._waiting else batch
+
+    def sums_by_sign(self) -> Tensor:
+        """See `trainer.step.Batch`. `blocks` has kept the sums of each trajectory; it is read again only if its tokens
+        differ in sign."""
+        if self._tokens is not None:
+            return sums_by_sign(self._tokens, self._advantages[names.ADVANTAGES].values())
+        assert self._by_row is not None
+        found, mixed = torch.zeros(3, 3, dtype=torch.float64), list[int]()
+        for part in self._parts:
+            advantages = get_fields(part.batch, [names.ADVANTAGES])[names.ADVANTAGES]
+            sums, rows = signs_of_rows(self._by_row[part.rows], advantages)
+            found += sums
+            mixed += [part.rows[row] for row in rows]
+        for part in parts_of(part_of(self._batch, mixed)) if mixed else ():
+            data = get_fields(part.batch, SIGN_FIELDS)
+            found += sums_by_sign(_sampled_tokens(data), data[names.ADVANTAGES].values())
+        return found
+
+    def views(self, *, weighed: bool) -> Iterator[tuple[Rows, FilterBatch, Tensor | None]]:
+        assert self._view is not None
+        weighed = weighed and self._is_weighed
+        for part in self._parts:
+            if self._tokens is not None:
+                data, tokens, weights = self._advantages, self._tokens, self._waiting
+            else:
+                fields = {*FIELDS, names.LOSS_MASK, *FILTER_FIELDS}
+                if weighed:
+                    fields.add(names.WEIGHTS)
+                data = weights = dict(get_fields(part.batch, sorted(fields)).items())
+                tokens = _sampled_tokens(data, pick_lag(self._lag, part.rows))
+            view = self._view(tokens, part.batch.keys, data)
+            yield replace(part, offsets=tokens.offsets), view, weights[names.WEIGHTS].values() if weighed else None
+
+    @property
+    def added(self) -> set[int]:
+        """Returns the rows that verl has added to fill the batch."""
+        return {row for row, tag in enumerate(self._batch.tags) if tag.get("is_padding", False)}
+
+    def scores(self) -> tuple[list[str], Tensor]:
+        """Returns the trajectories' keys and the sum of each one's rewards, [B] float64; rows `added` are left out."""
+        scores = torch.zeros(len(self._batch.keys), dtype=torch.float64)
+        for part in self._parts:
+            rewards = get_fields(part.batch, [names.REWARDS])[names.REWARDS] if self._rewards is None else self._rewards
+            scores[part.rows] = segment_sums(rewards.values().double(), rewards.offsets().diff())
+        real = [row for row in range(len(scores)) if row not in self.added]
+        return [self._batch.keys[row] for row in real], scores[real]
+
+    def log_k_sums(self) -> tuple[Tensor, Tensor]:
+        """[B] each, see `trainer.batch.log_k_sums`."""
+        sums, counts = torch.zeros(2, len(self._batch.keys), dtype=torch.float64).unbind()
+        for part, tokens in self._read(GAP_FIELDS):
+            sums[part.rows], counts[part.rows] = log_k_sums(tokens)
+        return sums, counts
+
+    def rows_of(self, keys: Iterable[str]) -> list[int]:
+        """Returns the places of some trajectories."""
+        return [self._batch.keys.index(key) for key in keys]
+
+    def tokens_of(self, rows: Sequence[int]) -> tuple[Tokens, Tensor | None]:
+        """Returns the tokens of some trajectories before verl has computed advantages, and their weights if any were
+        put."""
+        if self._tokens is not None:
+            tokens, places = pick_rows(self._tokens, rows)
+            return tokens, self._waiting[names.WEIGHTS].values()[places] if self._is_weighed else None
+        fields = (*FIELDS, names.WEIGHTS) if self._is_weighed else FIELDS
+        data = dict(get_fields(part_of(self._batch, rows), fields).items())
+        weight = data[names.WEIGHTS].values() if self._is_weighed else None
+        return response_tokens(data, pick_lag(self._lag, rows)), weight
+
+    @cached_property
+    def _advantages(self) -> Mapping[str, Tensor]:
+        """Returns the advantages of a whole batch, once verl has computed them, and the other fields that filters
+        read."""
+        return dict(get_fields(self._batch, [names.ADVANTAGES] if self._view is None else FILTER_FIELDS).items())
+
+    def _read(self, fields: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:
+        for part in self._parts:
+            if self._tokens is not None:
+                yield part, self._tokens
+            else:
+                data = dict(get_fields(part.batch, fields).items())
+                yield part, response_tokens(data, pick_lag(self._lag, part.rows))
+
+
+def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
+    """Returns the tokens as they were measured: verl's own rejection may have removed some from response_mask since."""
+    return response_tokens({**dict(data.items()), names.RESPONSE_MASK: data[names.LOSS_MASK]}, lag)
 
 
 def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
@@ -87,6 +304,19 @@ def pick_rows(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
         offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
         lag=pick_lag(tokens.lag, rows),
     ), places
+
+
+def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
+    """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+
+    A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
+    several local updates (`separate_async`).
+    """
+    newest, oldest = (
+        torch.tensor([step - 1 - tag[f"{end}_global_steps"] for tag in tags], dtype=torch.long)
+        for end in ("max", "min")
+    )
+    return Lag(newest, oldest)
 
 
 def pick_lag(lag: Lag | None, rows: Sequence[int]) -> Lag | None:

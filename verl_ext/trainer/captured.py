@@ -1,4 +1,5 @@
-"""Warnings about a rollout's routing that is missing, or cannot be what its routers chose (core/routing.py)."""
+"""The passes over what the rollout captured with its tokens, its experts and its most likely tokens: their metrics, and
+warnings about what is missing or cannot be right (core/routing.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +7,16 @@ from dataclasses import dataclass
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import LOOP_METRICS, ROLLOUT_ROUTES
-from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows
+from verl_ext.base.names import HEAD_IDS, HEAD_SUMS, LOOP_METRICS, ROLLOUT_ROUTES, ROUTE_SUM, ROUTER_SUMS
+from verl_ext.core.head import head_metrics
+from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows, router_metrics
+from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import SHARE, sglang_returns_routing
-from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here, rollout_name
+from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here, rollout_name, truncates
 from verl_ext.guard.state import Decision, Event
-from verl_ext.trainer.queue import get_fields
+from verl_ext.trainer.batch import QueueBatch
 
 SAMPLED = 4  # trajectories per step that are checked where verl replays them: some 50 MB of 32,768 tokens each
 ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
@@ -31,7 +33,7 @@ class Counts:
         compared, left_out: trajectories, if a share of the batch was to be compared.
     """
 
-    believed: int
+    accepted: int
     unknown: int
     refused: Mapping[str, int]
     compared: int = 0
@@ -39,7 +41,7 @@ class Counts:
 
     @property
     def tokens(self) -> int:
-        return self.believed + self.unknown + sum(self.refused.values())
+        return self.accepted + self.unknown + sum(self.refused.values())
 
     @classmethod
     def from_sums(cls, packed_BC: Tensor) -> "Counts":
@@ -72,18 +74,7 @@ class Counts:
         return {"router/unknown": self.unknown / self.tokens, "router/invalid": refused / self.tokens}
 
 
-def sampled_counts(batch: KVBatchMeta, config: DictConfig) -> Counts | None:
-    """Counts a few trajectories if the rollout's experts are replayed and not compared; else None."""
-    if replay_mode(config) != "R3":
-        return None
-    few = KVBatchMeta(keys=batch.keys[:SAMPLED], tags=batch.tags[:SAMPLED], partition_id=batch.partition_id)
-    data = get_fields(few, [ROLLOUT_ROUTES])
-    if ROLLOUT_ROUTES not in data.keys():  # noqa: SIM118 (a TensorDict)
-        return None
-    return Counts.from_routes(data[ROLLOUT_ROUTES].unbind())
-
-
-def retracted_share(batch: KVBatchMeta, config: DictConfig) -> float | None:
+def retracted_share(batch: QueueBatch, config: DictConfig) -> float | None:
     """Returns the share of the trajectories that SGLang retracted because its cache was full, and continued later; None
     without its routing.
 
@@ -91,34 +82,66 @@ def retracted_share(batch: KVBatchMeta, config: DictConfig) -> float | None:
     again: SGLang keeps routing by slot of its cache, and returns it once a request is done (`get_topk` of
     srt/state_capturer/base.py, 0.5.12). vLLM sends a token's experts on when it is sampled, before a preemption.
     """
-    if not sglang_returns_routing(config):
+    if not sglang_returns_routing(config) or (metrics := batch.rows(LOOP_METRICS)) is None:
         return None
-    data = get_fields(batch, [LOOP_METRICS])
-    if LOOP_METRICS not in data.keys():  # noqa: SIM118 (a TensorDict)
-        return None
-    counts = [metrics["num_preempted"] for metrics in data[LOOP_METRICS]]
-    return sum(count > 0 for count in counts) / len(counts)
+    return sum(one["num_preempted"] > 0 for one in metrics) / len(metrics)
 
 
 class CapturedRouting:
     """Warns once of each problem, and stops a run that would replay nothing from its start."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._believed = False
+        self._warned: set[str] = set()
+        self._any_accepted = False
         self._compared = self._left_out = 0
+        self._dtype_printed = False
 
-    def judge(self, counts: Counts, config: DictConfig, step: int) -> Decision:
+    def judge(self, batch: QueueBatch, features: RunFeatures, step: int) -> tuple[dict[str, float], Decision]:
+        """Returns `router/*` and warnings of new problems.
+
+        Raises:
+            HookError: experts are compared and there is no routing; and as `judge_counts`.
+        """
+        counts, metrics = self._count(batch, features)
+        events: tuple[Event, ...] = ()
+        if counts is not None:
+            events += self.judge_counts(counts, features.config, step).events
+        if (share := retracted_share(batch, features.config)) is not None:
+            metrics[RETRACTED] = share
+            events += self.judge_retracted(share, step).events
+        if (checksums := batch.numbers(ROUTE_SUM)) is not None:
+            metrics["router/checked"] = (checksums != 0).double().mean().item()
+        return metrics, Decision(events)
+
+    def _count(self, batch: QueueBatch, features: RunFeatures) -> tuple[Counts | None, dict[str, float]]:
+        """Counts the tokens whose experts compute_log_prob has compared, or those of a few trajectories if the
+        rollout's experts are only replayed. Returns their metrics too."""
+        if Need.COMPARED_ROUTERS not in features.needs:
+            routes = batch.rows(ROLLOUT_ROUTES, SAMPLED) if replay_mode(features.config) == "R3" else None
+            counts = None if routes is None else Counts.from_routes(routes)
+            return counts, {} if counts is None else counts.metrics
+        if (sums := batch.numbers(ROUTER_SUMS)) is None:
+            raise HookError(
+                "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
+                fix=("stability.router_agreement=false",),
+                otherwise="check that the rollout runs with enable_return_routed_experts",
+            )
+        if not self._dtype_printed:  # not at the start: there is no routing yet
+            self._dtype_printed = True
+            print(f"verl_ext: routed_experts is sent as {batch.dtype_of(ROLLOUT_ROUTES)}", flush=True)
+        return Counts.from_sums(sums), router_metrics(sums)
+
+    def judge_counts(self, counts: Counts, config: DictConfig, step: int) -> Decision:
         """Warns of new problems.
 
         Raises:
             HookError: R3 is on, and no token had valid routing since the start of this process; or a share of the
                 trajectories was to have routing, and all of them had it.
         """
-        self._believed |= counts.believed > 0
+        self._any_accepted |= counts.accepted > 0
         self._expect_left_out(counts, config)
         wrong = _wrong(counts)
-        if replay_mode(config) == "R3" and counts.tokens and not self._believed:
+        if replay_mode(config) == "R3" and counts.tokens and not self._any_accepted:
             name = rollout_name(config)
             raise HookError(
                 f"{replay_setting(config)}=R3 has nothing to replay: {' '.join(wrong.values()).removesuffix('.')}",
@@ -126,17 +149,17 @@ class CapturedRouting:
                 otherwise=f"if {ROLLOUTS[name]}'s kernel does not return its experts, choose a kernel that does, "
                 f"{ENGINE_KWARGS}.{name}.{MODULAR[name]}",
             )
-        new = {name: said for name, said in wrong.items() if name not in self._told}
-        if counts.believed and "unknown" in new:  # only a few: router/unknown shows them
+        new = {name: said for name, said in wrong.items() if name not in self._warned}
+        if counts.accepted and "unknown" in new:  # only a few: router/unknown shows them
             del new["unknown"]
-        self._told |= new.keys()
+        self._warned |= new.keys()
         return Decision(tuple(_event(step, name, said, counts.metrics, config) for name, said in new.items()))
 
     def judge_retracted(self, share: float, step: int) -> Decision:
         """Warns of the first retraction."""
-        if not share or "retracted" in self._told:
+        if not share or "retracted" in self._warned:
             return Decision()
-        self._told.add("retracted")
+        self._warned.add("retracted")
         reason = (
             f"SGLang ran out of KV cache and read the tokens of {share:.2%} of the trajectories again: their experts "
             "are from that forward pass, not from the one that sampled them; to avoid it, run fewer requests at once "
@@ -177,3 +200,40 @@ def _event(step: int, name: str, said: str, metrics: Mapping[str, float], config
         outcome = f"verl still replays them; set {replay_setting(config)}=disabled to avoid it."
     signal = "router/unknown" if name == "unknown" else "router/invalid"
     return Event(step, "routing", signal, metrics[signal], None, "warn", f"{said} {outcome}")
+
+
+class CapturedTopTokens:
+    """Logs `vllm_kl/head*`, and warns once if tokens that the update reads came without the most likely ones."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def judge(self, batch: QueueBatch, features: RunFeatures, step: int) -> tuple[dict[str, float], Decision]:
+        """Returns the metrics, from the sums that compute_log_prob left in the batch, and the warning.
+
+        Raises:
+            HookError: compute_log_prob left none.
+        """
+        if Need.TOP_TOKENS not in features.needs or Need.MEASURED_IN_UPDATE in features.needs:
+            return {}, Decision()
+        if (sums := batch.numbers(HEAD_SUMS)) is None:
+            raise HookError(
+                f"compute_log_prob read no heads: the rollout's batch has no {HEAD_IDS}",
+                otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
+            )
+        metrics = head_metrics(sums)
+        missing = metrics.get("vllm_kl/head_missing", 0.0)
+        if not missing or self._warned or Need.TOP_TOKENS_IN_UPDATE not in features.needs:
+            return metrics, Decision()
+        self._warned = True
+        effects = []
+        if features.stability.score_centering:
+            effects.append("their score is not centered")
+        if truncates(features.config):
+            effects.append("their l_old and entropy are over the whole vocabulary")
+        reason = (
+            f"{missing:.2%} of the model's tokens came without the sampler's head, so {' and '.join(effects)}: the "
+            "agent loop returns tokens that the rollout engine did not sample there"
+        )
+        event = Event(step, "sampler_head", "vllm_kl/head_missing", missing, 0.0, "warn", reason)
+        return metrics, Decision((event,))

@@ -3,32 +3,26 @@ once."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig
-from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
-from verl_ext.base.errors import BatchError, HookError
+from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import reward_metrics
-from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
-from verl_ext.core.routing import router_metrics
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
-from verl_ext.features.verl_config import is_asynchronous, replay_mode, truncates
-from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
-from verl_ext.trainer.batch import filter_batch, lag_of
-from verl_ext.trainer.captured import RETRACTED, CapturedRouting, Counts, retracted_share, sampled_counts
+from verl_ext.trainer.batch import QueueBatch, read_batch
+from verl_ext.trainer.captured import CapturedRouting, CapturedTopTokens
 from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.logs import LineFile, keep_metrics
-from verl_ext.trainer.queue import QueueBatch, Stages, get_fields, row_matrix, schema_of
+from verl_ext.trainer.queue import Stages
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, Step, update_request
 from verl_ext.trainer.sync_canary import CanaryRun
@@ -63,9 +57,7 @@ class StabilityRun:
         required = stability.sync_canary.trajectories is not None
         self.canary = CanaryRun(asked, _unprocessed(config), required) if asked.trajectories else None
         self._config = config
-        self._routing_dtype_told = False
-        self._heads_missed = False  # has been reported
-        self._captured = CapturedRouting()
+        self._routing, self._top_tokens = CapturedRouting(), CapturedTopTokens()
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
         self._step: Step | None = None  # of the batch at hand, if it is measured
         self._batch: QueueBatch | None = None  # while verl computes its advantages
@@ -113,46 +105,6 @@ class StabilityRun:
         if (now, now) in self.guard.state.unproven:
             checkpoints.save_guard(self.guard, self._config, now)
 
-    def compare_routing(self, batch: KVBatchMeta, data: TensorDict, metrics: dict[str, float]) -> None:
-        """Logs `router/*`, from the sums that compute_log_prob left in the batch; warns of routing that cannot be
-        right.
-
-        Raises:
-            HookError: there is no routing, or none since the start that a replay could use.
-        """
-        if names.ROUTER_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
-            raise HookError(
-                "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
-                fix=("stability.router_agreement=false",),
-                otherwise="check that the rollout runs with enable_return_routed_experts",
-            )
-        if not self._routing_dtype_told:  # not at the start: there is no routing yet
-            self._routing_dtype_told = True
-            dtype = schema_of(batch).get(names.ROLLOUT_ROUTES, {}).get("dtype")
-            print(f"verl_ext: routed_experts is sent as {dtype}", flush=True)
-        packed = row_matrix(data[names.ROUTER_SUMS])
-        self.judge_routing(Counts.from_sums(packed), router_metrics(packed), metrics)
-
-    def judge_routing(self, counts: Counts, found: dict[str, float], metrics: dict[str, float]) -> None:
-        metrics.update(found)
-        self.actions.carry_out(self._captured.judge(counts, self.features.config, self.guard.step))
-
-    def judge_heads(self, found: dict[str, float], metrics: dict[str, float]) -> None:
-        """Adds `vllm_kl/head*` to the step's metrics, and warns once if tokens that the update reads have no head."""
-        metrics.update(found)
-        missing = found.get("vllm_kl/head_missing", 0.0)
-        if not missing or self._heads_missed or Need.TOP_TOKENS_IN_UPDATE not in self.features.needs:
-            return
-        self._heads_missed = True
-        what = ["their score is not centered"] * self.features.stability.score_centering
-        what += ["their l_old and entropy are over the whole vocabulary"] * truncates(self.features.config)
-        reason = (
-            f"{missing:.2%} of the model's tokens came without the sampler's head, so {' and '.join(what)}: the agent "
-            "loop returns tokens that the rollout engine did not sample there"
-        )
-        event = Event(self.guard.step, "sampler_head", "vllm_kl/head_missing", missing, 0.0, "warn", reason)
-        self.actions.carry_out(Decision((event,)))
-
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
         """Runs `rescoring.rescore`; `measure` turns its result into metrics."""
         rollout = self.features.config.actor_rollout_ref.rollout
@@ -166,7 +118,7 @@ class StabilityRun:
         return Outcome() if self._step is None else self._step.outcome
 
     def measure(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> None:
-        """Measures and judges the batch before verl computes advantages, from one read if it is one block.
+        """Measures and judges the batch before verl computes advantages: a list of passes over it.
 
         verl's own rejection removes the worst tokens from response_mask together with the advantages, and those tokens
         must be measured.
@@ -174,42 +126,31 @@ class StabilityRun:
         Raises:
             HookError: the batch lacks a field that compute_log_prob should have added.
         """
-        features, self._step = self.features, None
-        compares = Need.COMPARED_ROUTERS in features.needs
-        if not compares and (counts := sampled_counts(batch, features.config)) is not None:
-            self.judge_routing(counts, counts.metrics, metrics)
-        if (share := retracted_share(batch, features.config)) is not None:
-            metrics[RETRACTED] = share
-            self.actions.carry_out(self._captured.judge_retracted(share, self.guard.step))
-        reads_heads = Need.TOP_TOKENS in features.needs and Need.MEASURED_IN_UPDATE not in features.needs
-        checks = compares or replay_mode(features.config) == "R3"
-        sums = [names.ROUTER_SUMS] * compares + [names.HEAD_SUMS] * reads_heads + [names.ROUTE_SUM] * checks
-        if Need.MEASURED_BATCHES in features.needs:
-            lag = lag_of(batch.tags, self.guard.step) if is_asynchronous(features.config) else None
-            view = partial(filter_batch, models=features.config.actor_rollout_ref, tokenizer=tokenizer)
-            self._batch = QueueBatch(batch, lag, view if Need.LOSS_MASK in features.needs else None)
-            found = self._batch.start(sums)
-        elif sums:
-            found = get_fields(batch, sums)
-        if compares:
-            self.compare_routing(batch, found, metrics)
-        if checks and names.ROUTE_SUM in found.keys():  # noqa: SIM118 (a TensorDict)
-            metrics["router/checked"] = (row_matrix(found[names.ROUTE_SUM]) != 0).double().mean().item()
-        if reads_heads:
-            self.judge_heads(_compared_heads(found), metrics)
-        if self._batch is None:
+        self._step = self._batch = None
+        read = read_batch(batch, self.features, self.guard.step, tokenizer)
+        for captured in (self._routing, self._top_tokens):
+            found, decision = captured.judge(read, self.features, self.guard.step)
+            metrics.update(found)
+            self.actions.carry_out(decision)
+        if Need.MEASURED_BATCHES not in self.features.needs:
             return
-        keys, scores = self._batch.scores()
+        keys, scores = read.scores()
         metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
         metrics |= reward_metrics(scores, keys)
-        if rescored := self._rescored:
-            self._rescored = {}
-            tokens, _ = self._batch.tokens_of([batch.keys.index(key) for key in rescored])
-            metrics.update(split_gap(tokens, list(rescored.values())))
-        self._step = Step(features, self.guard, self.actions)
-        self._step.measure(self._batch, metrics)
+        metrics |= self._rescored_metrics(read)
+        self._step = Step(self.features, self.guard, self.actions)
+        self._step.measure(read, metrics)
         if self.dump is not None:
-            self.dump.look_at(self._batch, self.guard.step)
+            self.dump.look_at(read, self.guard.step)
+        self._batch = read
+
+    def _rescored_metrics(self, batch: QueueBatch) -> dict[str, float]:
+        """Splits the gap of the trajectories that were scored with the weights that sampled them."""
+        rescored, self._rescored = self._rescored, {}
+        if not rescored:
+            return {}
+        tokens, _ = batch.tokens_of(batch.rows_of(rescored))
+        return split_gap(tokens, list(rescored.values()))
 
     def settle(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> KVBatchMeta:
         """Settles what becomes of the batch, once verl has written the advantages, and writes the fields of the loss.
@@ -256,16 +197,6 @@ class StabilityRun:
         """See `Step.judge_first_pass`."""
         if self._step is not None:
             self._step.judge_first_pass(metrics)
-
-
-def _compared_heads(data: TensorDict) -> dict[str, float]:
-    """Returns `vllm_kl/head*`, from the sums that compute_log_prob left in the batch."""
-    if names.HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
-        raise HookError(
-            "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
-            otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
-        )
-    return head_metrics(row_matrix(data[names.HEAD_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:

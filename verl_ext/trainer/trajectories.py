@@ -12,16 +12,15 @@ from typing import Any
 
 import orjson
 import torch
-import transfer_queue as tq
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
-from verl_ext.trainer.batch import pick_rows
+from verl_ext.trainer.batch import QueueBatch, pick_rows
 from verl_ext.trainer.logs import LineFile, say
-from verl_ext.trainer.queue import QueueBatch
+from verl_ext.trainer.queue import get_fields, part_of
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
 PROMPT_CHARACTERS = 4000  # of a longer prompt, its end
@@ -179,13 +178,13 @@ def write_step(
         batch: verl's, with FIELDS; filters have cleared response_mask of dropped tokens.
         about: `step` and `skipped`, the reason, "" for an update that takes place.
     """
-    keys = [batch.keys[one.row] for one in chosen]
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=list(FIELDS))
+    batch = part_of(batch, [one.row for one in chosen])
+    data = get_fields(batch, FIELDS)
     rows = {name: data[name].unbind() for name in FIELDS}
     for place, one in enumerate(chosen):
         fields = {name: rows[name][place].cpu() for name in FIELDS}
         line = record(fields, one.tokens, one.weight, settings, tokenizer)
-        log.write({**about, "key": keys[place], "why": one.why, **line})
+        log.write({**about, "key": batch.keys[place], "why": one.why, **line})
 
 
 def record(

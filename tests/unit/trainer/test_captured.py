@@ -25,17 +25,17 @@ def of_a_share(share, processes):
 def test_a_share_of_which_nothing_is_left_out_stops_the_run(share, processes, trajectories):
     asked, enough, one = of_a_share(share, processes), Counts(9, 0, {}, compared=trajectories + 1), Counts(9, 0, {}, 1)
     captured = CapturedRouting()
-    captured.judge(Counts(9, 0, {}, compared=trajectories - 1), asked, 1)  # chance, or none for this process
+    captured.judge_counts(Counts(9, 0, {}, compared=trajectories - 1), asked, 1)  # chance, or none for this process
     with pytest.raises(HookError, match=rf"_share={share:g}, and each of \d+ trajectories .*; set stability.*=1, or"):
-        [captured.judge(one, asked, step) for step in (2, 3)]
+        [captured.judge_counts(one, asked, step) for step in (2, 3)]
     captured = CapturedRouting()
-    captured.judge(Counts(9, 0, {}, compared=1, left_out=1), asked, 1)
-    captured.judge(enough, asked, 2)
-    CapturedRouting().judge(enough, of_a_share(1.0, processes), 1)
+    captured.judge_counts(Counts(9, 0, {}, compared=1, left_out=1), asked, 1)
+    captured.judge_counts(enough, asked, 2)
+    CapturedRouting().judge_counts(enough, of_a_share(1.0, processes), 1)
 
 
-def counts(believed=0, unknown=0, **refused):
-    return Counts(believed, unknown, dict.fromkeys(REASONS, 0) | refused)
+def counts(accepted=0, unknown=0, **refused):
+    return Counts(accepted, unknown, dict.fromkeys(REASONS, 0) | refused)
 
 
 def test_each_reason_is_told_the_first_time():
@@ -43,7 +43,7 @@ def test_each_reason_is_told_the_first_time():
     for step, found in enumerate(
         (counts(9), counts(9, repeated=1), counts(8, repeated=2, stuck=10), counts(7, stuck=3))
     ):
-        events += captured.judge(found, config(), step).events
+        events += captured.judge_counts(found, config(), step).events
     assert [(event.step, event.signal, event.value, event.action) for event in events] == [
         (1, "router/invalid", 0.1, "warn"),
         (2, "router/invalid", 0.6, "warn"),
@@ -60,7 +60,7 @@ def test_each_reason_is_told_the_first_time():
     ],
 )
 def test_what_becomes_of_them_depends_on_who_replays(mode, strategy, outcome):
-    (event,) = CapturedRouting().judge(counts(9, out_of_range=1), config(mode, strategy), 1).events
+    (event,) = CapturedRouting().judge_counts(counts(9, out_of_range=1), config(mode, strategy), 1).events
     assert outcome in event.reason
 
 
@@ -78,25 +78,25 @@ def test_a_replay_of_nothing_stops_the_run_with_the_remedy(strategy, found, said
     setting = rf"actor_rollout_ref.actor.{place}.router_replay.mode"
     match = rf"{setting}=R3 has nothing to replay: {said}.*set {setting}=disabled, or .*moe_backend=triton"
     with pytest.raises(HookError, match=match):
-        CapturedRouting().judge(found, config("R3", strategy), 1)
+        CapturedRouting().judge_counts(found, config("R3", strategy), 1)
 
 
 def test_the_remedy_is_the_rollout_engines():
     sglang = OmegaConf.merge(config("R3"), {"actor_rollout_ref": {"rollout": {"name": "sglang"}}})
     with pytest.raises(HookError, match=r"if SGLang's kernel .*engine_kwargs.sglang.moe_runner_backend=triton"):
-        CapturedRouting().judge(counts(unknown=6), sglang, 1)
+        CapturedRouting().judge_counts(counts(unknown=6), sglang, 1)
 
 
-def test_once_a_token_was_believed_the_run_goes_on():
+def test_once_a_token_was_accepted_the_run_goes_on():
     captured = CapturedRouting()
-    assert captured.judge(counts(1, unknown=5), config("R3"), 1).events == ()
-    (event,) = captured.judge(counts(unknown=6), config("R3"), 2).events
+    assert captured.judge_counts(counts(1, unknown=5), config("R3"), 1).events == ()
+    (event,) = captured.judge_counts(counts(unknown=6), config("R3"), 2).events
     assert event.signal == "router/unknown" and event.value == 1
-    assert captured.judge(counts(unknown=6), config("R3"), 3).events == ()
+    assert captured.judge_counts(counts(unknown=6), config("R3"), 3).events == ()
 
 
 def test_agreement_with_nothing_to_compare_is_told_and_goes_on():
-    (event,) = CapturedRouting().judge(counts(unknown=6), config(), 1).events
+    (event,) = CapturedRouting().judge_counts(counts(unknown=6), config(), 1).events
     assert event.reason == "6 of 6 tokens came without routing. They are not compared."
 
 
@@ -110,7 +110,7 @@ def test_retractions_are_told_once():
 
 
 def test_a_batch_without_generated_tokens_says_nothing():
-    assert CapturedRouting().judge(counts(), config("R3"), 1).events == ()
+    assert CapturedRouting().judge_counts(counts(), config("R3"), 1).events == ()
     assert counts().metrics == {}
 
 

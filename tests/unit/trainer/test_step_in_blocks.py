@@ -10,7 +10,8 @@ from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.store import compute_advantage, made_batch
 from verl_ext.base.errors import BatchError
 from verl_ext.features.settings import TrajectoryDump
-from verl_ext.trainer import queue, trainers
+from verl_ext.trainer import batch as batch_module
+from verl_ext.trainer import trainers
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog
 
 LENGTHS = [5, 1, 9, 3, 3, 4, 8, 2, 1, 6, 6, 7]
@@ -45,7 +46,7 @@ def after(monkeypatch, tmp_path):
     """after(settings, at_once) -> what a batch of LENGTHS becomes: metrics, store, trainer, lines of the dump."""
 
     def run(settings, at_once, rejects=False, change=lambda row: None, bypass=False):
-        monkeypatch.setattr(queue, "BLOCK_TOKENS", at_once)
+        monkeypatch.setattr(batch_module, "BLOCK_TOKENS", at_once)
         batch, store = made_batch(LENGTHS, 3, seed=1, added={2})
         for row in store.rows.values():
             row["old_log_probs"].nan_to_num_(-1.0)

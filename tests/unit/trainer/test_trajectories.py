@@ -14,7 +14,7 @@ from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
-from verl_ext.trainer import trajectories
+from verl_ext.trainer import queue
 from verl_ext.trainer.batch import log_k_sums
 from verl_ext.trainer.trajectories import (
     ChosenTrajectory,
@@ -149,7 +149,7 @@ def written(tmp_path, monkeypatch):
                 }
                 return TensorDict(fields, batch_size=len(keys))
 
-        monkeypatch.setattr(trajectories, "tq", Store())
+        monkeypatch.setattr(queue, "tq", Store())
         batch = KVBatchMeta(keys=list(stored), tags=tags or [{}] * rows, partition_id="train", fields=[])
         log = TrajectoryLog(tmp_path / "run.trajectories.jsonl", settings, resumed=0)
         about = {"step": 3, "skipped": ""} | about
