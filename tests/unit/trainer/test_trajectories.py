@@ -14,7 +14,7 @@ from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
-from verl_ext.trainer import queue
+from verl_ext.trainer import queue, trajectories
 from verl_ext.trainer.batch import log_k_sums
 from verl_ext.trainer.trajectories import (
     ChosenTrajectory,
