@@ -24,7 +24,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import Chosen, build, choose
 from verl_ext.core.corrections import CORRECTIONS, Correction
-from verl_ext.core.losses import LossBatch, change, unbiased_kl
+from verl_ext.core.loss_batch import LossBatch, change
+from verl_ext.core.losses import unbiased_kl
 from verl_ext.features.guard import MiniBatchGate
 from verl_ext.features.losses import KL_DENOMINATORS, UNBIASED
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings

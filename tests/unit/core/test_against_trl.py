@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from verl_ext.core.losses import opsm_mask, sequence_divergence
+from verl_ext.core.corrections import opsm_mask, sequence_divergence
 
 
 @pytest.fixture(scope="module")

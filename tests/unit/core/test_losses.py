@@ -18,17 +18,9 @@ from tests.support.loss_oracles import (
     tensors,
 )
 from verl_ext.base.names import BUCKETS
-from verl_ext.core.losses import (
-    LossBatch,
-    llds_penalty,
-    m2po,
-    opsm,
-    opsm_mask,
-    router_deviation,
-    router_shift_factor,
-    sequence_divergence,
-    unbiased_kl,
-)
+from verl_ext.core.corrections import m2po, opsm, opsm_mask, sequence_divergence
+from verl_ext.core.loss_batch import LossBatch
+from verl_ext.core.losses import llds_penalty, router_deviation, router_shift_factor, unbiased_kl
 
 LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
 OF_2_17 = st.integers(-100 * 2**17, 0).map(lambda n: n / 2**17)  # float32 holds them, and sums are exact in any order
