@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from verl_ext.base.errors import BatchError
 from verl_ext.base.methods import Method, Registry, require, settings_of
 from verl_ext.base.names import PROMPT_EFFECT
-from verl_ext.core import torch
+from verl_ext.core import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,6 +126,35 @@ def register_estimator(
         return function
 
     return register
+
+
+@no_grad
+def advantages_of_rows(
+    advantages_of_sessions: Callable[[Tensor, Tensor], Tensor],
+    rewards_B: Tensor,
+    uids: Sequence[object],
+    keys: Sequence[str] | None = None,
+) -> Tensor:
+    """Returns [B] float64: each row has its session's advantage, and each session counts once, by its last output.
+
+    Args:
+        advantages_of_sessions: an estimator with its settings, from (rewards_S, group_S) to [S].
+        rewards_B: [B] float, the reward of each row.
+        uids: [B]; rows of the same uid form a group.
+        keys: [B] trajectory ids; None if every row is a session of its own.
+
+    Raises:
+        BatchError: a reward is NaN or infinite, or the keys do not fit the batch.
+    """
+    if keys is not None and len(keys) != len(uids):
+        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(uids)} rows")
+    final_S = session_B = list(range(len(uids)))
+    if keys is not None:
+        sessions = Sessions.from_keys(keys)
+        final_S, session_B = sessions.final_S, sessions.session_B
+    group_S = torch.tensor(group_ids([uids[row] for row in final_S]), dtype=torch.long, device=rewards_B.device)
+    advantages_S = advantages_of_sessions(rewards_B.double()[final_S], group_S)
+    return advantages_S[session_B]
 
 
 def _group_statistics(rewards_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support.closeness import close
 from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import (
     Sessions,
+    advantages_of_rows,
     group_ids,
     grpo_positive_advantages,
     prompt_effect,
@@ -155,6 +157,15 @@ def test_sessions_are_read_from_the_keys():
 def test_a_key_of_another_form_is_shown(key):
     with pytest.raises(ValueError, match=f"trajectory id '{key}'"):
         Sessions.from_keys([key])
+
+
+def test_a_row_has_its_sessions_advantage_and_a_session_counts_once_by_its_last_output():
+    keys, uids = ["a_0_1", "b_0_0", "a_0_0", "a_1_0", "b_1_0"], ["a", "b", "a", "a", "b"]
+    rewards = torch.tensor([3.0, 5.0, 99.0, 1.0, 7.0])
+    above_mean = partial(grpo_positive_advantages, negative_scale=1.0, norm_by_std=False)
+    assert advantages_of_rows(above_mean, rewards, uids, keys).tolist() == [1.0, -1.0, 1.0, -1.0, 1.0]
+    assert advantages_of_rows(above_mean, rewards[:2], ["a", "a"]).tolist() == [-1.0, 1.0]
+    assert advantages_of_rows(above_mean, torch.zeros(0), []).tolist() == []
 
 
 def keys_of(sessions):
