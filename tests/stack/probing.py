@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.core.recorder import HEAD
 from verl_ext.routing.layers import megatron_layers, megatron_points
+from verl_ext.routing.recorder import HEAD
 
 WRONG_TEMPERATURE = 0.7
 LAST_LAYER = 3

@@ -194,8 +194,8 @@ def compare_states(engine, model) -> dict[str, float]:
     and tokens there are, and the largest difference of the prompts' log-probs. SGLang has the prompts' beginning in its
     prefix cache."""
     from tests.stack.megatron_engine import states
-    from verl_ext.core.recorder import joined_passes
     from verl_ext.probe.readings import head_dtypes
+    from verl_ext.routing.recorder import joined_passes
     from verl_ext.upstream.engine_states import begin, end, read_states
 
     ask(engine, begin)

@@ -14,8 +14,8 @@ from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
 from tests.support.shift_ranks import sequence_scores
 from verl_ext.base.names import HEAD_SUMS, SHIFT_EXPERTS, SHIFT_SCORES
-from verl_ext.core.recorder import joined_passes
 from verl_ext.core.routing import RouterSums
+from verl_ext.routing.recorder import joined_passes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
