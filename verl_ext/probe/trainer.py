@@ -33,8 +33,8 @@ from verl_ext.probe.readings import (
     head_dtypes,
 )
 from verl_ext.routing.recorder import MOST_ROWS, joined_passes
+from verl_ext.trainer.canary_scores import CanaryTrajectories
 from verl_ext.trainer.queue import get_fields, put_fields
-from verl_ext.trainer.sync_canary import CanaryTrajectories
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of
