@@ -18,10 +18,8 @@ from verl_ext.base.changes import Hook
 from verl_ext.cpu import changes as cpu
 
 PACKAGE = Path(__file__).parents[1] / "verl_ext"
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None  # None: a variable, or foreign
-
-
 HOOKS = tuple(hook for hook in (*changes.TABLE, *changes.HOOKS, *cpu.TABLE, *cpu.HOOKS) if hook.needs)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None  # None: a variable, or foreign
 
 
 def unmet(need: str, verl: "Source") -> str:
