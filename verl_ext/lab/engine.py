@@ -103,8 +103,8 @@ class LabEngine:
         """Runs a pass over a mini-batch, as one micro-batch on one rank."""
         prompts, responses = (data[name].values().view(len(data), -1) for name in (names.PROMPTS, names.RESPONSES))
         head = None
-        if names.HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
-            head = Head(*(data[name].flatten(0, 1) for name in (names.HEAD_IDS, names.HEAD_LOG_PROBS)))
+        if names.TOP_TOKEN_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
+            head = Head(*(data[name].flatten(0, 1) for name in (names.TOP_TOKEN_IDS, names.TOP_TOKEN_LOG_PROBS)))
         scores = None if forward_only else self._take_kept(responses)
         if scores is None:
             replayed = data.get(names.OLD_ROUTES, data.get(names.ROLLOUT_ROUTES, None))

@@ -168,8 +168,8 @@ class Learner:
             tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
         if sampled.head is not None:
             rows = (len(batch.keys), T, -1)
-            tensors[names.HEAD_IDS] = sampled.head.ids.view(rows)
-            tensors[names.HEAD_LOG_PROBS] = sampled.head.log_q.view(rows)
+            tensors[names.TOP_TOKEN_IDS] = sampled.head.ids.view(rows)
+            tensors[names.TOP_TOKEN_LOG_PROBS] = sampled.head.log_q.view(rows)
         settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
         return TensorDict(tensors | settings, len(batch.keys))
 

@@ -17,9 +17,6 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.names import (
     ADVANTAGES,
-    HEAD_IDS,
-    HEAD_LOG_PROBS,
-    HEAD_SUMS,
     LOSS_MASK,
     OLD_LOG_PROBS,
     OLD_ROUTES,
@@ -30,6 +27,9 @@ from verl_ext.base.names import (
     ROUTER_SUMS,
     SHIFT_EXPERTS,
     SHIFT_SCORES,
+    TOP_TOKEN_IDS,
+    TOP_TOKEN_LOG_PROBS,
+    TOP_TOKEN_SUMS,
     WEIGHTS,
 )
 from verl_ext.core.advantages import Sessions
@@ -41,9 +41,9 @@ from verl_ext.features.routing import replayed_field
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS, log_k_sums, pick_lag, pick_rows, response_tokens
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
-HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
+HEAD_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
 MODEL_INPUTS = "multi_modal_inputs"  # other inputs of the model: the only field without numbers that workers read
-HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
+HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, TOP_TOKEN_SUMS)
 ENGINES = (ROLLOUT_LOG_PROBS, OLD_LOG_PROBS, RESPONSE_MASK)
 
 

@@ -183,7 +183,7 @@ class StabilityRun:
             self.actions.carry_out(self._captured.judge_retracted(share, self.guard.step))
         reads_heads = features.uses(Part.HEADS) and not features.uses(Part.MEASURE_IN_UPDATE)
         checks = compares or replay_mode(features.config) == "R3"
-        sums = [names.ROUTER_SUMS] * compares + [names.HEAD_SUMS] * reads_heads + [names.ROUTE_SUM] * checks
+        sums = [names.ROUTER_SUMS] * compares + [names.TOP_TOKEN_SUMS] * reads_heads + [names.ROUTE_SUM] * checks
         if features.uses(Part.MEASURE):
             lag = lag_of(batch.tags, self.guard.step) if is_asynchronous(features.config) else None
             view = partial(filter_batch, models=features.config.actor_rollout_ref, tokenizer=tokenizer)
@@ -260,12 +260,12 @@ class StabilityRun:
 
 def _compared_heads(data: TensorDict) -> dict[str, float]:
     """Returns `vllm_kl/head*`, from the sums that compute_log_prob left in the batch."""
-    if names.HEAD_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
+    if names.TOP_TOKEN_SUMS not in data.keys():  # noqa: SIM118 (a TensorDict)
         raise HookError(
-            "compute_log_prob read no heads: the rollout's batch has no sampler_head_ids",
+            "compute_log_prob read no heads: the rollout's batch has no top_token_ids",
             otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
         )
-    return head_metrics(row_matrix(data[names.HEAD_SUMS]))
+    return head_metrics(row_matrix(data[names.TOP_TOKEN_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:

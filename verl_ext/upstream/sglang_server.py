@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import Undo, expect, together, wrap
 from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, refuse_changes, sums_of_answer
 
@@ -130,7 +130,7 @@ async def generate(
     if request.came is not None:
         ids, log_q = request.came
         rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens that have not as many log-probabilities
-        output.extra_fields |= {HEAD_IDS: ids[rows], HEAD_LOG_PROBS: log_q[rows]}
+        output.extra_fields |= {TOP_TOKEN_IDS: ids[rows], TOP_TOKEN_LOG_PROBS: log_q[rows]}
     return output
 
 

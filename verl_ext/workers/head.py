@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
+from verl_ext.base.names import RESPONSE_MASK, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS, TOP_TOKEN_SUMS
 from verl_ext.base.patching import wrap
 from verl_ext.core.head import Divergence, Head, centering, divergence, head_sums, read, weights_of
 from verl_ext.core.tokens import fill_added_rows
@@ -74,7 +74,7 @@ class HeadReader:
     ) -> Any:
         """Wraps verl's method; adds the values read at the heads of the batch."""
         old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
-        if HEAD_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
+        if TOP_TOKEN_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
         tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=self.use.replaces)
         ours = partial(self._call, loss_function, compares=old_policy, centers=self.use.centers and not forward_only)
@@ -91,7 +91,7 @@ class HeadReader:
         if "entropy" in output and entropy is not None:
             output["entropy"] = _choose_known(known, entropy, output["entropy"])
         if compares:
-            output[HEAD_SUMS] = _packed_sums(output, known, data)
+            output[TOP_TOKEN_SUMS] = _packed_sums(output, known, data)
         if loss_function is None:
             return torch.ones((), device=output["log_probs"].device), {}
         return loss_function(model_output=output, data=data, dp_group=given.get("dp_group"))
@@ -140,13 +140,15 @@ def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]
     """Returns [T], for each row the next token and its head; only response tokens have heads."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
     lengths_B = mask.offsets().diff()
-    ids_RK, log_q_RK = (fill_added_rows(data[name], lengths_B, mask).to(device) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+    ids_RK, log_q_RK = (
+        fill_added_rows(data[name], lengths_B, mask).to(device) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
+    )
     tokens = input_ids.values().to(device)
     rows_R = packed_rows(input_ids.offsets().diff(), lengths_B).to(device)
     if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
         raise BatchError(
-            f"{HEAD_IDS} is {tuple(ids_RK.shape)} and {HEAD_LOG_PROBS} {tuple(log_q_RK.shape)} but the batch has "
-            f"{len(rows_R)} response tokens: the rollout's heads belong to other tokens"
+            f"{TOP_TOKEN_IDS} is {tuple(ids_RK.shape)} and {TOP_TOKEN_LOG_PROBS} {tuple(log_q_RK.shape)} but the batch "
+            f"has {len(rows_R)} response tokens: the rollout's heads belong to other tokens"
         )
     ids_TK = ids_RK.new_zeros(len(tokens), ids_RK.shape[1], dtype=torch.long)
     log_q_TK = log_q_RK.new_full(ids_TK.shape, -torch.inf)
@@ -189,6 +191,6 @@ def _check_ids(ids: Tensor, part: int, group: Any) -> None:
     vocabulary = part * (1 if group is None else group.size())
     if ids.numel() and int(ids.max()) >= vocabulary:
         raise BatchError(
-            f"{HEAD_IDS} names token {int(ids.max())}, and the training engine's vocabulary has {vocabulary}: the "
+            f"{TOP_TOKEN_IDS} names token {int(ids.max())}, and the training engine's vocabulary has {vocabulary}: the "
             "rollout runs another model; check that both engines load the same one"
         )

@@ -15,7 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError
 from verl_ext.core.head import Call, heads_of
 from verl_ext.upstream import agent_loop
@@ -34,8 +34,8 @@ def answer(ids, stop="completed", k=K):
     extra = {"global_steps": 1}
     if k:
         extra |= {
-            HEAD_IDS: np.array(ids_of, np.int32).reshape(-1, K),
-            HEAD_LOG_PROBS: np.array(log_q_of, np.float32).reshape(-1, K),
+            TOP_TOKEN_IDS: np.array(ids_of, np.int32).reshape(-1, K),
+            TOP_TOKEN_LOG_PROBS: np.array(log_q_of, np.float32).reshape(-1, K),
         }
     return TokenOutput(
         token_ids=list(ids), log_probs=[-1.0] * len(ids), stop_reason=stop, num_preempted=0, extra_fields=extra
@@ -75,7 +75,7 @@ def output(response, mask, prompt=PROMPT):
 
 def assert_heads(fields, tokens):
     """Checks the response's heads: `tokens` has the token whose head is expected, or None where there is none."""
-    ids, log_q = fields[HEAD_IDS], fields[HEAD_LOG_PROBS]
+    ids, log_q = fields[TOP_TOKEN_IDS], fields[TOP_TOKEN_LOG_PROBS]
     assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32)
     assert len(ids) == len(log_q) == len(tokens) == len(fields["responses"])
     for row, token in enumerate(tokens):
@@ -98,7 +98,7 @@ def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
 
     (fields,) = run(loop)
     assert_heads(fields, [1, 2, None, None, 3, 4])
-    assert HEAD_IDS not in fields["extra_fields"]
+    assert TOP_TOKEN_IDS not in fields["extra_fields"]
     assert [asked[1]["extra_args"] for asked in server.asked] == [{agent_loop.HEAD_ASKED: K}] * 2
 
 
@@ -141,7 +141,7 @@ def test_validation_asks_for_none_and_has_no_such_fields(heads):
         return [output([1], [1])]
 
     (fields,) = run(loop, validate=True)
-    assert HEAD_IDS not in fields and "extra_args" not in server.asked[0][1]
+    assert TOP_TOKEN_IDS not in fields and "extra_args" not in server.asked[0][1]
 
 
 def test_a_trajectory_without_a_call_has_fields_all_the_same(heads):
