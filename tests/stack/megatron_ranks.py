@@ -23,7 +23,7 @@ from tests.support.recorded_routes import (
     worker_config,
 )
 from verl_ext.base.names import TOP_TOKEN_SUMS
-from verl_ext.core.head import log_probs_at
+from verl_ext.core.top_tokens import log_probs_at
 from verl_ext.routing.megatron import RecordedRouting, Recorders
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import replica_group

@@ -5,7 +5,7 @@ import torch
 from tests.support.routing_families import build
 from tests.support.routing_ranks import LENGTHS, batch, make_worker, sequences
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS, TOP_TOKEN_SUMS
-from verl_ext.core.head import Head, centering, divergence, read, weights_of
+from verl_ext.core.top_tokens import TopTokens, centering, divergence, read, weights_of
 
 K = 4
 WITHOUT = (1, 2)  # trajectory and response token that came without a head
@@ -40,7 +40,7 @@ def reference_reading(logits_of, heads, truncated, rows=None, lengths=LENGTHS):
     """l_theta [R] and centering term [R] of the response tokens with gradient, and sums [B, 5] by trajectory."""
     l_own, terms, sums = [], [], []
     for ids, (prompt, response), (tokens, log_q) in zip(rows or sequences(), lengths, heads, strict=True):
-        logits, head = logits_of(ids)[prompt - 1 : prompt - 1 + response], Head(tokens.long(), log_q)
+        logits, head = logits_of(ids)[prompt - 1 : prompt - 1 + response], TopTokens(tokens.long(), log_q)
         reading = read(logits, ids[prompt:], head, truncated=truncated)
         apart = divergence(reading, head, truncated=truncated)
         counts = torch.tensor([response, int((~head.known).sum())], dtype=torch.float64)

@@ -14,9 +14,9 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError, HookError
 from verl_ext.core.advantages import reward_metrics
-from verl_ext.core.head import head_metrics
 from verl_ext.core.measure import split_gap
 from verl_ext.core.routing import router_metrics
+from verl_ext.core.top_tokens import top_token_metrics
 from verl_ext.features.feature import Part, RunFeatures
 from verl_ext.features.stability import StabilityConfig
 from verl_ext.features.sync_canary import canary_settings
@@ -265,7 +265,7 @@ def _compared_heads(data: TensorDict) -> dict[str, float]:
             "compute_log_prob read no heads: the rollout's batch has no top_token_ids",
             otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
         )
-    return head_metrics(row_matrix(data[names.TOP_TOKEN_SUMS]))
+    return top_token_metrics(row_matrix(data[names.TOP_TOKEN_SUMS]))
 
 
 def _unprocessed(config: DictConfig) -> bool:

@@ -40,7 +40,7 @@ from verl_ext.core import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verl_ext.core.head import Call
+    from verl_ext.core.top_tokens import Call
 
 VARIABLE = "VERL_EXT_AGENT_LOOP"
 BY_HAND = ("narrow", "turns")  # the extras that the user may switch off, or on
@@ -293,7 +293,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
     if calls is not None:
         ids, log_q = (output.extra_fields.pop(name, None) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
         if ids is not None:
-            from verl_ext.core.head import Call
+            from verl_ext.core.top_tokens import Call
 
             calls.append(Call(prompt, list(output.token_ids), ids, log_q))
     if turns is not None:
@@ -363,9 +363,9 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
             total = sum_of_output(trajectory, rows, [*output.prompt_ids, *output.response_ids])
         written[ROUTE_SUM] = torch.tensor([total])
     if trajectory is not None and trajectory.calls is not None:
-        from verl_ext.core.head import heads_of
+        from verl_ext.core.top_tokens import top_tokens_of
 
-        ids, log_q = heads_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.head)
+        ids, log_q = top_tokens_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.head)
         written |= {TOP_TOKEN_IDS: ids, TOP_TOKEN_LOG_PROBS: log_q}
     return written
 

@@ -270,7 +270,7 @@ def normalise(
 
     The kept tokens follow from the head, all of whose masses are known. If a mass equals top_p up to rounding, the
     sampled token decides: it was kept, and so were all tokens that are more likely. A sampled token that is not in the
-    head ties with the head's last token, and counts as kept, as in `core.head.read`.
+    head ties with the head's last token, and counts as kept, as in `core.top_tokens.read`.
 
     Args:
         log_p_nK: float32, the most likely first; at least `cut.top_k` of them.

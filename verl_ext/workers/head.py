@@ -24,8 +24,8 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_i
 from verl_ext.base.errors import BatchError
 from verl_ext.base.names import RESPONSE_MASK, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS, TOP_TOKEN_SUMS
 from verl_ext.base.patching import wrap
-from verl_ext.core.head import Divergence, Head, centering, divergence, head_sums, read, weights_of
 from verl_ext.core.tokens import fill_added_rows
+from verl_ext.core.top_tokens import Divergence, TopTokens, centering, divergence, read, top_token_sums, weights_of
 from verl_ext.routing.outputs import packed_rows
 
 CENTERING = "sampler_head_centering"  # model output, [B, T] with gradient
@@ -133,10 +133,10 @@ def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> 
     rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())
     known_R = known.values()[rows_R].bool()
     found = Divergence(**{name: output.pop(key).values()[rows_R].double() for name, key in DIVERGENCE_FIELDS.items()})
-    return head_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
+    return top_token_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
 
 
-def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTokens]:
     """Returns [T], for each row the next token and its head; only response tokens have heads."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
     lengths_B = mask.offsets().diff()
@@ -153,19 +153,19 @@ def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]
     ids_TK = ids_RK.new_zeros(len(tokens), ids_RK.shape[1], dtype=torch.long)
     log_q_TK = log_q_RK.new_full(ids_TK.shape, -torch.inf)
     ids_TK[rows_R], log_q_TK[rows_R] = ids_RK.long(), log_q_RK
-    return tokens.roll(-1), Head(ids_TK, log_q_TK)
+    return tokens.roll(-1), TopTokens(ids_TK, log_q_TK)
 
 
-def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTokens]:
     """Returns [n] in the layout of verl's FSDP and VeOmni engines: all tokens, or this rank's share under Ulysses."""
     sampled, head = _token_layout(data, device)
     if get_ulysses_sequence_parallel_world_size() == 1:
         return sampled, head
     sampled, *of_head = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
-    return sampled, Head(*of_head)
+    return sampled, TopTokens(*of_head)
 
 
-def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
+def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, TopTokens]:
     """Returns [n] in Megatron's layout, by verl's own functions."""
     from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
@@ -176,7 +176,7 @@ def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -
         arrange(torch.nested.nested_tensor_from_jagged(value, offsets), pre_process=True)[0].flatten(0, 1)
         for value in (sampled, head.ids, head.log_q)
     )
-    return sampled, Head(*of_head)
+    return sampled, TopTokens(*of_head)
 
 
 def _tensor_group() -> Any:

@@ -205,7 +205,7 @@ def worker_loss(
 
     Args:
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none; if scores are centered, each token's
-            term of `core.head.centering`.
+            term of `core.top_tokens.centering`.
         data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read in addition to verl's.
 
     Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and

@@ -17,7 +17,7 @@ from tests.support.agent_loop_worker import run as run_in_worker
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError
-from verl_ext.core.head import Call, heads_of
+from verl_ext.core.top_tokens import Call, top_tokens_of
 from verl_ext.upstream import agent_loop
 
 K = 3
@@ -196,10 +196,10 @@ def test_a_head_is_not_put_to_a_token_of_another_answer():
         Call([1, 2], tokens, np.array(tokens)[:, None], log_q) for tokens, log_q in zip(answers, heads, strict=True)
     ]
     for number, tokens in enumerate(answers):
-        ids, log_q = heads_of(calls, [1, 2], tokens, 1)
+        ids, log_q = top_tokens_of(calls, [1, 2], tokens, 1)
         assert ids[:, 0].tolist() == tokens
         assert log_q[1:, 0].tolist() == [heads[number][0, 0]] * 3
-    ids, log_q = heads_of(calls[:1], [1, 2], [10, 99, 12, 13], 1)  # a token that the agent loop has put there
+    ids, log_q = top_tokens_of(calls[:1], [1, 2], [10, 99, 12, 13], 1)  # a token that the agent loop has put there
     assert log_q[:, 0].tolist() == [-1.0, -np.inf, -np.inf, -np.inf] and ids[:, 0].tolist() == [10, 0, 0, 0]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.closeness import close
 from verl_ext.core import head as under_test
-from verl_ext.core.head import Head, Reading, centering, divergence, log_probs_at, read, weights_of
+from verl_ext.core.top_tokens import Reading, TopTokens, centering, divergence, log_probs_at, read, weights_of
 
 V = 11
 WEIGHTS = {
@@ -29,7 +29,7 @@ def logits_of(seed, n=6, v=V, dtype=torch.float32, scale=2.0):
 def head_of(log_q_NV, k):
     """The k most likely, as vLLM returns them."""
     values, ids = log_q_NV.topk(k, dim=1)
-    return Head(ids, values.float())
+    return TopTokens(ids, values.float())
 
 
 def truncated_log_probs(logits, top_k):
@@ -58,7 +58,7 @@ def test_log_probs_at_and_their_gradient_are_those_of_log_softmax(seed, n, k, ro
     ids = torch.randint(0, V, (n, k), generator=torch.Generator().manual_seed(seed))  # some twice
     factors = torch.randn(n, k, generator=torch.Generator().manual_seed(seed + 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_test, "CHUNK", rows * V)
+        patch.setattr(under_test, "LOGITS_AT_ONCE", rows * V)
         found = log_probs_at(logits, ids)
         (found * factors).sum().backward()
     wanted = logits.detach().double().requires_grad_()
@@ -89,10 +89,10 @@ def test_over_the_kept_tokens_ratios_average_1_where_over_all_they_average_the_m
         found = read(logits, sampled, head, truncated=True)
         close(found.l_own[can], log_q[can, token], scale=10.0)
     whole = read(logits, head.ids[:, 0], head, truncated=False)
-    close(whole.l_head, logits.double().log_softmax(1).gather(1, head.ids), scale=10.0)
+    close(whole.l_top, logits.double().log_softmax(1).gather(1, head.ids), scale=10.0)
     mass = logits.double().softmax(1).gather(1, head.ids).sum(1)
     for reading, mean in ((read(logits, head.ids[:, 0], head, truncated=True), 1), (whole, mass)):
-        ratios = (reading.l_head - head.log_q).double().exp()
+        ratios = (reading.l_top - head.log_q).double().exp()
         close((head.log_q.double().exp() * ratios).sum(1), mean * torch.ones(len(logits)))
     entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0)).sum(1)
     close(found.entropy[can], entropy[can], scale=3.0)
@@ -110,14 +110,14 @@ def test_the_gradient_over_the_kept_tokens_is_that_of_their_own_softmax():
 
 def test_a_sampled_token_that_ties_with_the_heads_last_counts_to_it():
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
-    head = Head(torch.tensor([[0, 1]]), torch.tensor([[3.0, 1.0]]).log_softmax(1))
+    head = TopTokens(torch.tensor([[0, 1]]), torch.tensor([[3.0, 1.0]]).log_softmax(1))
     found = read(logits, torch.tensor([2]), head, truncated=True)
     close(found.l_own, torch.tensor([3.0, 1.0, 1.0]).double().log_softmax(0)[2:])
 
 
 def test_without_a_head_a_token_is_read_over_the_whole_vocabulary():
     logits = logits_of(1, 2).requires_grad_()
-    head = Head(torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -torch.inf))
+    head = TopTokens(torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -torch.inf))
     for truncated in (True, False):
         found = read(logits, torch.tensor([4, 0]), head, truncated=truncated)
         close(found.l_own, logits.detach().double().log_softmax(1)[[0, 1], [4, 0]])
@@ -198,7 +198,7 @@ def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
     left = 1 - q.sum(1, keepdim=True)
     tilted = p.gather(1, ids) * torch.tensor([1.1, 0.9, 1.0, 0.8])
     q = q.scatter(1, ids, tilted / tilted.sum(1, keepdim=True) * left)
-    head = Head(ids, q.gather(1, ids).log().float())
+    head = TopTokens(ids, q.gather(1, ids).log().float())
     found = read(logits, ids[:, 0], head, truncated=False)
     (mean,) = torch.autograd.grad(centering(found, head, weights_of(WEIGHTS[name]), truncated=False).sum(), logits)
     w = torch.tensor(
@@ -225,9 +225,9 @@ def test_an_importance_weight_without_a_cap_leaves_nothing_to_center():
 
 def test_weights_and_masses_are_constants():
     logits = logits_of(2)
-    l_head = logits.log_softmax(1)[:, :4].requires_grad_()
-    head = Head(torch.arange(4).expand(6, 4), logits_of(3).log_softmax(1)[:, :4])
-    term = centering(Reading(l_head[:, 0], l_head), head, weights_of(WEIGHTS["tis"]), truncated=True)
-    (found,) = torch.autograd.grad(term.sum(), l_head)
-    q, p = head.log_q.double().exp(), l_head.detach().double().exp()
+    l_top = logits.log_softmax(1)[:, :4].requires_grad_()
+    head = TopTokens(torch.arange(4).expand(6, 4), logits_of(3).log_softmax(1)[:, :4])
+    term = centering(Reading(l_top[:, 0], l_top), head, weights_of(WEIGHTS["tis"]), truncated=True)
+    (found,) = torch.autograd.grad(term.sum(), l_top)
+    q, p = head.log_q.double().exp(), l_top.detach().double().exp()
     close(found, q * (p / q).clamp(max=1.5))
