@@ -45,7 +45,7 @@ row = st.tuples(log_probs, log_probs, st.booleans(), st.sampled_from([-1.5, -0.0
 def test_against_the_oracle_whatever_the_block(rows, block):
     l_infer, l_old, mask, advantages = (list(column) for column in zip(*rows, strict=True))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mismatch, "BLOCK", block)
+        patched.setattr(mismatch, "TOKENS_AT_ONCE", block)
         signs = torch.tensor(advantages, dtype=torch.float64)
         found = advantage_metrics(sums_by_sign(tokens_of(l_infer, l_old, mask), signs))
     wanted = oracle(np.float32(l_infer), np.float32(l_old), mask, advantages)

@@ -64,7 +64,7 @@ def test_overlap_equals_pythons_set_intersection(N, L, K, ids, layouts, equal, b
     same = torch.rand(N, L, 1, generator=torch.Generator().manual_seed(seed)) < equal
     sets = (train, torch.where(same, train, infer))
     train, infer = (LAYOUTS[layout](ids.to(dtype)) for ids, layout, dtype in zip(sets, layouts, dtypes, strict=True))
-    with mock.patch.multiple(routing, PAIRS=block, COMPARISONS=4 * block):
+    with mock.patch.multiple(routing, PAIRS_AT_ONCE=block, COMPARISONS_AT_ONCE=4 * block):
         found = expert_overlap(train, infer)
     assert found.dtype == U8 and found.shape == (N, L)
     assert found.tolist() == intersection_sizes(train, infer)
@@ -115,7 +115,7 @@ def temporary_bytes(function, tokens):
 
 
 def test_temporaries_do_not_grow_with_the_tokens(monkeypatch):
-    monkeypatch.setattr(routing, "PAIRS", 2**10)
+    monkeypatch.setattr(routing, "PAIRS_AT_ONCE", 2**10)
     block = 2**10 // 4  # tokens
     assert temporary_bytes(expert_overlap, 3 * block) == temporary_bytes(expert_overlap, 7 * block + 1)
     assert temporary_bytes(plain_overlap, 3 * block) < temporary_bytes(plain_overlap, 7 * block)  # it does see them
