@@ -17,7 +17,6 @@ from tests.support.agent_loop_worker import run as run_in_worker
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError
-from verl_ext.core.top_tokens import Call, top_tokens_of
 from verl_ext.upstream import agent_loop
 
 K = 3
@@ -186,21 +185,6 @@ def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values
 def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
     with pytest.raises(HookError, match=r"stability\.head\.k=0"):
         agent_loop.unpack_head(answered, list(range(tokens)))
-
-
-def test_a_head_is_not_put_to_a_token_of_another_answer():
-    """Two answers to one prompt share a token after the place where they part; the heads there differ."""
-    answers = ([10, 11, 12, 13], [10, 55, 12, 56])
-    heads = [np.full((4, 1), number, np.float32) for number in (-1.0, -2.0)]
-    calls = [
-        Call([1, 2], tokens, np.array(tokens)[:, None], log_q) for tokens, log_q in zip(answers, heads, strict=True)
-    ]
-    for number, tokens in enumerate(answers):
-        ids, log_q = top_tokens_of(calls, [1, 2], tokens, 1)
-        assert ids[:, 0].tolist() == tokens
-        assert log_q[1:, 0].tolist() == [heads[number][0, 0]] * 3
-    ids, log_q = top_tokens_of(calls[:1], [1, 2], [10, 99, 12, 13], 1)  # a token that the agent loop has put there
-    assert log_q[:, 0].tolist() == [-1.0, -np.inf, -np.inf, -np.inf] and ids[:, 0].tolist() == [10, 0, 0, 0]
 
 
 def test_another_client_is_told(monkeypatch):
