@@ -161,14 +161,14 @@ def _group_statistics(rewards_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tenso
     """Returns the size of each session's group, its reward minus the group's mean, and the group's std; [S] float64
     each."""
     require_finite(rewards_S)
-    size, low, total = (rewards_S.new_zeros(_group_count(group_S)) for _ in range(3))
-    size.index_add_(0, group_S, torch.ones_like(rewards_S))
+    nothing_G = rewards_S.new_zeros(_group_count(group_S))
+    size = nothing_G.index_add(0, group_S, torch.ones_like(rewards_S))
     # Relative to the group's least reward, so that equal rewards give exactly 0: dividing a rounding error by a
     # standard deviation of almost 0 would make an advantage.
-    low.scatter_reduce_(0, group_S, rewards_S, "amin", include_self=False)
+    low = nothing_G.scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)
     above = rewards_S - low[group_S]
-    centred = above - (total.index_add_(0, group_S, above) / size)[group_S]
-    squares = torch.zeros_like(size).index_add_(0, group_S, centred.square())
+    centred = above - (nothing_G.index_add(0, group_S, above) / size)[group_S]
+    squares = nothing_G.index_add(0, group_S, centred.square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     return size[group_S], centred, std[group_S]
 

@@ -356,9 +356,9 @@ def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: T
     chosen = mask.bool()
     n = chosen.sum(-1).clamp(min=1)
     # torch.where, not a product: whatever stands in padding, NaN included, stays out of the mean.
-    return SequenceDivergence(
-        *(torch.where(chosen, part, 0.0).sum(-1) / n for part in (l_infer.double() - l_old, l_old.double() - l_theta))
-    )
+    mismatch = torch.where(chosen, l_infer.double() - l_old, 0.0).sum(-1) / n
+    staleness = torch.where(chosen, l_old.double() - l_theta, 0.0).sum(-1) / n
+    return SequenceDivergence(mismatch, staleness)
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,9 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
     """
     chosen = mask.bool()
     # torch.where on what goes in: on what comes out, it would leave a gradient of 0 * NaN.
-    theta, ref, sampled = (
-        torch.where(chosen, values.double(), 0.0) for values in (l_theta, l_ref.detach(), l_sampled.detach())
-    )
+    theta = torch.where(chosen, l_theta.double(), 0.0)
+    ref = torch.where(chosen, l_ref.detach().double(), 0.0)
+    sampled = torch.where(chosen, l_sampled.detach().double(), 0.0)
     fixed = theta.detach()
     ratio = (fixed - sampled).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     log_x = (ref - fixed).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)

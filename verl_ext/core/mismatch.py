@@ -180,7 +180,8 @@ def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int
     left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
     for part, rows in blocks(offsets, ROW_TOKENS_AT_ONCE):
         lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
-        above, below = (segment_sums(signs.double(), lengths).cpu() for signs in (values[part] > 0, values[part] < 0))
+        above = segment_sums((values[part] > 0).double(), lengths).cpu()
+        below = segment_sums((values[part] < 0).double(), lengths).cpu()
         alike = ((above == of_row[:, 3]) & (below == 0), (below == of_row[:, 3]) & (above == 0))
         for row, these in zip(found, alike, strict=False):
             row += of_row[these & (above + below > 0), :3].sum(0)
@@ -195,12 +196,13 @@ def advantage_metrics(sums: Tensor) -> dict[str, float]:
     no token are left out."""
     *by_sign, (counted, _, _) = sums.tolist()
     metrics: dict[str, float] = {}
+    k1_of = {}
     for name, (count, k1, k3) in zip(SIGNS, by_sign, strict=True):
         if counted:
             metrics[f"vllm_kl/share/advantage/{name}"] = count / counted
         if count:
-            metrics |= {f"vllm_kl/k1/advantage/{name}": k1 / count, f"vllm_kl/k3/advantage/{name}": k3 / count}
-    if all(count for count, _, _ in by_sign):
-        positive, negative = (k1 / count for count, k1, _ in by_sign)
-        metrics["vllm_kl/advantage_skew"] = positive - negative
+            k1_of[name] = k1 / count
+            metrics |= {f"vllm_kl/k1/advantage/{name}": k1_of[name], f"vllm_kl/k3/advantage/{name}": k3 / count}
+    if len(k1_of) == len(SIGNS):
+        metrics["vllm_kl/advantage_skew"] = k1_of["positive"] - k1_of["negative"]
     return metrics

@@ -52,9 +52,9 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     tokens, scratch = max(1, PAIRS_AT_ONCE // max(1, L)), Scratch(train_NLK.device)
     for start in range(0, N, tokens):
         part = slice(start, start + tokens)
-        train_PW, infer_PW = _view_words(
-            *(ids[part].to(dtype).contiguous().view(-1, K) for ids in (train_NLK, infer_NLK))
-        )
+        train_PK = train_NLK[part].to(dtype).contiguous().view(-1, K)
+        infer_PK = infer_NLK[part].to(dtype).contiguous().view(-1, K)
+        train_PW, infer_PW = _view_words(train_PK, infer_PK)
         unequal_P = train_PW[:, 0] != infer_PW[:, 0]
         for word in range(1, train_PW.shape[1]):
             unequal_P |= train_PW[:, word] != infer_PW[:, word]
@@ -81,9 +81,8 @@ def _count_common(train_PK: Tensor, infer_PK: Tensor, scratch: Scratch) -> Tenso
     along contiguous memory."""
     (P, K), dtype = train_PK.shape, train_PK.dtype
     # In three dimensions: torch's copy of a transposed matrix is several times slower.
-    train_KP, infer_KP = (
-        scratch.empty(K, P, 1, dtype=dtype).copy_(ids.T.unsqueeze(2)).squeeze(2) for ids in (train_PK, infer_PK)
-    )
+    train_KP = scratch.empty(K, P, 1, dtype=dtype).copy_(train_PK.T.unsqueeze(2)).squeeze(2)
+    infer_KP = scratch.empty(K, P, 1, dtype=dtype).copy_(infer_PK.T.unsqueeze(2)).squeeze(2)
     # 0 or 1 in the dtype of the ids: torch compares wider ids into bool one by one.
     same_KKP = scratch.empty(K, K, P, dtype=dtype)
     torch.eq(train_KP.unsqueeze(1), infer_KP.unsqueeze(0), out=same_KKP)

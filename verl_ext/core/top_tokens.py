@@ -290,8 +290,8 @@ def top_token_sums(found: Divergence, known_N: Tensor, mask_N: Tensor, offsets: 
         offsets: [B + 1] int64, where each trajectory starts among the N.
     """
     counted = mask_N & known_N
-    each = (mask_N, mask_N & ~known_N, *(value * counted for value in (found.kl, found.mass, found.differs)))
-    return torch.stack([segment_sums(value.double(), offsets.diff()) for value in each], 1)
+    columns = (mask_N, mask_N & ~known_N, found.kl * counted, found.mass * counted, found.differs * counted)
+    return torch.stack([segment_sums(value.double(), offsets.diff()) for value in columns], 1)
 
 
 def top_token_metrics(sums_BC: Tensor) -> dict[str, float]:

@@ -73,8 +73,8 @@ def unsplit(parts: Sequence[Tensor]) -> Tensor:
 
     Source: "zigzag" of `preprocess_thd_engine` in verl/models/mcore/util.py, verl 0.9.1.
     """
-    halves = [part.chunk(2) for part in parts]
-    return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))])
+    firsts, lasts = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat([*firsts, *reversed(lasts)])
 
 
 def _language_models(module: Any) -> list[Any]:

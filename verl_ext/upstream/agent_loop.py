@@ -291,7 +291,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
 
     output = await verls(client, request_id, **arguments)
     if calls is not None:
-        ids, log_q = (output.extra_fields.pop(name, None) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
+        ids, log_q = output.extra_fields.pop(TOP_TOKEN_IDS, None), output.extra_fields.pop(TOP_TOKEN_LOG_PROBS, None)
         if ids is not None:
             from verl_ext.core.top_tokens import Call
 

@@ -254,10 +254,8 @@ def unpack_top(places: list[list[tuple[float, int, Any]]], tokens: int, k: int) 
             f"SGLang returned {len(places)} heads for {tokens} tokens, or not {k} tokens in each",
             fix=("stability.head.k=0",),
         )
-    log_p, ids = (
-        np.fromiter(map(itemgetter(part), chain.from_iterable(places)), dtype, tokens * k).reshape(tokens, k)
-        for part, dtype in enumerate((np.float32, np.int32))
-    )
+    log_p = np.fromiter(map(itemgetter(0), chain.from_iterable(places)), np.float32, tokens * k).reshape(tokens, k)
+    ids = np.fromiter(map(itemgetter(1), chain.from_iterable(places)), np.int32, tokens * k).reshape(tokens, k)
     log_p[log_p <= NOTHING] = -np.inf
     return ids, log_p
 
