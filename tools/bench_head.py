@@ -99,7 +99,7 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
 def bench_read(arguments: argparse.Namespace) -> None:
     from verl.utils.torch_functional import logprobs_from_logits
 
-    from verl_ext.core.head import log_probs_at
+    from verl_ext.core.top_tokens import log_probs_at
 
     torch.set_num_threads(arguments.threads)
     rows, vocabulary, device = arguments.rows, arguments.vocabulary, arguments.device

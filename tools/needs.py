@@ -3,282 +3,23 @@
     python tools/needs.py                  the installed verl
     python tools/needs.py PATH/TO/verl     a checkout of verl's repository
 
-A need is one line of a small language, about a dotted name in verl:
-
-    a.b.C.method(self, batch)     it is there, with these parameters; `...` for more that may follow
-    a.b.C.method: first, second   it is there, and its body names these: it calls our override, or reads what we set
-    a.b.NAME                      it is there
-
-Equal parameters do not prove that they mean the same; the tests of docs/upstream.md do.
+The needs are in `verl_ext/base/changes.py`, which explains them. Equal parameters do not prove that they mean the same;
+the tests of docs/upstream.md do.
 """
 
 import ast
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from verl_ext.base import changes
+from verl_ext.base.changes import Hook
+from verl_ext.cpu import changes as cpu
+
 PACKAGE = Path(__file__).parents[1] / "verl_ext"
-TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
-WORKER = "verl.workers.engine_workers"
-ENGINE = "verl.workers.engine"
-ALGORITHMS = "verl.trainer.ppo.core_algos"
-ROLLOUT = "verl.workers.rollout"
-
+HOOKS = tuple(hook for hook in (*changes.TABLE, *changes.HOOKS, *cpu.TABLE, *cpu.HOOKS) if hook.needs)
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | None  # None: a variable, or foreign
-
-
-@dataclass(frozen=True)
-class Hook:
-    """A place where verl calls something of ours.
-
-    Attributes:
-        name: the name of the change in `changes.py`, or a description.
-        file: our file, within `verl_ext`.
-        needs: lines as above.
-    """
-
-    name: str
-    file: str
-    needs: tuple[str, ...]
-
-
-HOOKS = (
-    Hook(
-        "agent_loop",
-        "upstream/agent_loop.py",
-        (
-            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
-            "(self, prompt_ids, sampling_params, ...): SamplingParams, extract_prompt_logprobs, routed_experts, "
-            "extra_fields",
-            f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
-            "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
-            "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",
-            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "
-            "routed_experts",
-        ),
-    ),
-    Hook(
-        "sampler_head_reader",
-        "workers/head.py",
-        (
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.forward_backward_batch(self, data, loss_function, ...)",
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: logits_processor_func",
-        ),
-    ),
-    Hook(
-        "the entry point",
-        "start.py",
-        (
-            "verl.trainer.main_ppo.TaskRunnerV1.run(self, config)",
-            "verl.trainer.main_ppo.run_ppo(config, task_runner_class)",
-            "verl.trainer.main_ppo.main(config)",
-            "verl.utils.config.validate_config(config, use_reference_policy, use_critic)",
-        ),
-    ),
-    Hook(
-        "load_schedule",
-        "plugins/verl.py",
-        (f"{ENGINE}.megatron.transformer_impl.MegatronEngine.load_checkpoint(self, ...)",),
-    ),
-    Hook(
-        "stability_trainers",
-        "trainer/trainers.py",
-        (
-            "verl.trainer.ppo.v1.trainer_base.get_trainer_cls: TRAINER_REGISTRY",
-            f"{TRAINER}.__init__(self, config)",
-            f"{TRAINER}.init(self)",
-            f"{TRAINER}.fit(self, agent_loop_manager): on_step_begin, step, _save_checkpoint, _compute_metrics",
-            f"{TRAINER}.step(self, metrics, timing_raw)",
-            f"{TRAINER}._step_once: _compute_old_log_prob, _compute_ref_log_prob, _compute_values, _compute_advantage, "
-            "_update_critic, _update_actor",
-            f"{TRAINER}.on_step_begin(self)",
-            f"{TRAINER}.on_step_end(self)",
-            *(
-                f"{TRAINER}.{name}(self, batch, metrics)"
-                for name in (
-                    "_compute_old_log_prob",
-                    "_compute_ref_log_prob",
-                    "_compute_values",
-                    "_compute_advantage",
-                    "_update_critic",
-                    "_update_actor",
-                )
-            ),
-            f"{TRAINER}._compute_metrics(self, batch, metrics, ...)",
-            f"{TRAINER}._load_checkpoint(self)",
-            f"{TRAINER}._save_checkpoint(self)",
-            f"{TRAINER}._rollout_server_managers(self)",
-        ),
-    ),
-    Hook(
-        "stability_workers",
-        "workers/actor.py",
-        (
-            f"{TRAINER}._init_resource_pool_mgr(self): role_worker_mapping",
-            f"{TRAINER}._setup: actor_rollout_wg",
-            f"{WORKER}.ActorRolloutRefWorker.init_model: loss_fn, ppo_loss, actor_worker_cls",
-            f"{WORKER}.TrainingWorker.__init__(self, config): engine",
-            f"{WORKER}.TrainingWorker.set_loss_fn(self, loss_fn)",
-            f"{WORKER}.TrainingWorker.reset(self)",
-            f"{WORKER}.TrainingWorker.infer_batch(self, data)",
-            "verl.experimental.separation.engine_workers.DetachActorWorker",
-        ),
-    ),
-    Hook(
-        "policy losses and the workers' loss",
-        "workers/worker_loss.py",
-        (
-            "verl.workers.utils.losses.ppo_loss(config, model_output, data, dp_group): get_policy_loss_fn, "
-            "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, rollout_is_weights",
-            f"{ALGORITHMS}.register_policy_loss(name)",
-            f"{ALGORITHMS}.agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, "
-            "global_batch_size, ...)",
-            "verl.workers.config.PolicyLossConfig.loss_mode",
-            "verl.workers.utils.padding.no_padding_2_padding(tensor, data)",
-        ),
-    ),
-    Hook(
-        "advantage estimators",
-        "features/advantages.py",
-        (f"{ALGORITHMS}.register_adv_est(name_or_enum)", f"{ALGORITHMS}.ADV_ESTIMATOR_REGISTRY"),
-    ),
-    Hook(
-        "mini_batch_gate",
-        "workers/gate.py",
-        (
-            f"{ENGINE}.base.BaseEngine.train_batch(self, data, loss_function): optimizer_step",
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step(self)",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
-            f"{ENGINE}.base.BaseEngine.is_mp_src_rank_with_outputs(self)",
-        ),
-    ),
-    Hook(
-        "fsdp_routing, shift_recorder",
-        "routing/fsdp.py",
-        (
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"
-            "(self, micro_batch, loss_function, forward_only): model_output",
-            f"{WORKER}.ActorRolloutRefWorker.compute_log_prob(self, data)",
-            f"{TRAINER}._compute_old_log_prob: calculate_entropy",
-        ),
-    ),
-    Hook(
-        "shift_recorder of Megatron",
-        "routing/router_shift.py",
-        (
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step"
-            "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func: model_output",
-        ),
-    ),
-    Hook(
-        "recorded routing of Megatron",
-        "routing/megatron.py",
-        (
-            "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
-            "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",
-        ),
-    ),
-    Hook(
-        "megatron_replay",
-        "routing/megatron.py",
-        (
-            "verl.utils.megatron.router_replay_patch.RouterReplay.get_replay_topk"
-            "(self, scores, topk, num_groups, group_topk, default_compute_topk)",
-            "verl.utils.megatron.router_replay_utils.merge_router_topk_indices: moe_router_topk, recorded_topk_idx",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.forward_backward_batch: record_r2_routes",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step(self, batch_iter, model, ...): "
-            "record_r2_routes, merge_router_topk_indices, is_replay_forward_action, align_r3_router_replay_data",
-        ),
-    ),
-    Hook(
-        "replica_fetch",
-        "workers/replica_fetch.py",
-        (
-            "verl.utils.transferqueue_utils._meta_to_realdata(meta)",
-            "verl.utils.transferqueue_utils.tqbridge: _meta_to_realdata",
-            "verl.utils.transferqueue_utils.kv_batch_meta2batch_meta(meta)",
-            f"{WORKER}.TrainingWorker.__init__: get_data_parallel_rank",
-            f"{WORKER}.ActorRolloutRefWorker.init_model: actor_worker_cls, get_dispatch_collect",
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine._init_device_mesh: ulysses_parallel_group",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_model_parallel_group(self)",
-        ),
-    ),
-    Hook(
-        "keep_metrics",
-        "trainer/logs.py",
-        (
-            "verl.utils.tracking.FileLogger(project_name, experiment_name)",
-            "verl.utils.tracking.FileLogger.log: fp",
-            "verl.utils.tracking.Tracking.__init__: FileLogger",
-        ),
-    ),
-    Hook(
-        "engine_calls",
-        "upstream/engine_calls.py",
-        (
-            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",
-            f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
-        ),
-    ),
-    Hook(
-        "the watch on the rollout",
-        "trainer/watch.py",
-        (
-            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: engine",
-            "verl.experimental.agent_loop.agent_loop.AgentLoopManager: agent_loop_workers",
-            "verl.experimental.reward_loop.reward_loop.RewardLoopManager: reward_loop_workers",
-            f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
-        ),
-    ),
-    Hook(
-        "sglang_calls",
-        "upstream/engine_calls.py",
-        (f"{ROLLOUT}.sglang_rollout.async_sglang_server.SGLangHttpServer: _server_task, tokenizer_manager",),
-    ),
-    Hook(
-        "probe_trainer",
-        "probe/trainer.py",
-        (
-            f"{TRAINER}.fit: step, on_step_end, _compute_metrics",
-            f"{TRAINER}.step(self, metrics, timing_raw)",
-            f"{TRAINER}._step_once: replay_buffer, sample, on_sample_end, _balance_batch",
-            f"{TRAINER}.prepare_step(self)",
-        ),
-    ),
-    Hook(
-        "undo",
-        "workers/undo.py",
-        (
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.lr_scheduler_step: lr_scheduler",
-        ),
-    ),
-    Hook("settings_alone", "doctor/hooks.py", ("verl.workers.config", "verl.utils.config.validate_config")),
-    Hook("the plugin", "plugins/verl.py", ("verl: verl.plugins",)),
-    Hook(
-        "on CPU cores",
-        "cpu/patches.py",
-        (
-            "verl.plugin.platform.PlatformRegistry.register",
-            f"{ENGINE}.base.EngineRegistry._engines",
-            f"{ENGINE}.fsdp.transformer_impl: CPUOffloadPolicy",
-            "verl.checkpoint_engine.CheckpointEngineRegistry.register",
-            f"{ROLLOUT}.vllm_rollout.utils.vLLMColocateWorkerExtension",
-        ),
-    ),
-    Hook(
-        "Megatron on CPU cores",
-        "cpu/megatron.py",
-        (
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.__init__",
-            "verl.workers.config.engine.McoreEngineConfig.__post_init__(self)",
-        ),
-    ),
-)
 
 
 def unmet(need: str, verl: "Source") -> str:
@@ -312,7 +53,7 @@ def imports(folder: Path = PACKAGE) -> Iterator[Hook]:
         ]
         if needs:
             name = file.relative_to(folder).as_posix()
-            yield Hook(f"imports of {name}", name, tuple(needs))
+            yield Hook(name=f"imports of {name}", file=name, needs=tuple(needs))
 
 
 def broken(verl: "Source", hooks: Iterable[Hook] | None = None) -> dict[str, list[str]]:
@@ -460,11 +201,15 @@ def parameters(definition: Definition) -> str:
     if definition is None:
         return ""
     every = definition.args
-    starred = [f"*{one.arg}" for one in (every.vararg,) if one] or ["*"] * bool(every.kwonlyargs)
-    named = [one.arg for one in (*every.posonlyargs, *every.args)]
-    return ", ".join(
-        [*named, *starred, *(one.arg for one in every.kwonlyargs), *(f"**{o.arg}" for o in [every.kwarg] if o)]
-    )
+    names = [one.arg for one in (*every.posonlyargs, *every.args)]
+    if every.vararg:
+        names.append(f"*{every.vararg.arg}")
+    elif every.kwonlyargs:
+        names.append("*")
+    names += [one.arg for one in every.kwonlyargs]
+    if every.kwarg:
+        names.append(f"**{every.kwarg.arg}")
+    return ", ".join(names)
 
 
 def mentioned(definition: "Definition | ast.Module") -> set[str]:

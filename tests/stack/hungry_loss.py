@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from verl_ext.core.losses import LossBatch, LossChange, register_loss
+from verl_ext.core.loss_batch import LossBatch, LossChange
+from verl_ext.core.losses import register_loss
 
 FILE = "VERL_EXT_TEST_HUNGER"  # environment: the file
 BYTES = 2**50  # more than a process can address, whatever the machine promises

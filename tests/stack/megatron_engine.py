@@ -18,8 +18,8 @@ from tensordict import TensorDict
 from tests.stack.running import CPU
 from tests.support.closeness import close
 from tests.support.forking import Forked
-from verl_ext.core.recorder import joined_passes
 from verl_ext.routing.engines import ENGINES
+from verl_ext.routing.recorder import joined_passes
 
 LENGTHS = (27, 20, 9, 14, 30, 11, 16, 22)
 LEARNING_RATE = 1e-3
@@ -93,7 +93,7 @@ def log_probs(model, ids):
 
 
 def states(model, ids) -> dict[str, torch.Tensor]:
-    """Point of `core.recorder` -> [n, width], from the outputs of transformers' modules."""
+    """Point of `routing.recorder` -> [n, width], from the outputs of transformers' modules."""
     decoder = model.model
     modules = {"embedding": decoder.embed_tokens, "norm": decoder.norm}
     for number, layer in enumerate(decoder.layers):

@@ -22,8 +22,8 @@ from tests.support.recorded_routes import (
     sequences,
     worker_config,
 )
-from verl_ext.base.names import HEAD_SUMS
-from verl_ext.core.head import log_probs_at
+from verl_ext.base.names import TOP_TOKEN_SUMS
+from verl_ext.core.top_tokens import log_probs_at
 from verl_ext.routing.megatron import RecordedRouting, Recorders
 from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import replica_group
@@ -76,7 +76,7 @@ def rank_main(rank, store):
                 output = infer(engine)(give(batch(calculate_entropy=True), heads))
                 if output is not None:
                     close(response_values(output["log_probs"], LENGTHS), l_own)
-                    close(torch.stack(list(output[HEAD_SUMS].unbind())), sums)
+                    close(torch.stack(list(output[TOP_TOKEN_SUMS].unbind())), sums)
             if "pipeline_model_parallel_size" not in parallel:  # refused
                 check_shift(engine, old, current)
             check_r3(parallel, weights, rank, rollout)

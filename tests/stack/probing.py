@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.core.recorder import HEAD
 from verl_ext.routing.layers import megatron_layers, megatron_points
+from verl_ext.routing.recorder import HEAD
 
 WRONG_TEMPERATURE = 0.7
 LAST_LAYER = 3
@@ -160,15 +160,15 @@ def planting(worker_class: type) -> type:
 def looking_often(trainer_class: type) -> type:
     class PlantingTrainer(trainer_class):
         def probe(self, batch):
-            from verl_ext.trainer import sync_canary
+            from verl_ext.trainer import canary_scores
 
             found = {}
             for name in CAUSES:
                 self.actor_rollout_wg.plant(name)
-                sync_canary.ONE_A_PASS["temperature"] = WRONG_TEMPERATURE if "temperature" in name else 1.0
+                canary_scores.ONE_A_PASS["temperature"] = WRONG_TEMPERATURE if "temperature" in name else 1.0
                 found[name] = super().probe(batch)
             self.actor_rollout_wg.plant("nothing")
-            sync_canary.ONE_A_PASS["temperature"] = 1.0
+            canary_scores.ONE_A_PASS["temperature"] = 1.0
             super().probe(batch)
             return found
 

@@ -121,14 +121,15 @@ MARGIN = 1e-3  # of a mass from top_p: nearer ones are decided by rounding
 def compare_heads(engine, server, model, sampling) -> dict[str, float]:
     """Compares what verl's server returns with transformers' logits in float64: the largest difference of log-probs, of
     the sampled tokens and of the heads, and the number of places at which something else was kept."""
-    from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+    from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
     from verl_ext.upstream.agent_loop import HEAD_ASKED
 
     asked = {"logprobs": True, "ignore_eos": True, "extra_args": {HEAD_ASKED: HEAD}} | sampling
     found = {"own": 0.0, "head": 0.0, "other_kept": 0, "places": 0, "kept": 0}
     for prompt in PROMPTS:
         answer = engine.loop.run_until_complete(server.generate(list(prompt), dict(asked), uuid.uuid4().hex))
-        tokens, ids, log_q = answer.token_ids, *(answer.extra_fields[name] for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        tokens = answer.token_ids
+        ids, log_q = (answer.extra_fields[name] for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
         assert len(tokens) == len(ids) == TOKENS
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
         for place, p in enumerate((logits / sampling["temperature"]).softmax(-1)):
@@ -194,8 +195,8 @@ def compare_states(engine, model) -> dict[str, float]:
     and tokens there are, and the largest difference of the prompts' log-probs. SGLang has the prompts' beginning in its
     prefix cache."""
     from tests.stack.megatron_engine import states
-    from verl_ext.core.recorder import joined_passes
     from verl_ext.probe.readings import head_dtypes
+    from verl_ext.routing.recorder import joined_passes
     from verl_ext.upstream.engine_states import begin, end, read_states
 
     ask(engine, begin)
@@ -273,7 +274,7 @@ def served(folder):
 
 def retracted(folder):
     """Sends more requests at once than fit into the cache: all prompts twice, through verl's server."""
-    from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+    from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
     from verl_ext.upstream.agent_loop import HEAD_ASKED
 
     engine, model = start(folder, max_total_tokens=96, schedule_conservativeness=0.01), reference(folder)
@@ -290,11 +291,11 @@ def retracted(folder):
     with torch.no_grad():
         for prompt, answer in zip(*engine.loop.run_until_complete(all_at_once()), strict=True):
             tokens = torch.tensor(answer.token_ids)
-            assert 0 < len(tokens) == len(answer.log_probs) == len(answer.extra_fields[HEAD_IDS])
+            assert 0 < len(tokens) == len(answer.log_probs) == len(answer.extra_fields[TOP_TOKEN_IDS])
             logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
             expected = logits.double().log_softmax(-1)
             own = torch.tensor(answer.log_probs).double() - expected.gather(1, tokens[:, None])[:, 0]
-            ids, log_q = (torch.from_numpy(answer.extra_fields[name]) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+            ids, log_q = (torch.from_numpy(answer.extra_fields[name]) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
             routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
             found["retractions"] += answer.num_preempted
             found["apart"] = max(found["apart"], float(own.abs().max()))

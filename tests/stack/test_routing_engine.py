@@ -13,9 +13,9 @@ from tests.support.head_ranks import reference_reading, response_values, sampler
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
 from tests.support.shift_ranks import sequence_scores
-from verl_ext.base.names import HEAD_SUMS, SHIFT_EXPERTS, SHIFT_SCORES
-from verl_ext.core.recorder import joined_passes
+from verl_ext.base.names import SHIFT_EXPERTS, SHIFT_SCORES, TOP_TOKEN_SUMS
 from verl_ext.core.routing import RouterSums
+from verl_ext.routing.recorder import joined_passes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -213,12 +213,12 @@ def test_heads_are_read_in_every_layout(ran, name, truncated):
     case = (HEADS | HEADS_ULYSSES)[name]
     assert ran[name][0]["verls"], "where the KL alone is asked for, log-probs are verl's"
     found = ran[name][0][truncated]
-    assert found["names"] == ["entropy", "log_probs", "router_agreement", "router_sums", HEAD_SUMS]
+    assert found["names"] == ["entropy", "log_probs", "router_agreement", "router_sums", TOP_TOKEN_SUMS]
     model = build(case.family)
     heads = list(sampler_heads(sequence_logits(model)))
     l_own, term, sums = reference_reading(sequence_logits(model), heads, truncated)
     close(response_values(found["log_probs"]), l_own)
-    close(torch.stack(list(found[HEAD_SUMS].unbind())), sums)
+    close(torch.stack(list(found[TOP_TOKEN_SUMS].unbind())), sums)
     (l_own.sum() + term.sum()).backward()
     expected, gradient = model.lm_head.weight.grad, found["gradient"]
     close(gradient / gradient.norm(), expected / expected.norm(), rtol=1e-4)

@@ -16,7 +16,7 @@ import torch
 from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.closeness import close
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.upstream import agent_loop, fake_quantization
 from verl_ext.upstream.engine_calls import CALL
@@ -269,7 +269,7 @@ def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, samplin
     for output in engine.llm.generate(PROMPTS, asked, use_tqdm=False):
         answer, found = output.outputs[0], {}
         agent_loop.take_head(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict=found)
-        ids, log_q = (torch.from_numpy(found[name]) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        ids, log_q = (torch.from_numpy(found[name]) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
         tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(output.prompt_token_ids) - 1 : -1]

@@ -4,8 +4,8 @@ import torch
 
 from tests.support.routing_families import build
 from tests.support.routing_ranks import LENGTHS, batch, make_worker, sequences
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS
-from verl_ext.core.head import Head, centering, divergence, read, weights_of
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS, TOP_TOKEN_SUMS
+from verl_ext.core.top_tokens import TopTokens, centering, divergence, read, weights_of
 
 K = 4
 WITHOUT = (1, 2)  # trajectory and response token that came without a head
@@ -27,7 +27,7 @@ def sampler_heads(logits_of, rows=None, lengths=LENGTHS):
 
 
 def give(data, heads):
-    for name, rows in zip((HEAD_IDS, HEAD_LOG_PROBS), zip(*heads, strict=True), strict=True):
+    for name, rows in zip((TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS), zip(*heads, strict=True), strict=True):
         data[name] = torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
     return data
 
@@ -40,7 +40,7 @@ def reference_reading(logits_of, heads, truncated, rows=None, lengths=LENGTHS):
     """l_theta [R] and centering term [R] of the response tokens with gradient, and sums [B, 5] by trajectory."""
     l_own, terms, sums = [], [], []
     for ids, (prompt, response), (tokens, log_q) in zip(rows or sequences(), lengths, heads, strict=True):
-        logits, head = logits_of(ids)[prompt - 1 : prompt - 1 + response], Head(tokens.long(), log_q)
+        logits, head = logits_of(ids)[prompt - 1 : prompt - 1 + response], TopTokens(tokens.long(), log_q)
         reading = read(logits, ids[prompt:], head, truncated=truncated)
         apart = divergence(reading, head, truncated=truncated)
         counts = torch.tensor([response, int((~head.known).sum())], dtype=torch.float64)
@@ -89,7 +89,7 @@ def run_heads(case, folder):
     plain, measured = (worker.infer_batch(data) for data in (batch(case, **asked), give(batch(case, **asked), heads)))
     if plain is not None:  # where the KL alone is asked for
         without, beside = (tu.get(output, "log_probs").values() for output in (plain, measured))
-        found["verls"] = torch.equal(without, beside) and HEAD_SUMS in measured.keys()  # noqa: SIM118
+        found["verls"] = torch.equal(without, beside) and TOP_TOKEN_SUMS in measured.keys()  # noqa: SIM118
     for truncated in (True, False):
         reader.use = HeadUse(truncated=truncated, centers=True, corrections=CORRECTIONS)
         output = worker.infer_batch(give(batch(case, calculate_entropy=True, compute_loss=False), heads))
@@ -97,6 +97,6 @@ def run_heads(case, folder):
         worker.train_batch(give(batch(case, **settings), heads))
         if output is not None:
             kept = {name: tu.get(output, name) for name in output.keys() if name != "metrics"}  # noqa: SIM118
-            found[truncated] = {name: kept[name] for name in ("log_probs", "entropy", HEAD_SUMS)}
+            found[truncated] = {name: kept[name] for name in ("log_probs", "entropy", TOP_TOKEN_SUMS)}
             found[truncated] |= {"names": sorted(kept), "gradient": gradients[-1]}
     return found

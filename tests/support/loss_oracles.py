@@ -6,6 +6,20 @@ A batch is [l_infer, l_old, l_theta, A, mask], each a [B, T] list of rows.
 import math
 
 import torch
+from hypothesis import strategies as st
+
+OF_2_17 = st.integers(-100 * 2**17, 0).map(lambda n: n / 2**17)  # float32 holds them, and sums are exact in any order
+
+
+@st.composite
+def batches(draw, rows=4, length=6):
+    """Rows of different lengths, whole rows masked among them: [l_infer, l_old, l_theta, A, mask] as [B, T] lists."""
+    sizes = draw(st.lists(st.integers(1, length), min_size=1, max_size=rows))
+
+    def table(values):
+        return [[draw(values) if t < n else 0 for t in range(length)] for n in sizes]
+
+    return [table(OF_2_17) for _ in range(3)] + [table(st.sampled_from([-1.5, 0.0, 2.0])), table(st.booleans())]
 
 
 def tensors(batch):

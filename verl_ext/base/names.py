@@ -2,7 +2,7 @@
 
 Fields have the names by which TransferQueue and the workers know them. They are jagged, one row per trajectory, [B, r]
 over its response tokens unless said otherwise; n of all its tokens, L MoE layers of the training engine, L' layers as
-the rollout ships them, K experts per token, H tokens of the sampler's head.
+the rollout ships them, K experts per token, H of the sampler's most likely tokens.
 """
 
 import os
@@ -21,15 +21,15 @@ ROUTE_SUM = "routed_experts_sum"  # ours: [B, 1] int64, the checksum of the row,
 LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 
 # From the rollout: ours.
-HEAD_IDS = "sampler_head_ids"  # [B, r, H] int32, the most likely tokens at each place
-HEAD_LOG_PROBS = "sampler_head_log_probs"  # [B, r, H] float32; -inf where there is no such token
+TOP_TOKEN_IDS = "top_token_ids"  # [B, r, H] int32, the most likely tokens at each place
+TOP_TOKEN_LOG_PROBS = "top_token_log_probs"  # [B, r, H] float32; -inf where there is no such token
 
 # From compute_log_prob: verl's, then ours.
 OLD_LOG_PROBS = "old_log_probs"  # l_old
 ENTROPY = "entropy"
 AGREEMENT = "router_agreement"  # share of a token's experts that both engines chose, mean over layers
 ROUTER_SUMS = "router_sums"  # [B, *], a trajectory's sums by layer, for the metrics
-HEAD_SUMS = "sampler_head_sums"  # [B, *], a trajectory's sums over the heads, for the metrics
+TOP_TOKEN_SUMS = "top_token_sums"  # [B, *], a trajectory's sums over its top tokens, for the metrics
 OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], the experts that it used, for R2
 SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: what the router chose,
 SHIFT_SCORES = "router_scores"  # and the log-probabilities that it gave them

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from verl_ext.base.errors import BatchError
 from verl_ext.base.methods import Method, Registry, require, settings_of
 from verl_ext.base.names import PROMPT_EFFECT
-from verl_ext.core import torch
+from verl_ext.core import no_grad, torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,18 +128,47 @@ def register_estimator(
     return register
 
 
+@no_grad
+def advantages_of_rows(
+    advantages_of_sessions: Callable[[Tensor, Tensor], Tensor],
+    rewards_B: Tensor,
+    uids: Sequence[object],
+    keys: Sequence[str] | None = None,
+) -> Tensor:
+    """Returns [B] float64: each row has its session's advantage, and each session counts once, by its last output.
+
+    Args:
+        advantages_of_sessions: an estimator with its settings, from (rewards_S, group_S) to [S].
+        rewards_B: [B] float, the reward of each row.
+        uids: [B]; rows of the same uid form a group.
+        keys: [B] trajectory ids; None if every row is a session of its own.
+
+    Raises:
+        BatchError: a reward is NaN or infinite, or the keys do not fit the batch.
+    """
+    if keys is not None and len(keys) != len(uids):
+        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(uids)} rows")
+    final_S = session_B = list(range(len(uids)))
+    if keys is not None:
+        sessions = Sessions.from_keys(keys)
+        final_S, session_B = sessions.final_S, sessions.session_B
+    group_S = torch.tensor(group_ids([uids[row] for row in final_S]), dtype=torch.long, device=rewards_B.device)
+    advantages_S = advantages_of_sessions(rewards_B.double()[final_S], group_S)
+    return advantages_S[session_B]
+
+
 def _group_statistics(rewards_S: Tensor, group_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the size of each session's group, its reward minus the group's mean, and the group's std; [S] float64
     each."""
     require_finite(rewards_S)
-    size, low, total = (rewards_S.new_zeros(_group_count(group_S)) for _ in range(3))
-    size.index_add_(0, group_S, torch.ones_like(rewards_S))
+    nothing_G = rewards_S.new_zeros(_group_count(group_S))
+    size = nothing_G.index_add(0, group_S, torch.ones_like(rewards_S))
     # Relative to the group's least reward, so that equal rewards give exactly 0: dividing a rounding error by a
     # standard deviation of almost 0 would make an advantage.
-    low.scatter_reduce_(0, group_S, rewards_S, "amin", include_self=False)
+    low = nothing_G.scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)
     above = rewards_S - low[group_S]
-    centred = above - (total.index_add_(0, group_S, above) / size)[group_S]
-    squares = torch.zeros_like(size).index_add_(0, group_S, centred.square())
+    centred = above - (nothing_G.index_add(0, group_S, above) / size)[group_S]
+    squares = nothing_G.index_add(0, group_S, centred.square())
     std = (squares / (size - 1).clamp(min=1)).sqrt()
     return size[group_S], centred, std[group_S]
 

@@ -4,7 +4,9 @@ Each is a pure function of its settings and of the quantities that its registrat
 these quantities, multiplies the weights of all corrections that are switched on, and counts their effects. Weights are
 detached constants. A token weighted 0 leaves the numerator of the loss; the trainer chooses the denominator
 (`stability.denominator`). A correction that acts in the update, on the policy being updated, is a function from a
-LossBatch to a LossChange, like a policy loss (`verl_ext.core.losses`); `opsm` is registered there as both.
+LossBatch to a LossChange, like a policy loss (`core.losses`); `opsm` is registered as both.
+
+Shape legend, in the update: B trajectories, T response tokens (padded).
 
     k = exp(l_old - l_infer)         training over inference, per token (the log-ratio clamped to +-20)
     p_infer, p_old                   the two probabilities, per token
@@ -16,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.methods import Method, Registry, require, require_one_of, settings_of
+from verl_ext.base.names import BUCKETS
 from verl_ext.core import Result, no_grad, torch
+from verl_ext.core.loss_batch import LossBatch, LossChange, masked_mean, masked_share
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 if TYPE_CHECKING:
@@ -321,6 +325,150 @@ def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
     """
     g = _exp(log_g)
     return _zero_outside(_one(g), below(g, low), above(g, high))
+
+
+@dataclass(frozen=True)
+class SequenceDivergence:
+    """Per sequence, means over its m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
+
+    Attributes:
+        mismatch: mean(l_infer - l_old), the disagreement of the two engines.
+        staleness: mean(l_old - l_theta), the movement of the policy since then.
+    """
+
+    mismatch: Tensor
+    staleness: Tensor
+
+    @property
+    def whole(self) -> Tensor:
+        """mean(l_infer - l_theta), which OPSM compares with delta; the two parts add up to it exactly."""
+        return self.mismatch + self.staleness
+
+
+@no_grad
+def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> SequenceDivergence:
+    """Splits the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
+
+    Args:
+        l_infer, l_old, l_theta: [B, T] log-probabilities, any float dtype.
+        mask: [B, T].
+    """
+    chosen = mask.bool()
+    n = chosen.sum(-1).clamp(min=1)
+    # torch.where, not a product: whatever stands in padding, NaN included, stays out of the mean.
+    mismatch = torch.where(chosen, l_infer.double() - l_old, 0.0).sum(-1) / n
+    staleness = torch.where(chosen, l_old.double() - l_theta, 0.0).sum(-1) / n
+    return SequenceDivergence(mismatch, staleness)
+
+
+@dataclass(frozen=True)
+class Opsm:
+    """The bound of off-policy sequence masking, and the choice of the sequences that it may mask.
+
+    Attributes:
+        delta: drop a response of negative advantage whose mean of l_infer - l_theta is above this many nats per token.
+            Any sign works: the mean can be negative. The paper gives no value, so it has to be set. `stability=opsm`
+            has 0.1; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
+        stale_only: keep all trajectories that the policy's own weights sampled; in the `sync` mode these are all.
+    """
+
+    delta: float = field(metadata={"for example": 0.1})
+    stale_only: bool = False
+
+    def __post_init__(self) -> None:
+        require(self, "delta", math.isfinite(self.delta), "must be a finite number of nats a token")
+
+
+def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
+    """Off-policy sequence masking: 0 where A < 0 and the sequence's divergence passes delta, else 1.
+
+    DeepSeek-V3.2 (arXiv 2512.02556) eq. 9. Its pi_old "denotes the sampling probability directly returned by the
+    inference framework", so the divergence is mean(l_infer - l_theta), with l_theta of the current update step.
+    A sequence whose divergence is NaN counts as past delta. TRL has the same as `off_policy_mask_threshold`.
+
+    Args:
+        divergence: [B], `SequenceDivergence.whole`.
+        advantages: [B, T].
+        delta: threshold in nats per token.
+
+    Returns:
+        [B, T] float32 of zeros and ones, to multiply into a token's weight.
+    """
+    near = divergence <= delta  # false for NaN
+    return ((advantages >= 0) | near[:, None]).float()
+
+
+@register_correction("opsm", Opsm, reads=("l_infer", "lag"), in_update=True)
+def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossChange:
+    """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
+
+    `stale_only` is ours. If the engines disagree much, masking by their disagreement ended every run of the lab
+    (docs/lab.md); with `stale_only`, only stale sequences can be masked. Without lags, no sequence is stale.
+
+    Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
+    staleness, the two parts of the divergence, means over those sequences. If rollouts can be older than the policy,
+    `mismatch` includes the policy's movement since then. So sequences_dropped and mismatch are also logged by lag, as
+    the contribution of each.
+    """
+    parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
+    keep = opsm_mask(parts.whole, batch.advantages, delta)
+    if stale_only:
+        stale = torch.zeros_like(parts.whole, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
+        keep = torch.where(stale[:, None], keep, 1.0)
+    dropped = (keep == 0) & batch.mask
+    rows = batch.mask.any(-1)
+    metrics = {
+        "dropped": masked_share(dropped, batch.mask),
+        "sequences_dropped": masked_share(dropped.any(-1), rows),
+        "mismatch": masked_mean(parts.mismatch, rows),
+        "staleness": masked_mean(parts.staleness, rows),
+    }
+    if batch.lag is not None:
+        for index, name in enumerate(BUCKETS["lag"]):
+            # Parts of a mean, not means: verl averages over micro-batches and ranks, all of which must have all names.
+            of_lag = rows & (batch.lag.amax(-1) == index)
+            metrics[f"mismatch/lag/{name}"] = masked_mean(torch.where(of_lag, parts.mismatch, 0.0), rows)
+            metrics[f"sequences_dropped/lag/{name}"] = masked_share(dropped.any(-1) & of_lag, rows)
+    return LossChange(weight=keep, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class M2po:
+    """The bound on the second moment of the ratio.
+
+    Attributes:
+        threshold: the largest mean of (l_theta - l_infer)^2 over the tokens that an update moves further from the
+            rollout, in nats squared.
+    """
+
+    threshold: float = 0.04
+
+    def __post_init__(self) -> None:
+        require(self, "threshold", 0 < self.threshold < math.inf, "must be above 0 and finite")
+
+
+@register_correction("m2po", M2po, reads=("l_infer",), in_update=True)
+def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
+    """Weight 0 on the tokens that an update moves further from the rollout, largest (log r)^2 first, until the mean of
+    the rest is at most `threshold`; r = exp(l_theta - l_infer).
+
+    M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04. It considers
+    the tokens with A > 0 and r > 1, or A < 0 and r < 1, as PPO's clip does. Its objective weighs the others by r; here
+    `tis` does that, or the loss in bypass mode. The mean is of a micro-batch, as in the authors' code
+    (Infini-AI-Lab/M2PO), which clips PPO's ratio at the resulting bound. AReaL's `m2_threshold` takes all tokens, for
+    either sign of A, and l_old instead of l_theta. NaN weighs 0.
+
+    Metrics: dropped, share of the tokens; second_moment, the mean before any is dropped.
+    """
+    log_r = (batch.l_theta.double() - batch.require("l_infer")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    moved = batch.mask & (batch.advantages.sign() * log_r > 0)  # false for NaN
+    squares, order = log_r[moved].square().sort()
+    # The running mean of sorted values never falls, so what is within the bound is a prefix.
+    within = squares.cumsum(0) <= threshold * torch.arange(1, len(squares) + 1, device=squares.device)
+    keep = (~log_r.isnan()).float()
+    keep[moved] = within.float()[order.argsort()]
+    metrics = {"dropped": masked_share(keep == 0, batch.mask), "second_moment": masked_mean(log_r.square(), moved)}
+    return LossChange(weight=keep, metrics=metrics)
 
 
 def _one(value: Tensor) -> Tensor:

@@ -360,10 +360,9 @@ def zero_variance(batch: FilterBatch) -> Tensor:
     rewards_S = batch.rewards_B[sessions.final_S]
     require_finite(rewards_S)
     size = torch.bincount(group_S)
-    low, high = (
-        rewards_S.new_zeros(len(size)).scatter_reduce_(0, group_S, rewards_S, kind, include_self=False)
-        for kind in ("amin", "amax")
-    )
+    nothing_G = rewards_S.new_zeros(len(size))
+    low = nothing_G.scatter_reduce(0, group_S, rewards_S, "amin", include_self=False)
+    high = nothing_G.scatter_reduce(0, group_S, rewards_S, "amax", include_self=False)
     keep_G = (size == 1) | (low < high)
     return keep_G[group_S][sessions.session_B][batch.tokens.row_of_token()]
 
@@ -473,7 +472,8 @@ def retokenization_drift(batch: FilterBatch) -> FilterResult:
     Metric:
         drifted: share of the trajectories with kept tokens that encode otherwise.
     """
-    decode, encode = (batch.require(name, "retokenization_drift") for name in ("decode", "encode"))
+    decode = batch.require("decode", "retokenization_drift")
+    encode = batch.require("encode", "retokenization_drift")
     tokens = batch.tokens
     keep_N = torch.ones_like(tokens.mask)
     drifted = looked_at = 0

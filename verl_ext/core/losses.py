@@ -1,4 +1,4 @@
-"""The policy losses, and the parts of them and of the workers' loss: sequence masks, penalties, a KL estimate.
+"""The policy losses, and the parts of them and of the workers' loss: penalties, a KL estimate, a factor by router.
 
 Shape legend: B trajectories, T response tokens (padded), N tokens, L MoE layers, K experts per token.
 Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. A tensor carries a gradient only if its description says so.
@@ -9,72 +9,18 @@ tokens loses digits too), so exponents and sums run in float64 for every input d
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ext.base.methods import Chosen, Method, Registry, require, settings_of
-from verl_ext.base.names import BUCKETS
+from verl_ext.base.methods import Method, Registry, require, settings_of
 from verl_ext.core import no_grad, torch
-from verl_ext.core.corrections import IcePop, icepop, register_correction
+from verl_ext.core.corrections import IcePop, Opsm, icepop, opsm
+from verl_ext.core.loss_batch import READABLE, LossBatch, LossChange, masked_mean, masked_share
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-READABLE = ("k", "l_infer", "entropy", "router_agreement", "router_deviation", "lag")
-
-
-@dataclass(frozen=True)
-class LossBatch:
-    """The inputs of a policy loss, [B, T] each. An optional one is given if the loss is registered to read it.
-
-    Attributes:
-        l_theta: with gradient.
-        mask: m, bool.
-        k: the mismatch ratio exp(l_old - l_infer), 0 where it is not a number.
-        entropy: of the training policy before the update, in nats.
-        router_agreement: share of a token's experts that both engines chose, mean over layers.
-        router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers.
-        lag: int, the trajectory's bucket of `Lag`; None, though a method reads it, in synchronous training.
-    """
-
-    l_theta: Tensor
-    l_old: Tensor
-    advantages: Tensor
-    mask: Tensor
-    k: Tensor | None = None
-    l_infer: Tensor | None = None
-    entropy: Tensor | None = None
-    router_agreement: Tensor | None = None
-    router_deviation: Tensor | None = None
-    lag: Tensor | None = None
-
-    def require(self, name: str) -> Tensor:
-        """Returns the optional tensor `name`; raises ValueError if the registration does not name it."""
-        value = getattr(self, name)
-        if value is None:
-            raise ValueError(f"the batch comes without {name}: register the function with reads=({name!r},)")
-        return value
-
-
-@dataclass(frozen=True)
-class LossChange:
-    """The changes to the base loss; None leaves a part as it is.
-
-    Attributes:
-        weight: [B, T], multiplied into the tokens' weights; always detached.
-        log_factor: [B, T], added to the log-ratio before the base clips; detached too.
-        term: [B, T] with gradient, whose mean over all response tokens is added to the loss, in every loss_agg_mode.
-        metrics: of this micro-batch, logged as `actor/<name>/<metric>`.
-    """
-
-    weight: Tensor | None = None
-    log_factor: Tensor | None = None
-    term: Tensor | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 LossFunction = Callable[..., LossChange]
@@ -125,26 +71,6 @@ def register_loss(
     return register
 
 
-def change(chosen: Chosen, batch: LossBatch, gives: Collection[str]) -> LossChange:
-    """Calls a method with its settings on a batch.
-
-    Raises:
-        ValueError: the method gives a part that is not in `gives`, or a tensor that is not [B, T].
-    """
-    found = chosen.method.function(batch, **asdict(chosen.settings))
-    expected = tuple(batch.mask.shape)
-    for name in ("weight", "log_factor", "term"):
-        if (tensor := getattr(found, name)) is None:
-            continue
-        if name not in gives:
-            raise ValueError(f"{chosen.name} gives a {name}; it is registered to give {' and '.join(gives)}")
-        if tensor.shape != expected:
-            raise ValueError(
-                f"{chosen.name} gives a {name} of shape {tuple(tensor.shape)} where {expected} is expected"
-            )
-    return found
-
-
 GATES = ("action", "response")
 
 
@@ -155,153 +81,14 @@ def icepop_loss(batch: LossBatch, *, alpha: float, beta: float) -> LossChange:
     Metrics: dropped_low, dropped_high, the shares of tokens below and above the band.
     """
     tokens = icepop(batch.require("k"), alpha, beta)
-    metrics = {"dropped_low": _share(tokens.low, batch.mask), "dropped_high": _share(tokens.high, batch.mask)}
+    metrics = {
+        "dropped_low": masked_share(tokens.low, batch.mask),
+        "dropped_high": masked_share(tokens.high, batch.mask),
+    }
     return LossChange(weight=tokens.weight, metrics=metrics)
 
 
-@dataclass(frozen=True)
-class SequenceDivergence:
-    """Per sequence, means over its m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
-
-    Attributes:
-        mismatch: mean(l_infer - l_old), the disagreement of the two engines.
-        staleness: mean(l_old - l_theta), the movement of the policy since then.
-    """
-
-    mismatch: Tensor
-    staleness: Tensor
-
-    @property
-    def whole(self) -> Tensor:
-        """mean(l_infer - l_theta), which OPSM compares with delta; the two parts add up to it exactly."""
-        return self.mismatch + self.staleness
-
-
-@no_grad
-def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> SequenceDivergence:
-    """Splits the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
-
-    Args:
-        l_infer, l_old, l_theta: [B, T] log-probabilities, any float dtype.
-        mask: [B, T].
-    """
-    chosen = mask.bool()
-    n = chosen.sum(-1).clamp(min=1)
-    # torch.where, not a product: whatever stands in padding, NaN included, stays out of the mean.
-    return SequenceDivergence(
-        *(torch.where(chosen, part, 0.0).sum(-1) / n for part in (l_infer.double() - l_old, l_old.double() - l_theta))
-    )
-
-
-@dataclass(frozen=True)
-class Opsm:
-    """The bound of off-policy sequence masking, and the choice of the sequences that it may mask.
-
-    Attributes:
-        delta: drop a response of negative advantage whose mean of l_infer - l_theta is above this many nats per token.
-            Any sign works: the mean can be negative. The paper gives no value, so it has to be set. `stability=opsm`
-            has 0.1; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
-        stale_only: keep all trajectories that the policy's own weights sampled; in the `sync` mode these are all.
-    """
-
-    delta: float = field(metadata={"for example": 0.1})
-    stale_only: bool = False
-
-    def __post_init__(self) -> None:
-        require(self, "delta", math.isfinite(self.delta), "must be a finite number of nats a token")
-
-
-def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
-    """Off-policy sequence masking: 0 where A < 0 and the sequence's divergence passes delta, else 1.
-
-    DeepSeek-V3.2 (arXiv 2512.02556) eq. 9. Its pi_old "denotes the sampling probability directly returned by the
-    inference framework", so the divergence is mean(l_infer - l_theta), with l_theta of the current update step.
-    A sequence whose divergence is NaN counts as past delta. TRL has the same as `off_policy_mask_threshold`.
-
-    Args:
-        divergence: [B], `SequenceDivergence.whole`.
-        advantages: [B, T].
-        delta: threshold in nats per token.
-
-    Returns:
-        [B, T] float32 of zeros and ones, to multiply into a token's weight.
-    """
-    near = divergence <= delta  # false for NaN
-    return ((advantages >= 0) | near[:, None]).float()
-
-
-@register_correction("opsm", Opsm, reads=("l_infer", "lag"), in_update=True)
-@register_loss("opsm", Opsm, reads=("l_infer", "lag"))
-def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossChange:
-    """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
-
-    `stale_only` is ours. If the engines disagree much, masking by their disagreement ended every run of the lab
-    (docs/lab.md); with `stale_only`, only stale sequences can be masked. Without lags, no sequence is stale.
-
-    Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
-    staleness, the two parts of the divergence, means over those sequences. If rollouts can be older than the policy,
-    `mismatch` includes the policy's movement since then. So sequences_dropped and mismatch are also logged by lag, as
-    the contribution of each.
-    """
-    parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
-    keep = opsm_mask(parts.whole, batch.advantages, delta)
-    if stale_only:
-        stale = torch.zeros_like(parts.whole, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
-        keep = torch.where(stale[:, None], keep, 1.0)
-    dropped = (keep == 0) & batch.mask
-    rows = batch.mask.any(-1)
-    metrics = {
-        "dropped": _share(dropped, batch.mask),
-        "sequences_dropped": _share(dropped.any(-1), rows),
-        "mismatch": _mean(parts.mismatch, rows),
-        "staleness": _mean(parts.staleness, rows),
-    }
-    if batch.lag is not None:
-        for index, name in enumerate(BUCKETS["lag"]):
-            # Parts of a mean, not means: verl averages over micro-batches and ranks, all of which must have all names.
-            of_lag = rows & (batch.lag.amax(-1) == index)
-            metrics[f"mismatch/lag/{name}"] = _mean(torch.where(of_lag, parts.mismatch, 0.0), rows)
-            metrics[f"sequences_dropped/lag/{name}"] = _share(dropped.any(-1) & of_lag, rows)
-    return LossChange(weight=keep, metrics=metrics)
-
-
-@dataclass(frozen=True)
-class M2po:
-    """The bound on the second moment of the ratio.
-
-    Attributes:
-        threshold: the largest mean of (l_theta - l_infer)^2 over the tokens that an update moves further from the
-            rollout, in nats squared.
-    """
-
-    threshold: float = 0.04
-
-    def __post_init__(self) -> None:
-        require(self, "threshold", 0 < self.threshold < math.inf, "must be above 0 and finite")
-
-
-@register_correction("m2po", M2po, reads=("l_infer",), in_update=True)
-def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
-    """Weight 0 on the tokens that an update moves further from the rollout, largest (log r)^2 first, until the mean of
-    the rest is at most `threshold`; r = exp(l_theta - l_infer).
-
-    M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04. It considers
-    the tokens with A > 0 and r > 1, or A < 0 and r < 1, as PPO's clip does. Its objective weighs the others by r; here
-    `tis` does that, or the loss in bypass mode. The mean is of a micro-batch, as in the authors' code
-    (Infini-AI-Lab/M2PO), which clips PPO's ratio at the resulting bound. AReaL's `m2_threshold` takes all tokens, for
-    either sign of A, and l_old instead of l_theta. NaN weighs 0.
-
-    Metrics: dropped, share of the tokens; second_moment, the mean before any is dropped.
-    """
-    log_r = (batch.l_theta.double() - batch.require("l_infer")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    moved = batch.mask & (batch.advantages.sign() * log_r > 0)  # false for NaN
-    squares, order = log_r[moved].square().sort()
-    # The running mean of sorted values never falls, so what is within the bound is a prefix.
-    within = squares.cumsum(0) <= threshold * torch.arange(1, len(squares) + 1, device=squares.device)
-    keep = (~log_r.isnan()).float()
-    keep[moved] = within.float()[order.argsort()]
-    metrics = {"dropped": _share(keep == 0, batch.mask), "second_moment": _mean(log_r.square(), moved)}
-    return LossChange(weight=keep, metrics=metrics)
+register_loss("opsm", Opsm, reads=("l_infer", "lag"))(opsm)
 
 
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
@@ -369,7 +156,7 @@ def llds(batch: LossBatch, *, coef: float, gate: str) -> LossChange:
     Metrics: penalised, share of the tokens; penalty, its mean.
     """
     penalty = llds_penalty(batch.l_theta, batch.l_old, batch.advantages, batch.mask, gate)
-    metrics = {"penalised": _share(penalty > 0, batch.mask), "penalty": _mean(penalty.detach(), batch.mask)}
+    metrics = {"penalised": masked_share(penalty > 0, batch.mask), "penalty": masked_mean(penalty.detach(), batch.mask)}
     return LossChange(term=coef * penalty, metrics=metrics)
 
 
@@ -395,9 +182,9 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
     """
     chosen = mask.bool()
     # torch.where on what goes in: on what comes out, it would leave a gradient of 0 * NaN.
-    theta, ref, sampled = (
-        torch.where(chosen, values.double(), 0.0) for values in (l_theta, l_ref.detach(), l_sampled.detach())
-    )
+    theta = torch.where(chosen, l_theta.double(), 0.0)
+    ref = torch.where(chosen, l_ref.detach().double(), 0.0)
+    sampled = torch.where(chosen, l_sampled.detach().double(), 0.0)
     fixed = theta.detach()
     ratio = (fixed - sampled).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     log_x = (ref - fixed).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -453,14 +240,6 @@ def router_shift(batch: LossBatch, *, floor: float) -> LossChange:
     Metrics: factor, its mean; floored, the share of tokens at the floor.
     """
     factor = router_shift_factor(batch.require("router_deviation"), floor)
-    metrics = {"factor": _mean(factor, batch.mask), "floored": _share(factor <= floor, batch.mask)}
+    metrics = {"factor": masked_mean(factor, batch.mask), "floored": masked_share(factor <= floor, batch.mask)}
     # A floor of 0 lets the factor be 0, whose logarithm the base's clamp of the log-ratio then bounds.
     return LossChange(log_factor=factor.clamp(min=torch.finfo(factor.dtype).tiny).log(), metrics=metrics)
-
-
-def _share(chosen: Tensor, mask: Tensor) -> float:
-    return ((chosen.bool() & mask).sum() / mask.sum().clamp(min=1)).item()
-
-
-def _mean(values: Tensor, mask: Tensor) -> float:
-    return (torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)).item()

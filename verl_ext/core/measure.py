@@ -25,7 +25,7 @@ from verl_ext.core.breakdown import (
 )
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.mismatch import Mismatch, mismatch_metrics, mismatch_sums, probabilities
-from verl_ext.core.tokens import EXACT, Tokens, expand, segment_sums, total
+from verl_ext.core.tokens import EXACT_COUNT, Tokens, expand, segment_sums, total
 
 Settings = Mapping[str, Any]
 
@@ -127,8 +127,8 @@ def correction_metrics(sums: Sums, corrections: Mapping[str, Settings]) -> dict[
     return metrics
 
 
-BLOCK = 131_072  # tokens: some 14 MB of temporaries
-GPU_BLOCK = EXACT // 2
+TOKENS_AT_ONCE = 131_072  # tokens: some 14 MB of temporaries
+TOKENS_AT_ONCE_ON_GPU = EXACT_COUNT // 2
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def measure(
         tokens: any device, any float dtype; a padded batch is `Tokens.from_padded`.
         corrections: name -> settings, e.g. `{"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {...}}`.
         breakdown: also give metrics by probability, entropy, position and turn.
-        block: tokens taken at a time, in whole trajectories (default: BLOCK on a CPU, GPU_BLOCK on a GPU).
+        block: tokens taken at a time, in whole trajectories (default: TOKENS_AT_ONCE, or TOKENS_AT_ONCE_ON_GPU).
 
     The metrics are in `verl_ext.base.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, of the
     tokens where that is not NaN: which were compared. Means are over tokens with m = 1; what is a mean over none is
@@ -210,7 +210,7 @@ def gather(
         origin: that of an earlier part, if the routers' agreement was compared.
     """
     device = tokens.mask.device
-    size = block or (BLOCK if device.type == "cpu" else GPU_BLOCK)
+    size = block or (TOKENS_AT_ONCE if device.type == "cpu" else TOKENS_AT_ONCE_ON_GPU)
     weight = torch.zeros(len(tokens.mask), device=device) if corrections else None
     scratch = Scratch(device)
     sums: list[Sums] = []

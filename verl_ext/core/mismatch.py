@@ -127,8 +127,8 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
 
 
 SIGNS = {"positive": 1, "negative": -1}
-BLOCK = 1 << 20
-ROW_BLOCK = 1 << 17  # tokens, in whole trajectories: their temporaries stay in a core's cache
+TOKENS_AT_ONCE = 1 << 20
+ROW_TOKENS_AT_ONCE = 1 << 17  # tokens, in whole trajectories: their temporaries stay in a core's cache
 
 
 @torch.no_grad()
@@ -141,8 +141,8 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
         advantages_N: any float dtype; 0 belongs to neither sign.
     """
     sums = torch.zeros(3, 3, dtype=torch.float64)
-    for start in range(0, len(advantages_N), BLOCK):
-        block = slice(start, start + BLOCK)
+    for start in range(0, len(advantages_N), TOKENS_AT_ONCE):
+        block = slice(start, start + TOKENS_AT_ONCE)
         log_k_n = tokens.l_old[block].double() - tokens.l_infer[block].double()
         counts_n = tokens.mask[block] & log_k_n.isfinite()
         sums[2, 0] += counts_n.sum().cpu()
@@ -157,7 +157,7 @@ def sums_by_row(tokens: Tokens) -> Tensor:
     """Returns [B, 4] float64 for each trajectory: the number of tokens that count (as in `sums_by_sign`), their k1 and
     k3, and its number of generated tokens."""
     sums = torch.zeros(len(tokens.offsets) - 1, 4, dtype=torch.float64, device=tokens.mask.device)
-    for part, rows in blocks(tokens.offsets, ROW_BLOCK):
+    for part, rows in blocks(tokens.offsets, ROW_TOKENS_AT_ONCE):
         mask, lengths = tokens.mask[part], tokens.offsets[rows.start : rows.stop + 1].diff()
         log_k = tokens.l_old[part].double() - tokens.l_infer[part].double()
         counts = mask & log_k.isfinite()
@@ -178,9 +178,10 @@ def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int
     """
     values, offsets, found = advantages.values(), advantages.offsets(), torch.zeros(3, 3, dtype=torch.float64)
     left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
-    for part, rows in blocks(offsets, ROW_BLOCK):
+    for part, rows in blocks(offsets, ROW_TOKENS_AT_ONCE):
         lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
-        above, below = (segment_sums(signs.double(), lengths).cpu() for signs in (values[part] > 0, values[part] < 0))
+        above = segment_sums((values[part] > 0).double(), lengths).cpu()
+        below = segment_sums((values[part] < 0).double(), lengths).cpu()
         alike = ((above == of_row[:, 3]) & (below == 0), (below == of_row[:, 3]) & (above == 0))
         for row, these in zip(found, alike, strict=False):
             row += of_row[these & (above + below > 0), :3].sum(0)
@@ -195,12 +196,13 @@ def advantage_metrics(sums: Tensor) -> dict[str, float]:
     no token are left out."""
     *by_sign, (counted, _, _) = sums.tolist()
     metrics: dict[str, float] = {}
+    k1_of = {}
     for name, (count, k1, k3) in zip(SIGNS, by_sign, strict=True):
         if counted:
             metrics[f"vllm_kl/share/advantage/{name}"] = count / counted
         if count:
-            metrics |= {f"vllm_kl/k1/advantage/{name}": k1 / count, f"vllm_kl/k3/advantage/{name}": k3 / count}
-    if all(count for count, _, _ in by_sign):
-        positive, negative = (k1 / count for count, k1, _ in by_sign)
-        metrics["vllm_kl/advantage_skew"] = positive - negative
+            k1_of[name] = k1 / count
+            metrics |= {f"vllm_kl/k1/advantage/{name}": k1_of[name], f"vllm_kl/k3/advantage/{name}": k3 / count}
+    if len(k1_of) == len(SIGNS):
+        metrics["vllm_kl/advantage_skew"] = k1_of["positive"] - k1_of["negative"]
     return metrics

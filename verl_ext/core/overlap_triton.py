@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 128  # pairs of a program, one a thread
+PAIRS_OF_PROGRAM = 128  # one a thread
 
 
 @triton.jit
@@ -25,9 +25,9 @@ def count_common(
     infer_id_stride,
     L: tl.constexpr,  # known when compiling, so that the division is a multiplication
     K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # N * L * K can pass 2**31
+    pair = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)  # N * L * K can pass 2**31
     exists = pair < pairs
     token, layer = pair // L, pair % L
     train_at = train_NLK + token * train_token_stride + layer * train_layer_stride
@@ -35,7 +35,7 @@ def count_common(
     train = ()  # type: tuple  # a comment, for Triton would compile an annotation
     for k in tl.static_range(K):
         train += (tl.load(train_at + k * train_id_stride, mask=exists),)
-    common = tl.zeros([BLOCK], tl.uint8)
+    common = tl.zeros([SIZE], tl.uint8)
     for j in range(K):
         infer = tl.load(infer_at + j * infer_id_stride, mask=exists)
         found = infer == train[0]
@@ -52,7 +52,7 @@ def fused_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     if overlap_NL.numel() == 0:
         return overlap_NL
     with torch.cuda.device_of(train_NLK):
-        count_common[(triton.cdiv(N * L, BLOCK),)](
-            train_NLK, infer_NLK, overlap_NL, N * L, *train_NLK.stride(), *infer_NLK.stride(), L, K, BLOCK
+        count_common[(triton.cdiv(N * L, PAIRS_OF_PROGRAM),)](
+            train_NLK, infer_NLK, overlap_NL, N * L, *train_NLK.stride(), *infer_NLK.stride(), L, K, PAIRS_OF_PROGRAM
         )
     return overlap_NL

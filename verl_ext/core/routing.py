@@ -13,9 +13,9 @@ from torch import Tensor
 from verl_ext.core.blocks import Scratch
 from verl_ext.core.tokens import blocks
 
-BLOCK = 32_768  # tokens taken at a time: 25 MB per temporary for 94 layers
-PAIRS, GPU_PAIRS = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
-COMPARISONS = 2**22  # of ids at a time, a byte each
+TOKENS_AT_ONCE = 32_768  # tokens taken at a time: 25 MB per temporary for 94 layers
+PAIRS_AT_ONCE, PAIRS_AT_ONCE_ON_GPU = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
+COMPARISONS_AT_ONCE = 2**22  # of ids at a time, a byte each
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
 
@@ -49,16 +49,16 @@ def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     N, L, K = train_NLK.shape
     dtype = torch.promote_types(train_NLK.dtype, infer_NLK.dtype)
     overlap_NL = torch.full((N, L), K, dtype=torch.uint8, device=train_NLK.device)
-    tokens, scratch = max(1, PAIRS // max(1, L)), Scratch(train_NLK.device)
+    tokens, scratch = max(1, PAIRS_AT_ONCE // max(1, L)), Scratch(train_NLK.device)
     for start in range(0, N, tokens):
         part = slice(start, start + tokens)
-        train_PW, infer_PW = _view_words(
-            *(ids[part].to(dtype).contiguous().view(-1, K) for ids in (train_NLK, infer_NLK))
-        )
+        train_PK = train_NLK[part].to(dtype).contiguous().view(-1, K)
+        infer_PK = infer_NLK[part].to(dtype).contiguous().view(-1, K)
+        train_PW, infer_PW = _view_words(train_PK, infer_PK)
         unequal_P = train_PW[:, 0] != infer_PW[:, 0]
         for word in range(1, train_PW.shape[1]):
             unequal_P |= train_PW[:, word] != infer_PW[:, word]
-        overlap_P, size = overlap_NL[part].view(-1), max(1, COMPARISONS // K**2)
+        overlap_P, size = overlap_NL[part].view(-1), max(1, COMPARISONS_AT_ONCE // K**2)
         chunks: Iterable[Tensor | slice] = [slice(first, first + size) for first in range(0, len(unequal_P), size)]
         if 2 * unequal_P.count_nonzero() < len(unequal_P):  # else picking them out costs more than it saves
             chunks = unequal_P.nonzero().squeeze(1).split(size)
@@ -81,9 +81,8 @@ def _count_common(train_PK: Tensor, infer_PK: Tensor, scratch: Scratch) -> Tenso
     along contiguous memory."""
     (P, K), dtype = train_PK.shape, train_PK.dtype
     # In three dimensions: torch's copy of a transposed matrix is several times slower.
-    train_KP, infer_KP = (
-        scratch.empty(K, P, 1, dtype=dtype).copy_(ids.T.unsqueeze(2)).squeeze(2) for ids in (train_PK, infer_PK)
-    )
+    train_KP = scratch.empty(K, P, 1, dtype=dtype).copy_(train_PK.T.unsqueeze(2)).squeeze(2)
+    infer_KP = scratch.empty(K, P, 1, dtype=dtype).copy_(infer_PK.T.unsqueeze(2)).squeeze(2)
     # 0 or 1 in the dtype of the ids: torch compares wider ids into bool one by one.
     same_KKP = scratch.empty(K, K, P, dtype=dtype)
     torch.eq(train_KP.unsqueeze(1), infer_KP.unsqueeze(0), out=same_KKP)
@@ -144,7 +143,7 @@ def agreement(
     refused_N: Tensor | None = None,
     margin_NL: Tensor | None = None,
     own_NL: Tensor | None = None,
-    block: int = BLOCK,
+    block: int = TOKENS_AT_ONCE,
 ) -> tuple[Tensor, RouterSums]:
     """Computes the agreement of every token, and the sums that `router_metrics` reads.
 
@@ -316,8 +315,8 @@ REASONS = {
 """The reasons to refuse a row; the first that holds counts. Number i is i + 1 in `refused_rows`."""
 OUT_OF_RANGE, REPEATED, STUCK = range(1, 1 + len(REASONS))
 
-FEWEST = 32  # tokens of a trajectory that must all have the same experts before it counts as an error
-WITNESSES = 4  # of these, looked at first
+STUCK_TOKENS = 32  # tokens of a trajectory that must all have the same experts before it counts as an error
+WITNESS_TOKENS = 4  # of these, looked at first
 
 
 def known_rows(routes_TLK: Tensor) -> Tensor:
@@ -346,7 +345,7 @@ def refused_rows(routes_TLK: Tensor, experts: int, offsets: Tensor) -> Tensor:
     if routes_TLK.numel() == 0:
         return refused_T
     known_T = torch.empty(T, dtype=torch.bool, device=routes_TLK.device)
-    size = max(1, (GPU_PAIRS if routes_TLK.is_cuda else PAIRS) // L)
+    size = max(1, (PAIRS_AT_ONCE_ON_GPU if routes_TLK.is_cuda else PAIRS_AT_ONCE) // L)
     narrow = torch.uint8 if experts <= 256 else routes_TLK.dtype  # for ids in range, and faster
     for part in (slice(start, start + size) for start in range(0, T, size)):
         routes_tLK = routes_TLK[part]
@@ -389,14 +388,14 @@ def _out_of_range(routes_tLK: Tensor, experts: int) -> Tensor | None:
 
 
 def _stuck(routes_TLK: Tensor, known_T: Tensor, offsets: Tensor) -> Tensor:
-    """[B] bool: some layer has the same experts for every known row of the trajectory, of which there are FEWEST."""
+    """Returns [B] bool: some layer has the same experts for all known rows, of which there are STUCK_TOKENS."""
     rows = known_T.nonzero().squeeze(1)
     starts = torch.searchsorted(rows, offsets)  # among the known rows
     counts = starts.diff()
-    long_b = (counts >= FEWEST).nonzero().squeeze(1)
+    long_b = (counts >= STUCK_TOKENS).nonzero().squeeze(1)
     stuck_B = torch.zeros_like(counts, dtype=torch.bool)
-    steps = torch.arange(WITNESSES, device=rows.device)
-    picked_bw = starts[long_b, None] + steps * (counts[long_b, None] - 1) // (WITNESSES - 1)
+    steps = torch.arange(WITNESS_TOKENS, device=rows.device)
+    picked_bw = starts[long_b, None] + steps * (counts[long_b, None] - 1) // (WITNESS_TOKENS - 1)
     sets_bwLK = routes_TLK[rows[picked_bw]].sort(-1).values
     for place, layer in (sets_bwLK == sets_bwLK[:, :1]).all(-1).all(1).nonzero().tolist():  # hardly ever any
         trajectory = long_b[place]

@@ -35,7 +35,7 @@ class Lag:
         return torch.where(spans, len(LAG_EDGES), torch.bucketize(self.oldest, edges, right=True))
 
 
-EXACT = 2**24  # up to here float32 counts, and stops
+EXACT_COUNT = 2**24  # up to here float32 counts, and stops
 # Response tokens of a batch that the controller holds: of a step's fields 120 MB, and as much again on their way.
 BLOCK_TOKENS = 2**22
 
@@ -53,12 +53,12 @@ def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
 
 def total(values: Tensor) -> Tensor:
     """Returns the float64 sum of [n] values; sums float32 in parts that it counts exactly, at the cost of float32."""
-    return torch.stack([part.sum().double() for part in values.split(EXACT)]).sum()
+    return torch.stack([part.sum().double() for part in values.split(EXACT_COUNT)]).sum()
 
 
 def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive stretches of [n] values; 0 for an empty one. Of float32, float64 where n passes EXACT."""
-    if len(values) > EXACT:
+    """Returns sums of consecutive stretches of [n] values, 0 for an empty one; in float64 if n passes EXACT_COUNT."""
+    if len(values) > EXACT_COUNT:
         values = values.double()
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True, initial=0)
 

@@ -2,3 +2,5 @@
 
 `base.patching.runs_on_cpu` tests whether a run asks for it. If not, nothing of this package is imported.
 """
+
+import verl_ext.cpu.changes  # noqa: F401 (whatever is imported from here finds its changes in the table)

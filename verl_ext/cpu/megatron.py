@@ -1,7 +1,7 @@
 """verl's Megatron engine on CPU cores: stand-ins for the parts of CUDA that megatron-core, mbridge and Megatron-Bridge
 use.
 
-Each function is one change of `base.changes`: it checks that the code to be changed is the expected one, raises a
+Each function is one change of `cpu.changes`: it checks that the code to be changed is the expected one, raises a
 `PatchError` if not, and returns a function that undoes it. Only a process that builds a Megatron engine applies
 `adapt_megatron`. `cpu.transformer_engine` has the layers.
 

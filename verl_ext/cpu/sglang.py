@@ -3,7 +3,7 @@
 Importing this module prepares a process for SGLang: everything waits until SGLang is imported. verl's processes import
 it with the plugin. The processes that SGLang spawns import it first, because they call `run_cpu_process`.
 
-Each function that returns an `Undo` is one change of `base.changes`.
+Each function that returns an `Undo` is one change of `cpu.changes`.
 """
 
 import importlib

@@ -136,7 +136,7 @@ class GroupedLinear(nn.Module):
     ) -> dict[str, Any]:
         """Returns the place of each expert's weight in a checkpoint, as TEGroupedLinear does, but without fp8 state."""
         metadata = metadata or {}
-        first, experts = (self.num_gemms * part(self.groups.ep) for part in (get_pg_rank, get_pg_size))
+        first, experts = self.num_gemms * get_pg_rank(self.groups.ep), self.num_gemms * get_pg_size(self.groups.ep)
         apart = metadata.get("singleton_local_shards", False)  # a key of its own for each expert
         found = {}
         for index, weight in enumerate(self.weights()):
@@ -203,14 +203,16 @@ class TEDotProductAttention(DotProductAttention):
         grouped = query.shape[1] != key.shape[1]
         group = mpu.get_context_parallel_group()
         ranks, rank = group.size(), group.rank()
-        of_ranks = [gather_from_sequence_parallel_region(x, group=group).chunk(ranks) for x in (key, value)]
+        keys = gather_from_sequence_parallel_region(key, group=group).chunk(ranks)
+        values = gather_from_sequence_parallel_region(value, group=group).chunk(ranks)
         parts = []
         for start, end in pairwise(ends):
             mine = slice(start // ranks, end // ranks)
-            q, k, v = (x.movedim(0, 1) for x in (query[mine], *(torch.cat([x[mine] for x in of]) for of in of_ranks)))
             places = [places_of(each, ranks, end - start) for each in range(ranks)]
             out = F.scaled_dot_product_attention(
-                *(q, k, v),
+                query[mine].movedim(0, 1),
+                torch.cat([part[mine] for part in keys]).movedim(0, 1),
+                torch.cat([part[mine] for part in values]).movedim(0, 1),
                 attn_mask=places[rank][:, None] >= torch.cat(places) if ranks > 1 else None,
                 is_causal=ranks == 1,
                 scale=self.softmax_scale,

@@ -2,7 +2,7 @@
 
 verl loads new weights into a running engine after every training step, and reads the experts of each token. The sync
 canary reads log-probs of prompts. The unchanged CPU backend can do none of this. Each function is one change of
-`base.changes`: it checks that the code to be changed is the expected one, raises a `PatchError` if not, and returns a
+`cpu.changes`: it checks that the code to be changed is the expected one, raises a `PatchError` if not, and returns a
 function that undoes it.
 
 Two versions of vLLM are supported, the default and the newest. They differ in how experts are computed:

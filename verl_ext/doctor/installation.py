@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from packaging.specifiers import SpecifierSet
 
-from verl_ext.base.changes import ON_CPU, TABLE
+from verl_ext.base.changes import TABLE
 from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODEL
 from verl_ext.launch.packages import ATTENTION, Import, imported, module, pinned, remedy, source
@@ -193,14 +193,18 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 def upstream(context: Context) -> Iterable[CheckResult]:
     """The changes to verl, vLLM and their libraries, against the versions that each was written for.
 
-    Source: the table in verl_ext/base/changes.py.
+    Source: the tables in verl_ext/base/changes.py and, on CPU cores, verl_ext/cpu/changes.py.
     """
+    changes = TABLE
+    if context.on_cpu:
+        from verl_ext.cpu import changes as cpu
+
+        changes += cpu.TABLE
     written_for: dict[tuple[str, str], list[str]] = {}
-    for change in TABLE:
-        if context.on_cpu or change.when != ON_CPU:
-            for distribution, wanted in change.versions.items():
-                if distribution in context.versions:
-                    written_for.setdefault((distribution, wanted), []).append(change.name)
+    for change in changes:
+        for distribution, wanted in change.versions.items():
+            if distribution in context.versions:
+                written_for.setdefault((distribution, wanted), []).append(change.name)
     fit = True
     for (distribution, wanted), names in written_for.items():
         found = context.versions[distribution]

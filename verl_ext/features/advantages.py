@@ -3,7 +3,7 @@
     algorithm.adv_estimator=qae            +algorithm.qae.k=0.4
     algorithm.adv_estimator=grpo_positive  +algorithm.grpo_positive.negative_scale=0.0
 
-Shape legend: B rows of a batch, T response tokens, S sessions.
+Shape legend: B rows of a batch, T response tokens.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import BatchError, ConfigError
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen, Method, build
-from verl_ext.core import torch
-from verl_ext.core.advantages import ESTIMATORS, Sessions, group_ids
+from verl_ext.core.advantages import ESTIMATORS, advantages_of_rows
 from verl_ext.features.feature import IN_THE_STEP, Demand, Feature, RunFeatures, TableLine
 
 if TYPE_CHECKING:
@@ -108,23 +107,12 @@ def estimate(
         BatchError: a reward is NaN or infinite, or the keys of `session_keys` do not fit the batch.
         ConfigError: a setting of `algorithm.NAME`.
     """
-    settings = asdict(estimator_settings(method, config))
     norm_by_std = config is None or bool(config.get("norm_adv_by_std_in_grpo", True))
-    keys = _keys.get()
-    if keys is None:
-        final = session = list(range(len(index)))
-    elif len(keys) == len(index):
-        sessions = Sessions.from_keys(keys)
-        final, session = sessions.final_S, sessions.session_B
-    else:
-        raise BatchError(f"session_keys has {len(keys)} trajectory ids and the batch {len(index)} rows")
-    device = token_level_rewards.device
-    with torch.no_grad():
-        rewards_S = token_level_rewards.double().sum(dim=-1)[torch.tensor(final, dtype=torch.long, device=device)]
-        group_S = torch.tensor(group_ids([index[row] for row in final]), dtype=torch.long, device=device)
-        advantages_S = method.function(rewards_S, group_S, norm_by_std=norm_by_std, **settings)
-        row_of = torch.tensor(session, dtype=torch.long, device=device)
-        advantages = advantages_S[row_of].to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
+    settings = asdict(estimator_settings(method, config))
+    estimator = partial(method.function, norm_by_std=norm_by_std, **settings)
+    rewards_B = token_level_rewards.double().sum(dim=-1)
+    advantages_B = advantages_of_rows(estimator, rewards_B, index, _keys.get())
+    advantages = advantages_B.to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
     return advantages, advantages
 
 

@@ -168,7 +168,7 @@ class HeadSettings:
     Attributes:
         k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
             each. Sets vLLM's `max_logprobs`. With 0, a feature that needs a head sets the number: truncated sampling
-            (`top_k`) or score centering (128). More in docs/methods.md#the-samplers-head.
+            (`top_k`) or score centering (128). More in docs/methods.md#top-tokens.
     """
 
     k: int = 0

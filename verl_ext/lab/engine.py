@@ -27,8 +27,8 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.base import names
-from verl_ext.core.head import Head, Reading, centering, read, weights_of
 from verl_ext.core.losses import router_deviation
+from verl_ext.core.top_tokens import Reading, TopTokens, centering, read, weights_of
 from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
 from verl_ext.workers.head import CENTERING, HeadUse
 
@@ -77,7 +77,7 @@ class LabEngine:
     def get_data_parallel_size(self) -> int:
         return 1
 
-    def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
+    def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: TopTokens | None) -> Scores:
         """Returns the scores of compute_log_prob; see `score`.
 
         They have a gradient: if the update's first mini-batch has the same trajectories, it reuses this forward pass.
@@ -103,8 +103,8 @@ class LabEngine:
         """Runs a pass over a mini-batch, as one micro-batch on one rank."""
         prompts, responses = (data[name].values().view(len(data), -1) for name in (names.PROMPTS, names.RESPONSES))
         head = None
-        if names.HEAD_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
-            head = Head(*(data[name].flatten(0, 1) for name in (names.HEAD_IDS, names.HEAD_LOG_PROBS)))
+        if names.TOP_TOKEN_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
+            head = TopTokens(*(data[name].flatten(0, 1) for name in (names.TOP_TOKEN_IDS, names.TOP_TOKEN_LOG_PROBS)))
         scores = None if forward_only else self._take_kept(responses)
         if scores is None:
             replayed = data.get(names.OLD_ROUTES, data.get(names.ROLLOUT_ROUTES, None))
@@ -153,7 +153,7 @@ class LabEngine:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.optimizer.param_groups[0]["lr"] = rate
 
-    def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: Head | None) -> Scores:
+    def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: TopTokens | None) -> Scores:
         truncated = self.use is not None and self.use.truncated
         return score(self.weights, self._model, prompts, responses, replayed, head, truncated, self._trains_entropy)
 
@@ -238,7 +238,7 @@ def score(
     prompts: Tensor,
     responses: Tensor,
     replayed: Tensor | None = None,
-    head: Head | None = None,
+    head: TopTokens | None = None,
     truncated: bool = False,
     trains_entropy: bool = False,
 ) -> Scores:

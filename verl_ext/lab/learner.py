@@ -23,9 +23,9 @@ from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
 
 from verl_ext.base import names
-from verl_ext.core.head import divergence, head_metrics, head_sums
 from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.core.top_tokens import divergence, top_token_metrics, top_token_sums
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.table import loss_settings, read_features
@@ -168,12 +168,12 @@ class Learner:
             tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
         if sampled.head is not None:
             rows = (len(batch.keys), T, -1)
-            tensors[names.HEAD_IDS] = sampled.head.ids.view(rows)
-            tensors[names.HEAD_LOG_PROBS] = sampled.head.log_q.view(rows)
+            tensors[names.TOP_TOKEN_IDS] = sampled.head.ids.view(rows)
+            tensors[names.TOP_TOKEN_LOG_PROBS] = sampled.head.log_q.view(rows)
         settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
         return TensorDict(tensors | settings, len(batch.keys))
 
-    def head_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
+    def top_token_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
         """Returns `vllm_kl/head*`; nothing if the rollout returns no heads."""
         head = batch.sampled.head
         if self.use is None or head is None or scored.reading is None:
@@ -181,7 +181,7 @@ class Learner:
         apart = divergence(scored.reading, head, truncated=self.use.truncated)
         mask = batch.sampled.mask.flatten()
         places = torch.arange(0, len(mask) + 1, batch.sampled.mask.shape[1])
-        return head_metrics(head_sums(apart, head.known, mask, places))
+        return top_token_metrics(top_token_sums(apart, head.known, mask, places))
 
     def take_back(self, after: int) -> list[int | None]:
         """Returns the answer of each worker of a run to an undo; the lab has one worker."""

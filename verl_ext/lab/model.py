@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ext.base.methods import require, require_one_of
-from verl_ext.core.head import Head
+from verl_ext.core.top_tokens import TopTokens
 from verl_ext.lab.tasks import END
 
 Weights = Mapping[str, Tensor]
@@ -220,7 +220,7 @@ class Samples:
     l_infer: Tensor
     mask: Tensor
     experts: Tensor
-    head: Head | None = None
+    head: TopTokens | None = None
 
 
 def sample_responses(
@@ -322,7 +322,7 @@ def _sample_loop(
     if not head:
         return Samples(responses, l_infer, mask, experts)
     log_q, ids = places.flatten(0, 1).topk(min(head, places.shape[-1]), -1)
-    return Samples(responses, l_infer, mask, experts, Head(ids, log_q))
+    return Samples(responses, l_infer, mask, experts, TopTokens(ids, log_q))
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

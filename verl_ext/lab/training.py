@@ -149,7 +149,7 @@ class Training:
         if Need.COMPARED_ROUTERS in self.features.needs:
             agreement_N, sums = compare_routing(batch, scored)
             metrics |= router_metrics(sums)
-        metrics |= self.learner.head_metrics(batch, scored)
+        metrics |= self.learner.top_token_metrics(batch, scored)
         step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
         ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
         step.measure(ours, metrics)

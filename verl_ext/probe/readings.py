@@ -18,8 +18,8 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import BUCKETS, POSITION_EDGES, PROBABILITY_EDGES
 from verl_ext.core.mismatch import k3_of
-from verl_ext.core.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
 from verl_ext.core.routing import expert_overlap
+from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
 
 DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
 PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED), (DECODE, PACKED), (DECODE, BASE))

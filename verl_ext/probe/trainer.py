@@ -14,7 +14,6 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
-from verl_ext.core.recorder import MOST_ROWS, joined_passes
 from verl_ext.features.routing import replayed_field
 from verl_ext.probe.command import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
@@ -31,8 +30,9 @@ from verl_ext.probe.readings import (
     compare_states,
     head_dtypes,
 )
+from verl_ext.routing.recorder import MOST_ROWS, joined_passes
+from verl_ext.trainer.canary_scores import CanaryTrajectories
 from verl_ext.trainer.queue import get_fields, put_fields
-from verl_ext.trainer.sync_canary import CanaryTrajectories
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
 from verl_ext.trainer.watch import watch_of

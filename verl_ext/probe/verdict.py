@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_ext.base.printable import number_table, wide_console
-from verl_ext.core.recorder import HEAD, INDEXER, ROUTER
 from verl_ext.diagnosis.causes import CAUSES, Cause
 from verl_ext.probe.readings import BASE, DECODE, PACKED, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
+from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER
 
 ROUNDED = 1e-9  # nats a token: what float32 leaves
 MOST = 0.5  # share of the gap from which a cause is called the cause

@@ -4,6 +4,7 @@ choices.py       finds where a transformers model chooses experts, and replaces 
 engines.py       the training engines, each with its adapter; the interface of an adapter; the names of a model's sizes
 fsdp.py          the adapter for FSDP and FSDP2: records, compares, replays
 megatron.py      the adapter for Megatron and VeOmni, on which verl itself records and replays
+recorder.py      hooks that record a model's states on the way from tokens to logits, in any engine
 layers.py        the layers of a model in each training engine, for recorders of states
 router_shift.py  the movement of the current routers from the old ones, for the loss router_shift
 outputs.py       the places of tokens in a forward pass, and the outputs for the controller: agreement per token, sums

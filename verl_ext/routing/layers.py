@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_ext.core.recorder import HEAD, Recorder, StatePoint, named_points
+from verl_ext.routing.recorder import HEAD, Recorder, StatePoint, named_points
 
 
 def open_recorder_of_transformers(engine: Any) -> Recorder:
@@ -46,7 +46,7 @@ def megatron_layers(module: Any) -> list[tuple[int, nn.Module]]:
 
 
 def megatron_points(module: Any) -> list[StatePoint]:
-    """Returns the points of `core.recorder` in the model chunks of a Megatron engine."""
+    """Returns the points of `routing.recorder` in the model chunks of a Megatron engine."""
     found = []
     for number, layer in megatron_layers(module):
         attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
@@ -73,8 +73,8 @@ def unsplit(parts: Sequence[Tensor]) -> Tensor:
 
     Source: "zigzag" of `preprocess_thd_engine` in verl/models/mcore/util.py, verl 0.9.1.
     """
-    halves = [part.chunk(2) for part in parts]
-    return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))])
+    firsts, lasts = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat([*firsts, *reversed(lasts)])
 
 
 def _language_models(module: Any) -> list[Any]:

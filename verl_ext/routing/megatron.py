@@ -39,7 +39,7 @@ from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
-from verl_ext.core.routing import BLOCK, expert_overlap, known_rows
+from verl_ext.core.routing import TOKENS_AT_ONCE, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
 from verl_ext.routing.engines import ENGINES
@@ -266,7 +266,7 @@ def compare_recorded(
     data: TensorDict,
     *,
     replayed: bool = False,
-    block: int = BLOCK,
+    block: int = TOKENS_AT_ONCE,
 ) -> dict[str, Tensor]:
     """Returns `routing_outputs` from jagged routes of both engines, on any device.
 

@@ -37,7 +37,7 @@ def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: 
     if Need.COMPARED_ROUTERS in needs:
         numbers.append(names.ROUTER_SUMS)
     if Need.TOP_TOKENS in needs and Need.MEASURED_IN_UPDATE not in needs:
-        numbers.append(names.HEAD_SUMS)
+        numbers.append(names.TOP_TOKEN_SUMS)
     if Need.COMPARED_ROUTERS in needs or replay_mode(config) == "R3":
         numbers.append(names.ROUTE_SUM)
     measured = Need.MEASURED_BATCHES in needs

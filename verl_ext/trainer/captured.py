@@ -9,9 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_SUMS, LOOP_METRICS, ROLLOUT_ROUTES, ROUTE_SUM, ROUTER_SUMS
-from verl_ext.core.head import head_metrics
+from verl_ext.base.names import LOOP_METRICS, ROLLOUT_ROUTES, ROUTE_SUM, ROUTER_SUMS, TOP_TOKEN_IDS, TOP_TOKEN_SUMS
 from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows, router_metrics
+from verl_ext.core.top_tokens import top_token_metrics
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import SHARE, sglang_returns_routing
 from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting, replays_here, rollout_name, truncates
@@ -216,12 +216,12 @@ class CapturedTopTokens:
         """
         if Need.TOP_TOKENS not in features.needs or Need.MEASURED_IN_UPDATE in features.needs:
             return {}, Decision()
-        if (sums := batch.numbers(HEAD_SUMS)) is None:
+        if (sums := batch.numbers(TOP_TOKEN_SUMS)) is None:
             raise HookError(
-                f"compute_log_prob read no heads: the rollout's batch has no {HEAD_IDS}",
+                f"compute_log_prob read no heads: the rollout's batch has no {TOP_TOKEN_IDS}",
                 otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
             )
-        metrics = head_metrics(sums)
+        metrics = top_token_metrics(sums)
         missing = metrics.get("vllm_kl/head_missing", 0.0)
         if not missing or self._warned or Need.TOP_TOKENS_IN_UPDATE not in features.needs:
             return metrics, Decision()

@@ -13,22 +13,22 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base.names import (
-    HEAD_IDS,
-    HEAD_LOG_PROBS,
-    HEAD_SUMS,
     OLD_ROUTES,
     ROLLOUT_ROUTES,
     ROUTER_SUMS,
     SHIFT_EXPERTS,
     SHIFT_SCORES,
+    TOP_TOKEN_IDS,
+    TOP_TOKEN_LOG_PROBS,
+    TOP_TOKEN_SUMS,
 )
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import replayed_field
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
-HEAD_FIELDS = (HEAD_IDS, HEAD_LOG_PROBS)
+HEAD_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
 MODEL_INPUTS = "multi_modal_inputs"  # other inputs of the model: the only field without numbers that workers read
-HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, HEAD_SUMS)
+HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, TOP_TOKEN_SUMS)
 
 
 def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:

@@ -33,14 +33,14 @@ import numpy as np
 from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, ROLLOUT_ROUTES, ROUTE_SUM
+from verl_ext.base.names import ROLLOUT_ROUTES, ROUTE_SUM, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
 from verl_ext.core import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verl_ext.core.head import Call
+    from verl_ext.core.top_tokens import Call
 
 VARIABLE = "VERL_EXT_AGENT_LOOP"
 BY_HAND = ("narrow", "turns")  # the extras that the user may switch off, or on
@@ -228,7 +228,7 @@ def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: i
     if not hasattr(answer.logprobs, "start_indices") or not answer.token_ids:  # not asked for, or no token generated
         return
     sampled, ids, log_q = unpack_head(answer.logprobs, answer.token_ids)
-    result_dict[HEAD_IDS], result_dict[HEAD_LOG_PROBS] = ids, log_q
+    result_dict[TOP_TOKEN_IDS], result_dict[TOP_TOKEN_LOG_PROBS] = ids, log_q
     # As with logprobs=0: verl reads the value of the sampled token, and would make K objects at each place.
     answer.logprobs = [{token: value} for token, value in zip(answer.token_ids, sampled, strict=True)]
 
@@ -291,9 +291,9 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
 
     output = await verls(client, request_id, **arguments)
     if calls is not None:
-        ids, log_q = (output.extra_fields.pop(name, None) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+        ids, log_q = output.extra_fields.pop(TOP_TOKEN_IDS, None), output.extra_fields.pop(TOP_TOKEN_LOG_PROBS, None)
         if ids is not None:
-            from verl_ext.core.head import Call
+            from verl_ext.core.top_tokens import Call
 
             calls.append(Call(prompt, list(output.token_ids), ids, log_q))
     if turns is not None:
@@ -363,10 +363,10 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
             total = sum_of_output(trajectory, rows, [*output.prompt_ids, *output.response_ids])
         written[ROUTE_SUM] = torch.tensor([total])
     if trajectory is not None and trajectory.calls is not None:
-        from verl_ext.core.head import heads_of
+        from verl_ext.core.top_tokens import top_tokens_of
 
-        ids, log_q = heads_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.head)
-        written |= {HEAD_IDS: ids, HEAD_LOG_PROBS: log_q}
+        ids, log_q = top_tokens_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.head)
+        written |= {TOP_TOKEN_IDS: ids, TOP_TOKEN_LOG_PROBS: log_q}
     return written
 
 

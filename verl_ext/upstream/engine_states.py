@@ -8,7 +8,7 @@ from verl_ext.base.patching import wrap
 from verl_ext.upstream.engine_calls import call
 
 if TYPE_CHECKING:
-    from verl_ext.core.recorder import Passes, StatePoint
+    from verl_ext.routing.recorder import Passes, StatePoint
 
 TIMEOUT_S = 600.0
 FUSED = ("enable_flashinfer_allreduce_fusion", "enable_aiter_allreduce_fusion")  # arguments of SGLang
@@ -45,7 +45,7 @@ def read_states(ended: bytes) -> "Passes":
 
 
 def begin(model_runner: Any) -> None:
-    from verl_ext.core.recorder import Recorder, named_points
+    from verl_ext.routing.recorder import Recorder, named_points
 
     if hasattr(model_runner, "server_args"):
         model_runner.verl_ext_recording = SGLangRecording(model_runner)
@@ -69,7 +69,7 @@ class SGLangRecording:
     """
 
     def __init__(self, runner: Any) -> None:
-        from verl_ext.core.recorder import Recorder
+        from verl_ext.routing.recorder import Recorder
 
         self._reads_prompt, self._whole = False, runner.server_args.dp_size == 1
         self._recorder = Recorder(_points_of(runner), takes=lambda: self._reads_prompt)
@@ -91,7 +91,7 @@ def _points_of(runner: Any) -> "list[StatePoint]":
     SGLang sums the ranks' parts of attention and experts outside of these modules. With a fused all-reduce it sums
     their parts of a layer in the norm of the next layer (`LayerCommunicator` of srt/layers/communicator.py).
     """
-    from verl_ext.core.recorder import ENDS, ROUTER, named_points
+    from verl_ext.routing.recorder import ENDS, ROUTER, named_points
 
     points = named_points(runner.model)
     if runner.tp_size == 1:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import Undo, expect, together, wrap
 from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, refuse_changes, sums_of_answer
 
@@ -130,7 +130,7 @@ async def generate(
     if request.came is not None:
         ids, log_q = request.came
         rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens that have not as many log-probabilities
-        output.extra_fields |= {HEAD_IDS: ids[rows], HEAD_LOG_PROBS: log_q[rows]}
+        output.extra_fields |= {TOP_TOKEN_IDS: ids[rows], TOP_TOKEN_LOG_PROBS: log_q[rows]}
     return output
 
 
@@ -254,10 +254,8 @@ def unpack_top(places: list[list[tuple[float, int, Any]]], tokens: int, k: int) 
             f"SGLang returned {len(places)} heads for {tokens} tokens, or not {k} tokens in each",
             fix=("stability.head.k=0",),
         )
-    log_p, ids = (
-        np.fromiter(map(itemgetter(part), chain.from_iterable(places)), dtype, tokens * k).reshape(tokens, k)
-        for part, dtype in enumerate((np.float32, np.int32))
-    )
+    log_p = np.fromiter(map(itemgetter(0), chain.from_iterable(places)), np.float32, tokens * k).reshape(tokens, k)
+    ids = np.fromiter(map(itemgetter(1), chain.from_iterable(places)), np.int32, tokens * k).reshape(tokens, k)
     log_p[log_p <= NOTHING] = -np.inf
     return ids, log_p
 
@@ -270,7 +268,7 @@ def normalise(
 
     The kept tokens follow from the head, all of whose masses are known. If a mass equals top_p up to rounding, the
     sampled token decides: it was kept, and so were all tokens that are more likely. A sampled token that is not in the
-    head ties with the head's last token, and counts as kept, as in `core.head.read`.
+    head ties with the head's last token, and counts as kept, as in `core.top_tokens.read`.
 
     Args:
         log_p_nK: float32, the most likely first; at least `cut.top_k` of them.

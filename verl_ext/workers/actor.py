@@ -21,10 +21,10 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES
-from verl_ext.core.recorder import Passes
 from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES, HOOKED
 from verl_ext.routing.outputs import check_captured
+from verl_ext.routing.recorder import Passes
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.head import HeadReader, HeadUse
@@ -130,7 +130,7 @@ class LossMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> Passes:
-        """Begins to record hidden states, or ends it; see `core.recorder`.
+        """Begins to record hidden states, or ends it; see `routing.recorder`.
 
         At the end it returns the states of this rank's layers on the first rank of data parallelism, and {} on the
         others.

@@ -22,10 +22,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tensor
 
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS, HEAD_SUMS, RESPONSE_MASK
+from verl_ext.base.names import RESPONSE_MASK, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS, TOP_TOKEN_SUMS
 from verl_ext.base.patching import wrap
-from verl_ext.core.head import Divergence, Head, centering, divergence, head_sums, read, weights_of
 from verl_ext.core.tokens import fill_added_rows
+from verl_ext.core.top_tokens import Divergence, TopTokens, centering, divergence, read, top_token_sums, weights_of
 from verl_ext.routing.outputs import packed_rows
 
 CENTERING = "sampler_head_centering"  # model output, [B, T] with gradient
@@ -74,7 +74,7 @@ class HeadReader:
     ) -> Any:
         """Wraps verl's method; adds the values read at the heads of the batch."""
         old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
-        if HEAD_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
+        if TOP_TOKEN_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
         tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=self.use.replaces)
         ours = partial(self._call, loss_function, compares=old_policy, centers=self.use.centers and not forward_only)
@@ -91,7 +91,7 @@ class HeadReader:
         if "entropy" in output and entropy is not None:
             output["entropy"] = _choose_known(known, entropy, output["entropy"])
         if compares:
-            output[HEAD_SUMS] = _packed_sums(output, known, data)
+            output[TOP_TOKEN_SUMS] = _packed_sums(output, known, data)
         if loss_function is None:
             return torch.ones((), device=output["log_probs"].device), {}
         return loss_function(model_output=output, data=data, dp_group=given.get("dp_group"))
@@ -133,37 +133,39 @@ def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> 
     rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())
     known_R = known.values()[rows_R].bool()
     found = Divergence(**{name: output.pop(key).values()[rows_R].double() for name, key in DIVERGENCE_FIELDS.items()})
-    return head_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
+    return top_token_sums(found, known_R, mask.values().to(known_R.device).bool(), offsets.to(known_R.device))
 
 
-def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTokens]:
     """Returns [T], for each row the next token and its head; only response tokens have heads."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
     lengths_B = mask.offsets().diff()
-    ids_RK, log_q_RK = (fill_added_rows(data[name], lengths_B, mask).to(device) for name in (HEAD_IDS, HEAD_LOG_PROBS))
+    ids_RK, log_q_RK = (
+        fill_added_rows(data[name], lengths_B, mask).to(device) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
+    )
     tokens = input_ids.values().to(device)
     rows_R = packed_rows(input_ids.offsets().diff(), lengths_B).to(device)
     if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
         raise BatchError(
-            f"{HEAD_IDS} is {tuple(ids_RK.shape)} and {HEAD_LOG_PROBS} {tuple(log_q_RK.shape)} but the batch has "
-            f"{len(rows_R)} response tokens: the rollout's heads belong to other tokens"
+            f"{TOP_TOKEN_IDS} is {tuple(ids_RK.shape)} and {TOP_TOKEN_LOG_PROBS} {tuple(log_q_RK.shape)} but the batch "
+            f"has {len(rows_R)} response tokens: the rollout's heads belong to other tokens"
         )
     ids_TK = ids_RK.new_zeros(len(tokens), ids_RK.shape[1], dtype=torch.long)
     log_q_TK = log_q_RK.new_full(ids_TK.shape, -torch.inf)
     ids_TK[rows_R], log_q_TK[rows_R] = ids_RK.long(), log_q_RK
-    return tokens.roll(-1), Head(ids_TK, log_q_TK)
+    return tokens.roll(-1), TopTokens(ids_TK, log_q_TK)
 
 
-def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, Head]:
+def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTokens]:
     """Returns [n] in the layout of verl's FSDP and VeOmni engines: all tokens, or this rank's share under Ulysses."""
     sampled, head = _token_layout(data, device)
     if get_ulysses_sequence_parallel_world_size() == 1:
         return sampled, head
     sampled, *of_head = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
-    return sampled, Head(*of_head)
+    return sampled, TopTokens(*of_head)
 
 
-def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, Head]:
+def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, TopTokens]:
     """Returns [n] in Megatron's layout, by verl's own functions."""
     from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
@@ -174,7 +176,7 @@ def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -
         arrange(torch.nested.nested_tensor_from_jagged(value, offsets), pre_process=True)[0].flatten(0, 1)
         for value in (sampled, head.ids, head.log_q)
     )
-    return sampled, Head(*of_head)
+    return sampled, TopTokens(*of_head)
 
 
 def _tensor_group() -> Any:
@@ -189,6 +191,6 @@ def _check_ids(ids: Tensor, part: int, group: Any) -> None:
     vocabulary = part * (1 if group is None else group.size())
     if ids.numel() and int(ids.max()) >= vocabulary:
         raise BatchError(
-            f"{HEAD_IDS} names token {int(ids.max())}, and the training engine's vocabulary has {vocabulary}: the "
+            f"{TOP_TOKEN_IDS} names token {int(ids.max())}, and the training engine's vocabulary has {vocabulary}: the "
             "rollout runs another model; check that both engines load the same one"
         )

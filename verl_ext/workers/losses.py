@@ -22,7 +22,7 @@ from verl.utils.torch_functional import masked_mean
 from verl_ext.base import names
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
-from verl_ext.core.losses import LossBatch, change
+from verl_ext.core.loss_batch import LossBatch, change
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
@@ -54,7 +54,7 @@ def padded_fields(data: TensorDict) -> TensorDict:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The optional tensors of a `core.losses.LossBatch`, 0 outside the mask; None where the batch lacks the field."""
+    """The optional tensors of a `core.loss_batch.LossBatch`, 0 outside the mask; None if the batch lacks the field."""
 
     l_infer: Tensor | None = None
     entropy: Tensor | None = None

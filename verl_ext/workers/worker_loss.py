@@ -24,7 +24,8 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import Chosen, build, choose
 from verl_ext.core.corrections import CORRECTIONS, Correction
-from verl_ext.core.losses import LossBatch, change, unbiased_kl
+from verl_ext.core.loss_batch import LossBatch, change
+from verl_ext.core.losses import unbiased_kl
 from verl_ext.features.losses import UNBIASED
 from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
@@ -204,7 +205,7 @@ def worker_loss(
 
     Args:
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none; if scores are centered, each token's
-            term of `core.head.centering`.
+            term of `core.top_tokens.centering`.
         data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read in addition to verl's.
 
     Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and

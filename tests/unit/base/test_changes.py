@@ -8,8 +8,11 @@ import pytest
 
 from tests import ROOT
 from tools.upstream_page import page
-from verl_ext.base.changes import CHANGES, TABLE
+from verl_ext.base import changes
+from verl_ext.base.changes import CHANGES
+from verl_ext.cpu import changes as cpu
 
+TABLE = (*changes.TABLE, *cpu.TABLE)
 PACKAGE = ROOT / "verl_ext"
 PATCHING = PACKAGE / "base" / "patching.py"
 

@@ -13,7 +13,7 @@ from verl_ext.base import errors
 from verl_ext.base.errors import ConfigError
 
 PACKAGE = ROOT / "verl_ext"
-ROOMS = ("settings", "launch", "trainer", "workers", "routing", "upstream")
+ROOMS = ("features", "launch", "trainer", "workers", "routing", "upstream")
 KINDS = {*(name for name in vars(errors) if name.endswith("Error")), "CheckpointError"}
 SOME = "SOME"  # in the place of what an f-string puts in
 

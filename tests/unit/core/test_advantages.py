@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support.closeness import close
 from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import (
     Sessions,
+    advantages_of_rows,
     group_ids,
     grpo_positive_advantages,
     prompt_effect,
@@ -68,12 +70,6 @@ def test_a_binary_baseline_is_the_threshold_of_equation_4(size, successes, k):
     assert found.tolist() == [expected] * size
 
 
-def test_a_hard_group_reinforces_and_an_easy_one_punishes():
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0])
-    found = quantile_baseline_advantages(rewards, torch.tensor([0] * 4 + [1] * 4), k=0.4)
-    assert found.tolist() == pytest.approx([2.0, 0, 0, 0, 0, 0, 0, -2.0], rel=1e-5)
-
-
 @RELAXED
 @given(SESSIONS, st.sampled_from([0.0, 0.3, 1.0]), st.booleans())
 def test_grpo_positive_equals_the_formula(sessions, scale, norm):
@@ -91,26 +87,12 @@ def test_grpo_positive_equals_the_formula(sessions, scale, norm):
     assert found.tolist() == pytest.approx(expected, rel=1e-7, abs=1e-7)
 
 
-def test_plus_and_minus_one_become_plus_one_and_zero():
-    found = grpo_positive_advantages(
-        torch.tensor([1.0, -1.0]), torch.zeros(2, dtype=torch.long), negative_scale=0.0, norm_by_std=False
-    )
-    assert found.tolist() == [1.0, 0.0]
-
-
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.7, 1e6])
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_equal_rewards_have_an_advantage_of_exactly_zero(reward, size):
     rewards, groups = torch.full((size,), reward, dtype=torch.float64), torch.zeros(size, dtype=torch.long)
     assert quantile_baseline_advantages(rewards, groups, k=0.4).tolist() == [0.0] * size
     assert grpo_positive_advantages(rewards, groups, negative_scale=1.0).tolist() == [0.0] * size
-
-
-def test_a_group_of_one():
-    rewards, groups = torch.tensor([0.7, -0.5]), torch.tensor([0, 1])
-    assert quantile_baseline_advantages(rewards, groups, k=0.4).tolist() == [0.0, 0.0]
-    found = grpo_positive_advantages(rewards, groups, negative_scale=0.5, norm_by_std=False)
-    assert found.tolist() == pytest.approx([0.7, -0.25])
 
 
 @RELAXED
@@ -155,6 +137,15 @@ def test_sessions_are_read_from_the_keys():
 def test_a_key_of_another_form_is_shown(key):
     with pytest.raises(ValueError, match=f"trajectory id '{key}'"):
         Sessions.from_keys([key])
+
+
+def test_a_row_has_its_sessions_advantage_and_a_session_counts_once_by_its_last_output():
+    keys, uids = ["a_0_1", "b_0_0", "a_0_0", "a_1_0", "b_1_0"], ["a", "b", "a", "a", "b"]
+    rewards = torch.tensor([3.0, 5.0, 99.0, 1.0, 7.0])
+    above_mean = partial(grpo_positive_advantages, negative_scale=1.0, norm_by_std=False)
+    assert advantages_of_rows(above_mean, rewards, uids, keys).tolist() == [1.0, -1.0, 1.0, -1.0, 1.0]
+    assert advantages_of_rows(above_mean, rewards[:2], ["a", "a"]).tolist() == [-1.0, 1.0]
+    assert advantages_of_rows(above_mean, torch.zeros(0), []).tolist() == []
 
 
 def keys_of(sessions):

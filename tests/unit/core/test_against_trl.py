@@ -4,14 +4,13 @@ Its importance-sampling modes (token_truncate, token_mask, sequence_truncate, se
 `GRPOTrainer._generate_and_score_completions` and cannot be called without a model (trl 1.14.2): not compared.
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from verl_ext.core.losses import opsm_mask, sequence_divergence
+from verl_ext.core.corrections import opsm_mask, sequence_divergence
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +51,3 @@ def test_both_keep_a_sequence_at_delta_itself(trl_mask):
     l_theta = l_infer - torch.tensor([[0.5, 0.0], [0.5, 0.0625]])
     theirs, ours = masks(trl_mask, l_infer, l_theta, -torch.ones(2), torch.ones(2, 2, dtype=torch.bool), 0.25)
     assert theirs.tolist() == ours[:, 0].tolist() == [1.0, 0.0]
-
-
-def test_nan_in_padding_changes_neither(trl_mask):
-    l_infer = torch.tensor([[-1.0, math.nan], [-1.0, math.nan]])
-    l_theta = torch.tensor([[-1.0, math.nan], [-3.0, math.nan]])
-    mask = torch.tensor([[True, False], [True, False]])
-    theirs, ours = masks(trl_mask, l_infer, l_theta, -torch.ones(2), mask, 0.1)
-    assert theirs.tolist() == ours[:, 0].tolist() == [1.0, 0.0]
-
-
-def test_a_nan_under_the_mask_drops_the_sequence_here_and_counts_as_no_gap_in_trl(trl_mask):
-    l_infer, l_theta = torch.tensor([[-1.0, math.nan]]), torch.tensor([[-1.0, -1.0]])
-    theirs, ours = masks(trl_mask, l_infer, l_theta, -torch.ones(1), torch.ones(1, 2, dtype=torch.bool), 0.1)
-    assert (theirs.tolist(), ours.tolist()) == ([1.0], [[0.0, 0.0]])

@@ -45,22 +45,13 @@ row = st.tuples(log_probs, log_probs, st.booleans(), st.sampled_from([-1.5, -0.0
 def test_against_the_oracle_whatever_the_block(rows, block):
     l_infer, l_old, mask, advantages = (list(column) for column in zip(*rows, strict=True))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mismatch, "BLOCK", block)
+        patched.setattr(mismatch, "TOKENS_AT_ONCE", block)
         signs = torch.tensor(advantages, dtype=torch.float64)
         found = advantage_metrics(sums_by_sign(tokens_of(l_infer, l_old, mask), signs))
     wanted = oracle(np.float32(l_infer), np.float32(l_old), mask, advantages)
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-9), name
-
-
-def test_a_gap_that_k1_and_k3_do_not_see():
-    even = [-1.0] * 4
-    sheared = [-1.01, -1.01, -0.99, -0.99]
-    found = advantage_metrics(sums_by_sign(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, 1.0, -1.0, -1.0])))
-    assert found["vllm_kl/advantage_skew"] == pytest.approx(0.02, rel=1e-5)
-    mixed = advantage_metrics(sums_by_sign(tokens_of(even, sheared, [1] * 4), torch.tensor([1.0, -1.0, 1.0, -1.0])))
-    assert mixed["vllm_kl/advantage_skew"] == pytest.approx(0, abs=1e-7)
 
 
 @given(st.lists(st.tuples(st.lists(row, max_size=6), st.sampled_from([None, -1.5, 0.0, 2.0])), min_size=1, max_size=6))

@@ -135,12 +135,6 @@ def test_too_stale_without_versions_says_what_would_give_them():
         keep("too_stale", make_batch([[{}]]), versions=1)
 
 
-def test_the_off_policy_bound_itself_is_kept():
-    row = [{"infer": -1.0, "old": -1.5, "advantage": -1.0}] * 2
-    assert keep("off_policy_negative", make_batch([row]), delta=0.5) == [True, True]
-    assert keep("off_policy_negative", make_batch([row]), delta=0.499) == [False, False]
-
-
 @pytest.mark.parametrize("name", ["infer", "old"])
 def test_a_trajectory_with_nan_under_the_mask_counts_as_off_policy_as_it_does_for_opsm(name):
     nan = {name: math.nan, "advantage": -1.0}

@@ -130,25 +130,6 @@ def test_the_block_size_does_not_matter(batch, corrections, block):
     assert counts(found) == counts(expected)
 
 
-def test_more_tokens_than_one_block_holds():
-    tokens = pack(random_batch(rows=60, longest=5000, seed=9))
-    assert len(tokens.mask) > 2 * 65_536
-    k = (tokens.l_old.double() - tokens.l_infer).exp()
-    assert all((k / bound - 1).abs().min() > 5e-6 for bound in (0.5, 1.5, 5.0)), "no ratio hangs on a bound"
-    found, expected = measure(tokens, EVERY), measure(tokens, EVERY, block=len(tokens.mask))
-    same_weights(found.weight, expected.weight)
-    assert_same(found.metrics, expected.metrics)
-
-
-@FEW
-@given(batch=BATCH, corrections=st.sampled_from(CHOICES[1:]), seed=st.integers(0, 99))
-def test_groups_of_trajectories_weigh_what_they_weigh_in_the_whole_batch(batch, corrections, seed):
-    cuts = sorted(torch.randint(0, len(batch) + 1, (3,), generator=torch.Generator().manual_seed(seed)).tolist())
-    groups = [batch[low:high] for low, high in zip([0, *cuts], [*cuts, len(batch)], strict=True)]
-    parts = [measure(pack(group), corrections).weight for group in groups]
-    same_weights(torch.cat(parts), measure(pack(batch), corrections).weight)
-
-
 @FEW
 @given(batch=BATCH, odd=ODD | st.floats(-100, 100, width=32), corrections=st.sampled_from(CHOICES))
 def test_what_stands_outside_the_mask_has_no_effect(batch, odd, corrections):

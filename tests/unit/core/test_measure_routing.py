@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from tests.support.examples import at_most
 from verl_ext.base.names import BUCKETS, ENTROPY_EDGES, POSITION_EDGES, PROBABILITY_EDGES
-from verl_ext.core import measure as module
-from verl_ext.core.blocks import Scratch
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Lag, Tokens
 
@@ -146,15 +144,6 @@ def test_long_trajectories_of_many_turns_equal_the_oracle(block):
     assert {"router/agreement/position/4096-16384", "router/agreement/turn/07-"} <= found.keys()
 
 
-@pytest.mark.parametrize("agreement", [0.0, *NEARLY, 1.0])
-@pytest.mark.parametrize("block", [None, 1])
-def test_a_constant_has_no_correlation(agreement, block):
-    batch = [[(*token[:4], agreement) for token in row] for row in random_batch(rows=9, longest=40)]
-    assert CORRELATION not in measure(pack(batch), block=block).metrics
-    constant_gap = [[(-1.1, -1.3, True, 0.0, agreement), (-1.1, -1.3, True, 0.0, 0.25)] for _ in range(9)]
-    assert CORRELATION not in measure(pack(constant_gap), block=block).metrics
-
-
 @pytest.mark.parametrize("block", [None, 5000])
 def test_the_correlation_keeps_its_digits_where_both_barely_vary(block):
     # In the last places of float32, next to one outlier that stands first; naive sums of squares have no digits left.
@@ -169,16 +158,6 @@ def test_the_correlation_keeps_its_digits_where_both_barely_vary(block):
         batch = [rows[i : i + 1000] for i in range(0, len(rows), 1000)]
         found = measure(pack(batch), block=block).metrics
         assert found[CORRELATION] == pytest.approx(oracle(batch)[CORRELATION], rel=1e-6)
-
-
-@FEW
-@given(batch=BATCH, odd=ODD | st.floats(-100, 100, width=32))
-def test_agreement_counts_only_where_tokens_do(batch, odd):
-    def counts(token):
-        return token[2] and math.isfinite(token[0])
-
-    changed = [[token if counts(token) else (*token[:4], odd) for token in row] for row in batch]
-    assert measure(pack(changed)).metrics == measure(pack(batch)).metrics
 
 
 def less(batch, left_out):
@@ -224,22 +203,6 @@ def test_agreement_of_any_dtype_is_read_in_float64_and_left_alone(dtype):
     found = measure(tokens).metrics
     assert torch.equal(tokens.agreement, before)
     assert found == measure(replace(tokens, agreement=before.double())).metrics
-
-
-def test_agreement_is_one_more_buffer_of_a_block_however_many_tokens(monkeypatch):
-    held = []
-
-    class Recorded(Scratch):
-        def __init__(self, device):
-            super().__init__(device)
-            held.append(self.buffers)
-
-    monkeypatch.setattr(module, "Scratch", Recorded)
-    tokens = pack(random_batch(rows=40, longest=100))
-    for version in (tokens, replace(tokens, agreement=None)):
-        measure(version, breakdown=False, block=200)
-    assert len(held[0]) == len(held[1]) + 1
-    assert max(map(len, held[0])) <= 200 * 8 < len(tokens.mask)
 
 
 def test_agreement_needs_one_value_a_token():

@@ -7,7 +7,8 @@ import torch
 
 from verl_ext.base.methods import choose
 from verl_ext.core.corrections import CORRECTIONS, register_correction
-from verl_ext.core.losses import LOSSES, LossBatch, LossChange, change, register_loss
+from verl_ext.core.loss_batch import LossBatch, LossChange, change
+from verl_ext.core.losses import LOSSES, register_loss
 
 BATCH = LossBatch(*torch.zeros(3, 2, 4), mask=torch.ones(2, 4, dtype=torch.bool))
 

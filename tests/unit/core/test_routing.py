@@ -190,19 +190,6 @@ def test_sums_over_long_trajectories_keep_their_digits():
     assert found["router/agreement"] == pytest.approx(1 - 2 / K / 4, rel=1e-12)
 
 
-def test_no_generated_token_gives_no_metric():
-    none = torch.zeros(2, dtype=torch.bool)
-    _, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, none, ~none, torch.tensor([0, 2]))
-    assert router_metrics(sums.pack()) == {}
-
-
-def test_a_rollout_that_returns_no_routing_is_seen():
-    yes = torch.ones(2, dtype=torch.bool)
-    per_token, sums = agreement(torch.zeros(2, 3, dtype=torch.uint8), 2, yes, ~yes, torch.tensor([0, 2]))
-    assert per_token.tolist() == [1.0, 1.0]
-    assert router_metrics(sums.pack()) == {"router/tokens": 0, "router/unknown": 1.0, "router/invalid": 0.0}
-
-
 def sums_of(agree, tokens, left_out):
     """Returns the packed sums of trajectories with these sums over two layers, some of them left out."""
     agree, tokens = (torch.tensor(values, dtype=torch.float64).unsqueeze(1) for values in (agree, tokens))
@@ -243,14 +230,6 @@ def test_of_trajectories_of_one_length_the_error_is_the_spread_of_all_samples(m)
     """Then the ratio is a mean, and the square of the error is an unbiased estimate of its variance."""
     spread, squares = spread_and_mean_error(every_sample([9.0, 8.0, 6.5, 9.5, 7.0, 9.9], [10.0] * 6, m))
     assert squares == pytest.approx(spread, rel=1e-9)
-
-
-def test_of_ragged_trajectories_it_is_close_to_it():
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(20, 60, (14,), generator=generator).double()
-    agree = tokens * (1 - 0.1 * torch.rand(14, dtype=torch.float64, generator=generator))
-    spread, squares = spread_and_mean_error(every_sample(agree.tolist(), tokens.tolist(), 7))
-    assert squares == pytest.approx(spread, rel=0.1)
 
 
 def test_the_error_says_nothing_of_a_single_trajectory_or_of_none_left_out():

@@ -12,7 +12,8 @@ from recipes.cpu_smoke.make_assets import build_tokenizer
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
-from verl_ext.core.losses import LossChange, register_loss
+from verl_ext.core.loss_batch import LossChange
+from verl_ext.core.losses import register_loss
 from verl_ext.features.feature import Need
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.routing import replayed_field

@@ -17,7 +17,6 @@ from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, 
 
 from verl_ext.base.errors import HookError
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.core.recorder import HEAD, Recorder, joined_passes, named_points, order_of
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
@@ -38,6 +37,7 @@ from verl_ext.probe.readings import (
     head_dtypes,
 )
 from verl_ext.probe.verdict import batches_sentence, dtype_sentences, judge_gap, stage_sentence, start_of
+from verl_ext.routing.recorder import HEAD, Recorder, joined_passes, named_points, order_of
 
 
 def oracle(log_q, log_p):

@@ -64,19 +64,6 @@ def test_choices_are_those_that_reach_the_experts(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_changes_where_the_choice_is_left_alone(family):
-    model = build(family)
-    with torch.no_grad():
-        before = model(IDS).logits
-        tap = Tap(model)
-        seen = model(IDS).logits
-        tap.on = False
-        off = model(IDS).logits
-    assert torch.equal(before, seen)
-    assert torch.equal(before, off)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_replaying_the_own_choice_is_bitwise_the_same_and_another_choice_reaches_the_experts(family):
     model = build(family)
     with torch.no_grad():

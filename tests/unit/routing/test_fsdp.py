@@ -1,6 +1,5 @@
 """The FSDP adapter around an engine's forward_step: it records, replays and refuses routes."""
 
-import base64
 import re
 from types import SimpleNamespace
 
@@ -16,8 +15,6 @@ from verl_ext.base.errors import BatchError, HookError
 from verl_ext.base.names import ROUTE_SUM
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
-from verl_ext.upstream.agent_loop import whole_sequence
-from verl_ext.upstream.sglang_server import decode_experts
 
 
 class Engine:
@@ -155,27 +152,6 @@ def test_routing_that_came_for_a_part_of_a_trajectory_is_an_error():
     data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     with pytest.raises(HookError, match="the training engine has 23 tokens"):
         compute_log_prob(engine, data)
-
-
-def as_sglang_returns(rows):
-    """Returns a trajectory's routes after the way through SGLang's text and verl's agent loop."""
-    text = base64.b64encode(rows[:-1].int().numpy().tobytes()).decode()
-    return whole_sequence(decode_experts(text, len(rows) - 1, *rows.shape[1:]).numpy(), len(rows))
-
-
-@pytest.mark.parametrize("mode", ["disabled", "R3"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])  # this one's first layer is dense
-def test_sglangs_routes_are_compared_and_replayed_as_vllms(family, mode):
-    case, engine = Case(family, mode=mode, planted=[(0, 1, 2)]), Engine(family, mode)
-    attached(engine)
-    data = micro_batch(case, calculate_entropy=True)
-    vllms = compute_log_prob(engine, data)
-    rows = [as_sglang_returns(routes) for routes in rollout_routes(case)]
-    assert rows[0].dtype == torch.int16 and not rows[0][-1].any()
-    data[ROLLOUT_ROUTES] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-    sglangs = compute_log_prob(engine, data)
-    assert sglangs.keys() == vllms.keys() and torch.equal(sglangs["router_sums"], vllms["router_sums"])
-    assert torch.equal(sglangs["router_agreement"].values(), vllms["router_agreement"].values())
 
 
 @pytest.mark.parametrize(

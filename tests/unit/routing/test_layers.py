@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from verl_ext.core.recorder import Recorder, joined_passes
 from verl_ext.routing.layers import megatron_layers, megatron_points, unsplit
+from verl_ext.routing.recorder import Recorder, joined_passes
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -185,12 +185,6 @@ def compared(routes, rollout, recorders=None, **settings):
     return compare_recorded(nested(routes), nested(rollout), recorders, batch(), **settings)
 
 
-@pytest.mark.parametrize("block", [1, 7, 1000])
-def test_blocks_give_the_same(block):
-    routes = some_routes()
-    check_planted(compared(routes, plant(as_rollout(routes), 0, 1, MOE[0]), block=block), 0, 1, 0)
-
-
 def test_a_rollout_that_ships_moe_layers_alone_is_compared_as_it_is():
     routes = some_routes()
     rollout = plant(as_rollout(routes, range(3), 3), 3, 0, 1)
@@ -210,13 +204,6 @@ def test_tool_tokens_and_unknown_rows_are_not_compared():
     assert sums.tokens.flatten().tolist() == [2, 4, 1, 4] and sums.unknown.flatten().tolist() == [0, 1, 0, 0]
     assert sums.exact.tolist() == [[n] * 3 for n in (2, 4, 1, 4)]
     assert found["router_agreement"].values().tolist() == [1.0] * sum(response for _, response in LENGTHS)
-
-
-def test_a_rollout_without_any_routing_is_unknown_throughout():
-    routes = some_routes()
-    found = compared(routes, [torch.zeros_like(rows) for rows in as_rollout(routes)])
-    sums = RouterSums.unpack(found["router_sums"])
-    assert sums.unknown.flatten().tolist() == [response for _, response in LENGTHS] and not sums.tokens.any()
 
 
 @pytest.mark.parametrize(

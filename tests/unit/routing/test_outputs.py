@@ -57,17 +57,6 @@ def test_packed_rows_of_nothing():
     assert packed_rows(torch.tensor([3]), torch.tensor([0])).tolist() == []
 
 
-def test_equal_routing_agrees_everywhere():
-    agreement, sums = outputs(*full())
-    responses = [response for _, response in LENGTHS]
-    assert agreement.offsets().diff().tolist() == responses
-    assert agreement.values().tolist() == [1.0] * sum(responses)
-    per_layer = [[float(response)] * LAYERS for response in responses]
-    assert sums.agree.tolist() == sums.exact.tolist() == sums.own.tolist() == per_layer
-    assert sums.first.count_nonzero() == sums.unknown.count_nonzero() == 0
-    assert sums.tokens.flatten().tolist() == responses
-
-
 @pytest.mark.parametrize(("trajectory", "token"), [(0, 0), (0, 2), (1, 0), (1, 4), (2, 0)])
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_a_planted_disagreement_is_found_at_its_token_and_layer(trajectory, token, layer):
@@ -105,15 +94,6 @@ def test_tool_tokens_do_not_count_but_keep_their_agreement():
     assert sums.tokens.flatten().tolist() == [3, 3, 1, 0]
     assert sums.agree[1].tolist() == sums.exact[1].tolist() == [3.0] * LAYERS
     assert agreement.unbind()[1][2] == pytest.approx(1 - 1 / LAYERS)
-
-
-def test_unknown_rows_count_as_unknown_and_as_agreeing():
-    overlap, known = full()
-    overlap[row_of(1, 3)], known[row_of(1, 3)] = 0, False
-    agreement, sums = outputs(overlap, known)
-    assert agreement.values().tolist() == [1.0] * 9
-    assert sums.unknown.flatten().tolist() == [0, 1, 0, 0]
-    assert sums.tokens.flatten().tolist() == [3, 4, 1, 0]
 
 
 def test_margin_and_own_are_taken_at_the_same_rows():

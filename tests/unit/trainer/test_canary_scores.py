@@ -10,8 +10,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_ext.base.errors import HookError
 from verl_ext.features.settings import SyncCanarySettings
-from verl_ext.trainer import queue, sync_canary
-from verl_ext.trainer.sync_canary import PARTITION, CanaryRun, CanaryTrajectories, has_other_inputs
+from verl_ext.trainer import canary_scores, queue
+from verl_ext.trainer.canary_scores import PARTITION, CanaryTrajectories, has_other_inputs
+from verl_ext.trainer.sync_canary import CanaryRun
 
 PROMPTS = [[7, 8], [9], [5, 6, 7], [4]]
 RESPONSES = [list(range(20)), [4, 5], [6], [8, 9, 10, 11]]
@@ -76,7 +77,7 @@ class Server:
 def store(monkeypatch):
     store = Store()
     monkeypatch.setattr(queue, "tq", store)
-    monkeypatch.setattr(sync_canary, "tq", store)
+    monkeypatch.setattr(canary_scores, "tq", store)
     monkeypatch.setattr("ray.get", lambda answers, timeout: answers)
     return store
 

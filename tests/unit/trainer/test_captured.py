@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.routing import FEWEST, REASONS
+from verl_ext.core.routing import REASONS, STUCK_TOKENS
 from verl_ext.trainer.captured import CapturedRouting, Counts
 
 
@@ -117,7 +117,7 @@ def test_a_batch_without_generated_tokens_says_nothing():
 def test_a_sample_counts_the_tokens_but_the_last_of_each_trajectory():
     """Two MoE layers behind a dense one."""
     generator = torch.Generator().manual_seed(0)
-    scores = [torch.rand(n, 3, 16, generator=generator) for n in (5, FEWEST + 1, 1)]
+    scores = [torch.rand(n, 3, 16, generator=generator) for n in (5, STUCK_TOKENS + 1, 1)]
     routes = [score.topk(2).indices.to(torch.int16) for score in scores]
     for rows in routes:
         rows[:, 0] = 0
@@ -127,8 +127,11 @@ def test_a_sample_counts_the_tokens_but_the_last_of_each_trajectory():
     routes[0][3, 1, 0] = -1
     routes[1][:-1, 1] = torch.tensor([3, 4])
     found = Counts.from_routes(routes)
-    assert found == Counts(1, 1, {"out_of_range": 1, "repeated": 1, "stuck": FEWEST})
-    assert found.metrics == {"router/unknown": 1 / (FEWEST + 4), "router/invalid": (FEWEST + 2) / (FEWEST + 4)}
+    assert found == Counts(1, 1, {"out_of_range": 1, "repeated": 1, "stuck": STUCK_TOKENS})
+    assert found.metrics == {
+        "router/unknown": 1 / (STUCK_TOKENS + 4),
+        "router/invalid": (STUCK_TOKENS + 2) / (STUCK_TOKENS + 4),
+    }
 
 
 def test_a_sample_of_zeros_is_unknown():

@@ -45,7 +45,7 @@ def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
 def test_heads_become_metrics_before_the_guard_judges(step):
     sums = torch.nested.as_nested_tensor([torch.tensor([3.0, 1, 0.4, 1.8, 1])] * 2, layout=torch.jagged)
     settings = {"head": {"k": 8}, "batch_skip": {"metric": "vllm_kl/head", "threshold": 0.1}}
-    _trainer, metrics, _ = step(settings, sampler_head_sums=sums)
+    _trainer, metrics, _ = step(settings, top_token_sums=sums)
     assert metrics["vllm_kl/head"] == pytest.approx(0.2) and metrics["vllm_kl/head_mass"] == pytest.approx(0.9)
     assert metrics["vllm_kl/head_differs"] == pytest.approx(0.5)
     assert metrics["vllm_kl/head_missing"] == pytest.approx(1 / 3)
@@ -66,7 +66,7 @@ def head_sums(missing):
     ids=["read by the update", "none", "for the KL alone"],
 )
 def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, settings, missing, said):
-    trainer, _, _ = step(settings, sampler_head_sums=head_sums(missing), actor={"ppo_mini_batch_size": 2})
+    trainer, _, _ = step(settings, top_token_sums=head_sums(missing), actor={"ppo_mini_batch_size": 2})
     printed = capsys.readouterr().out
     assert (MISSING in printed) == said and ("so their score is not centered" in printed) == said
     trainer._compute_advantage(trainer.batch, {})  # once is enough
@@ -75,7 +75,7 @@ def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, 
 
 def test_a_batch_of_more_than_one_optimizer_step_is_refused_where_scores_are_centered(step):
     """An agent loop with several outputs makes such a batch: verl fills it up to a multiple of the mini-batch."""
-    sums = {"sampler_head_sums": head_sums(0.0)}
+    sums = {"top_token_sums": head_sums(0.0)}
     step(CENTERED, actor={"ppo_mini_batch_size": 2}, **sums)
     step({"head": {"k": 8}}, actor={"ppo_mini_batch_size": 1}, **sums)
     with pytest.raises(BatchError, match=r"2 trajectories makes 2 steps of 1 .*; set stability\.score_centering=false"):

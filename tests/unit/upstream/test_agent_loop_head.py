@@ -15,9 +15,8 @@ from verl.workers.rollout.replica import TokenOutput
 from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError
-from verl_ext.core.head import Call, heads_of
 from verl_ext.upstream import agent_loop
 
 K = 3
@@ -34,8 +33,8 @@ def answer(ids, stop="completed", k=K):
     extra = {"global_steps": 1}
     if k:
         extra |= {
-            HEAD_IDS: np.array(ids_of, np.int32).reshape(-1, K),
-            HEAD_LOG_PROBS: np.array(log_q_of, np.float32).reshape(-1, K),
+            TOP_TOKEN_IDS: np.array(ids_of, np.int32).reshape(-1, K),
+            TOP_TOKEN_LOG_PROBS: np.array(log_q_of, np.float32).reshape(-1, K),
         }
     return TokenOutput(
         token_ids=list(ids), log_probs=[-1.0] * len(ids), stop_reason=stop, num_preempted=0, extra_fields=extra
@@ -75,7 +74,7 @@ def output(response, mask, prompt=PROMPT):
 
 def assert_heads(fields, tokens):
     """Checks the response's heads: `tokens` has the token whose head is expected, or None where there is none."""
-    ids, log_q = fields[HEAD_IDS], fields[HEAD_LOG_PROBS]
+    ids, log_q = fields[TOP_TOKEN_IDS], fields[TOP_TOKEN_LOG_PROBS]
     assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32)
     assert len(ids) == len(log_q) == len(tokens) == len(fields["responses"])
     for row, token in enumerate(tokens):
@@ -98,7 +97,7 @@ def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
 
     (fields,) = run(loop)
     assert_heads(fields, [1, 2, None, None, 3, 4])
-    assert HEAD_IDS not in fields["extra_fields"]
+    assert TOP_TOKEN_IDS not in fields["extra_fields"]
     assert [asked[1]["extra_args"] for asked in server.asked] == [{agent_loop.HEAD_ASKED: K}] * 2
 
 
@@ -141,7 +140,7 @@ def test_validation_asks_for_none_and_has_no_such_fields(heads):
         return [output([1], [1])]
 
     (fields,) = run(loop, validate=True)
-    assert HEAD_IDS not in fields and "extra_args" not in server.asked[0][1]
+    assert TOP_TOKEN_IDS not in fields and "extra_args" not in server.asked[0][1]
 
 
 def test_a_trajectory_without_a_call_has_fields_all_the_same(heads):
@@ -186,21 +185,6 @@ def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values
 def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
     with pytest.raises(HookError, match=r"stability\.head\.k=0"):
         agent_loop.unpack_head(answered, list(range(tokens)))
-
-
-def test_a_head_is_not_put_to_a_token_of_another_answer():
-    """Two answers to one prompt share a token after the place where they part; the heads there differ."""
-    answers = ([10, 11, 12, 13], [10, 55, 12, 56])
-    heads = [np.full((4, 1), number, np.float32) for number in (-1.0, -2.0)]
-    calls = [
-        Call([1, 2], tokens, np.array(tokens)[:, None], log_q) for tokens, log_q in zip(answers, heads, strict=True)
-    ]
-    for number, tokens in enumerate(answers):
-        ids, log_q = heads_of(calls, [1, 2], tokens, 1)
-        assert ids[:, 0].tolist() == tokens
-        assert log_q[1:, 0].tolist() == [heads[number][0, 0]] * 3
-    ids, log_q = heads_of(calls[:1], [1, 2], [10, 99, 12, 13], 1)  # a token that the agent loop has put there
-    assert log_q[:, 0].tolist() == [-1.0, -np.inf, -np.inf, -np.inf] and ids[:, 0].tolist() == [10, 0, 0, 0]
 
 
 def test_another_client_is_told(monkeypatch):

@@ -9,15 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from verl.experimental.agent_loop import agent_loop as verls_agent_loop
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from tests.support.agent_loop_worker import asked_for, changed
 from tests.support.agent_outputs import PROMPT, RESPONSE, output
 from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.upstream import agent_loop
-from verl_ext.upstream.agent_loop import Extras, Systematic
+from verl_ext.upstream.agent_loop import Systematic
 
 LAYERS, TOP_K = 3, 2
 
@@ -59,18 +57,6 @@ def test_what_is_left_out_is_empty_and_all_else_is_verls(hooked, dtype):
             assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
         else:
             assert found[name] == value, name
-
-
-def test_the_rows_of_what_is_left_out_are_handed_to_nobody():
-    handed = []
-
-    def verls(output):
-        handed.append(output.routed_experts)
-        return AgentLoopOutput.as_dict(output)
-
-    with asked_for(sampling=Systematic(0.0, 0.0)):
-        agent_loop.as_dict(verls, output(some_rows(np.uint8)))
-    assert [None if rows is None else len(rows) for rows in handed] == [0, None]
 
 
 def test_what_is_sampled_is_as_without_a_share(hooked):
@@ -117,30 +103,6 @@ def test_pythons_own_random_state_is_left_alone(monkeypatch):
             starts.append(agent_loop._sampling._due)
     assert random.getstate() == before
     assert len(set(starts)) == 2 and all(0 <= start < 1 for start in starts)
-
-
-def test_it_is_asked_for_in_the_environment_of_rays_processes():
-    config = OmegaConf.create({"ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"MINE": "1"}}}}})
-    agent_loop.request(config, Extras(share=0.25))
-    assert config.ray_kwargs.ray_init.runtime_env.env_vars == {
-        "MINE": "1",
-        agent_loop.VARIABLE: "narrow:0,share:0.25,turns:0,head:0",
-    }
-
-
-@pytest.mark.parametrize(("value", "lengths"), [("share:1e-9,narrow:1", [0]), ("narrow:1", [2])])
-def test_a_process_is_patched_only_where_it_is_requested(fresh_python, value, lengths):
-    """The plugin patches the process, with narrow routing."""
-    code = (
-        "import verl_ext.plugins.verl, numpy as np\n"
-        "from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput\n"
-        "output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics(),\n"
-        "                         routed_experts=np.ones((2, 1, 2), np.uint16))\n"
-        "fields = output.as_dict()\n"
-        "print([len(fields[name]) for name in ('routed_experts',)])"
-    )
-    done = fresh_python(code, **{agent_loop.VARIABLE: value})
-    assert done.stdout.splitlines()[-1:] == [str(lengths)], done.stderr
 
 
 def test_a_forked_process_takes_its_own_environment_and_nothing_is_changed_twice(fresh_python):

@@ -1,7 +1,6 @@
 """Rows of earlier turns are held, through verl's own client and agent loop worker; for vLLM see tests/stack."""
 
 import asyncio
-import inspect
 import zlib
 from dataclasses import dataclass, replace
 from types import MappingProxyType, SimpleNamespace
@@ -259,12 +258,6 @@ def test_the_sum_is_that_of_the_turn_that_gave_the_rows_or_none(attempts, at_onc
 
 
 @given(attempts)
-def test_the_turn_is_known_though_turns_of_other_requests_have_its_tokens(attempts):
-    fields, total = written_by(attempts.each_in_its_own_request())
-    assert fields["routed_experts_sum"].tolist() == [total]
-
-
-@given(attempts)
 def test_a_change_behind_the_server_is_found_though_turns_of_other_requests_have_the_tokens(attempts):
     def change(rows):
         rows[-1, 0, 0] ^= 1
@@ -370,16 +363,6 @@ def test_common_is_where_they_first_differ(one, other):
     assert same == min(len(one), len(other)) or one[same] != other[same]
 
 
-def test_ray_sees_a_coroutine_function_with_verls_parameters():
-    assert inspect.iscoroutinefunction(vLLMHttpServer.generate)
-    assert [*inspect.signature(vLLMHttpServer.generate).parameters][:4] == [
-        "self",
-        "prompt_ids",
-        "sampling_params",
-        "request_id",
-    ]
-
-
 def test_a_server_that_takes_other_arguments_is_refused():
     class Other:
         async def generate(self, prompt):
@@ -387,16 +370,6 @@ def test_a_server_that_takes_other_arguments_is_refused():
 
     with asked_for(turns=True), pytest.raises(PatchError, match="VERL_EXT_AGENT_LOOP=turns:0"):
         agent_loop.change_server(SimpleNamespace(vLLMHttpServer=Other))
-
-
-def test_it_is_off_unless_the_environment_asks(monkeypatch):
-    asked = []
-    monkeypatch.setattr(agent_loop, "register_post_import_hook", lambda hook, module: asked.append(module))
-    with asked_for():
-        for value, expected in (("turns:0", 0), ("turns:1", 3)):
-            monkeypatch.setenv(agent_loop.VARIABLE, value)
-            agent_loop.install_changes()
-            assert len(asked) == expected
 
 
 @pytest.mark.parametrize(

@@ -115,14 +115,6 @@ def test_a_model_is_given_rounded_weights_of_the_kinds_asked_for(weights, asked)
     )
 
 
-def test_a_bucket_without_a_matrix_is_loaded_as_it_is():
-    model = Model()
-    round_while_loading(model, FP4)
-    model.load_weights(iter([("norm.weight", torch.ones(3))]))
-    assert torch.equal(model.loaded["norm.weight"], torch.ones(3))
-    assert report(SimpleNamespace(model=model))["rounded"] == {"linear": 0}
-
-
 def test_a_weight_that_the_group_does_not_divide_is_named():
     model = Model()
     round_while_loading(model, FP4)

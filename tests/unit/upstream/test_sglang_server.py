@@ -16,7 +16,7 @@ from tests.support.agent_loop_worker import client_of
 from tests.support.closeness import close
 from tests.support.sglang_server import generated, server, verls_server_module
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream.agent_loop import HEAD_ASKED, ROWS_HELD
 from verl_ext.upstream.sglang_server import Cut, decode_experts, decodes, extend_server, normalise, unpack_top
@@ -177,8 +177,11 @@ def test_a_head_that_is_asked_for_comes_with_the_answer(module):
     output = generated(module, manager, PROMPT, **asked())
     assert manager.asked.top_logprobs_num == K and "extra_args" not in manager.asked.sampling_params
     assert output.extra_fields["global_steps"] == 3
-    assert output.extra_fields[HEAD_IDS].tolist() == [[10, 11, 12, 13]] * 2
-    close(torch.from_numpy(output.extra_fields[HEAD_LOG_PROBS]), torch.log(torch.tensor(P[:K].tolist())).expand(2, -1))
+    assert output.extra_fields[TOP_TOKEN_IDS].tolist() == [[10, 11, 12, 13]] * 2
+    close(
+        torch.from_numpy(output.extra_fields[TOP_TOKEN_LOG_PROBS]),
+        torch.log(torch.tensor(P[:K].tolist())).expand(2, -1),
+    )
     close(torch.tensor(output.log_probs), torch.log(torch.tensor([0.3, 0.04])))
 
 
@@ -224,7 +227,7 @@ def test_what_is_not_asked_for_is_not_there(module):
 def test_log_probs_of_truncated_sampling_are_of_what_was_kept(module):
     output = generated(module, Manager(**answered(11, 10)), PROMPT, **asked(), top_k=3, top_p=0.5)
     expected = torch.log(torch.tensor([4 / 7, 3 / 7, 0, 0]))
-    close(torch.from_numpy(output.extra_fields[HEAD_LOG_PROBS]), torch.stack([expected] * 2))
+    close(torch.from_numpy(output.extra_fields[TOP_TOKEN_LOG_PROBS]), torch.stack([expected] * 2))
     close(torch.tensor(output.log_probs), expected[[1, 0]])
 
 
@@ -234,15 +237,15 @@ def test_with_raw_log_probs_they_stay_as_sglang_has_them(module):
     sampling = {"logprobs": True, "top_k": 3, "top_p": 0.5} | asked()
     output = asyncio.run(made.generate(list(PROMPT), sampling, "request"))
     close(torch.tensor(output.log_probs), torch.log(torch.tensor([0.3, 0.4])))
-    assert np.isfinite(output.extra_fields[HEAD_LOG_PROBS]).all()
+    assert np.isfinite(output.extra_fields[TOP_TOKEN_LOG_PROBS]).all()
 
 
 def test_an_answer_whose_tokens_verl_drops_has_no_head(module):
     manager = Manager(**answered(11, 10, 12))  # one more than tokens
     output = generated(module, manager, PROMPT, **asked())
-    assert output.token_ids == [] and output.extra_fields[HEAD_IDS].shape == (0, K)
+    assert output.token_ids == [] and output.extra_fields[TOP_TOKEN_IDS].shape == (0, K)
     aborted = generated(module, Manager(output_token_logprobs=[], output_top_logprobs=[]), PROMPT, **asked())
-    assert aborted.extra_fields[HEAD_LOG_PROBS].shape == (0, K)
+    assert aborted.extra_fields[TOP_TOKEN_LOG_PROBS].shape == (0, K)
 
 
 @pytest.mark.parametrize(

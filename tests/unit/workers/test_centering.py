@@ -17,7 +17,7 @@ from verl.workers.config import PolicyLossConfig
 
 from tests.support.micro_batches import nested
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch
 from verl_ext.core.measure import gather
@@ -132,8 +132,8 @@ class Drift:
             "old_log_probs": l_old,
             "rollout_log_probs": l_infer,
             "advantages": self.advantages,
-            HEAD_IDS: torch.arange(V).expand(B, T, V).int(),
-            HEAD_LOG_PROBS: self.log_q,
+            TOP_TOKEN_IDS: torch.arange(V).expand(B, T, V).int(),
+            TOP_TOKEN_LOG_PROBS: self.log_q,
         }
         data = TensorDict({name: nested(list(value)) for name, value in fields.items()}, batch_size=B)
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=B)

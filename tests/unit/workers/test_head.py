@@ -7,7 +7,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.support.micro_batches import nested
 from verl_ext.base.errors import BatchError
-from verl_ext.base.names import HEAD_IDS, HEAD_LOG_PROBS
+from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.workers.head import HeadReader, HeadUse, _token_layout
 
 CPU = torch.device("cpu")
@@ -45,8 +45,8 @@ def batch(**changed):
     fields = {
         "input_ids": rows,
         "response_mask": [torch.ones(response, dtype=torch.long) for _, response in LENGTHS],
-        HEAD_IDS: [torch.stack([torch.randperm(V, generator=generator)[:K] for _ in row]).int() for row in log_q],
-        HEAD_LOG_PROBS: log_q,
+        TOP_TOKEN_IDS: [torch.stack([torch.randperm(V, generator=generator)[:K] for _ in row]).int() for row in log_q],
+        TOP_TOKEN_LOG_PROBS: log_q,
     }
     data = TensorDict({name: nested(value) for name, value in (fields | changed).items()}, batch_size=len(LENGTHS))
     tu.assign_non_tensor(data, calculate_entropy=True)
@@ -66,7 +66,7 @@ def test_a_head_stands_at_the_token_before_its_own():
     l_own = output["log_probs"].values()
     start = 0
     for ids, tokens, log_q in zip(
-        data["input_ids"].unbind(), data[HEAD_IDS].unbind(), data[HEAD_LOG_PROBS].unbind(), strict=True
+        data["input_ids"].unbind(), data[TOP_TOKEN_IDS].unbind(), data[TOP_TOKEN_LOG_PROBS].unbind(), strict=True
     ):
         response = len(tokens)
         for j in range(response):
@@ -81,9 +81,9 @@ def test_a_head_stands_at_the_token_before_its_own():
 
 def test_without_a_head_the_entropy_is_the_vocabularys():
     data = batch()
-    lost = [row.clone() for row in data[HEAD_LOG_PROBS].unbind()]
+    lost = [row.clone() for row in data[TOP_TOKEN_LOG_PROBS].unbind()]
     lost[0][1] = -torch.inf
-    data = batch(**{HEAD_LOG_PROBS: lost})
+    data = batch(**{TOP_TOKEN_LOG_PROBS: lost})
     engine, output = run(data, HeadUse(truncated=True))
     found, row = output["entropy"].values(), LENGTHS[0][0]  # of the logits that predict the second response token
     whole = torch.distributions.Categorical(logits=engine.logits.double()).entropy()
@@ -95,7 +95,7 @@ def test_without_a_head_the_entropy_is_the_vocabularys():
 def test_for_the_kl_alone_verl_computes_its_own_log_probs():
     engine, output = run(batch(), HeadUse())
     assert engine.given == [[True, False]]
-    assert sorted(output) == ["entropy", "log_probs", "sampler_head_sums"] and output["log_probs"] is VERLS
+    assert sorted(output) == ["entropy", "log_probs", "top_token_sums"] and output["log_probs"] is VERLS
     engine, _ = run(batch(), HeadUse(), forward_only=False)  # an update, which reads none
     assert engine.given == [[None, None]]
 
@@ -103,7 +103,7 @@ def test_for_the_kl_alone_verl_computes_its_own_log_probs():
 def test_a_token_outside_the_vocabulary_is_named():
     ids = [torch.full((response, K), V).int() for _, response in LENGTHS]
     with pytest.raises(BatchError, match=f"names token {V}, and the training engine's vocabulary has {V}"):
-        run(batch(**{HEAD_IDS: ids}), HeadUse())
+        run(batch(**{TOP_TOKEN_IDS: ids}), HeadUse())
 
 
 def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
@@ -115,7 +115,10 @@ def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
     expected = batch(
         response_mask=mask,
         input_ids=input_ids,
-        **{name: [whole[name].unbind()[0], whole[name].unbind()[1][:1] * 0] for name in (HEAD_IDS, HEAD_LOG_PROBS)},
+        **{
+            name: [whole[name].unbind()[0], whole[name].unbind()[1][:1] * 0]
+            for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
+        },
     )
     sampled, head = _token_layout(added, CPU)
     _, wanted = _token_layout(expected, CPU)
@@ -125,5 +128,5 @@ def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
 
 def test_heads_of_other_tokens_are_named():
     short = [torch.zeros(response - 1, K).int() for _, response in LENGTHS]
-    with pytest.raises(BatchError, match=r"sampler_head_ids is \(3, 2\).*5 response tokens"):
-        run(batch(**{HEAD_IDS: short}), HeadUse())
+    with pytest.raises(BatchError, match=r"top_token_ids is \(3, 2\).*5 response tokens"):
+        run(batch(**{TOP_TOKEN_IDS: short}), HeadUse())

@@ -16,7 +16,7 @@ from tests.support.closeness import close
 from tests.support.loss_oracles import m2po_oracle
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
-from verl_ext.core.losses import LossChange
+from verl_ext.core.loss_batch import LossChange
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings

@@ -17,8 +17,8 @@ from gpu.record import Place, Record
 from tests.support import filter_oracles, loss_oracles, measure_oracle
 from verl_ext.core import losses
 from verl_ext.core.filters import get_batch_filter
-from verl_ext.core.head import log_probs_at
 from verl_ext.core.measure import measure
+from verl_ext.core.top_tokens import log_probs_at
 
 CLOSE = 1e-5  # of the scale of a tensor: float32, and its sums
 SEEDS = range(3)

@@ -1,15 +1,32 @@
-"""The head of the sampler's distribution, against sums over the whole vocabulary in float64."""
+"""The sampler's most likely tokens, against sums over the whole vocabulary in float64."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, local
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import ReduceOp
 
 from tests.support.closeness import close
-from verl_ext.core import head as under_test
-from verl_ext.core.head import Head, Reading, centering, divergence, log_probs_at, read, weights_of
+from verl_ext.core import top_tokens as under_test
+from verl_ext.core.top_tokens import (
+    Call,
+    Divergence,
+    Reading,
+    TopTokens,
+    centering,
+    divergence,
+    log_probs_at,
+    read,
+    top_token_metrics,
+    top_token_sums,
+    top_tokens_of,
+    weights_of,
+)
 
 V = 11
 WEIGHTS = {
@@ -26,10 +43,10 @@ def logits_of(seed, n=6, v=V, dtype=torch.float32, scale=2.0):
     return made.to(dtype)
 
 
-def head_of(log_q_NV, k):
+def top_of(log_q_NV, k):
     """The k most likely, as vLLM returns them."""
     values, ids = log_q_NV.topk(k, dim=1)
-    return Head(ids, values.float())
+    return TopTokens(ids, values.float())
 
 
 def truncated_log_probs(logits, top_k):
@@ -58,7 +75,7 @@ def test_log_probs_at_and_their_gradient_are_those_of_log_softmax(seed, n, k, ro
     ids = torch.randint(0, V, (n, k), generator=torch.Generator().manual_seed(seed))  # some twice
     factors = torch.randn(n, k, generator=torch.Generator().manual_seed(seed + 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(under_test, "CHUNK", rows * V)
+        patch.setattr(under_test, "LOGITS_AT_ONCE", rows * V)
         found = log_probs_at(logits, ids)
         (found * factors).sum().backward()
     wanted = logits.detach().double().requires_grad_()
@@ -82,17 +99,17 @@ def test_over_the_kept_tokens_ratios_average_1_where_over_all_they_average_the_m
     """TRL issue 7269: with p over the whole vocabulary, the mean of p / q over kept tokens is their mass under p."""
     logits = logits_of(seed)
     log_q = truncated_log_probs(logits.double(), top_k)
-    head = head_of(log_q, top_k)
+    head = top_of(log_q, top_k)
     for token in range(V):
         sampled = torch.full((len(logits),), token)
         can = log_q.gather(1, sampled[:, None])[:, 0] > -torch.inf
         found = read(logits, sampled, head, truncated=True)
         close(found.l_own[can], log_q[can, token], scale=10.0)
     whole = read(logits, head.ids[:, 0], head, truncated=False)
-    close(whole.l_head, logits.double().log_softmax(1).gather(1, head.ids), scale=10.0)
+    close(whole.l_top, logits.double().log_softmax(1).gather(1, head.ids), scale=10.0)
     mass = logits.double().softmax(1).gather(1, head.ids).sum(1)
     for reading, mean in ((read(logits, head.ids[:, 0], head, truncated=True), 1), (whole, mass)):
-        ratios = (reading.l_head - head.log_q).double().exp()
+        ratios = (reading.l_top - head.log_q).double().exp()
         close((head.log_q.double().exp() * ratios).sum(1), mean * torch.ones(len(logits)))
     entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0)).sum(1)
     close(found.entropy[can], entropy[can], scale=3.0)
@@ -100,7 +117,7 @@ def test_over_the_kept_tokens_ratios_average_1_where_over_all_they_average_the_m
 
 def test_the_gradient_over_the_kept_tokens_is_that_of_their_own_softmax():
     logits = logits_of(3).requires_grad_()
-    head = head_of(truncated_log_probs(logits.detach().double(), 4), 4)
+    head = top_of(truncated_log_probs(logits.detach().double(), 4), 4)
     sampled = head.ids[:, 2]
     read(logits, sampled, head, truncated=True).l_own.sum().backward()
     wanted = logits.detach().double().requires_grad_()
@@ -110,14 +127,14 @@ def test_the_gradient_over_the_kept_tokens_is_that_of_their_own_softmax():
 
 def test_a_sampled_token_that_ties_with_the_heads_last_counts_to_it():
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
-    head = Head(torch.tensor([[0, 1]]), torch.tensor([[3.0, 1.0]]).log_softmax(1))
+    head = TopTokens(torch.tensor([[0, 1]]), torch.tensor([[3.0, 1.0]]).log_softmax(1))
     found = read(logits, torch.tensor([2]), head, truncated=True)
     close(found.l_own, torch.tensor([3.0, 1.0, 1.0]).double().log_softmax(0)[2:])
 
 
 def test_without_a_head_a_token_is_read_over_the_whole_vocabulary():
     logits = logits_of(1, 2).requires_grad_()
-    head = Head(torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -torch.inf))
+    head = TopTokens(torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -torch.inf))
     for truncated in (True, False):
         found = read(logits, torch.tensor([4, 0]), head, truncated=truncated)
         close(found.l_own, logits.detach().double().log_softmax(1)[[0, 1], [4, 0]])
@@ -135,7 +152,7 @@ def test_the_heads_kl_is_a_lower_bound_that_is_tight_where_the_head_is_all(seed,
     logits = logits_of(seed)
     other = logits.double() + gap * logits_of(seed + 1).double()
     log_q, log_p = other.log_softmax(1), logits.double().log_softmax(1)
-    head = head_of(log_q, k)
+    head = top_of(log_q, k)
     found = divergence(read(logits, head.ids[:, 0], head, truncated=False), head, truncated=False)
     q, p = (x.exp().gather(1, head.ids) for x in (log_q, log_p))
     expected = (q * (q / p).log()).sum(1)
@@ -153,7 +170,7 @@ def test_the_heads_kl_is_a_lower_bound_that_is_tight_where_the_head_is_all(seed,
 def test_a_kl_of_a_millionth_keeps_its_digits():
     logits = logits_of(7, n=200)
     log_q = (logits.double() + 1e-3 * logits_of(8, n=200).double()).log_softmax(1)
-    head = head_of(log_q, V)
+    head = top_of(log_q, V)
     expected = (log_q.exp() * (log_q - logits.double().log_softmax(1))).sum(1).mean()
     found = divergence(read(logits, head.ids[:, 0], head, truncated=False), head, truncated=False).kl.mean()
     assert 1e-7 < expected < 5e-6
@@ -167,7 +184,7 @@ def test_a_centered_score_has_no_mean_under_the_sampler(name, seed, truncated, t
     logits = logits_of(seed).requires_grad_()
     other = logits_of(seed).double() + 0.4 * logits_of(seed + 1).double()
     log_q = truncated_log_probs(other, top_k) if truncated else other.log_softmax(1)
-    head = head_of(log_q, top_k if truncated else V)
+    head = top_of(log_q, top_k if truncated else V)
     found = read(logits, head.ids[:, 0], head, truncated=truncated)
     (mean,) = torch.autograd.grad(
         centering(found, head, weights_of(WEIGHTS[name]), truncated=truncated).sum(), logits, retain_graph=True
@@ -198,7 +215,7 @@ def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
     left = 1 - q.sum(1, keepdim=True)
     tilted = p.gather(1, ids) * torch.tensor([1.1, 0.9, 1.0, 0.8])
     q = q.scatter(1, ids, tilted / tilted.sum(1, keepdim=True) * left)
-    head = Head(ids, q.gather(1, ids).log().float())
+    head = TopTokens(ids, q.gather(1, ids).log().float())
     found = read(logits, ids[:, 0], head, truncated=False)
     (mean,) = torch.autograd.grad(centering(found, head, weights_of(WEIGHTS[name]), truncated=False).sum(), logits)
     w = torch.tensor(
@@ -215,7 +232,7 @@ def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
 def test_an_importance_weight_without_a_cap_leaves_nothing_to_center():
     """sum of q (p / q) grad log p = sum of p grad log p = 0."""
     logits = logits_of(2).requires_grad_()
-    head = head_of((logits.detach().double() + logits_of(4).double()).log_softmax(1), 5)
+    head = top_of((logits.detach().double() + logits_of(4).double()).log_softmax(1), 5)
     term = centering(
         read(logits, head.ids[:, 0], head, truncated=False), head, weights_of({"tis": {"cap": 1e9}}), truncated=False
     )
@@ -225,9 +242,103 @@ def test_an_importance_weight_without_a_cap_leaves_nothing_to_center():
 
 def test_weights_and_masses_are_constants():
     logits = logits_of(2)
-    l_head = logits.log_softmax(1)[:, :4].requires_grad_()
-    head = Head(torch.arange(4).expand(6, 4), logits_of(3).log_softmax(1)[:, :4])
-    term = centering(Reading(l_head[:, 0], l_head), head, weights_of(WEIGHTS["tis"]), truncated=True)
-    (found,) = torch.autograd.grad(term.sum(), l_head)
-    q, p = head.log_q.double().exp(), l_head.detach().double().exp()
+    l_top = logits.log_softmax(1)[:, :4].requires_grad_()
+    head = TopTokens(torch.arange(4).expand(6, 4), logits_of(3).log_softmax(1)[:, :4])
+    term = centering(Reading(l_top[:, 0], l_top), head, weights_of(WEIGHTS["tis"]), truncated=True)
+    (found,) = torch.autograd.grad(term.sum(), l_top)
+    q, p = head.log_q.double().exp(), l_top.detach().double().exp()
     close(found, q * (p / q).clamp(max=1.5))
+
+
+class TwoRanks:
+    """Two threads, each with one half of the vocabulary; the functions of torch.distributed that they call."""
+
+    def __init__(self):
+        self.barrier, self.rank, self.given = Barrier(2, timeout=60), local(), [None, None]
+
+    def run(self, work):
+        """Returns work(rank) of both."""
+
+        def begin(rank):
+            self.rank.value = rank
+            return work(rank)
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(begin, range(2)))
+
+    def get_rank(self, group):
+        return self.rank.value
+
+    def all_reduce(self, tensor, op=ReduceOp.SUM, group=None):
+        self.given[self.rank.value] = tensor.clone()
+        self.barrier.wait()
+        tensor.copy_(torch.maximum(*self.given) if op == ReduceOp.MAX else sum(self.given))
+        self.barrier.wait()
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_a_vocabulary_that_two_ranks_share_is_read_as_one(monkeypatch, scale):
+    ranks, half = TwoRanks(), 5
+    monkeypatch.setattr(under_test, "get_rank", ranks.get_rank)
+    monkeypatch.setattr(under_test, "all_reduce", ranks.all_reduce)
+    whole = logits_of(9, v=2 * half, scale=scale)
+    ids = torch.tensor([0, half - 1, half, 2 * half - 1, half]).expand(len(whole), -1)  # the ends of both halves
+
+    def work(rank):
+        part = whole[:, rank * half : (rank + 1) * half].clone().requires_grad_()
+        found = log_probs_at(part, ids, group="of both")
+        (found * torch.arange(1.0, 6.0)).sum().backward()
+        return found.detach(), part.grad
+
+    (one, grad_one), (other, grad_other) = ranks.run(work)
+    wanted = whole.double().requires_grad_()
+    expected = wanted.log_softmax(1).gather(1, ids)
+    (expected * torch.arange(1.0, 6.0)).sum().backward()
+    close(one, expected, scale=scale)
+    assert torch.equal(one, other)
+    close(torch.cat([grad_one, grad_other], 1), wanted.grad, scale=15.0)
+
+
+TOKENS = st.lists(st.integers(1, 3), max_size=5)  # few tokens, so that sequences have them in common
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS), max_size=3), TOKENS, TOKENS)
+def test_a_place_has_the_top_tokens_of_the_last_call_that_generated_its_token_after_the_same_ones(
+    given_calls, prompt, response
+):
+    calls = []
+    for number, (asked, tokens) in enumerate(given_calls, 1):
+        rows = np.arange(len(tokens))[:, None] + 10.0 * number
+        calls.append(Call(asked, tokens, rows.astype(np.int32), -rows.astype(np.float32)))
+    expected, sequence = [None] * len(response), prompt + response
+    for call in calls:
+        for n in range(1, len(call.tokens) + 1):
+            place = len(call.prompt) + n - 1 - len(prompt)
+            together = [*call.prompt, *call.tokens[:n]]
+            if place >= 0 and sequence[: len(together)] == together:
+                expected[place] = int(call.ids[n - 1, 0])
+    ids, log_q = top_tokens_of(calls, prompt, response, 1)
+    assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32) and ids.shape == log_q.shape == (len(response), 1)
+    assert ids[:, 0].tolist() == [found or 0 for found in expected]
+    assert log_q[:, 0].tolist() == [-math.inf if found is None else -found for found in expected]
+
+
+PLACE = st.tuples(st.booleans(), st.booleans(), st.floats(0, 9), st.floats(0, 1), st.sampled_from([0.0, 1.0]))
+
+
+@given(st.lists(st.lists(PLACE, max_size=4), min_size=1, max_size=4))
+def test_the_metrics_are_means_over_the_generated_tokens_that_have_top_tokens(trajectories):
+    """A place: whether the model generated its token, whether it has top tokens, and its divergence."""
+    places = [place for trajectory in trajectories for place in trajectory]
+    mask, known, kl, mass, differs = (torch.tensor([place[i] for place in places]) for i in range(5))
+    offsets = torch.tensor([0, *map(len, trajectories)]).cumsum(0)
+    sums = top_token_sums(Divergence(kl, mass, differs), known.bool(), mask.bool(), offsets)
+    generated = [place for place in places if place[0]]
+    counted = [place for place in generated if place[1]]
+    expected = {"vllm_kl/head_missing": 1 - len(counted) / len(generated)} if generated else {}
+    for name, index in (("head", 2), ("head_mass", 3), ("head_differs", 4)):
+        if counted:
+            expected[f"vllm_kl/{name}"] = math.fsum(place[index] for place in counted) / len(counted)
+    assert top_token_metrics(sums) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert sums.shape == (len(trajectories), 5)
+    assert sums[:, 0].tolist() == [sum(place[0] for place in trajectory) for trajectory in trajectories]

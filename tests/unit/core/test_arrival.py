@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.trainer.sync_canary import FEWEST, SIGMAS, arrival, movement
+from verl_ext.core.arrival import FEWEST_TOKENS, STANDARD_ERRORS, arrival, movement
 
 N = 4096
 
@@ -37,7 +37,7 @@ def by_hand(train, infer):
     common = fmean(a * b for a, b in zip(x, y, strict=True))
     total, product = math.fsum(a * a for a in x), math.fsum(a * b for a, b in zip(x, y, strict=True))
     rest = [b - a * (product - a * b) / (total - a * a) for a, b in zip(x, y, strict=True)]
-    error = SIGMAS * math.sqrt(fmean((a * b) ** 2 for a, b in zip(x, rest, strict=True)) / len(x))
+    error = STANDARD_ERRORS * math.sqrt(fmean((a * b) ** 2 for a, b in zip(x, rest, strict=True)) / len(x))
     least = power - 2 * variance([a - b for a, b in zip(before, infer_before, strict=True)])
     high = max(common + error, 0) / least if least > 0 else math.inf
     moved_most = sorted(zip(x, y, strict=True), key=lambda pair: -abs(pair[0]))[: (len(x) + 1) // 2]
@@ -116,7 +116,7 @@ def test_a_token_that_one_engine_has_no_number_for_is_left_out():
     assert arrival(train, infer) == left_out
 
 
-@given(st.integers(FEWEST, 40), st.floats(0, 2), st.integers(0, 99))
+@given(st.integers(FEWEST_TOKENS, 40), st.floats(0, 2), st.integers(0, 99))
 def test_the_movement_is_the_ratio_of_the_median_changes(count, share, seed):
     """Compares with sorted lists; torch's median of an even number is the lower one of the middle two."""
     train, infer = scores(share, 0.1, 0.01, seed, count)
@@ -131,7 +131,7 @@ def test_the_movement_is_0_without_new_weights_and_not_known_without_tokens_that
     train, (infer, _) = scores(1.0, 0.1, 0.01, count=64)
     assert movement(train, (infer, infer)) == 0
     assert math.isnan(movement((train[0], train[0]), (infer, infer)))
-    few = torch.arange(64) < FEWEST - 1
+    few = torch.arange(64) < FEWEST_TOKENS - 1
     assert math.isnan(movement(tuple(each[few] for each in train), (infer[few], infer[few])))
     hidden = infer.where(few, -math.inf)
     assert math.isnan(movement(train, (hidden, infer)))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.recorder import joined_passes, named_points, own_positions, point_of, positions, state_of
+from verl_ext.routing.recorder import joined_passes, named_points, own_positions, point_of, positions, state_of
 
 
 def test_a_model_of_unknown_names_is_an_error():

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import lt
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from verl_ext.base.errors import HookError
 
 LAYER = r"(?:^|\.)layers\.(\d+)"
-BLOCK = r"(?:mlp|block_sparse_moe|feed_forward)"
+MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
 # Point -> the ends of its module's name. In the order of a layer's computation.
 POINTS = {
     "indexer": rf"{LAYER}\.(?:self_attn|attention)\.indexer$",
     "attention": rf"{LAYER}\.(?:self_attn|attention|linear_attn)$",
-    "router": rf"{LAYER}\.{BLOCK}\.(?:gate|router)$",
-    "experts": rf"{LAYER}\.{BLOCK}$",
+    "router": rf"{LAYER}\.{MLP}\.(?:gate|router)$",
+    "experts": rf"{LAYER}\.{MLP}$",
     "layer": rf"{LAYER}$",
 }
 INDEXER, ROUTER = ".indexer", ".router"
@@ -38,13 +37,11 @@ ENDS = {
     HEAD: r"(?:^|\.)(?:lm_head|logits_processor)$",
 }
 
-
-HEAD_ROWS = 4
+HEAD_ROWS = 4  # tokens of a pass whose logits are kept
+MOST_ROWS = 512  # tokens of a pass whose states are kept: 8k of them would be tens of GB for a model of 30B parameters
 # point -> [n, d] of each forward pass, on the host, in its dtype. HEAD: logits of HEAD_ROWS tokens, in the dtype that
 # they were computed in.
 Passes = dict[str, list[Tensor]]
-# Of a pass: whole sequences of 8k tokens would be tens of GB for a model of 30B parameters.
-MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]
             continue
         if lengths is not None:
             found = [len(part) for part in parts]
-            if len(found) != len(lengths) or any(map(lt, found, lengths)):
+            if len(found) != len(lengths) or any(rows < length for rows, length in zip(found, lengths, strict=True)):
                 raise HookError(
                     f"{point} was recorded for passes of {found} tokens, where {list(lengths)} were to be seen"
                 )

@@ -1,10 +1,10 @@
-"""The head of the sampler's distribution, and the training engine's log-probabilities of the same tokens.
+"""The sampler's most likely tokens ("top tokens"), and the training engine's log-probabilities of the same tokens.
 
 With each token, the rollout returns the K most likely tokens of its place, and their log-probabilities log q. The
 training engine's log-probabilities of the same tokens give l_theta over the tokens that the sampler could take, a KL
 between the engines without sampling noise, and score centering.
 
-Shape legend: N places, K tokens of a head, V tokens of the vocabulary, or this rank's part of it.
+Shape legend: N places, K top tokens of a place, V tokens of the vocabulary, or this rank's part of it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce, get_rank
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.tokens import LOG_RATIO_BOUND, segment_sums
 
-CHUNK = 2**22  # logits that are in float32 at once: 16 MB
-TAIL = 1e-6  # the least mass outside the head that is distinguished from rounding (score centering's appendix A.3)
+LOGITS_AT_ONCE = 2**22  # logits that are in float32 at once: 16 MB
+LEAST_TAIL = 1e-6  # the least mass outside the top tokens that is told from rounding (score centering, appendix A.3)
 
 # The weight of tokens by (k, p_infer, p_old), as in a correction; both probabilities are 0 for the tail, which has no
 # tokens.
@@ -28,13 +28,13 @@ WeightOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Head:
-    """The head that the sampler returned.
+class TopTokens:
+    """The top tokens that the sampler returned.
 
     Attributes:
         ids: [N, K] int64.
         log_q: [N, K] float32, normalised over all that the sampler could take; -inf where there is no token, in all K
-            of a place without a head.
+            of a place without top tokens.
     """
 
     ids: Tensor
@@ -47,7 +47,7 @@ class Head:
 
     @property
     def known(self) -> Tensor:
-        """[N] bool: places that have a head."""
+        """[N] bool: places that have top tokens."""
         return self.taken.any(1)
 
 
@@ -57,13 +57,13 @@ class Reading:
 
     Attributes:
         l_own: [N], of the token that was sampled.
-        l_head: [N, K], of the head's tokens.
-        entropy: [N], of the distribution over the tokens that the sampler could take, in nats; NaN at places without a
-            head, where it is the vocabulary's, which is not computed here. None if no place is truncated.
+        l_top: [N, K], of the top tokens.
+        entropy: [N], of the distribution over the tokens that the sampler could take, in nats; NaN at places without
+            top tokens, where it is the vocabulary's, which is not computed here. None if no place is truncated.
     """
 
     l_own: Tensor
-    l_head: Tensor
+    l_top: Tensor
     entropy: Tensor | None = None
 
 
@@ -75,22 +75,22 @@ class _LogProbsAt(torch.autograd.Function):
         first = 0 if group is None else get_rank(group) * logits.shape[1]
         here = (ids >= first) & (ids < first + logits.shape[1])
         local = (ids - first).masked_fill(~here, 0)
-        top, total = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+        highest = torch.empty(len(logits), device=logits.device)
+        total = torch.empty_like(highest)
         picked = torch.empty(ids.shape, device=logits.device)
         for rows in _blocks(logits):
             block = logits[rows].float()
-            top[rows] = block.amax(1)
-            total[rows] = (block - top[rows, None]).exp_().sum(1)
+            highest[rows] = block.amax(1)
+            total[rows] = (block - highest[rows, None]).exp_().sum(1)
             picked[rows] = block.gather(1, local[rows])
         picked.masked_fill_(~here, 0)
         if group is not None:
-            highest = top.clone()
+            own = highest.clone()
             all_reduce(highest, ReduceOp.MAX, group)
-            total *= (top - highest).exp()
+            total *= (own - highest).exp()
             all_reduce(total, group=group)
             all_reduce(picked, group=group)
-            top = highest
-        log_z = top + total.log()
+        log_z = highest + total.log()
         ctx.save_for_backward(logits, local, here, log_z)
         return picked - log_z[:, None]
 
@@ -120,43 +120,45 @@ def log_probs_at(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None)
 
 
 def _blocks(logits: Tensor) -> list[slice]:
-    size = max(1, CHUNK // max(1, logits.shape[1]))
+    size = max(1, LOGITS_AT_ONCE // max(1, logits.shape[1]))
     return [slice(start, start + size) for start in range(0, len(logits), size)]
 
 
-def read(logits: Tensor, sampled: Tensor, head: Head, *, truncated: bool, group: ProcessGroup | None = None) -> Reading:
-    """Reads the training engine's log-probabilities of the sampled tokens [N] and of the head.
+def read(
+    logits: Tensor, sampled: Tensor, top: TopTokens, *, truncated: bool, group: ProcessGroup | None = None
+) -> Reading:
+    """Reads the training engine's log-probabilities of the sampled tokens [N] and of the top tokens.
 
     Args:
-        truncated: the sampler chose only from the head (top-k, top-p), and log q is normalised over it. Then the
-            log-probabilities here are, too: otherwise every ratio would include the mass of the cut tokens ("keep
-            sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that the head lacks, because
-            it ties with its last, counts as part of it. Places without a head use the whole vocabulary.
+        truncated: the sampler chose only from the top tokens (top-k, top-p), and log q is normalised over them. Then
+            the log-probabilities here are, too: otherwise every ratio would include the mass of the cut tokens ("keep
+            sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that is not among them,
+            because it ties with the last, counts as one. Places without top tokens use the whole vocabulary.
     """
-    l_all = log_probs_at(logits, torch.cat([sampled[:, None], head.ids], 1), group)
-    l_own, l_head = l_all[:, 0], l_all[:, 1:]
+    l_all = log_probs_at(logits, torch.cat([sampled[:, None], top.ids], 1), group)
+    l_own, l_top = l_all[:, 0], l_all[:, 1:]
     if not truncated:
-        return Reading(l_own, l_head)
-    taken = head.taken
-    own_again = (taken & (head.ids == sampled[:, None])).any(1, keepdim=True)
+        return Reading(l_own, l_top)
+    taken = top.taken
+    own_again = (taken & (top.ids == sampled[:, None])).any(1, keepdim=True)
     support = torch.cat([~own_again, taken], 1)
     log_z = l_all.masked_fill(~support, -torch.inf).logsumexp(1)
-    log_z = torch.where(head.known, log_z, 0.0)
+    log_z = torch.where(top.known, log_z, 0.0)
     l_support = (l_all - log_z[:, None]).masked_fill(~support, -torch.inf)
     entropy = -(l_support.exp() * l_support.masked_fill(~support, 0.0)).sum(1)
-    entropy = torch.where(head.known, entropy, torch.nan)
-    return Reading(l_own - log_z, l_head - log_z[:, None], entropy)
+    entropy = torch.where(top.known, entropy, torch.nan)
+    return Reading(l_own - log_z, l_top - log_z[:, None], entropy)
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The divergence of two distributions at N places, float64; 0 where there is no head.
+    """The divergence of two distributions at N places, float64; 0 where there are no top tokens.
 
     Attributes:
-        kl: KL(q || p) in nats, with all tokens outside the head as one: a lower bound of the KL over the vocabulary,
-            and all of it where the head holds the mass. Without sampling noise: it does not look at the sampled token.
-        mass: the probability that the sampler gives to the head.
-        differs: 1.0 where p and q have another most likely token among the head's.
+        kl: KL(q || p) in nats, with all other tokens as one: a lower bound of the KL over the vocabulary, and all of it
+            where the top tokens hold the mass. Without sampling noise: it does not look at the sampled token.
+        mass: the probability that the sampler gives to the top tokens.
+        differs: 1.0 where p and q differ in the most likely of the top tokens.
     """
 
     kl: Tensor
@@ -165,50 +167,54 @@ class Divergence:
 
 
 @torch.no_grad()
-def divergence(reading: Reading, head: Head, *, truncated: bool) -> Divergence:
+def divergence(reading: Reading, top: TopTokens, *, truncated: bool) -> Divergence:
     """Computes the divergence of the training engine from the sampler."""
-    known, taken = head.known, head.taken
-    log_q = head.log_q.double()
-    log_p = reading.l_head.double()
+    known, taken = top.known, top.taken
+    log_q = top.log_q.double()
+    log_p = reading.l_top.double()
     q = log_q.exp()
     terms = torch.where(taken, q * (log_q - log_p), 0.0)
     kl = terms.sum(1)
     mass = q.sum(1)
     if not truncated:
-        q_tail, p_tail = (1 - mass).clamp(min=TAIL), (1 - _mass(log_p, taken)).clamp(min=TAIL)
+        q_tail, p_tail = (1 - mass).clamp(min=LEAST_TAIL), (1 - _mass(log_p, taken)).clamp(min=LEAST_TAIL)
         kl = kl + q_tail * (q_tail / p_tail).log()
     differs = log_q.argmax(1) != log_p.masked_fill(~taken, -torch.inf).argmax(1)
-    return Divergence(*(torch.where(known, value.double(), 0.0) for value in (kl, mass, differs)))
+
+    def where_known(value: Tensor) -> Tensor:
+        return torch.where(known, value.double(), 0.0)
+
+    return Divergence(where_known(kl), where_known(mass), where_known(differs))
 
 
-def centering(reading: Reading, head: Head, weight_of: WeightOf, *, truncated: bool) -> Tensor:
+def centering(reading: Reading, top: TopTokens, weight_of: WeightOf, *, truncated: bool) -> Tensor:
     """[N] float32, whose gradient is the score that the sampler expects, weighted as the sampled token's is:
 
         sum over v of q(v) w(v) grad log p(v),   w(v) = weight_of(p(v) / q(v), ...)
 
     Subtracted from w(y) grad log p(y) it leaves a mean of 0 under the sampler, so that the drift E_q[A] E_q[w grad log
     p] of a policy gradient vanishes: "Score Centering Stabilizes Off-policy Reinforcement Learning" (Marek and
-    Ryabinin, arXiv 2609.20807). Outside the head, q is taken to be p times rho = (1 - Q) / (1 - P), with Q and P the
-    mass of the head; by sum p grad log p = 0 that tail is a term of the head's tokens too, and what is left is
+    Ryabinin, arXiv 2609.20807). Outside the top tokens, q is taken to be p times rho = (1 - Q) / (1 - P), with Q and P
+    the mass of the top tokens; by sum p grad log p = 0 that tail is a term of the top tokens too, and what is left is
 
-        sum over the head of [q w(p / q) - rho w(1 / rho) p] grad log p
+        sum over the top tokens of [q w(p / q) - rho w(1 / rho) p] grad log p
 
-    in which the brackets are constants. It is exact where the head is all that the sampler could take, and where the
-    tails are proportional. 0 where there is no head.
+    in which the brackets are constants. It is exact where the top tokens are all that the sampler could take, and
+    where the tails are proportional. 0 where there are no top tokens.
     """
     with torch.no_grad():
-        taken = head.taken
-        log_p = reading.l_head.detach().masked_fill(~taken, -torch.inf)
-        p, q = log_p.exp(), head.log_q.exp()
-        k = (reading.l_head - head.log_q).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+        taken = top.taken
+        log_p = reading.l_top.detach().masked_fill(~taken, -torch.inf)
+        p, q = log_p.exp(), top.log_q.exp()
+        k = (reading.l_top - top.log_q).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         coefficient = q * weight_of(k, q.double(), p.double())
         if not truncated:
-            rho = (1 - _mass(head.log_q.double(), taken)).clamp(min=TAIL)
-            rho = (rho / (1 - _mass(log_p.double(), taken)).clamp(min=TAIL))[:, None]
+            rho = (1 - _mass(top.log_q.double(), taken)).clamp(min=LEAST_TAIL)
+            rho = (rho / (1 - _mass(log_p.double(), taken)).clamp(min=LEAST_TAIL))[:, None]
             nothing = torch.zeros_like(rho)
             coefficient = coefficient - (rho * weight_of(1 / rho, nothing, nothing)).float() * p
         coefficient = torch.where(taken, coefficient, 0.0)
-    return (coefficient * reading.l_head.masked_fill(~taken, 0.0)).sum(1)
+    return (coefficient * reading.l_top.masked_fill(~taken, 0.0)).sum(1)
 
 
 def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
@@ -246,13 +252,15 @@ class Call:
     log_q: np.ndarray
 
 
-def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+def top_tokens_of(
+    calls: Iterable[Call], prompt: Sequence[int], response: Sequence[int], k: int
+) -> tuple[Tensor, Tensor]:
     """Returns ids [r, K] int32 and log q [r, K] float32 of a trajectory's response. log q is -inf if no call generated
     the token: tool output, a template's token, or one that the agent loop has replaced.
 
     A call belongs to a trajectory that begins with its prompt, so that each trajectory of an agent loop that returns
-    several gets its own calls. Its heads belong to the tokens up to the first that the trajectory lacks: later tokens
-    were sampled after other ones.
+    several gets its own calls. Its top tokens belong to the tokens up to the first that the trajectory lacks: later
+    tokens were sampled after other ones.
     """
     sequence = [*prompt, *response]
     ids: np.ndarray = np.zeros((len(response), k), np.int32)
@@ -273,21 +281,21 @@ def heads_of(calls: Iterable[Call], prompt: Sequence[int], response: Sequence[in
 COLUMNS = ("tokens", "without", "kl", "mass", "differs")
 
 
-def head_sums(found: Divergence, known_N: Tensor, mask_N: Tensor, offsets: Tensor) -> Tensor:
-    """Returns [B, 5] float64 over the tokens that the model generated: their number, the number without a head, and the
-    sums of the divergence over the others.
+def top_token_sums(found: Divergence, known_N: Tensor, mask_N: Tensor, offsets: Tensor) -> Tensor:
+    """Returns [B, 5] float64 over the tokens that the model generated: their number, the number without top tokens, and
+    the sums of the divergence over the others.
 
     Args:
         known_N, mask_N: bool.
         offsets: [B + 1] int64, where each trajectory starts among the N.
     """
     counted = mask_N & known_N
-    each = (mask_N, mask_N & ~known_N, *(value * counted for value in (found.kl, found.mass, found.differs)))
-    return torch.stack([segment_sums(value.double(), offsets.diff()) for value in each], 1)
+    columns = (mask_N, mask_N & ~known_N, found.kl * counted, found.mass * counted, found.differs * counted)
+    return torch.stack([segment_sums(value.double(), offsets.diff()) for value in columns], 1)
 
 
-def head_metrics(sums_BC: Tensor) -> dict[str, float]:
-    """Returns `vllm_kl/head*` of a batch; the divergence's metrics only if a token has a head."""
+def top_token_metrics(sums_BC: Tensor) -> dict[str, float]:
+    """Returns `vllm_kl/head*` of a batch; the divergence's metrics only if a token has top tokens."""
     totals = dict(zip(COLUMNS, sums_BC.double().sum(0).tolist(), strict=True))
     if not totals["tokens"]:
         return {}

@@ -1,0 +1,136 @@
+"""The trajectories of the sync canary, and how each engine scores them.
+
+On verl the trajectories are kept in TransferQueue next to the batch, and scored by workers and servers at temperature
+1, without top-k and top-p, because that is how a server scores given tokens.
+
+Shape legend: N response tokens of these trajectories that the model generated, except the last of each.
+"""
+
+import uuid
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from verl_ext.base.errors import HookError
+from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
+
+PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"
+OFF = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
+TIMEOUT_S = 600.0
+# One forward pass per trajectory: a batch as small as this need not fit the run's micro-batches.
+ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
+
+
+def has_other_inputs(data: TensorDict) -> bool:
+    """Returns True if any trajectory has images or the like; verl gives all of them the field, and leaves it empty for
+    text."""
+    return MODEL_INPUTS in data.keys() and any(data[MODEL_INPUTS])  # noqa: SIM118 (a TensorDict has no `in`)
+
+
+class CanaryTrajectories:
+    """Some trajectories of a batch, and their scores by either engine.
+
+    Attributes:
+        ids: the token ids of each trajectory, without its last token: a server generates one more, and a full
+            trajectory has no room for it.
+        l_infer_N: the log-probabilities that the rollout returned.
+        positions_N: the position of each of these tokens in its response, from 0.
+
+    Args:
+        batch: the batch, with the fields that compute_log_prob gets.
+        count: the number of trajectories, rounded up so that each of the `ranks` has the same number.
+
+    Raises:
+        HookError: they have images or other inputs, which a server would need too, or there are too few.
+    """
+
+    def __init__(self, batch: KVBatchMeta, count: int, ranks: int):
+        real = (number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False))
+        rows = list(islice(real, -(-count // ranks) * ranks))
+        if len(rows) % ranks:
+            raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=OFF)
+        chosen = part_of(batch, rows)
+        data = get_fields(chosen, batch.fields)
+        if has_other_inputs(data):
+            raise HookError("stability.sync_canary scores only text, and this batch has other inputs", fix=OFF)
+        self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
+        self._lengths = [len(response) for response in data[RESPONSES].unbind()]
+        self._mask_N = self._all_but_last(data[RESPONSE_MASK].unbind()).bool()
+        self.ids = [
+            torch.cat([prompt, response[:-1]]).tolist()
+            for prompt, response in zip(data[PROMPTS].unbind(), data[RESPONSES].unbind(), strict=True)
+        ]
+        self.l_infer_N = self._packed(data[ROLLOUT_LOG_PROBS].unbind())
+        self.positions_N = self._packed([torch.arange(length) for length in self._lengths])
+
+    def score_in_workers(
+        self, workers: Any, *, replays: bool = True, adapter: bool = True, tokens_at_once: int = 0
+    ) -> Tensor:
+        """Returns [N] from the training engine as it is.
+
+        Args:
+            replays: with routing replayed, where the run does that.
+            adapter: with its LoRA, where it has one.
+            tokens_at_once: trajectories share a forward pass up to so many tokens; 0 for a pass each.
+        """
+        from verl.workers.utils.padding import response_from_nested
+
+        settings: dict[str, Any] = {} if replays else {OWN_ROUTES: True}
+        settings |= {} if adapter else {"no_lora_adapter": True}
+        settings |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens_at_once} if tokens_at_once else {}
+        self._batch.extra_info = ONE_A_PASS | settings
+        workers.compute_log_prob(self._batch)
+        data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
+        return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
+
+    def score_in_servers(self, handles: Sequence[Any]) -> list[Tensor]:
+        """Returns [N] from each rollout engine as it is.
+
+        Raises:
+            HookError: one does not answer.
+        """
+        import ray
+
+        asked = [[_ask_server(handle, ids) for ids in self.ids] for handle in handles]
+        try:
+            answers = [ray.get(each, timeout=TIMEOUT_S) for each in asked]
+        except ray.exceptions.RayError as error:
+            said = f"stability.sync_canary: a rollout engine did not score {len(self.ids)} trajectories ({error!r})"
+            raise HookError(said, fix=OFF) from error
+        return [self._packed(map(_response_scores, each, self._lengths)) for each in answers]
+
+    def pass_through_server(self, handle: Any, most: int) -> None:
+        """Makes a rollout engine score the first `most` tokens of each trajectory, one after another."""
+        import ray
+
+        for ids in self.ids:
+            ray.get(_ask_server(handle, ids[:most]))
+
+    def _packed(self, rows: Iterable[Tensor]) -> Tensor:
+        return self._all_but_last(rows)[self._mask_N]
+
+    def _all_but_last(self, rows: Iterable[Tensor]) -> Tensor:
+        return torch.cat([row[: length - 1].cpu() for row, length in zip(rows, self._lengths, strict=True)])
+
+
+def _response_scores(answer: Any, length: int) -> Tensor:
+    """Returns [r - 1] of a server's answer, which has the next token's score at each token of prompt and response
+    except the last."""
+    rows = answer.extra_fields["prompt_logprobs"]
+    return torch.tensor([row[0] for row in rows[:-1]][len(rows) - length :])
+
+
+def _ask_server(handle: Any, ids: list[int]) -> Any:
+    """Asks one of verl 0.9.1's servers, vLLM's or SGLang's, which score prompts for distillation teachers."""
+    return handle.generate.remote(
+        prompt_ids=ids,
+        sampling_params={"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        request_id=uuid.uuid4().hex,
+    )
