@@ -7,7 +7,7 @@ from threading import Barrier, local
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
@@ -299,18 +299,24 @@ def test_a_vocabulary_that_two_ranks_share_is_read_as_one(monkeypatch, scale):
     close(torch.cat([grad_one, grad_other], 1), wanted.grad, scale=15.0)
 
 
-TOKENS = st.lists(st.integers(1, 3), max_size=5)  # few tokens, so that sequences have them in common
+SEQUENCE = st.lists(st.integers(1, 3), min_size=1, max_size=8)
+CALL = st.tuples(st.integers(0, 8), st.integers(0, 5), st.none() | st.integers(0, 8))
 
 
-@given(st.lists(st.tuples(TOKENS, TOKENS), max_size=3), TOKENS, TOKENS)
+@given(sequence=SEQUENCE, cut=st.integers(0, 7), given_calls=st.lists(CALL, max_size=3))
+@example(sequence=[1, 2, 3, 1, 2], cut=2, given_calls=[(2, 3, None), (4, 1, None)])
+@example(sequence=[1, 2, 3, 1, 2], cut=2, given_calls=[(1, 4, None), (3, 2, 4)])
 def test_a_place_has_the_top_tokens_of_the_last_call_that_generated_its_token_after_the_same_ones(
-    given_calls, prompt, response
+    sequence, cut, given_calls
 ):
-    calls = []
-    for number, (asked, tokens) in enumerate(given_calls, 1):
+    """A call continues the sequence from a place on; some have another token at one place of prompt and answer."""
+    prompt, response, calls = sequence[:cut], sequence[cut:], []
+    for number, (start, length, changed) in enumerate(given_calls, 1):
+        whole = [9 if place == changed else token for place, token in enumerate([*sequence, 9, 9][: start + length])]
+        tokens = whole[start:]
         rows = np.arange(len(tokens))[:, None] + 10.0 * number
-        calls.append(Call(asked, tokens, rows.astype(np.int32), -rows.astype(np.float32)))
-    expected, sequence = [None] * len(response), prompt + response
+        calls.append(Call(whole[:start], tokens, rows.astype(np.int32), -rows.astype(np.float32)))
+    expected = [None] * len(response)
     for call in calls:
         for n in range(1, len(call.tokens) + 1):
             place = len(call.prompt) + n - 1 - len(prompt)
