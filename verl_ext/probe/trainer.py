@@ -18,7 +18,7 @@ from verl_ext.base.patching import patch
 from verl_ext.core.recorder import MOST_ROWS, joined_passes
 from verl_ext.features.feature import Part, TableLine
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.command import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
+from verl_ext.probe.overrides import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
     BASE,
     DECODE,

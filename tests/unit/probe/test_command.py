@@ -13,7 +13,8 @@ import torch
 from tests.unit.probe.test_readings import PLACES, pairs_of
 from verl_ext import cli
 from verl_ext.launch.command_line import compose
-from verl_ext.probe import command
+from verl_ext.probe import engines
+from verl_ext.probe.overrides import LOSS, LOSSES, probe_overrides
 from verl_ext.probe.readings import compare_readings
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -40,10 +41,10 @@ def probe(tmp_path, monkeypatch, moe_override):
             ran.append(given)
             return followed([sys.executable, "-c", script], console, tell)
 
-        monkeypatch.setattr(command, "follow_engines", follow)
+        monkeypatch.setattr(engines, "follow_engines", follow)
         return cli.main(["probe", "--out", str(tmp_path), *arguments, moe_override])
 
-    followed = command.follow_engines
+    followed = engines.follow_engines
     run.ran = ran
     return run
 
@@ -55,7 +56,7 @@ def test_it_shows_which_pair_holds_the_gap_and_what_to_try(probe, capsys, tmp_pa
     assert "the same 193 tokens" in out and "training, the rollout's" in out and "0.attention" in out
     assert "of a library" in (tmp_path / "console.log").read_text()
     (given,) = probe.ran
-    assert given[1:3] == ["-m", "verl_ext.probe.command"] and "recipe=cpu_smoke" in given
+    assert given[1:3] == ["-m", "verl_ext.probe.engines"] and "recipe=cpu_smoke" in given
     assert given.index("recipe=cpu_smoke") < given.index("actor_rollout_ref.rollout.n=1")
 
 
@@ -166,13 +167,13 @@ def test_a_dense_model_is_probed_without_its_routing(tmp_path):
 
     Qwen3Config().save_pretrained(tmp_path)
     dense = compose(["recipe=cpu_smoke", f"actor_rollout_ref.model.path={tmp_path}"])[0]
-    assert not any("router" in override for override in command.probe_overrides(dense, 8, tmp_path))
+    assert not any("router" in override for override in probe_overrides(dense, 8, tmp_path))
 
 
 def overrides_of(moe_override, *given, prompts=8):
     config, failure = compose([*given, moe_override])
     assert config is not None, failure
-    overrides = command.probe_overrides(config, prompts, Path())
+    overrides = probe_overrides(config, prompts, Path())
     assert compose([*given, moe_override, *overrides])[0] is not None
     return dict(override.split("=", 1) for override in overrides)
 
@@ -183,14 +184,14 @@ def overrides_of(moe_override, *given, prompts=8):
         (("recipe=cpu_smoke",), "R3", "true"),
         (("recipe=cpu_megatron", f"{MEGATRON}.router_replay.mode=R2"), "R3", "true"),
         (("stability=none", "model_engine=veomni"), "R3", "false"),
-        (("stability=none", "model_engine=veomni", f"{command.LOSS}.loss_mode=mine"), "disabled", "true"),
+        (("stability=none", "model_engine=veomni", f"{LOSS}.loss_mode=mine"), "disabled", "true"),
     ],
 )
 def test_the_rollouts_experts_are_replayed_and_an_update_that_reads_the_agreement_has_it(
     moe_override, monkeypatch, launch, mode, agreement
 ):
     """verl's replay on VeOmni leaves no agreement to measure; all trajectories need their experts."""
-    monkeypatch.setitem(command.LOSSES, "mine", SimpleNamespace(reads=("router_agreement",)))
+    monkeypatch.setitem(LOSSES, "mine", SimpleNamespace(reads=("router_agreement",)))
     share = ("stability.router_agreement=true", "stability.router_agreement_share=0.5")
     overrides = overrides_of(moe_override, *launch, *share)
     assert overrides["stability.replay"] == mode

@@ -11,7 +11,7 @@ from tests.unit.probe.test_command import FOUND
 from verl_ext import cli
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import compose
-from verl_ext.probe import command as probe_command
+from verl_ext.probe import engines
 from verl_ext.probe.sweep import (
     CHANGES,
     SweepResult,
@@ -41,7 +41,7 @@ pathlib.Path(out.partition("=")[2]).write_text(json.dumps(found))
 def sweep(tmp_path, monkeypatch, moe_override):
     """sweep(*arguments, fails=False) -> exit code; the overrides of each process that was started in sweep.ran."""
     ran = []
-    real = probe_command.follow_engines
+    real = engines.follow_engines
 
     def run(*arguments, fails=False, interrupted=None):
         script = SCRIPT.format(found=json.dumps(FOUND), pairs=CHANGED, fails=fails)
@@ -53,7 +53,7 @@ def sweep(tmp_path, monkeypatch, moe_override):
             tell("sampling")
             return real([sys.executable, "-c", script, *command[3:]], console, tell)
 
-        monkeypatch.setattr(probe_command, "follow_engines", follow)
+        monkeypatch.setattr(engines, "follow_engines", follow)
         return cli.main(["probe", "--out", str(tmp_path), "--no-page", *arguments, moe_override])
 
     run.ran = ran
