@@ -52,7 +52,6 @@ DISTRIBUTIONS = (
     "TransferQueue",
     "flash-attn",
 )
-KNOWN_VERL = "0.9.1"  # the version of verl whose source the checks cite
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
@@ -163,11 +162,6 @@ class Context:
     def vllm(self) -> str:
         """Name and version of the run's vLLM, "vLLM 0.31"."""
         return f"vLLM {'.'.join(map(str, self.vllm_release))}"
-
-    @property
-    def older_verl(self) -> bool:
-        """True if the installed verl is older than the version whose source the checks cite."""
-        return Version(self.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
 
     @property
     def drafter(self) -> str:

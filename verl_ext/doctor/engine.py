@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check, error, note, ok, warning
-from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
@@ -22,7 +22,6 @@ NO_ROUTING = "vLLM stops at its start: it cannot return routed experts then"
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
 MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
 REFUSING_VLLM = "0.27"  # from here on vLLM reads its monolithic kernels, or refuses them
-BYTE = 256
 SGLANG_RUNNER = f"{ROLLOUT}.engine_kwargs.sglang.moe_runner_backend"
 HYBRID = "actor_rollout_ref.hybrid_engine"
 SILENT = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4")  # of SGLang, by its own names
@@ -176,46 +175,6 @@ def captured_routing(context: Context) -> Iterable[CheckResult]:
         yield warning(found, why, f"++{MOE_BACKEND}=triton")
     else:
         yield _default_kernel(context, f"vLLM {version}", MOE_BACKEND, why)
-
-
-@check("recorded routing")
-def recorded_routing(context: Context) -> Iterable[CheckResult]:
-    """More experts than a byte counts, where verl records them in one.
-
-    Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
-    """
-    agreement = context.get("stability.router_agreement")
-    if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
-        return
-    if replay_mode(context.config) != "R2" and not agreement:
-        return
-    if (context.experts or 0) <= BYTE:
-        return
-    if not context.older_verl:
-        yield ok(f"verl records the ids of {context.experts} experts in int16")
-        return
-    found = f"verl {context.versions['verl']} records the ids of {context.experts} experts in a byte"
-    why = f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)"
-    fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
-    yield error(found, why, *fix)
-
-
-@check("R2 on Megatron", needs="config")
-def r2_on_megatron(context: Context) -> Iterable[CheckResult]:
-    """R2 in a verl that replays the routes of another model.
-
-    Source: verl PR 7805: before it, R2 recorded and replayed all routers of the process, those of the reference model
-    too. It came after PR 7106, which PR 7786 took back. 0.9.1 has it: `iter_model_routers` of
-    verl/utils/megatron/router_replay_utils.py.
-    """
-    if context.strategy != "megatron" or replay_mode(context.config) != "R2":
-        return
-    if not context.older_verl:
-        yield ok("R2 on Megatron: verl records and replays the routers of the model that it forwards")
-        return
-    why = f"it records and replays the routers of all models in a process; verl {KNOWN_VERL} those of one (PR 7805)"
-    off = f"{replay_setting(context.config)}=disabled"
-    yield warning(f"R2 on Megatron with verl {context.versions['verl']}", why, off)
 
 
 @check("rollout placement", needs="config")

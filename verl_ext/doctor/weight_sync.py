@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from math import ceil
 
-from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
@@ -51,62 +51,26 @@ def _watched(context: Context) -> int:
     return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
 
 
-@check("prefix caching", needs="with_vllm")
-def prefix_caching(context: Context) -> Iterable[CheckResult]:
-    """Keys and values of older weights, which are found again by their tokens.
-
-    Source: NeMo-RL PR 4018 (syncs that left the cache: a gap that grows step by step and is gone after a restart);
-    prime-rl PR 1650. verl 0.9.1 clears it at every sync: `clear_kv_cache` at the end of `update_weights`
-    (workers/rollout/vllm_rollout/vllm_rollout.py), with what a KV connector keeps (`reset_connector=True`).
-    """
-    if not context.engine_argument("enable_prefix_caching")[1]:
-        return
-    if context.older_verl:
-        why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
-        yield note(f"prefix caching with verl {context.versions['verl']}", why)
-    else:
-        yield ok("prefix caching: cleared at every weight sync")
-
-
 @check("speculative decoding", needs="with_vllm")
 def speculative_decoding(context: Context) -> Iterable[CheckResult]:
     """Drafts of a model that training leaves behind.
 
-    Source: vLLM issue 48296 (what speculative decoding lacks in RL; of verl issue 6947 it says that an MTP head keeps
-    its weights). verl 0.9.1 loads each sync into the drafter too where its method is `mtp`, and into no other
-    (`_use_mtp_drafter_weight_sync`, workers/rollout/vllm_rollout/utils.py). What is sampled is the target's
-    distribution whatever the draft, and its log-probs are of the target's logits (`RejectionSampler` of
-    v1/sample/rejection_sampler.py, vLLM 0.27): an old draft costs speed.
+    Source: vLLM issue 48296 (what speculative decoding lacks in RL). verl 0.9.1 loads each sync into the drafter too
+    where its method is `mtp`, and into no other (`_use_mtp_drafter_weight_sync`,
+    workers/rollout/vllm_rollout/utils.py). What is sampled is the target's distribution whatever the draft, and its
+    log-probs are of the target's logits (`RejectionSampler` of v1/sample/rejection_sampler.py, vLLM 0.27): an old draft
+    costs speed.
     """
     if not (method := context.drafter):
         return
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
         yield note(f"speculative decoding by {method}", why)
-    elif context.older_verl:
-        why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
-        yield warning(f"speculative decoding by mtp with verl {context.versions['verl']}", why)
     elif not context.get(f"{MODEL}.mtp.enable_train"):
         why = "the head is sent to the rollout as it began: ever fewer drafts are accepted as the policy moves"
         yield note("speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
     else:
         yield ok("speculative decoding by mtp: trained, and synchronised")
-
-
-@check("partial rollouts")
-def partial_rollouts(context: Context) -> Iterable[CheckResult]:
-    """Responses that a weight sync interrupts, and that newer weights continue.
-
-    Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always continues them;
-    each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
-    (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
-    those of earlier turns are then of newer weights than their log-probs. upstream/agent_loop.py keeps those of earlier
-    turns, unless there are images, audio or video.
-    """
-    mode = context.get(MODE, "sync")
-    if mode == "sync":
-        return
-    yield ok(f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
 
 
 @check("waiting batches")

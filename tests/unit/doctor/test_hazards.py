@@ -205,31 +205,11 @@ CASES = [
         ["++actor_rollout_ref.model.lora.merge=true"],
     ),
     ("weight sync", [CANARY, *MTP], "warning", ["stability.sync_canary.trajectories=0"]),
-    ("prefix caching", [], "ok", []),
-    ("prefix caching", [f"{ROLLOUT}.enable_prefix_caching=false"], None, []),
     ("speculative decoding", [], None, []),
     ("speculative decoding", [MTP[0]], None, []),
     ("speculative decoding", MTP, "note", []),
     ("speculative decoding", [*MTP, "actor_rollout_ref.model.mtp.enable_train=true"], "ok", []),
     ("speculative decoding", [f"{VLLM}.speculative_config={{method:eagle3,model:x}}"], "note", []),
-    ("partial rollouts", [], None, []),
-    ("partial rollouts", ["trainer.v1.trainer_mode=colocate_async"], "ok", []),
-    (
-        "partial rollouts",
-        ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.multi_turn.enable=true"],
-        "ok",
-        [],
-    ),
-    (
-        "partial rollouts",
-        [
-            "trainer.v1.trainer_mode=separate_async",
-            f"{ROLLOUT}.multi_turn.enable=true",
-            "stability.router_agreement=true",
-        ],
-        "ok",
-        [],
-    ),
     ("fake quantization", [], None, []),
     ("fake quantization", ["stability.fake_quantization.format=fp4"], "note", []),
     ("log-prob precision", ["trainer.device=cpu"], "note", []),
@@ -347,8 +327,6 @@ CASES = [
     ("normal level", [], None, []),
     ("normal level", ["stability=icepop"], "ok", []),
     ("normal level", ["stability=icepop", "stability.guard.level=0"], "note", []),
-    ("R2 on Megatron", [], None, []),
-    ("R2 on Megatron", [MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2"], "ok", []),
     ("lengths", [], None, []),
     ("lengths", [f"{ROLLOUT}.max_num_batched_tokens=512"], None, []),
     ("lengths", [f"{ROLLOUT}.enable_chunked_prefill=false"], None, []),
@@ -443,13 +421,6 @@ def test_cascade_attention_of_a_named_gpu_on_a_machine_with_vllm_for_cpu(finding
     assert worst(found) == "warning"
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "level"), [("prefix caching", [], "note"), ("speculative decoding", MTP, "warning")]
-)
-def test_what_an_older_verl_was_not_read_to_do(findings, name, overrides, level):
-    assert worst(findings(name, *overrides, versions={"verl": "0.9.0"})) == level
-
-
 def test_with_flash_attn_nothing_is_said_of_log_prob_precision(findings):
     assert not findings("log-prob precision", versions={"flash-attn": "2.8.3"})
     (finding,) = findings("log-prob precision", "trainer.device=cuda", gpu=named("H100"))
@@ -523,14 +494,6 @@ def test_verl_cannot_raise_max_num_batched_tokens():
 
     with pytest.raises(FrozenInstanceError):
         RolloutConfig(name="vllm").max_num_batched_tokens = 1
-
-
-def test_r2_on_megatron_needs_the_verl_that_records_one_model(findings):
-    (found,) = findings(
-        "R2 on Megatron", MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2", versions={"verl": "0.9.0"}
-    )
-    assert found.level == "warning" and found.fix == (f"{ACTOR}.megatron.router_replay.mode=disabled",)
-    assert not findings("R2 on Megatron", MEGATRON, *found.fix, versions={"verl": "0.9.0"})
 
 
 ZERO = ("stability=zero_mismatch", "trainer.device=cuda")
