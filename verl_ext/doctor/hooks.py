@@ -112,11 +112,11 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
-    if context.strategy == "megatron" and context.get(MEGATRON_SIZE) is None:
+    if context.on_megatron and context.get(MEGATRON_SIZE) is None:
         why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
         yield error(f"{MEGATRON_SIZE} is missing", why, "model_engine=megatron")
         return
-    if context.strategy == "megatron" and (engine := context.get(f"{ACTOR}.fsdp_config")):
+    if context.on_megatron and (engine := context.get(f"{ACTOR}.fsdp_config")):
         yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     config = _as_launched(context.config)

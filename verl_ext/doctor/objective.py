@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from omegaconf import OmegaConf
 
-from verl_ext.doctor.checks import CheckResult, Context, check, error, note, warning
-from verl_ext.doctor.hooks import needs_critic
-from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT, ignores_advantages
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.hooks import needs_critic, needs_reference
+from verl_ext.doctor.precision import BFLOAT16, DTYPES, dtype_name
+from verl_ext.doctor.sampling import CORRECTION
+from verl_ext.features.losses import LOSSES
+from verl_ext.features.verl_config import ACTOR, BYPASS, MODE, MODEL, MTP, ROLLOUT, ignores_advantages, trains_lora
 
 # Old place of a setting -> where verl 0.9.1 reads it; the longest that fits counts.
 MOVED = {
@@ -39,6 +42,8 @@ UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is no
     f"{ROLLOUT}.over_sample_rate": (0, ""),
 }
 USUAL_CLIP = 0.2
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
+BY_SEQUENCE = "seq-mean-token-mean"
 
 
 @check("old reward settings", needs="config")
@@ -138,6 +143,25 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
         yield note("loss_mode=geo_mean with several micro-batches", why)
 
 
+@check("loss aggregation")
+def loss_aggregation(context: Context) -> Iterable[CheckResult]:
+    """GSPO with another mean than its paper's.
+
+    Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
+    `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
+    token-mean, and says so in a comment.
+    """
+    loss = f"{ACTOR}.policy_loss"
+    if "gspo" not in (context.get(f"{loss}.loss_mode"), context.get(f"{loss}.base")):
+        return
+    mode = context.get(AGGREGATION, "token-mean")
+    if mode == BY_SEQUENCE:
+        yield ok(f"GSPO with loss_agg_mode={mode}, as in its paper")
+        return
+    why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
+    yield warning(f"GSPO with {AGGREGATION}={mode}", why, f"{AGGREGATION}={BY_SEQUENCE}")
+
+
 @check("loss settings", needs="config")
 def loss_settings(context: Context) -> Iterable[CheckResult]:
     """Settings of the loss that do nothing, or not what they say.
@@ -174,6 +198,32 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
         yield warning(f"trainer.critic_warmup={context.get('trainer.critic_warmup')}", why, "trainer.critic_warmup=0")
 
 
+@check("trust region")
+def trust_region(context: Context) -> Iterable[CheckResult]:
+    """Old rollouts, and nothing that bounds how far the policy may be from them.
+
+    Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
+    weights or a clip against the rollout's probabilities 98 and 90. verl 0.9.1 recomputes l_old with the weights of the
+    step, so that the clip of PPO, and the masks of its losses dppo_tv and dppo_kl, are around those weights and not
+    around the rollout. In bypass mode they are around the rollout.
+    """
+    mode = context.get(MODE, "sync")
+    if mode == "sync":
+        return
+    loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    bounds = context.methods("stability.correction") + context.methods("stability.filters")
+    bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
+    bounds += [
+        f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")
+    ]
+    bounds += ["bypass mode"] if context.get(BYPASS) else []
+    if bounds:
+        yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
+        return
+    why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
+    yield warning(f"{mode} without a trust region", why, "stability.correction=opsm", "stability.opsm.delta=0.1")
+
+
 @check("unread settings", needs="config")
 def unread_settings(context: Context) -> Iterable[CheckResult]:
     """Settings that compose, and that no trainer of verl 0.9.1 reads.
@@ -194,15 +244,35 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
         yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, f"{ESTIMATOR}=grpo")
 
 
-@check("validation", needs="config")
-def validation(context: Context) -> Iterable[CheckResult]:
-    """Several answers of a validation prompt that are the same one.
+@check("MTP loss", needs="config")
+def mtp_loss(context: Context) -> Iterable[CheckResult]:
+    """A loss of the draft layers that trains the whole model.
 
-    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
+    Source: utils/megatron_utils.py: without detach_encoder the cross entropy of the model's own samples reaches its
+    layers, whatever their advantage (verl PR 6432; Megatron-LM PRs 5080 and 5098).
     """
-    kwargs = f"{ROLLOUT}.val_kwargs"
-    several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
-    if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
-        asked = f"n={several}" if several > 1 else "do_sample=True"
-        why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
-        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
+    trained = context.get(f"{MTP}.enable") and context.get(f"{MTP}.enable_train")
+    if trained and not context.get(f"{MTP}.detach_encoder"):
+        why = "the draft layers' loss trains the model to repeat its own samples, whatever their advantage"
+        yield warning("mtp.enable_train without mtp.detach_encoder", why, f"{MTP}.detach_encoder=true")
+
+
+@check("reference", needs="config")
+def reference(context: Context) -> Iterable[CheckResult]:
+    """A reference that is not what the run starts from, or in another precision.
+
+    Source: `ref_in_actor` of trainer/ppo/v1/trainer_base.py: the reference of a LoRA is the actor without its adapter,
+    also where the run begins from a trained one. ref/megatron_ref.yaml and ref/dp_ref.yaml do not inherit the dtype.
+    """
+    if not needs_reference(context.config):
+        return
+    if context.get(f"{MODEL}.lora_adapter_path") or context.get(f"{MODEL}.lora.adapter_path"):
+        why = "the reference is the model without the adapter that the run begins with: KL is above 0 in step 1"
+        yield note("a KL to the reference, from a trained LoRA", why)
+    part = "megatron.dtype" if context.on_megatron else "fsdp_config.mixed_precision.param_dtype"
+    ref = "actor_rollout_ref.ref"
+    ours, theirs = (dtype_name(context.get(f"{role}.{part}", BFLOAT16)) for role in (ACTOR, ref))
+    if ours != theirs and not trains_lora(context.config):
+        why = "the reference rounds differently: KL is above 0 before anything is learnt"
+        fix = [f"++{ref}.{part}={ours}"] if ours in DTYPES else []
+        yield warning(f"reference in {theirs}, training in {ours}", why, *fix)

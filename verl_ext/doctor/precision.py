@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.families import FLOAT32_ROUTERS
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.feature import Part
 from verl_ext.features.guard import published_level
@@ -13,15 +14,9 @@ from verl_ext.launch.packages import LAYERS
 
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
-TRANSFORMERS = ("fsdp", "fsdp2")
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
 ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
-# model_type whose routers Megatron-Bridge (0.3.1, 0.5.2) computes in float32: its providers and bridges.
-FLOAT32_ROUTERS = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "kimi_k2"),
-    *("kimi_k25", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe", "bailing_moe_v2", "ernie4_5_moe"),
-)
 VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
 SGLANG_HEAD = f"{SGLANG_ARGUMENTS}.enable_fp32_lm_head"
 OF_VERL = ("fp8", "torchao", "ascend")
@@ -48,16 +43,16 @@ def training_dtype(context: Context) -> str | None:
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py and `param_dtype` of
     verl/workers/engine/megatron/transformer_impl.py (0.9.1).
     """
-    if context.strategy in TRANSFORMERS:
+    if context.on_fsdp:
         return dtype_name(context.get(PARAM_DTYPE, BFLOAT16))
-    if context.strategy == "megatron":
+    if context.on_megatron:
         return dtype_name(context.get(f"{ACTOR}.megatron.dtype", BFLOAT16))
     return None
 
 
 def _ignored_dtype(context: Context) -> str | None:
     """fsdp_config.dtype where it asks for something that the FSDP engine does not do."""
-    if context.strategy not in TRANSFORMERS or context.get(PARAM_DTYPE) is not None:
+    if not context.on_fsdp or context.get(PARAM_DTYPE) is not None:
         return None
     asked = dtype_name(context.get(f"{FSDP}.dtype", BFLOAT16))
     return asked if asked != BFLOAT16 else None
@@ -88,7 +83,7 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
     rollout = dtype_name(value)
     if training is None or rollout not in DTYPES:
         return
-    if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` names what to set instead
+    if context.on_megatron and context.get(FSDP):  # `verl's validation` names what to set instead
         return
     wanted = _ignored_dtype(context) or training  # what training computes in once `training dtype` is fixed
     if rollout == wanted:
@@ -113,7 +108,7 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
     what the running engines compute in.
     """
     model = context.model_config
-    if context.strategy != "megatron" or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
+    if not context.on_megatron or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
         return
     if not context.experts or training_dtype(context) == FLOAT32:
         return
@@ -155,7 +150,7 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
     """
     training = training_dtype(context)
     stored = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32))
-    if context.strategy in TRANSFORMERS and stored == FLOAT16 and training != FLOAT16:
+    if context.on_fsdp and stored == FLOAT16 and training != FLOAT16:
         found = f"actor.fsdp_config.model_dtype=fp16 with computation in {training}"
         why = "weights and gradients are kept in fp16, and verl scales the loss only where it computes in fp16"
         yield warning(found, why, f"{FSDP}.model_dtype=fp32")
@@ -172,7 +167,7 @@ def logprob_precision(context: Context) -> Iterable[CheckResult]:
     the CPU's stay in bfloat16 (tried, torch 2.13). With flash-attn, log-probs come from its own kernel, which was not
     read.
     """
-    if context.strategy not in TRANSFORMERS or training_dtype(context) == FLOAT32:
+    if not context.on_fsdp or training_dtype(context) == FLOAT32:
         return
     if context.get("trainer.device") == "cpu":
         why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
@@ -242,7 +237,7 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
     computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """
     recipe = str(context.get(f"{LAYERS}.fp8_recipe", "delayed"))
-    if context.strategy == "megatron" and context.get(f"{LAYERS}.fp8"):
+    if context.on_megatron and context.get(f"{LAYERS}.fp8"):
         found = f"training in fp8, fp8_recipe={recipe}"
         if recipe == "tensorwise":
             why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"

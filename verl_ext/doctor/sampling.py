@@ -1,16 +1,17 @@
-"""The distribution that the rollout samples from, its log-probabilities, and corrections in bypass mode."""
+"""The distribution of the rollout's samples and log-probabilities, and corrections in bypass mode."""
 
 from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
-from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
+from verl_ext.doctor.precision import FLOAT32, training_dtype
 from verl_ext.features.feature import Part
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
 CORRECTION = "algorithm.rollout_correction"
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
+DETERMINISM = f"{ROLLOUT}.full_determinism"
 
 
 @check("truncated sampling", needs="engine")
@@ -97,13 +98,40 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
     kernels, and on Megatron and VeOmni, the division is elsewhere and was not read.
     """
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
-    if context.strategy not in TRANSFORMERS or temperature == 1:
+    if not context.on_fsdp or temperature == 1:
         return
     if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return
     found = f"rollout.temperature={temperature} with logits in {training_dtype(context)}"
     why = f"verl divides the logits by it in their own precision and {context.engine or 'vLLM'} in float32"
     yield warning(found, f"{why}; in bfloat16 that moves each logit by up to 0.4%", f"{ROLLOUT}.temperature=1")
+
+
+@check("one answer for all", needs="with_vllm")
+def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
+    """A seed that all responses of a prompt share.
+
+    Source: `generate` of workers/rollout/vllm_rollout/vllm_async_server.py and workers/rollout/router.py: with
+    full_determinism every request of trainer V1 has the same id and seed (verl PR 6857 names it for SGLang).
+    """
+    if context.get(DETERMINISM) and context.get(f"{ROLLOUT}.n", 1) > 1:
+        why = "all responses to a prompt get the same seed and are the same: no group has an advantage"
+        fix = f"{DETERMINISM}=False"
+        yield warning("rollout.full_determinism=True", f"{why}; VLLM_BATCH_INVARIANT=1 repeats results without it", fix)
+
+
+@check("validation", needs="config")
+def validation(context: Context) -> Iterable[CheckResult]:
+    """Several answers of a validation prompt that are the same one.
+
+    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
+    """
+    kwargs = f"{ROLLOUT}.val_kwargs"
+    several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
+    if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
+        asked = f"n={several}" if several > 1 else "do_sample=True"
+        why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
+        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
 
 
 @check("bypass mode")

@@ -1,16 +1,27 @@
-"""Weight syncs, older weights that the rollout keeps, and batches that wait."""
+"""Weights that a sync brings to the rollout, drafts that it leaves behind, and batches that wait.
+
+vLLM was read in 0.23 to 0.32, SGLang in 0.5.12, verl in 0.9.1, transformers in 5.10.
+"""
 
 from collections.abc import Iterable
 from math import ceil
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.experts import MOE_BACKEND, SGLANG_RUNNER, captures_routing
+from verl_ext.doctor.families import DRAFTS_FIRST, LINEAR
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.sync_canary import canary_settings
-from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
+from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, MTP, VLLM_ARGUMENTS, sends_adapter, trains_lora
 
 CANARY = "stability.sync_canary.trajectories"
 STOP_AFTER = "stability.guard.stop_after"
 NO_ADAPTERS = "0.5.12"  # the SGLang that verl 0.9.1 pins
+BLACKWELL = 10  # major compute capability of the GPUs whose kernels lay the weights out in blocks
+BLOCKS = ("auto", "flashinfer_trtllm")
+FLAT_VLLM = (0, 31)  # from here on these weights keep their shape (vLLM PR 54699)
+CAPTURED_VLLM = (0, 26)  # from here on a draft layer has an id of its own (vLLM PR 48622)
+SPECULATION = f"{VLLM_ARGUMENTS}.speculative_config"
+EPLB = f"{VLLM_ARGUMENTS}.enable_eplb"
 
 
 @check("weight sync", needs="config")
@@ -44,11 +55,38 @@ def weight_sync(context: Context) -> Iterable[CheckResult]:
             yield warning("the sync canary with speculative decoding", why, f"{CANARY}=0")
 
 
-def _watched(context: Context) -> int:
-    """Returns how many trajectories the canary scores: as set, or by default."""
-    if context.plugin_modules or errors_once(context):
-        return context.get(CANARY, 0)
-    return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
+@check("sync of experts", needs="engine")
+def sync_of_experts(context: Context) -> Iterable[CheckResult]:
+    """Kernels on Blackwell that lay out the experts' weights in blocks, which a sync does not fill.
+
+    Source: verl issue 7978, PR 7987 (open): vLLM 0.24 picks them by itself
+    (model_executor/layers/fused_moe/oracle/unquantized.py), and the first sync ends with a ValueError; from 0.31 on
+    weights keep their shape. SGLang issue 27787: moe_runner_backend=auto picks them (srt/server_args.py), and the shape
+    comes back for `flashinfer_trtllm_routed` only (srt/layers/quantization/unquant.py). NeMo-RL PRs 2586 and 3296.
+    """
+    if context.gpu is None or context.gpu.capability[0] != BLACKWELL or not context.has_experts:
+        return
+    if context.model_type == "gpt_oss" or context.engine_argument("quantization")[1]:
+        return
+    setting = MOE_BACKEND if context.with_vllm else SGLANG_RUNNER
+    backend = str(context.get(setting, "auto")).lower()
+    old = not context.with_vllm or context.vllm_before(*FLAT_VLLM)
+    if backend in BLOCKS and old and not sends_adapter(context.config):
+        found = f"experts in bf16 on a {context.gpu.name} with {setting.rpartition('.')[2]}={backend}"
+        why = "the kernel keeps their weights in blocks, and the first weight sync ends with an error of shapes"
+        yield error(found, f"{why} (verl issue 7978)", f"++{setting}=triton")
+
+
+@check("moved experts", needs="with_vllm")
+def moved_experts(context: Context) -> Iterable[CheckResult]:
+    """Experts that vLLM has moved, and a sync that fills them where they were.
+
+    Source: vLLM PR 55228 (open), prime-rl PR 3583: a reload goes by the first map of experts, the routing by the one
+    after rebalancing.
+    """
+    if context.get(EPLB):
+        why = "a weight sync fills the experts by their first places, and tokens go to where they are now"
+        yield warning("enable_eplb=true", f"{why} (vLLM PR 55228)", f"++{EPLB}=false")
 
 
 @check("speculative decoding", needs="with_vllm")
@@ -73,6 +111,26 @@ def speculative_decoding(context: Context) -> Iterable[CheckResult]:
         yield ok("speculative decoding by mtp: trained, and synchronised")
 
 
+@check("drafts of hybrids", needs="with_vllm")
+def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
+    """MTP drafts of models with recurrent layers: their states, and their experts.
+
+    Source: vLLM issue 53912 (open, 0.28) and SkyRL issue 1981: prefix hits restore wrong states (26 % of answers right,
+    9 % with it). vLLM PR 48622: before 0.26 the draft layer of these models has the id of the first layer, and its
+    experts take the place of those (routed_experts_capturer.py).
+    """
+    if context.drafter != "mtp":
+        return
+    setting, cached = context.engine_argument("enable_prefix_caching")
+    if cached and context.model_type in LINEAR:
+        why = "a prefix hit restores states that drafts have overwritten: answers go wrong (vLLM issue 53912)"
+        yield warning(f"MTP and prefix caching with {context.model_type}", why, f"{setting}=False")
+    if context.vllm_before(*CAPTURED_VLLM) and captures_routing(context) and context.model_type in DRAFTS_FIRST:
+        why = "before 0.26 the draft's experts take the place of the first layer's (vLLM PR 48622)"
+        off = f"{MTP}.enable_rollout=False" if context.get(f"{MTP}.enable_rollout") else f"++{SPECULATION}=null"
+        yield warning(f"routing capture of {context.vllm} with MTP", why, off)
+
+
 @check("waiting batches")
 def waiting_batches(context: Context) -> Iterable[CheckResult]:
     """A guard that stops the run before newer rollouts can reach it.
@@ -92,6 +150,13 @@ def waiting_batches(context: Context) -> Iterable[CheckResult]:
     why = "all of them may be refused like the first, and the run stops before one of today's weights comes"
     found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
     yield warning(found, why, f"{STOP_AFTER}={waiting + stop_after}")
+
+
+def _watched(context: Context) -> int:
+    """Returns how many trajectories the canary scores: as set, or by default."""
+    if context.plugin_modules or errors_once(context):
+        return context.get(CANARY, 0)
+    return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
 
 
 def _skips_updates(context: Context) -> bool:

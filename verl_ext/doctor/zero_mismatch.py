@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_ext.doctor.checks import CheckResult, Context, check, note, ok
-from verl_ext.doctor.precision import FSDP, TRANSFORMERS
+from verl_ext.doctor.precision import FSDP
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, SGLANG_ARGUMENTS
 from verl_ext.launch.packages import LAYERS, source
 
@@ -65,7 +65,7 @@ SWITCHES = (
         "with the value fsdp, SGLang also rounds as transformers' modules do (dense Qwen3 and a few others)",
     ),
     Switch(
-        TRANSFORMERS,
+        ("fsdp", "fsdp2"),
         "verl",
         "workers/config/engine.py",
         "full_determinism",

@@ -1,4 +1,4 @@
-"""Arguments of the commands, the config of the run that they describe, and exit codes."""
+"""Arguments of the commands that look at a run, and the config of the run that they describe."""
 
 import argparse
 import contextlib
@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
 
-REFUSED, INTERRUPTED = 2, 130  # exit codes
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 FLAGS = ("config-path", "config-name")
 KEY = "hydra.searchpath"

@@ -8,8 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verl_ext.base.arguments import INTERRUPTED, add_command, positive
 from verl_ext.base.errors import ConfigError, UserError, print_error
-from verl_ext.launch.command_line import INTERRUPTED, add_arguments, add_own, given_arguments, names, required_config
+from verl_ext.launch.command_line import add_arguments, add_own, given_arguments, names, required_config
 from verl_ext.probe.engines import Tell, kept_result, start_engines
 from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
@@ -39,23 +40,17 @@ examples:
 
 
 def add_probe_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "probe",
-        help="find where rollout and training differ, before a run",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "probe", "find where rollout and training differ, before a run", DESCRIPTION, EPILOG)
     add_arguments(parser)
     parser.add_argument(
         "--prompts",
-        type=int,
+        type=positive,
         default=16,
         help="prompts, with one answer each (default: %(default)s), rounded up to the training ranks",
     )
     parser.add_argument(
         "--batches",
-        type=int,
+        type=positive,
         default=1,
         help="batches to score before the update (default: %(default)s); from 4 on, the probe reports whether the gap "
         "grows while the weights stay the same",
@@ -103,9 +98,6 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the measurements; with "sweep" if one was asked for."""
     from rich.console import Console
 
-    for name in ("prompts", "batches"):
-        if (value := getattr(arguments, name)) < 1:
-            raise ConfigError(f"--{name}={value} must be at least 1")
     config = required_config(arguments)
     out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)

@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.doctor.test_installation import CPU_RECIPES
 from verl_ext.cli import main
-from verl_ext.doctor import command
 from verl_ext.doctor.checks import LEVELS, CheckResult, Context, fixes, run_checks
+from verl_ext.doctor.diagnose import diagnose
 from verl_ext.launch.gpus import named
 from verl_ext.launch.packages import has_module
 
@@ -62,7 +62,7 @@ def test_a_recipe_for_cpus_has_no_error(models, monkeypatch, recipe, preset):
         if engine in recipe and not has_module(module):
             pytest.skip(f"bash tools/setup_cpu.sh {engine}")
     model = f"actor_rollout_ref.model.path={models}/moe"
-    found = command.diagnose([f"recipe={recipe}", model, f"stability={preset}"], None)
+    found = diagnose([f"recipe={recipe}", model, f"stability={preset}"], None)
     assert [finding for finding in found if finding.level == "error"] == []
 
 
@@ -193,6 +193,4 @@ def test_of_two_fixes_for_a_setting_that_of_the_worse_finding_is_printed():
 
 
 def test_findings_carry_the_name_of_their_check():
-    assert command.diagnose([], None) and all(
-        finding.check for finding in run_checks(Context({}, folder=lambda name: None))
-    )
+    assert diagnose([], None) and all(finding.check for finding in run_checks(Context({}, folder=lambda name: None)))
