@@ -24,7 +24,7 @@ SAME_FACTOR = 1e-3  # relative; factors nearer than this are the same
 
 @check("cascade attention", needs="with_vllm")
 def cascade_attention(context: Context) -> Iterable[CheckResult]:
-    """vLLM's cascade attention, wrong on GPUs other than Hopper's.
+    """vLLM's cascade attention on a GPU other than Hopper's; off by default since March 2026.
 
     Source: vLLM issue 22103 (A100: 10 of 18 answers right, 18 without cascade attention; H100: 18), still open; verl PR
     3595 names A100, L20 and B200, and a gradient norm that explodes. vLLM PR 36318 (March 2026) made it opt-in:
@@ -73,7 +73,7 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
 
 @check("lengths", needs="engine")
 def lengths(context: Context) -> Iterable[CheckResult]:
-    """Lengths that end the rollout server at its start.
+    """`max_model_len` above the model's positions; without chunked prefill, `max_num_batched_tokens` below it.
 
     Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
     prefill it raises max_num_batched_tokens to max_model_len, which verl's own RolloutConfig refuses (the field is not
@@ -97,7 +97,8 @@ def lengths(context: Context) -> Iterable[CheckResult]:
 
 @check("rollout placement", needs="config")
 def rollout_placement(context: Context) -> Iterable[CheckResult]:
-    """Rollouts on GPUs of their own, and a router that is not verl's: our workers and our agent loop are there too.
+    """`hybrid_engine=False` in a mode that does not read it. In `separate_async` it is supported: our workers replace
+    verl's `Role.Actor`. A `rollout.router_config_path` is supported too: requests still pass our agent loop.
 
     Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
     `Role.Actor` (trainer/ppo/v1/trainer_base.py); `trainer.trainers.replace_workers` replaces it as the others, and the
@@ -117,7 +118,7 @@ def rollout_placement(context: Context) -> Iterable[CheckResult]:
 
 @check("vLLM version", needs="vllm_release")
 def vllm_version(context: Context) -> Iterable[CheckResult]:
-    """A vLLM that no environment with verl 0.9.1 can hold, and cascade attention where it is gone.
+    """vLLM 0.32 and newer, which takes no transformers that verl 0.9.1 takes; cascade attention on, from 0.29 on.
 
     Source: the metadata of vllm 0.32.0 and 0.33.0 (transformers>=5.16.1) and of verl 0.9.1 (transformers<5.11);
     `use_v2_model_runner`, from 0.29 on without a list of architectures; vllm/v1/worker/gpu has no cascade attention;
@@ -138,7 +139,7 @@ def vllm_version(context: Context) -> Iterable[CheckResult]:
 
 @check("sampling mask", needs="vllm_release")
 def sampling_mask(context: Context) -> Iterable[CheckResult]:
-    """`return_sampling_mask`, by which vLLM returns which tokens top-p and top-k kept.
+    """`return_sampling_mask` where vLLM refuses it; a note that verl 0.9.1 does not read it.
 
     Source: `_verify_sampling_replay_config` of 0.28 to 0.33, which adds the argument; speculative decoding from 0.32
     on. verl 0.9.1 reads no mask of what vLLM returns (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
@@ -163,7 +164,8 @@ def sampling_mask(context: Context) -> Iterable[CheckResult]:
 
 @check("flashinfer variable", needs="with_vllm")
 def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
-    """An environment variable that vLLM no longer reads.
+    """`VLLM_USE_FLASHINFER_MOE_FP16`: garbage after the first sync with vLLM 0.23 (verl issue 6847); a note: newer ones
+    do not read it.
 
     Source: verl issue 6847 (closed): with it vLLM's rollouts were garbage after the first sync. vLLM 0.23 reads it, and
     0.24 has no such variable (vLLM PR 43148).
@@ -179,7 +181,7 @@ def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
 
 @check("attention factor", needs="model_config")
 def attention_factor(context: Context) -> Iterable[CheckResult]:
-    """YaRN's factor of attention, which the engines take from different settings.
+    """YaRN with an `attention_factor` that the rollout engine takes from another setting (vLLM issue 48621).
 
     Source: `_compute_yarn_parameters` of transformers/modeling_rope_utils.py reads attention_factor, or the ratio of
     mscale and mscale_all_dim; vLLM (rotary_embedding/__init__.py) and SGLang (factory.py) read attn_factor alone where

@@ -27,7 +27,9 @@ def captures_routing(context: Context) -> bool:
 
 @check("routing capture", needs="with_vllm")
 def routing_capture(context: Context) -> Iterable[CheckResult]:
-    """The features of vLLM that work with enable_return_routed_experts, and those that do not.
+    """Features of vLLM that it cannot combine with routed experts: context and pipeline parallelism, KV connectors
+    (from 0.31 on those to another engine), prefill and decode on different servers. Prefix caching and chunked prefill
+    work.
 
     Source: vLLM 0.27 to 0.30. `RoutedExpertsManager` (model_executor/layers/fused_moe/routed_experts_capturer.py) keeps
     the ids by slot of the KV cache, so a prefix hit finds those of the first request, and
@@ -63,7 +65,8 @@ def routing_capture(context: Context) -> Iterable[CheckResult]:
 
 @check("captured routing", needs="engine")
 def captured_routing(context: Context) -> Iterable[CheckResult]:
-    """Kernels of the rollout that choose experts inside, and return zeros.
+    """vLLM below 0.27 on Blackwell or with a FlashInfer kernel, which returns zeros for the experts (vLLM issue 54730);
+    SGLang with such a kernel, by `moe_runner_backend` or by its own choice.
 
     Source: vLLM issues 44116 (GB200, Qwen3-30B-A3B in bfloat16: zeros of the right shape by default, the right experts
     with moe_backend=triton) and 54730 (0.26.0). From 0.27 on, `GPUModelRunner._bind_routed_experts_capturer`
@@ -93,7 +96,8 @@ def captured_routing(context: Context) -> Iterable[CheckResult]:
 
 @check("routing delivery", needs="vllm_release")
 def routing_delivery(context: Context) -> Iterable[CheckResult]:
-    """Features that vLLM refuses with enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
+    """Settings that vLLM 0.31 and newer needs for routed experts (prefix caching, model runner V2), or refuses with
+    them (adaptive verification of drafts).
 
     Source: `_verify_aux_output_compatibility`, the same in 0.31 to 0.33 (vLLM PR 45635). On CPU cores verl_ext has
     model runner V1 do it (cpu/vllm.py). Of drafts that were rejected, `_commit_output` of

@@ -48,7 +48,8 @@ BY_SEQUENCE = "seq-mean-token-mean"
 
 @check("old reward settings", needs="config")
 def old_reward_settings(context: Context) -> Iterable[CheckResult]:
-    """Settings of the reward under their old names, which compose and reach nothing.
+    """`reward_model.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them under `reward` only, and
+    takes its default reward without a word (verl PR 7331).
 
     Source: verl PR 7331 (closed). `migrate_legacy_reward_impl` of experimental/reward_loop/reward_loop.py is called
     by fully_async_main.py alone, so trainer V1 takes its default reward without a word.
@@ -85,7 +86,8 @@ def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
 
 @check("estimator", needs="config")
 def estimator(context: Context) -> Iterable[CheckResult]:
-    """Advantage estimators that trainer V1 does not give their inputs.
+    """`remax`, `gdpo` and the token baselines, which trainer V1 does not give their inputs; PF-PPO, whose responses get
+    the keys of other ones (verl PR 7957).
 
     Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
     sum_pi_squared. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the result back under the old keys.
@@ -101,7 +103,7 @@ def estimator(context: Context) -> Iterable[CheckResult]:
 
 @check("group size", needs="config")
 def group_estimators(context: Context) -> Iterable[CheckResult]:
-    """Group estimators without a group.
+    """A group estimator with `rollout.n=1`; a note: 2 or 3.
 
     Source: core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
     advantage is the reward itself; `compute_rloo_vectorized_outcome_advantage` gives 0 to every response, and
@@ -126,7 +128,8 @@ def group_estimators(context: Context) -> Iterable[CheckResult]:
 
 @check("loss normalisation", needs="config")
 def loss_normalisation(context: Context) -> Iterable[CheckResult]:
-    """Losses whose divisor depends on how the batch is cut.
+    """`seq-mean-token-sum-norm` without a constant; a note: `geo_mean` sums the means of micro-batches (verl issue
+    7913).
 
     Source: `agg_loss` of core_algos.py divides by the padded length of the micro-batch where loss_scale_factor is
     null; Dr.GRPO (arXiv 2503.20783) divides by a constant. `compute_policy_loss_geo_mean` takes the mean over the
@@ -145,7 +148,7 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
 
 @check("loss aggregation")
 def loss_aggregation(context: Context) -> Iterable[CheckResult]:
-    """GSPO with another mean than its paper's.
+    """GSPO with verl's default `loss_agg_mode=token-mean`; its paper averages over responses.
 
     Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
     `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
@@ -164,7 +167,8 @@ def loss_aggregation(context: Context) -> Iterable[CheckResult]:
 
 @check("loss settings", needs="config")
 def loss_settings(context: Context) -> Iterable[CheckResult]:
-    """Settings of the loss that do nothing, or not what they say.
+    """`clip_ratio` beside the two that verl reads; k1 as a loss; names that verl's comments have and its code does not;
+    a correction without log-probs; a warm-up of a critic that is not there.
 
     Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only where clip_ratio_low or clip_ratio_high
     is null, and both are 0.2. `kl_penalty`: the gradient of k1 has the mean 0, and `full` is not implemented.
@@ -200,7 +204,9 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
 
 @check("trust region")
 def trust_region(context: Context) -> Iterable[CheckResult]:
-    """Old rollouts, and nothing that bounds how far the policy may be from them.
+    """An asynchronous mode in which nothing bounds how far the policy may be from the rollout: no correction, no
+    filter, no loss that reads the rollout's probabilities, no `rollout_is` or `rollout_rs` of verl, no bypass mode.
+    verl's `dppo_tv` and `dppo_kl` bound the distance to the weights before the update, not to the rollout.
 
     Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
     weights or a clip against the rollout's probabilities 98 and 90. verl 0.9.1 recomputes l_old with the weights of the
@@ -226,7 +232,8 @@ def trust_region(context: Context) -> Iterable[CheckResult]:
 
 @check("unread settings", needs="config")
 def unread_settings(context: Context) -> Iterable[CheckResult]:
-    """Settings that compose, and that no trainer of verl 0.9.1 reads.
+    """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, which verl 0.9.1 does not read; `norm_adv_by_std_in_grpo`
+    with an estimator other than grpo.
 
     Source: their names in verl 0.9.1, of which only the configs' own files and old workers have them. For
     norm_adv_by_std_in_grpo, `compute_advantage` of ray_trainer.py hands it to grpo alone.
@@ -246,7 +253,7 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
 
 @check("MTP loss", needs="config")
 def mtp_loss(context: Context) -> Iterable[CheckResult]:
-    """A loss of the draft layers that trains the whole model.
+    """Draft layers that are trained together with the model.
 
     Source: utils/megatron_utils.py: without detach_encoder the cross entropy of the model's own samples reaches its
     layers, whatever their advantage (verl PR 6432; Megatron-LM PRs 5080 and 5098).
@@ -259,7 +266,8 @@ def mtp_loss(context: Context) -> Iterable[CheckResult]:
 
 @check("reference", needs="config")
 def reference(context: Context) -> Iterable[CheckResult]:
-    """A reference that is not what the run starts from, or in another precision.
+    """A reference in another precision. A note: a LoRA that begins from a trained one has the model without it as its
+    reference.
 
     Source: `ref_in_actor` of trainer/ppo/v1/trainer_base.py: the reference of a LoRA is the actor without its adapter,
     also where the run begins from a trained one. ref/megatron_ref.yaml and ref/dp_ref.yaml do not inherit the dtype.

@@ -60,7 +60,7 @@ def _ignored_dtype(context: Context) -> str | None:
 
 @check("training dtype", needs="config")
 def ignored_dtype(context: Context) -> Iterable[CheckResult]:
-    """fsdp_config.dtype, which only the Megatron engine reads under its own name.
+    """`fsdp_config.dtype`, which the FSDP engine does not read.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
     only mixed_precision.param_dtype, and takes bfloat16 if there is none.
@@ -74,7 +74,7 @@ def ignored_dtype(context: Context) -> Iterable[CheckResult]:
 
 @check("dtype of both engines", needs="engine")
 def dtypes_differ(context: Context) -> Iterable[CheckResult]:
-    """The rollout's dtype against the training engine's.
+    """bf16 on one side and fp16 on the other.
 
     Source: "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788, on rounding as the mismatch's cause.
     """
@@ -98,7 +98,8 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
 
 @check("router dtype", needs="model_config")
 def router_dtype(context: Context) -> Iterable[CheckResult]:
-    """Megatron's routers in half precision, in which near ties fall to other experts than in the rollout.
+    """Megatron's routers in half precision: `moe_router_dtype` is not set, and Megatron-Bridge does not set it for this
+    model.
 
     Source: `TopKRouter.gating` of megatron/core/transformer/moe/router.py (0.16.1) computes in the dtype of its input
     unless `moe_router_dtype` is fp32 or fp64, and `TransformerConfig` warns of that from 32 experts on; which of
@@ -124,7 +125,8 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
 
 @check("head dtype", needs="engine")
 def head_dtype(context: Context) -> Iterable[CheckResult]:
-    """An LM head in float32 in the rollout, and in half precision in training.
+    """An LM head in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half precision in
+    training.
 
     Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
     another; `enable_fp32_lm_head` of sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of
@@ -143,7 +145,7 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
 
 @check("loss scaling", needs="config")
 def loss_scaling(context: Context) -> Iterable[CheckResult]:
-    """fp16 gradients need a scaled loss.
+    """Weights in fp16 without a scaled loss.
 
     Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler for mixed_precision.param_dtype=fp16 only;
     verl/utils/megatron/optimizer.py (0.9.1) sets an initial loss scale of 32768 for fp16.
@@ -160,7 +162,7 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
 
 @check("log-prob precision", needs="config")
 def logprob_precision(context: Context) -> Iterable[CheckResult]:
-    """The precision in which the FSDP engine takes log-probabilities and entropy of its half-precision logits.
+    """A note: on CPU, training log-probs and entropy are in bfloat16.
 
     Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) takes them under autocast, where
     CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and
@@ -178,7 +180,7 @@ def logprob_precision(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized rollout", needs="engine")
 def quantized_rollout(context: Context) -> Iterable[CheckResult]:
-    """A rollout in fp8 and the like, and nothing that corrects for it.
+    """Weights or KV cache in fp8 and the like, and no correction.
 
     Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
     an fp8 rollout follows bf16 with token-level TIS at cap 2. `launch_server` of async_sglang_server.py (0.9.1) raises
@@ -204,7 +206,8 @@ def quantized_rollout(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized sync", needs="with_vllm")
 def quantized_sync(context: Context) -> Iterable[CheckResult]:
-    """The way of trained weights into a quantised rollout.
+    """A `rollout.quantization` that verl refuses; torchao's int4 and int8, whose weight syncs verl 0.9.1 does not
+    prepare.
 
     Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) takes these names,
     makes fp8 block by block (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py of the
@@ -228,7 +231,7 @@ def quantized_sync(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized training", needs="config")
 def quantized_training(context: Context) -> Iterable[CheckResult]:
-    """Training that quantises, too.
+    """fp8 tensorwise on Megatron, whose gap grows (verl PR 7519); `qat.mode=w4a4`.
 
     Source: verl PR 7519 (DAPO, Megatron, 32 steps; `rollout_corr/kl` of bf16 0.0063 to 0.0089, of fp8 tensorwise 0.0100
     to 0.0313, 40 to 50 % more every eight steps, of mxfp8 0.0095 to 0.0087). xtuner PR 2044 (fp8 of the float32 masters
@@ -256,7 +259,7 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
 
 @check("normal level", needs="config")
 def normal_level(context: Context) -> Iterable[CheckResult]:
-    """The k3 above which the guard warns, for the model and the format of the rollout.
+    """`stability.guard.level=0`; otherwise prints the k3 above which the guard warns, with its source.
 
     Source: the table of verl_ext/diagnosis/levels.py, each level with where it was read.
     """
@@ -282,7 +285,7 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
 
 @check("fake quantization")
 def fake_quantization(context: Context) -> Iterable[CheckResult]:
-    """An experiment's switch, left on.
+    """A note: `stability.fake_quantization` adds a gap on purpose, for an experiment.
 
     Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
     """

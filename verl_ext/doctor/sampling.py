@@ -16,7 +16,8 @@ DETERMINISM = f"{ROLLOUT}.full_determinism"
 
 @check("truncated sampling", needs="engine")
 def truncated_sampling(context: Context) -> Iterable[CheckResult]:
-    """top-p and top-k, which the training engine knows only from the sampler's head.
+    """Top-p or top-k that the training engine does not know. vLLM's `processed_logprobs` are then over the kept tokens;
+    its `raw_logprobs`, SGLang's and the training engine's are over all tokens.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
     which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
@@ -55,7 +56,7 @@ def _knows_kept_tokens(context: Context) -> bool:
 
 @check("log-prob mode")
 def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
-    """The distribution of the rollout's log-probabilities against the one that the training engine computes.
+    """Raw log-probs with a temperature other than 1; logits instead of log-probs.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
     temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it. Of
@@ -89,7 +90,7 @@ def _sglang_log_probs(context: Context) -> Iterable[CheckResult]:
 
 @check("temperature", needs="config")
 def temperature_rounding(context: Context) -> Iterable[CheckResult]:
-    """A temperature other than 1, by which verl divides logits in their own half precision.
+    """A temperature other than 1 under FSDP: verl divides bfloat16 logits in bfloat16, vLLM and SGLang in float32.
 
     Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
     to the logits' dtype (a logit of 20.5 at 0.7 becomes 29.375 in bfloat16 instead of 29.286); `Sampler.forward` of
@@ -109,7 +110,7 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
 
 @check("one answer for all", needs="with_vllm")
 def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
-    """A seed that all responses of a prompt share.
+    """`rollout.full_determinism` with several responses: all get one seed.
 
     Source: `generate` of workers/rollout/vllm_rollout/vllm_async_server.py and workers/rollout/router.py: with
     full_determinism every request of trainer V1 has the same id and seed (verl PR 6857 names it for SGLang).
@@ -122,7 +123,7 @@ def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
 
 @check("validation", needs="config")
 def validation(context: Context) -> Iterable[CheckResult]:
-    """Several answers of a validation prompt that are the same one.
+    """Several answers of a validation prompt at temperature 0, all the same.
 
     Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
     """
@@ -136,7 +137,7 @@ def validation(context: Context) -> Iterable[CheckResult]:
 
 @check("bypass mode")
 def bypass_mode(context: Context) -> Iterable[CheckResult]:
-    """A correction that verl is asked for in bypass mode, and leaves out.
+    """A correction that verl would leave out in its bypass mode (verl issue 4912).
 
     Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction there, and
     only `compute_policy_loss_bypass_mode` makes up for it, from `policy_loss.rollout_correction`.

@@ -45,7 +45,7 @@ TRAINING_ONLY = {
 
 @check("gradient reduction", needs="config")
 def gradient_reduction(context: Context) -> Iterable[CheckResult]:
-    """FSDP1 on several GPUs that each train alone.
+    """FSDP1 with `fsdp_size=1` on several GPUs, which sums no gradients (verl issue 7493).
 
     Source: verl issue 7493 (closed). `create_device_mesh` of workers/engine/fsdp/utils.py makes a mesh of (N, 1), whose
     shard group of one rank torch clamps to NO_SHARD, and reduces inside that group only
@@ -58,7 +58,7 @@ def gradient_reduction(context: Context) -> Iterable[CheckResult]:
 
 @check("master weights", needs="on_fsdp")
 def master_weights(context: Context) -> Iterable[CheckResult]:
-    """Weights in bfloat16 that AdamW steps directly.
+    """FSDP with weights in bfloat16: AdamW's steps of 1e-6 are lost in most of them.
 
     Source: `_build_module` and `_build_optimizer` of workers/engine/fsdp/transformer_impl.py; AReaL PRs 1369 and 1634.
     A bfloat16 has 8 bits: a step of 1e-6 is lost in each weight above 5e-4.
@@ -76,7 +76,7 @@ def master_weights(context: Context) -> Iterable[CheckResult]:
 
 @check("sharded attention", needs="on_fsdp")
 def sharded_attention(context: Context) -> Iterable[CheckResult]:
-    """Ulysses with attention that sees its own shard only.
+    """Ulysses with attention other than FlashAttention, or with gpt-oss.
 
     Source: `apply_monkey_patch` of models/transformers/monkey_patch.py replaces `_flash_attention_forward` alone. For
     gpt-oss it hands over the sinks of all heads, which the kernel refuses (verl PR 4551, open).
@@ -95,7 +95,7 @@ def sharded_attention(context: Context) -> Iterable[CheckResult]:
 
 @check("recurrent layers", needs="config")
 def recurrent_layers(context: Context) -> Iterable[CheckResult]:
-    """Packed or sharded sequences with layers that carry a state from token to token.
+    """Packed or sharded sequences of a model with Mamba's or other recurrent layers, outside the plan's table.
 
     Source: the layers of RECURRENT in transformers 5.10 want `seq_idx` or `cu_seqlens`, which verl's FSDP engine does
     not pass (verl PR 6660 passes them to Qwen3.5). Under Ulysses each rank begins with an empty state
@@ -117,7 +117,10 @@ def recurrent_layers(context: Context) -> Iterable[CheckResult]:
 
 @check("expert gradients", needs="has_experts")
 def expert_gradients(context: Context) -> Iterable[CheckResult]:
-    """Gradients of experts that megatron-core reduces over the wrong ranks, or leaves out of the gradient norm.
+    """Megatron with `expert_model_parallel_size=1` and experts that are split in another way than the dense layers,
+    such as tensor parallelism 2 with `expert_tensor_parallel_size=1`: megatron-core before 0.19 reduces their gradients
+    over the wrong ranks (Megatron-LM PR 5916). A note: with tensor parallelism and Transformer Engine 2.13 or newer,
+    its gradient norm leaves experts out.
 
     Source: megatron-core 0.12 to 0.18.2 set `allreduce = not expert_model_parallel_size > 1` on the weights of experts
     (extensions/transformer_engine.py lines 644 and 1551 and tensor_parallel/layers.py line 886 in 0.16.1), so that
@@ -151,7 +154,8 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
 
 @check("LoRA of experts", needs="on_megatron")
 def lora_of_experts(context: Context) -> Iterable[CheckResult]:
-    """A LoRA on Megatron whose part for experts is summed wrongly.
+    """A LoRA on Megatron with tensor parallelism and overlapped shared experts, or experts in parts (Megatron-Bridge
+    issue 5634).
 
     Source: Megatron-Bridge issues 5634 and 5635 (open): with `moe_shared_expert_overlap` the linear layer gives up its
     own reduction, and the adapter's counts once for each tensor-parallel rank; with expert tensor parallelism, the
@@ -176,7 +180,8 @@ def lora_of_experts(context: Context) -> Iterable[CheckResult]:
 
 @check("router training", needs="on_megatron")
 def router_training(context: Context) -> Iterable[CheckResult]:
-    """Routers that something else than the policy's loss trains, on Megatron.
+    """An auxiliary loss (`moe_router_load_balancing_type`) or a router bias that moves (`moe_router_bias_update_rate`,
+    0.001 by default), on Megatron.
 
     Source: Megatron-LM PR 5694: an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
     policy's loss. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, and
@@ -204,7 +209,8 @@ def router_training(context: Context) -> Iterable[CheckResult]:
 
 @check("training alone", needs="on_megatron")
 def training_alone(context: Context) -> Iterable[CheckResult]:
-    """What megatron-core does to a training pass, and to none that scores: l_theta is of another model than l_old.
+    """Settings of Megatron that act in training passes only: z-loss, expert capacity, dropout, switches for benchmarks;
+    a gather of weights that comes after they were sent.
 
     Source: megatron/core/transformer/moe/router.py (0.16.1) for the switches of benchmarks and the z-loss, whose
     gradient comes with every token of every pass; transformer_config.py for the capacity, past which tokens skip their
@@ -223,7 +229,8 @@ def training_alone(context: Context) -> Iterable[CheckResult]:
 
 @check("resumed schedule")
 def resumed_schedule(context: Context) -> Iterable[CheckResult]:
-    """A learning-rate schedule on Megatron that starts again when a run resumes.
+    """Megatron with a warm-up or a decay of the learning rate, and `optim.use_checkpoint_opt_param_scheduler=false`,
+    verl's default: the schedule starts again whenever the run resumes.
 
     Source: verl 0.9.1. `MegatronCheckpointManager` (utils/checkpoint/megatron_checkpoint_manager.py) saves the schedule
     and loads it only with `use_checkpoint_opt_param_scheduler`, whose default is False. Without it
@@ -246,7 +253,7 @@ def resumed_schedule(context: Context) -> Iterable[CheckResult]:
 
 @check("ignored optimizer settings", needs="on_megatron")
 def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
-    """Betas that Megatron's optimizer does not get.
+    """`optim.betas` on Megatron.
 
     Source: `init_megatron_optim_config` of utils/megatron/optimizer.py hands over lr, min_lr, clip_grad and
     weight_decay (verl PR 4214, open).
@@ -263,7 +270,7 @@ def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
 
 @check("checkpoints", needs="config")
 def checkpoints(context: Context) -> Iterable[CheckResult]:
-    """Asynchronous checkpoints that no restart finds.
+    """Asynchronous checkpoints outside Megatron, which no restart finds (verl issue 7952).
 
     Source: verl issue 7952, PR 7955 (open): outside Megatron nobody writes the file that names the last checkpoint
     (trainer/ppo/v1/trainer_base.py), so that a restarted run begins at step 0.
@@ -275,7 +282,8 @@ def checkpoints(context: Context) -> Iterable[CheckResult]:
 
 @check("VeOmni version", needs="config")
 def veomni_version(context: Context) -> Iterable[CheckResult]:
-    """A VeOmni whose models call transformers as it was before 5.9.
+    """VeOmni before 0.1.12, such as verl's own pin 0.1.11, with transformers 5.9 or newer: the first forward pass
+    fails. Install VeOmni 0.1.12.
 
     Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (its Qwen3
     models in veomni/models/transformers). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the

@@ -26,7 +26,9 @@ EPLB = f"{VLLM_ARGUMENTS}.enable_eplb"
 
 @check("weight sync", needs="config")
 def weight_sync(context: Context) -> Iterable[CheckResult]:
-    """Weight syncs that do not happen, and whether the run would notice.
+    """A LoRA in `separate_async`, which verl 0.9.1 never sends (verl issue 7495); a LoRA as an adapter of SGLang
+    0.5.12, which verl 0.9.1 sends in a form that it does not take; the sync canary with speculative decoding; a note if
+    a LoRA or a transfer that is not verl's naive one is not checked.
 
     Source: verl issue 7495: of a LoRA, `update_weights` (workers/engine_workers.py, 0.9.1) sends a checkpoint engine
     what `get_per_tensor_param()` gives by default, the base, and drops the adapter's config; vLLM's list of adapters
@@ -57,7 +59,8 @@ def weight_sync(context: Context) -> Iterable[CheckResult]:
 
 @check("sync of experts", needs="engine")
 def sync_of_experts(context: Context) -> Iterable[CheckResult]:
-    """Kernels on Blackwell that lay out the experts' weights in blocks, which a sync does not fill.
+    """Experts in bf16 on Blackwell, whose kernel takes no new weights: vLLM before 0.31 (verl issue 7978), SGLang
+    0.5.12.
 
     Source: verl issue 7978, PR 7987 (open): vLLM 0.24 picks them by itself
     (model_executor/layers/fused_moe/oracle/unquantized.py), and the first sync ends with a ValueError; from 0.31 on
@@ -79,7 +82,7 @@ def sync_of_experts(context: Context) -> Iterable[CheckResult]:
 
 @check("moved experts", needs="with_vllm")
 def moved_experts(context: Context) -> Iterable[CheckResult]:
-    """Experts that vLLM has moved, and a sync that fills them where they were.
+    """`enable_eplb=true`: a sync fills experts where they were (vLLM PR 55228).
 
     Source: vLLM PR 55228 (open), prime-rl PR 3583: a reload goes by the first map of experts, the routing by the one
     after rebalancing.
@@ -91,7 +94,7 @@ def moved_experts(context: Context) -> Iterable[CheckResult]:
 
 @check("speculative decoding", needs="with_vllm")
 def speculative_decoding(context: Context) -> Iterable[CheckResult]:
-    """Drafts of a model that training leaves behind.
+    """A note: drafters that verl does not update, or that are not trained (vLLM issue 48296).
 
     Source: vLLM issue 48296 (what speculative decoding lacks in RL). verl 0.9.1 loads each sync into the drafter too
     where its method is `mtp`, and into no other (`_use_mtp_drafter_weight_sync`,
@@ -113,7 +116,8 @@ def speculative_decoding(context: Context) -> Iterable[CheckResult]:
 
 @check("drafts of hybrids", needs="with_vllm")
 def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
-    """MTP drafts of models with recurrent layers: their states, and their experts.
+    """MTP of a model with recurrent layers, with prefix caching (vLLM issue 53912), or with captured routing before
+    vLLM 0.26.
 
     Source: vLLM issue 53912 (open, 0.28) and SkyRL issue 1981: prefix hits restore wrong states (26 % of answers right,
     9 % with it). vLLM PR 48622: before 0.26 the draft layer of these models has the id of the first layer, and its
@@ -133,7 +137,7 @@ def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
 
 @check("waiting batches")
 def waiting_batches(context: Context) -> Iterable[CheckResult]:
-    """A guard that stops the run before newer rollouts can reach it.
+    """A `stop_after` that the batches waiting at the start of an asynchronous run would use up.
 
     Batches that were sampled before an update is refused are as far from the policy as the refused one.
 

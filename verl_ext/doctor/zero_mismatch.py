@@ -94,7 +94,9 @@ SWITCHES = (
 
 @check("zero mismatch", needs="config")
 def zero_mismatch(context: Context) -> Iterable[CheckResult]:
-    """The switches of each engine, and which of them are on; for runs with a rule that has `locate: true`.
+    """The switches of the installed engines for results that repeat, each on or off, for `stability=zero_mismatch`
+    (`VLLM_BATCH_INVARIANT`, `enable_deterministic_inference`, `rl_on_policy_target`, training's `full_determinism`,
+    `deterministic_mode`, `batch_invariant_mode`).
 
     Source: each switch's file, read on this machine. `enable_batch_invariant_mode` of
     vllm/model_executor/layers/batch_invariant.py (0.27.1); `_handle_deterministic_inference` of
