@@ -1,4 +1,4 @@
-"""Rewrites the table of checks in docs/doctor.md from their docstrings: `python tools/doctor_page.py docs/doctor.md`."""
+"""Rewrites the checks in docs/doctor.md from their docstrings: `python tools/doctor_page.py docs/doctor.md`."""
 
 import sys
 from pathlib import Path

@@ -133,15 +133,6 @@ def test_levels_of_steps_that_are_missing():
     assert level.steps[0] == 39 and level.steps[-1] == 79 and len(level.steps) == 21
 
 
-def test_a_forecast_is_early_by_the_steps_before_k3_stays_past_its_line():
-    k3 = [0.01] * 30 + [0.3] + [0.01] * 9 + [0.2] * 20  # one outlier alone is not past: (0.3 + 4 * 0.01) / 5 is 0.068
-    forecast = [1000.0] * 24 + [15.0] + [1000.0] * 35
-    found = summarise(make({REWARD: [0.5] * 60, K3: k3, FORECAST: forecast}))
-    assert found.foretold == 43 - 25  # (3 * 0.2 + 2 * 0.01) / 5 is 0.124, at step 43
-    assert summarise(make({REWARD: [0.5] * 60, K3: [0.01] * 60, FORECAST: forecast})).foretold is None
-    assert summarise(make({REWARD: [0.5] * 60, K3: k3})).foretold is None
-
-
 @pytest.mark.parametrize(
     ("dropped", "wanted"), [(lambda k3: 2 * k3, 1), (lambda k3: 1 - k3, -1), (lambda k3: 0.1, None)]
 )

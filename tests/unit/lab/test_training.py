@@ -56,7 +56,7 @@ def training(tmp_path, warm_ups):
 
 def of_a_step(run, number=1):
     """A batch of this run and its reading."""
-    batch = run._rollout(number)
+    batch = run.rollout(number)
     return batch, run.learner.score_old(batch)
 
 
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_weighted_clipped_objective(training):
     batch = replace(batch, rewards=torch.rand(64))  # no group of one reward, whose advantages are rounding
     l_old, mask = scored.log_probs.detach(), batch.sampled.mask
     weights = torch.rand(mask.shape)
-    advantages = run._advantages(batch)
+    advantages = run.advantages(batch)
     fields = loss_fields(l_old, advantages, mask, scored.entropy, rollout_is_weights=weights)
     rewards = batch.rewards.double().view(8, 8)
     A = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
@@ -107,7 +107,7 @@ def test_the_weights_of_a_step_are_the_corrections(training):
         fields["seen"] = given
         return {}
 
-    run._rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
+    run.rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
     run.step(5)
     close(fields["seen"]["rollout_is_weights"], k.clamp(max=2) * batch.sampled.mask, 1e-5)
 
