@@ -23,6 +23,10 @@ SPLIT_EXPERTS = (
     f"{ACTOR}.megatron.expert_tensor_parallel_size=2",
     f"{ACTOR}.megatron.expert_model_parallel_size=2",
 )
+LORA = f"{MODEL}.lora.rank=8"
+CAPTURE = f"{ROLLOUT}.enable_rollout_routing_replay=true"
+SGLANG_0512 = {"gpu": named("B200"), "versions": VERSIONS | {"sglang": "0.5.12"}}
+VLLM_024 = {"versions": VERSIONS | {"vllm": "0.24.0"}}
 EIGHT = "trainer.n_gpus_per_node=8"
 ULYSSES = f"{FSDP}.ulysses_sequence_parallel_size=2"
 OF_THE_RUN = [name for name, check in CHECKS.items() if not check.__module__.endswith(".installation")]
@@ -69,16 +73,11 @@ CASES = [
     ("recurrent layers", [HYBRID, MEGATRON], "warning", {}),
     (
         "LoRA of experts",
-        [MEGATRON, MOE, TENSOR, f"{MODEL}.lora.rank=8", f"{LAYERS}.moe_shared_expert_overlap=true", WHOLE],
+        [MEGATRON, MOE, TENSOR, LORA, f"{LAYERS}.moe_shared_expert_overlap=true", WHOLE],
         "warning",
         {},
     ),
-    (
-        "LoRA of experts",
-        [MEGATRON, MOE, TENSOR, f"{MODEL}.lora.rank=8", *SPLIT_EXPERTS],
-        "warning",
-        {},
-    ),
+    ("LoRA of experts", [MEGATRON, MOE, TENSOR, LORA, *SPLIT_EXPERTS], "warning", {}),
     ("training alone", [MEGATRON, f"{LAYERS}.moe_router_force_load_balancing=true"], "warning", {}),
     ("training alone", [MEGATRON, f"{LAYERS}.moe_expert_capacity_factor=1.0"], "warning", {}),
     ("training alone", [MEGATRON, f"{LAYERS}.moe_z_loss_coeff=0.001"], "warning", {}),
@@ -90,20 +89,10 @@ CASES = [
     ("reference", [f"{ACTOR}.use_kl_loss=True", f"{MODEL}.lora_adapter_path=/a/lora"], "note", {}),
     ("checkpoints", [f"{ACTOR}.checkpoint.async_save=True"], "warning", {}),
     ("sync of experts", [MOE], "error", {"gpu": named("B200"), "versions": VERSIONS | {"vllm": "0.24.0"}}),
-    (
-        "sync of experts",
-        [MOE, f"{ROLLOUT}.name=sglang"],
-        "error",
-        {"gpu": named("B200"), "versions": VERSIONS | {"sglang": "0.5.12"}},
-    ),
+    ("sync of experts", [MOE, f"{ROLLOUT}.name=sglang"], "error", SGLANG_0512),
     ("moved experts", [f"{VLLM}.enable_eplb=true"], "warning", {}),
     ("drafts of hybrids", [HYBRID, *MTP], "warning", {}),
-    (
-        "drafts of hybrids",
-        [HYBRID, *MTP, f"{ROLLOUT}.enable_prefix_caching=False", f"{ROLLOUT}.enable_rollout_routing_replay=true"],
-        "warning",
-        {"versions": VERSIONS | {"vllm": "0.24.0"}},
-    ),
+    ("drafts of hybrids", [HYBRID, *MTP, f"{ROLLOUT}.enable_prefix_caching=False", CAPTURE], "warning", VLLM_024),
     ("one answer for all", [f"{ROLLOUT}.full_determinism=True", f"{ROLLOUT}.n=8"], "warning", {}),
     ("flashinfer variable", [], "note", {"environ": {engine.FLASHINFER: "1"}}),
     (

@@ -159,11 +159,6 @@ def test_verls_validation_waits_for_our_errors(findings):
     assert not findings("verl's validation", "stability=icepop", "trainer.use_v1=False")
 
 
-def test_overrides_that_do_not_compose_are_an_error(installed):
-    found = installed("config", failure="Could not override 'a.b'")
-    assert [(finding.level, finding.found) for finding in found] == [("error", "Could not override 'a.b'")]
-
-
 def test_each_check_says_where_its_claim_was_read():
     assert all("Source:" in check.__doc__ for check in CHECKS.values())
 
@@ -411,14 +406,6 @@ def test_what_only_a_run_uses_is_left_alone(look, mark):
     assert not mark.exists() and {finding["level"] for finding in found["hooks"]} == {"ok"}
 
 
-def test_a_loss_of_ours_is_known_by_its_whole_name(look, mark):
-    found = look(
-        {"stability.correction": "none", LOSS: {"_target_": "evil.IcePopLossConfig", "loss_mode": "icepop"}}, "hooks"
-    )
-    assert not mark.exists()
-    assert f"set {LOSS}._target_={TARGET}" in found["hooks"][0]["found"]
-
-
 @pytest.mark.parametrize("target", ["os.system", "evil.IcePopLossConfig", None])
 def test_nothing_but_our_own_builds_the_settings_of_a_loss_of_ours(look, mark, target):
     loss = {"_target_": target, "loss_mode": "icepop", "command": f"touch {mark}"}
@@ -527,13 +514,6 @@ def test_what_a_config_says_is_printed_as_text_by_plan(capsys):
     assert main(["plan", "no/such/group='\x1b]0;[bold]'"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "\x1b" not in error and r"\x1b]0;[bold]" in error
-
-
-def test_a_primary_config_that_is_no_yaml_is_one_line(tmp_path, capsys):
-    (tmp_path / "mine.yaml").write_bytes(b"\xff: [")
-    assert main(["plan", f"--config-path={tmp_path}", "--config-name=mine"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "mine.yaml cannot be read as YAML in UTF-8" in error
 
 
 def test_no_text_of_the_config_is_offered_as_a_fix(look):
