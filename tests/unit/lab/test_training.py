@@ -290,6 +290,7 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
         ("stale", "none", ("actor_rollout_ref.rollout.top_p=0.9",), "rollout.top_p=0.9"),
         ("stale", "tis", ("algorithm.rollout_correction.bypass_mode=true",), "set stability.router_agreement=false"),
         ("stale", "none", ("lab.task.name=chess",), "lab.task.name=chess is not known"),
+        ("stale", "none", ("lab.grader.noise=2",), "lab.grader.noise=2"),
     ],
 )
 def test_bad_input_is_one_line(regime, variant, overrides, said):
