@@ -8,10 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.arguments import INTERRUPTED, add_command, positive
+from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
 from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.base.printable import printable
-from verl_ext.launch.command_line import add_own, names
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.base.arguments import INTERRUPTED, add_command, positive
+from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
 from verl_ext.base.errors import ConfigError, UserError, print_error
-from verl_ext.launch.command_line import add_arguments, add_own, given_arguments, names, required_config
+from verl_ext.launch.command_line import add_arguments, given_arguments, required_config
 from verl_ext.probe.engines import Tell, kept_result, start_engines
 from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
