@@ -95,7 +95,7 @@ def test_names():
         ("partial_sync", {"layers": -2}, "lab.partial_sync.layers=-2"),
         ("raw_log_probs", {"temperature": 0}, "lab.raw_log_probs.temperature=0"),
         ("wrong_weights", {"kind": "other"}, "lab.wrong_weights.kind=other"),
-        ("respelled", {"share": 1.0}, "lab.respelled.share=1.0"),
+        ("respelled", {"share": 1.0}, "lab.respelled.share=1 must be between"),
     ],
 )
 def test_bad_settings(name, given, said):
