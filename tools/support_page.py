@@ -48,7 +48,7 @@ from verl_ext.features.verl_config import (
 )
 from verl_ext.guard.rules import ACTIONS
 from verl_ext.launch import compose
-from verl_ext.probe.command import probe_overrides
+from verl_ext.probe.overrides import probe_overrides
 from verl_ext.routing.engines import ACTOR
 
 HEAD = """# What runs on which engines

@@ -19,11 +19,11 @@ from verl_ext.lab.summary import (
     DROPPED,
     FORECAST,
     K3,
+    LEVEL_STEPS,
     NORM,
     REWARD,
     ROLLBACKS,
     SKIPPED,
-    WINDOW,
     Interval,
     Summary,
     Variant,
@@ -93,7 +93,7 @@ def table(regime: str, folder: Path = RUNS) -> str:
         finals = ", ".join(_final(variant.runs[seed]) for seed in sorted(variant.runs))
         steps = ", ".join(str(step) for step in sorted(variant.collapsed.values()))
         collapsed = f"{len(variant.collapsed)} of {variant.known}" + (f" (step {steps})" if steps else "")
-        ends = [run.get(K3).values[-WINDOW:].mean() for run in runs[variant.name].values()]
+        ends = [run.get(K3).values[-LEVEL_STEPS:].mean() for run in runs[variant.name].values()]
         cells = (
             f"**{variant.name}**" if variant.name == "none" else variant.name,
             finals,

@@ -202,7 +202,7 @@ def losing_adapters(trainer_class: type) -> type:
 
 def main() -> None:
     adapts = any("lora_rank" in override for override in sys.argv)
-    from verl_ext.probe import command, trainer
+    from verl_ext.probe import engines, trainer
     from verl_ext.trainer import task_runner
 
     class PlantingTaskRunner(task_runner.StabilityTaskRunner):
@@ -219,7 +219,7 @@ def main() -> None:
                 workers[ActorRolloutRefWorker] = planting(workers[ActorRolloutRefWorker])
 
     trainer.ProbeTaskRunner = PlantingTaskRunner
-    command.run_engines()
+    engines.run_engines()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from tests.stack.probing import BATCHES, CAUSES
 from tests.stack.running import SMALL, run
 from verl_ext.launch.command_line import compose
-from verl_ext.probe.command import OUT, probe_overrides
+from verl_ext.probe.overrides import OUT, probe_overrides
 from verl_ext.probe.readings import Stage
 from verl_ext.probe.verdict import ProbeResult
 

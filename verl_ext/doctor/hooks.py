@@ -68,7 +68,7 @@ KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": (
 
 @check("config")
 def config_composes(context: Context) -> Iterable[CheckResult]:
-    """The overrides compose, and name the rollout engine.
+    """Overrides that do not compose; no `rollout.name`.
 
     Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
     """
@@ -82,7 +82,8 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
 
 @check("hooks")
 def hooks(context: Context) -> Iterable[CheckResult]:
-    """The rows of the start-up table, or the errors that the run would stop with.
+    """Errors that `verl_ext` would stop with at its start, including those of the model's routers; otherwise the
+    features that are switched on.
 
     Source: `fit_run` of verl_ext, as `verl_ext.start.run` calls it, which also probes the model's routers, if
     that runs no code of the model's own.
@@ -103,7 +104,9 @@ def hooks(context: Context) -> Iterable[CheckResult]:
 
 @check("verl's validation")
 def verl_validation(context: Context) -> Iterable[CheckResult]:
-    """Settings that verl refuses, in the config that our entry point gives it.
+    """Settings that verl's `validate_config` would refuse; a `precision=` of FSDP on Megatron;
+    `actor.strategy=megatron` without Megatron's settings. A note: verl's check imports a package that is not installed
+    here, such as vLLM for the rank of a LoRA.
 
     Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For the
     rank of a LoRA it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without
@@ -112,11 +115,11 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
-    if context.strategy == "megatron" and context.get(MEGATRON_SIZE) is None:
+    if context.on_megatron and context.get(MEGATRON_SIZE) is None:
         why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
         yield error(f"{MEGATRON_SIZE} is missing", why, "model_engine=megatron")
         return
-    if context.strategy == "megatron" and (engine := context.get(f"{ACTOR}.fsdp_config")):
+    if context.on_megatron and (engine := context.get(f"{ACTOR}.fsdp_config")):
         yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     config = _as_launched(context.config)
@@ -161,7 +164,8 @@ def _validation_fix(said: str, context: Context) -> Iterator[str]:
 
 @check("code", needs="config")
 def code(context: Context) -> Iterable[CheckResult]:
-    """Code that the config names, and the checks that were left out because of it.
+    """Code that the config names: `stability.plugins`, a model's own code, a `_target_` that is no settings class.
+    Lists the checks that were left out.
 
     Source: `stability_config` of verl_ext/features/stability.py; `get_class_from_dynamic_module` of
     transformers/dynamic_module_utils.py (5.10); `omega_conf_to_dataclass` of verl/utils/config.py (0.9.1).

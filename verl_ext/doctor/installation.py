@@ -32,7 +32,7 @@ VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
 
 @check("packages")
 def packages(context: Context) -> Iterable[CheckResult]:
-    """Installed versions against the supported ranges.
+    """A version outside the supported range.
 
     Source: setup.py and requirements/cpu.in of this repository; of flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
@@ -67,7 +67,10 @@ def _package(name: str, version: str | None) -> Iterable[CheckResult]:
 
 @check("imports", needs="config")
 def imported_packages(context: Context) -> Iterable[CheckResult]:
-    """Packages that this config will import; on the machine of the run, one that is not installed is an error.
+    """A package that this config makes verl import and that the run's machine lacks: engines, attention, bridges,
+    loggers, the transfer of weights. The finding names the setting, verl's version and our extra. Not asked for on CPU
+    cores: what has a stand-in there (Transformer Engine, modelopt). Where transformers takes no FlashAttention but a
+    kernel from the Hub (gpt-oss, whose attention has sinks), `kernels` instead of flash-attn.
 
     On a laptop the doctor can check a run for a cluster, whose packages it does not know: `not here` names them.
 
@@ -104,7 +107,7 @@ def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
 
 @check("model files", needs="config")
 def model_files(context: Context) -> Iterable[CheckResult]:
-    """Files of the model that are not on this machine, and the checks that are skipped without them.
+    """A note on the run's machine: the model's config or tokenizer is not here, and which checks were not made.
 
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
     """
@@ -124,7 +127,7 @@ def _missing_model(context: Context) -> tuple[str, str] | None:
 
 @check("data files")
 def data_files(context: Context) -> Iterable[CheckResult]:
-    """Training and validation files that are not here.
+    """Local `data.train_files` and `val_files` that are not on the run's machine.
 
     Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
     """
@@ -145,7 +148,7 @@ def _missing_data(context: Context) -> Iterator[str]:
 
 @check("not here", needs="config")
 def not_here(context: Context) -> Iterable[CheckResult]:
-    """Everything that the run needs and this machine lacks, where the run is for another machine: one note.
+    """One note for a run on another machine: the packages, model and data files that it needs and this machine lacks.
 
     Source: as of `imports`, `model files` and `data files`.
     """
@@ -167,7 +170,7 @@ def not_here(context: Context) -> Iterable[CheckResult]:
 
 @check("plugins")
 def plugin_entry_points(context: Context) -> Iterable[CheckResult]:
-    """The two entry points by which verl and vLLM load us, and the variables that switch them off.
+    """An entry point that verl or vLLM does not see, or an environment variable that leaves it out.
 
     Source: verl/__init__.py (0.9.1), where a plugin that is missing says nothing; vllm/plugins/__init__.py (0.27).
     """
@@ -191,7 +194,8 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 
 @check("upstream")
 def upstream(context: Context) -> Iterable[CheckResult]:
-    """The changes to verl, vLLM and their libraries, against the versions that each was written for.
+    """Changes to verl, vLLM, torch or transformers (docs/upstream.md) that were written for other versions than the
+    installed ones.
 
     Source: the tables in verl_ext/base/changes.py and, on CPU cores, verl_ext/cpu/changes.py.
     """
@@ -222,7 +226,7 @@ def upstream(context: Context) -> Iterable[CheckResult]:
 
 @check("trl")
 def trl(context: Context) -> Iterable[CheckResult]:
-    """An installed TRL whose value-head class verl cannot import.
+    """An installed TRL that lacks the class verl 0.9.1 imports from it (such as 1.14.2).
 
     Source: `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the class from
     `trl.experimental.ppo`, else from `trl`, wherever TRL is found; TRL 1.14.2 has it in neither. The same error with

@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from omegaconf import OmegaConf
 
-from verl_ext.doctor.checks import CheckResult, Context, check, error, note, warning
-from verl_ext.doctor.hooks import needs_critic
-from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT, ignores_advantages
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.hooks import needs_critic, needs_reference
+from verl_ext.doctor.precision import BFLOAT16, DTYPES, dtype_name
+from verl_ext.doctor.sampling import CORRECTION
+from verl_ext.features.losses import LOSSES
+from verl_ext.features.verl_config import ACTOR, BYPASS, MODE, MODEL, MTP, ROLLOUT, ignores_advantages, trains_lora
 
 # Old place of a setting -> where verl 0.9.1 reads it; the longest that fits counts.
 MOVED = {
@@ -39,11 +42,14 @@ UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is no
     f"{ROLLOUT}.over_sample_rate": (0, ""),
 }
 USUAL_CLIP = 0.2
+AGGREGATION = f"{ACTOR}.loss_agg_mode"
+BY_SEQUENCE = "seq-mean-token-mean"
 
 
 @check("old reward settings", needs="config")
 def old_reward_settings(context: Context) -> Iterable[CheckResult]:
-    """Settings of the reward under their old names, which compose and reach nothing.
+    """`reward_model.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them under `reward` only, and
+    takes its default reward without a word (verl PR 7331).
 
     Source: verl PR 7331 (closed). `migrate_legacy_reward_impl` of experimental/reward_loop/reward_loop.py is called
     by fully_async_main.py alone, so trainer V1 takes its default reward without a word.
@@ -80,7 +86,8 @@ def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
 
 @check("estimator", needs="config")
 def estimator(context: Context) -> Iterable[CheckResult]:
-    """Advantage estimators that trainer V1 does not give their inputs.
+    """`remax`, `gdpo` and the token baselines, which trainer V1 does not give their inputs; PF-PPO, whose responses get
+    the keys of other ones (verl PR 7957).
 
     Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
     sum_pi_squared. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the result back under the old keys.
@@ -96,7 +103,7 @@ def estimator(context: Context) -> Iterable[CheckResult]:
 
 @check("group size", needs="config")
 def group_estimators(context: Context) -> Iterable[CheckResult]:
-    """Group estimators without a group.
+    """A group estimator with `rollout.n=1`; a note: 2 or 3.
 
     Source: core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
     advantage is the reward itself; `compute_rloo_vectorized_outcome_advantage` gives 0 to every response, and
@@ -121,7 +128,8 @@ def group_estimators(context: Context) -> Iterable[CheckResult]:
 
 @check("loss normalisation", needs="config")
 def loss_normalisation(context: Context) -> Iterable[CheckResult]:
-    """Losses whose divisor depends on how the batch is cut.
+    """`seq-mean-token-sum-norm` without a constant; a note: `geo_mean` sums the means of micro-batches (verl issue
+    7913).
 
     Source: `agg_loss` of core_algos.py divides by the padded length of the micro-batch where loss_scale_factor is
     null; Dr.GRPO (arXiv 2503.20783) divides by a constant. `compute_policy_loss_geo_mean` takes the mean over the
@@ -138,9 +146,29 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
         yield note("loss_mode=geo_mean with several micro-batches", why)
 
 
+@check("loss aggregation")
+def loss_aggregation(context: Context) -> Iterable[CheckResult]:
+    """GSPO with verl's default `loss_agg_mode=token-mean`; its paper averages over responses.
+
+    Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
+    `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
+    token-mean, and says so in a comment.
+    """
+    loss = f"{ACTOR}.policy_loss"
+    if "gspo" not in (context.get(f"{loss}.loss_mode"), context.get(f"{loss}.base")):
+        return
+    mode = context.get(AGGREGATION, "token-mean")
+    if mode == BY_SEQUENCE:
+        yield ok(f"GSPO with loss_agg_mode={mode}, as in its paper")
+        return
+    why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
+    yield warning(f"GSPO with {AGGREGATION}={mode}", why, f"{AGGREGATION}={BY_SEQUENCE}")
+
+
 @check("loss settings", needs="config")
 def loss_settings(context: Context) -> Iterable[CheckResult]:
-    """Settings of the loss that do nothing, or not what they say.
+    """`clip_ratio` beside the two that verl reads; k1 as a loss; names that verl's comments have and its code does not;
+    a correction without log-probs; a warm-up of a critic that is not there.
 
     Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only where clip_ratio_low or clip_ratio_high
     is null, and both are 0.2. `kl_penalty`: the gradient of k1 has the mean 0, and `full` is not implemented.
@@ -174,9 +202,38 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
         yield warning(f"trainer.critic_warmup={context.get('trainer.critic_warmup')}", why, "trainer.critic_warmup=0")
 
 
+@check("trust region")
+def trust_region(context: Context) -> Iterable[CheckResult]:
+    """An asynchronous mode in which nothing bounds how far the policy may be from the rollout: no correction, no
+    filter, no loss that reads the rollout's probabilities, no `rollout_is` or `rollout_rs` of verl, no bypass mode.
+    verl's `dppo_tv` and `dppo_kl` bound the distance to the weights before the update, not to the rollout.
+
+    Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
+    weights or a clip against the rollout's probabilities 98 and 90. verl 0.9.1 recomputes l_old with the weights of the
+    step, so that the clip of PPO, and the masks of its losses dppo_tv and dppo_kl, are around those weights and not
+    around the rollout. In bypass mode they are around the rollout.
+    """
+    mode = context.get(MODE, "sync")
+    if mode == "sync":
+        return
+    loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    bounds = context.methods("stability.correction") + context.methods("stability.filters")
+    bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
+    bounds += [
+        f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")
+    ]
+    bounds += ["bypass mode"] if context.get(BYPASS) else []
+    if bounds:
+        yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
+        return
+    why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
+    yield warning(f"{mode} without a trust region", why, "stability.correction=opsm", "stability.opsm.delta=0.1")
+
+
 @check("unread settings", needs="config")
 def unread_settings(context: Context) -> Iterable[CheckResult]:
-    """Settings that compose, and that no trainer of verl 0.9.1 reads.
+    """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, which verl 0.9.1 does not read; `norm_adv_by_std_in_grpo`
+    with an estimator other than grpo.
 
     Source: their names in verl 0.9.1, of which only the configs' own files and old workers have them. For
     norm_adv_by_std_in_grpo, `compute_advantage` of ray_trainer.py hands it to grpo alone.
@@ -194,15 +251,36 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
         yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, f"{ESTIMATOR}=grpo")
 
 
-@check("validation", needs="config")
-def validation(context: Context) -> Iterable[CheckResult]:
-    """Several answers of a validation prompt that are the same one.
+@check("MTP loss", needs="config")
+def mtp_loss(context: Context) -> Iterable[CheckResult]:
+    """Draft layers that are trained together with the model.
 
-    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
+    Source: utils/megatron_utils.py: without detach_encoder the cross entropy of the model's own samples reaches its
+    layers, whatever their advantage (verl PR 6432; Megatron-LM PRs 5080 and 5098).
     """
-    kwargs = f"{ROLLOUT}.val_kwargs"
-    several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
-    if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
-        asked = f"n={several}" if several > 1 else "do_sample=True"
-        why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
-        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
+    trained = context.get(f"{MTP}.enable") and context.get(f"{MTP}.enable_train")
+    if trained and not context.get(f"{MTP}.detach_encoder"):
+        why = "the draft layers' loss trains the model to repeat its own samples, whatever their advantage"
+        yield warning("mtp.enable_train without mtp.detach_encoder", why, f"{MTP}.detach_encoder=true")
+
+
+@check("reference", needs="config")
+def reference(context: Context) -> Iterable[CheckResult]:
+    """A reference in another precision. A note: a LoRA that begins from a trained one has the model without it as its
+    reference.
+
+    Source: `ref_in_actor` of trainer/ppo/v1/trainer_base.py: the reference of a LoRA is the actor without its adapter,
+    also where the run begins from a trained one. ref/megatron_ref.yaml and ref/dp_ref.yaml do not inherit the dtype.
+    """
+    if not needs_reference(context.config):
+        return
+    if context.get(f"{MODEL}.lora_adapter_path") or context.get(f"{MODEL}.lora.adapter_path"):
+        why = "the reference is the model without the adapter that the run begins with: KL is above 0 in step 1"
+        yield note("a KL to the reference, from a trained LoRA", why)
+    part = "megatron.dtype" if context.on_megatron else "fsdp_config.mixed_precision.param_dtype"
+    ref = "actor_rollout_ref.ref"
+    ours, theirs = (dtype_name(context.get(f"{role}.{part}", BFLOAT16)) for role in (ACTOR, ref))
+    if ours != theirs and not trains_lora(context.config):
+        why = "the reference rounds differently: KL is above 0 before anything is learnt"
+        fix = [f"++{ref}.{part}={ours}"] if ours in DTYPES else []
+        yield warning(f"reference in {theirs}, training in {ours}", why, *fix)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.families import FLOAT32_ROUTERS
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.feature import Need
 from verl_ext.features.guard import published_level
@@ -13,15 +14,9 @@ from verl_ext.launch.packages import LAYERS
 
 FSDP = f"{ACTOR}.fsdp_config"
 PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
-TRANSFORMERS = ("fsdp", "fsdp2")
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
 ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
-# model_type whose routers Megatron-Bridge (0.3.1, 0.5.2) computes in float32: its providers and bridges.
-FLOAT32_ROUTERS = (
-    *("deepseek_v2", "deepseek_v3", "deepseek_v4", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "kimi_k2"),
-    *("kimi_k25", "nemotron_h", "olmoe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe", "bailing_moe_v2", "ernie4_5_moe"),
-)
 VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
 SGLANG_HEAD = f"{SGLANG_ARGUMENTS}.enable_fp32_lm_head"
 OF_VERL = ("fp8", "torchao", "ascend")
@@ -48,16 +43,16 @@ def training_dtype(context: Context) -> str | None:
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py and `param_dtype` of
     verl/workers/engine/megatron/transformer_impl.py (0.9.1).
     """
-    if context.strategy in TRANSFORMERS:
+    if context.on_fsdp:
         return dtype_name(context.get(PARAM_DTYPE, BFLOAT16))
-    if context.strategy == "megatron":
+    if context.on_megatron:
         return dtype_name(context.get(f"{ACTOR}.megatron.dtype", BFLOAT16))
     return None
 
 
 def _ignored_dtype(context: Context) -> str | None:
     """fsdp_config.dtype where it asks for something that the FSDP engine does not do."""
-    if context.strategy not in TRANSFORMERS or context.get(PARAM_DTYPE) is not None:
+    if not context.on_fsdp or context.get(PARAM_DTYPE) is not None:
         return None
     asked = dtype_name(context.get(f"{FSDP}.dtype", BFLOAT16))
     return asked if asked != BFLOAT16 else None
@@ -65,7 +60,7 @@ def _ignored_dtype(context: Context) -> str | None:
 
 @check("training dtype", needs="config")
 def ignored_dtype(context: Context) -> Iterable[CheckResult]:
-    """fsdp_config.dtype, which only the Megatron engine reads under its own name.
+    """`fsdp_config.dtype`, which the FSDP engine does not read.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
     only mixed_precision.param_dtype, and takes bfloat16 if there is none.
@@ -79,7 +74,7 @@ def ignored_dtype(context: Context) -> Iterable[CheckResult]:
 
 @check("dtype of both engines", needs="engine")
 def dtypes_differ(context: Context) -> Iterable[CheckResult]:
-    """The rollout's dtype against the training engine's.
+    """bf16 on one side and fp16 on the other.
 
     Source: "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788, on rounding as the mismatch's cause.
     """
@@ -88,7 +83,7 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
     rollout = dtype_name(value)
     if training is None or rollout not in DTYPES:
         return
-    if context.strategy == "megatron" and context.get(FSDP):  # `verl's validation` names what to set instead
+    if context.on_megatron and context.get(FSDP):  # `verl's validation` names what to set instead
         return
     wanted = _ignored_dtype(context) or training  # what training computes in once `training dtype` is fixed
     if rollout == wanted:
@@ -103,7 +98,8 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
 
 @check("router dtype", needs="model_config")
 def router_dtype(context: Context) -> Iterable[CheckResult]:
-    """Megatron's routers in half precision, in which near ties fall to other experts than in the rollout.
+    """Megatron's routers in half precision: `moe_router_dtype` is not set, and Megatron-Bridge does not set it for this
+    model.
 
     Source: `TopKRouter.gating` of megatron/core/transformer/moe/router.py (0.16.1) computes in the dtype of its input
     unless `moe_router_dtype` is fp32 or fp64, and `TransformerConfig` warns of that from 32 experts on; which of
@@ -113,7 +109,7 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
     what the running engines compute in.
     """
     model = context.model_config
-    if context.strategy != "megatron" or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
+    if not context.on_megatron or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
         return
     if not context.experts or training_dtype(context) == FLOAT32:
         return
@@ -129,7 +125,8 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
 
 @check("head dtype", needs="engine")
 def head_dtype(context: Context) -> Iterable[CheckResult]:
-    """An LM head in float32 in the rollout, and in half precision in training.
+    """An LM head in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half precision in
+    training.
 
     Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
     another; `enable_fp32_lm_head` of sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of
@@ -148,14 +145,14 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
 
 @check("loss scaling", needs="config")
 def loss_scaling(context: Context) -> Iterable[CheckResult]:
-    """fp16 gradients need a scaled loss.
+    """Weights in fp16 without a scaled loss.
 
     Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler for mixed_precision.param_dtype=fp16 only;
     verl/utils/megatron/optimizer.py (0.9.1) sets an initial loss scale of 32768 for fp16.
     """
     training = training_dtype(context)
     stored = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32))
-    if context.strategy in TRANSFORMERS and stored == FLOAT16 and training != FLOAT16:
+    if context.on_fsdp and stored == FLOAT16 and training != FLOAT16:
         found = f"actor.fsdp_config.model_dtype=fp16 with computation in {training}"
         why = "weights and gradients are kept in fp16, and verl scales the loss only where it computes in fp16"
         yield warning(found, why, f"{FSDP}.model_dtype=fp32")
@@ -165,14 +162,14 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
 
 @check("log-prob precision", needs="config")
 def logprob_precision(context: Context) -> Iterable[CheckResult]:
-    """The precision in which the FSDP engine takes log-probabilities and entropy of its half-precision logits.
+    """A note: on CPU, training log-probs and entropy are in bfloat16.
 
     Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) takes them under autocast, where
     CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and
     the CPU's stay in bfloat16 (tried, torch 2.13). With flash-attn, log-probs come from its own kernel, which was not
     read.
     """
-    if context.strategy not in TRANSFORMERS or training_dtype(context) == FLOAT32:
+    if not context.on_fsdp or training_dtype(context) == FLOAT32:
         return
     if context.get("trainer.device") == "cpu":
         why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
@@ -183,7 +180,7 @@ def logprob_precision(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized rollout", needs="engine")
 def quantized_rollout(context: Context) -> Iterable[CheckResult]:
-    """A rollout in fp8 and the like, and nothing that corrects for it.
+    """Weights or KV cache in fp8 and the like, and no correction.
 
     Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
     an fp8 rollout follows bf16 with token-level TIS at cap 2. `launch_server` of async_sglang_server.py (0.9.1) raises
@@ -209,7 +206,8 @@ def quantized_rollout(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized sync", needs="with_vllm")
 def quantized_sync(context: Context) -> Iterable[CheckResult]:
-    """The way of trained weights into a quantised rollout.
+    """A `rollout.quantization` that verl refuses; torchao's int4 and int8, whose weight syncs verl 0.9.1 does not
+    prepare.
 
     Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) takes these names,
     makes fp8 block by block (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py of the
@@ -233,7 +231,7 @@ def quantized_sync(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized training", needs="config")
 def quantized_training(context: Context) -> Iterable[CheckResult]:
-    """Training that quantises, too.
+    """fp8 tensorwise on Megatron, whose gap grows (verl PR 7519); `qat.mode=w4a4`.
 
     Source: verl PR 7519 (DAPO, Megatron, 32 steps; `rollout_corr/kl` of bf16 0.0063 to 0.0089, of fp8 tensorwise 0.0100
     to 0.0313, 40 to 50 % more every eight steps, of mxfp8 0.0095 to 0.0087). xtuner PR 2044 (fp8 of the float32 masters
@@ -242,7 +240,7 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
     computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """
     recipe = str(context.get(f"{LAYERS}.fp8_recipe", "delayed"))
-    if context.strategy == "megatron" and context.get(f"{LAYERS}.fp8"):
+    if context.on_megatron and context.get(f"{LAYERS}.fp8"):
         found = f"training in fp8, fp8_recipe={recipe}"
         if recipe == "tensorwise":
             why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"
@@ -261,7 +259,7 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
 
 @check("normal level", needs="config")
 def normal_level(context: Context) -> Iterable[CheckResult]:
-    """The k3 above which the guard warns, for the model and the format of the rollout.
+    """`stability.guard.level=0`; otherwise prints the k3 above which the guard warns, with its source.
 
     Source: the table of verl_ext/diagnosis/levels.py, each level with where it was read.
     """
@@ -287,7 +285,7 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
 
 @check("fake quantization")
 def fake_quantization(context: Context) -> Iterable[CheckResult]:
-    """An experiment's switch, left on.
+    """A note: `stability.fake_quantization` adds a gap on purpose, for an experiment.
 
     Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
     """

@@ -1,21 +1,23 @@
-"""The distribution that the rollout samples from, its log-probabilities, and corrections in bypass mode."""
+"""The distribution of the rollout's samples and log-probabilities, and corrections in bypass mode."""
 
 from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
-from verl_ext.doctor.precision import FLOAT32, TRANSFORMERS, training_dtype
+from verl_ext.doctor.precision import FLOAT32, training_dtype
 from verl_ext.features.feature import Need
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
 CORRECTION = "algorithm.rollout_correction"
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
+DETERMINISM = f"{ROLLOUT}.full_determinism"
 
 
 @check("truncated sampling", needs="engine")
 def truncated_sampling(context: Context) -> Iterable[CheckResult]:
-    """top-p and top-k, which the training engine knows only from the sampler's head.
+    """Top-p or top-k that the training engine does not know. vLLM's `processed_logprobs` are then over the kept tokens;
+    its `raw_logprobs`, SGLang's and the training engine's are over all tokens.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
     which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
@@ -54,7 +56,7 @@ def _knows_kept_tokens(context: Context) -> bool:
 
 @check("log-prob mode")
 def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
-    """The distribution of the rollout's log-probabilities against the one that the training engine computes.
+    """Raw log-probs with a temperature other than 1; logits instead of log-probs.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
     temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it. Of
@@ -88,7 +90,7 @@ def _sglang_log_probs(context: Context) -> Iterable[CheckResult]:
 
 @check("temperature", needs="config")
 def temperature_rounding(context: Context) -> Iterable[CheckResult]:
-    """A temperature other than 1, by which verl divides logits in their own half precision.
+    """A temperature other than 1 under FSDP: verl divides bfloat16 logits in bfloat16, vLLM and SGLang in float32.
 
     Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
     to the logits' dtype (a logit of 20.5 at 0.7 becomes 29.375 in bfloat16 instead of 29.286); `Sampler.forward` of
@@ -97,7 +99,7 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
     kernels, and on Megatron and VeOmni, the division is elsewhere and was not read.
     """
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
-    if context.strategy not in TRANSFORMERS or temperature == 1:
+    if not context.on_fsdp or temperature == 1:
         return
     if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return
@@ -106,9 +108,36 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
     yield warning(found, f"{why}; in bfloat16 that moves each logit by up to 0.4%", f"{ROLLOUT}.temperature=1")
 
 
+@check("one answer for all", needs="with_vllm")
+def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
+    """`rollout.full_determinism` with several responses: all get one seed.
+
+    Source: `generate` of workers/rollout/vllm_rollout/vllm_async_server.py and workers/rollout/router.py: with
+    full_determinism every request of trainer V1 has the same id and seed (verl PR 6857 names it for SGLang).
+    """
+    if context.get(DETERMINISM) and context.get(f"{ROLLOUT}.n", 1) > 1:
+        why = "all responses to a prompt get the same seed and are the same: no group has an advantage"
+        fix = f"{DETERMINISM}=False"
+        yield warning("rollout.full_determinism=True", f"{why}; VLLM_BATCH_INVARIANT=1 repeats results without it", fix)
+
+
+@check("validation", needs="config")
+def validation(context: Context) -> Iterable[CheckResult]:
+    """Several answers of a validation prompt at temperature 0, all the same.
+
+    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
+    """
+    kwargs = f"{ROLLOUT}.val_kwargs"
+    several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
+    if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
+        asked = f"n={several}" if several > 1 else "do_sample=True"
+        why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
+        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
+
+
 @check("bypass mode")
 def bypass_mode(context: Context) -> Iterable[CheckResult]:
-    """A correction that verl is asked for in bypass mode, and leaves out.
+    """A correction that verl would leave out in its bypass mode (verl issue 4912).
 
     Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction there, and
     only `compute_policy_loss_bypass_mode` makes up for it, from `policy_loss.rollout_correction`.

@@ -17,7 +17,8 @@ LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid th
 
 @check("sizes", needs="engine")
 def sizes(context: Context) -> Iterable[CheckResult]:
-    """Settings that the rules of `verl_ext/launch/sizes.py` refuse; rules on the model only if its shape is known.
+    """Batches, lengths and ranks that contradict each other, or the model if it is one of `verl_ext/launch/models.py`.
+    A note: a size that is not set, or a strategy other than `fsdp`, `fsdp2` and `megatron`, whose sizes are not known.
 
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
@@ -40,7 +41,7 @@ def sizes(context: Context) -> Iterable[CheckResult]:
 
 @check("gpu")
 def gpu(context: Context) -> Iterable[CheckResult]:
-    """A run on GPUs, looked at from a machine without.
+    """A note: `trainer.device=cuda` and no GPU here; give `--gpu`.
 
     Source: `torch.cuda.is_available`, and --gpu.
     """
@@ -50,7 +51,7 @@ def gpu(context: Context) -> Iterable[CheckResult]:
 
 @check("vocabulary", needs="with_vllm")
 def vocabulary(context: Context) -> Iterable[CheckResult]:
-    """Rows of the vocabulary that no token of the tokenizer has.
+    """Ids above the tokenizer's length, which verl masks in the rollout and not in training.
 
     Source: `monkey_patch_compute_logits` of verl/workers/rollout/vllm_rollout/utils.py (0.9.1) masks ids from
     `len(tokenizer)` on in vLLM; verl/workers/engine/fsdp/transformer_impl.py has no such mask. Training then sees less

@@ -1,66 +1,126 @@
-"""Updates that are not what the settings or the method say: in verl's losses, in Megatron, of old rollouts."""
+"""The training engines: what an update does to the weights, in which precision, over which ranks, and what is kept.
+
+The files of verl are those of 0.9.1; megatron-core was read in 0.12 to 0.19, Megatron-Bridge in 0.3.1 and 0.5.2.
+"""
 
 from collections.abc import Iterable, Iterator
 
 from packaging.version import Version
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.families import BIASED, OVERLAPPED, RECURRENT
 from verl_ext.doctor.hooks import needs_critic
-from verl_ext.doctor.sampling import CORRECTION
-from verl_ext.features.losses import LOSSES
-from verl_ext.features.verl_config import ACTOR, BYPASS, MODE
-from verl_ext.launch.packages import LAYERS
+from verl_ext.doctor.precision import BFLOAT16, FSDP, dtype_name
+from verl_ext.features.verl_config import ACTOR, MODEL, trains_lora
+from verl_ext.launch.packages import ATTENTION, LAYERS, MEGATRON
+from verl_ext.launch.sizes import ulysses_size, world_size
 
-AGGREGATION = f"{ACTOR}.loss_agg_mode"
-BY_SEQUENCE = "seq-mean-token-mean"
 OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
 MENDED = "Megatron-LM PR 5916"
-BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
-# model_type whose routers Megatron-Bridge (0.3.1, 0.5.2) gives a bias, with the rate of megatron-core, 0.001.
-BIASED = (
-    *("deepseek_v3", "deepseek_v4", "kimi_k2", "kimi_k25", "nemotron_h", "minimax_m2", "glm_moe_dsa", "mimo_v2_flash"),
-    *("bailing_moe_v2", "ernie4_5_moe", "sarvam_moe"),
-)
-ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument
 UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
+BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
+ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument
+OVERLAP = f"{MEGATRON}.override_ddp_config.overlap_param_gather"
+PACKED = f"{MODEL}.use_remove_padding"
+LORA_DROPOUT = f"{MODEL}.lora.dropout"
+USUAL_BETAS = [0.9, 0.999]
+FORCED = "a switch for benchmarks: the routers choose experts without looking at the token"
+DROPS = "the update drops a part of the model, and the pass that gives l_old does not"
+# Settings of Megatron's layers that act in training passes only -> what they do, and the value that switches them off.
+TRAINING_ONLY = {
+    "moe_router_force_load_balancing": (FORCED, "null"),
+    "moe_router_force_biased": (FORCED, "null"),
+    "moe_expert_capacity_factor": (
+        "tokens past an expert's capacity skip it in training, and not in the rollout",
+        "null",
+    ),
+    "moe_z_loss_coeff": (
+        "the z-loss trains the routers with every token of every pass, prompts included, whatever the advantage",
+        "null",
+    ),
+    "hidden_dropout": (DROPS, "0.0"),
+    "attention_dropout": (DROPS, "0.0"),
+}
 
 
-def _trained_by_megatron(context: Context) -> Iterator[str]:
-    """Yields the config paths of the models that Megatron trains."""
-    if context.config is None:
-        return
-    if context.strategy == "megatron":
-        yield ACTOR
-    if context.get("critic.strategy") == "megatron" and needs_critic(context.config):
-        yield "critic"
+@check("gradient reduction", needs="config")
+def gradient_reduction(context: Context) -> Iterable[CheckResult]:
+    """FSDP1 with `fsdp_size=1` on several GPUs, which sums no gradients (verl issue 7493).
 
-
-@check("resumed schedule")
-def resumed_schedule(context: Context) -> Iterable[CheckResult]:
-    """A learning-rate schedule on Megatron that starts again when a run resumes.
-
-    Source: verl 0.9.1. `MegatronCheckpointManager` (utils/checkpoint/megatron_checkpoint_manager.py) saves the schedule
-    and loads it only with `use_checkpoint_opt_param_scheduler`, whose default is False. Without it
-    `OptimizerParamScheduler` (megatron-core, optimizer_param_scheduler.py) counts from step 0. Seen in a run on CPU
-    cores: 3e-4 before the checkpoint, 1e-4 after it. verl's FSDP engine always loads its schedule.
+    Source: verl issue 7493 (closed). `create_device_mesh` of workers/engine/fsdp/utils.py makes a mesh of (N, 1), whose
+    shard group of one rank torch clamps to NO_SHARD, and reduces inside that group only
+    (torch/distributed/fsdp/_init_utils.py). FSDP2 reduces over the mesh.
     """
-    for role in _trained_by_megatron(context):
-        optim = f"{role}.optim"
-        warm_up = max(context.get(f"{optim}.lr_warmup_steps", 0), context.get(f"{optim}.lr_warmup_steps_ratio", 0))
-        constant = warm_up <= 0 and context.get(f"{optim}.lr_decay_style") == "constant"
-        if constant or context.get("trainer.resume_mode") == "disable":
-            continue
-        setting = f"{optim}.use_checkpoint_opt_param_scheduler"
-        if context.get(setting):
-            yield ok(f"{setting}=true: the schedule continues when the run resumes")
-        else:
-            why = "verl then does not load the schedule: a resumed run warms up again, and decays from the start"
-            yield warning(f"{setting}=false", why, f"{setting}=true")
+    if context.strategy == "fsdp" and context.get(f"{FSDP}.fsdp_size") == 1 and world_size(context.config) > 1:
+        why = "verl's FSDP1 sums no gradients over the ranks then: each trains a model of its own (verl issue 7493)"
+        yield warning("fsdp_config.fsdp_size=1 on several GPUs", why, f"{FSDP}.fsdp_size=-1")
 
 
-@check("expert gradients")
+@check("master weights", needs="on_fsdp")
+def master_weights(context: Context) -> Iterable[CheckResult]:
+    """FSDP with weights in bfloat16: AdamW's steps of 1e-6 are lost in most of them.
+
+    Source: `_build_module` and `_build_optimizer` of workers/engine/fsdp/transformer_impl.py; AReaL PRs 1369 and 1634.
+    A bfloat16 has 8 bits: a step of 1e-6 is lost in each weight above 5e-4.
+    """
+    if trains_lora(context.config):
+        return
+    rounding = context.get(f"{ACTOR}.optim.override_optimizer_config", {})
+    if {"bf16_stochastic_round", "master_weight_dtype"} & set(rounding):
+        return
+    setting = f"{FSDP}.model_dtype"
+    if dtype_name(context.get(setting, "fp32")) == BFLOAT16:
+        why = "AdamW steps the bfloat16 weights themselves, and steps of 1e-6 are lost in all but the smallest of them"
+        yield warning("actor.fsdp_config.model_dtype=bfloat16", why, f"{setting}=fp32")
+
+
+@check("sharded attention", needs="on_fsdp")
+def sharded_attention(context: Context) -> Iterable[CheckResult]:
+    """Ulysses with attention other than FlashAttention, or with gpt-oss.
+
+    Source: `apply_monkey_patch` of models/transformers/monkey_patch.py replaces `_flash_attention_forward` alone. For
+    gpt-oss it hands over the sinks of all heads, which the kernel refuses (verl PR 4551, open).
+    """
+    if (ranks := ulysses_size(context.config)) == 1:
+        return
+    found, off = f"ulysses_sequence_parallel_size={ranks}", f"{ACTOR}.ulysses_sequence_parallel_size=1"
+    kind = str(context.get(ATTENTION, "flash_attention_2"))
+    if context.model_type == "gpt_oss":
+        why = "verl hands a rank the sinks of all heads, and the kernel stops (verl PR 4551)"
+        yield error(f"{found} with gpt-oss", why, off, f"{FSDP}.ulysses_sequence_parallel_size=1")
+    elif "flash" not in kind:
+        why = "verl splits the sequence for FlashAttention only: here each rank attends to its own part"
+        yield warning(f"{found} with attn_implementation={kind}", why, f"++{ATTENTION}=flash_attention_2")
+
+
+@check("recurrent layers", needs="config")
+def recurrent_layers(context: Context) -> Iterable[CheckResult]:
+    """Packed or sharded sequences of a model with Mamba's or other recurrent layers, outside the plan's table.
+
+    Source: the layers of RECURRENT in transformers 5.10 want `seq_idx` or `cu_seqlens`, which verl's FSDP engine does
+    not pass (verl PR 6660 passes them to Qwen3.5). Under Ulysses each rank begins with an empty state
+    (accelerate PR 4177). Megatron's Mamba layers build `seq_idx` where `total_tokens` is given (mcore 0.18,
+    packed_seq_params.py), which verl's models/mcore/util.py does not give. `sizes` judges the models of its table.
+    """
+    if not (context.on_fsdp or context.on_megatron):
+        return
+    if context.model_type not in RECURRENT or context.shape is not None:
+        return
+    packed, sharded = context.get(PACKED), context.on_fsdp and ulysses_size(context.config) > 1
+    if packed or sharded:
+        why = "the state of one sequence goes on into the next, or is cut at each rank: verl does not pass their ends"
+        fix = [f"{PACKED}=false"] if packed else []
+        if sharded:
+            fix += [f"{ACTOR}.ulysses_sequence_parallel_size=1", f"{FSDP}.ulysses_sequence_parallel_size=1"]
+        yield warning(f"{context.model_type} with packed or sharded sequences", why, *fix)
+
+
+@check("expert gradients", needs="has_experts")
 def expert_gradients(context: Context) -> Iterable[CheckResult]:
-    """Gradients of experts that megatron-core reduces over the wrong ranks, or leaves out of the gradient norm.
+    """Megatron with `expert_model_parallel_size=1` and experts that are split in another way than the dense layers,
+    such as tensor parallelism 2 with `expert_tensor_parallel_size=1`: megatron-core before 0.19 reduces their gradients
+    over the wrong ranks (Megatron-LM PR 5916). A note: with tensor parallelism and Transformer Engine 2.13 or newer,
+    its gradient norm leaves experts out.
 
     Source: megatron-core 0.12 to 0.18.2 set `allreduce = not expert_model_parallel_size > 1` on the weights of experts
     (extensions/transformer_engine.py lines 644 and 1551 and tensor_parallel/layers.py line 886 in 0.16.1), so that
@@ -70,8 +130,6 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
     2.12, and no longer in 2.13 and 2.16.1 (pytorch/module/grouped_linear.py), and what is not marked
     `param_is_not_tensor_parallel_duplicate` counts on the first tensor-parallel rank only. Read, not tried.
     """
-    if not context.has_experts:
-        return
     installed = context.version("megatron-core")
     if installed is not None and Version(installed) >= Version(OWN_GROUPS):
         return
@@ -94,28 +152,36 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
             yield note(f"{megatron}.tensor_model_parallel_size={dense} with experts", why)
 
 
-@check("loss aggregation")
-def loss_aggregation(context: Context) -> Iterable[CheckResult]:
-    """GSPO with another mean than its paper's.
+@check("LoRA of experts", needs="on_megatron")
+def lora_of_experts(context: Context) -> Iterable[CheckResult]:
+    """A LoRA on Megatron with tensor parallelism and overlapped shared experts, or experts in parts (Megatron-Bridge
+    issue 5634).
 
-    Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
-    `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
-    token-mean, and says so in a comment.
+    Source: Megatron-Bridge issues 5634 and 5635 (open): with `moe_shared_expert_overlap` the linear layer gives up its
+    own reduction, and the adapter's counts once for each tensor-parallel rank; with expert tensor parallelism, the
+    adapters of routed experts miss the terms of other ranks. null takes the tensor parallelism
+    (megatron/core/parallel_state.py).
     """
-    loss = f"{ACTOR}.policy_loss"
-    if "gspo" not in (context.get(f"{loss}.loss_mode"), context.get(f"{loss}.base")):
+    tensor = context.get(f"{MEGATRON}.tensor_model_parallel_size", 1)
+    if not trains_lora(context.config) or tensor == 1 or not context.has_experts:
         return
-    mode = context.get(AGGREGATION, "token-mean")
-    if mode == BY_SEQUENCE:
-        yield ok(f"GSPO with loss_agg_mode={mode}, as in its paper")
-        return
-    why = "GSPO's paper averages over responses; with this mode a long response weighs more than a short one"
-    yield warning(f"GSPO with {AGGREGATION}={mode}", why, f"{AGGREGATION}={BY_SEQUENCE}")
+    asked, overlap = context.get(f"{LAYERS}.moe_shared_expert_overlap"), f"++{LAYERS}.moe_shared_expert_overlap=false"
+    if asked or (asked is None and context.model_type in OVERLAPPED):
+        why = "the adapter of the shared experts counts once for each tensor-parallel rank (Megatron-Bridge issue 5634)"
+        yield warning("a LoRA with moe_shared_expert_overlap and tensor parallelism", why, overlap)
+    split = f"{MEGATRON}.expert_tensor_parallel_size"
+    if context.get(split, tensor) > 1:
+        why = "the adapters of routed experts miss the terms of the other ranks (Megatron-Bridge issue 5635)"
+        parallel = context.get(f"{MEGATRON}.expert_model_parallel_size", 1) > 1  # else `expert gradients` wants it back
+        fix = [f"{split}=1"] if parallel else []
+        said = why if parallel else f"{why}; use expert parallelism"
+        yield warning(f"a LoRA of experts in {context.get(split, tensor)} parts", said, *fix)
 
 
-@check("router training")
+@check("router training", needs="on_megatron")
 def router_training(context: Context) -> Iterable[CheckResult]:
-    """Routers that something else than the policy's loss trains, on Megatron.
+    """An auxiliary loss (`moe_router_load_balancing_type`) or a router bias that moves (`moe_router_bias_update_rate`,
+    0.001 by default), on Megatron.
 
     Source: Megatron-LM PR 5694: an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
     policy's loss. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, and
@@ -124,7 +190,7 @@ def router_training(context: Context) -> Iterable[CheckResult]:
     pass, by `moe_router_bias_update_rate` (0.001), where the update is skipped too. FSDP adds transformers' auxiliary
     loss only where a model is given labels, and verl gives none; a bias is a buffer there, which nothing trains.
     """
-    if context.strategy != "megatron" or not context.experts:
+    if not context.experts:
         return
     balancing, rate = context.get(BALANCING, "none"), context.get(BIAS_RATE)
     found = False
@@ -141,35 +207,83 @@ def router_training(context: Context) -> Iterable[CheckResult]:
         yield ok("routers: no auxiliary loss, no bias that moves")
 
 
-@check("trust region")
-def trust_region(context: Context) -> Iterable[CheckResult]:
-    """Old rollouts, and nothing that bounds how far the policy may be from them.
+@check("training alone", needs="on_megatron")
+def training_alone(context: Context) -> Iterable[CheckResult]:
+    """Settings of Megatron that act in training passes only: z-loss, expert capacity, dropout, switches for benchmarks;
+    a gather of weights that comes after they were sent.
 
-    Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
-    weights or a clip against the rollout's probabilities 98 and 90. verl 0.9.1 recomputes l_old with the weights of the
-    step, so that the clip of PPO, and the masks of its losses dppo_tv and dppo_kl, are around those weights and not
-    around the rollout. In bypass mode they are around the rollout.
+    Source: megatron/core/transformer/moe/router.py (0.16.1) for the switches of benchmarks and the z-loss, whose
+    gradient comes with every token of every pass; transformer_config.py for the capacity, past which tokens skip their
+    expert. verl scores in eval mode, and updates in train mode, with dropout. NeMo-RL PR 4086: the gather of weights
+    that is left to the next forward pass has not happened when verl sends them to the rollout.
     """
-    mode = context.get(MODE, "sync")
-    if mode == "sync":
+    for name, (why, off) in TRAINING_ONLY.items():
+        if value := context.get(f"{LAYERS}.{name}"):
+            yield warning(f"{name}={value}", why, f"++{LAYERS}.{name}={off}")
+    if trains_lora(context.config) and (share := context.get(LORA_DROPOUT)):
+        yield warning(f"{LORA_DROPOUT}={share}", DROPS, f"++{LORA_DROPOUT}=0.0")
+    if context.get(OVERLAP):
+        why = "verl sends the weights before they are gathered: each rank has its own new part, and old ones"
+        yield warning("overlap_param_gather=true", f"{why} (NeMo-RL PR 4086)", f"++{OVERLAP}=false")
+
+
+@check("resumed schedule")
+def resumed_schedule(context: Context) -> Iterable[CheckResult]:
+    """Megatron with a warm-up or a decay of the learning rate, and `optim.use_checkpoint_opt_param_scheduler=false`,
+    verl's default: the schedule starts again whenever the run resumes.
+
+    Source: verl 0.9.1. `MegatronCheckpointManager` (utils/checkpoint/megatron_checkpoint_manager.py) saves the schedule
+    and loads it only with `use_checkpoint_opt_param_scheduler`, whose default is False. Without it
+    `OptimizerParamScheduler` (megatron-core, optimizer_param_scheduler.py) counts from step 0. Seen in a run on CPU
+    cores: 3e-4 before the checkpoint, 1e-4 after it. verl's FSDP engine always loads its schedule.
+    """
+    for role in _trained_by_megatron(context):
+        optim = f"{role}.optim"
+        warm_up = max(context.get(f"{optim}.lr_warmup_steps", 0), context.get(f"{optim}.lr_warmup_steps_ratio", 0))
+        constant = warm_up <= 0 and context.get(f"{optim}.lr_decay_style") == "constant"
+        if constant or context.get("trainer.resume_mode") == "disable":
+            continue
+        setting = f"{optim}.use_checkpoint_opt_param_scheduler"
+        if context.get(setting):
+            yield ok(f"{setting}=true: the schedule continues when the run resumes")
+        else:
+            why = "verl then does not load the schedule: a resumed run warms up again, and decays from the start"
+            yield warning(f"{setting}=false", why, f"{setting}=true")
+
+
+@check("ignored optimizer settings", needs="on_megatron")
+def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
+    """`optim.betas` on Megatron.
+
+    Source: `init_megatron_optim_config` of utils/megatron/optimizer.py hands over lr, min_lr, clip_grad and
+    weight_decay (verl PR 4214, open).
+    """
+    betas, override = context.get(f"{ACTOR}.optim.betas"), f"{ACTOR}.optim.override_optimizer_config"
+    if betas is None or context.get(f"{override}.adam_beta1") is not None:
         return
-    loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    bounds = context.methods("stability.correction") + context.methods("stability.filters")
-    bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
-    bounds += [
-        f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")
-    ]
-    bounds += ["bypass mode"] if context.get(BYPASS) else []
-    if bounds:
-        yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
+    if context.get(f"{ACTOR}.optim.optimizer") == "muon":  # takes its first beta
         return
-    why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
-    yield warning(f"{mode} without a trust region", why, "stability.correction=opsm", "stability.opsm.delta=0.1")
+    if (betas := [float(beta) for beta in betas]) != USUAL_BETAS:
+        fix = tuple(f"++{override}.adam_beta{place}={beta}" for place, beta in enumerate(betas, 1))
+        yield warning(f"{ACTOR}.optim.betas={list(betas)} has no effect", "verl does not pass it to Megatron", *fix)
+
+
+@check("checkpoints", needs="config")
+def checkpoints(context: Context) -> Iterable[CheckResult]:
+    """Asynchronous checkpoints outside Megatron, which no restart finds (verl issue 7952).
+
+    Source: verl issue 7952, PR 7955 (open): outside Megatron nobody writes the file that names the last checkpoint
+    (trainer/ppo/v1/trainer_base.py), so that a restarted run begins at step 0.
+    """
+    setting = f"{ACTOR}.checkpoint.async_save"
+    if context.get(setting) and not context.on_megatron:
+        yield warning(f"{setting}=True on {context.strategy}", "a restart begins at step 0 again", f"{setting}=False")
 
 
 @check("VeOmni version", needs="config")
 def veomni_version(context: Context) -> Iterable[CheckResult]:
-    """A VeOmni whose models call transformers as it was before 5.9.
+    """VeOmni before 0.1.12, such as verl's own pin 0.1.11, with transformers 5.9 or newer: the first forward pass
+    fails. Install VeOmni 0.1.12.
 
     Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (its Qwen3
     models in veomni/models/transformers). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the
@@ -184,3 +298,13 @@ def veomni_version(context: Context) -> Iterable[CheckResult]:
         yield error(f"VeOmni {found} with transformers {transformers}", said)
     else:
         yield ok(f"VeOmni {found} with transformers {transformers}")
+
+
+def _trained_by_megatron(context: Context) -> Iterator[str]:
+    """Yields the config paths of the models that Megatron trains."""
+    if context.config is None:
+        return
+    if context.on_megatron:
+        yield ACTOR
+    if context.get("critic.strategy") == "megatron" and needs_critic(context.config):
+        yield "critic"

@@ -1,21 +1,34 @@
-"""Weight syncs, older weights that the rollout keeps, and batches that wait."""
+"""Weights that a sync brings to the rollout, drafts that it leaves behind, and batches that wait.
+
+vLLM was read in 0.23 to 0.32, SGLang in 0.5.12, verl in 0.9.1, transformers in 5.10.
+"""
 
 from collections.abc import Iterable
 from math import ceil
 
-from verl_ext.doctor.checks import KNOWN_VERL, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.doctor.experts import MOE_BACKEND, SGLANG_RUNNER, captures_routing
+from verl_ext.doctor.families import DRAFTS_FIRST, LINEAR
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.sync_canary import canary_settings
-from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, sends_adapter, trains_lora
+from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, MTP, VLLM_ARGUMENTS, sends_adapter, trains_lora
 
 CANARY = "stability.sync_canary.trajectories"
 STOP_AFTER = "stability.guard.stop_after"
 NO_ADAPTERS = "0.5.12"  # the SGLang that verl 0.9.1 pins
+BLACKWELL = 10  # major compute capability of the GPUs whose kernels lay the weights out in blocks
+BLOCKS = ("auto", "flashinfer_trtllm")
+FLAT_VLLM = (0, 31)  # from here on these weights keep their shape (vLLM PR 54699)
+CAPTURED_VLLM = (0, 26)  # from here on a draft layer has an id of its own (vLLM PR 48622)
+SPECULATION = f"{VLLM_ARGUMENTS}.speculative_config"
+EPLB = f"{VLLM_ARGUMENTS}.enable_eplb"
 
 
 @check("weight sync", needs="config")
 def weight_sync(context: Context) -> Iterable[CheckResult]:
-    """Weight syncs that do not happen, and whether the run would notice.
+    """A LoRA in `separate_async`, which verl 0.9.1 never sends (verl issue 7495); a LoRA as an adapter of SGLang
+    0.5.12, which verl 0.9.1 sends in a form that it does not take; the sync canary with speculative decoding; a note if
+    a LoRA or a transfer that is not verl's naive one is not checked.
 
     Source: verl issue 7495: of a LoRA, `update_weights` (workers/engine_workers.py, 0.9.1) sends a checkpoint engine
     what `get_per_tensor_param()` gives by default, the base, and drops the adapter's config; vLLM's list of adapters
@@ -44,48 +57,56 @@ def weight_sync(context: Context) -> Iterable[CheckResult]:
             yield warning("the sync canary with speculative decoding", why, f"{CANARY}=0")
 
 
-def _watched(context: Context) -> int:
-    """Returns how many trajectories the canary scores: as set, or by default."""
-    if context.plugin_modules or errors_once(context):
-        return context.get(CANARY, 0)
-    return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
+@check("sync of experts", needs="engine")
+def sync_of_experts(context: Context) -> Iterable[CheckResult]:
+    """Experts in bf16 on Blackwell, whose kernel takes no new weights: vLLM before 0.31 (verl issue 7978), SGLang
+    0.5.12.
 
-
-@check("prefix caching", needs="with_vllm")
-def prefix_caching(context: Context) -> Iterable[CheckResult]:
-    """Keys and values of older weights, which are found again by their tokens.
-
-    Source: NeMo-RL PR 4018 (syncs that left the cache: a gap that grows step by step and is gone after a restart);
-    prime-rl PR 1650. verl 0.9.1 clears it at every sync: `clear_kv_cache` at the end of `update_weights`
-    (workers/rollout/vllm_rollout/vllm_rollout.py), with what a KV connector keeps (`reset_connector=True`).
+    Source: verl issue 7978, PR 7987 (open): vLLM 0.24 picks them by itself
+    (model_executor/layers/fused_moe/oracle/unquantized.py), and the first sync ends with a ValueError; from 0.31 on
+    weights keep their shape. SGLang issue 27787: moe_runner_backend=auto picks them (srt/server_args.py), and the shape
+    comes back for `flashinfer_trtllm_routed` only (srt/layers/quantization/unquant.py). NeMo-RL PRs 2586 and 3296.
     """
-    if not context.engine_argument("enable_prefix_caching")[1]:
+    if context.gpu is None or context.gpu.capability[0] != BLACKWELL or not context.has_experts:
         return
-    if context.older_verl:
-        why = f"that verl {KNOWN_VERL} clears the cache at every weight sync was read, of older ones it was not"
-        yield note(f"prefix caching with verl {context.versions['verl']}", why)
-    else:
-        yield ok("prefix caching: cleared at every weight sync")
+    if context.model_type == "gpt_oss" or context.engine_argument("quantization")[1]:
+        return
+    setting = MOE_BACKEND if context.with_vllm else SGLANG_RUNNER
+    backend = str(context.get(setting, "auto")).lower()
+    old = not context.with_vllm or context.vllm_before(*FLAT_VLLM)
+    if backend in BLOCKS and old and not sends_adapter(context.config):
+        found = f"experts in bf16 on a {context.gpu.name} with {setting.rpartition('.')[2]}={backend}"
+        why = "the kernel keeps their weights in blocks, and the first weight sync ends with an error of shapes"
+        yield error(found, f"{why} (verl issue 7978)", f"++{setting}=triton")
+
+
+@check("moved experts", needs="with_vllm")
+def moved_experts(context: Context) -> Iterable[CheckResult]:
+    """`enable_eplb=true`: a sync fills experts where they were (vLLM PR 55228).
+
+    Source: vLLM PR 55228 (open), prime-rl PR 3583: a reload goes by the first map of experts, the routing by the one
+    after rebalancing.
+    """
+    if context.get(EPLB):
+        why = "a weight sync fills the experts by their first places, and tokens go to where they are now"
+        yield warning("enable_eplb=true", f"{why} (vLLM PR 55228)", f"++{EPLB}=false")
 
 
 @check("speculative decoding", needs="with_vllm")
 def speculative_decoding(context: Context) -> Iterable[CheckResult]:
-    """Drafts of a model that training leaves behind.
+    """A note: drafters that verl does not update, or that are not trained (vLLM issue 48296).
 
-    Source: vLLM issue 48296 (what speculative decoding lacks in RL; of verl issue 6947 it says that an MTP head keeps
-    its weights). verl 0.9.1 loads each sync into the drafter too where its method is `mtp`, and into no other
-    (`_use_mtp_drafter_weight_sync`, workers/rollout/vllm_rollout/utils.py). What is sampled is the target's
-    distribution whatever the draft, and its log-probs are of the target's logits (`RejectionSampler` of
-    v1/sample/rejection_sampler.py, vLLM 0.27): an old draft costs speed.
+    Source: vLLM issue 48296 (what speculative decoding lacks in RL). verl 0.9.1 loads each sync into the drafter too
+    where its method is `mtp`, and into no other (`_use_mtp_drafter_weight_sync`,
+    workers/rollout/vllm_rollout/utils.py). What is sampled is the target's distribution whatever the draft, and its
+    log-probs are of the target's logits (`RejectionSampler` of v1/sample/rejection_sampler.py, vLLM 0.27): an old draft
+    costs speed.
     """
     if not (method := context.drafter):
         return
     if method != "mtp":
         why = "verl updates no drafter but MTP's: ever fewer drafts are accepted as training goes on (vLLM issue 48296)"
         yield note(f"speculative decoding by {method}", why)
-    elif context.older_verl:
-        why = f"an MTP head may keep the weights that it began with (verl issue 6947); verl {KNOWN_VERL} updates it"
-        yield warning(f"speculative decoding by mtp with verl {context.versions['verl']}", why)
     elif not context.get(f"{MODEL}.mtp.enable_train"):
         why = "the head is sent to the rollout as it began: ever fewer drafts are accepted as the policy moves"
         yield note("speculative decoding by mtp, whose head is not trained (mtp.enable_train)", why)
@@ -93,25 +114,30 @@ def speculative_decoding(context: Context) -> Iterable[CheckResult]:
         yield ok("speculative decoding by mtp: trained, and synchronised")
 
 
-@check("partial rollouts")
-def partial_rollouts(context: Context) -> Iterable[CheckResult]:
-    """Responses that a weight sync interrupts, and that newer weights continue.
+@check("drafts of hybrids", needs="with_vllm")
+def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
+    """MTP of a model with recurrent layers, with prefix caching (vLLM issue 53912), or with captured routing before
+    vLLM 0.26.
 
-    Source: verl 0.9.1. `FullyAsyncLLMServerClient.generate` (workers/rollout/llm_server.py) always continues them;
-    each token keeps the log-prob and, since PR 6046, the experts of the weights that sampled it. `ToolAgentLoop`
-    (experimental/agent_loop/tool_agent_loop.py) takes a turn's experts for the whole conversation (verl issue 6054):
-    those of earlier turns are then of newer weights than their log-probs. upstream/agent_loop.py keeps those of earlier
-    turns, unless there are images, audio or video.
+    Source: vLLM issue 53912 (open, 0.28) and SkyRL issue 1981: prefix hits restore wrong states (26 % of answers right,
+    9 % with it). vLLM PR 48622: before 0.26 the draft layer of these models has the id of the first layer, and its
+    experts take the place of those (routed_experts_capturer.py).
     """
-    mode = context.get(MODE, "sync")
-    if mode == "sync":
+    if context.drafter != "mtp":
         return
-    yield ok(f"partial rollouts in {mode}: each token has the log-prob of the weights that sampled it")
+    setting, cached = context.engine_argument("enable_prefix_caching")
+    if cached and context.model_type in LINEAR:
+        why = "a prefix hit restores states that drafts have overwritten: answers go wrong (vLLM issue 53912)"
+        yield warning(f"MTP and prefix caching with {context.model_type}", why, f"{setting}=False")
+    if context.vllm_before(*CAPTURED_VLLM) and captures_routing(context) and context.model_type in DRAFTS_FIRST:
+        why = "before 0.26 the draft's experts take the place of the first layer's (vLLM PR 48622)"
+        off = f"{MTP}.enable_rollout=False" if context.get(f"{MTP}.enable_rollout") else f"++{SPECULATION}=null"
+        yield warning(f"routing capture of {context.vllm} with MTP", why, off)
 
 
 @check("waiting batches")
 def waiting_batches(context: Context) -> Iterable[CheckResult]:
-    """A guard that stops the run before newer rollouts can reach it.
+    """A `stop_after` that the batches waiting at the start of an asynchronous run would use up.
 
     Batches that were sampled before an update is refused are as far from the policy as the refused one.
 
@@ -128,6 +154,13 @@ def waiting_batches(context: Context) -> Iterable[CheckResult]:
     why = "all of them may be refused like the first, and the run stops before one of today's weights comes"
     found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
     yield warning(found, why, f"{STOP_AFTER}={waiting + stop_after}")
+
+
+def _watched(context: Context) -> int:
+    """Returns how many trajectories the canary scores: as set, or by default."""
+    if context.plugin_modules or errors_once(context):
+        return context.get(CANARY, 0)
+    return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
 
 
 def _skips_updates(context: Context) -> bool:

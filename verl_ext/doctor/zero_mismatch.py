@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_ext.doctor.checks import CheckResult, Context, check, note, ok
-from verl_ext.doctor.precision import FSDP, TRANSFORMERS
+from verl_ext.doctor.precision import FSDP
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, SGLANG_ARGUMENTS
 from verl_ext.launch.packages import LAYERS, source
 
@@ -25,6 +25,7 @@ class Switch:
         name: its name in that file.
         setting: the setting that switches it on in a run of verl.
         does: its effect, a clause.
+        value: the setting's value that switches it on.
     """
 
     engines: tuple[str, ...]
@@ -33,6 +34,11 @@ class Switch:
     name: str
     setting: str
     does: str
+    value: str = "true"
+
+    @property
+    def where(self) -> str:
+        return f"{self.name} ({self.package.replace('.', '/')}/{self.file})"
 
     def is_on(self, context: Context) -> bool:
         by_environment = self.setting == INVARIANT and context.environ.get(self.name, "0") not in ("", "0")
@@ -47,6 +53,7 @@ SWITCHES = (
         "VLLM_BATCH_INVARIANT",
         INVARIANT,
         "vLLM's results no longer depend on what else is in the batch (GPUs of compute capability 9.0 or newer)",
+        value="'1'",
     ),
     Switch(
         ("sglang",),
@@ -63,9 +70,10 @@ SWITCHES = (
         "rl_on_policy_target",
         f"{SGLANG_ARGUMENTS}.rl_on_policy_target",
         "with the value fsdp, SGLang also rounds as transformers' modules do (dense Qwen3 and a few others)",
+        value="fsdp",
     ),
     Switch(
-        TRANSFORMERS,
+        ("fsdp", "fsdp2"),
         "verl",
         "workers/config/engine.py",
         "full_determinism",
@@ -94,7 +102,9 @@ SWITCHES = (
 
 @check("zero mismatch", needs="config")
 def zero_mismatch(context: Context) -> Iterable[CheckResult]:
-    """The switches of each engine, and which of them are on; for runs with a rule that has `locate: true`.
+    """The switches of the installed engines for results that repeat, each on or off, for `stability=zero_mismatch`
+    (`VLLM_BATCH_INVARIANT`, `enable_deterministic_inference`, `rl_on_policy_target`, training's `full_determinism`,
+    `deterministic_mode`, `batch_invariant_mode`).
 
     Source: each switch's file, read on this machine. `enable_batch_invariant_mode` of
     vllm/model_executor/layers/batch_invariant.py (0.27.1); `_handle_deterministic_inference` of
@@ -114,11 +124,9 @@ def zero_mismatch(context: Context) -> Iterable[CheckResult]:
         folder = context.folder(switch.package)
         if folder is None or not any(engine in switch.engines for engine in running):
             continue
-        where = f"{switch.name} ({switch.package.replace('.', '/')}/{switch.file})"
         if switch.name not in source(folder, switch.file):
-            yield note(f"the installed {switch.package} has no {where}", "another version may have it")
+            yield note(f"the installed {switch.package} has no {switch.where}", "another version may have it")
         elif switch.is_on(context):
-            yield ok(f"{where} is on: {switch.does}")
+            yield ok(f"{switch.where} is on: {switch.does}")
         else:
-            value = {"rl_on_policy_target": "fsdp", "VLLM_BATCH_INVARIANT": "'1'"}.get(switch.name, "true")
-            yield note(f"{where} is off", f"{switch.does}; ++{switch.setting}={value}")
+            yield note(f"{switch.where} is off", f"{switch.does}; ++{switch.setting}={switch.value}")

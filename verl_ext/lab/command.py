@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
+from verl_ext.base.errors import ConfigError, UserError, print_error
 from verl_ext.base.printable import printable
-from verl_ext.launch.command_line import INTERRUPTED, REFUSED, add_own, names
 
 if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
@@ -43,14 +43,9 @@ examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "lab",
-        help="compare methods against a gap between the engines, on a small model",
-        description=LAB,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_lab_parser(commands: Any) -> None:
+    brief = "compare methods against a gap between the engines, on a small model"
+    parser = add_command(commands, "lab", brief, LAB, EXAMPLES)
     parser.add_argument("regime", metavar="REGIME", nargs="?", help="a regime of --list, or several joined by +")
     parser.add_argument(
         "overrides", metavar="OVERRIDE", nargs="*", help="overrides of every run, as for verl_ext.main_ppo"
@@ -71,8 +66,8 @@ def add_parser(commands: Any) -> None:
     )
     add_own(parser, "a variant")
     parser.add_argument("--list", action="store_true", help="print the regimes and the variants, and exit")
-    parser.add_argument("--steps", type=_count_above_0, metavar="N", help="steps per run (default: 300)")
-    parser.add_argument("--jobs", type=_count_above_0, metavar="N", help="runs at a time (default: one per core)")
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps per run (default: 300)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (default: one per core)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the runs (default: .lab/REGIME)")
     parser.add_argument(
         "--plugins",
@@ -92,8 +87,7 @@ def run_lab(arguments: argparse.Namespace) -> int:
         _import_plugins(arguments.plugins)
         return _list_names() if arguments.list else _run_experiment(arguments)
     except UserError as error:
-        print(f"verl-ext lab: {printable(' '.join(str(error).split()), 4000)}", file=sys.stderr)
-        return REFUSED
+        return print_error("lab", error)
     except KeyboardInterrupt:  # before the first run, or while the page is drawn
         print("verl-ext lab: interrupted; the same command continues", file=sys.stderr)
         return INTERRUPTED
@@ -113,12 +107,6 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if not seeds:
         raise argparse.ArgumentTypeError(f"{printable(text)} has no seed")
     return tuple(seeds)
-
-
-def _count_above_0(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{printable(text)} must be a whole number above 0 and below a billion")
-    return int(text)
 
 
 def _import_plugins(modules: Sequence[str]) -> None:

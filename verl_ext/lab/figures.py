@@ -4,6 +4,7 @@ A curve's line is the mean over the seeds, its band reaches from the lowest to t
 of the variant ended: after that they would cover only the remaining runs.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import cycle, product
@@ -117,18 +118,12 @@ def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarra
 
     On a logarithmic axis only of values above 0, with the geometric mean.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        heights = np.log(np.where(values > 0, values, np.nan)) if log else values
-    there = ~np.isnan(heights)
-    some = there.any(axis=0)
-    count = np.maximum(there.sum(axis=0), 1)
-    found = (
-        np.where(there, heights, 0.0).sum(axis=0) / count,
-        np.where(there, heights, np.inf).min(axis=0),
-        np.where(there, heights, -np.inf).max(axis=0),
-    )
-    middle, low, high = (np.where(some, each, np.nan) for each in found)
-    return (np.exp(middle), np.exp(low), np.exp(high)) if log else (middle, low, high)
+    if log:
+        values = np.where(values > 0, values, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of points where all are NaN
+        middle = np.exp(np.nanmean(np.log(values), axis=0)) if log else np.nanmean(values, axis=0)
+        return middle, np.nanmin(values, axis=0), np.nanmax(values, axis=0)
 
 
 def _curve(series: Series, edges: np.ndarray) -> Series:

@@ -27,11 +27,12 @@ EXACT, NONE = "exact", "none"  # variants: the rollout without a gap, and no met
 REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
 FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
 
-WINDOW = 20  # a level is the mean reward over this many steps
-COLLAPSED, FALLEN = 0.5, 0.8  # of the highest level so far
-START, BEFORE, AHEAD = 5, 10, 10  # steps: of k3 at the start; of k3 before the collapse, and between these and it
+LEVEL_STEPS = 20  # a level is the mean reward over this many steps
+COLLAPSED_SHARE, FALLEN_SHARE = 0.5, 0.8  # of the highest level so far
+START_STEPS, BEFORE_STEPS = 5, 10  # of k3 at the start, and before the collapse
+AHEAD_STEPS = 10  # between these and the collapse
 FEW_STEPS, LARGE_K3 = 20, 0.1  # a forecast below FEW_STEPS, or k3 above LARGE_K3, is a warning
-FEW, SMOOTH = 5, 10  # readings of k3 whose mean must pass LARGE_K3; steps of the stretches that are compared
+STRETCH_STEPS, FEWEST_STRETCHES = 10, 5  # stretches whose drops and k3 are compared, and how many there must be
 COVERAGE = 0.95  # coverage of intervals over the seeds
 
 
@@ -47,14 +48,12 @@ class Summary:
         stopped: the last step of a run that the guard stopped early, or None.
         k3_start, k3_before: mean k3 over the first steps, and shortly before the collapse, or at the end without one.
         dropped: mean share of tokens that the correction drops.
-        dropped_with_k3: Spearman's rank correlation of this share with k3, over stretches of SMOOTH steps: 1 if a mask
-            drops more for a larger gap, below 0 if it drops less.
+        dropped_with_k3: Spearman's rank correlation of this share with k3, over stretches of STRETCH_STEPS steps: 1 if
+            a mask drops more for a larger gap, below 0 if it drops less.
         grad_norm_median, grad_norm_max: over the run.
         warned: the first step with a warning.
         warning: steps from `warned` to the step at which the reward began to fall; negative if the warning came late.
             None without a collapse, or without a warning.
-        foretold: steps from the first forecast below FEW_STEPS to the step at which the mean of FEW readings of k3
-            passed LARGE_K3; 0 or negative if the forecast came no earlier. None if either did not happen.
         skipped: number of refused updates; a step may have several, and its share counts.
     """
 
@@ -72,7 +71,6 @@ class Summary:
     grad_norm_max: float | None
     warned: int | None
     warning: int | None
-    foretold: int | None
     skipped: float | None
     rollbacks: int | None
 
@@ -206,7 +204,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
     fell, collapsed = (None, None) if level is None else fall(level)
     warned = first_warning(run.get(FORECAST), run.get(K3))
     end = int(run.steps[-1])
-    before = end if collapsed is None else collapsed - AHEAD
+    before = end if collapsed is None else collapsed - AHEAD_STEPS
     asked_to_end = any(event.action == "stop" and event.step >= end for event in run.events)
     stopped = end if asked_to_end and end != steps else None
     last = None if level is None else float(level.values[-1])
@@ -218,15 +216,14 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
         final=last if stopped is None else None,
         collapsed=collapsed,
         stopped=stopped,
-        k3_start=_statistic(run.get(K3), np.mean, last=int(run.steps[0]) + START - 1),
-        k3_before=_statistic(run.get(K3), np.mean, first=before - BEFORE + 1, last=before),
+        k3_start=_statistic(run.get(K3), np.mean, last=int(run.steps[0]) + START_STEPS - 1),
+        k3_before=_statistic(run.get(K3), np.mean, first=before - BEFORE_STEPS + 1, last=before),
         dropped=_statistic(run.get(DROPPED), np.mean),
         dropped_with_k3=_rank_correlation(run.get(DROPPED), run.get(K3)),
         grad_norm_median=_statistic(run.get(NORM), np.median),
         grad_norm_max=_statistic(run.get(NORM), np.max),
         warned=warned,
         warning=None if fell is None or warned is None else fell - warned,
-        foretold=_forecast_lead(run.get(FORECAST), run.get(K3)),
         skipped=None if skipped is None else float(skipped.values.sum()),
         rollbacks=None if rollbacks is None else int(rollbacks.values.max()),
     )
@@ -258,25 +255,26 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def levels(series: Series) -> Series | None:
-    """Returns the mean of the last WINDOW finite readings, from the WINDOWth on; None if there are fewer."""
+    """Returns the mean of the last LEVEL_STEPS finite readings, from the WINDOWth on; None if there are fewer."""
     series = series.finite()
-    if len(series.steps) < WINDOW:
+    if len(series.steps) < LEVEL_STEPS:
         return None
-    means = np.lib.stride_tricks.sliding_window_view(series.values, WINDOW).mean(axis=1)
-    return Series(series.steps[WINDOW - 1 :], means)
+    means = np.lib.stride_tricks.sliding_window_view(series.values, LEVEL_STEPS).mean(axis=1)
+    return Series(series.steps[LEVEL_STEPS - 1 :], means)
 
 
 def fall(level: Series) -> tuple[int, int] | tuple[None, None]:
     """Returns (the step at which the reward began to fall, the step of the collapse), or None twice without a collapse.
 
-    The fall begins with the last stretch below FALLEN before the collapse.
+    The fall begins with the last stretch below FALLEN_SHARE before the collapse.
     """
     peaks = np.maximum.accumulate(level.values)
-    below = np.flatnonzero(level.values < COLLAPSED * peaks)
+    below = np.flatnonzero(level.values < COLLAPSED_SHARE * peaks)
     if not below.size:
         return None, None
     collapsed = int(below[0])
-    sound = np.flatnonzero((level.values >= FALLEN * peaks)[:collapsed])  # not empty: the first level is its own peak
+    # Not empty: the first level is its own peak.
+    sound = np.flatnonzero((level.values >= FALLEN_SHARE * peaks)[:collapsed])
     return int(level.steps[sound[-1] + 1]), int(level.steps[collapsed])
 
 
@@ -292,24 +290,16 @@ def _student(freedom: int) -> float:
     return student_quantile(COVERAGE, freedom)
 
 
-def _forecast_lead(forecast: Series | None, k3: Series | None) -> int | None:
-    if forecast is None or k3 is None or len(k3.steps) < FEW:
-        return None
-    means = np.convolve(k3.values, np.ones(FEW) / FEW, mode="valid")
-    spoke, passed = forecast.steps[forecast.values < FEW_STEPS], k3.steps[FEW - 1 :][means > LARGE_K3]
-    return int(passed[0] - spoke[0]) if len(spoke) and len(passed) else None
-
-
 def _rank_correlation(one: Series | None, other: Series | None) -> float | None:
     if one is None or other is None:
         return None
     both = np.intersect1d(one.steps, other.steps)
-    whole = len(both) // SMOOTH * SMOOTH
+    whole = len(both) // STRETCH_STEPS * STRETCH_STEPS
     ranks = []
     for series in (one, other):
-        values = series.values[np.isin(series.steps, both[:whole])].reshape(-1, SMOOTH).mean(axis=1)
+        values = series.values[np.isin(series.steps, both[:whole])].reshape(-1, STRETCH_STEPS).mean(axis=1)
         ranks.append(np.unique(values, return_inverse=True)[1])
-    if len(ranks[0]) < FEW or not all(np.ptp(rank) for rank in ranks):
+    if len(ranks[0]) < FEWEST_STRETCHES or not all(np.ptp(rank) for rank in ranks):
         return None
     return float(np.corrcoef(*ranks)[0, 1])
 

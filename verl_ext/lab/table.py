@@ -10,14 +10,14 @@ import orjson
 
 from verl_ext import __version__
 from verl_ext.lab.summary import (
-    COLLAPSED,
+    COLLAPSED_SHARE,
     COVERAGE,
     EXACT,
     FEW_STEPS,
     LARGE_K3,
+    LEVEL_STEPS,
     MEASURES,
     NONE,
-    WINDOW,
     Interval,
     Variant,
     ranked_variants,
@@ -108,7 +108,7 @@ def table_rows(variants: Sequence[Variant]) -> list[TableRow]:
 
 def legend(variants: Sequence[Variant]) -> str:
     """Returns the meaning of the columns, in one paragraph."""
-    return LEGEND + ENDED_EARLY * _any_ended_early(variants)
+    return LEGEND + (ENDED_EARLY if _any_ended_early(variants) else "")
 
 
 def findings_of(variants: Sequence[Variant]) -> list[str]:
@@ -142,7 +142,7 @@ def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: 
     return {
         **about,
         "version": __version__,
-        "rule": {"window": WINDOW, "collapsed_below": COLLAPSED, "intervals": COVERAGE},
+        "rule": {"window": LEVEL_STEPS, "collapsed_below": COLLAPSED_SHARE, "intervals": COVERAGE},
         "findings": list(findings),
         "variants": [
             {
@@ -220,7 +220,7 @@ def _against_cell(other: Variant) -> Callable[[Variant], Entry]:
         if other is variant or (change := variant.difference_to(other)) is None:
             return Entry("-")
         verdict = ("better" if change.mean > 0 else "worse") if change.sure else ""
-        return Entry(change.text(SIGNED) + "*" * bool(verdict), verdict)
+        return Entry(change.text(SIGNED) + ("*" if verdict else ""), verdict)
 
     return say
 
@@ -282,7 +282,7 @@ def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
 
 
 def _collapses(variants: Sequence[Variant]) -> Iterator[str]:
-    rule = f"the {WINDOW}-step mean of the reward below half of its peak"
+    rule = f"the {LEVEL_STEPS}-step mean of the reward below half of its peak"
     died = [_collapse_of(variant) for variant in variants if variant.collapsed]
     of = " among the runs that the guard did not stop" if _any_ended_early(variants) else ""
     yield f"Collapsed ({rule}): {'; '.join(died)}." if died else f"No run collapsed{of} ({rule})."
@@ -308,7 +308,7 @@ def _guard_endings(variants: Sequence[Variant]) -> Iterator[str]:
 
 def _endings_of(variant: Variant) -> str:
     then = variant.reward_then
-    first = f"before the first {WINDOW}-step mean of the reward"
+    first = f"before the first {LEVEL_STEPS}-step mean of the reward"
     reward = first if then is None else f"at a reward of {then.mean:.2f}"
     if then is not None and then.seeds < len(variant.stopped):
         reward += f" in {then.seeds}, in the others {first}"

@@ -39,7 +39,7 @@ from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.step import Step, update_request
 from verl_ext.trainer.sync_canary import SyncCanary
 
-MOST = 128  # tokens of a head: more than the tasks' vocabulary
+MOST_HEAD_TOKENS = 128  # tokens of a head: more than the tasks' vocabulary
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,15 @@ class Training:
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.canary = SyncCanary(setup.stability.sync_canary.every)
         self._watched: LabBatch | None = None
-        self._prompts, self._samples = (torch.Generator().manual_seed(2 * setup.seed + i) for i in range(2))
+        self._prompts = torch.Generator().manual_seed(2 * setup.seed)
+        self._samples = torch.Generator().manual_seed(2 * setup.seed + 1)
 
     def step(self, number: int) -> dict[str, float]:
         """Samples, scores, judges and updates; returns the step's metrics, under verl's names and ours."""
         start = time.perf_counter()
         self.actions.stop_if_asked()
         self.guard.begin(number)
-        batch = self._rollout(number)
+        batch = self.rollout(number)
         self._watch(number, batch)
         metrics: dict[str, float] = {
             **summary("critic/score", batch.rewards),
@@ -153,7 +154,7 @@ class Training:
         step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
         ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
         step.measure(ours, metrics)
-        fields[names.ADVANTAGES] = self._advantages(batch)
+        fields[names.ADVANTAGES] = self.advantages(batch)
         metrics |= summary("critic/advantages", batch.packed(fields[names.ADVANTAGES]))
         outcome = step.settle(ours, metrics)
         if outcome.refused is None:
@@ -171,13 +172,14 @@ class Training:
         self.actions.judge_logged(metrics)
         return metrics
 
-    def _rollout(self, number: int) -> LabBatch:
+    def rollout(self, number: int) -> LabBatch:
+        """Samples the answers to a step's prompts, and grades them."""
         config = self.setup.config
         count, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
         engine = engine_of(self.setup.regimes, self.history)
         length = config.data.max_response_length
-        head = (self.setup.stability.head.k or MOST) if self.learner.use is not None else 0
+        head = (self.setup.stability.head.k or MOST_HEAD_TOKENS) if self.learner.use is not None else 0
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, head)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
@@ -197,7 +199,7 @@ class Training:
             fields[names.AGREEMENT] = batch.padded(agreement_N)
         return fields
 
-    def _advantages(self, batch: LabBatch) -> Tensor:
+    def advantages(self, batch: LabBatch) -> Tensor:
         """Returns advantages [B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
         algorithm = self.setup.config.algorithm
         grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}

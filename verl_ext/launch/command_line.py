@@ -1,4 +1,4 @@
-"""Arguments of the commands, the config of the run that they describe, and exit codes."""
+"""Arguments of the commands that look at a run, and the config of the run that they describe."""
 
 import argparse
 import contextlib
@@ -13,38 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
 
-REFUSED, INTERRUPTED = 2, 130  # exit codes
-NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 FLAGS = ("config-path", "config-name")
 KEY = "hydra.searchpath"
 MOST_SAID = 2000  # characters of an error; OmegaConf can print a key in 1,000 brackets
 KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
-
-
-def names(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    if wrong := [name for name in names if not NAME.fullmatch(name)]:
-        raise argparse.ArgumentTypeError(f"{printable(wrong[0])!r} is not a name; separate names by commas")
-    return names
-
-
-def added(text: str) -> tuple[str, str]:
-    name, equals, overrides = text.partition("=")
-    if not equals or not NAME.fullmatch(name):
-        raise argparse.ArgumentTypeError(f"{printable(text)} must have the form NAME='OVERRIDES'")
-    return name, overrides
-
-
-def add_own(parser: argparse.ArgumentParser, what: str) -> None:
-    """Adds the option `--add`, which may be repeated; `what` is the thing that it names."""
-    parser.add_argument(
-        "--add",
-        type=added,
-        action="append",
-        default=[],
-        metavar="NAME='OVERRIDES'",
-        help=f"define {what} of your own; may be repeated",
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -82,7 +82,8 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
             f"{split} leaves {left} of {layers} layers to {middle} stages; change {LAYERS}."
             "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
         )
-    return [*([first] if first is not None else []), *[left // middle] * middle, *([last] if last is not None else [])]
+    stages_between = [left // middle] * middle if middle else []
+    return [count for count in (first, *stages_between, last) if count is not None]
 
 
 def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
@@ -96,10 +97,10 @@ def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
 
 def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     world = world_size(config)
-    tensor, pipeline, context, expert = (
-        _size(config, f"{MEGATRON}.{name}_parallel_size")
-        for name in ("tensor_model", "pipeline_model", "context", "expert_model")
-    )
+    tensor = _size(config, f"{MEGATRON}.tensor_model_parallel_size")
+    pipeline = _size(config, f"{MEGATRON}.pipeline_model_parallel_size")
+    context = _size(config, f"{MEGATRON}.context_parallel_size")
+    expert = _size(config, f"{MEGATRON}.expert_model_parallel_size")
     chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
     interleaved = _get(config, chunks)
     expert_tensor = _get(config, f"{MEGATRON}.expert_tensor_parallel_size") or tensor  # null: as tensor parallelism

@@ -183,13 +183,14 @@ def print_plan(plan: Plan, gpu: str) -> None:
 def _print_costs(console: "Console", plan: Plan) -> None:
     """Prints the seconds that a step waits for the active features, and those that the generation hides."""
     hides = any(cost.hidden for cost in plan.on)
-    table = number_table("switched on", "who", "GB", "seconds", "share", *["hidden"] * hides, labels=2)
+    columns = ["switched on", "who", "GB", "seconds", "share"]
+    table = number_table(*columns, *(["hidden"] if hides else []), labels=2)
     for cost in plan.on:
         gb = f"{cost.gb:.2f}" if cost.gb else ""
-        hidden = [f"{cost.hidden:.2f}" if cost.hidden else ""] * hides
+        hidden = f"{cost.hidden:.2f}" if cost.hidden else ""
         seconds = _seconds_text(cost.waited) if cost.waited or not cost.hidden else ""
         share = f"{plan.share(cost.waited):.2%}" if seconds else ""
-        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, seconds, share, *hidden)
+        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, seconds, share, *([hidden] if hides else []))
     table.add_section()
     table.add_row("all", "", "", _seconds_text(plan.seconds), f"{plan.share(plan.seconds):.2%}")
     console.print(table)

@@ -118,12 +118,17 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 
     found.append(Cost(MEASURE, CONTROLLER, "computes", usage.measures, 0.0, tokens * CORRECTION_NS / 1e9))
     gb, values = fields(*controller_reads(usage, tokens))
-    sums = usage.compares * rows * (4 * sizes.shape.moe_layers + 8) * SUM_BYTES / GB
-    passes(MEASURE, CONTROLLER, "reads", usage.measures, gb + sums, values + rows * usage.compares)
+    if usage.compares:
+        gb += rows * _sum_bytes(sizes) / GB
+        values += rows
+    passes(MEASURE, CONTROLLER, "reads", usage.measures, gb, values)
     if usage.filters:
         passes(MEASURE, CONTROLLER, "writes", usage.measures, *fields(WRITTEN_MASKS))
     # If neither is on, the row shows the cost of weights.
-    gb, values = fields(*[WRITTEN_WEIGHTS] * (usage.weighs or not usage.lag), *[WRITTEN_LAG] * usage.lag)
+    written = [WRITTEN_WEIGHTS] if usage.weighs or not usage.lag else []
+    if usage.lag:
+        written.append(WRITTEN_LAG)
+    gb, values = fields(*written)
     passes(WEIGHTS, CONTROLLER, "writes", usage.weighs or usage.lag, gb, values)
     passes(WEIGHTS, RANKS, "reads", usage.weighs or usage.lag, gb * ranks, values * ranks)
     found.append(Cost(GUARD, CONTROLLER, "computes", usage.guards, 0.0, GUARD_MS / 1e3))
@@ -138,12 +143,16 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 
 def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
     """Returns bytes per response token and number of fields of each read."""
-    agreement = [READ_AGREEMENT] * usage.compares
+    one_block = tokens <= BLOCK_TOKENS
+    agreement = [READ_AGREEMENT] if usage.compares else []
     found = [REWARDS, FIELDS, *agreement]
-    if tokens <= BLOCK_TOKENS:
-        return [*found, *([FILTERS] if usage.filters else [ADVANTAGES] * usage.splits)]
-    found += [ADVANTAGES] * usage.splits + [SIGNS_AGAIN] * usage.signs
-    return [*found, FILTERS_AGAIN, *agreement] if usage.filters else found
+    if usage.splits and not (one_block and usage.filters):
+        found.append(ADVANTAGES)
+    if usage.signs and not one_block:
+        found.append(SIGNS_AGAIN)
+    if usage.filters:
+        found += [FILTERS] if one_block else [FILTERS_AGAIN, *agreement]
+    return found
 
 
 def engine_id_bytes(experts: int) -> int:
@@ -157,6 +166,11 @@ def id_bytes(sizes: Sizes) -> int:
     shape = sizes.shape
     each = engine_id_bytes(shape.routed_experts) if sizes.engine == "vLLM" else VERLS_ID_BYTES
     return shape.layers * shape.top_k * each
+
+
+def _sum_bytes(sizes: Sizes) -> int:
+    """Returns the bytes of a trajectory's sums over its tokens, `core.routing.RouterSums`."""
+    return (4 * sizes.shape.moe_layers + 8) * SUM_BYTES
 
 
 def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: float, step: float) -> int:
@@ -186,7 +200,7 @@ def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tup
     ids = id_bytes(sizes) * tokens / GB
     used = shape.moe_layers * shape.top_k * engine_id_bytes(shape.routed_experts) * tokens / GB  # R2's
     agrees = 0.0 if r3 else usage.agreement_share
-    result = rows * (AGREEMENT_BYTES * mean_response + (4 * shape.moe_layers + 8) * SUM_BYTES) / GB
+    result = rows * (AGREEMENT_BYTES * mean_response + _sum_bytes(sizes)) / GB
     found = [
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * ids, agrees * rows),
         (AGREEMENT, RANKS, "reads", compares and not r3, agrees * ids, agrees * rows),

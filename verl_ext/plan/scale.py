@@ -200,7 +200,8 @@ def _mean_response(given: float | None, sizes: Sizes) -> float:
 def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
     """Returns the header and a row for each size."""
     compares = any(plan.usage.compares for plan in plans)
-    header = ["GPUs", "step, s", "plugin, s", "share", *["router agreement, s"] * compares, "largest", "what helps"]
+    agreement = ["router agreement, s"] if compares else []
+    header = ["GPUs", "step, s", "plugin, s", "share", *agreement, "largest", "what helps"]
     rows = [header]
     for plan in plans:
         gpus = f"{plan.sizes.gpus:,}"
@@ -212,7 +213,8 @@ def scale_table(plans: Sequence[Plan]) -> list[list[str]]:
             f"{one.setting}: {one.seconds:.1f} s ({plan.share(one.seconds):.1%})" for one in plan.remedies()
         )
         numbers = [f"{plan.step:,.0f}", f"{plan.seconds:.1f}", f"{plan.share(plan.seconds):.1%}"]
-        numbers += [f"{plan.seconds_of(AGREEMENT):.1f}"] * compares
+        if compares:
+            numbers.append(f"{plan.seconds_of(AGREEMENT):.1f}")
         rows.append([gpus, *numbers, largest, helps])
     return rows
 

@@ -173,10 +173,7 @@ def read_usage(config: DictConfig) -> Usage:
     run = read_features(config, stability)
     late = Need.MEASURED_IN_UPDATE in run.needs  # the workers measure and weigh, not the controller
     with as_config_errors():
-        units, workers = (
-            usual if OmegaConf.select(config, key) is None else whole(config, key)
-            for key, usual in ((UNITS, USUAL_UNITS), (WORKERS, USUAL_WORKERS))
-        )
+        units, workers = whole(config, UNITS, USUAL_UNITS), whole(config, WORKERS, USUAL_WORKERS)
     return Usage(
         measures=Need.MEASURED_BATCHES in run.needs,
         weighs=Need.TOKEN_WEIGHTS in run.needs and not late,
@@ -229,13 +226,15 @@ def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
         check_recipe(config, shape)
 
 
-def whole(config: DictConfig, key: str) -> int:
-    """Returns the number at `key`.
+def whole(config: DictConfig, key: str, usual: int | None = None) -> int:
+    """Returns the number at `key`, or `usual` if there is none.
 
     Raises:
         ConfigError: it is not a number, or too large to plan with.
     """
     value = OmegaConf.select(config, key)
+    if value is None and usual is not None:
+        return usual
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key}={value} must be a whole number above 0")
     if value > LARGEST:

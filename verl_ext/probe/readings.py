@@ -10,7 +10,7 @@ width.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
 
 DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
 PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED), (DECODE, PACKED), (DECODE, BASE))
-FLIPS = 999
-BLOCK = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
+SIGN_FLIPS = 999
+SIGN_TOKENS = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
 SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it
 
 
@@ -160,12 +160,18 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
             raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
         finite, others_finite = ours.isfinite().all(1), theirs.isfinite().all(1)
         both = finite & others_finite
-        error, differs, weight_gap = (
-            _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None,) * 3
+        place = Place(
+            point,
+            error=None,
+            rollout_not_finite=int((~finite).sum()),
+            train_not_finite=int((~others_finite).sum()),
+            rollout_dtype=_dtype_of(rollout[point]),
+            train_dtype=_dtype_of(train[point]),
         )
-        not_finite = int((~finite).sum()), int((~others_finite).sum())
-        dtypes = [_dtype_of(states[point]) for states in (rollout, train)]
-        found.append(Place(point, error, differs, weight_gap, *not_finite, *dtypes))
+        if both.any():
+            error, differs, weight_gap = _place_numbers(point, ours[both], theirs[both], top_k)
+            place = replace(place, error=error, differs=differs, weight_gap=weight_gap)
+        found.append(place)
     return found
 
 
@@ -182,7 +188,7 @@ def chance_of(k3_N: Tensor, others_N: Tensor) -> float:
     """Returns the two-sided p-value of a paired sign-flip test: how often noise alone makes two k3 differ this much.
 
     If the two k3 differ by noise alone, the difference at each token is as likely to have the other sign. The observed
-    sum is compared with the sums under FLIPS random choices of all signs, drawn from a fixed seed. This is exact
+    sum is compared with the sums under SIGN_FLIPS random choices of all signs, drawn from a fixed seed. This is exact
     however heavy the tails are. The differences are taken between the square roots of the k3 terms, each about
     |log p - log q| / sqrt(2), because a few tokens hold most of the mean of k3 and would decide the test.
 
@@ -192,11 +198,11 @@ def chance_of(k3_N: Tensor, others_N: Tensor) -> float:
     difference_N = k3_N.clamp(min=0).sqrt() - others_N.clamp(min=0).sqrt()
     difference_N = difference_N[difference_N.isfinite()]
     generator = torch.Generator().manual_seed(0)
-    sums_F = -difference_N.sum().repeat(FLIPS)  # with every sign negative
-    for block in difference_N.split(BLOCK):
-        sums_F += 2 * torch.randint(2, (FLIPS, len(block)), generator=generator, dtype=torch.float64) @ block
+    sums_F = -difference_N.sum().repeat(SIGN_FLIPS)  # with every sign negative
+    for block in difference_N.split(SIGN_TOKENS):
+        sums_F += 2 * torch.randint(2, (SIGN_FLIPS, len(block)), generator=generator, dtype=torch.float64) @ block
     observed = difference_N.sum().abs() * (1 - 1e-9)  # the same terms in another order must not come out as less
-    return (1 + int((sums_F.abs() >= observed).sum())) / (FLIPS + 1)
+    return (1 + int((sums_F.abs() >= observed).sum())) / (SIGN_FLIPS + 1)
 
 
 def _pair_of(readings: Mapping[str, Tensor], one: str, other: str, positions_N: Tensor) -> Pair:

@@ -7,16 +7,25 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, require_choice
-from verl_ext.features.verl_config import MODEL, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, rollout_name, strategy_of
+from verl_ext.features.verl_config import (
+    MODEL,
+    ROLLOUT,
+    SGLANG_ARGUMENTS,
+    VLLM_ARGUMENTS,
+    key_of,
+    rollout_name,
+    strategy_of,
+)
 from verl_ext.routing.engines import ACTOR
 
-EAGER, CHUNKED, CACHED = (
-    f"{ROLLOUT}.{name}" for name in ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
-)
-SEQUENCES, TENSOR, QUANTIZED = (
-    f"{ROLLOUT}.{name}" for name in ("max_num_seqs", "tensor_model_parallel_size", "quantization")
-)
-BACKEND, DRAFTS = f"{VLLM_ARGUMENTS}.attention_backend", f"{MODEL}.mtp.enable_rollout"
+EAGER = f"{ROLLOUT}.enforce_eager"
+CHUNKED = f"{ROLLOUT}.enable_chunked_prefill"
+CACHED = f"{ROLLOUT}.enable_prefix_caching"
+SEQUENCES = f"{ROLLOUT}.max_num_seqs"
+TENSOR = f"{ROLLOUT}.tensor_model_parallel_size"
+QUANTIZED = f"{ROLLOUT}.quantization"
+BACKEND = f"{VLLM_ARGUMENTS}.attention_backend"
+DRAFTS = f"{MODEL}.mtp.enable_rollout"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 ALL = "all"
 LAUNCH = "the launch as it is"
@@ -67,7 +76,7 @@ def _on_transformers(fits: Fits) -> Fits:
     return lambda config: strategy_of(config) != "megatron" and fits(config)
 
 
-WHOLE = 1 << 16  # tokens of a pass, more than any answer has
+WHOLE_TOKENS = 1 << 16  # tokens of a pass, more than any answer has
 MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
 NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
 CHANGES = (
@@ -87,7 +96,7 @@ CHANGES = (
     SettingChange("no_prefix_cache", (f"{CACHED}=false",), _in("vllm", _setting_is(CACHED, True))),
     # verl does not pass these two settings on to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
     # as few tokens in a pass as there may be requests, and its scheduler fails (state_capturer/routed_experts.py).
-    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE}",), _in("sglang", _setting_is_not(CHUNK, WHOLE))),
+    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE_TOKENS}",), _in("sglang", _setting_is_not(CHUNK, WHOLE_TOKENS))),
     SettingChange(
         "no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _in("sglang", _setting_is_not(NO_RADIX_CACHE, True))
     ),
@@ -139,8 +148,8 @@ def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> l
 
 def with_change(given: Sequence[str], change: SettingChange) -> list[str]:
     """Returns the launch's overrides with the change after them; it replaces another choice of the same group."""
-    groups = {override.partition("=")[0] for override in change.overrides} & {"precision"}
-    kept = [override for override in given if override.partition("=")[0].lstrip("+") not in groups]
+    groups = {"precision"} & set(map(key_of, change.overrides))
+    kept = [override for override in given if key_of(override) not in groups]
     return [*kept, *change.overrides]
 
 

@@ -1,6 +1,6 @@
 """The probe on verl's stack: a batch is sampled and scored in several ways, again after a sync and after an update."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.command import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
+from verl_ext.probe.overrides import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
@@ -34,7 +34,7 @@ from verl_ext.routing.recorder import MOST_ROWS, joined_passes
 from verl_ext.trainer.canary_scores import CanaryTrajectories
 from verl_ext.trainer.queue import get_fields, put_fields
 from verl_ext.trainer.task_runner import StabilityTaskRunner
-from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync
+from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync, replace_workers
 from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_states
 from verl_ext.workers.actor import LOSS_WORKERS
@@ -46,8 +46,10 @@ TOKENS_AT_ONCE = "log_prob_max_token_len_per_gpu"  # of a pass, where the launch
 class ProbeTrainer(StabilityTrainerSync):
     """verl's trainer up to its first batch."""
 
-    def worker_classes(self) -> Mapping[type, type]:
-        return super().worker_classes() or LOSS_WORKERS  # which record hidden states and fill adapters
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        if not self.stability_run.features.own_workers:  # ours record hidden states and fill adapters
+            replace_workers(self.role_worker_mapping, LOSS_WORKERS)
 
     def fit(self, agent_loop_manager: Any) -> None:
         with watch_of(self, agent_loop_manager):

@@ -16,20 +16,21 @@ from verl_ext.probe.readings import BASE, DECODE, PACKED, PREFILL, REPLAYED, SYN
 from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
 from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER
 
-ROUNDED = 1e-9  # nats a token: what float32 leaves
-MOST = 0.5  # share of the gap from which a cause is called the cause
+ROUNDED_NATS = 1e-9  # nats a token: what float32 leaves
+CAUSE_SHARE = 0.5  # share of the gap from which a cause is called the cause
 # Times the gap to training that the rollout engine's gap to itself must be, to be its own fault. If all three readings
 # are equally noisy it is 1, if only the rollout's two are it is 2.
-OWN = 1.5
-NOISE = 0.05  # p-value above which two k3 of the same tokens differ by no more than noise
+OWN_RATIO = 1.5
+NOISE_P = 0.05  # p-value above which two k3 of the same tokens differ by no more than noise
 NOT_FINITE, UNDECIDED = "not finite", "undecided"
-ROUNDING = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}  # relative error that a dtype leaves in hidden states
-JUMP = 8.0  # times the error of the place before
-CLOSED = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
-AMPLIFIED = 1e4  # times the squared error of the last state that k3 may be, were the head the same
+# Relative error that a dtype leaves in hidden states.
+ROUNDING_ERROR = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
+JUMP_RATIO = 8.0  # times the error of the place before
+CLOSED_SHARE = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
+AMPLIFIED_RATIO = 1e4  # times the squared error of the last state that k3 may be, were the head the same
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
-WIDER, ARRIVED = 2.0, 0.5  # times the gap before; share of the training engine's movement
-WHOLE = (0.8, 1.25)  # the same share, where all of an update arrives
+WIDER_RATIO, ARRIVED_SHARE = 2.0, 0.5  # times the gap before; share of the training engine's movement
+WHOLE_SHARE = (0.8, 1.25)  # the same share, where all of an update arrives
 SIDES = dict.fromkeys((DECODE, PREFILL), "rollout") | dict.fromkeys((TRAIN, REPLAYED, PACKED, BASE), "training")
 READING_WORDS = {
     "decode": "rollout, sampling",
@@ -170,9 +171,9 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     """Judges the pairs of `readings.compare_readings` and the places of `readings.compare_states`.
 
     A cause is named only where the difference between two k3 is more than noise by the paired test of
-    `readings.chance_of`: replacing one reading by another takes at least MOST of the gap away (prefill for decode, or
-    the rollout's experts for the training engine's, or no LoRA for one), or decode is OWN times as far from prefill as
-    from training.
+    `readings.chance_of`: replacing one reading by another takes at least CAUSE_SHARE of the gap away (prefill for
+    decode, or the rollout's experts for the training engine's, or no LoRA for one), or decode is OWN_RATIO times as far
+    from prefill as from training.
 
     Args:
         dtype: the coarser one of the engines.
@@ -184,10 +185,10 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     chance = {(pair.one, pair.other): pair.chance for pair in pairs}
     whole, tokens = k3[DECODE, TRAIN], pairs[0].tokens
     sampling, rest = k3.get((DECODE, PREFILL), 0.0), k3.get((PREFILL, TRAIN), whole)
-    if not start and places and rest > max(AMPLIFIED * (places[-1].error or 0.0) ** 2, ROUNDED):
+    if not start and places and rest > max(AMPLIFIED_RATIO * (places[-1].error or 0.0) ** 2, ROUNDED_NATS):
         start = HEAD
     base = k3.get((DECODE, BASE), whole)
-    if whole - base >= MOST * whole > ROUNDED and chance[DECODE, BASE] <= NOISE:
+    if whole - base >= CAUSE_SHARE * whole > ROUNDED_NATS and chance[DECODE, BASE] <= NOISE_P:
         return Conclusion(
             "adapter",
             f"The rollout samples without the LoRA: k3 is {whole:.1e} to the training engine with it, and {base:.1e} "
@@ -198,21 +199,25 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     replayed = k3.get((DECODE, REPLAYED))
     for reading, (cause, words, advice) in HARMS.items():
         other = k3.get((DECODE, reading), whole)
-        if other > max(whole / MOST, ROUNDED) and chance[DECODE, reading] <= NOISE:
+        if other > max(whole / CAUSE_SHARE, ROUNDED_NATS) and chance[DECODE, reading] <= NOISE_P:
             return Conclusion(cause, words.format(whole=whole, other=other), start, advice)
-    if max(whole, sampling) < ROUNDED:
+    if max(whole, sampling) < ROUNDED_NATS:
         return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
     claims = (
-        (sampling >= OWN * whole, (DECODE, PREFILL), f"{sampling:.1e} within the rollout engine"),
-        (whole - rest >= MOST * whole > 0, (PREFILL, TRAIN), f"{rest:.1e} if the rollout engine scores them at once"),
+        (sampling >= OWN_RATIO * whole, (DECODE, PREFILL), f"{sampling:.1e} within the rollout engine"),
         (
-            replayed is not None and whole - replayed >= MOST * whole > 0,
+            whole - rest >= CAUSE_SHARE * whole > 0,
+            (PREFILL, TRAIN),
+            f"{rest:.1e} if the rollout engine scores them at once",
+        ),
+        (
+            replayed is not None and whole - replayed >= CAUSE_SHARE * whole > 0,
             (DECODE, REPLAYED),
             f"{replayed or 0:.1e} with the rollout's experts replayed",
         ),
     )
     likely = [(pair, words) for holds, pair, words in claims if holds]
-    certain = [pair for pair, _ in likely if chance[pair] <= NOISE]
+    certain = [pair for pair, _ in likely if chance[pair] <= NOISE_P]
     if certain and certain[0] != (DECODE, REPLAYED):
         return Conclusion(
             "sampling path",
@@ -239,7 +244,7 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
             start,
             "score more tokens: a larger --prompts",
         )
-    within = f", within the rollout engine {sampling:.1e}" if sampling >= ROUNDED else ""
+    within = f", within the rollout engine {sampling:.1e}" if sampling >= ROUNDED_NATS else ""
     replay = "" if replayed is None else f", and with the rollout's experts replayed {replayed:.1e}"
     return Conclusion(
         "arithmetic",
@@ -266,11 +271,11 @@ def dtype_sentences(places: Sequence[Place], head: Sequence[str] = ("", "")) -> 
 
 
 def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
-    """Returns the first place that is not finite, or whose error is JUMP times the one before and above rounding."""
-    least = ROUNDING[dtype]
-    before = least / JUMP
+    """Returns the first place that is not finite, or whose error is no rounding and JUMP_RATIO times the one before."""
+    least = ROUNDING_ERROR[dtype]
+    before = least / JUMP_RATIO
     for place in places:
-        if place.error is None or place.not_finite or place.error > JUMP * max(before, least / JUMP):
+        if place.error is None or place.not_finite or place.error > JUMP_RATIO * max(before, least / JUMP_RATIO):
             return place.point
         before = place.error
     return ""
@@ -293,11 +298,11 @@ def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[
     if start == HEAD:
         return ("head",)
     error = next((place.error for place in places if place.point == start), None) or 0.0
-    if error <= ROUNDING["bfloat16"]:
+    if error <= ROUNDING_ERROR["bfloat16"]:
         return ("router",) if start.endswith(ROUTER) else ("rounding",) if routed else ("rounding", "coarse")
     k3 = {(pair.one, pair.other): pair.k3 for pair in pairs}
     whole, replayed = k3[DECODE, TRAIN], k3.get((DECODE, REPLAYED))
-    if start.endswith(".experts") and whole and replayed is not None and replayed < CLOSED * whole:
+    if start.endswith(".experts") and whole and replayed is not None and replayed < CLOSED_SHARE * whole:
         return ("choice",)
     return ("layer", "first attention") if start == "0.attention" else ("layer",)
 
@@ -306,19 +311,19 @@ def _stage_reading(one: Stage) -> str:
     """The name of the PROBE_READING that a stage shows; "" where all is well, or not known."""
     if one.name != UPDATE or one.before is None or one.after is None:
         return ""
-    if not one.train_moved or one.rollout_moved is None or one.after <= WIDER * max(one.before, ROUNDED):
+    if not one.train_moved or one.rollout_moved is None or one.after <= WIDER_RATIO * max(one.before, ROUNDED_NATS):
         return ""
     arrived = one.rollout_moved / one.train_moved
-    if arrived < ARRIVED:
+    if arrived < ARRIVED_SHARE:
         return "lost"
-    return "" if WHOLE[0] < arrived < WHOLE[1] else "part"
+    return "" if WHOLE_SHARE[0] < arrived < WHOLE_SHARE[1] else "part"
 
 
 def batches_sentence(batches: Sequence[Pair]) -> str:
     """Returns whether the gap grows from batch to batch while the weights stay the same, in a sentence.
 
-    It grows if each batch of the second half has a larger k3 than each of the first, and their mean is WIDER times as
-    large. By chance, the first happens in 1 of 6 cases with 4 batches, in 1 of 20 with 6, in 1 of 70 with 8.
+    It grows if each batch of the second half has a larger k3 than each of the first, and their mean is WIDER_RATIO
+    times as large. By chance, the first happens in 1 of 6 cases with 4 batches, in 1 of 20 with 6, in 1 of 70 with 8.
     """
     k3 = [one.k3 for one in batches if one.k3 is not None and not one.not_finite]
     if len(k3) < len(batches):
@@ -326,7 +331,7 @@ def batches_sentence(batches: Sequence[Pair]) -> str:
     half = len(k3) // 2
     first, last = k3[:half], k3[-half:]
     means = sum(first) / half, sum(last) / half
-    if len(k3) >= FEWEST_BATCHES and min(last) > max(first) and means[1] > WIDER * max(means[0], ROUNDED):
+    if len(k3) >= FEWEST_BATCHES and min(last) > max(first) and means[1] > WIDER_RATIO * max(means[0], ROUNDED_NATS):
         return (
             f"The gap grows while the weights stay the same: k3 is {means[0]:.1e} over the first {half} of {len(k3)} "
             f"batches and {means[1]:.1e} over the last {half}. Check what a weight sync changes besides the weights, "
@@ -395,12 +400,12 @@ def _look_at(start: str, dtype: str) -> str:
 
 
 def _sync_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
-    if after > WIDER * max(before, ROUNDED):
+    if after > WIDER_RATIO * max(before, ROUNDED_NATS):
         return (
             f"A weight sync widens the gap: k3 was {before:.1e} and is {after:.1e}. What it sends is not what "
             "the rollout held."
         )
-    if rollout_moved**2 > WIDER * max(before, ROUNDED):
+    if rollout_moved**2 > WIDER_RATIO * max(before, ROUNDED_NATS):
         return f"A sync of the same weights moves the rollout by {rollout_moved:.1e} nats a token."
     return "A weight sync changes nothing that was right."
 
@@ -408,12 +413,12 @@ def _sync_sentence(before: float, after: float, rollout_moved: float, train_move
 def _update_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
     if train_moved == 0:
         return "The update moved nothing: its learning rate is 0, or its gradients are."
-    if rollout_moved < ARRIVED * train_moved and after > WIDER * max(before, ROUNDED):
+    if rollout_moved < ARRIVED_SHARE * train_moved and after > WIDER_RATIO * max(before, ROUNDED_NATS):
         return (
             f"The update does not arrive in the rollout: training moved by {train_moved:.1e} nats a token, the "
             f"rollout by {rollout_moved:.1e}."
         )
-    if after > WIDER * max(before, ROUNDED):
+    if after > WIDER_RATIO * max(before, ROUNDED_NATS):
         return f"One update widens the gap: k3 was {before:.1e} and is {after:.1e}."
     return (
         f"An update moves training by {train_moved:.1e} nats a token, the rollout by {rollout_moved:.1e}; "
@@ -436,7 +441,7 @@ def _readings_table(result: ProbeResult) -> ProbeTable:
         (
             READING_WORDS[pair.one],
             READING_WORDS[pair.other],
-            _formatted(pair.k3, ".2e") + ("" if pair.k3_error is None else f" ± {pair.k3_error:.0e}"),
+            _k3_text(pair),
             _formatted(pair.largest, ".2e"),
             _formatted(pair.equal, ".0%"),
             f"{pair.one_not_finite} / {pair.other_not_finite}",
@@ -483,7 +488,7 @@ def _batches_table(batches: Sequence[Pair]) -> ProbeTable:
         (
             str(number),
             str(one.tokens),
-            _formatted(one.k3, ".2e") + ("" if one.k3_error is None else f" ± {one.k3_error:.0e}"),
+            _k3_text(one),
             _formatted(one.largest, ".2e"),
             f"{one.one_not_finite} / {one.other_not_finite}",
         )
@@ -504,6 +509,10 @@ def _stages_table(stages: Sequence[Stage]) -> ProbeTable:
     )
     columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved", "NaN or inf")
     return ProbeTable("the same tokens once more; moved: mean |change of log p|", columns, rows)
+
+
+def _k3_text(pair: Pair) -> str:
+    return _formatted(pair.k3, ".2e") + ("" if pair.k3_error is None else f" ± {pair.k3_error:.0e}")
 
 
 def _formatted(number: float | None, form: str) -> str:

@@ -3,7 +3,6 @@ not wait for it."""
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl_ext.base.arguments import add_command, positive
 from verl_ext.base.errors import UserError
 from verl_ext.base.printable import printable
 
@@ -65,7 +65,7 @@ examples:
 
 def add_report_parsers(commands) -> None:
     brief = "explain what happened to a run, why, and what to do; write a page of figures"
-    report = _add(commands, "report", brief, REPORT, REPORT_EXAMPLES)
+    report = add_command(commands, "report", brief, REPORT, REPORT_EXAMPLES)
     report.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"a run, or several logs of one run. A run is {RUN_HELP}"
     )
@@ -80,18 +80,20 @@ def add_report_parsers(commands) -> None:
         help="a cause of your own, as TOML (docs/extend.md); may be repeated",
     )
     report.add_argument(
-        "--run", dest="which", type=_count, metavar="N", help="the Nth run, if there are several (default: the last)"
+        "--run", dest="which", type=positive, metavar="N", help="the Nth run, if there are several (default: the last)"
     )
     report.add_argument(
         "--watch",
         nargs="?",
         const=EVERY,
-        type=_count,
+        type=positive,
         metavar="SECONDS",
         help=f"repeat every SECONDS (default: {EVERY}) while the run continues",
     )
     report.set_defaults(run=run_report)
-    compare = _add(commands, "compare", "compare final values and figures of several runs", COMPARE, COMPARE_EXAMPLES)
+    compare = add_command(
+        commands, "compare", "compare final values and figures of several runs", COMPARE, COMPARE_EXAMPLES
+    )
     compare.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"two or more runs; the first is the baseline. {RUN_HELP}"
     )
@@ -100,7 +102,7 @@ def add_report_parsers(commands) -> None:
         "--metric", action="append", default=[], metavar="NAME", help="another metric for the table; may be repeated"
     )
     compare.add_argument(
-        "--window", type=_count, metavar="STEPS", help="number of last steps over which final values are averaged"
+        "--window", type=positive, metavar="STEPS", help="number of last steps over which final values are averaged"
     )
     compare.add_argument(
         "--full", action="store_true", help="use each run's own end, not the last step that all have reached"
@@ -108,22 +110,10 @@ def add_report_parsers(commands) -> None:
     compare.set_defaults(run=run_compare)
 
 
-def _add(commands, name: str, brief: str, description: str, examples: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name, help=brief, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--out", type=Path, default=Path(default), help="folder for the page (default: %(default)s/)")
     parser.add_argument("--no-page", action="store_true", help="print the text only, write no page")
     parser.add_argument("--no-pictures", action="store_true", help="write the page without PNG files")
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{printable(text)} must be a whole number above 0 and below a billion")
-    return int(text)
 
 
 def run_report(arguments: argparse.Namespace) -> int:

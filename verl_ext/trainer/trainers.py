@@ -42,10 +42,7 @@ class StabilityMixin(VerlTrainer):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        replace_workers(self.role_worker_mapping, self.worker_classes())
-
-    def worker_classes(self) -> Mapping[type, type]:
-        return classes_of_workers(self.stability_run.features)
+        replace_workers(self.role_worker_mapping, classes_of_workers(self.stability_run.features))
 
     def init(self) -> None:
         super().init()

@@ -20,7 +20,7 @@ from verl_ext.diagnosis.causes import (
 )
 from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.names import setting_for
-from verl_ext.doctor import command as doctor_command  # noqa: F401 (registers all checks)
+from verl_ext.doctor import diagnose  # noqa: F401 (registers all checks)
 from verl_ext.doctor.checks import CAUSE_OF_CHECK, CHECKS
 from verl_ext.features.stability import stability_config
 from verl_ext.probe.sweep import NAMES

@@ -1,7 +1,7 @@
 """Versions, GPU and model: differences of newer vLLMs, and routing that would not be the experts that were chosen."""
 
 import pytest
-from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers import GptOssConfig
 
 from tests.unit.doctor.conftest import VERSIONS
 from verl_ext.launch.gpus import named
@@ -96,8 +96,6 @@ def test_another_engine_has_no_version_of_vllm(findings):
 
 
 MOE = "actor_rollout_ref.model.path={models}/moe"
-MEGATRON = ("model_engine=megatron", "actor_rollout_ref.model.use_remove_padding=true")
-REPLAY = "actor_rollout_ref.actor.megatron.router_replay.mode"
 AGREEMENT = "stability.router_agreement"
 TRITON = f"{VLLM}.moe_backend=triton"
 
@@ -157,35 +155,3 @@ def test_gpt_oss_has_such_a_kernel_on_every_gpu(findings, tmp_path):
     given = (f"actor_rollout_ref.model.path={tmp_path}", SGLANG, f"{AGREEMENT}=true")
     (found,) = findings("captured routing", *given, gpu=named("H100"))
     assert (found.level, found.fix) == ("warning", (f"+{RUNNER}=triton",)) and "gpt-oss" in found.found
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """A model of 512 experts."""
-    folder = tmp_path_factory.mktemp("wide")
-    Qwen3MoeConfig(num_experts=512).save_pretrained(folder)
-    return f"actor_rollout_ref.model.path={folder}"
-
-
-@pytest.mark.parametrize(
-    ("version", "overrides", "level", "fix"),
-    [
-        ("0.9.0", [f"{REPLAY}=R2"], "error", [f"{REPLAY}=disabled"]),
-        ("0.9.0", [f"{AGREEMENT}=true"], "error", [f"{REPLAY}=disabled", f"{AGREEMENT}=false"]),
-        ("0.9.0", [f"{REPLAY}=R3"], None, []),
-        ("0.9.0", [], None, []),
-        ("0.9.1", [f"{REPLAY}=R2"], "ok", []),
-    ],
-)
-def test_more_experts_than_a_byte_counts(findings, wide, version, overrides, level, fix):
-    fields = {"versions": VERSIONS | {"verl": version}}
-    found = findings("recorded routing", wide, *MEGATRON, *overrides, **fields)
-    assert [finding.level for finding in found] == ([level] if level else [])
-    assert [override for finding in found for override in finding.fix] == fix
-    if fix:
-        assert findings("recorded routing", wide, *MEGATRON, *overrides, *fix, **fields) == []
-
-
-def test_256_experts_or_fewer_fit(findings, models):
-    fields = {"versions": VERSIONS | {"verl": "0.9.0"}}
-    assert findings("recorded routing", MOE.format(models=models), *MEGATRON, f"{REPLAY}=R2", **fields) == []

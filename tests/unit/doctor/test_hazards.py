@@ -23,6 +23,7 @@ MTP = ["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.e
 ASYNCHRONOUS = ["trainer.v1.trainer_mode=colocate_async"]
 WAITING = "trainer.v1.colocate_async.num_warmup_batches"
 ACTOR = "actor_rollout_ref.actor"
+LOSS = f"{ACTOR}.policy_loss"
 TENSOR_2 = f"{ACTOR}.megatron.tensor_model_parallel_size=2"
 EXPERTS = f"{ACTOR}.megatron.expert"
 SCHEDULE = "optim.use_checkpoint_opt_param_scheduler=true"
@@ -34,10 +35,20 @@ ROUTER_FP32 = f"{FP8}.moe_router_dtype=fp32"
 BIASED = "actor_rollout_ref.model.path={models}/biased"
 OPSM = ("stability.correction=opsm", "stability.opsm.delta=0.1")
 HYBRID = "actor_rollout_ref.hybrid_engine"
+SEPARATE = "trainer.v1.trainer_mode=separate_async"
+CAPTURE = f"{ROLLOUT}.enable_rollout_routing_replay=true"
+RAW_MODE, PROCESSED = f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.logprobs_mode=processed_logprobs"
+NO_CHUNKS = f"{ROLLOUT}.enable_chunked_prefill=false"
+BATCHED = f"{ROLLOUT}.max_num_batched_tokens"
+FP16, FP32 = f"+{FSDP}.mixed_precision.param_dtype=fp16", f"+{FSDP}.mixed_precision.param_dtype=fp32"
+FP8_ROLLOUT, TORCHAO = f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization=torchao"
+WARM, COOL = f"{ROLLOUT}.temperature=1", f"{ROLLOUT}.temperature=0.7"
+TIS, MERGED = "stability.correction=tis", "++actor_rollout_ref.model.lora.merge=true"
+BY_SEQUENCE = f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+GSPO = f"{LOSS}.loss_mode=gspo"
 
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=true"
-LOSS = "actor_rollout_ref.actor.policy_loss"
 
 # (check, overrides, worst level or None for nothing, its overrides that fix)
 CASES = [
@@ -61,46 +72,36 @@ CASES = [
     ("truncated sampling", [f"{ROLLOUT}.top_k=50", "stability.head.k=50"], "ok", []),
     (
         "truncated sampling",
-        [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
+        [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", RAW_MODE],
         "warning",
         [f"{ROLLOUT}.top_p=1", f"{ROLLOUT}.top_k=-1"],
     ),
     ("truncated sampling", [f"{ROLLOUT}.top_p=0.9", SGLANG], "warning", [f"{ROLLOUT}.top_p=1"]),
     ("truncated sampling", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=trtllm"], None, []),
-    ("log-prob mode", [SGLANG, f"{ROLLOUT}.temperature=0.7"], "ok", []),
+    ("log-prob mode", [SGLANG, COOL], "ok", []),
     ("log-prob mode", [SGLANG, f"+{RAW}='1'"], "ok", []),
-    ("log-prob mode", [SGLANG, f"+{RAW}='1'", f"{ROLLOUT}.temperature=0.7"], "warning", [f"++{RAW}='0'"]),
-    ("temperature", [SGLANG, f"{ROLLOUT}.temperature=0.7"], "warning", [f"{ROLLOUT}.temperature=1"]),
+    ("log-prob mode", [SGLANG, f"+{RAW}='1'", COOL], "warning", [f"++{RAW}='0'"]),
+    ("temperature", [SGLANG, COOL], "warning", [WARM]),
     ("dtype of both engines", [SGLANG, f"{ROLLOUT}.dtype=float16"], "warning", [f"{ROLLOUT}.dtype=bfloat16"]),
     ("dtype of both engines", [SGLANG, f"{SGLANGS}.dtype=half"], "warning", [f"+{SGLANGS}.dtype=bfloat16"]),
-    ("quantized rollout", [SGLANG, f"{ROLLOUT}.quantization=fp8"], "warning", ["stability.correction=tis"]),
-    ("quantized rollout", [SGLANG, f"{SGLANGS}.kv_cache_dtype=fp8_e4m3"], "warning", ["stability.correction=tis"]),
-    ("quantized rollout", [SGLANG, f"{ROLLOUT}.quantization=torchao"], "error", [f"{ROLLOUT}.quantization=null"]),
+    ("quantized rollout", [SGLANG, FP8_ROLLOUT], "warning", [TIS]),
+    ("quantized rollout", [SGLANG, f"{SGLANGS}.kv_cache_dtype=fp8_e4m3"], "warning", [TIS]),
+    ("quantized rollout", [SGLANG, TORCHAO], "error", [f"{ROLLOUT}.quantization=null"]),
     ("lengths", [SGLANG, f"{ROLLOUT}.max_model_len=2048"], "error", [f"{ROLLOUT}.max_model_len=1024"]),
-    ("lengths", [SGLANG, f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=1"], None, []),
+    ("lengths", [SGLANG, NO_CHUNKS, f"{BATCHED}=1"], None, []),
     ("routing capture", [SGLANG, MOE, "stability.router_agreement=true"], None, []),
     ("vocabulary", [SGLANG], None, []),
     ("log-prob mode", [], "ok", []),
-    ("log-prob mode", [f"{ROLLOUT}.temperature=0.7"], "ok", []),
-    ("log-prob mode", [f"{ROLLOUT}.logprobs_mode=raw_logprobs"], "ok", []),
+    ("log-prob mode", [COOL], "ok", []),
+    ("log-prob mode", [RAW_MODE], "ok", []),
+    ("log-prob mode", [RAW_MODE, COOL], "warning", [PROCESSED]),
     (
         "log-prob mode",
-        [f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.temperature=0.7"],
+        [f"{ROLLOUT}.logprobs_mode=null", COOL],  # vLLM's own default is raw_logprobs
         "warning",
-        [f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
+        [PROCESSED],
     ),
-    (
-        "log-prob mode",
-        [f"{ROLLOUT}.logprobs_mode=null", f"{ROLLOUT}.temperature=0.7"],  # vLLM's own default is raw_logprobs
-        "warning",
-        [f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
-    ),
-    (
-        "log-prob mode",
-        [f"{VLLM}.logprobs_mode=raw_logits"],
-        "warning",
-        [f"+{VLLM}.logprobs_mode=processed_logprobs"],
-    ),
+    ("log-prob mode", [f"{VLLM}.logprobs_mode=raw_logits"], "warning", [f"+{VLLM}.logprobs_mode=processed_logprobs"]),
     ("waiting batches", ["stability=guard"], None, []),
     ("waiting batches", [*ASYNCHRONOUS, f"{WAITING}=32", "stability=none"], None, []),
     ("waiting batches", [*ASYNCHRONOUS, "stability=guard"], "ok", []),
@@ -122,25 +123,20 @@ CASES = [
         ["stability.guard.stop_after=42"],
     ),
     ("temperature", [], None, []),
-    ("temperature", [f"{ROLLOUT}.temperature=0.7"], "warning", [f"{ROLLOUT}.temperature=1"]),
-    ("temperature", [f"{ROLLOUT}.temperature=0.7", f"+{FSDP}.mixed_precision.param_dtype=fp32"], None, []),
-    ("temperature", [f"{ROLLOUT}.temperature=0.7", "actor_rollout_ref.model.use_fused_kernels=true"], None, []),
-    ("temperature", [f"{ROLLOUT}.temperature=0.7", MEGATRON], None, []),
+    ("temperature", [COOL], "warning", [WARM]),
+    ("temperature", [COOL, FP32], None, []),
+    ("temperature", [COOL, "actor_rollout_ref.model.use_fused_kernels=true"], None, []),
+    ("temperature", [COOL, MEGATRON], None, []),
     ("training dtype", [], None, []),
     ("training dtype", [f"{FSDP}.dtype=float16"], "warning", [f"++{FSDP}.mixed_precision.param_dtype=float16"]),
     ("training dtype", [MEGATRON, "actor_rollout_ref.actor.megatron.dtype=float16"], None, []),
     ("dtype of both engines", [], "ok", []),
     ("dtype of both engines", [f"{ROLLOUT}.dtype=float16"], "warning", [f"{ROLLOUT}.dtype=bfloat16"]),
     ("dtype of both engines", [f"{VLLM}.dtype=half"], "warning", [f"+{VLLM}.dtype=bfloat16"]),
-    (
-        "dtype of both engines",
-        [f"+{FSDP}.mixed_precision.param_dtype=fp16"],
-        "warning",
-        [f"{ROLLOUT}.dtype=float16"],
-    ),
-    ("dtype of both engines", [f"+{FSDP}.mixed_precision.param_dtype=fp16", f"{ROLLOUT}.dtype=half"], "ok", []),
+    ("dtype of both engines", [FP16], "warning", [f"{ROLLOUT}.dtype=float16"]),
+    ("dtype of both engines", [FP16, f"{ROLLOUT}.dtype=half"], "ok", []),
     ("dtype of both engines", [f"{FSDP}.dtype=float16", f"{ROLLOUT}.dtype=float16"], "ok", []),
-    ("dtype of both engines", [f"+{FSDP}.mixed_precision.param_dtype=fp32"], "note", []),
+    ("dtype of both engines", [FP32], "note", []),
     ("dtype of both engines", [f"{ROLLOUT}.dtype=auto"], None, []),
     (
         "dtype of both engines",
@@ -150,91 +146,51 @@ CASES = [
     ),
     ("loss scaling", [], None, []),
     ("loss scaling", [f"{FSDP}.model_dtype=fp16"], "warning", [f"{FSDP}.model_dtype=fp32"]),
-    ("loss scaling", [f"+{FSDP}.mixed_precision.param_dtype=fp16"], "ok", []),
+    ("loss scaling", [FP16], "ok", []),
     ("quantized rollout", [], None, []),
-    ("quantized rollout", [f"{ROLLOUT}.quantization=fp8"], "warning", ["stability.correction=tis"]),
-    ("quantized rollout", [f"{VLLM}.kv_cache_dtype=fp8_e4m3"], "warning", ["stability.correction=tis"]),
-    ("quantized rollout", [f"{ROLLOUT}.quantization=fp8", "stability=icepop"], "note", []),
-    ("quantized rollout", [f"{ROLLOUT}.quantization=fp8", "stability=icepop_loss"], "note", []),
-    (
-        "quantized rollout",
-        [f"{ROLLOUT}.quantization=fp8", "algorithm.rollout_correction.rollout_is=token"],
-        "note",
-        [],
-    ),
+    ("quantized rollout", [FP8_ROLLOUT], "warning", [TIS]),
+    ("quantized rollout", [f"{VLLM}.kv_cache_dtype=fp8_e4m3"], "warning", [TIS]),
+    ("quantized rollout", [FP8_ROLLOUT, "stability=icepop"], "note", []),
+    ("quantized rollout", [FP8_ROLLOUT, "stability=icepop_loss"], "note", []),
+    ("quantized rollout", [FP8_ROLLOUT, f"{CORRECTION}.rollout_is=token"], "note", []),
     ("quantized sync", [], None, []),
-    ("quantized sync", [f"{ROLLOUT}.quantization=fp8"], None, []),
-    ("quantized sync", [f"{ROLLOUT}.quantization=int4"], "error", [f"{ROLLOUT}.quantization=fp8"]),
+    ("quantized sync", [FP8_ROLLOUT], None, []),
+    ("quantized sync", [f"{ROLLOUT}.quantization=int4"], "error", [FP8_ROLLOUT]),
     (
         "quantized sync",
-        [f"{ROLLOUT}.quantization=torchao", f"{ROLLOUT}.quantization_config_file=int4.json"],
+        [TORCHAO, f"{ROLLOUT}.quantization_config_file=int4.json"],
         "warning",
         [f"{ROLLOUT}.quantization=null"],
     ),
-    ("quantized sync", [f"{ROLLOUT}.quantization=torchao"], "warning", [f"{ROLLOUT}.quantization=null"] * 2),
+    ("quantized sync", [TORCHAO], "warning", [f"{ROLLOUT}.quantization=null"] * 2),
     ("quantized training", [], None, []),
     ("quantized training", [MEGATRON], None, []),
     ("quantized training", [MEGATRON, f"{FP8}.fp8=e4m3", f"{FP8}.fp8_recipe=tensorwise"], "warning", []),
     ("quantized training", [MEGATRON, f"{FP8}.fp8=e4m3", f"{FP8}.fp8_recipe=mxfp8"], "note", []),
     ("quantized training", [f"{FSDP}.qat.enable=true"], "ok", []),
-    (
-        "quantized training",
-        [f"{FSDP}.qat.enable=true", f"{FSDP}.qat.mode=w4a4"],
-        "warning",
-        [f"{FSDP}.qat.mode=w4a16"],
-    ),
+    ("quantized training", [f"{FSDP}.qat.enable=true", f"{FSDP}.qat.mode=w4a4"], "warning", [f"{FSDP}.qat.mode=w4a16"]),
     ("weight sync", [], None, []),
     ("weight sync", [CANARY], "ok", []),
     ("weight sync", [LORA], "note", []),
     ("weight sync", [LORA, CANARY], "ok", []),
     ("weight sync", [LORA, "stability=icepop"], "ok", []),
     ("weight sync", [LORA, "stability=icepop", "stability.sync_canary.trajectories=0"], "note", []),
-    ("weight sync", [LORA, "++actor_rollout_ref.model.lora.merge=true"], "note", []),
-    (
-        "weight sync",
-        [LORA, f"{ROLLOUT}.name=sglang", "stability=icepop"],
-        "error",
-        ["++actor_rollout_ref.model.lora.merge=true"],
-    ),
-    ("weight sync", ["trainer.v1.trainer_mode=separate_async"], "note", []),
-    ("weight sync", ["trainer.v1.trainer_mode=separate_async", "stability=icepop"], "ok", []),
-    (
-        "weight sync",
-        [LORA, "trainer.v1.trainer_mode=separate_async"],
-        "warning",
-        ["++actor_rollout_ref.model.lora.merge=true"],
-    ),
+    ("weight sync", [LORA, MERGED], "note", []),
+    ("weight sync", [LORA, f"{ROLLOUT}.name=sglang", "stability=icepop"], "error", [MERGED]),
+    ("weight sync", [SEPARATE], "note", []),
+    ("weight sync", [SEPARATE, "stability=icepop"], "ok", []),
+    ("weight sync", [LORA, SEPARATE], "warning", [MERGED]),
     ("weight sync", [CANARY, *MTP], "warning", ["stability.sync_canary.trajectories=0"]),
-    ("prefix caching", [], "ok", []),
-    ("prefix caching", [f"{ROLLOUT}.enable_prefix_caching=false"], None, []),
     ("speculative decoding", [], None, []),
     ("speculative decoding", [MTP[0]], None, []),
     ("speculative decoding", MTP, "note", []),
     ("speculative decoding", [*MTP, "actor_rollout_ref.model.mtp.enable_train=true"], "ok", []),
     ("speculative decoding", [f"{VLLM}.speculative_config={{method:eagle3,model:x}}"], "note", []),
-    ("partial rollouts", [], None, []),
-    ("partial rollouts", ["trainer.v1.trainer_mode=colocate_async"], "ok", []),
-    (
-        "partial rollouts",
-        ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.multi_turn.enable=true"],
-        "ok",
-        [],
-    ),
-    (
-        "partial rollouts",
-        [
-            "trainer.v1.trainer_mode=separate_async",
-            f"{ROLLOUT}.multi_turn.enable=true",
-            "stability.router_agreement=true",
-        ],
-        "ok",
-        [],
-    ),
     ("fake quantization", [], None, []),
     ("fake quantization", ["stability.fake_quantization.format=fp4"], "note", []),
     ("log-prob precision", ["trainer.device=cpu"], "note", []),
     ("log-prob precision", ["trainer.device=cuda"], None, []),  # on the run's machine, verl pins flash-attn
-    ("log-prob precision", ["trainer.device=cpu", f"+{FSDP}.mixed_precision.param_dtype=fp32"], None, []),
+    ("log-prob precision", ["trainer.device=cpu", FP32], None, []),
     ("log-prob precision", [MEGATRON], None, []),
     ("routing capture", [], None, []),
     ("routing capture", [MOE, "stability.router_agreement=true"], "ok", []),
@@ -243,19 +199,19 @@ CASES = [
     ("routing capture", [MOE, "stability=r2", "stability.router_agreement=false"], None, []),
     (
         "routing capture",
-        [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{VLLM}.decode_context_parallel_size=2"],
+        [CAPTURE, f"{VLLM}.decode_context_parallel_size=2"],
         "error",
         [f"+{VLLM}.decode_context_parallel_size=1"],
     ),
     (
         "routing capture",
-        [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{VLLM}.kv_transfer_config={{kv_role:kv_both}}"],
+        [CAPTURE, f"{VLLM}.kv_transfer_config={{kv_role:kv_both}}"],
         "error",
         [f"+{VLLM}.kv_transfer_config=null"],
     ),
     (
         "routing capture",
-        [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ROLLOUT}.disaggregation.enabled=true"],
+        [CAPTURE, f"{ROLLOUT}.disaggregation.enabled=true"],
         "error",
         [f"{ROLLOUT}.disaggregation.enabled=false"],
     ),
@@ -295,14 +251,9 @@ CASES = [
         [],
     ),
     ("loss aggregation", [], None, []),
-    ("loss aggregation", [f"{LOSS}.loss_mode=gspo"], "warning", [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"]),
-    ("loss aggregation", [f"{LOSS}.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"], "ok", []),
-    (
-        "loss aggregation",
-        ["stability=icepop_loss", f"+{LOSS}.base=gspo"],
-        "warning",
-        [f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
-    ),
+    ("loss aggregation", [GSPO], "warning", [BY_SEQUENCE]),
+    ("loss aggregation", [GSPO, BY_SEQUENCE], "ok", []),
+    ("loss aggregation", ["stability=icepop_loss", f"+{LOSS}.base=gspo"], "warning", [BY_SEQUENCE]),
     ("router training", [MOE], None, []),
     ("router training", [MEGATRON], None, []),
     ("router training", [MEGATRON, MOE], "ok", []),
@@ -318,12 +269,7 @@ CASES = [
     ("router dtype", [MEGATRON, MOE, "actor_rollout_ref.actor.megatron.vanilla_mbridge=true"], None, []),
     ("head dtype", [], None, []),
     ("head dtype", [f"{VLLM}.hf_overrides.head_dtype=float32"], "warning", [f"+{VLLM}.hf_overrides.head_dtype=model"]),
-    (
-        "head dtype",
-        [f"{VLLM}.hf_overrides.head_dtype=float32", f"+{FSDP}.mixed_precision.param_dtype=fp32"],
-        None,
-        [],
-    ),
+    ("head dtype", [f"{VLLM}.hf_overrides.head_dtype=float32", FP32], None, []),
     (
         "head dtype",
         [SGLANG, f"{SGLANGS}.enable_fp32_lm_head=true"],
@@ -341,33 +287,17 @@ CASES = [
     ("trust region", [*ASYNCHRONOUS, f"{CORRECTION}.rollout_rs=seq_mean_k1"], "ok", []),
     ("trust region", [*ASYNCHRONOUS, BYPASS], "ok", []),
     ("rollout placement", [], None, []),
-    ("rollout placement", [f"{HYBRID}=false", "trainer.v1.trainer_mode=separate_async"], "ok", []),
+    ("rollout placement", [f"{HYBRID}=false", SEPARATE], "ok", []),
     ("rollout placement", [f"{HYBRID}=false"], "warning", [f"{HYBRID}=true"]),
     ("rollout placement", [f"{ROLLOUT}.router_config_path=router.yaml"], "ok", []),
     ("normal level", [], None, []),
     ("normal level", ["stability=icepop"], "ok", []),
     ("normal level", ["stability=icepop", "stability.guard.level=0"], "note", []),
-    ("R2 on Megatron", [], None, []),
-    ("R2 on Megatron", [MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2"], "ok", []),
     ("lengths", [], None, []),
-    ("lengths", [f"{ROLLOUT}.max_num_batched_tokens=512"], None, []),
-    ("lengths", [f"{ROLLOUT}.enable_chunked_prefill=false"], None, []),
-    (
-        "lengths",
-        [f"{ROLLOUT}.enable_chunked_prefill=false", f"{ROLLOUT}.max_num_batched_tokens=512"],
-        "error",
-        [f"{ROLLOUT}.max_num_batched_tokens=1024"],
-    ),
-    (
-        "lengths",
-        [
-            f"{ROLLOUT}.enable_chunked_prefill=false",
-            f"{ROLLOUT}.max_num_batched_tokens=512",
-            f"{ROLLOUT}.max_model_len=768",
-        ],
-        "error",
-        [f"{ROLLOUT}.max_num_batched_tokens=768"],
-    ),
+    ("lengths", [f"{BATCHED}=512"], None, []),
+    ("lengths", [NO_CHUNKS], None, []),
+    ("lengths", [NO_CHUNKS, f"{BATCHED}=512"], "error", [f"{BATCHED}=1024"]),
+    ("lengths", [NO_CHUNKS, f"{BATCHED}=512", f"{ROLLOUT}.max_model_len=768"], "error", [f"{BATCHED}=768"]),
     ("lengths", [f"{ROLLOUT}.max_model_len=4096"], "error", [f"{ROLLOUT}.max_model_len=1024"]),
     ("vocabulary", [], "ok", []),
     ("vocabulary", ["actor_rollout_ref.model.path={models}/padded"], "warning", []),
@@ -443,13 +373,6 @@ def test_cascade_attention_of_a_named_gpu_on_a_machine_with_vllm_for_cpu(finding
     assert worst(found) == "warning"
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "level"), [("prefix caching", [], "note"), ("speculative decoding", MTP, "warning")]
-)
-def test_what_an_older_verl_was_not_read_to_do(findings, name, overrides, level):
-    assert worst(findings(name, *overrides, versions={"verl": "0.9.0"})) == level
-
-
 def test_with_flash_attn_nothing_is_said_of_log_prob_precision(findings):
     assert not findings("log-prob precision", versions={"flash-attn": "2.8.3"})
     (finding,) = findings("log-prob precision", "trainer.device=cuda", gpu=named("H100"))
@@ -523,14 +446,6 @@ def test_verl_cannot_raise_max_num_batched_tokens():
 
     with pytest.raises(FrozenInstanceError):
         RolloutConfig(name="vllm").max_num_batched_tokens = 1
-
-
-def test_r2_on_megatron_needs_the_verl_that_records_one_model(findings):
-    (found,) = findings(
-        "R2 on Megatron", MEGATRON, f"{ACTOR}.megatron.router_replay.mode=R2", versions={"verl": "0.9.0"}
-    )
-    assert found.level == "warning" and found.fix == (f"{ACTOR}.megatron.router_replay.mode=disabled",)
-    assert not findings("R2 on Megatron", MEGATRON, *found.fix, versions={"verl": "0.9.0"})
 
 
 ZERO = ("stability=zero_mismatch", "trainer.device=cuda")

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.support.examples import at_most
 from verl_ext.base.errors import ConfigError
-from verl_ext.doctor import command  # noqa: F401 (registers the checks)
+from verl_ext.doctor import diagnose  # noqa: F401 (registers the checks)
 from verl_ext.doctor.checks import CHECKS, Context
 from verl_ext.features.stability import default_node
 from verl_ext.launch import command_line

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.example_launches import LAUNCHES, NOT_COMPOSED, SAMPLE
 from verl_ext import cli
-from verl_ext.doctor import command
+from verl_ext.doctor import diagnose
 from verl_ext.doctor.checks import installed_versions
 from verl_ext.launch.gpus import named
 
@@ -20,7 +20,7 @@ def look():
 
     def findings(launch, *overrides):
         arguments = [*LAUNCHES[launch], "stability=moe", *overrides]
-        return command.diagnose(arguments, named("H100"), versions=versions)
+        return diagnose.diagnose(arguments, named("H100"), versions=versions)
 
     return findings
 
@@ -32,7 +32,7 @@ MENDED = (NOT_COMPOSED[0], "rollout_correction_run_qwen2_5_7b_fsdp_multi_rs", "s
 def test_a_launch_with_what_the_doctor_would_set_has_no_error(look, launch):
     found = look(launch)
     assert sum(one.level != "ok" and one.check in OF_THE_MACHINE for one in found) <= 2
-    overrides, left = command.mend(found, lambda overrides: look(launch, *overrides))
+    overrides, left = diagnose.mend(found, lambda overrides: look(launch, *overrides))
     assert [one.found for one in left if one.level == "error"] == []
     assert {one.level for one in look(launch, *overrides)} & {"error"} == set()
 

@@ -7,18 +7,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.guard.state import Event
 
 REGIMES = {"stale": SimpleNamespace(stands_for="asynchronous RL"), "bf16": SimpleNamespace(stands_for="two kernels")}
 FINAL = {"exact": 0.9, "none": 0.2, "tis": 0.75, "icepop": 0.6}  # where the reward ends
-STOPPED = {"guard": 22}  # the step at which the guard ends the run
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def arms_of(
 
 
 def variants() -> tuple[str, ...]:
-    return ("none", "tis", "icepop", "guard")
+    return ("none", "tis", "icepop")
 
 
 def setup_of(arm: Arm, seed: int) -> SimpleNamespace:
@@ -61,10 +59,6 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
             file.write(json.dumps({"step": step, "data": data}) + "\n")
             file.flush()
             on_step(step)
-            if step == STOPPED.get(arm.name):
-                event = Event(step, "batch_skip", "vllm_kl/k3", 0.2, 0.1, "stop", "k3 passed its line too often")
-                (folder / "metrics.guard.jsonl").write_text(json.dumps(asdict(event)) + "\n")
-                return
             if arm.name == "cut" and step == 30:
                 return
             if arm.name == "broken" and step == 3:

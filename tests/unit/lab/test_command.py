@@ -56,20 +56,6 @@ def test_the_same_command_goes_on_and_more_seeds_are_added(tmp_path, capsys):
     assert "none runs again, because these settings have changed: overrides" in capsys.readouterr().err
 
 
-def test_a_run_that_the_guard_ended_is_told_as_that(tmp_path, capsys):
-    assert main(["lab", "stale", "--variants", "none,tis,guard", *SMALL]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The guard stopped runs early: guard in 2 of 2 (step 22, at a reward of 0." in said
-    assert "ended early" in said and "2/2 @22" in said and "guard (" not in said
-    found = json.loads((tmp_path / ".lab/stale/results.json").read_text())["variants"]
-    assert [each["name"] for each in found] == ["exact", "tis", "none", "guard"]
-    assert found[-1]["ended_early"]["at"] == {"0": 22, "1": 22} and found[-1]["collapsed"]["share"] is None
-    page = (tmp_path / ".lab/stale/report.html").read_text()
-    assert (
-        "The guard stopped runs early: guard in 2 of 2" in page and "ended early: runs that the guard stopped" in page
-    )
-
-
 def test_a_run_that_ended_early_by_itself_is_none_that_lived(capsys):
     main(["lab", "stale", "--variants", "none", "--add", "cut=stability=tis", *SMALL, "--no-page"])
     said = " ".join(capsys.readouterr().out.split())

@@ -96,9 +96,3 @@ def test_nothing_collapsed_is_said_of_runs_that_the_guard_did_not_end():
     ended = Variant("guard", (), {0: summary(None, stopped=10)})
     assert "No run collapsed among the runs that the guard did not stop (the 20" in said(EXACT, ended)
     assert "No run collapsed (the 20" in said(EXACT)
-
-
-def test_against_runs_that_the_guard_ended_nothing_is_compared():
-    baseline = Variant("none", (), ENDED.runs)
-    text = said(EXACT, baseline, variant("tis", [0.7, 0.8, 0.7]))
-    assert "Better" not in text and "The gap costs" not in text and "none in 2 of 3 (steps 38" in text

@@ -92,12 +92,12 @@ def test_names():
         ("quantized", {"group": 0}, "lab.quantized.group=0 must be"),
         ("truncated", {"top_p": 0}, "lab.truncated.top_p=0 must be above 0"),
         ("wrong_temperature", {"temperature": 0}, "lab.wrong_temperature.temperature=0 must be above 0"),
+        ("partial_sync", {"layers": -2}, "lab.partial_sync.layers=-2"),
+        ("raw_log_probs", {"temperature": 0}, "lab.raw_log_probs.temperature=0"),
+        ("wrong_weights", {"kind": "other"}, "lab.wrong_weights.kind=other"),
+        ("respelled", {"share": 1.0}, "lab.respelled.share=1 must be between"),
     ],
 )
 def test_bad_settings(name, given, said):
     with pytest.raises(ConfigError, match=said):
         build(REGIMES[name], given, f"lab.{name}")
-
-
-def test_each_says_what_it_stands_for():
-    assert all(len(kind.stands_for) > 10 for kind in REGIMES.values())

@@ -56,12 +56,6 @@ def test_a_rise_and_fall_collapses_when_the_mean_of_20_steps_is_half_of_the_peak
     assert summarise(make({REWARD: RISE_AND_FALL[:80]})).collapsed is None
 
 
-def test_one_bad_batch_is_no_collapse_and_the_first_20_steps_have_no_peak():
-    calm = [0.6] * 60
-    assert summarise(make({REWARD: [*calm, 0.0, 0.0, *calm]})).collapsed is None
-    assert summarise(make({REWARD: [1.0] + [0.3] * 60})).collapsed is None
-
-
 def test_a_reward_of_zero_throughout_has_no_peak_to_fall_from():
     found = summarise(make({REWARD: [0.0] * 50}))
     assert found.peak == 0 and found.collapsed is None
@@ -131,15 +125,6 @@ def test_levels_of_steps_that_are_missing():
     steps = np.arange(1, 81, 2)
     level = levels(Series(steps, np.ones(40)))
     assert level.steps[0] == 39 and level.steps[-1] == 79 and len(level.steps) == 21
-
-
-def test_a_forecast_is_early_by_the_steps_before_k3_stays_past_its_line():
-    k3 = [0.01] * 30 + [0.3] + [0.01] * 9 + [0.2] * 20  # one outlier alone is not past: (0.3 + 4 * 0.01) / 5 is 0.068
-    forecast = [1000.0] * 24 + [15.0] + [1000.0] * 35
-    found = summarise(make({REWARD: [0.5] * 60, K3: k3, FORECAST: forecast}))
-    assert found.foretold == 43 - 25  # (3 * 0.2 + 2 * 0.01) / 5 is 0.124, at step 43
-    assert summarise(make({REWARD: [0.5] * 60, K3: [0.01] * 60, FORECAST: forecast})).foretold is None
-    assert summarise(make({REWARD: [0.5] * 60, K3: k3})).foretold is None
 
 
 @pytest.mark.parametrize(

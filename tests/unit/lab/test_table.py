@@ -120,18 +120,3 @@ def test_runs_that_the_guard_ended_early_are_an_outcome_of_their_own():
         assert max(map(len, text.splitlines())) <= width and "2/3 @49" in text
         assert "such a run has no final reward" in " ".join(text.lower().split())
     assert "ended early" not in drawn(200)
-
-
-def test_the_json_holds_what_the_guard_ended():
-    found = json.loads(results_text(results_of({}, [*VARIANTS, ENDED, ALL_ENDED], [])))
-    guard, skip = found["variants"][-2:]
-    then = {"mean": pytest.approx(0.6), "seeds": 1}
-    assert guard["ended_early"] == {
-        "share": pytest.approx(2 / 3),
-        "of": 3,
-        "at": {"1": 38, "2": 60},
-        "reward_then": then,
-    }
-    assert guard["collapsed"] == {"share": 0, "of": 1, "at": {}} and skip["collapsed"]["share"] is None
-    assert guard["means"]["final"] is guard["final_against_none"] is guard["final_against_exact"] is None
-    assert guard["runs"]["1"]["stopped"] == 38 and guard["runs"]["1"]["final"] is None

@@ -56,7 +56,7 @@ def training(tmp_path, warm_ups):
 
 def of_a_step(run, number=1):
     """A batch of this run and its reading."""
-    batch = run._rollout(number)
+    batch = run.rollout(number)
     return batch, run.learner.score_old(batch)
 
 
@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_weighted_clipped_objective(training):
     batch = replace(batch, rewards=torch.rand(64))  # no group of one reward, whose advantages are rounding
     l_old, mask = scored.log_probs.detach(), batch.sampled.mask
     weights = torch.rand(mask.shape)
-    advantages = run._advantages(batch)
+    advantages = run.advantages(batch)
     fields = loss_fields(l_old, advantages, mask, scored.entropy, rollout_is_weights=weights)
     rewards = batch.rewards.double().view(8, 8)
     A = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
@@ -107,7 +107,7 @@ def test_the_weights_of_a_step_are_the_corrections(training):
         fields["seen"] = given
         return {}
 
-    run._rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
+    run.rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
     run.step(5)
     close(fields["seen"]["rollout_is_weights"], k.clamp(max=2) * batch.sampled.mask, 1e-5)
 
@@ -290,6 +290,7 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
         ("stale", "none", ("actor_rollout_ref.rollout.top_p=0.9",), "rollout.top_p=0.9"),
         ("stale", "tis", ("algorithm.rollout_correction.bypass_mode=true",), "set stability.router_agreement=false"),
         ("stale", "none", ("lab.task.name=chess",), "lab.task.name=chess is not known"),
+        ("stale", "none", ("lab.grader.noise=2",), "lab.grader.noise=2"),
     ],
 )
 def test_bad_input_is_one_line(regime, variant, overrides, said):

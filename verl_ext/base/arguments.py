@@ -1,0 +1,52 @@
+"""What the parsers of the `verl-ext` commands share."""
+
+import argparse
+import re
+from typing import Any
+
+from verl_ext.base.printable import printable
+
+INTERRUPTED = 130  # exit code
+NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+
+
+def add_command(commands: Any, name: str, brief: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """Adds a command whose description and examples are printed as they are."""
+    return commands.add_parser(
+        name, help=brief, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def positive(text: str) -> int:
+    """Parses a whole number above 0."""
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{printable(text)} must be a whole number above 0 and below a billion")
+    return int(text)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Parses names with commas between them."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    if wrong := [name for name in names if not NAME.fullmatch(name)]:
+        raise argparse.ArgumentTypeError(f"{printable(wrong[0])!r} is not a name; separate names by commas")
+    return names
+
+
+def named_overrides(text: str) -> tuple[str, str]:
+    """Parses NAME='OVERRIDES'."""
+    name, equals, overrides = text.partition("=")
+    if not equals or not NAME.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"{printable(text)} must have the form NAME='OVERRIDES'")
+    return name, overrides
+
+
+def add_own(parser: argparse.ArgumentParser, what: str) -> None:
+    """Adds the option `--add`, which may be repeated; `what` is the thing that it names."""
+    parser.add_argument(
+        "--add",
+        type=named_overrides,
+        action="append",
+        default=[],
+        metavar="NAME='OVERRIDES'",
+        help=f"define {what} of your own; may be repeated",
+    )

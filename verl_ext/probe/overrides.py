@@ -1,0 +1,111 @@
+"""What the command and the process of the engines share: the overrides that make a run a probe, and progress lines."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_ext.base.errors import ConfigError
+from verl_ext.features.losses import LOSS, LOSSES
+from verl_ext.features.stability import stability_config
+from verl_ext.features.verl_config import REPLAY, ROLLOUTS, rollout_name, strategy_of, verls_replay_setting
+from verl_ext.launch.sizes import data_parallel_size
+from verl_ext.routing.engines import ACTOR, ENGINES, TOP_KS, first_of
+
+VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+DYNAMIC_CONTEXT = f"{ACTOR}.megatron.dynamic_context_parallel"
+PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
+OUT, BATCHES = "probe_out", "probe_batches"  # settings of the run's config: the file for what is found; how many
+
+
+def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1) -> list[str]:
+    """Returns the overrides that turn a run into a probe of it, to be given after its own.
+
+    Args:
+        prompts: rounded up so that each rank of the training engine has as many, enough to put two into each pass.
+        batches: how many are scored before the update.
+
+    Raises:
+        ConfigError: the run's engines are not ones that are probed.
+    """
+    _check_engines(config)
+    share = 2 * data_parallel_size(config) * passes_at_once(config)
+    prompts = -(-prompts // share) * share
+    rollout, trainer = "actor_rollout_ref.rollout", "trainer"
+    overrides = [
+        "stability.metrics=true",
+        "stability.guard.rules=null",
+        "stability.filters=null",
+        "stability.trajectories=null",
+        f"data.train_batch_size={prompts}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",  # each pass is one sequence
+        f"{rollout}.log_prob_use_dynamic_bsz=false",
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        f"{rollout}.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0",
+        f"{rollout}.n=1",
+        f"{rollout}.temperature=1.0",
+        f"{rollout}.top_p=1",
+        f"{rollout}.top_k=-1",
+        f"{trainer}.v1.trainer_mode=sync",
+        f"{trainer}.total_training_steps=1",
+        f"{trainer}.save_freq=-1",
+        f"{trainer}.test_freq=-1",
+        f"{trainer}.val_before_train=false",
+        f"{trainer}.resume_mode=disable",
+        f"{trainer}.logger=[console]",
+        f"{trainer}.default_local_dir={out}/checkpoints",
+        f"hydra.run.dir={out}/hydra",
+        f"+{BATCHES}={batches}",
+    ]
+    if experts_of(config):
+        compares, read = ENGINES[strategy_of(config)].compares_r3, _reads_agreement(config)
+        overrides += [
+            f"stability.router_agreement={str(compares or read).lower()}",
+            "stability.router_agreement_share=1",
+            f"{verls_replay_setting(config)}=disabled",
+            f"{REPLAY}={'R3' if compares or not read else 'disabled'}",
+        ]
+    return overrides
+
+
+def _check_engines(config: Any) -> None:
+    strategy, rollout = strategy_of(config), rollout_name(config)
+    if strategy not in ENGINES:
+        raise ConfigError(
+            f"the probe reads the training engine of {ACTOR}.strategy={', '.join(ENGINES)}, and this run has {strategy}"
+        )
+    if rollout not in ROLLOUTS:
+        raise ConfigError(f"the probe reads {' and '.join(ROLLOUTS.values())}, and this run samples with {rollout}")
+    if strategy == "megatron" and OmegaConf.select(config, DYNAMIC_CONTEXT):
+        raise ConfigError(
+            f"the probe cannot put sequences together that {DYNAMIC_CONTEXT}=true splits",
+            fix=(f"{DYNAMIC_CONTEXT}=false",),
+        )
+
+
+def passes_at_once(config: Any) -> int:
+    """Returns the number whose multiples of passes the training engine takes: Megatron's stages, with virtual ones."""
+    if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL):
+        return 1
+    return int(config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)
+
+
+def _reads_agreement(config: Any) -> bool:
+    """Returns whether the update reads the routers' agreement of each token."""
+    stability = stability_config(config.stability)
+    loss = LOSSES.get(OmegaConf.select(config, f"{LOSS}.loss_mode"))
+    methods = [one.method for one in stability.in_update] + ([loss] if loss else [])
+    return any("router_agreement" in method.reads for method in methods)
+
+
+def experts_of(config: Any) -> int:
+    """Returns how many experts a token uses; 0 for a dense model or if this machine cannot read its config."""
+    from verl_ext.features.verl_config import hf_config_of
+
+    model = hf_config_of(config.actor_rollout_ref.model)
+    return first_of(model.get_text_config(), TOP_KS) if model else 0
