@@ -29,11 +29,8 @@ STATISTICS = "scipy"  # needed by `compare` and by the lab
 FAILED = 2  # exit code of a command that failed
 
 RUN_HELP = (
-    "verl's console output, printed dictionaries of TRL, ms-swift, slime or miles, or names with numbers of another "
-    "trainer (- reads the standard input); verl's metrics file or other JSON lines with a step; CSV or TSV; "
-    "trainer_state.json; a notebook; a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db); or a "
-    "folder with one of these. The guard's events and dumped trajectories next to it are read too. PATH:N is the Nth "
-    "of several runs in it"
+    "{forms}; or a folder with one of these. - reads a log from the standard input. The guard's events and dumped "
+    "trajectories next to it are read too. PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,
@@ -61,6 +58,18 @@ examples:
   verl-ext compare base.jsonl icepop.jsonl r3.jsonl --metric rollout_corr/kl --window 50
   verl-ext compare run.jsonl:1 run.jsonl:2           two runs of one file
 """
+
+
+class _FormsHelp(argparse.RawDescriptionHelpFormatter):
+    """Puts the forms of a run into a help text when it is printed: other commands must not wait for the readers."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if "{forms}" not in text:
+            return text
+        from verl_ext.report.sources import form_rows
+
+        return text.replace("{forms}", "; ".join(title for title, _, _ in form_rows()))
 
 
 def add_report_parsers(commands) -> None:
@@ -109,9 +118,7 @@ def add_report_parsers(commands) -> None:
 
 
 def _add(commands, name: str, brief: str, description: str, examples: str) -> argparse.ArgumentParser:
-    return commands.add_parser(
-        name, help=brief, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return commands.add_parser(name, help=brief, description=description, epilog=examples, formatter_class=_FormsHelp)
 
 
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:

@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from tests import ROOT
 from tests.support.examples import slow_cases
 from tests.support.signals import heeds_ctrl_c
 from tests.unit.report.made_runs import full, make, write
@@ -48,13 +47,6 @@ def test_report_says_a_verdict_and_a_table_and_writes_the_page_and_the_figures(f
     said = capsys.readouterr().out
     assert "not enough data" in said and "engine KL, k3" in said and "stability.metrics=true" in said
     assert f" page: {out / 'report.html'}\n" in said and f" figures: {out / 'figures'}\n" in said
-
-
-def test_the_page_of_the_docs_shows_what_the_command_says(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["report", str(ROOT / "recipes" / "collapse" / "runs" / "stale" / "none" / "seed0"), "--no-page"]) == 0
-    said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    assert f"```\n{said}\n```\n" in (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
 
 
 def test_a_path_with_brackets_or_colons_is_written_as_it_is(file, tmp_path, capsys):

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -28,7 +28,8 @@ from urllib.parse import quote
 
 from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.store import Process
+from verl_ext.report.sources.kinds import Kind, register_kind
+from verl_ext.report.sources.store import Process, StoreSource
 from verl_ext.report.sources.table import MetricTable
 
 META, METRICS = "meta.yaml", "metrics"
@@ -81,6 +82,24 @@ class MlflowFolder:
 
 def is_run(folder: Path) -> bool:
     return is_regular(folder / META) and (folder / METRICS).is_dir()
+
+
+def _mlflow_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
+    """Returns the folder of all experiments, but none above the one that was named."""
+    return [[folder, *folder.parents][min(depth, 2)]] if is_run(folder) else []
+
+
+register_kind(
+    Kind(
+        title="MLflow's file store, or the folder of an experiment or a run in it",
+        example="mlruns, mlruns/EXPERIMENT/RUN",
+        remarks="`trainer.logger=[console,mlflow]` with `MLFLOW_TRACKING_URI=file:...`",
+        order=3,
+        open=lambda path, which: StoreSource(MlflowFolder(path), path, which),
+        in_folder=_mlflow_folder,
+        owns_folder=True,
+    )
+)
 
 
 class MlflowDatabase:
@@ -145,6 +164,19 @@ class MlflowDatabase:
                 database.close()
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the second if SQLite's message quotes bytes beyond UTF-8
             raise ReportError(f"cannot be read as MLflow's database: {error}") from error
+
+
+register_kind(
+    Kind(
+        title="MLflow's SQLite file (.db, .sqlite)",
+        example="/tmp/mlruns.db",
+        remarks="the same, verl's default",
+        order=4,
+        open=lambda path, which: StoreSource(MlflowDatabase(path), path, which),
+        is_named=lambda path: path.suffix.lower() in DATABASE_ENDINGS,
+        in_folder=lambda folder, files, depth: [folder / file for file in DATABASE_NAMES if is_regular(folder / file)],
+    )
+)
 
 
 def _mlflow_process(run: Path, meta: dict[str, str]) -> Process:

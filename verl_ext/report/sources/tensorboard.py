@@ -8,13 +8,14 @@ a damaged file; a damaged record does not parse.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import MetricTable, TableRun
 
 BLOCK = 1 << 20
@@ -129,6 +130,23 @@ class TensorBoardSource:
         if self._unreadable:
             notes.append(f"{self._unreadable} events could not be read and are left out")
         return tuple(notes)
+
+
+def _event_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
+    return [folder] if any(EVENT_FILE in file and is_regular(folder / file) for file in files) else []
+
+
+register_kind(
+    Kind(
+        title="a TensorBoard folder or event file",
+        example="tensorboard_log/...",
+        remarks="`trainer.logger=[console,tensorboard]`; seven digits",
+        order=5,
+        open=lambda path, which: TensorBoardSource(path),
+        is_named=lambda path: EVENT_FILE in path.name,
+        in_folder=_event_folder,
+    )
+)
 
 
 def _event_records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:

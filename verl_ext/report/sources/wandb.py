@@ -9,7 +9,7 @@ no longer has a reader in Python.
 import math
 import struct
 import zlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +18,11 @@ import orjson
 from verl_ext.base.printable import printable
 from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.store import Process
+from verl_ext.report.sources.kinds import Kind, register_kind
+from verl_ext.report.sources.store import Process, StoreSource
 from verl_ext.report.sources.table import MetricTable
 
-FILE = ".wandb"
+ENDING = ".wandb"
 # verl's steps are in the first; the second is W&B's own, which also counts other logging.
 STEP, WANDB_STEP = "training/global_step", "_step"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -46,7 +47,7 @@ class WandbFolder:
     def files(self) -> list[Path]:
         if not self._path.is_dir():
             return [self._path]
-        found = [*self._path.glob(f"*{FILE}")] or [*self._path.glob(f"*/*{FILE}")]
+        found = [*self._path.glob(f"*{ENDING}")] or [*self._path.glob(f"*/*{ENDING}")]
         latest = {file for file in found if file.parent != self._path and file.parent.is_symlink()}  # latest-run
         return sorted(file for file in found if file not in latest and is_regular(file))
 
@@ -55,6 +56,26 @@ class WandbFolder:
 
     def processes(self) -> list[Process]:
         return [_wandb_process(file) for file in self.files()]
+
+
+def _wandb_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
+    """Returns the folder of all runs, but none above the one that was named."""
+    found = any(file.endswith(ENDING) and is_regular(folder / file) for file in files)
+    return [folder if depth == 0 else folder.parent] if found else []
+
+
+register_kind(
+    Kind(
+        title="a local folder of W&B, or one of its .wandb files",
+        example="wandb, wandb/run-*, wandb/latest-run",
+        remarks="`trainer.logger=[console,wandb]`, online or offline",
+        order=2,
+        open=lambda path, which: StoreSource(WandbFolder(path), path, which),
+        is_named=lambda path: path.suffix.lower() == ENDING,
+        in_folder=_wandb_folder,
+        owns_folder=True,
+    )
+)
 
 
 def _wandb_process(file: Path) -> Process:
