@@ -207,11 +207,11 @@ def _panel(key: str) -> "Panel":
 
 def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
     """Returns the figure with its title and the look of the page."""
-    from verl_ext.report.figures.lines import CONFIG
+    from verl_ext.report.figures.charts import VEGA_CONFIG
 
     if chart is None:
         raise ReportError(f"{panel.key}: {panel.missing}" + (f" Add {panel.override}" if panel.override else ""))
-    return chart.properties(title=panel.title).configure(**CONFIG)
+    return chart.properties(title=panel.title).configure(**VEGA_CONFIG)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from verl_ext import __version__
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.comparison import Comparison, comparison_rows
-from verl_ext.report.figures.gap import DONE
-from verl_ext.report.figures.lines import CONFIG, DARK, INK, PAPER, READINGS, SERIES, WIDTH
+from verl_ext.report.figures.charts import DARK_COLOURS, HOVER_LAYER, INK, LINE_COLOURS, PAPER, PLOT_WIDTH, VEGA_CONFIG
+from verl_ext.report.figures.kl import DONE
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
@@ -124,8 +124,8 @@ def write_page(
         ],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
-        dark=script_json(DARK),
-        colours=SERIES,
+        dark=script_json(DARK_COLOURS),
+        colours=LINE_COLOURS,
         libraries=libraries(),
         style=asset("report.css"),
         script=asset("report.js"),
@@ -231,16 +231,16 @@ def write_html(page: TemplateStream, file: Path) -> None:
 
 def spec_of(chart: alt.LayerChart) -> Spec:
     """Returns the figure as the page embeds it: as wide as its column, interactive."""
-    return chart.properties(width="container").to_dict(validate=False) | {"config": CONFIG}  # twice as fast
+    return chart.properties(width="container").to_dict(validate=False) | {"config": VEGA_CONFIG}  # twice as fast
 
 
 def png(spec: Spec, title: str) -> bytes:
     """Draws one figure under its title, without the interactive layer."""
     import vl_convert
 
-    layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != READINGS]
+    layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != HOVER_LAYER]
     still = {key: value for key, value in spec.items() if key != "params"}
-    still |= {"layer": layers, "width": WIDTH, "title": title, "config": CONFIG | {"padding": 12}}
+    still |= {"layer": layers, "width": PLOT_WIDTH, "title": title, "config": VEGA_CONFIG | {"padding": 12}}
     return vl_convert.vegalite_to_png(json.dumps(still), scale=SCALE)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 from tests.support.examples import slow_cases
 from tests.unit.report.made_runs import NAN, changed, full, make, prefix, thinned
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.figures.columns import HEAT_COLUMNS, REST, STAGES, share_chart, stage_seconds
+from verl_ext.report.figures.columns import HEAT_COLUMNS, OTHER_STAGE, STAGES, share_chart, stage_seconds
 from verl_ext.report.figures.panels import PANELS, facts
 from verl_ext.report.page import OVERVIEW_COLUMNS, overview, png, spec_of
 from verl_ext.report.run import Run
@@ -141,7 +141,7 @@ def timed(steps: int = 4, **seconds) -> Run:
 
 def test_stages_sum_to_the_step():
     found = stage_seconds(timed(step=100.0, gen=50.0, old_log_prob=12.0, update_actor=20.0))
-    assert found == pytest.approx({"rollout": 50, "old log-probs": 12, "update": 20, REST[0]: 18})
+    assert found == pytest.approx({"rollout": 50, "old log-probs": 12, "update": 20, OTHER_STAGE[0]: 18})
     values = rows(share_chart(timed(step=100.0, gen=50.0, old_log_prob=12.0, update_actor=20.0)))
     for step in range(4):
         assert sum(row["seconds"] for row in values if row["step"] == step + 0.5) == pytest.approx(100)
@@ -152,22 +152,22 @@ def test_a_step_without_an_update_counts_with_no_seconds_of_it():
     run = timed(step=100.0, gen=50.0, update_actor=20.0)
     update = run.metrics["timing_s/update_actor"]
     part = replace(run, metrics={**run.metrics, "timing_s/update_actor": Series(update.steps[:1], update.values[:1])})
-    assert stage_seconds(part) == pytest.approx({"rollout": 50, "update": 5, REST[0]: 45})
+    assert stage_seconds(part) == pytest.approx({"rollout": 50, "update": 5, OTHER_STAGE[0]: 45})
     seconds = {(row["step"] + 0.5, row["stage"]): row["seconds"] for row in rows(share_chart(part))}
     assert [seconds[step, "update"] for step in (1, 2, 3, 4)] == [20, 0, 0, 0]
-    assert [seconds[step, REST[0]] for step in (1, 2, 3, 4)] == [30, 50, 50, 50]
+    assert [seconds[step, OTHER_STAGE[0]] for step in (1, 2, 3, 4)] == [30, 50, 50, 50]
 
 
 def test_stages_that_overlap_leave_no_negative_rest():
     run = timed(step=10.0, gen=9.0, update_actor=8.0)
-    assert stage_seconds(run)[REST[0]] == 0
+    assert stage_seconds(run)[OTHER_STAGE[0]] == 0
     assert min(row["seconds"] for row in rows(share_chart(run))) == 0
 
 
 def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
     names = [name for name, _ in STAGES.values()]
     values = rows(share_chart(RUN))
-    assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, REST[0]]
+    assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, OTHER_STAGE[0]]
     text = facts(PANEL["step_time"], timed(step=100.0, gen=50.0, update_actor=20.0))
     assert text == (
         "Seconds: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import event, full, make
-from verl_ext.report.figures.gap import AHEAD, MARKS, growth_sentence, kl_chart
-from verl_ext.report.figures.lines import INK, ORANGE
+from verl_ext.report.figures.charts import INK, ORANGE
+from verl_ext.report.figures.kl import AHEAD_SHARE, MARK_STRETCHES, growth_sentence, kl_chart
 from verl_ext.report.guarded import boundary_of
 
 RATE = 0.1
@@ -84,7 +84,7 @@ def test_growth_is_fitted_and_its_crossing_predicted():
 def test_a_far_crossing_is_pointed_at_but_not_drawn():
     run = make({"vllm_kl/k3": GROWING[:30]})
     (way,) = ahead(run)
-    assert [row["step"] for row in way] == [30, 30 + math.ceil(AHEAD * 30)] and domain(run)[1] == way[1]["step"]
+    assert [row["step"] for row in way] == [30, 30 + math.ceil(AHEAD_SHARE * 30)] and domain(run)[1] == way[1]["step"]
     assert way[1]["value"] == pytest.approx(1e-4 * math.exp(RATE * way[1]["step"]), rel=1e-5)
 
 
@@ -157,7 +157,7 @@ def test_thousands_of_skips_are_few_marks_that_count_them():
     events = [event(step, "skip", f"step {step}") for step in range(2, steps + 1, 2)]
     run = make({"vllm_kl/k3": np.full(steps, 1e-4), "vllm_kl/k1": np.full(steps, -1e-4)}, events)
     found = marks(run)
-    assert 100 <= len(found) <= MARKS and sum(row["count"] for row in found) == len(events)
+    assert 100 <= len(found) <= MARK_STRETCHES and sum(row["count"] for row in found) == len(events)
     assert not [layer for layer in layers(run) if layer[0].get("stroke") == ORANGE]  # hollow points would be a smear
 
 
