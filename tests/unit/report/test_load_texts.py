@@ -293,7 +293,7 @@ def test_a_file_that_nothing_reads_is_described_in_one_line(tmp_path, content, s
     ],
 )
 def test_names_that_the_report_does_not_know_are_told(tmp_path, row, said):
-    notes = [*read_run(log(tmp_path, json.dumps({"step": 1} | row) + "\n", "run.jsonl")).notes_on_names()]
+    notes = [*read_run(log(tmp_path, json.dumps({"step": 1} | row) + "\n", "run.jsonl")).all_notes()]
     assert (not notes) if said is None else re.search(said, *notes)
 
 

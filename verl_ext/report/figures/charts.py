@@ -154,8 +154,8 @@ def line_chart(
 
 def log_grid(values: np.ndarray) -> list[float]:
     """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few."""
-    low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
-    low, high = (min(max(power, -LARGEST_POWER), LARGEST_POWER) for power in (low, high))
+    low = max(math.floor(math.log10(values.min())), -LARGEST_POWER)
+    high = min(math.ceil(math.log10(values.max())), LARGEST_POWER)
     factors = (1, 2, 5) if high - low <= 2 else (1,)
     step = max(1, -(-(high - low) // 6))
     return [factor * 10.0**power for power in range(low, high + 1, step) for factor in factors]

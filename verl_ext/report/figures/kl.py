@@ -7,7 +7,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.diagnosis.findings.gap import K3
-from verl_ext.diagnosis.growth import HORIZON, Growth
+from verl_ext.diagnosis.growth import Growth
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import (
     BLUE,
@@ -23,7 +23,7 @@ from verl_ext.report.figures.charts import (
     line_chart,
     step_edges,
 )
-from verl_ext.report.guarded import boundary_of, growth_of, judged_k3
+from verl_ext.report.guarded import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
 from verl_ext.report.run import Run
 
 K1, HEAD_KL = "vllm_kl/k1", "vllm_kl/head"
@@ -38,13 +38,6 @@ SHAPES = {
     "lower_lr": "triangle-up",
     "tighten": "diamond",
     "warn": "circle",
-}
-DONE = {
-    "skip": "update skipped",
-    "undo": "update taken back",
-    "lower_lr": "learning rate lowered",
-    "tighten": "band narrowed",
-    "warn": "warning",
 }
 
 
@@ -70,27 +63,6 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         over += ahead
     under = _thresholds(run, first, last)
     return line_chart(lines, (first, last), log=True, unit="nats per token", under=under, over=over, edge=_marks(run))
-
-
-def growth_sentence(run: Run) -> str:
-    """Returns how fast k3 grows, for the text below the figure."""
-    found = growth_of(run)
-    if found is None:
-        return ""
-    window, growth = found
-    percent, low, high = (
-        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
-    )
-    span = f"over the last {len(window.steps)} readings"
-    if growth.low <= 0 <= growth.high:
-        return f"No certain growth {span}: {percent:+.1f} % per step, and the interval includes 0."
-    gap = judged_k3(run)
-    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % per step ({low:+.1f} to {high:+.1f}) {span}"
-    if growth.low > 0 and growth.steps == 0:
-        return f"{text}, and is past {boundary_of(run):g}."
-    if growth.low > 0 and growth.steps < HORIZON:
-        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
-    return text + "."
 
 
 def _hollow_points(k1: Series) -> list[alt.Chart]:
@@ -130,7 +102,7 @@ def _growth_layers(
     """Returns the fitted line; its extension to the boundary, if that is certain and near; the last step drawn."""
     start, now = int(window.steps[0]), int(window.steps[-1])
     fit = Line("growth fit", Series(np.array([start, now]), _heights(growth, start - now, 0)), INK, dots=False)
-    if not (growth.low > 0 and 0 < growth.steps < HORIZON):
+    if not nears_boundary(growth):
         return fit, [], last
     crossing = now + math.ceil(growth.steps)
     end = min(crossing, last + ahead)
@@ -173,10 +145,10 @@ def _marks(run: Run) -> list[alt.Chart]:
         mark["count"] += 1
     for mark in marks.values():
         more = f" (and {mark['count'] - 1} more nearby)" if mark["count"] > 1 else ""
-        mark["said"] = f"step {mark['step']}: {DONE.get(mark['action'], mark['action'])}{more}"
+        mark["said"] = f"step {mark['step']}: {DECIDED.get(mark['action'], mark['action'])}{more}"
     shapes = [action for action in SHAPES if any(mark["action"] == action for mark in marks.values())]
     shape = alt.Shape("action:N").scale(domain=shapes, range=[SHAPES[action] for action in shapes])
-    words = " : ".join(f"datum.label === '{a}' ? '{DONE.get(a, a)}'" for a in shapes) + " : datum.label"
+    words = " : ".join(f"datum.label === '{a}' ? '{DECIDED.get(a, a)}'" for a in shapes) + " : datum.label"
     legend = alt.Legend(labelExpr=words, symbolFillColor=VERMILION, symbolStrokeColor=VERMILION, symbolSize=70)
     look = {"size": 70, "filled": True, "color": VERMILION, "stroke": PAPER, "strokeWidth": 0.5, "opacity": 1}
     tooltip = [alt.Tooltip("said:N", title="guard"), alt.Tooltip("reason:N")]

@@ -13,7 +13,7 @@ from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import LINE_COLOURS, PLOT_HEIGHT, PLOT_WIDTH, Line, chart_data, line_chart
 from verl_ext.report.figures.columns import AGREEMENT, OTHER_STAGE, STAGES, stage_seconds
 from verl_ext.report.figures.panels import Panel, step_span
-from verl_ext.report.run import Run
+from verl_ext.report.run import Run, validation_label
 
 END_READINGS = 20  # readings whose median represents a run's end in figures without steps
 DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
@@ -41,7 +41,7 @@ def _span(runs: Runs) -> tuple[int, int]:
 def _validation_overlay(runs: Runs) -> alt.LayerChart | None:
     names = sorted({name for run in runs.values() for name in run.validations()})[: len(DASHES)]
     lines = [
-        Line(f"{label}: {name.removeprefix('val-core/')}" if len(names) > 1 else label, series, colour, dash)
+        Line(f"{label}: {validation_label(name)}" if len(names) > 1 else label, series, colour, dash)
         for (label, run), colour in zip(runs.items(), LINE_COLOURS, strict=False)
         for name, dash in zip(names, DASHES, strict=False)
         if (series := run.get(name)) is not None

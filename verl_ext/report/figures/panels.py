@@ -27,7 +27,8 @@ from verl_ext.report.figures.charts import (
     chart_data,
     line_chart,
 )
-from verl_ext.report.run import Run
+from verl_ext.report.guarded import growth_clause, sentence_of
+from verl_ext.report.run import Run, validation_label
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
@@ -102,7 +103,7 @@ def _line_chart_of(
 def _validation_chart(run: Run) -> alt.LayerChart | None:
     names = run.validations()[: len(LINE_COLOURS)]
     lines = [
-        Line(name.removeprefix("val-core/"), series, colour)
+        Line(validation_label(name), series, colour)
         for name, colour in zip(names, LINE_COLOURS, strict=False)
         if (series := run.get(name)) is not None
     ]
@@ -316,9 +317,9 @@ def facts(panel: Panel, run: Run) -> str:
     """Returns the panel's sentence about this run, with the numbers that only this kind of figure has."""
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
-        more = [kl.growth_sentence(run)]
+        more = [sentence_of(growth_clause(run))]
     if panel.key == "validation" and (left := run.validations()[len(LINE_COLOURS) :]):
-        more = [f"Not drawn, for lack of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
+        more = [f"Not drawn, for lack of colours: {', '.join(map(validation_label, left))}."]
     if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
