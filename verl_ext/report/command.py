@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from verl_ext.report.run import Run
     from verl_ext.report.verdict import RunVerdict
 
-EVERY = 15  # seconds between two reads of a running run
+WATCH_SECONDS = 15  # seconds between two reads of a running run
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that only figures and pages need
 LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that provide them
 STATISTICS = "scipy"  # needed by `compare` and by the lab
@@ -94,10 +94,10 @@ def add_report_parsers(commands) -> None:
     report.add_argument(
         "--watch",
         nargs="?",
-        const=EVERY,
+        const=WATCH_SECONDS,
         type=_count,
         metavar="SECONDS",
-        help=f"repeat every SECONDS (default: {EVERY}) while the run continues",
+        help=f"repeat every SECONDS (default: {WATCH_SECONDS}) while the run continues",
     )
     report.set_defaults(run=run_report)
     compare = _add(commands, "compare", "compare final values and figures of several runs", COMPARE, COMPARE_EXAMPLES)

@@ -19,9 +19,10 @@ from verl_ext.report.sources.ends import last_error
 from verl_ext.report.sources.kinds import Kind, RunSource
 from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
 
-DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
-LISTED = 10
-START, END = 1 << 16, 1 << 20  # bytes of a file that identify its kind, and that may have the error that ended it
+MOST_DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
+MOST_LISTED = 10
+START_BYTES = 1 << 16  # of a file, which identify its kind
+END_BYTES = 1 << 20  # of a file, which may have the error that ended its process
 NOT_METRICS = {
     EVENTS: "the guard's event log",
     TRAJECTORIES: "a log of trajectories",
@@ -77,17 +78,17 @@ def find_source(path: Path, which: int | None) -> RunSource:
             return logs
         if states := sorted(path.glob("checkpoint-*/trainer_state.json"), key=_natural):
             return _source_of_file(states[-1], which)  # the last one has the history of those before
-        found, refused = _runs(path, depth=DEPTH)
+        found, refused = _runs(path, depth=MOST_DEPTH)
     if not found:
-        also = f"; not read: {', '.join(refused[:LISTED])}" if refused else ""
+        also = f"; not read: {', '.join(refused[:MOST_LISTED])}" if refused else ""
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
     titles = {run.kind.title for run in found}
     if len(titles) == len(found) and all(run.kind.by_logger for run in found):  # one run, by several loggers
         return min(found, key=lambda run: run.kind.order).open(which)
     if len(found) > 1:
         names = [str(run.path.relative_to(path)) for run in found]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:LISTED])}{more}")
+        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:MOST_LISTED])}{more}")
     return found[0].open(which)
 
 
@@ -124,7 +125,7 @@ def _source_of_file(path: Path, which: int | None) -> RunSource:
     if named is not None:
         return named.open(path, which)
     with open_regular(path) as file:
-        start = file.read(START)
+        start = file.read(START_BYTES)
     if kind := _kind_of(start):
         return kind.open(path, which)
     if not MARKUP.match(start) and (form := detect_format(path)):
@@ -134,8 +135,8 @@ def _source_of_file(path: Path, which: int | None) -> RunSource:
     if not start.strip():  # an empty file may belong to a run that has just begun
         return KINDS[0].open(path, which)
     with open_regular(path) as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - END, 0))
-        error = last_error(file.read(END)) if b"\0" not in start else None
+        file.seek(max(os.fstat(file.fileno()).st_size - END_BYTES, 0))
+        error = last_error(file.read(END_BYTES)) if b"\0" not in start else None
     ended = f". It ended before its first step by {error.what}" if error else ""
     raise ReportError(f"{path}: {_what_else(start)}{ended}")
 
@@ -207,7 +208,7 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
                 continue
             try:
                 with open_regular(here / file) as opened:
-                    start = opened.read(START)
+                    start = opened.read(START_BYTES)
             except OSError as error:
                 refuse(error)
                 continue

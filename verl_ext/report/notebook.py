@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from verl_ext.report.trajectories import Trajectory
 
 MOST_CELLS = 1 << 28  # 2 GiB; a run of 10,000 steps with 500 metrics has 5 million
-COLUMNS = 100  # of the text output
+TEXT_COLUMNS = 100  # of the text output
 IFRAME = '<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
 TEXT = '<pre style="line-height: 1.3; white-space: pre">{code}</pre>'
 
@@ -73,7 +73,7 @@ class _Shown(ABC):
         from rich.console import Console
 
         # Otherwise, in a notebook, rich writes into the cell too.
-        console = Console(file=io.StringIO(), width=COLUMNS, record=True, force_jupyter=False)
+        console = Console(file=io.StringIO(), width=TEXT_COLUMNS, record=True, force_jupyter=False)
         console.print(self._renderable())
         return console
 

@@ -23,7 +23,7 @@ SUMMARY = "train_runtime"  # TRL's totals of the run, in its last line
 WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')
 LIST = re.compile(rb"\[\s*\{")
 BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
-LONGEST = 1 << 20  # characters of a dictionary
+LONGEST_DICTIONARY = 1 << 20  # characters of a dictionary
 
 
 @register_format(
@@ -100,7 +100,7 @@ def parse(text: str) -> dict[str, float] | None:
     Numbers may be strings, as TRL 1.0 prints them. Nothing is evaluated but literals.
     """
     end = text.find("}")
-    if not 0 < end < LONGEST:
+    if not 0 < end < LONGEST_DICTIONARY:
         return None
     literal = BARE.sub(r"'\1'", WRAPPED.sub(r"\1", text[: end + 1]))
     try:

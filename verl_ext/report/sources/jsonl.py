@@ -15,8 +15,8 @@ import orjson
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
+from verl_ext.report.files import GrowingFile
 from verl_ext.report.run import is_step
-from verl_ext.report.sources.growing import GrowingFile
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, whole_step
 

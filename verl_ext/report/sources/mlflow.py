@@ -34,18 +34,18 @@ from verl_ext.report.sources.table import MetricTable
 
 META, METRICS = "meta.yaml", "metrics"
 SYSTEM = "system/"  # metrics of the machine, with MLflow's own steps
-DEPTH = 10  # folders in the name of a metric
+MOST_DEPTH = 10  # folders in the name of a metric
 MOST_LINE = 4096  # bytes
 MOST_META = 1 << 16
 AT = re.compile(r"_at_(?=[0-9])")
 ENTRY = re.compile(r"^(name|run_name|start_time|lifecycle_stage):(.*)$", re.MULTILINE)
 DATABASE_ENDINGS = (".db", ".sqlite", ".sqlite3")
 DATABASE_NAMES = ("mlruns.db", "mlflow.db")  # verl's default, and MLflow's
-BEGINNING = b"SQLite format 3\0"
+FIRST_BYTES = b"SQLite format 3\0"
 TABLES = ("experiments", "runs", "metrics")
 FUNCTIONS = {"min", "like"}
-EVERY = 1000  # instructions of SQLite's virtual machine between two checks
-LEAST, PER_BYTE = 1_000_000, 1  # instructions; reading every row takes 0.05 per byte
+CHECK_INSTRUCTIONS = 1000  # instructions of SQLite's virtual machine between two checks
+LEAST_INSTRUCTIONS, INSTRUCTIONS_PER_BYTE = 1_000_000, 1  # instructions; reading every row takes 0.05 per byte
 NOT_TABLES = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
 COMPUTED_COLUMNS = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
 FIRST_STEPS_OF_RUNS = f"SELECT run_uuid, min(step) FROM metrics WHERE key NOT LIKE '{SYSTEM}%' GROUP BY run_uuid"
@@ -145,10 +145,10 @@ class MlflowDatabase:
     def _rows(self) -> Iterator[Callable[..., Iterator[tuple]]]:
         """Yields a function that runs a query. Nothing is written, and no code that a foreign file defines is run."""
         with open_regular(self._path) as file:
-            if not BEGINNING.startswith(file.read(len(BEGINNING))):
+            if not FIRST_BYTES.startswith(file.read(len(FIRST_BYTES))):
                 raise ReportError("this is not a SQLite database")
-            most = LEAST + PER_BYTE * file.seek(0, 2)
-        steps = iter(range(most // EVERY))
+            most = LEAST_INSTRUCTIONS + INSTRUCTIONS_PER_BYTE * file.seek(0, 2)
+        steps = iter(range(most // CHECK_INSTRUCTIONS))
         try:
             database = sqlite3.connect(f"file:{quote(str(self._path.absolute()))}?mode=ro", uri=True)
             try:
@@ -158,7 +158,7 @@ class MlflowDatabase:
                     if database.execute(query, values).fetchone():
                         raise ReportError("not MLflow's database: one of its tables is computed")
                 database.set_authorizer(_authorize)
-                database.set_progress_handler(lambda: next(steps, None) is None, EVERY)
+                database.set_progress_handler(lambda: next(steps, None) is None, CHECK_INSTRUCTIONS)
                 yield lambda query, *values: database.execute(query, values)
             finally:
                 database.close()
@@ -211,7 +211,7 @@ def _metric_files(run: Path) -> Iterator[tuple[str, Path]]:
     for name, folders, files in os.walk(root):
         here = Path(name)
         level = len(here.relative_to(root).parts)
-        folders[:] = sorted(folders) if level < DEPTH else []
+        folders[:] = sorted(folders) if level < MOST_DEPTH else []
         for file in sorted(files):
             metric = (here / file).relative_to(root).as_posix()
             if is_regular(here / file) and not metric.startswith(SYSTEM):

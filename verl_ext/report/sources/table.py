@@ -22,7 +22,7 @@ from verl_ext.base.printable import printable
 from verl_ext.diagnosis.series import LARGEST, Series
 from verl_ext.report.run import LARGEST_STEP, ReportError, is_step, is_validation
 
-FLUSH_AT = 1 << 18  # values
+FLUSH_VALUES = 1 << 18  # values
 KEPT_LAYOUTS = 256
 VALIDATION = ("val-", "val/", "eval/", "eval_")  # val-core/, val-aux/, the SFT trainer's val/loss; TRL's
 # Names of the step among a row's values. W&B's own `_step` counts calls of its logger, so the trainer's is preferred.
@@ -131,7 +131,7 @@ class MetricTable:
         self._new_numbers.extend(numbers)
         self._new_lengths.append(len(numbers))
         self._validation.append(validation)
-        if len(values) >= FLUSH_AT:
+        if len(values) >= FLUSH_VALUES:
             self._flush()
 
     def _layout(self, names: tuple[str, ...]) -> tuple[array, bool]:

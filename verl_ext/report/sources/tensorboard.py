@@ -18,7 +18,7 @@ from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import MetricTable, TableRun
 
-BLOCK = 1 << 20
+READ_BYTES = 1 << 20
 MOST_RECORD = 64 << 20  # bytes; those of scalars have some 100
 HEADER, FOOTER = 12, 4  # length and its checksum; checksum of the record
 EVENT_FILE = "tfevents"
@@ -170,7 +170,7 @@ def _event_records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:
                 buffer, at = b"", 0
                 yield None, offset
                 continue
-        block = file.read(max(BLOCK, size))
+        block = file.read(max(READ_BYTES, size))
         if not block:
             return  # the rest is cut, or still being written
         buffer, at = buffer[at:] + block, 0

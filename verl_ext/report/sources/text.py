@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from verl_ext.guard.state import Event
-from verl_ext.report.files import fingerprint, open_regular
+from verl_ext.report.files import MOST_LINE, READ_BYTES, GrowingFile, fingerprint, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.ends import Ends, plain
-from verl_ext.report.sources.growing import BLOCK, MOST_LINE, GrowingFile
 from verl_ext.report.sources.table import MetricTable, TableRun, only_validates
 
 Row = tuple[int | None, Mapping[str, object]]
@@ -83,7 +82,7 @@ def register_format(
 def detect_format(path: Path) -> type[Format] | None:
     """Returns the format of a file; None if no format finds a row in it."""
     with open_regular(path) as file:
-        block = file.read(BLOCK)
+        block = file.read(READ_BYTES)
         if found := next((each for each in FORMATS if each.document and each().sniff(block)), None):
             return found
         left = [each for each in FORMATS if not each.document]
@@ -92,7 +91,7 @@ def detect_format(path: Path) -> type[Format] | None:
             lines, newline, rest = (rest + block).rpartition(b"\n")
             found, left = _first_that_sniffs(left, lines if newline else b"", found)
             rest = rest[-MOST_LINE:]
-            block = file.read(BLOCK) if left else b""
+            block = file.read(READ_BYTES) if left else b""
         found, _ = _first_that_sniffs(left, rest, found)
         return found
 

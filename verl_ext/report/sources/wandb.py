@@ -27,8 +27,8 @@ ENDING = ".wandb"
 STEP, WANDB_STEP = "training/global_step", "_step"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MOST_NESTED = 8
-BEGINNING = b":W&B\xe1\xbe\0"  # name, magic number, version
-BLOCK = 1 << 15
+FIRST_BYTES = b":W&B\xe1\xbe\0"  # name, magic number, version
+BLOCK_BYTES = 1 << 15
 CHUNK = struct.Struct("<IHB")  # checksum of kind and data, length of the data, kind
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
@@ -192,17 +192,17 @@ def _wandb_records(file: BinaryIO) -> Iterator[Any]:
 
 
 def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
-    block = file.read(BLOCK)
-    if not BEGINNING.startswith(block[: len(BEGINNING)]):
+    block = file.read(BLOCK_BYTES)
+    if not FIRST_BYTES.startswith(block[: len(FIRST_BYTES)]):
         raise ReportError("this is not a file of W&B: its first bytes differ")
-    at = len(BEGINNING)
+    at = len(FIRST_BYTES)
     parts: list[bytes] | None = None  # of the record that has begun
     size = 0
     while block:
         while at + CHUNK.size <= len(block):
             checksum, length, kind = CHUNK.unpack_from(block, at)
             start, end = at + CHUNK.size, at + CHUNK.size + length
-            if end > len(block) and len(block) < BLOCK:
+            if end > len(block) and len(block) < BLOCK_BYTES:
                 return  # the rest is cut, or still being written
             if not FULL <= kind <= LAST or zlib.crc32(block[at + CHUNK.size - 1 : end]) != checksum:
                 parts = None
@@ -223,4 +223,4 @@ def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
             elif kind in (FULL, LAST):
                 yield b"".join(parts)
                 parts = None
-        block, at = file.read(BLOCK) if len(block) == BLOCK else b"", 0
+        block, at = file.read(BLOCK_BYTES) if len(block) == BLOCK_BYTES else b"", 0
