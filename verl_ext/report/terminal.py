@@ -217,10 +217,10 @@ class Dashboard:
             return
         yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield verdict.sentence, ""
-        told = ""
+        causes = ""
         for label, suspect in verdict.labelled():
             for line, style in _cause_lines(label, suspect, verdict):
-                told += f"{line}\n"
+                causes += f"{line}\n"
                 yield line, style
         if verdict.alarm:
             yield "", ""
@@ -235,7 +235,7 @@ class Dashboard:
             yield f"{verdict.others_heading}:", "bold"
             for step in verdict.others:
                 yield f"- {step.do}: {step.why}", ""
-        if facts := [fact for fact in verdict.told if fact.text not in told]:
+        if facts := [fact for fact in verdict.other_facts if fact.text not in causes]:
             yield "", ""
             yield f"{FACTS_HEADING}:", "bold"
             for fact in facts:

@@ -129,7 +129,7 @@ class RunVerdict:
         return self.steps if self.first is None else self.steps[1:]
 
     @property
-    def told(self) -> tuple[Fact, ...]:
+    def other_facts(self) -> tuple[Fact, ...]:
         """The facts that neither the sentence nor another fact says already."""
         said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.id for fact in self.facts}
         ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.signs}
@@ -140,10 +140,10 @@ class RunVerdict:
         )
 
     @property
-    def further(self) -> tuple[Fact, ...]:
-        """The facts of `told` that no suspect has as evidence."""
+    def facts_beyond_causes(self) -> tuple[Fact, ...]:
+        """The facts of `other_facts` that no suspect has as evidence."""
         evidence = {text for suspect in self.suspects for text in (*suspect.speaks_for, *suspect.speaks_against)}
-        return tuple(fact for fact in self.told if fact.text not in evidence)
+        return tuple(fact for fact in self.other_facts if fact.text not in evidence)
 
     def is_said(self, finding: str) -> bool:
         """Returns True if the state of the learning says the same in the sentence."""
@@ -223,14 +223,14 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         found.suspects,
         measure=question.sentence if question is not None else "",
         settle=settle,
-        alarm=_alarm(lately[-1], told=lately[-1] == stop) if lately else "",
+        alarm=_alarm(lately[-1], is_said=lately[-1] == stop) if lately else "",
         steps=steps,
     )
 
 
-def _alarm(event: Event, *, told: bool) -> str:
-    """Returns what comes before any advice; `told` if the sentence says already what the guard did."""
-    act = "." if told else f": {_lower(act_sentence(event))}"
+def _alarm(event: Event, *, is_said: bool) -> str:
+    """Returns what comes before any advice; `is_said` if the sentence says already what the guard did."""
+    act = "." if is_said else f": {_lower(act_sentence(event))}"
     return f"Deal with this first, before you tune anything{act} {AFTER_ALARM}"
 
 

@@ -92,12 +92,6 @@ def test_nothing_is_drawn_or_said_of_what_was_not_logged(run):
     assert charts(run) == {} and all(facts(panel, run) == "" for panel in PANELS)
 
 
-def test_verls_own_names_are_drawn_where_the_plugin_is_off():
-    drawn = charts(make({"rollout_corr/kl": [-1e-4, 1e-4], "rollout_corr/k3_kl": [1e-4, 2e-4]}))
-    assert drawn.keys() == {"vllm_kl"}
-    assert drawn["vllm_kl"].to_dict()["layer"]
-
-
 def test_a_panel_of_one_metric_among_several_draws_that_one():
     chart = PANEL["prob_diff"].chart(make({"vllm_kl/prob_diff_mean": [0.01, 0.02]}))
     labels = {row["label"] for rows in chart.to_dict()["datasets"].values() for row in rows}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.unit.report.made_files import train, write
+from tests.unit.report.made_files import train, values, write
 from verl_ext.cli import main
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.report.load import Reader, read_run
@@ -66,11 +66,6 @@ SAMPLES = {
     "TSV": ("run.tsv", "step\treward\n1\t0.25\n2\t0.5\n3\t0.75\n", "reward"),
     "CSV without its ending": ("table.txt", "global_step,reward\n1,0.25\n2,0.5\n3,0.75\n", "reward"),
 }  # fmt: skip
-
-
-def values(run, name):
-    series = run.metrics[name]
-    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
 def log(tmp_path, text: str, name: str = "run.log"):

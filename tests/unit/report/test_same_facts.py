@@ -84,7 +84,7 @@ def test_the_terminal_says_no_fact_twice(path):
     above, _, _ = printed(run, verdict, width=10_000).partition("first ")
     lines = [line.strip(" -") for line in above.splitlines() if line.startswith(" - ")]
     assert len(lines) == len(set(lines))
-    for fact in verdict.told:
+    for fact in verdict.other_facts:
         assert flat(above).count(flat(fact.text)) <= 1 + len(verdict.suspects), fact
         assert sum(fact.text in line for line in lines) <= 1
 
@@ -128,6 +128,14 @@ def test_a_run_that_the_guard_stopped_is_told_once():
     verdict = judge_run(STOPPED)
     text = flat(printed(STOPPED, verdict, width=10_000).partition("first ")[0])
     assert text.count("The guard stopped the run in step 120") == 1 and "Do this first" not in text
+
+
+def test_an_alarm_is_told_before_what_to_do():
+    run = replace(STOPPED, events=(event(120, "skip", "why"),))
+    verdict = judge_run(run)
+    text = flat(printed(run, verdict, width=10_000))
+    assert 0 < text.index(verdict.alarm) < text.index(f"{verdict.first_heading} {verdict.first.do}")
+    assert verdict.first_heading.startswith("After that")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -27,10 +27,6 @@ class RunSource(Protocol):
     def notes(self) -> tuple[str, ...]: ...
 
 
-def _no_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
-    return []
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """One kind, and how it is recognised.
@@ -59,7 +55,7 @@ class Kind:
     is_named: Callable[[Path], bool] = lambda path: False
     sniff: Callable[[bytes], bool] = lambda start: False
     endings: tuple[str, ...] = ()
-    in_folder: Callable[[Path, Sequence[str], int], list[Path]] = _no_folder
+    in_folder: Callable[[Path, Sequence[str], int], list[Path]] = lambda folder, files, depth: []
     owns_folder: bool = False
     by_logger: bool = True
 
