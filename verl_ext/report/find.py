@@ -7,7 +7,6 @@ one directly in it, else one up to three folders below.
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
@@ -46,16 +45,7 @@ OTHERS = (
     (b"\x80", "a pickle, which is not opened: name the run's log or metrics file instead"),
 )
 
-
-@dataclass(frozen=True)
-class Found:
-    """A run on disk, and its kind."""
-
-    kind: Kind
-    path: Path
-
-    def open(self, which: int | None) -> RunSource:
-        return self.kind.open(self.path, which)
+Found = tuple[Kind, Path]  # a run on disk
 
 
 def find_source(path: Path, which: int | None) -> RunSource:
@@ -82,14 +72,14 @@ def find_source(path: Path, which: int | None) -> RunSource:
     if not found:
         also = f"; not read: {', '.join(refused[:MOST_LISTED])}" if refused else ""
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
-    titles = {run.kind.title for run in found}
-    if len(titles) == len(found) and all(run.kind.by_logger for run in found):  # one run, by several loggers
-        return min(found, key=lambda run: run.kind.order).open(which)
-    if len(found) > 1:
-        names = [str(run.path.relative_to(path)) for run in found]
+    titles = {kind.title for kind, _ in found}
+    by_several_loggers = len(titles) == len(found) and all(kind.by_logger for kind, _ in found)
+    if len(found) > 1 and not by_several_loggers:
+        names = [str(place.relative_to(path)) for _, place in found]
         more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
         raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:MOST_LISTED])}{more}")
-    return found[0].open(which)
+    kind, place = min(found, key=lambda run: run[0].order)
+    return kind.open(place, which)
 
 
 def join_logs(paths: Sequence[Path]) -> RunSource:
@@ -197,10 +187,11 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
         here = Path(name)
         depth_here = len(here.relative_to(folder).parts)
         folders[:] = [] if depth_here >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
-        shown = [Found(kind, path) for kind in KINDS for path in kind.in_folder(here, files, depth_here)]
-        if owner := next((run for run in shown if run.kind.owns_folder), None):
+        shown = [(kind, path) for kind in KINDS for path in kind.in_folder(here, files, depth_here)]
+        if owner := next((run for run in shown if run[0].owns_folder), None):
             folders[:] = []  # they hold other files of a run: artifacts, tables
-            found += [] if owner in found else [owner]
+            if owner not in found:
+                found.append(owner)
             continue
         found += shown
         for file in sorted(files):
@@ -213,7 +204,7 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
                 refuse(error)
                 continue
             if kind := _kind_of(start):
-                found.append(Found(kind, here / file))
+                found.append((kind, here / file))
             elif not start.strip() and (kind := _kind_of_ending(file)) and kind.by_logger:
-                empty.append(Found(kind, here / file))
+                empty.append((kind, here / file))
     return found or empty, refused  # an empty one may belong to a run that has just begun

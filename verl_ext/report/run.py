@@ -56,13 +56,12 @@ def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[
         one, several: the name of an entry, and of several.
     """
     own = [each for each in found if each.step <= last + 1]
-    match len(found) - len(own):
-        case 0:
-            return own, []
-        case 1:
-            return own, [f"1 {one} has a later step than the metrics: left out; it belongs to another run"]
-        case count:
-            return own, [f"{count} {several} have later steps than the metrics: left out; they belong to another run"]
+    others = len(found) - len(own)
+    if others == 0:
+        return own, []
+    if others == 1:
+        return own, [f"1 {one} has a later step than the metrics: left out; it belongs to another run"]
+    return own, [f"{others} {several} have later steps than the metrics: left out; they belong to another run"]
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,6 @@ VALUES = f"""
 class MlflowFolder:
     """A folder of experiments, one experiment, or one run."""
 
-    what = "folder"
-
     def __init__(self, path: Path):
         self._path = path
 
@@ -104,8 +102,6 @@ register_kind(
 
 class MlflowDatabase:
     """A SQLite database of MLflow."""
-
-    what = "file"
 
     def __init__(self, path: Path):
         self._path = path

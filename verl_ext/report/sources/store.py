@@ -39,8 +39,6 @@ class Process:
 
 
 class Store(Protocol):
-    what: str  # "folder" or "file", for messages
-
     def state(self) -> Hashable:
         """Returns a value that changes when anything was written to it."""
 
@@ -54,7 +52,8 @@ class StoreSource:
         self.files: tuple[Path, ...] = (path,)
         self.name = path.stem
         self._store = store
-        self._empty = f"no step in this {store.what}; has the run finished its first step?"
+        self._what = "folder" if path.is_dir() else "file"
+        self._empty = f"no step in this {self._what}; has the run finished its first step?"
         self._which = which
         self._state: Hashable = None
         self._notes: tuple[str, ...] = ()
@@ -86,7 +85,7 @@ class StoreSource:
         listed = ", ".join(f"{number} = {name}" for number, name in shown)
         before = f"{len(runs) - MOST_LISTED} more, " if len(runs) > MOST_LISTED else ""
         return (
-            f"the {self._store.what} has {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
+            f"the {self._what} has {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
             f"{before}{listed}"
         )
 

@@ -37,12 +37,8 @@ MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
 class WandbFolder:
     """One W&B file, the files in a folder of one run, or those in a folder of run folders."""
 
-    what = "folder"
-
     def __init__(self, path: Path):
         self._path = path
-        if not path.is_dir():
-            self.what = "file"
 
     def files(self) -> list[Path]:
         if not self._path.is_dir():
