@@ -154,11 +154,15 @@ def line_chart(
 
 def log_grid(values: np.ndarray) -> list[float]:
     """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few."""
-    low = max(math.floor(math.log10(values.min())), -LARGEST_POWER)
-    high = min(math.ceil(math.log10(values.max())), LARGEST_POWER)
+    low = _double_power(math.floor(math.log10(values.min())))
+    high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
     step = max(1, -(-(high - low) // 6))
     return [factor * 10.0**power for power in range(low, high + 1, step) for factor in factors]
+
+
+def _double_power(power: int) -> int:
+    return min(max(power, -LARGEST_POWER), LARGEST_POWER)
 
 
 def step_axis(steps: tuple[float, float]) -> alt.X:
