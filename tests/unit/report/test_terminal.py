@@ -1,11 +1,11 @@
 import io
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from tests.unit.report.made_runs import NAN, make
 from verl_ext.diagnosis.judge import Judged
 from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
@@ -23,7 +23,6 @@ from verl_ext.report.terminal import (
 )
 from verl_ext.report.verdict import NextStep, RunVerdict, State
 
-NAN = float("nan")
 VERDICT = RunVerdict(
     state="drifting",
     sentence="The reward holds, but k3 went from 1e-4 to 5e-2.",
@@ -32,13 +31,6 @@ VERDICT = RunVerdict(
     facts=(Fact("rollouts_old", "rollouts are 2 versions behind"), Fact("moved", "the entropy went from 1 to 2", 3)),
     steps=(NextStep("stability=icepop", "drops tokens outside the band"), NextStep("precision=fp16", "rounds finer")),
 )
-
-
-def make(metrics: dict, events=(), comments=()) -> Run:
-    length = max(len(values) for values in metrics.values())
-    steps = np.arange(1, length + 1)
-    series = {key: Series(steps[: len(values)], np.array(values, dtype=np.float64)) for key, values in metrics.items()}
-    return Run("run", (Path("run.jsonl"),), steps, series, tuple(events), tuple(comments))
 
 
 def full(steps: int = 8) -> Run:
@@ -64,7 +56,7 @@ def full(steps: int = 8) -> Run:
             **layers,
         },
         [Event(step, "gap", "vllm_kl/k3", 1.0, 0.5, "tighten", f"reason {'long ' * 30}") for step in range(1, 6)],
-        ["line 3 was left out: cut off"],
+        notes=("line 3 was left out: cut off",),
     )
 
 
