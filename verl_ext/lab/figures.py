@@ -16,7 +16,17 @@ import numpy as np
 from verl_ext.diagnosis.series import Series
 from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD, Variant, ranked_variants
 from verl_ext.lab.table import legend, table_columns, table_rows
-from verl_ext.report.figures.lines import INK, SERIES, VERMILION, Line, chart_rows, data, line_chart, means, step_edges
+from verl_ext.report.figures.charts import (
+    INK,
+    LINE_COLOURS,
+    VERMILION,
+    Line,
+    chart_data,
+    chart_rows,
+    interval_means,
+    line_chart,
+    step_edges,
+)
 from verl_ext.report.figures.overlay import DASHES
 from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.page import write_page
@@ -79,7 +89,7 @@ def write_lab_page(
 
 def variant_looks(names: Sequence[str]) -> dict[str, Look]:
     """Returns a look for each variant: exact in ink, none in vermilion, the others by colour, then by dash."""
-    others = cycle((colour, dash) for dash, colour in product(DASHES, SERIES) if colour != VERMILION)
+    others = cycle((colour, dash) for dash, colour in product(DASHES, LINE_COLOURS) if colour != VERMILION)
     own: dict[str, Look] = {EXACT: (INK, ()), NONE: (VERMILION, ())}
     return {name: own[name] if name in own else next(others) for name in names}
 
@@ -128,7 +138,7 @@ def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarra
 
 def _curve(series: Series, edges: np.ndarray) -> Series:
     """Returns the curve, with NaN for a stretch without a logged step."""
-    return Series((edges[:-1] + edges[1:] - 1) // 2, means(series, edges))
+    return Series((edges[:-1] + edges[1:] - 1) // 2, interval_means(series, edges))
 
 
 def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> alt.Chart:
@@ -137,10 +147,10 @@ def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> 
         {**row, "high": float(f"{top:.6g}")}
         for row, top in zip(chart_rows(Series(steps[inside], low[inside])), high[inside], strict=True)
     ]
-    return alt.Chart(data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
+    return alt.Chart(chart_data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
 
 
 def _thin(curve: Series, colour: str, *, log: bool) -> alt.Chart:
     keep = curve.values > 0 if log else np.full(len(curve.values), True)
     shown = Series(curve.steps[keep], curve.values[keep])
-    return alt.Chart(data(chart_rows(shown))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)
+    return alt.Chart(chart_data(chart_rows(shown))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)

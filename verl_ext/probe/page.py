@@ -9,7 +9,16 @@ import numpy as np
 from verl_ext.probe.readings import Place
 from verl_ext.probe.sweep import LAUNCH, SweepResult, ranked_by_gap
 from verl_ext.probe.verdict import ProbeResult
-from verl_ext.report.figures.lines import BLUE, HEIGHT, ORANGE, VERMILION, WIDTH, data, decades, value_axis
+from verl_ext.report.figures.charts import (
+    BLUE,
+    ORANGE,
+    PLOT_HEIGHT,
+    PLOT_WIDTH,
+    VERMILION,
+    chart_data,
+    log_grid,
+    value_axis,
+)
 from verl_ext.report.figures.panels import Panel
 from verl_ext.report.page import write_page
 
@@ -107,12 +116,12 @@ def _dots(
     ]
     axis = alt.Axis(labelAngle=-40, labelLimit=140, labelOverlap=False)
     x = alt.X("name:N", title=None, sort=[name for name, *_ in points], axis=axis)
-    y = value_axis(grid=decades(np.array([value for _, value, _ in drawn])), unit=unit)
+    y = value_axis(grid=log_grid(np.array([value for _, value, _ in drawn])), unit=unit)
     tooltip = [alt.Tooltip("name:N", title="at"), alt.Tooltip("value:Q", format=".2e", title=unit)]
-    base = alt.Chart(data(values)).encode(x=x, y=y)
+    base = alt.Chart(chart_data(values)).encode(x=x, y=y)
     colour = alt.Color("colour:N", scale=None)
     layers = [base.mark_line(color=BLUE, opacity=0.4)] if line else []
     if errors:
         layers.append(base.mark_rule(strokeWidth=2).encode(y=alt.Y("low:Q"), y2="high:Q", color=colour))
     layers.append(base.mark_point(filled=True, size=60, opacity=1).encode(color=colour, tooltip=tooltip))
-    return alt.layer(*layers).properties(width=WIDTH, height=HEIGHT)
+    return alt.layer(*layers).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)

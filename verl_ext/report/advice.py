@@ -46,8 +46,16 @@ INCLUDES = {
 NO_CHANGE = ("trainer.resume", "stability.batch_skip.threshold=null")  # words of a step that change no method
 # Findings whose step is no beginning of a decline: the step of the best, or of a passing event.
 NO_BEGINNING = (
-    *("reward_peaked.peaked", "validation_fell.fell", "gap_jumped.passed", "gap_spike.broken", "gap_spike.spike"),
-    *("gradient_spike.spike", "not_finite.once", "reward_constant.constant", "gradient_zero.zero", "run_ended.error"),
+    "reward_peaked.peaked",
+    "reward_constant.constant",
+    "validation_fell.fell",
+    "gap_jumped.passed",
+    "gap_spike.broken",
+    "gap_spike.spike",
+    "gradient_spike.spike",
+    "gradient_zero.zero",
+    "not_finite.once",
+    "run_ended.error",
     "run_ended.memory",
 )
 
@@ -132,7 +140,8 @@ def _all_steps(
         )
     if state == "healthy" and _may_skip(run):
         step = NextStep("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
-        yield from () if is_on(run, step.do) else (step,)
+        if not is_on(run, step.do):
+            yield step
     if run.get(K3) is None or not is_on(run, METRICS):
         yield NextStep(METRICS, "measures the gap of the engines, by probability and position too")
     if run.get("router/agreement") is None and found.moe:
@@ -220,7 +229,8 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
 
 def _routing_drives(run: Run) -> bool:
     """Returns True if the engines agree on too few experts, or the gap is far larger for tokens where they differ."""
-    agreement, differs, equal = (run.get(f"router/{name}") for name in ("agreement", "gap_differs", "gap_equal"))
+    agreement = run.get("router/agreement")
+    differs, equal = run.get("router/gap_differs"), run.get("router/gap_equal")
     low = agreement is not None and now_of(agreement) < LOW_AGREEMENT
     return low or (differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal))
 

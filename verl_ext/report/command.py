@@ -22,18 +22,15 @@ if TYPE_CHECKING:
     from verl_ext.report.run import Run
     from verl_ext.report.verdict import RunVerdict
 
-EVERY = 15  # seconds between two reads of a running run
+WATCH_SECONDS = 15  # seconds between two reads of a running run
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that only figures and pages need
 LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that provide them
 STATISTICS = "scipy"  # needed by `compare` and by the lab
 FAILED = 2  # exit code of a command that failed
 
 RUN_HELP = (
-    "verl's console output, printed dictionaries of TRL, ms-swift, slime or miles, or names with numbers of another "
-    "trainer (- reads the standard input); verl's metrics file or other JSON lines with a step; CSV or TSV; "
-    "trainer_state.json; a notebook; a local folder of W&B (wandb/), TensorBoard or MLflow (mlruns/, mlruns.db); or a "
-    "folder with one of these. The guard's events and dumped trajectories next to it are read too. PATH:N is the Nth "
-    "of several runs in it"
+    "{forms}; or a folder with one of these. - reads a log from the standard input. The guard's events and dumped "
+    "trajectories next to it are read too. PATH:N is the Nth of several runs in it"
 )
 REPORT = """\
 Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,
@@ -63,9 +60,22 @@ examples:
 """
 
 
+class _FormsHelp(argparse.RawDescriptionHelpFormatter):
+    """Puts the forms of a run into a help text when it is printed: other commands must not wait for the readers."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if "{forms}" not in text:
+            return text
+        from verl_ext.report.sources import form_rows
+
+        return text.replace("{forms}", "; ".join(title for title, _, _ in form_rows()))
+
+
 def add_report_parsers(commands) -> None:
     brief = "explain what happened to a run, why, and what to do; write a page of figures"
     report = add_command(commands, "report", brief, REPORT, REPORT_EXAMPLES)
+    report.formatter_class = _FormsHelp
     report.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"a run, or several logs of one run. A run is {RUN_HELP}"
     )
@@ -85,15 +95,16 @@ def add_report_parsers(commands) -> None:
     report.add_argument(
         "--watch",
         nargs="?",
-        const=EVERY,
+        const=WATCH_SECONDS,
         type=positive,
         metavar="SECONDS",
-        help=f"repeat every SECONDS (default: {EVERY}) while the run continues",
+        help=f"repeat every SECONDS (default: {WATCH_SECONDS}) while the run continues",
     )
     report.set_defaults(run=run_report)
     compare = add_command(
         commands, "compare", "compare final values and figures of several runs", COMPARE, COMPARE_EXAMPLES
     )
+    compare.formatter_class = _FormsHelp
     compare.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"two or more runs; the first is the baseline. {RUN_HELP}"
     )

@@ -4,43 +4,30 @@ A file's kind follows from its contents, except for databases and event files. A
 one directly in it, else one up to three folders below.
 """
 
-import csv
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import orjson
 
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, not_a_file, open_regular
-from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources import FORMATS
-from verl_ext.report.sources.csv_export import LIMITS, STEP_COLUMNS, CsvSource
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources import FORMATS, KINDS
+from verl_ext.report.sources.csv_export import SEPARATORS, STEP_COLUMNS
 from verl_ext.report.sources.ends import last_error
-from verl_ext.report.sources.jsonl import JsonlSource, flat_row
-from verl_ext.report.sources.mlflow import DATABASE_ENDINGS, DATABASE_NAMES, MlflowDatabase, MlflowFolder, is_run
-from verl_ext.report.sources.store import StoreSource
-from verl_ext.report.sources.table import TableRun
-from verl_ext.report.sources.tensorboard import EVENT_FILE, TensorBoardSource
+from verl_ext.report.sources.kinds import Kind, RunSource
 from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
-from verl_ext.report.sources.wandb import FILE as WANDB_FILE
-from verl_ext.report.sources.wandb import WandbFolder
 
-DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
-LISTED = 10
-START, END = 1 << 16, 1 << 20  # bytes of a file that identify its kind, and that may have the error that ended it
-METRICS_ENDINGS = (".jsonl", ".csv", ".tsv")
-LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".ipynb", "trainer_state.json")
+MOST_DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
+MOST_LISTED = 10
+START_BYTES = 1 << 16  # of a file, which identify its kind
+END_BYTES = 1 << 20  # of a file, which may have the error that ended its process
 NOT_METRICS = {
     EVENTS: "the guard's event log",
     TRAJECTORIES: "a log of trajectories",
     older_part(Path(TRAJECTORIES)).name: "the older part of a log of trajectories",
 }
 MARKUP = re.compile(rb"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
-METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 SKIPPED_FOLDERS = re.compile(r"\.|global_step_\d+$|__pycache__$")  # checkpoints have thousands of files
 ADVICE = "trainer.logger=[console,file] gives a .jsonl file (add tensorboard for TensorBoard's)"
 # How other files begin, and what would make their run readable.
@@ -58,44 +45,7 @@ OTHERS = (
     (b"\x80", "a pickle, which is not opened: name the run's log or metrics file instead"),
 )
 
-
-class RunSource(Protocol):
-    """Metrics of one kind of file. Its errors need not name the file: load.py does."""
-
-    name: str
-
-    @property
-    def files(self) -> tuple[Path, ...]: ...
-
-    def refresh(self) -> bool:
-        """Reads new data; returns whether there was any."""
-
-    def run(self, which: int | None) -> TableRun: ...
-
-    def notes(self) -> tuple[str, ...]: ...
-
-
-# The kinds of files beside texts, the best first, because one run's numbers may be in several of these. The first has
-# every digit, the event files have seven.
-SOURCES: dict[str, Callable[[Path, int | None], RunSource]] = {
-    "jsonl": lambda path, which: JsonlSource(path),
-    "wandb": lambda path, which: StoreSource(WandbFolder(path), path, which),
-    "mlflow": lambda path, which: StoreSource(MlflowFolder(path), path, which),
-    "mlflow database": lambda path, which: StoreSource(MlflowDatabase(path), path, which),
-    "tensorboard": lambda path, which: TensorBoardSource(path),
-    "table": CsvSource,
-}
-
-
-@dataclass(frozen=True)
-class Found:
-    """A run on disk, and its kind."""
-
-    kind: str
-    path: Path
-
-    def open(self, which: int | None) -> RunSource:
-        return SOURCES[self.kind](self.path, which)
+Found = tuple[Kind, Path]  # a run on disk
 
 
 def find_source(path: Path, which: int | None) -> RunSource:
@@ -118,18 +68,18 @@ def find_source(path: Path, which: int | None) -> RunSource:
             return logs
         if states := sorted(path.glob("checkpoint-*/trainer_state.json"), key=_natural):
             return _source_of_file(states[-1], which)  # the last one has the history of those before
-        found, refused = _runs(path, depth=DEPTH)
+        found, refused = _runs(path, depth=MOST_DEPTH)
     if not found:
-        also = f"; not read: {', '.join(refused[:LISTED])}" if refused else ""
+        also = f"; not read: {', '.join(refused[:MOST_LISTED])}" if refused else ""
         raise ReportError(f"{path}: no metrics in this folder{also}; {ADVICE}")
-    kinds = [run.kind for run in found]
-    if len(set(kinds)) == len(kinds) and "table" not in kinds:
-        return min(found, key=lambda run: list(SOURCES).index(run.kind)).open(which)
-    if len(found) > 1:
-        names = [str(run.path.relative_to(path)) for run in found]
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:LISTED])}{more}")
-    return found[0].open(which)
+    titles = {kind.title for kind, _ in found}
+    by_several_loggers = len(titles) == len(found) and all(kind.by_logger for kind, _ in found)
+    if len(found) > 1 and not by_several_loggers:
+        names = [str(place.relative_to(path)) for _, place in found]
+        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:MOST_LISTED])}{more}")
+    kind, place = min(found, key=lambda run: run[0].order)
+    return kind.open(place, which)
 
 
 def join_logs(paths: Sequence[Path]) -> RunSource:
@@ -161,54 +111,33 @@ def _source_of_file(path: Path, which: int | None) -> RunSource:
     for ending, what in NOT_METRICS.items():
         if path.name.endswith(ending):
             raise ReportError(f"{path}: this is {what}; name the metrics file next to it")
-    if EVENT_FILE in path.name:
-        return Found("tensorboard", path).open(which)
-    ending = path.suffix.lower()
-    if ending in (*DATABASE_ENDINGS, WANDB_FILE):
-        return Found("wandb" if ending == WANDB_FILE else "mlflow database", path).open(which)
+    named = next((kind for kind in KINDS if kind.is_named(path)), None)
+    if named is not None:
+        return named.open(path, which)
     with open_regular(path) as file:
-        start = file.read(START)
-    if kind := _kind_of_text(start):
-        return Found(kind, path).open(which)
+        start = file.read(START_BYTES)
+    if kind := _kind_of(start):
+        return kind.open(path, which)
     if not MARKUP.match(start) and (form := detect_format(path)):
         return TextSource([path], form)
-    if ending in (".csv", ".tsv"):  # their own errors say more
-        return Found("table", path).open(which)
-    if ending == ".jsonl" or not start.strip():  # an empty file may belong to a run that has just begun
-        return Found("jsonl", path).open(which)
+    if kind := _kind_of_ending(path.name.lower()):  # its own error says more
+        return kind.open(path, which)
+    if not start.strip():  # an empty file may belong to a run that has just begun
+        return KINDS[0].open(path, which)
     with open_regular(path) as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - END, 0))
-        error = last_error(file.read(END)) if b"\0" not in start else None
+        file.seek(max(os.fstat(file.fileno()).st_size - END_BYTES, 0))
+        error = last_error(file.read(END_BYTES)) if b"\0" not in start else None
     ended = f". It ended before its first step by {error.what}" if error else ""
     raise ReportError(f"{path}: {_what_else(start)}{ended}")
 
 
-def _kind_of_text(start: bytes) -> str | None:
-    """Returns the kind of a file of JSON lines or of a table by its beginning; None for another."""
-    line = start.lstrip().partition(b"\n")[0]
-    if METRICS_LINE.search(start) or _is_row(line):
-        return "jsonl"
-    return "table" if _is_table(start) else None
+def _kind_of(start: bytes) -> Kind | None:
+    """Returns the kind of a file by its beginning."""
+    return next((kind for kind in KINDS if kind.sniff(start)), None)
 
 
-def _is_row(line: bytes) -> bool:
-    try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return False
-    return isinstance(record, dict) and is_step(flat_row(record)[0])
-
-
-def _is_table(start: bytes) -> bool:
-    header = start.decode("utf-8-sig", errors="replace").lstrip().partition("\n")[0].rstrip("\r")
-    for separator in ",\t;":
-        try:
-            names = next(csv.reader([header], delimiter=separator), [])
-        except csv.Error:
-            continue
-        if len(names) > 1 and any(name in STEP_COLUMNS or name.endswith(LIMITS) for name in names):
-            return True
-    return False
+def _kind_of_ending(name: str) -> Kind | None:
+    return next((kind for kind in KINDS if name.endswith(kind.endings)), None)
 
 
 def _what_else(start: bytes) -> str:
@@ -224,7 +153,7 @@ def _what_else(start: bytes) -> str:
             'such as {"step": 1, "reward": 0.5}'
         )
     first = start.decode("utf-8", errors="replace").splitlines()[0]
-    if any(first.count(separator) > 1 for separator in ",\t;"):
+    if any(first.count(separator) > 1 for separator in SEPARATORS):
         return f"this may be a table, but no column is the step; name one of them {STEP_COLUMNS[2]}"
     return (
         "this is text, but no line has a step with its metrics; verl prints them with trainer.logger=[console], TRL as "
@@ -234,7 +163,8 @@ def _what_else(start: bytes) -> str:
 
 def _logs_in(folder: Path) -> TextSource | None:
     """Returns what reads the logs with metrics that lie directly in a folder, in the most telling of their formats."""
-    here = [path for path in sorted(folder.iterdir()) if path.name.endswith(LOG_ENDINGS) and is_regular(path)]
+    endings = tuple(ending for form in FORMATS for ending in form.endings)
+    here = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and is_regular(path)]
     forms = {path: form for path in here if (form := detect_format(path)) is not None}
     if not forms:
         return None
@@ -255,35 +185,26 @@ def _runs(folder: Path, depth: int) -> tuple[list[Found], list[str]]:
 
     for name, folders, files in os.walk(folder, onerror=refuse):
         here = Path(name)
-        level = len(here.relative_to(folder).parts)
-        folders[:] = [] if level >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
-        if store := _store(here, files, level):
+        depth_here = len(here.relative_to(folder).parts)
+        folders[:] = [] if depth_here >= depth else sorted(each for each in folders if not SKIPPED_FOLDERS.match(each))
+        shown = [(kind, path) for kind in KINDS for path in kind.in_folder(here, files, depth_here)]
+        if owner := next((run for run in shown if run[0].owns_folder), None):
             folders[:] = []  # they hold other files of a run: artifacts, tables
-            found += [] if store in found else [store]
+            if owner not in found:
+                found.append(owner)
             continue
-        if any(EVENT_FILE in file and is_regular(here / file) for file in files):
-            found.append(Found("tensorboard", here))
-        found += [Found("mlflow database", here / file) for file in DATABASE_NAMES if is_regular(here / file)]
+        found += shown
         for file in sorted(files):
-            if not file.endswith(METRICS_ENDINGS) or file.endswith(tuple(NOT_METRICS)):
+            if _kind_of_ending(file) is None or file.endswith(tuple(NOT_METRICS)):
                 continue
             try:
                 with open_regular(here / file) as opened:
-                    start = opened.read(START)
+                    start = opened.read(START_BYTES)
             except OSError as error:
                 refuse(error)
                 continue
-            if kind := _kind_of_text(start):
-                found.append(Found(kind, here / file))
-            elif not start.strip() and file.endswith(".jsonl"):
-                empty.append(Found("jsonl", here / file))
+            if kind := _kind_of(start):
+                found.append((kind, here / file))
+            elif not start.strip() and (kind := _kind_of_ending(file)) and kind.by_logger:
+                empty.append((kind, here / file))
     return found or empty, refused  # an empty one may belong to a run that has just begun
-
-
-def _store(here: Path, files: list[str], level: int) -> Found | None:
-    """Returns the folder of all runs if `here` is a run of W&B or MLflow, but none above the folder that was named."""
-    if any(file.endswith(WANDB_FILE) and is_regular(here / file) for file in files):
-        return Found("wandb", here if level == 0 else here.parent)
-    if is_run(here):
-        return Found("mlflow", [here, *here.parents][min(level, 2)])
-    return None

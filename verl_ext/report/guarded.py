@@ -1,6 +1,8 @@
 """What the guard logged and did in a run: its boundary, its forecast, its level, skipped updates; and what is past a
 limit."""
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,15 +20,25 @@ SKIPPED_STEPS = 10  # a run no longer learns if more than half of the updates of
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 DROPPED = "correction/dropped"
-SOON = 20  # a forecast of fewer steps to the boundary is a warning, as in the lab
-RECENT = 10  # last steps in which an action of the guard still counts
+SOON_STEPS = 20  # a forecast of fewer steps to the boundary is a warning, as in the lab
+RECENT_STEPS = 10  # last steps in which an action of the guard still counts
+MOST_RATE = 50.0  # of the logarithm per step; a larger one is shown as this
+TAKEN_BACK = ("undo", "rollback", "stop")
+# What the guard did: as a verb in a sentence, and as the name of a mark or of a decision.
 ACTED = {
     "undo": "took an update back",
     "rollback": "rolled back",
     "stop": "stopped the run",
     "skip": "skipped an update",
 }
-TAKEN_BACK = ("undo", "rollback", "stop")
+DECIDED = {
+    "skip": "update skipped",
+    "undo": "update taken back",
+    "lower_lr": "learning rate lowered",
+    "tighten": "band narrowed",
+    "warn": "warning",
+    "recover": "recovered",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,12 @@ class Fact:
 def dated(text: str, step: int | None) -> str:
     """Returns a clause behind its step, unless it has none or names it."""
     return text if step is None or f"step {step}" in text or "the first step" in text else f"step {step}: {text}"
+
+
+def sentence_of(clause: str) -> str:
+    """Returns a clause as a sentence; a name of a metric keeps its beginning."""
+    start = clause if re.match(r"\S*[/_\d]", clause) else clause[:1].upper() + clause[1:]
+    return f"{start}." if start else ""
 
 
 def judged_k3(run: Run) -> Gap | None:
@@ -82,6 +100,35 @@ def growth_of(run: Run) -> tuple[Series, Growth] | None:
     """Returns the last readings of k3, and the line through their logarithms; None for too few."""
     gap = judged_k3(run)
     return None if gap is None else _fit(gap.series, boundary_of(run))
+
+
+def growth_clause(run: Run) -> str:
+    """Returns how fast k3 grows, a clause; "" for too few readings."""
+    fit, gap = growth_of(run), judged_k3(run)
+    if fit is None or gap is None:
+        return ""
+    window, growth = fit
+    span = f"over the last {len(window.steps)} readings"
+    low, high = _percent_per_step(growth.low), _percent_per_step(growth.high)
+    if growth.low <= 0 <= growth.high:
+        return f"no certain growth {span}: {low:+.1f} to {high:+.1f} % per step"
+    if growth.low <= 0:
+        return f"{gap.name} changes by {low:+.1f} to {high:+.1f} % per step, {span}"
+    text = f"{gap.name} grows by {low:.1f} to {high:.1f} % per step, {span}"
+    if growth.steps == 0:
+        return f"{text}, and is past {boundary_of(run):g}"
+    if growth.steps < HORIZON:
+        return f"{text}; at this pace it passes {boundary_of(run):g} in about {growth.steps:.0f} steps"
+    return text
+
+
+def nears_boundary(growth: Growth) -> bool:
+    """Returns True if the growth is certain, and the boundary ahead and in sight."""
+    return growth.low > 0 and 0 < growth.steps < HORIZON
+
+
+def _percent_per_step(rate: float) -> float:
+    return 100 * math.expm1(min(max(rate, -MOST_RATE), MOST_RATE))
 
 
 @lru_cache(maxsize=8)
@@ -122,7 +169,7 @@ def passed_at(run: Run, until: int) -> tuple[str, int] | None:
 def foretold_at(run: Run, until: int) -> int | None:
     """Returns the step from which on the guard's forecast warned, up to this step."""
     forecast = run.get("guard/steps_to_boundary")
-    return None if forecast is None else _outside_since(forecast, forecast.values < SOON, until)
+    return None if forecast is None else _outside_since(forecast, forecast.values < SOON_STEPS, until)
 
 
 def _outside_since(series: Series, outside: np.ndarray, until: int) -> int | None:
@@ -138,7 +185,7 @@ def act_sentence(event: Event) -> str:
 
 def recent_acts(run: Run) -> list[Event]:
     """Returns the guard's recent actions that stop a run or take it back."""
-    return [event for event in run.events if event.action in TAKEN_BACK and event.step > run.steps[-1] - RECENT]
+    return [event for event in run.events if event.action in TAKEN_BACK and event.step > run.steps[-1] - RECENT_STEPS]
 
 
 def usual_level(run: Run) -> float:
@@ -160,7 +207,7 @@ def warning_of(run: Run, began: int) -> Iterator[Fact]:
 
 
 def _before(steps: int) -> str:
-    return f"{steps} step{'s' * (steps != 1)} before"
+    return "1 step before" if steps == 1 else f"{steps} steps before"
 
 
 def age_drives(run: Run) -> bool:
@@ -196,19 +243,17 @@ def limits(run: Run) -> Iterator[Fact]:
 
 def drifts(run: Run) -> Iterator[Fact]:
     """Yields what shows that the gap is on its way to the boundary, or that a mask does not see it."""
-    fit, gap = growth_of(run), judged_k3(run)
-    if fit is not None and gap is not None and (growth := fit[1]).low > 0 and 0 < growth.steps < HORIZON:
-        percent = 100 * np.expm1([growth.low, growth.high])
-        text = f"{gap.name} grows by {percent[0]:.1f} to {percent[1]:.1f} % per step, over the last {len(fit[0].steps)}"
-        pace = f"at this pace it passes {boundary_of(run):g} in about {growth.steps:.0f} steps"
-        yield Fact("nears_boundary", f"{text} readings; {pace}")
+    fit = growth_of(run)
+    if fit is not None and nears_boundary(fit[1]):
+        yield Fact("nears_boundary", growth_clause(run))
     dropped = run.get(DROPPED)
     if dropped is not None and (share := now_of(dropped)) > TOO_MANY_DROPPED:
         text = f"the correction drops {100 * share:.1f} % of the tokens ({now_label(dropped)})"
         yield Fact("many_dropped", f"{text}; IcePop's authors saw 0.1 to 0.2 %")
     if moves := blind_mask(run):
-        shares, gaps = (100 * np.expm1(growth.rate) for growth in moves)
-        text = f"IcePop drops fewer and fewer tokens ({shares:+.1f} % per step) while k3 grows ({gaps:+.1f} % per step)"
+        share_rate, gap_rate = _percent_per_step(moves[0].rate), _percent_per_step(moves[1].rate)
+        text = f"IcePop drops fewer and fewer tokens ({share_rate:+.1f} % per step)"
+        text = f"{text} while k3 grows ({gap_rate:+.1f} % per step)"
         yield Fact("mask_blind", f"{text}: its fixed band does not catch the gap")
 
 
@@ -224,8 +269,9 @@ def surroundings(run: Run) -> Iterator[Fact]:
     if (dropped := run.get(DROPPED)) is not None:
         most, steps = int(dropped.values.argmax()), len(dropped.steps)
         text = f"the correction dropped {100 * dropped.values.mean():.2g} % of the tokens in {steps} steps"
-        highest = f"; the most was {100 * dropped.values[most]:.2g} %, in step {dropped.steps[most]}"
-        yield Fact("tokens_dropped", text + highest * bool(dropped.values.any()))
+        if dropped.values.any():
+            text = f"{text}; the most was {100 * dropped.values[most]:.2g} %, in step {dropped.steps[most]}"
+        yield Fact("tokens_dropped", text)
     if (agreement := run.get("router/agreement")) is not None:
         error = run.get("router/agreement/error")
         within = (

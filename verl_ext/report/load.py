@@ -11,9 +11,10 @@ import numpy as np
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
 from verl_ext.report.files import is_regular
-from verl_ext.report.find import RunSource, find_source, join_logs
+from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, own_steps
 from verl_ext.report.sources.jsonl import EventReader
+from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
 from verl_ext.report.sources.text import TextSource
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from verl_ext.report.trajectories import Trajectory
 
 MOST_CELLS = 1 << 28  # 2 GiB; a run of 10,000 steps with 500 metrics has 5 million
-COLUMNS = 100  # of the text output
+TEXT_COLUMNS = 100  # of the text output
 IFRAME = '<iframe srcdoc="{page}" style="width: 100%; height: 640px; border: 0"></iframe>'
 TEXT = '<pre style="line-height: 1.3; white-space: pre">{code}</pre>'
 
@@ -73,7 +73,7 @@ class _Shown(ABC):
         from rich.console import Console
 
         # Otherwise, in a notebook, rich writes into the cell too.
-        console = Console(file=io.StringIO(), width=COLUMNS, record=True, force_jupyter=False)
+        console = Console(file=io.StringIO(), width=TEXT_COLUMNS, record=True, force_jupyter=False)
         console.print(self._renderable())
         return console
 
@@ -207,11 +207,11 @@ def _panel(key: str) -> "Panel":
 
 def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
     """Returns the figure with its title and the look of the page."""
-    from verl_ext.report.figures.lines import CONFIG
+    from verl_ext.report.figures.charts import VEGA_CONFIG
 
     if chart is None:
         raise ReportError(f"{panel.key}: {panel.missing}" + (f" Add {panel.override}" if panel.override else ""))
-    return chart.properties(title=panel.title).configure(**CONFIG)
+    return chart.properties(title=panel.title).configure(**VEGA_CONFIG)
 
 
 @contextmanager

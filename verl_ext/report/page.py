@@ -24,24 +24,23 @@ from verl_ext import __version__
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.comparison import Comparison, comparison_rows
-from verl_ext.report.figures.gap import DONE
-from verl_ext.report.figures.lines import CONFIG, DARK, INK, PAPER, READINGS, SERIES, WIDTH
+from verl_ext.report.figures.charts import DARK_COLOURS, HOVER_LAYER, INK, LINE_COLOURS, PAPER, PLOT_WIDTH, VEGA_CONFIG
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
+from verl_ext.report.guarded import DECIDED, sentence_of
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.terminal import not_finite
-from verl_ext.report.verdict import RunVerdict
+from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
-GENERATOR, HEAD = b'name="generator" content="verl_ext', 2000  # the mark of our pages, within this many bytes
-WORDS = DONE | {"recover": "recovered"}
+GENERATOR, HEAD_BYTES = b'name="generator" content="verl_ext', 2000  # the mark of our pages, within this many bytes
 # Variables of the template that a page may lack.
 SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables")
 MOST_DECISIONS, MOST_OPEN = 100, 10  # decisions on the page; more than MOST_OPEN are folded
 TEMPLATES = Path(__file__).parent / "templates"
 BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
-SCALE = 2  # pixels of a PNG per pixel of the figure
+PNG_SCALE = 2  # pixels of a PNG per pixel of the figure
 OVERVIEW_COLUMNS, OVERVIEW_MARGIN, OVERVIEW_TITLE = 3, 24, 22  # the last two in pixels
 
 Spec = dict[str, Any]
@@ -61,7 +60,10 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
         "title": run.name,
         "about": f"{steps}, {len(run.metrics)} metrics" + (f" from {files}" if files else ""),
         "verdict": verdict,
-        "notes": [*not_finite(run), *run.notes_on_names(), *run.notes],
+        "reasons": reasons,
+        "facts_heading": FACTS_HEADING,
+        "legend": sentence_of(REASONS),
+        "notes": [*not_finite(run), *run.all_notes()],
         "trajectories": trajectories,
         "guard": _decisions(run.events),
     }
@@ -124,8 +126,8 @@ def write_page(
         ],
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
-        dark=script_json(DARK),
-        colours=SERIES,
+        dark=script_json(DARK_COLOURS),
+        colours=LINE_COLOURS,
         libraries=libraries(),
         style=asset("report.css"),
         script=asset("report.js"),
@@ -146,7 +148,7 @@ def is_ours(out: Path) -> bool:
         return False
     try:
         with open_regular(out / PAGE) as page:
-            return GENERATOR in page.read(HEAD)
+            return GENERATOR in page.read(HEAD_BYTES)
     except OSError:
         return False
 
@@ -154,8 +156,10 @@ def is_ours(out: Path) -> bool:
 def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> None:
     """Removes files of an earlier report that would pass for this one's. A report writes no links."""
     gone = [out / PICTURES / f"{panel.key}.png" for panel in PANELS if panel not in drawn]
-    gone += [] if drawn else [out / OVERVIEW]
-    gone += [] if trajectories else [out / TRAJECTORIES]
+    if not drawn:
+        gone.append(out / OVERVIEW)
+    if not trajectories:
+        gone.append(out / TRAJECTORIES)
     for file in gone:
         if is_regular(file) and not file.is_symlink() and not (out / PICTURES).is_symlink():
             file.unlink(missing_ok=True)
@@ -166,7 +170,7 @@ def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
     if not events:
         return None
     shown = events[-MOST_DECISIONS:]
-    rows = [vars(event) | {"action": WORDS.get(event.action, event.action)} for event in shown]
+    rows = [vars(event) | {"action": DECIDED.get(event.action, event.action)} for event in shown]
     return {"rows": rows, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
 
 
@@ -231,17 +235,17 @@ def write_html(page: TemplateStream, file: Path) -> None:
 
 def spec_of(chart: alt.LayerChart) -> Spec:
     """Returns the figure as the page embeds it: as wide as its column, interactive."""
-    return chart.properties(width="container").to_dict(validate=False) | {"config": CONFIG}  # twice as fast
+    return chart.properties(width="container").to_dict(validate=False) | {"config": VEGA_CONFIG}  # twice as fast
 
 
 def png(spec: Spec, title: str) -> bytes:
     """Draws one figure under its title, without the interactive layer."""
     import vl_convert
 
-    layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != READINGS]
+    layers: Sequence[Spec] = [layer for layer in spec["layer"] if layer.get("name") != HOVER_LAYER]
     still = {key: value for key, value in spec.items() if key != "params"}
-    still |= {"layer": layers, "width": WIDTH, "title": title, "config": CONFIG | {"padding": 12}}
-    return vl_convert.vegalite_to_png(json.dumps(still), scale=SCALE)
+    still |= {"layer": layers, "width": PLOT_WIDTH, "title": title, "config": VEGA_CONFIG | {"padding": 12}}
+    return vl_convert.vegalite_to_png(json.dumps(still), scale=PNG_SCALE)
 
 
 def overview(pictures: Mapping[str, bytes], title: str) -> bytes:
@@ -249,8 +253,11 @@ def overview(pictures: Mapping[str, bytes], title: str) -> bytes:
     from PIL import Image, ImageDraw, ImageFont
 
     images = [Image.open(io.BytesIO(picture)).convert("RGB") for picture in pictures.values()]
-    small = [image.resize((image.width // SCALE, image.height // SCALE), Image.Resampling.LANCZOS) for image in images]
-    width, height = (max(getattr(image, side) for image in small) for side in ("width", "height"))
+    small = [
+        image.resize((image.width // PNG_SCALE, image.height // PNG_SCALE), Image.Resampling.LANCZOS)
+        for image in images
+    ]
+    width, height = max(image.width for image in small), max(image.height for image in small)
     columns = min(OVERVIEW_COLUMNS, len(small))
     top = 2 * OVERVIEW_MARGIN + OVERVIEW_TITLE
     size = (columns * width + 2 * OVERVIEW_MARGIN, -(-len(small) // columns) * height + top)

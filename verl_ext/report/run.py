@@ -41,6 +41,11 @@ def is_validation(name: str) -> bool:
     return quantity is not None and quantity.name == VALIDATION
 
 
+def validation_label(name: str) -> str:
+    """Returns the name of a validation's score without what all of them begin with."""
+    return name.removeprefix("val-core/").removeprefix("val/test_score/")
+
+
 def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
     """Selects the entries that can belong to a run with this last step, and notes how many others there were.
 
@@ -51,13 +56,12 @@ def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[
         one, several: the name of an entry, and of several.
     """
     own = [each for each in found if each.step <= last + 1]
-    match len(found) - len(own):
-        case 0:
-            return own, []
-        case 1:
-            return own, [f"1 {one} has a later step than the metrics: left out; it belongs to another run"]
-        case count:
-            return own, [f"{count} {several} have later steps than the metrics: left out; they belong to another run"]
+    others = len(found) - len(own)
+    if others == 0:
+        return own, []
+    if others == 1:
+        return own, [f"1 {one} has a later step than the metrics: left out; it belongs to another run"]
+    return own, [f"{others} {several} have later steps than the metrics: left out; they belong to another run"]
 
 
 @dataclass(frozen=True)
@@ -114,13 +118,17 @@ class Run:
         series = self.get("training/off_policy/trajectory_staleness/mean")
         return 0.0 if series is None else now_of(series)
 
-    def notes_on_names(self) -> Iterator[str]:
-        """Says that the report knows none of the names of the metrics, or few."""
+    def all_notes(self) -> Iterator[str]:
+        """Yields the notes on the files, behind one on the names of the metrics if the report knows none or few."""
+        yield from self._notes_on_names()
+        yield from self.notes
+
+    def _notes_on_names(self) -> Iterator[str]:
         known = [name for name in self.metrics if quantity_of(name) is not None or find(name) is not None]
         others = [name for name in self.metrics if name not in known]
         if len(known) >= FEW_NAMES or not others:
             return
-        listed = ", ".join(others[:LISTED_NAMES]) + ", ..." * (len(others) > LISTED_NAMES)
+        listed = ", ".join([*others[:LISTED_NAMES], *(["..."] if len(others) > LISTED_NAMES else [])])
         if known:
             share = f"{len(known)} of the {len(self.metrics)} names in this run"
             yield f"the report knows {share} ({', '.join(known)}), and not {listed}"

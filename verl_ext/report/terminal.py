@@ -18,17 +18,17 @@ from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.diagnosis.rank import Suspect
 from verl_ext.diagnosis.series import LAST, Series, beginning_of, now_of
-from verl_ext.report.guarded import dated, skipped_share
-from verl_ext.report.run import ENDED, MOST_MESSAGE, Run
-from verl_ext.report.verdict import REASONS, RunVerdict
+from verl_ext.report.guarded import skipped_share
+from verl_ext.report.run import ENDED, MOST_MESSAGE, Run, validation_label
+from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
-WIDTH, LABEL, CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
-VALIDATION = 1  # reading of a validation that counts: it is a mean over whole files, and the one before is steps old
+LINE_WIDTH, LABEL_COLUMNS, SPARK_CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
+VALIDATION_READINGS = 1  # a validation is a mean over whole files, and the one before is steps old
 SCORE = Metric("score", "a score of a validation in another framework", better="higher")
-EVENT = "guard, step "
-EVENTS, MOST_NAMED, MOST_VALIDATIONS = 3, 3, 6
+EVENT_NOTE = "guard, step "
+MOST_EVENTS, MOST_NAMED, MOST_VALIDATIONS = 3, 3, 6
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 ASCII = str.maketrans({"±": "+/-", "×": "x", "–": "-", "—": "-", "…": "...", "·": "-", "’": "'"})  # noqa: RUF001
 # A smaller range is drawn as a nearly flat line, so that mere noise does not look dramatic.
@@ -45,7 +45,6 @@ COLOURS = {
     "stopped": "red",
     "not enough data": "cyan",
 }
-
 
 WORST: dict[str, Callable[[np.ndarray], float]] = {
     "highest": np.max,
@@ -75,7 +74,7 @@ REMEDIES = [
     ("vllm_kl/k3", "the engines' mismatch", ours.GAP.override),
     ("router/agreement", "router agreement", ours.ROUTING.override),
 ]
-MOST_LINES = 4  # of a cause
+MOST_CAUSE_LINES = 4  # of a cause
 
 
 @dataclass(frozen=True)
@@ -99,19 +98,15 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
     """Returns the rows of the table, without metrics that the run never logged."""
     found = []
     for name in ROWS:
-        found.append(_metric_row(run.get(name), name, "  " * (name in PARTS) + METRICS[name].label))
+        indent = "  " if name in PARTS else ""
+        found.append(_metric_row(run.get(name), name, indent + METRICS[name].label))
         if name == "router/agreement/error" and (layers := run.layers("router/agreement")):
             # Only the layer that agrees least at the end: models have up to 94 layers.
             worst = min(layers, key=lambda number: now_of(layers[number]))
             found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
     for name in run.validations()[:MOST_VALIDATIONS]:
-        found.append(_metric_row(run.get(name), name, f"val {validation_label(name)}", VALIDATION))
+        found.append(_metric_row(run.get(name), name, f"val {validation_label(name)}", VALIDATION_READINGS))
     return [row for row in found if row is not None]
-
-
-def validation_label(name: str) -> str:
-    """Returns the name of a validation's score without what all of them begin with."""
-    return name.removeprefix("val-core/").removeprefix("val/test_score/")
 
 
 def format_of(metric: Metric) -> Unit:
@@ -134,7 +129,7 @@ def format_value(value: float, unit: Unit) -> str:
             return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
-def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = CELLS, blocks: str = BLOCKS) -> str:
+def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = SPARK_CELLS, blocks: str = BLOCKS) -> str:
     """Draws the series from the first step to the last of `span`; for "small", the logarithm of the values' size."""
     series = series.finite()
     if not series.steps.size:
@@ -189,17 +184,19 @@ class Dashboard:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style in self._heading():
             yield indented(text, options, style) if text else ""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(WIDTH, options.max_width))
-        table.add_column("", overflow="fold", width=LABEL)
+        table = Table(
+            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(LINE_WIDTH, options.max_width)
+        )
+        table.add_column("", overflow="fold", width=LABEL_COLUMNS)
         for name in ("first", "now", "worst"):
             table.add_column(name, justify="right", overflow="fold", width=9)
         first, last = int(self.run.steps[0]), int(self.run.steps[-1])
-        table.add_column(f"step {first} to {last}", overflow="fold", width=CELLS + 1, style="cyan")
+        table.add_column(f"step {first} to {last}", overflow="fold", width=SPARK_CELLS + 1, style="cyan")
         blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS
         for row in dashboard_rows(self.run):
             values = (row.first, row.now, row.worst)
             table.add_row(
-                Text(encodable(wrap_name(row.label, LABEL), options)),
+                Text(encodable(wrap_name(row.label, LABEL_COLUMNS), options)),
                 *("" if value is None else format_value(value, row.unit) for value in values),
                 sparkline(row.series, (first, last), row.unit, blocks=blocks),
             )
@@ -209,8 +206,8 @@ class Dashboard:
         if self.verdict is not None and self.verdict.suspects:
             yield indented(REASONS, options)
         for note in notes(self.run, {step.do for step in steps}):
-            short = note.startswith(EVENT) and len(note) > WIDTH - 2
-            yield indented(f"{note[: WIDTH - 5]}..." if short else note, options)
+            short = note.startswith(EVENT_NOTE) and len(note) > LINE_WIDTH - 2
+            yield indented(f"{note[: LINE_WIDTH - 5]}..." if short else note, options)
 
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Yields lines and their styles."""
@@ -220,28 +217,34 @@ class Dashboard:
             return
         yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield verdict.sentence, ""
-        told = ""
+        causes = ""
         for label, suspect in verdict.labelled():
             for line, style in _cause_lines(label, suspect, verdict):
-                told += f"{line}\n"
+                causes += f"{line}\n"
                 yield line, style
         if verdict.alarm:
-            yield from (("", ""), (verdict.alarm, "bold"))
+            yield "", ""
+            yield verdict.alarm, "bold"
         if first := verdict.first:
-            what = "run, with the overrides of the launch:" if first.is_command else "start the run again with"
-            yield from (("", ""), (f"{'After that' if verdict.alarm else 'Do this first'}: {what}", "bold"))
-            yield from ((first.do, "bold"), (first.sentence, ""))
+            yield "", ""
+            yield verdict.first_heading, "bold"
+            yield first.do, "bold"
+            yield first.sentence, ""
         if verdict.others:
-            yield from (("", ""), ("Then:" if first else "Worth adding:", "bold"))
-            yield from ((f"- {step.do}: {step.why}", "") for step in verdict.others)
-        if facts := [fact for fact in verdict.told if fact.text not in told]:
-            yield from (("", ""), ("What else the numbers show:", "bold"))
-            yield from ((f"- {fact.dated}", "dim") for fact in facts)
+            yield "", ""
+            yield f"{verdict.others_heading}:", "bold"
+            for step in verdict.others:
+                yield f"- {step.do}: {step.why}", ""
+        if facts := [fact for fact in verdict.other_facts if fact.text not in causes]:
+            yield "", ""
+            yield f"{FACTS_HEADING}:", "bold"
+            for fact in facts:
+                yield f"- {fact.dated}", "dim"
 
 
 def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[tuple[str, str]]:
-    """Yields a cause in at most MOST_LINES lines of WIDTH: its title, what speaks for and against it, as far as there
-    are lines left, and the one thing to check. The page has all of it."""
+    """Yields a cause in at most MOST_CAUSE_LINES lines: its title, what speaks for and against it, as far as there are
+    lines left, and the one thing to check. The page has all of it."""
     title = f"{label}: {suspect.cause.title}"
     check = "" if suspect.harmless else f"check: {suspect.cause.check}"
     said = verdict.sentence.lower()
@@ -249,29 +252,26 @@ def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[
     new = [sign for sign in suspect.signs if not verdict.is_said(sign.finding.name) and sign.finding.text not in said]
     kept = new if any(sign.points > 0 for sign in new) else suspect.signs
     signs = sorted(kept, key=lambda sign: sign.finding.name in shared)  # the alternative first by what is its own
-    speaks = {
-        "+ ": [dated(sign.finding.text, sign.finding.step) for sign in signs if sign.points > 0],
-        "- ": [dated(sign.finding.text, sign.finding.step) for sign in reversed(signs) if sign.points < 0],
-    }
-    room = max(MOST_LINES - _part_lines(title) - _part_lines(check), 1)
+    speaks_for, speaks_against = reasons(signs)
+    room = max(MOST_CAUSE_LINES - _part_lines(title) - _part_lines(check), 1)
     yield title, "bold" if suspect is verdict.suspects[0] else ""
-    against = bool(speaks["- "]) and room > 1
-    if speaks["+ "]:
-        yield _as_many("+ ", speaks["+ "], room - against), ""
+    against = bool(speaks_against) and room > 1
+    if speaks_for:
+        yield _as_many("+ ", speaks_for, room - 1 if against else room), ""
     if against:
-        yield _as_many("- ", speaks["- "], 1), "dim"
+        yield _as_many("- ", speaks_against, 1), "dim"
     if check:
-        yield _shortened(check, max(MOST_LINES - _part_lines(title) - 1, 1)), ""
+        yield _shortened(check, max(MOST_CAUSE_LINES - _part_lines(title) - 1, 1)), ""
 
 
 def _part_lines(text: str) -> int:
-    return len(textwrap.wrap(text, WIDTH - 1, break_on_hyphens=False))
+    return len(textwrap.wrap(text, LINE_WIDTH - 1, break_on_hyphens=False))
 
 
 def _shortened(text: str, lines: int) -> str:
     """Returns the text, cut behind a word if it would take more lines."""
     while _part_lines(text) > lines:
-        text = f"{text.removesuffix(' ...').rpartition(' ')[0]} ..." if " " in text else f"{text[: WIDTH - 5]} ..."
+        text = f"{text.removesuffix(' ...').rpartition(' ')[0]} ..." if " " in text else f"{text[: LINE_WIDTH - 5]} ..."
     return text
 
 
@@ -311,14 +311,13 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
         yield "val: the first and the last reading"
     if (skipped := skipped_share(run)) is not None:
         yield f"updates skipped: {100 * skipped[0]:.3g} % in {skipped[1]} steps (guard/skipped)"
-    for event in run.events[-EVENTS:]:
+    for event in run.events[-MOST_EVENTS:]:
         reason = " ".join(event.reason.split())
-        yield reason if event.rule == ENDED else f"{EVENT}{event.step}: {event.action}: {reason}"
+        yield reason if event.rule == ENDED else f"{EVENT_NOTE}{event.step}: {event.action}: {reason}"
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:
         yield f"{more} more scores of validation sets"
     yield from not_finite(run)
-    yield from run.notes_on_names()
-    yield from run.notes
+    yield from run.all_notes()
     for metric, what, override in REMEDIES:
         experts = metric.startswith(ROUTER) and not is_moe(run.readings)  # a dense model has none
         if run.get(metric) is None and override not in advised and not experts:

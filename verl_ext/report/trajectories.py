@@ -124,7 +124,7 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
                 held -= _token_count(found.pop(next(iter(found))))
                 forgotten += 1
         if bad:
-            notes.append(f"{part.name}: {len(bad)} line{'s' * (len(bad) > 1)} left out ({bad[0]})")
+            notes.append(f"{part.name}: {'1 line' if len(bad) == 1 else f'{len(bad)} lines'} left out ({bad[0]})")
     if forgotten:
         notes.append(f"{file.name}: the oldest {forgotten} trajectories are left out to save memory")
     if not found:

@@ -20,23 +20,17 @@ advice on tuning: only the remedy of the likeliest cause remains, or the way to 
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_ext.diagnosis.causes import Cause, settling_sentence
 from verl_ext.diagnosis.findings.gap import K3, gap_of
 from verl_ext.diagnosis.findings.registry import notable
-from verl_ext.diagnosis.findings.reward import (
-    ENTROPY,
-    GRADIENT,
-    LENGTH,
-    WORDS,
-    course_of,
-)
+from verl_ext.diagnosis.findings.reward import ENTROPY, GRADIENT, LENGTH, WORDS, course_of
 from verl_ext.diagnosis.growth import FEWEST
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
-from verl_ext.diagnosis.rank import OpenQuestion, Suspect
+from verl_ext.diagnosis.rank import OpenQuestion, Sign, Suspect
 from verl_ext.diagnosis.series import WINDOW
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
@@ -48,6 +42,7 @@ from verl_ext.report.guarded import (
     drifts,
     limits,
     recent_acts,
+    sentence_of,
     surroundings,
     warning_of,
 )
@@ -57,9 +52,12 @@ State = Literal[
     "stopped", "collapsed", "dead", "past the boundary", "drifting", "suspect", "flat", "not enough data", "healthy"
 ]
 
-ALARM = 3  # last steps in which an action of the guard is an active alarm
+ALARM_STEPS = 3  # last steps in which an action of the guard is an active alarm
+FACTS_HEADING = "What else the numbers show"
 REASONS = f"reasons for a cause: means of the last {WINDOW} readings, where nothing else is said"
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
+# State of the engines -> what its level means.
+ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
 # Finding -> findings and other facts that say the same with more.
 SAID_BY = {
     "advantages": {"reward_constant"},
@@ -116,11 +114,22 @@ class RunVerdict:
         return None if first.only_measures and not self.measure.startswith(first.do) else first
 
     @property
+    def first_heading(self) -> str:
+        """What to do with the first step, the line above it."""
+        run_it = self.first is not None and self.first.is_command
+        what = "run, with the overrides of the launch:" if run_it else "start the run again with"
+        return f"{'After that' if self.alarm else 'Do this first'}: {what}"
+
+    @property
+    def others_heading(self) -> str:
+        return "Worth adding" if self.first is None else "Then"
+
+    @property
     def others(self) -> tuple[NextStep, ...]:
         return self.steps if self.first is None else self.steps[1:]
 
     @property
-    def told(self) -> tuple[Fact, ...]:
+    def other_facts(self) -> tuple[Fact, ...]:
         """The facts that neither the sentence nor another fact says already."""
         said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.id for fact in self.facts}
         ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.signs}
@@ -131,19 +140,10 @@ class RunVerdict:
         )
 
     @property
-    def further(self) -> tuple[Fact, ...]:
-        """The facts of `told` that no suspect has as evidence."""
+    def facts_beyond_causes(self) -> tuple[Fact, ...]:
+        """The facts of `other_facts` that no suspect has as evidence."""
         evidence = {text for suspect in self.suspects for text in (*suspect.speaks_for, *suspect.speaks_against)}
-        return tuple(fact for fact in self.told if fact.text not in evidence)
-
-    def reasons(self, suspect: Suspect) -> tuple[list[str], list[str]]:
-        """Returns what speaks for and against a suspect, each with its step."""
-        signs = [(sign.points > 0, dated(sign.finding.text, sign.finding.step)) for sign in suspect.signs]
-        return [text for speaks, text in signs if speaks], [text for speaks, text in reversed(signs) if not speaks]
-
-    @property
-    def legend(self) -> str:
-        return f"{REASONS[0].upper()}{REASONS[1:]}"
+        return tuple(fact for fact in self.other_facts if fact.text not in evidence)
 
     def is_said(self, finding: str) -> bool:
         """Returns True if the state of the learning says the same in the sentence."""
@@ -189,8 +189,14 @@ class RunVerdict:
             "settle": self.settle,
             "alarm": self.alarm,
             "next": [vars(step) for step in self.steps],
-            "notes": [*run.notes_on_names(), *run.notes],
+            "notes": list(run.all_notes()),
         }
+
+
+def reasons(signs: Sequence[Sign]) -> tuple[list[str], list[str]]:
+    """Returns what speaks for and against a suspect, each with its step, the strongest first."""
+    speaks_for = [dated(sign.finding.text, sign.finding.step) for sign in signs if sign.points > 0]
+    return speaks_for, [dated(sign.finding.text, sign.finding.step) for sign in reversed(signs) if sign.points < 0]
 
 
 def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
@@ -202,13 +208,12 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     found = judge(run.readings, causes)
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     state: State = "stopped" if stop is not None else _word(run, found)
-    lately = [event for event in run.events if event.action in REFUSING and event.step > run.steps[-1] - ALARM]
+    lately = [event for event in run.events if event.action in REFUSING and event.step > run.steps[-1] - ALARM_STEPS]
     question, settle = _open_question(run, found), _settling(found)
     steps = tuple(next_steps(run, found, state, question, settle))
-    if lately:
-        steps = tuple(step for step in steps if not step.only_measures)[
-            : state == "collapsed" or found.first is not None
-        ]
+    if lately:  # then there is one remedy, or none
+        remedies = [step for step in steps if not step.only_measures]
+        steps = tuple(remedies[:1]) if state == "collapsed" or found.first is not None else ()
     return RunVerdict(
         state,
         _sentence(run, found, state, act_sentence(stop) if stop is not None else ""),
@@ -218,14 +223,14 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         found.suspects,
         measure=question.sentence if question is not None else "",
         settle=settle,
-        alarm=_alarm(lately[-1], told=lately[-1] == stop) if lately else "",
+        alarm=_alarm(lately[-1], is_said=lately[-1] == stop) if lately else "",
         steps=steps,
     )
 
 
-def _alarm(event: Event, *, told: bool) -> str:
-    """Returns what comes before any advice; `told` if the sentence says already what the guard did."""
-    act = "." if told else f": {_lower(act_sentence(event))}"
+def _alarm(event: Event, *, is_said: bool) -> str:
+    """Returns what comes before any advice; `is_said` if the sentence says already what the guard did."""
+    act = "." if is_said else f": {_lower(act_sentence(event))}"
     return f"Deal with this first, before you tune anything{act} {AFTER_ALARM}"
 
 
@@ -255,11 +260,6 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def _upper(text: str) -> str:
-    """Returns a clause as the beginning of a sentence; names of metrics stay as they are."""
-    return text if re.match(r"\S*[/_\d]", text) else text[:1].upper() + text[1:]
-
-
 def _word(run: Run, found: Judgement) -> State:
     learning, engines = found.learning.state, found.engines.state
     if learning in ("collapsed", "dead"):
@@ -281,7 +281,8 @@ def _word(run: Run, found: Judgement) -> State:
 def _sentence(run: Run, found: Judgement, state: State, stopped: str) -> str:
     """Returns one sentence of both states; before it, what ended the run."""
     good = found.learning.state in ("learns", "weak") and found.engines.state in ("apart", "broken", "growing")
-    both = f"{_upper(_with_step(run, found.learning))}{', but' if good else ';'} {_of_engines(run, found, state)}."
+    learning, engines = _with_step(run, found.learning), _of_engines(run, found, state)
+    both = sentence_of(f"{learning}{', but' if good else ';'} {engines}")
     end = run.events[-1] if run.events else None
     if end is not None and end.rule == ENDED and end.step >= run.steps[-1]:
         return f"The run {end.reason.rstrip('.')}. {both}"
@@ -307,9 +308,6 @@ def _of_engines(run: Run, found: Judgement, state: State) -> str:
     if is_level and found.engines.state in ROUNDING:
         return f"{text}, {ROUNDING[found.engines.state]}"
     return _with_step(run, found.engines)
-
-
-ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
 
 
 def _facts(run: Run, found: Judgement) -> list[Fact]:

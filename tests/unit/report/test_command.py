@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from tests import ROOT
 from tests.support.examples import slow_cases
 from tests.support.signals import heeds_ctrl_c
 from tests.unit.report.made_runs import full, make, write
@@ -50,13 +49,6 @@ def test_report_says_a_verdict_and_a_table_and_writes_the_page_and_the_figures(f
     assert f" page: {out / 'report.html'}\n" in said and f" figures: {out / 'figures'}\n" in said
 
 
-def test_the_page_of_the_docs_shows_what_the_command_says(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    assert main(["report", str(ROOT / "recipes" / "collapse" / "runs" / "stale" / "none" / "seed0"), "--no-page"]) == 0
-    said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    assert f"```\n{said}\n```\n" in (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
-
-
 def test_a_path_with_brackets_or_colons_is_written_as_it_is(file, tmp_path, capsys):
     out = tmp_path / "[b]a[/b] :smile:"
     assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
@@ -79,16 +71,6 @@ def test_no_pictures_are_announced_where_nothing_could_be_drawn(tmp_path, out, c
     assert files(out) == ["report.html"] and "figures:" not in capsys.readouterr().out
 
 
-def test_one_of_several_runs_in_a_file(file, out, capsys):
-    write(make({"critic/score/mean": [0.9]}), file, mode="a")
-    assert main(["report", str(file), "--run", "1", "--no-page"]) == 0
-    assert "step 3" in capsys.readouterr().out
-    assert main(["report", str(file), "--no-page"]) == 0
-    assert "step 1:" in capsys.readouterr().out
-    assert main(["report", str(file), "--run", "7", "--out", str(out)]) == 2
-    assert "there is no run 7" in one_line(capsys) and not out.exists()
-
-
 @pytest.mark.parametrize("name", ["missing.jsonl", "empty.jsonl", "broken.jsonl", "folder"])
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_what_cannot_be_read_is_one_line_that_names_it(name, command, tmp_path, out, capsys):
@@ -104,15 +86,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(command, file, capsys):
     paths = [str(file)] * (1 + (command == "compare"))
     assert main([command, *paths, "--no-pictures", "--out", str(file / "below a file")]) == 2
     assert "run.jsonl" in one_line(capsys)
-
-
-@pytest.mark.parametrize(
-    "words", [["--watch", "0"], ["--watch", "soon"], ["--run", "-1"], ["--run", "0"], ["--run", "²"]]
-)
-def test_wrong_options_are_one_line(words, file, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["report", str(file), *words])
-    assert exit.value.code == 2 and words[0] in one_line(capsys)
 
 
 def test_two_runs_of_one_file_are_compared_by_their_numbers(file, capsys):
@@ -135,13 +108,6 @@ def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypat
     monkeypatch.setattr("verl_ext.report.command.DRAWING", ("verl_ext.report.folder",))
     assert main(["report", str(file)]) == 2
     assert one_line(capsys).endswith("is missing: pip install altair vl-convert-python jinja2 pillow\n")
-
-
-def test_missing_statistics_are_one_line(tmp_path, monkeypatch, capsys):
-    file = write(make({"critic/score/mean": [0.1, 0.3, 0.2, 0.4] * 10}), tmp_path / "run.jsonl")
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    assert main(["compare", *[str(file)] * 2, "--no-page"]) == 2
-    assert one_line(capsys) == "verl-ext compare: scipy is missing: pip install scipy\n"
 
 
 def test_compare_needs_two_runs_and_takes_six(file, capsys):

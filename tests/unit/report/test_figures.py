@@ -12,7 +12,7 @@ from PIL import Image
 from tests.support.examples import slow_cases
 from tests.unit.report.made_runs import NAN, changed, full, make, prefix, thinned
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.figures.columns import HEAT_COLUMNS, REST, STAGES, share_chart, stage_seconds
+from verl_ext.report.figures.columns import HEAT_COLUMNS, OTHER_STAGE, STAGES, share_chart, stage_seconds
 from verl_ext.report.figures.panels import PANELS, facts
 from verl_ext.report.page import OVERVIEW_COLUMNS, overview, png, spec_of
 from verl_ext.report.run import Run
@@ -92,12 +92,6 @@ def test_nothing_is_drawn_or_said_of_what_was_not_logged(run):
     assert charts(run) == {} and all(facts(panel, run) == "" for panel in PANELS)
 
 
-def test_verls_own_names_are_drawn_where_the_plugin_is_off():
-    drawn = charts(make({"rollout_corr/kl": [-1e-4, 1e-4], "rollout_corr/k3_kl": [1e-4, 2e-4]}))
-    assert drawn.keys() == {"vllm_kl"}
-    assert drawn["vllm_kl"].to_dict()["layer"]
-
-
 def test_a_panel_of_one_metric_among_several_draws_that_one():
     chart = PANEL["prob_diff"].chart(make({"vllm_kl/prob_diff_mean": [0.01, 0.02]}))
     labels = {row["label"] for rows in chart.to_dict()["datasets"].values() for row in rows}
@@ -141,7 +135,7 @@ def timed(steps: int = 4, **seconds) -> Run:
 
 def test_stages_sum_to_the_step():
     found = stage_seconds(timed(step=100.0, gen=50.0, old_log_prob=12.0, update_actor=20.0))
-    assert found == pytest.approx({"rollout": 50, "old log-probs": 12, "update": 20, REST[0]: 18})
+    assert found == pytest.approx({"rollout": 50, "old log-probs": 12, "update": 20, OTHER_STAGE[0]: 18})
     values = rows(share_chart(timed(step=100.0, gen=50.0, old_log_prob=12.0, update_actor=20.0)))
     for step in range(4):
         assert sum(row["seconds"] for row in values if row["step"] == step + 0.5) == pytest.approx(100)
@@ -152,22 +146,22 @@ def test_a_step_without_an_update_counts_with_no_seconds_of_it():
     run = timed(step=100.0, gen=50.0, update_actor=20.0)
     update = run.metrics["timing_s/update_actor"]
     part = replace(run, metrics={**run.metrics, "timing_s/update_actor": Series(update.steps[:1], update.values[:1])})
-    assert stage_seconds(part) == pytest.approx({"rollout": 50, "update": 5, REST[0]: 45})
+    assert stage_seconds(part) == pytest.approx({"rollout": 50, "update": 5, OTHER_STAGE[0]: 45})
     seconds = {(row["step"] + 0.5, row["stage"]): row["seconds"] for row in rows(share_chart(part))}
     assert [seconds[step, "update"] for step in (1, 2, 3, 4)] == [20, 0, 0, 0]
-    assert [seconds[step, REST[0]] for step in (1, 2, 3, 4)] == [30, 50, 50, 50]
+    assert [seconds[step, OTHER_STAGE[0]] for step in (1, 2, 3, 4)] == [30, 50, 50, 50]
 
 
 def test_stages_that_overlap_leave_no_negative_rest():
     run = timed(step=10.0, gen=9.0, update_actor=8.0)
-    assert stage_seconds(run)[REST[0]] == 0
+    assert stage_seconds(run)[OTHER_STAGE[0]] == 0
     assert min(row["seconds"] for row in rows(share_chart(run))) == 0
 
 
 def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
     names = [name for name, _ in STAGES.values()]
     values = rows(share_chart(RUN))
-    assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, REST[0]]
+    assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, OTHER_STAGE[0]]
     text = facts(PANEL["step_time"], timed(step=100.0, gen=50.0, update_actor=20.0))
     assert text == (
         "Seconds: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "

@@ -14,16 +14,6 @@ REWARD = make({"critic/score/mean": [0.1, 0.2, 0.3]})
 USERS = ("figures/entropy.png", "report.png", "trajectories.html")
 
 
-@pytest.fixture
-def file(tmp_path):
-    return write(REWARD, tmp_path / "run.jsonl")
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
-
-
 def put(out, *names):
     for name in names:
         (out / name).parent.mkdir(parents=True, exist_ok=True)

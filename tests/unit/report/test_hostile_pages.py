@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.unit.report.hostile import OBEYED, harmless, header, look, record
+from tests.unit.report.made_files import noted
 from tests.unit.report.made_runs import event, make, write
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.cli import main
@@ -20,16 +21,6 @@ from verl_ext.report.run import ReportError
 
 REWARD = make({"critic/score/mean": [0.1, 0.2, 0.3]})
 NASTY = f"val-core/a{OBEYED}b/mean@1"
-
-
-@pytest.fixture
-def file(tmp_path):
-    return write(REWARD, tmp_path / "run.jsonl")
-
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
 
 
 def log(file, rows):
@@ -135,20 +126,20 @@ def test_a_dumped_number_beyond_64_bits_is_shown(value, file, out):
 @pytest.mark.parametrize("end", [b"\n", b""])
 def test_a_line_of_many_beginnings_takes_no_longer_than_others(line, end, file):
     file.write_bytes(line + end + (b'{"step":1,"data":{"a":1}}\n' if end else b""))
-    begun = time.monotonic()
+    begun = time.process_time()
     if end:
-        assert read_run(file).notes == ("line 1 of run.jsonl could not be read and is left out",)
+        noted(read_run(file), "line 1 of run.jsonl")
     else:
         with pytest.raises(ReportError, match="no complete step"):
             read_run(file)
-    assert time.monotonic() - begun < 10  # 150 s and more where each beginning is read to the end
+    assert time.process_time() - begun < 10  # 150 s and more where each beginning is read to the end
 
 
 def test_a_line_that_is_too_long_is_passed_over_while_it_is_written(file, monkeypatch):
     from verl_ext.report.load import Reader
 
-    for name in ("BLOCK", "MOST_LINE"):
-        monkeypatch.setattr(f"verl_ext.report.sources.growing.{name}", 64)
+    for name in ("READ_BYTES", "MOST_LINE"):
+        monkeypatch.setattr(f"verl_ext.report.files.{name}", 64)
     file.write_text('{"step":1,"data":{"a":1}}\n{"step":2,"data":{"a":"')
     reader = Reader(file)
     for _ in range(5):
@@ -282,7 +273,7 @@ def test_what_fails_in_drawing_pictures_leaves_the_page(file, out, monkeypatch, 
     assert "reward.png cannot be drawn (no path); the page was written" in one_line(capsys)
 
 
-@pytest.mark.parametrize("number", [str(2**63), "9" * 5000, "10000000000", "٣", "\x1b[31m1"])
+@pytest.mark.parametrize("number", ["0", "-1", "soon", "²", str(2**63), "9" * 5000, "10000000000", "٣", "\x1b[31m1"])
 @pytest.mark.parametrize("option", ["compare --window", "report --watch", "report --run"])
 def test_a_number_that_nothing_can_count_is_one_line(option, number, file, capsys):
     command, name = option.split()

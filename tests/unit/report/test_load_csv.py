@@ -1,9 +1,9 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.unit.report.made_files import noted, values
 from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import ReportError
 
@@ -12,12 +12,6 @@ def write(tmp_path: Path, *lines: str, name: str = "export.csv", end: str = "\n"
     file = tmp_path / name
     file.write_text("\n".join(lines) + end)
     return file
-
-
-def values(run, name: str) -> dict[int, float]:
-    series = run.metrics[name]
-    assert (np.diff(series.steps) > 0).all()
-    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
 CHART = '"Step","lively-1 - critic/score/mean","lively-1 - critic/score/mean__MIN","lively-1 - critic/score/mean__MAX"'
@@ -61,7 +55,7 @@ def test_rows_of_one_step_are_merged_and_rows_put_in_order(tmp_path):
 def test_a_row_without_a_step_and_a_short_one_are_told_but_not_a_cut_last_one(tmp_path):
     run = read_run(write(tmp_path, "Step,a,b", "1,1,1", ",2,2", "3,3", "x,1,1", "4,4,4", "5,5", end=""))
     assert run.steps.tolist() == [1, 4]
-    assert run.notes == ("rows without a step, or cut: 3 (the first is row 3); left out",)
+    noted(run, "cut: 3 .*row 3")
 
 
 def test_a_charts_export_has_the_runs_name_in_its_columns(tmp_path):

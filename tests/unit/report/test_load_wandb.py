@@ -3,10 +3,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import orjson
 import pytest
 
+from tests.unit.report.made_files import noted, values
 from tests.unit.report.made_stores import BLOCK, field, log, wandb_file, wandb_row, wandb_run
 from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import ReportError
@@ -14,12 +14,6 @@ from verl_ext.report.run import ReportError
 
 def train(*steps: int, value: float = 0.0, **more):
     return [(step, {"training/global_step": step, "a": step + value, **more}) for step in steps]
-
-
-def values(run, name: str = "a") -> dict[int, float]:
-    series = run.metrics[name]
-    assert (np.diff(series.steps) > 0).all()
-    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("of", ["file", "its folder", "latest-run", "folder of runs", "folder above"])
@@ -63,46 +57,13 @@ def test_verls_step_goes_before_wandbs_own(tmp_path):
     rows = [(10, {"training/global_step": 1, "a": 1}), (11, {"training/global_step": 2, "a": 2}), (3, {"b": 1})]
     run = read_run(wandb_run(tmp_path, rows))
     assert (values(run), values(run, "b")) == ({1: 1, 2: 2}, {3: 1})
-    assert run.notes == (
-        "rows of run-abc.wandb in which W&B counted other steps than verl: 2; training/global_step is used",
-    )
+    noted(run, "run-abc.wandb .*: 2; training/global_step")
 
 
 def test_a_row_without_a_step_is_left_out_and_told(tmp_path):
     run = read_run(wandb_run(tmp_path, [*train(1), (2**60, {"a": 5}), *train(2)]))
     assert values(run) == {1: 1, 2: 2}
-    assert run.notes == ("records of run-abc.wandb that could not be read: 1; left out",)
-
-
-def test_a_resumed_run_is_one_and_another_start_another(tmp_path):
-    wandb_run(tmp_path, train(1, 2, 3, 4), started=1, run="one")
-    wandb_run(tmp_path, train(1, 2, value=0.25), started=2, run="other", name="other")
-    wandb_run(tmp_path, train(3, 4, 5, value=0.5), started=3, run="two")
-    wandb_run(tmp_path, [], started=4, run="begun")
-    run = read_run(tmp_path)
-    assert (run.name, run.last, [file.name for file in run.sources]) == (
-        "exp",
-        True,
-        ["run-one.wandb", "run-two.wandb"],
-    )
-    assert values(run) == {1: 1, 2: 2, 3: 3.5, 4: 4.5, 5: 5.5}
-    assert run.notes == (
-        "steps 3 to 4 were logged twice (the run was resumed); the later values count",
-        "the folder has 2 runs, this is the last; --run N (or FILE:N) shows another: 1 = proj/other, 2 = proj/exp",
-    )
-    other = read_run(tmp_path.with_name(f"{tmp_path.name}:1"))
-    assert (other.name, other.last, values(other)) == ("other:1", False, {1: 1.25, 2: 2.25})
-    wandb_run(tmp_path, train(1, value=0.75), started=5, run="again")
-    assert [values(read_run(tmp_path, which))[1] for which in (1, 2, 3)] == [1.25, 1, 1.75]
-    with pytest.raises(ReportError, match="there is no run 4: 3 runs are in it"):
-        read_run(tmp_path, 4)
-
-
-def test_many_runs_are_not_all_listed(tmp_path):
-    for number in range(1, 15):
-        wandb_run(tmp_path, train(1), started=number, run=f"r{number}", name=f"e{number}")
-    (note,) = read_run(tmp_path).notes
-    assert "shows another: 4 more, 5 = proj/e5," in note and note.endswith("14 = proj/e14")
+    noted(run, "run-abc.wandb .*: 1;")
 
 
 # Rows that reach over two blocks each, of few values.
@@ -154,7 +115,7 @@ def test_damage_costs_the_records_of_its_block(tmp_path):
     file.write_bytes(wandb_file(train(1, 2)) + bytes(4096))  # what a machine that lost its power leaves
     run = read_run(file)
     assert list(values(run)) == [1, 2]
-    assert run.notes == ("records of run-x.wandb that could not be read: 1; left out",)
+    noted(run, "run-x.wandb .*: 1;")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +136,7 @@ def test_a_record_that_is_not_utf_8_is_left_out_and_told(tmp_path):
     file.write_bytes(log([bad, field(2, wandb_row(1, {"a": 1}))]))
     run = read_run(file)
     assert values(run) == {1: 1}
-    assert run.notes == ("records of run-x.wandb that could not be read: 1; left out",)
+    noted(run, "run-x.wandb .*: 1;")
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -188,17 +149,6 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
     assert "\n" not in str(error.value)
 
 
-def test_refresh_reads_on_and_takes_a_new_run(tmp_path):
-    file = wandb_run(tmp_path, train(1))
-    reader = Reader(tmp_path)
-    first = reader.refresh()
-    assert reader.refresh() is first
-    file.write_bytes(wandb_file(train(1, 2)))
-    assert values(reader.refresh()) == {1: 1, 2: 2}
-    wandb_run(tmp_path, train(1, value=0.5), started=2, run="new")
-    assert values(reader.refresh()) == {1: 1.5}
-
-
 def test_json_lines_go_before_wandb_and_wandb_before_tensorboard(tmp_path):
     file = wandb_run(tmp_path / "wandb", train(1))
     (tmp_path / "tensorboard_log").mkdir()
@@ -208,6 +158,10 @@ def test_json_lines_go_before_wandb_and_wandb_before_tensorboard(tmp_path):
     lines.parent.mkdir()
     lines.write_text('{"step":1,"data":{"a":1}}\n')
     assert read_run(tmp_path).sources == (lines,)
+    (tmp_path / "tensorboard_log" / "other").mkdir()
+    (tmp_path / "tensorboard_log" / "other" / "events.out.tfevents.1.host").touch()
+    with pytest.raises(ReportError, match=r"several runs .*proj/exp\.jsonl, tensorboard_log"):
+        read_run(tmp_path)
 
 
 REAL = """

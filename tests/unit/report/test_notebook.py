@@ -12,7 +12,6 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_files import train, write
-from tests.unit.report.made_stores import wandb_run
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.report import compare, load_run, notebook
 from verl_ext.report.figures.panels import PANELS
@@ -60,13 +59,6 @@ def test_a_row_a_step_and_a_column_a_metric(tmp_path):
     assert found.attrs == {"name": "run", "sources": [str(file)], "notes": []}
 
 
-def test_which_run(tmp_path):
-    file = write(tmp_path / "run.jsonl", [*train(1, 2, 3), *train(1, 2)])
-    assert load_run(str(file)).frame.index.tolist() == [1, 2]
-    assert load_run(f"{file}:1").frame.index.tolist() == load_run(file, run=1).frame.index.tolist() == [1, 2, 3]
-    assert "the file has 2 runs" in load_run(file).frame.attrs["notes"][0]
-
-
 def test_no_run_and_a_frame_beyond_memory(tmp_path, monkeypatch):
     with pytest.raises(ReportError, match="no such file or folder"):
         load_run(tmp_path / "nothing")
@@ -74,14 +66,6 @@ def test_no_run_and_a_frame_beyond_memory(tmp_path, monkeypatch):
     run = load_run(write(tmp_path / "run.jsonl", [(1, {"a": 1}), (2, {"b": 1}), (3, {"b": 1})]))
     with pytest.raises(ReportError, match="a frame of 3 steps and 2 metrics has too many cells"):
         _ = run.frame
-
-
-def test_a_frame_of_a_folder_of_wandb(tmp_path):
-    metrics = {"critic/score/mean": 0.5, "actor/entropy": 0.1}
-    wandb_run(tmp_path / "wandb", [(step, {"vllm_kl/k3": step / 100, **metrics}) for step in range(1, 20)])
-    found = load_run(tmp_path / "wandb").frame
-    assert found["vllm_kl/k3"].rolling(10).median().iloc[-1] == pytest.approx(0.145)
-    assert found.index.tolist() == list(range(1, 20))
 
 
 def test_the_cells_of_the_page(tmp_path, monkeypatch):

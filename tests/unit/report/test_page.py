@@ -1,21 +1,22 @@
 """The report's pages in a real browser, light and dark."""
 
-import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
+from tests.support.browser import lowest_contrast, needs_browser, open_page
 from tests.unit.report.made_runs import NAN, changed, event, full, make
 from verl_ext import __version__
-from verl_ext.report.comparison import compare_runs, unique_names
+from verl_ext.guard.state import Event
+from verl_ext.report.comparison import compare_runs
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.page import OVERVIEW, PAGE, PICTURES, write_comparison, write_report
+from verl_ext.report.page import MOST_DECISIONS, MOST_OPEN, PAGE, write_comparison, write_report
 from verl_ext.report.verdict import judge_run
 
 pytestmark = needs_browser
 HOSTILE = "<b>run</b> </script><script>alert(1)</script>"
+WHY = "<b>why</b> </script><script>alert(1)</script>"
 NOTE = "<i>note</i> & <!-- comment"
 SCHEMES = pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 
@@ -45,12 +46,6 @@ MARK = """() => {
   const [left, top] = view.origin(), padding = view.padding();
   return [view.scale("x")(12) + left + padding.left, 6 + top + padding.top];
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +96,11 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
     assert verdict.state == "drifting"
     with open_page(file, browser=browser) as (page, errors):
         assert page.locator("#verdict h2").inner_text() == f"{verdict.state} {verdict.sentence}"
-        legend = f"{verdict.legend}." if verdict.suspects else None
-        assert page.locator("#verdict > p").all_inner_texts() == [legend] * bool(legend), "there is no alarm"
+        assert len(page.locator("#verdict > p").all()) == (1 if verdict.suspects else 0), "a legend, and no alarm"
         assert page.locator("#verdict .first p").all_inner_texts() == [verdict.first.do, verdict.first.sentence]
-        assert tuple(page.locator("#verdict .sides li").all_inner_texts()) == tuple(f.dated for f in verdict.further)
+        assert tuple(page.locator("#verdict .sides li").all_inner_texts()) == tuple(
+            f.dated for f in verdict.facts_beyond_causes
+        )
         causes = [text.partition(": ")[2] for text in page.locator("#verdict summary").all_inner_texts()]
         assert causes == [suspect.cause.title for suspect in verdict.suspects]
         assert page.locator("#verdict code").all_inner_texts() == [step.do for step in verdict.steps]
@@ -115,15 +111,6 @@ def test_the_verdict_its_evidence_and_what_to_try(browser, file, run):
         links = page.locator("nav a").evaluate_all("all => all.map((one) => one.getAttribute('href'))")
         assert links == [f"#{panel.key}" for panel in PANELS]
         assert errors == []
-
-
-def test_what_would_answer_an_open_question(browser, run, tmp_path):
-    verdict = replace(judge_run(run), measure="a setting would tell", settle="a run for 20 steps would too")
-    with open_page(write_report(run, verdict, tmp_path, pictures=False), browser=browser) as (page, _):
-        assert page.locator("#verdict .open p").all_inner_texts() == [
-            "To measure: a setting would tell.",
-            "To settle it: a run for 20 steps would too.",
-        ]
 
 
 def test_names_and_notes_are_text(browser, file):
@@ -201,26 +188,6 @@ def test_a_run_with_no_figure_at_all_has_a_page(browser, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [PAGE]
 
 
-def size(file):
-    picture = file.read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n") and picture.endswith(b"IEND\xaeB`\x82")
-    return struct.unpack(">II", picture[16:24])
-
-
-def test_pictures_are_written_when_asked_for(tmp_path):
-    run = make({"critic/score/mean": [0.1, 0.2], "vllm_kl/k3": [1e-4, 2e-4]})
-    steps = []
-    write_report(run, judge_run(run), tmp_path / "with", progress=steps.append)
-    assert sorted(path.stem for path in (tmp_path / "with" / PICTURES).iterdir()) == ["reward", "vllm_kl"]
-    for path in (tmp_path / "with" / PICTURES).iterdir():
-        width, height = size(path)
-        assert 1120 <= width <= 1400 and 440 <= height <= 700
-    assert 1120 < size(tmp_path / "with" / OVERVIEW)[0] < 1600
-    assert {"page", "Reward", "KL between the engines"} <= set(steps)
-    write_report(run, judge_run(run), tmp_path / "without", pictures=False)
-    assert [path.name for path in (tmp_path / "without").iterdir()] == [PAGE]
-
-
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
     runs = [replace(full(300, layers=2, seed=seed), name=f"run {seed} <&>") for seed in range(6)]
@@ -254,21 +221,59 @@ def test_a_comparison_of_six_runs(browser, six, dark):
         assert errors == []
 
 
-def test_runs_of_one_name_are_called_after_what_tells_them_apart(tmp_path):
-    def named(*files):
-        run = make({"critic/score/mean": [0.1]})
-        return unique_names([replace(run, name=file.split("/")[-1], sources=(tmp_path / file,)) for file in files])
-
-    assert named("a/one", "a/two") == ["one", "two"]
-    assert named("a/x", "b/x") == ["a", "b"] and named("a/same/x", "b/same/x") == ["a", "b"]
-    assert named("a/x", "b/x", "b/y") == ["a/x", "b/x", "b/y"]
-    assert named("a/x", "a/x") == ["x (1)", "x (2)"]
+# The guard's decisions.
 
 
-def test_pictures_of_an_earlier_report_do_not_stay(tmp_path):
-    more, less = make({"critic/score/mean": [0.1, 0.2], "actor/entropy": [1, 2]}), make({"actor/entropy": [1, 2]})
-    write_report(more, judge_run(more), tmp_path)
-    write_report(less, judge_run(less), tmp_path)
-    assert [file.stem for file in (tmp_path / PICTURES).iterdir()] == ["entropy"]
-    write_report(less, judge_run(less), tmp_path, pictures=False)
-    assert not list((tmp_path / PICTURES).iterdir()) and not (tmp_path / OVERVIEW).exists()
+def guarded(tmp_path, *events: Event):
+    run = replace(full(120, layers=1), events=events)
+    return write_report(run, judge_run(run), tmp_path, pictures=False)
+
+
+def test_every_action_has_a_word_and_hostile_text_is_text(browser, tmp_path):
+    actions = ("skip", "tighten", "warn", "rollback", "stop", "recover", "restored", "own & new")
+    events = [event(step, action, WHY) for step, action in enumerate(actions, start=1)]
+    with open_page(guarded(tmp_path, *events), browser=browser) as (page, errors):
+        section = page.locator("main + #guard")
+        assert section.locator("h2").inner_text() == "The guard's decisions"
+        assert section.locator("thead th[scope=col]").all_inner_texts() == ["step", "action", "rule", "reason"]
+        rows = [row.locator("th, td").all_inner_texts() for row in section.locator("tbody tr").all()]
+        words = ["update skipped", "band narrowed", "warning", "rollback", "stop", "recovered", "restored", "own & new"]
+        assert rows == [[str(step), word, "rule", WHY] for step, word in enumerate(words, start=1)]
+        assert section.locator("tbody th[scope=row]").count() == len(actions)
+        assert section.get_by_role("table", name="The guard's decisions").count() == 1
+        assert section.locator("details, b, p").count() == 0 and errors == []
+
+
+@pytest.mark.parametrize("count", [MOST_OPEN, MOST_OPEN + 1, MOST_DECISIONS, MOST_DECISIONS + 7])
+def test_many_decisions_are_folded_and_the_last_hundred_shown(browser, tmp_path, count):
+    with open_page(guarded(tmp_path, *(event(step, "skip") for step in range(1, count + 1))), browser=browser) as (
+        page,
+        errors,
+    ):
+        table = page.locator("#guard table")
+        assert table.is_visible() == (count <= MOST_OPEN)
+        if count > MOST_OPEN:
+            page.locator("#guard summary").click()
+        assert table.is_visible()
+        steps = [int(step) for step in table.locator("tbody th").all_inner_texts()]
+        assert steps == list(range(max(1, count - MOST_DECISIONS + 1), count + 1))
+        said = page.locator("#guard p").all_inner_texts()
+        assert said == ([] if count <= MOST_DECISIONS else ["The first 7 of 107 decisions are left out."])
+        assert errors == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_decisions_fit_a_narrow_screen(browser, tmp_path, dark):
+    long = Event(123_456, "a_rule_with_a_long_name_" * 3, "x", 1.0, 0.5, "skip", f"vllm_kl/{'k' * 300} and more " * 3)
+    with open_page(guarded(tmp_path, long), browser=browser, width=390, dark=dark) as (page, errors):
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        boxes = [cell.bounding_box() for cell in page.locator("#guard td, #guard th").all()]
+        assert all(box["x"] + box["width"] <= 390 and box["width"] > 50 for box in boxes)
+        assert page.locator("#guard tbody th").bounding_box()["height"] > 0
+        assert page.locator("#guard tbody th").evaluate("one => one.scrollWidth <= one.clientWidth")
+        assert errors == []
+
+
+def test_a_run_whose_guard_did_nothing_has_no_such_section(browser, tmp_path):
+    with open_page(guarded(tmp_path), browser=browser) as (page, _):
+        assert page.locator("#guard").count() == 0

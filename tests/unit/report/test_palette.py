@@ -13,8 +13,17 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import event, full
-from verl_ext.report.figures.columns import REST, STAGES
-from verl_ext.report.figures.lines import CIVIDIS, DARK, GRID, INK, MUTED, ORDERED, PAPER, SERIES
+from verl_ext.report.figures.charts import (
+    BUCKET_COLOURS,
+    CIVIDIS,
+    DARK_COLOURS,
+    GRID,
+    INK,
+    LINE_COLOURS,
+    MUTED,
+    PAPER,
+)
+from verl_ext.report.figures.columns import OTHER_STAGE, STAGES
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.page import spec_of
 
@@ -28,8 +37,8 @@ TO_XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 )
 WHITE = TO_XYZ @ np.ones(3)
-STACKED = [colour for _, colour in (*STAGES.values(), REST)]
-BOTH = {*CIVIDIS, *ORDERED} - DARK.keys()  # the same on light and dark paper
+STACKED = [colour for _, colour in (*STAGES.values(), OTHER_STAGE)]
+BOTH = {*CIVIDIS, *BUCKET_COLOURS} - DARK_COLOURS.keys()  # the same on light and dark paper
 
 
 def linear(colour):
@@ -53,7 +62,7 @@ def contrast(one, other):
 
 
 def scheme(colours, dark):
-    return [DARK.get(colour, colour) if dark else colour for colour in colours]
+    return [DARK_COLOURS.get(colour, colour) if dark else colour for colour in colours]
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +87,12 @@ def test_the_arithmetic_on_known_colours():
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_used_together_stay_apart(specs, vision, dark):
-    pairs = {*combinations(SERIES, 2), *pairwise(ORDERED), *pairwise(STACKED)}
+    pairs = {*combinations(LINE_COLOURS, 2), *pairwise(BUCKET_COLOURS), *pairwise(STACKED)}
     for key, spec in specs.items():
         if key not in ("by_probability", "by_position", "by_lag", "step_time"):
             ranges = re.findall(r'"range": (\[[^]]*\])', json.dumps(spec))
             for colours in map(json.loads, ranges):
-                pairs |= set(combinations([colour for colour in colours if colour in DARK], 2))
+                pairs |= set(combinations([colour for colour in colours if colour in DARK_COLOURS], 2))
     close = {pair: apart(*scheme(pair, dark), vision) for pair in pairs}
     pair, least = min(close.items(), key=lambda item: item[1])
     assert least > 10, pair
@@ -97,9 +106,9 @@ def test_a_heat_map_is_in_order_for_every_reader():
 
 def test_lines_stand_out_from_the_paper():
     """Okabe and Ito's orange and sky blue are light on purpose: 2.2 on white, where the other colours have 3."""
-    lines = {*SERIES, *ORDERED, *STACKED, INK, MUTED}
+    lines = {*LINE_COLOURS, *BUCKET_COLOURS, *STACKED, INK, MUTED}
     assert min(contrast(colour, PAPER) for colour in lines) >= 2.1
-    assert min(contrast(colour, DARK[PAPER]) for colour in scheme(lines, True)) >= 3
+    assert min(contrast(colour, DARK_COLOURS[PAPER]) for colour in scheme(lines, True)) >= 3
     strong = lines - {"#e69f00", "#56b4e9", "#cc79a7"}
     assert min(contrast(colour, PAPER) for colour in strong) >= 3
 
@@ -114,6 +123,6 @@ def test_every_colour_of_a_figure_has_one_for_the_dark(specs):
     for key, spec in specs.items():
         text = json.dumps(spec)
         used = set(re.findall(r"#[0-9a-fA-F]{3,8}\b", text))
-        assert used - DARK.keys() - BOTH == set(), key
+        assert used - DARK_COLOURS.keys() - BOTH == set(), key
         named = re.findall(r'"(?:color|fill|stroke|background)": "(?!#)([a-z]+)"', text)
         assert named == [], key

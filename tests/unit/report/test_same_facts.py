@@ -18,7 +18,7 @@ from verl_ext.diagnosis.findings.registry import Finding
 from verl_ext.diagnosis.rank import Sign, Suspect
 from verl_ext.report import page
 from verl_ext.report.load import read_run
-from verl_ext.report.terminal import MOST_LINES, WIDTH, Dashboard
+from verl_ext.report.terminal import LINE_WIDTH, MOST_CAUSE_LINES, Dashboard
 from verl_ext.report.verdict import SAID_BY, Fact, NextStep, judge_run
 
 FIELD = sorted((ROOT / "tests" / "cases" / "field").glob("*.csv"))
@@ -32,7 +32,7 @@ def known(path):
     return run, judge_run(run)
 
 
-def printed(run, verdict, width=WIDTH) -> str:
+def printed(run, verdict, width=LINE_WIDTH) -> str:
     console = Console(width=width, file=io.StringIO())
     console.print(Dashboard(run, verdict))
     return console.file.getvalue()
@@ -84,7 +84,7 @@ def test_the_terminal_says_no_fact_twice(path):
     above, _, _ = printed(run, verdict, width=10_000).partition("first ")
     lines = [line.strip(" -") for line in above.splitlines() if line.startswith(" - ")]
     assert len(lines) == len(set(lines))
-    for fact in verdict.told:
+    for fact in verdict.other_facts:
         assert flat(above).count(flat(fact.text)) <= 1 + len(verdict.suspects), fact
         assert sum(fact.text in line for line in lines) <= 1
 
@@ -102,7 +102,7 @@ def lines_of_causes(run, verdict) -> list[int]:
 def test_a_cause_takes_at_most_four_lines(path):
     run, verdict = known(path)
     counts = lines_of_causes(run, verdict)
-    assert len(counts) == len(verdict.suspects) and all(1 < count <= MOST_LINES for count in counts)
+    assert len(counts) == len(verdict.suspects) and all(1 < count <= MOST_CAUSE_LINES for count in counts)
 
 
 LONG = "a reason of so many words that it takes more than one line of a terminal, whatever else is on that line, " * 2
@@ -119,15 +119,23 @@ def test_every_cause_takes_at_most_four_lines_with_any_evidence(name):
         verdict = replace(judge_run(run), suspects=(suspect,), facts=(), steps=())
         (count,) = lines_of_causes(run, verdict)
         text = printed(run, verdict)
-        assert 2 < count <= MOST_LINES, text
+        assert 2 < count <= MOST_CAUSE_LINES, text
         assert CAUSES[name].title in flat(text) and f"+ step 12: {reasons[0][:40]}" in flat(text)
-        assert max(map(len, text.splitlines())) <= WIDTH
+        assert max(map(len, text.splitlines())) <= LINE_WIDTH
 
 
 def test_a_run_that_the_guard_stopped_is_told_once():
     verdict = judge_run(STOPPED)
     text = flat(printed(STOPPED, verdict, width=10_000).partition("first ")[0])
     assert text.count("The guard stopped the run in step 120") == 1 and "Do this first" not in text
+
+
+def test_an_alarm_is_told_before_what_to_do():
+    run = replace(STOPPED, events=(event(120, "skip", "why"),))
+    verdict = judge_run(run)
+    text = flat(printed(run, verdict, width=10_000))
+    assert 0 < text.index(verdict.alarm) < text.index(f"{verdict.first_heading} {verdict.first.do}")
+    assert verdict.first_heading.startswith("After that")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
@@ -147,7 +155,7 @@ def test_hostile_texts_are_printable_everywhere(encoding, paged):
     )
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    Console(width=WIDTH, file=file).print(Dashboard(run, verdict))
+    Console(width=LINE_WIDTH, file=file).print(Dashboard(run, verdict))
     shown = raw.getvalue().decode(encoding)
     assert harmless(shown) and "\\x1b" in shown
     assert harmless(paged(run, verdict))

@@ -1,19 +1,28 @@
 import io
 from dataclasses import replace
-from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
+from tests.unit.report.made_runs import NAN, make
 from verl_ext.diagnosis.judge import Judged
 from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
 from verl_ext.report.guarded import Fact
 from verl_ext.report.run import Run
-from verl_ext.report.terminal import BLOCKS, Dashboard, dashboard_rows, format_value, notes, sparkline, wrap_name
-from verl_ext.report.verdict import NextStep, RunVerdict
+from verl_ext.report.terminal import (
+    BLOCKS,
+    COLOURS,
+    Dashboard,
+    dashboard_rows,
+    format_value,
+    notes,
+    sparkline,
+    wrap_name,
+)
+from verl_ext.report.verdict import NextStep, RunVerdict, State
 
-NAN = float("nan")
 VERDICT = RunVerdict(
     state="drifting",
     sentence="The reward holds, but k3 went from 1e-4 to 5e-2.",
@@ -22,13 +31,6 @@ VERDICT = RunVerdict(
     facts=(Fact("rollouts_old", "rollouts are 2 versions behind"), Fact("moved", "the entropy went from 1 to 2", 3)),
     steps=(NextStep("stability=icepop", "drops tokens outside the band"), NextStep("precision=fp16", "rounds finer")),
 )
-
-
-def make(metrics: dict, events=(), comments=()) -> Run:
-    length = max(len(values) for values in metrics.values())
-    steps = np.arange(1, length + 1)
-    series = {key: Series(steps[: len(values)], np.array(values, dtype=np.float64)) for key, values in metrics.items()}
-    return Run("run", (Path("run.jsonl"),), steps, series, tuple(events), tuple(comments))
 
 
 def full(steps: int = 8) -> Run:
@@ -54,7 +56,7 @@ def full(steps: int = 8) -> Run:
             **layers,
         },
         [Event(step, "gap", "vllm_kl/k3", 1.0, 0.5, "tighten", f"reason {'long ' * 30}") for step in range(1, 6)],
-        ["line 3 was left out: cut off"],
+        notes=("line 3 was left out: cut off",),
     )
 
 
@@ -65,27 +67,6 @@ def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
     Console(width=width, file=file, **console).print(Dashboard(run, verdict))
     return raw.getvalue().decode(encoding)
-
-
-@pytest.mark.parametrize(
-    ("changes", "shown"),
-    [
-        (
-            {},
-            "Do this first: start the run again with stability=icepop Drops tokens outside the band. Then: - precision",
-        ),
-        ({"alarm": "Deal with this."}, "Deal with this. After that: start the run again with stability=icepop"),
-        ({"state": "healthy"}, "Worth adding: - stability=icepop: drops tokens outside the band - precision=fp16"),
-        (
-            {"steps": (NextStep("verl-ext probe", "compares"),)},
-            "first: run, with the overrides of the launch: verl-ext",
-        ),
-        ({}, "What else the numbers show: - rollouts are 2 versions behind - step 3: the entropy went from 1 to 2"),
-        ({"sentence": "Rollouts are 2 versions behind."}, "What else the numbers show: - step 3: the entropy"),
-    ],
-)
-def test_the_order_of_the_heading(changes, shown):
-    assert shown in " ".join(printed(full(), replace(VERDICT, **changes), width=200).split())
 
 
 def test_first_now_and_worst():
@@ -199,45 +180,16 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
     text = printed(run, verdict, encoding)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     flat = " ".join(text.split())
-    for part in (
-        "step 8",
-        "-8.0e-05",
-        "updates skipped: 25 %",
-        "worst layer 17",
-        "mean@1",
-        "5.00 %",
-        "6000",
-        "a note",
-    ):
-        assert part in flat
-    assert ("drifting" in flat) == (verdict is not None)
-    if verdict is not None:
-        assert f"{verdict.sentence} Do this first: start the run again with stability=icepop" in flat
+    assert all(part in flat for part in ("step 8", "-8.0e-05", "worst layer 17", "mean@1", "5.00 %", "6000", "a note"))
+    assert verdict is None or f"{verdict.sentence} {verdict.first_heading} stability=icepop" in flat
     assert ("█" in text) == (encoding == "utf-8")
     assert ("#" in text) == (encoding == "ascii")
 
 
-@pytest.mark.parametrize(
-    ("state", "colour"),
-    [
-        ("healthy", "32"),
-        ("drifting", "33"),
-        ("suspect", "33"),
-        ("flat", "33"),
-        ("past the boundary", "31"),
-        ("collapsed", "31"),
-        ("stopped", "31"),
-        ("not enough data", "36"),
-    ],
-)
-def test_the_verdict_stands_in_the_heading_in_words_and_colour(state, colour):
-    verdict = replace(VERDICT, state=state)
-    heading = printed(full(), verdict, force_terminal=True, color_system="standard").splitlines()[0]
-    assert f"run, step 8: {state}" in heading and f";{colour}m" in heading
-
-
-def test_a_run_without_a_known_metric_prints_its_notes():
-    assert "now: median of the last 5 readings" in printed(make({"own": [1.0]}))
+def test_the_heading_has_the_colour_of_the_state():
+    assert COLOURS.keys() == set(get_args(State))
+    heading = printed(full(), VERDICT, force_terminal=True, color_system="standard").splitlines()[0]
+    assert "run, step 8: drifting" in heading and ";33m" in heading
 
 
 def test_markup_in_names_is_text():

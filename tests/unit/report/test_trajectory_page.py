@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
+from tests.support.browser import lowest_contrast, needs_browser, open_page
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.report.notebook import TokenView
 from verl_ext.report.trajectories import load_trajectories, read_trajectories, write_trajectory_page
@@ -33,12 +33,6 @@ ROWS = [
 TOOL = next(i for i, own in enumerate(ROWS[0]["generated"]) if not own)
 JOINED = ROWS[0]["text"].index("你")
 MODES = ("gap", "agreement", "probability", "masked")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with launched() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -7,15 +7,12 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
-from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.gap import K3
 from verl_ext.diagnosis.findings.reward import REWARD
-from verl_ext.diagnosis.judge import Judged, Judgement
-from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import METRICS, PROBE, RESUME, ROUTERS
 from verl_ext.report.load import read_run
-from verl_ext.report.verdict import _open_question, judge_run
+from verl_ext.report.verdict import judge_run
 
 DATA = ROOT / "tests" / "support" / "data"
 RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
@@ -116,14 +113,6 @@ def test_a_recorded_run_whose_rollout_got_no_weights_is_called_growing():
     assert found[0] == "healthy" and set(found[5:]) <= {"drifting", "past the boundary"}
 
 
-@pytest.mark.parametrize("change", [lambda v: v * 0, lambda v: v * NAN, lambda v: -np.abs(v), lambda v: v * 1e80])
-def test_odd_values_make_no_verdict_fail(change):
-    run = full(40, layers=2)
-    metrics = {name: change(series.values) for name, series in run.metrics.items()}
-    verdict = judged(metrics, *run.events)
-    assert verdict.sentence.endswith(".") and json.dumps(verdict.as_json(make(metrics)))
-
-
 # The facts.
 
 
@@ -167,16 +156,12 @@ def test_what_warned_of_a_collapse_and_when(metrics, steps):
     assert [fact.step for fact in verdict.facts if fact.id == "warned_before"] == steps
 
 
-def test_facts_are_in_the_order_of_their_steps_and_told_once():
+def test_facts_are_in_the_order_of_their_steps():
     for folder in RUNS[::4]:
         verdict = judge_run(read_run(folder))
         steps = [fact.step for fact in verdict.facts if fact.step is not None]
-        assert steps == sorted(steps) and verdict.facts[len(steps) :] == tuple(
-            fact for fact in verdict.facts if fact.step is None
-        )
-        said = verdict.sentence.lower()
+        assert steps == sorted(steps) and all(fact.step is None for fact in verdict.facts[len(steps) :])
         assert len({fact.text for fact in verdict.facts}) == len(verdict.facts)
-        assert not any(fact.text.lower() in said for fact in verdict.told) and set(verdict.told) <= set(verdict.facts)
 
 
 # What to do.
@@ -260,6 +245,7 @@ def test_a_guard_that_is_on_takes_no_way_back_away():
         {K3: [NAN] * 40, "actor/grad_norm": [0.3] * 40, REWARD: RISES},
         {"vllm_kl/log_ratio_abs_mean": [3.0, 3.1] * 20, REWARD: RISES, "router/agreement": [0.6] * 40},
         {"training/rollout_actor_probs_pearson_corr": [0.9] * 8 + [0.3] * 32, K3: QUIET[:8] + [2.0] * 32},
+        {"training/rollout_actor_probs_pearson_corr": [0.9] * 8 + [0.3] * 32, REWARD: RISES},  # of no known cause
     ],
 )
 def test_no_correction_is_advised_for_broken_engines(metrics):
@@ -268,25 +254,10 @@ def test_no_correction_is_advised_for_broken_engines(metrics):
     assert not any(each in step.do for step in verdict.steps for each in CORRECTIONS)
 
 
-def test_no_correction_is_advised_for_broken_engines_without_a_known_cause():
-    unknown = judged({"training/rollout_actor_probs_pearson_corr": [0.9] * 8 + [0.3] * 32, REWARD: RISES})
-    assert (unknown.engines.state, unknown.suspects, unknown.first.do) == ("broken", (), PROBE)
-    assert not any(each in step.do for step in unknown.steps for each in CORRECTIONS)
-
-
 def test_no_correction_is_advised_for_a_fault_that_leaves_the_engines_only_apart():
     fault = judge_run(read_run(FIELD / "C01-metrics60.csv"))
     assert fault.suspects[0].cause.name == "lost_sync" and fault.engines.state in ("apart", "growing")
     assert not any(each in step.do for step in fault.steps for each in CORRECTIONS)
-
-
-@pytest.mark.parametrize(("moe", "asked"), [(True, True), (False, False)])
-def test_only_a_mixture_of_experts_is_asked_for_its_routers(moe, asked):
-    question = OpenQuestion(CAUSES["quantized"], CAUSES["router_bias"], ROUTERS)
-    apart = Judged("apart", "k3 is 0.05")
-    found = Judgement(Judged("learns", "it rose"), apart, {}, (Suspect(question.first, ()),) * 2, question, moe)
-    assert _open_question(make(BASE), found) == (question if asked else None)
-    assert _open_question(make(BASE | {"router/agreement": [0.9] * 40}), found) is None
 
 
 @pytest.mark.parametrize("reward", [RISES, HALVED[40:80], [0.0] * 40])
@@ -388,6 +359,4 @@ def test_json_has_every_part():
         assert said[part] == getattr(verdict, part)
     for part in ("learning", "engines"):
         assert said[part] == vars(getattr(verdict, part)) and set(said[part]) == {"state", "text", "step"}
-    assert [found["id"] for found in said["findings"]] == [fact.id for fact in verdict.facts]
     assert [cause["id"] for cause in said["causes"]] == [suspect.cause.name for suspect in verdict.suspects]
-    assert [step["do"] for step in said["next"]] == done(verdict)

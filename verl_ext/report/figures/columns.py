@@ -5,30 +5,30 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.report.figures.lines import (
+from verl_ext.report.figures.charts import (
     BLUE,
     CIVIDIS,
     GREEN,
     GRID,
-    HEIGHT,
     MUTED,
     ORANGE,
+    PLOT_HEIGHT,
+    PLOT_WIDTH,
     PURPLE,
     SKY,
     VERMILION,
-    WIDTH,
-    binned,
-    data,
-    means,
+    chart_data,
+    interval_means,
+    interval_sums,
     step_axis,
     step_edges,
 )
 from verl_ext.report.run import Run
 
-SEAM = 0.05  # share of a column that overlaps the next: cells drawn edge to edge show hairlines
+OVERLAP = 0.05  # share of a column that overlaps the next: cells drawn edge to edge show hairlines
 HEAT_COLUMNS = 120  # of the heat map; a column of a longer run is the mean of its steps
 AGREEMENT = "router/agreement"
-STEP = "timing_s/step"
+STEP_TIME = "timing_s/step"
 TIME_COLUMNS = 100  # of the shares of a step
 LEGEND_COLUMNS = 4  # seven names in one row would be cut
 # Stages of verl's timing_s/* that add up to a step, except for the rest of it, and their names here; others are parts
@@ -41,7 +41,7 @@ STAGES = {
     "update_actor": ("update", VERMILION),
     "update_weights": ("weight sync", ORANGE),
 }
-REST = ("everything else", MUTED)
+OTHER_STAGE = ("everything else", MUTED)
 
 
 def agreement_chart(run: Run) -> alt.LayerChart | None:
@@ -53,14 +53,14 @@ def agreement_chart(run: Run) -> alt.LayerChart | None:
     values: list[dict[str, Any]] = [
         {
             "step": int(start) - 0.5,
-            "end": int(end) - 0.5 + SEAM * (int(end) - int(start)),
+            "end": int(end) - 0.5 + OVERLAP * (int(end) - int(start)),
             "layer": layer - 0.5,
             "below": layer + 0.5,
             "agreement": round(float(mean), 5),
             "said": f"layer {layer}, step {start}" + (f" to {end - 1}" if end - start > 1 else ""),
         }
         for layer, series in layers.items()
-        for start, end, mean in zip(edges[:-1], edges[1:], means(series, edges), strict=True)
+        for start, end, mean in zip(edges[:-1], edges[1:], interval_means(series, edges), strict=True)
         if np.isfinite(mean)
     ]
     # The colours span at least one percent: near-perfect agreement must not look like a dramatic picture.
@@ -78,16 +78,16 @@ def agreement_chart(run: Run) -> alt.LayerChart | None:
     )
     tooltip = [alt.Tooltip("said:N", title="where"), alt.Tooltip("agreement:Q", format=".2%", title="same experts")]
     cells = (
-        alt.Chart(data(values))
+        alt.Chart(chart_data(values))
         .mark_rect(stroke=None)
         .encode(x=_column_axis(edges), x2="end:Q", y=layer, y2="below:Q", color=colour, tooltip=tooltip)
     )
-    return alt.layer(cells).properties(width=WIDTH, height=HEIGHT, view=alt.ViewBackground(fill=GRID))
+    return alt.layer(cells).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT, view=alt.ViewBackground(fill=GRID))
 
 
 def stage_seconds(run: Run) -> dict[str, float]:
     """Returns the mean seconds of a step by stage, the rest of the step last; {} if steps were not timed."""
-    step = run.get(STEP)
+    step = run.get(STEP_TIME)
     if step is None:
         return {}
     found = {
@@ -96,24 +96,24 @@ def stage_seconds(run: Run) -> dict[str, float]:
         if (series := run.get(f"timing_s/{stage}")) is not None
     }
     rest = float(step.values.mean()) - sum(found.values())
-    return {**found, REST[0]: max(rest, 0.0)}
+    return {**found, OTHER_STAGE[0]: max(rest, 0.0)}
 
 
 def share_chart(run: Run) -> alt.LayerChart | None:
     """Draws the stages as shares of a step. Overlapping ones, in the asynchronous modes, can add up to more than it."""
-    step = run.get(STEP)
+    step = run.get(STEP_TIME)
     if step is None:
         return None
     edges = step_edges(step.steps, TIME_COLUMNS)
-    count, total = binned(step, edges)
+    count, total = interval_sums(step, edges)
     left = total.copy()
     parts = {}
     for stage, (name, _) in STAGES.items():
         if (series := run.get(f"timing_s/{stage}")) is not None:
-            parts[name] = binned(series, edges)[1]  # a step without an update counts as 0 seconds
+            parts[name] = interval_sums(series, edges)[1]  # a step without an update counts as 0 seconds
             left -= parts[name]
-    parts[REST[0]] = np.maximum(left, 0.0)
-    colours = dict([*STAGES.values(), REST])
+    parts[OTHER_STAGE[0]] = np.maximum(left, 0.0)
+    colours = dict([*STAGES.values(), OTHER_STAGE])
     values = [
         {
             "step": int(edges[i]) - 0.5,
@@ -129,7 +129,7 @@ def share_chart(run: Run) -> alt.LayerChart | None:
     scale = alt.Scale(domain=list(parts), range=[colours[name] for name in parts])
     colour = alt.Color("stage:N", scale=scale, legend=alt.Legend(columns=LEGEND_COLUMNS))
     bars = (
-        alt.Chart(data(values))
+        alt.Chart(chart_data(values))
         .mark_rect(stroke=None)
         .transform_stack(
             as_=["low", "high"], stack="seconds", groupby=["step"], offset="normalize", sort=[alt.SortField("order")]
@@ -147,7 +147,7 @@ def share_chart(run: Run) -> alt.LayerChart | None:
             ],
         )
     )
-    return alt.layer(bars).properties(width=WIDTH, height=HEIGHT)
+    return alt.layer(bars).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
 
 
 def _column_axis(edges: np.ndarray) -> alt.X:

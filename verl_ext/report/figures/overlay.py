@@ -10,12 +10,12 @@ import numpy as np
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.gap import K3
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
-from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
+from verl_ext.report.figures.charts import LINE_COLOURS, PLOT_HEIGHT, PLOT_WIDTH, Line, chart_data, line_chart
+from verl_ext.report.figures.columns import AGREEMENT, OTHER_STAGE, STAGES, stage_seconds
 from verl_ext.report.figures.panels import Panel, step_span
-from verl_ext.report.run import Run
+from verl_ext.report.run import Run, validation_label
 
-LAST = 20  # readings whose median represents a run's end in figures without steps
+END_READINGS = 20  # readings whose median represents a run's end in figures without steps
 DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
 
 Runs = Mapping[str, Run]  # by the name in the legend
@@ -23,11 +23,11 @@ Runs = Mapping[str, Run]  # by the name in the legend
 
 def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
     """Draws the panel's figure for all runs that have it; None if none has it."""
-    if panel.key in OWN:
-        return OWN[panel.key](runs)
+    if panel.key in OWN_OVERLAYS:
+        return OWN_OVERLAYS[panel.key](runs)
     lines = [
         Line(name, series, colour)
-        for (name, run), colour in zip(runs.items(), SERIES, strict=False)
+        for (name, run), colour in zip(runs.items(), LINE_COLOURS, strict=False)
         if (series := run.get(panel.metric)) is not None
     ]
     return line_chart(lines, _span(runs), log=panel.log, percent=panel.percent, zero=panel.zero)
@@ -41,15 +41,15 @@ def _span(runs: Runs) -> tuple[int, int]:
 def _validation_overlay(runs: Runs) -> alt.LayerChart | None:
     names = sorted({name for run in runs.values() for name in run.validations()})[: len(DASHES)]
     lines = [
-        Line(f"{label}: {name.removeprefix('val-core/')}" if len(names) > 1 else label, series, colour, dash)
-        for (label, run), colour in zip(runs.items(), SERIES, strict=False)
+        Line(f"{label}: {validation_label(name)}" if len(names) > 1 else label, series, colour, dash)
+        for (label, run), colour in zip(runs.items(), LINE_COLOURS, strict=False)
         for name, dash in zip(names, DASHES, strict=False)
         if (series := run.get(name)) is not None
     ]
     return line_chart(lines, _span(runs))
 
 
-AXES = {
+BUCKET_TITLES = {
     "prob": "probability of the token",
     "position": "position in the response",
     "lag": "weight versions behind the policy",
@@ -58,7 +58,7 @@ AXES = {
 
 def _bucket_overlay(axis: str, runs: Runs) -> alt.LayerChart | None:
     found = {name: _ends(run.parts(K3, f"{axis}/")) for name, run in runs.items()}
-    return _profile(found, BUCKETS[axis], AXES[axis], alt.Scale(type="log"), "~e")
+    return _profile(found, BUCKETS[axis], BUCKET_TITLES[axis], alt.Scale(type="log"), "~e")
 
 
 def _layer_overlay(runs: Runs) -> alt.LayerChart | None:
@@ -68,12 +68,12 @@ def _layer_overlay(runs: Runs) -> alt.LayerChart | None:
 
 
 def _stage_overlay(runs: Runs) -> alt.LayerChart | None:
-    stages = [*dict.fromkeys(name for name, _ in STAGES.values()), REST[0]]
+    stages = [*dict.fromkeys(name for name, _ in STAGES.values()), OTHER_STAGE[0]]
     seconds = {name: stage_seconds(run) for name, run in runs.items()}
     return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), ".6~g", "seconds")
 
 
-OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
+OWN_OVERLAYS: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
     "validation": _validation_overlay,
     "by_probability": partial(_bucket_overlay, "prob"),
     "by_position": partial(_bucket_overlay, "position"),
@@ -84,7 +84,7 @@ OWN: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
 
 
 def _ends(parts: Mapping[Any, Series]) -> dict[str, float]:
-    return {str(part): float(np.median(series.values[-LAST:])) for part, series in parts.items()}
+    return {str(part): float(np.median(series.values[-END_READINGS:])) for part, series in parts.items()}
 
 
 def _profile(
@@ -107,8 +107,8 @@ def _profile(
         return None
     used = [place for place in order if any(point["place"] == place for point in points)]
     names = [name for name in values if any(point["run"] == name for point in points)]
-    colours = dict(zip(values, SERIES, strict=False))
-    base = alt.Chart(data(points)).encode(
+    colours = dict(zip(values, LINE_COLOURS, strict=False))
+    base = alt.Chart(chart_data(points)).encode(
         x=alt.X(
             "place:O",
             sort=used,
@@ -120,4 +120,4 @@ def _profile(
         tooltip=["run:N", "place:N", alt.Tooltip("value:Q", format=".4~g")],
     )
     marks = base.mark_line(strokeWidth=2, strokeJoin="round"), base.mark_point(filled=True, size=50, opacity=1)
-    return alt.layer(*marks).properties(width=WIDTH, height=HEIGHT)
+    return alt.layer(*marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)

@@ -11,23 +11,24 @@ from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.gap import K3
 from verl_ext.diagnosis.series import now_label, now_of
-from verl_ext.report.figures import columns, gap
-from verl_ext.report.figures.lines import (
+from verl_ext.report.figures import columns, kl
+from verl_ext.report.figures.charts import (
     BLUE,
+    BUCKET_COLOURS,
     GREEN,
     INK,
+    LINE_COLOURS,
     MUTED,
     ORANGE,
-    ORDERED,
     PURPLE,
-    SERIES,
     SKY,
     VERMILION,
     Line,
-    data,
+    chart_data,
     line_chart,
 )
-from verl_ext.report.run import Run
+from verl_ext.report.guarded import growth_clause, sentence_of
+from verl_ext.report.run import Run, validation_label
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
@@ -100,16 +101,18 @@ def _line_chart_of(
 
 
 def _validation_chart(run: Run) -> alt.LayerChart | None:
-    names = run.validations()[: len(SERIES)]
+    names = run.validations()[: len(LINE_COLOURS)]
     lines = [
-        Line(name.removeprefix("val-core/"), series, colour)
-        for name, colour in zip(names, SERIES, strict=False)
+        Line(validation_label(name), series, colour)
+        for name, colour in zip(names, LINE_COLOURS, strict=False)
         if (series := run.get(name)) is not None
     ]
     return line_chart(lines, step_span(run))
 
 
-def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **others: str) -> Callable[[Run], alt.LayerChart | None]:
+def _bucket_chart(
+    axis: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str
+) -> Callable[[Run], alt.LayerChart | None]:
     """Draws k3 of each bucket, and the metrics in `others`, label=metric, next to them."""
 
     def chart(run: Run) -> alt.LayerChart | None:
@@ -125,8 +128,10 @@ def _bucket_chart(axis: str, colours: Sequence[str] = ORDERED, **others: str) ->
 def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
     low, high = HEALTHY_DROPPED
     ends = [{"step": step, "value": low, "high": high, "label": "IcePop's authors: 0.1 to 0.2 %"} for step in steps]
-    area = alt.Chart(data(ends)).mark_area(color=GREEN, opacity=0.18, clip=True).encode(y2="high:Q")
-    text = alt.Chart(data([{**ends[0], "value": high}])).mark_text(color=GREEN, align="left", dx=4, dy=-6, fontSize=10)
+    area = alt.Chart(chart_data(ends)).mark_area(color=GREEN, opacity=0.18, clip=True).encode(y2="high:Q")
+    text = alt.Chart(chart_data([{**ends[0], "value": high}])).mark_text(
+        color=GREEN, align="left", dx=4, dy=-6, fontSize=10
+    )
     return [area, text.encode(text="label:N")]
 
 
@@ -154,7 +159,7 @@ PANELS = (
         "KL between the engines",
         "A flat line is healthy, at any height far below the thresholds. A straight climb on this logarithmic axis is "
         "exponential growth, which ends in collapse: act while the predicted crossing is far away.",
-        gap.kl_chart,
+        kl.kl_chart,
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
         metric=K3,
@@ -229,7 +234,7 @@ PANELS = (
         "k3 of trajectories by how many weight versions they are behind. 0 shows only the engines' gap, and so does "
         "`engines`, from rescored trajectories. If only old trajectories climb, the policy moves faster than the "
         "rollout follows: try stability=opsm.",
-        _bucket_chart("lag", (*ORDERED, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
+        _bucket_chart("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
     ),
     Panel(
@@ -300,7 +305,7 @@ PANELS = (
         "check memory and offloading.",
         columns.share_chart,
         "No timing_s/step: verl logs it at every training step.",
-        metric=columns.STEP,
+        metric=columns.STEP_TIME,
         zero=True,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs are long, check memory and offloading.",
@@ -312,9 +317,9 @@ def facts(panel: Panel, run: Run) -> str:
     """Returns the panel's sentence about this run, with the numbers that only this kind of figure has."""
     more: Iterable[str] = ()
     if panel.key == "vllm_kl":
-        more = [gap.growth_sentence(run)]
-    if panel.key == "validation" and (left := run.validations()[len(SERIES) :]):
-        more = [f"Not drawn, for lack of colours: {', '.join(name.removeprefix('val-core/') for name in left)}."]
+        more = [sentence_of(growth_clause(run))]
+    if panel.key == "validation" and (left := run.validations()[len(LINE_COLOURS) :]):
+        more = [f"Not drawn, for lack of colours: {', '.join(map(validation_label, left))}."]
     if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]

@@ -1,11 +1,25 @@
-"""Readers of the files that a run left; `verl_ext.report.load` combines them."""
+"""Readers of the forms in which a run is on disk; `verl_ext.report.load` combines them.
+
+Each module of this package registers what it reads: a format of logs and documents (`text.register_format`), or a kind
+of file or folder (`kinds.register_kind`). The order of detection, the help and the table of docs/report.md follow.
+"""
 
 from importlib import import_module
+from pkgutil import iter_modules
 
+from verl_ext.report.sources.kinds import KINDS
 from verl_ext.report.sources.text import FORMATS
 
-# The formats of logs and documents. The last one is tried first, so what takes any text with numbers is the first.
-for _name in ("pairs", "printed_dicts", "verl_console", "trainer_state", "notebook"):
-    import_module(f"{__name__}.{_name}")
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FORMATS"]
+__all__ = ["FORMATS", "KINDS", "form_rows"]
+
+
+def form_rows() -> list[tuple[str, str, str]]:
+    """Returns (title, example, remarks) of every form that is read: logs and documents first."""
+    formats = sorted(FORMATS, key=lambda form: form.order)
+    return [
+        *((form.title, form.example, form.remarks) for form in formats),
+        *((kind.title, kind.example, kind.remarks) for kind in KINDS),
+    ]

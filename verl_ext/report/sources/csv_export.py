@@ -17,10 +17,12 @@ from pathlib import Path
 
 from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import LARGEST_STEP, ReportError
+from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
 
 STEP_COLUMNS = ("Step", "_step", *STEP_NAMES, "global_steps", "iter", "train/step", "rollout/step")
-SEPARATOR = " - "
+SEPARATORS = ",\t;"
+RUN_AND_METRIC = " - "  # between the two in the header of a chart's column
 LIMITS = ("__MIN", "__MAX")
 MOST_LINE = 16 << 20  # characters
 TRUTH = {"true": 1.0, "false": 0.0}
@@ -78,7 +80,7 @@ class CsvSource:
         lower = [name.strip().lower() for name in header]
         step = next((row.index(name) for row in (header, lower) for name in STEP_COLUMNS if name in row), None)
         others = [(at, name) for at, name in enumerate(header) if at != step and name]
-        of_runs = [(at, name) for at, name in others if SEPARATOR in name]
+        of_runs = [(at, name) for at, name in others if RUN_AND_METRIC in name]
         # A chart over another axis than the step has that axis first.
         if not of_runs or not {name for at, name in others if at} <= {name for _, name in of_runs}:
             if step is None:
@@ -89,7 +91,7 @@ class CsvSource:
         for at, name in of_runs:
             if name.endswith(LIMITS) and name[: -len(LIMITS[0])] in names:
                 continue
-            run, metric = name.rsplit(SEPARATOR, 1)
+            run, metric = name.rsplit(RUN_AND_METRIC, 1)
             found.setdefault(run, {})[metric] = at
         columns = found[self._choose(list(found))]
         own_step = columns.pop("_step", None)
@@ -114,11 +116,38 @@ class CsvSource:
         return self._notes
 
 
+def _is_table(start: bytes) -> bool:
+    header = start.decode("utf-8-sig", errors="replace").lstrip().partition("\n")[0].rstrip("\r")
+    for separator in SEPARATORS:
+        try:
+            names = next(csv.reader([header], delimiter=separator), [])
+        except csv.Error:
+            continue
+        if len(names) > 1 and any(name in STEP_COLUMNS or name.endswith(LIMITS) for name in names):
+            return True
+    return False
+
+
+register_kind(
+    Kind(
+        title="CSV or TSV",
+        example="table.csv",
+        remarks="a column for the step, as above; or a chart's export of W&B with columns `RUN - metric` (`--run N` or "
+        "`FILE:N` is its Nth run)",
+        order=6,
+        open=CsvSource,
+        sniff=_is_table,
+        endings=(".csv", ".tsv"),
+        by_logger=False,
+    )
+)
+
+
 def separator_of(path: Path) -> str:
     """Returns the character between the columns: the more frequent one in the header."""
     with open_regular(path) as file:
         header = file.readline(MOST_LINE)
-    return max(",", "\t", ";", key=lambda each: header.count(each.encode()))
+    return max(SEPARATORS, key=lambda each: header.count(each.encode()))
 
 
 def _csv_rows(file, separator: str) -> Iterator[list[str]]:

@@ -7,8 +7,8 @@ from verl_ext.guard.state import Event
 from verl_ext.report.run import ENDED
 from verl_ext.report.sources.table import FIRST_STEPS
 
-SHOWN = 200  # characters of the error
-KEPT = 4 << 20  # bytes behind the last row
+ERROR_CHARACTERS = 200  # characters of the error
+KEPT_BYTES = 4 << 20  # bytes behind the last row
 ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # What launchers and loggers put in front of a line: Ray, torchrun, `srun --label`, a time, a level.
 PREFIX = re.compile(
@@ -18,7 +18,7 @@ PREFIX = re.compile(
 )
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 TRACEBACK = "Traceback (most recent call last)"
-NEAR = 6  # lines at the end of a text, where an error without a traceback counts too
+NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback counts too
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|exit ?code|Watchdog"
@@ -53,7 +53,7 @@ FOLLOWING = re.compile(
 NCCL = re.compile(r"Watchdog caught collective operation timeout")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
 BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
-GOES_ON = 3  # progress bars behind an error; one is printed again when a process ends
+BARS_BEHIND = 3  # progress bars behind an error; one is printed again when a process ends
 
 
 def plain(line: bytes) -> str:
@@ -91,13 +91,13 @@ def last_error(text: bytes) -> Error | None:
             found, traced, finished, bars = None, False, True, 0
         elif BAR.search(said):
             bars += 1
-            if bars >= GOES_ON:
+            if bars >= BARS_BEHIND:
                 found, traced = None, False
         elif TRACEBACK in said:
             traced = True
         elif error := _error_of(said):
             seen = traced if error.rank == 2 else error.rank == 3
-            if seen or (not finished and (error.rank < 2 or number > len(lines) - NEAR)):
+            if seen or (not finished and (error.rank < 2 or number > len(lines) - NEAR_LINES)):
                 found, bars = (error if found is None or error.rank >= found.rank else found), 0
     return found
 
@@ -116,7 +116,7 @@ def _error_of(line: str) -> Error | None:
     if NCCL.search(line):
         return Error("a timeout of NCCL (the watchdog)", 1)
     if EXCEPTION.match(line):
-        return Error(line[:SHOWN], 0 if FOLLOWING.match(line) else 2)
+        return Error(line[:ERROR_CHARACTERS], 0 if FOLLOWING.match(line) else 2)
     return None
 
 
@@ -149,10 +149,10 @@ class Ends:
             return
         self._behind.append(text)
         self._size += len(text)
-        if self._size > 2 * KEPT:
+        if self._size > 2 * KEPT_BYTES:
             kept = b"".join(self._behind)
-            self._behind = [kept[: KEPT // 2], b"\n", kept[-KEPT // 2 :]]
-            self._size = KEPT + 1
+            self._behind = [kept[: KEPT_BYTES // 2], b"\n", kept[-KEPT_BYTES // 2 :]]
+            self._size = KEPT_BYTES + 1
 
     def events(self, run: int, runs: int, tail: bytes = b"") -> tuple[Event, ...]:
         """Returns the ends of one of the log's runs; of the last one, if the table counts them otherwise.

@@ -15,10 +15,12 @@ import orjson
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
+from verl_ext.report.files import GrowingFile
 from verl_ext.report.run import is_step
-from verl_ext.report.sources.growing import GrowingFile
+from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, whole_step
 
+METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 RECORD = re.compile(rb'\{\s*"step"\s*:')
 DEEPEST = 8  # nested objects
 LONGEST_WORD = 200  # characters of a text among metrics: a name, a time, a path
@@ -85,6 +87,31 @@ def _flat(record: Mapping[str, object], before: str = "", depth: int = 0) -> Ite
                 yield from _flat(value, f"{before}{name}/", depth + 1)
         else:
             yield f"{before}{name}", value
+
+
+def _is_json_lines(start: bytes) -> bool:
+    if METRICS_LINE.search(start):
+        return True
+    try:
+        record = orjson.loads(start.lstrip().partition(b"\n")[0])
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(record, dict) and is_step(flat_row(record)[0])
+
+
+register_kind(
+    Kind(
+        title="JSON lines of verl's file logger, or of another one, with a step",
+        example="X.jsonl, metrics.jsonl",
+        remarks="verl's with `trainer.logger=[console,file]`; `X.guard.jsonl` and `X.trajectories.jsonl` of the same "
+        "folder are read too. Others have one object a step. The step is `step`, `global_step`, "
+        "`training/global_step`, `trainer/global_step`, `iteration` or `_step`; nested objects are joined by `/`",
+        order=1,
+        open=lambda path, which: JsonlSource(path),
+        sniff=_is_json_lines,
+        endings=(".jsonl",),
+    )
+)
 
 
 class EventReader:

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -28,23 +28,24 @@ from urllib.parse import quote
 
 from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.store import Process
+from verl_ext.report.sources.kinds import Kind, register_kind
+from verl_ext.report.sources.store import Process, StoreSource
 from verl_ext.report.sources.table import MetricTable
 
 META, METRICS = "meta.yaml", "metrics"
 SYSTEM = "system/"  # metrics of the machine, with MLflow's own steps
-DEPTH = 10  # folders in the name of a metric
+MOST_DEPTH = 10  # folders in the name of a metric
 MOST_LINE = 4096  # bytes
 MOST_META = 1 << 16
 AT = re.compile(r"_at_(?=[0-9])")
 ENTRY = re.compile(r"^(name|run_name|start_time|lifecycle_stage):(.*)$", re.MULTILINE)
 DATABASE_ENDINGS = (".db", ".sqlite", ".sqlite3")
 DATABASE_NAMES = ("mlruns.db", "mlflow.db")  # verl's default, and MLflow's
-BEGINNING = b"SQLite format 3\0"
+FIRST_BYTES = b"SQLite format 3\0"
 TABLES = ("experiments", "runs", "metrics")
 FUNCTIONS = {"min", "like"}
-EVERY = 1000  # instructions of SQLite's virtual machine between two checks
-LEAST, PER_BYTE = 1_000_000, 1  # instructions; reading every row takes 0.05 per byte
+CHECK_INSTRUCTIONS = 1000  # instructions of SQLite's virtual machine between two checks
+LEAST_INSTRUCTIONS, INSTRUCTIONS_PER_BYTE = 1_000_000, 1  # instructions; reading every row takes 0.05 per byte
 NOT_TABLES = f"SELECT name FROM sqlite_master WHERE name IN {TABLES} AND (type != 'table' OR rootpage = 0)"
 COMPUTED_COLUMNS = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden != 0"
 FIRST_STEPS_OF_RUNS = f"SELECT run_uuid, min(step) FROM metrics WHERE key NOT LIKE '{SYSTEM}%' GROUP BY run_uuid"
@@ -57,8 +58,6 @@ VALUES = f"""
 
 class MlflowFolder:
     """A folder of experiments, one experiment, or one run."""
-
-    what = "folder"
 
     def __init__(self, path: Path):
         self._path = path
@@ -83,10 +82,26 @@ def is_run(folder: Path) -> bool:
     return is_regular(folder / META) and (folder / METRICS).is_dir()
 
 
+def _mlflow_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
+    """Returns the folder of all experiments, but none above the one that was named."""
+    return [[folder, *folder.parents][min(depth, 2)]] if is_run(folder) else []
+
+
+register_kind(
+    Kind(
+        title="MLflow's file store, or the folder of an experiment or a run in it",
+        example="mlruns, mlruns/EXPERIMENT/RUN",
+        remarks="`trainer.logger=[console,mlflow]` with `MLFLOW_TRACKING_URI=file:...`",
+        order=3,
+        open=lambda path, which: StoreSource(MlflowFolder(path), path, which),
+        in_folder=_mlflow_folder,
+        owns_folder=True,
+    )
+)
+
+
 class MlflowDatabase:
     """A SQLite database of MLflow."""
-
-    what = "file"
 
     def __init__(self, path: Path):
         self._path = path
@@ -126,10 +141,10 @@ class MlflowDatabase:
     def _rows(self) -> Iterator[Callable[..., Iterator[tuple]]]:
         """Yields a function that runs a query. Nothing is written, and no code that a foreign file defines is run."""
         with open_regular(self._path) as file:
-            if not BEGINNING.startswith(file.read(len(BEGINNING))):
+            if not FIRST_BYTES.startswith(file.read(len(FIRST_BYTES))):
                 raise ReportError("this is not a SQLite database")
-            most = LEAST + PER_BYTE * file.seek(0, 2)
-        steps = iter(range(most // EVERY))
+            most = LEAST_INSTRUCTIONS + INSTRUCTIONS_PER_BYTE * file.seek(0, 2)
+        steps = iter(range(most // CHECK_INSTRUCTIONS))
         try:
             database = sqlite3.connect(f"file:{quote(str(self._path.absolute()))}?mode=ro", uri=True)
             try:
@@ -139,12 +154,25 @@ class MlflowDatabase:
                     if database.execute(query, values).fetchone():
                         raise ReportError("not MLflow's database: one of its tables is computed")
                 database.set_authorizer(_authorize)
-                database.set_progress_handler(lambda: next(steps, None) is None, EVERY)
+                database.set_progress_handler(lambda: next(steps, None) is None, CHECK_INSTRUCTIONS)
                 yield lambda query, *values: database.execute(query, values)
             finally:
                 database.close()
         except (sqlite3.Error, UnicodeDecodeError) as error:  # the second if SQLite's message quotes bytes beyond UTF-8
             raise ReportError(f"cannot be read as MLflow's database: {error}") from error
+
+
+register_kind(
+    Kind(
+        title="MLflow's SQLite file (.db, .sqlite)",
+        example="/tmp/mlruns.db",
+        remarks="the same, verl's default",
+        order=4,
+        open=lambda path, which: StoreSource(MlflowDatabase(path), path, which),
+        is_named=lambda path: path.suffix.lower() in DATABASE_ENDINGS,
+        in_folder=lambda folder, files, depth: [folder / file for file in DATABASE_NAMES if is_regular(folder / file)],
+    )
+)
 
 
 def _mlflow_process(run: Path, meta: dict[str, str]) -> Process:
@@ -179,7 +207,7 @@ def _metric_files(run: Path) -> Iterator[tuple[str, Path]]:
     for name, folders, files in os.walk(root):
         here = Path(name)
         level = len(here.relative_to(root).parts)
-        folders[:] = sorted(folders) if level < DEPTH else []
+        folders[:] = sorted(folders) if level < MOST_DEPTH else []
         for file in sorted(files):
             metric = (here / file).relative_to(root).as_posix()
             if is_regular(here / file) and not metric.startswith(SYSTEM):

@@ -8,13 +8,20 @@ from html.parser import HTMLParser
 from typing import Any
 
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.printed_dicts import numbers_of
+from verl_ext.report.sources.dictionaries import numbers_of
 from verl_ext.report.sources.text import FORMATS, Row, register_format, rows_in
 
 TABLE = re.compile(r"<th[^>]*>\s*Step\s*</th>", re.IGNORECASE)
 
 
-@register_format("a notebook (with one of these in its output)", document=True)
+@register_format(
+    "a notebook (with one of these in its output)",
+    example="run.ipynb",
+    remarks="any of the printed forms, or the table of transformers",
+    document=True,
+    endings=(".ipynb",),
+    order=3,
+)
 class Notebook:
     def sniff(self, text: bytes) -> bool:
         return text.lstrip()[:1] == b"{" and b'"cells"' in text and b'"cell_type"' in text

@@ -31,7 +31,12 @@ STEP_NAMES = ("step", "global_step", "iteration", "iter", "update", "rollout")
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 
-@register_format("names with numbers (prime-rl, NeMo-RL, other trainers)", fewest=2)
+@register_format(
+    "names with numbers (prime-rl, NeMo-RL, other trainers)",
+    remarks="`Step 3 | Reward: 0.5 | Mismatch KL: 1e-4`, `rewards: tensor([...])`: lines with a known name",
+    fewest=2,
+    order=5,  # any text may have names with numbers
+)
 class Pairs:
     def __init__(self) -> None:
         self._stepped: bool | None = None  # whether the rows of this log have steps

@@ -13,8 +13,8 @@ from verl_ext.base.printable import printable
 from verl_ext.report.run import ReportError
 from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun, chosen_run
 
-LISTED = 10
-SHOWN = 80  # characters of a name
+MOST_LISTED = 10
+NAME_CHARACTERS = 80  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,6 @@ class Process:
 
 
 class Store(Protocol):
-    what: str  # "folder" or "file", for messages
-
     def state(self) -> Hashable:
         """Returns a value that changes when anything was written to it."""
 
@@ -54,7 +52,8 @@ class StoreSource:
         self.files: tuple[Path, ...] = (path,)
         self.name = path.stem
         self._store = store
-        self._empty = f"no step in this {store.what}; has the run finished its first step?"
+        self._what = "folder" if path.is_dir() else "file"
+        self._empty = f"no step in this {self._what}; has the run finished its first step?"
         self._which = which
         self._state: Hashable = None
         self._notes: tuple[str, ...] = ()
@@ -81,12 +80,12 @@ class StoreSource:
         return True
 
     def _others(self, runs: list[list[Process]]) -> str:
-        of_each = [printable(f"{run[-1].project}/{run[-1].name}", SHOWN) for run in runs]
-        shown = list(enumerate(of_each, start=1))[-LISTED:]
+        of_each = [printable(f"{run[-1].project}/{run[-1].name}", NAME_CHARACTERS) for run in runs]
+        shown = list(enumerate(of_each, start=1))[-MOST_LISTED:]
         listed = ", ".join(f"{number} = {name}" for number, name in shown)
-        before = f"{len(runs) - LISTED} more, " if len(runs) > LISTED else ""
+        before = f"{len(runs) - MOST_LISTED} more, " if len(runs) > MOST_LISTED else ""
         return (
-            f"the {self._store.what} has {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
+            f"the {self._what} has {len(runs)} runs, this is the last; --run N (or FILE:N) shows another: "
             f"{before}{listed}"
         )
 

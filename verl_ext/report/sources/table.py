@@ -22,13 +22,20 @@ from verl_ext.base.printable import printable
 from verl_ext.diagnosis.series import LARGEST, Series
 from verl_ext.report.run import LARGEST_STEP, ReportError, is_step, is_validation
 
-FLUSH_AT = 1 << 18  # values
+FLUSH_VALUES = 1 << 18  # values
 KEPT_LAYOUTS = 256
 VALIDATION = ("val-", "val/", "eval/", "eval_")  # val-core/, val-aux/, the SFT trainer's val/loss; TRL's
 # Names of the step among a row's values. W&B's own `_step` counts calls of its logger, so the trainer's is preferred.
 STEP_NAMES = (
-    *("step", "global_step", "training/global_step", "trainer/global_step", "train/global_step"),
-    *("global_step/max_steps", "iteration", "_step", "progress/batch"),
+    "step",
+    "global_step",
+    "training/global_step",
+    "trainer/global_step",
+    "train/global_step",
+    "global_step/max_steps",
+    "iteration",
+    "_step",
+    "progress/batch",
 )
 FIRST_STEPS = 1  # 0 if the run validates before training, else 1
 
@@ -124,7 +131,7 @@ class MetricTable:
         self._new_numbers.extend(numbers)
         self._new_lengths.append(len(numbers))
         self._validation.append(validation)
-        if len(values) >= FLUSH_AT:
+        if len(values) >= FLUSH_VALUES:
             self._flush()
 
     def _layout(self, names: tuple[str, ...]) -> tuple[array, bool]:
@@ -166,7 +173,8 @@ class MetricTable:
         runs = len(starts) - 1
         number = chosen_run(which, runs)
         chosen = slice(starts[number - 1], starts[number])
-        first, last = (int(np.searchsorted(unit_of_row, unit)) for unit in (chosen.start, chosen.stop))
+        first = int(np.searchsorted(unit_of_row, chosen.start))
+        last = int(np.searchsorted(unit_of_row, chosen.stop))
         keep = np.zeros(steps.size, bool)
         keep[first:last], gone, notes = _valid_rows(
             units[chosen], unit_of_row[first:last] - chosen.start, steps[first:last], validation[first:last]

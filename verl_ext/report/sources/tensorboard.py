@@ -8,16 +8,17 @@ a damaged file; a damaged record does not parse.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
+from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import MetricTable, TableRun
 
-BLOCK = 1 << 20
+READ_BYTES = 1 << 20
 MOST_RECORD = 64 << 20  # bytes; those of scalars have some 100
 HEADER, FOOTER = 12, 4  # length and its checksum; checksum of the record
 EVENT_FILE = "tfevents"
@@ -131,6 +132,23 @@ class TensorBoardSource:
         return tuple(notes)
 
 
+def _event_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
+    return [folder] if any(EVENT_FILE in file and is_regular(folder / file) for file in files) else []
+
+
+register_kind(
+    Kind(
+        title="a TensorBoard folder or event file",
+        example="tensorboard_log/...",
+        remarks="`trainer.logger=[console,tensorboard]`; seven digits",
+        order=5,
+        open=lambda path, which: TensorBoardSource(path),
+        is_named=lambda path: EVENT_FILE in path.name,
+        in_folder=_event_folder,
+    )
+)
+
+
 def _event_records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:
     """Yields (record, the offset after it) of each complete record from `offset` on; None if beyond MOST_RECORD."""
     file.seek(offset)
@@ -152,7 +170,7 @@ def _event_records(file, offset: int) -> Iterator[tuple[bytes | None, int]]:
                 buffer, at = b"", 0
                 yield None, offset
                 continue
-        block = file.read(max(BLOCK, size))
+        block = file.read(max(READ_BYTES, size))
         if not block:
             return  # the rest is cut, or still being written
         buffer, at = buffer[at:] + block, 0

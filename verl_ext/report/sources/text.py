@@ -7,20 +7,19 @@ A format is a class in a file next to this one, under `@register_format`:
 - `rows(line)`: the rows of a line: each a step and its values by name. The step is None if the format has none; rows
   are then counted from 1. A line without a newline at its end may be cut.
 
-A document (`document=True`) is sniffed by its beginning, and `rows` takes all of it. Of the formats that find a row in
-a file, the one that was registered last reads it: a user's own before ours.
+A document (`document=True`) is sniffed by its beginning, and `rows` takes all of it. Documents are tried before logs.
+Of several formats that find a row in a log, the one with the lowest `order` reads it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from verl_ext.guard.state import Event
-from verl_ext.report.files import fingerprint, open_regular
+from verl_ext.report.files import MOST_LINE, READ_BYTES, GrowingFile, fingerprint, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.ends import Ends, plain
-from verl_ext.report.sources.growing import BLOCK, MOST_LINE, GrowingFile
 from verl_ext.report.sources.table import MetricTable, TableRun, only_validates
 
 Row = tuple[int | None, Mapping[str, object]]
@@ -33,8 +32,12 @@ class Format(Protocol):
     """Reads the rows of one format; made anew for each file, so it may remember what it has read."""
 
     title: ClassVar[str]
+    example: ClassVar[str]
+    remarks: ClassVar[str]
     document: ClassVar[bool]
     fewest: ClassVar[int]
+    endings: ClassVar[tuple[str, ...]]
+    order: ClassVar[int]
 
     def sniff(self, text: bytes) -> bool: ...
 
@@ -44,18 +47,33 @@ class Format(Protocol):
 FORMATS: list[type[Format]] = []
 
 
-def register_format(title: str, document: bool = False, fewest: int = 1) -> Callable[[type], type]:
+def register_format(
+    title: str,
+    *,
+    example: str = "run.log",
+    remarks: str = "",
+    document: bool = False,
+    fewest: int = 1,
+    endings: tuple[str, ...] = (".log", ".out", ".err", ".txt"),
+    order: int = 0,
+) -> Callable[[type], type]:
     """Registers a class as a format that `verl-ext report` reads.
 
     Args:
-        title: its name in messages.
+        title: its name in messages, in the help and in docs/report.md.
+        example: what a user types to name such a run, for docs/report.md.
+        remarks: what else docs/report.md says of it.
         document: it is read as a whole.
         fewest: a block of a log must have as many rows, if a text of another kind may have one by chance.
+        endings: files that are looked into when they lie in a folder; a named file is tried whatever its name is.
+        order: its place among the formats; of equals, the one that was registered last is tried first.
     """
 
-    def register(made: type) -> type:
-        made.title, made.document, made.fewest = title, document, fewest  # type: ignore[attr-defined]
+    def register(made: Any) -> type:
+        made.title, made.example, made.remarks = title, example, remarks
+        made.document, made.fewest, made.endings, made.order = document, fewest, endings, order
         FORMATS.insert(0, made)
+        FORMATS.sort(key=lambda form: (not form.document, form.order))
         return made
 
     return register
@@ -64,7 +82,7 @@ def register_format(title: str, document: bool = False, fewest: int = 1) -> Call
 def detect_format(path: Path) -> type[Format] | None:
     """Returns the format of a file; None if no format finds a row in it."""
     with open_regular(path) as file:
-        block = file.read(BLOCK)
+        block = file.read(READ_BYTES)
         if found := next((each for each in FORMATS if each.document and each().sniff(block)), None):
             return found
         left = [each for each in FORMATS if not each.document]
@@ -73,7 +91,7 @@ def detect_format(path: Path) -> type[Format] | None:
             lines, newline, rest = (rest + block).rpartition(b"\n")
             found, left = _first_that_sniffs(left, lines if newline else b"", found)
             rest = rest[-MOST_LINE:]
-            block = file.read(BLOCK) if left else b""
+            block = file.read(READ_BYTES) if left else b""
         found, _ = _first_that_sniffs(left, rest, found)
         return found
 

@@ -11,7 +11,13 @@ NUMBER = re.compile(r"(?:[A-Za-z_][\w.]*\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|
 SCALED = re.compile(r"(.+)\((\d+e-?\d+)\)")  # actor/lr(1e-4):0.010, before verl 0.2
 
 
-@register_format("verl's console output")
+@register_format(
+    "verl's console output",
+    example="run.log, slurm-1.out slurm-2.out, -",
+    remarks="of any version, whole or cut; with colours, Ray's prefixes, a progress bar, lines of other processes "
+    "between. Several logs of one run are given together, in any order",
+    order=1,
+)
 class VerlConsole:
     def sniff(self, text: bytes) -> bool:
         return STEP_BYTES.search(text) is not None

@@ -9,7 +9,7 @@ no longer has a reader in Python.
 import math
 import struct
 import zlib
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,16 +18,17 @@ import orjson
 from verl_ext.base.printable import printable
 from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.store import Process
+from verl_ext.report.sources.kinds import Kind, register_kind
+from verl_ext.report.sources.store import Process, StoreSource
 from verl_ext.report.sources.table import MetricTable
 
-FILE = ".wandb"
+ENDING = ".wandb"
 # verl's steps are in the first; the second is W&B's own, which also counts other logging.
 STEP, WANDB_STEP = "training/global_step", "_step"
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 MOST_NESTED = 8
-BEGINNING = b":W&B\xe1\xbe\0"  # name, magic number, version
-BLOCK = 1 << 15
+FIRST_BYTES = b":W&B\xe1\xbe\0"  # name, magic number, version
+BLOCK_BYTES = 1 << 15
 CHUNK = struct.Struct("<IHB")  # checksum of kind and data, length of the data, kind
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
@@ -36,17 +37,13 @@ MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
 class WandbFolder:
     """One W&B file, the files in a folder of one run, or those in a folder of run folders."""
 
-    what = "folder"
-
     def __init__(self, path: Path):
         self._path = path
-        if not path.is_dir():
-            self.what = "file"
 
     def files(self) -> list[Path]:
         if not self._path.is_dir():
             return [self._path]
-        found = [*self._path.glob(f"*{FILE}")] or [*self._path.glob(f"*/*{FILE}")]
+        found = [*self._path.glob(f"*{ENDING}")] or [*self._path.glob(f"*/*{ENDING}")]
         latest = {file for file in found if file.parent != self._path and file.parent.is_symlink()}  # latest-run
         return sorted(file for file in found if file not in latest and is_regular(file))
 
@@ -55,6 +52,26 @@ class WandbFolder:
 
     def processes(self) -> list[Process]:
         return [_wandb_process(file) for file in self.files()]
+
+
+def _wandb_folder(folder: Path, files: Sequence[str], depth: int) -> list[Path]:
+    """Returns the folder of all runs, but none above the one that was named."""
+    found = any(file.endswith(ENDING) and is_regular(folder / file) for file in files)
+    return [folder if depth == 0 else folder.parent] if found else []
+
+
+register_kind(
+    Kind(
+        title="a local folder of W&B, or one of its .wandb files",
+        example="wandb, wandb/run-*, wandb/latest-run",
+        remarks="`trainer.logger=[console,wandb]`, online or offline",
+        order=2,
+        open=lambda path, which: StoreSource(WandbFolder(path), path, which),
+        is_named=lambda path: path.suffix.lower() == ENDING,
+        in_folder=_wandb_folder,
+        owns_folder=True,
+    )
+)
 
 
 def _wandb_process(file: Path) -> Process:
@@ -171,17 +188,17 @@ def _wandb_records(file: BinaryIO) -> Iterator[Any]:
 
 
 def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
-    block = file.read(BLOCK)
-    if not BEGINNING.startswith(block[: len(BEGINNING)]):
+    block = file.read(BLOCK_BYTES)
+    if not FIRST_BYTES.startswith(block[: len(FIRST_BYTES)]):
         raise ReportError("this is not a file of W&B: its first bytes differ")
-    at = len(BEGINNING)
+    at = len(FIRST_BYTES)
     parts: list[bytes] | None = None  # of the record that has begun
     size = 0
     while block:
         while at + CHUNK.size <= len(block):
             checksum, length, kind = CHUNK.unpack_from(block, at)
             start, end = at + CHUNK.size, at + CHUNK.size + length
-            if end > len(block) and len(block) < BLOCK:
+            if end > len(block) and len(block) < BLOCK_BYTES:
                 return  # the rest is cut, or still being written
             if not FULL <= kind <= LAST or zlib.crc32(block[at + CHUNK.size - 1 : end]) != checksum:
                 parts = None
@@ -202,4 +219,4 @@ def _log_records(file: BinaryIO) -> Iterator[bytes | None]:
             elif kind in (FULL, LAST):
                 yield b"".join(parts)
                 parts = None
-        block, at = file.read(BLOCK) if len(block) == BLOCK else b"", 0
+        block, at = file.read(BLOCK_BYTES) if len(block) == BLOCK_BYTES else b"", 0

@@ -7,9 +7,9 @@ import altair as alt
 import numpy as np
 
 from verl_ext.diagnosis.findings.gap import K3
-from verl_ext.diagnosis.growth import HORIZON, Growth
+from verl_ext.diagnosis.growth import Growth
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.figures.lines import (
+from verl_ext.report.figures.charts import (
     BLUE,
     GREEN,
     INK,
@@ -18,17 +18,17 @@ from verl_ext.report.figures.lines import (
     PURPLE,
     VERMILION,
     Line,
+    chart_data,
     chart_rows,
-    data,
     line_chart,
     step_edges,
 )
-from verl_ext.report.guarded import boundary_of, growth_of, judged_k3
+from verl_ext.report.guarded import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
 from verl_ext.report.run import Run
 
-K1, HEAD = "vllm_kl/k1", "vllm_kl/head"
-MARKS = 150  # the guard's marks are drawn for this many stretches of steps
-AHEAD = 0.35  # share of the run's steps by which the figure extends the growth into the future
+K1, HEAD_KL = "vllm_kl/k1", "vllm_kl/head"
+MARK_STRETCHES = 150  # the guard's marks are drawn for this many stretches of steps
+AHEAD_SHARE = 0.35  # share of the run's steps by which the figure extends the growth into the future
 CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
 SHAPES = {
     "skip": CROSS,
@@ -38,13 +38,6 @@ SHAPES = {
     "lower_lr": "triangle-up",
     "tighten": "diamond",
     "warn": "circle",
-}
-DONE = {
-    "skip": "update skipped",
-    "undo": "update taken back",
-    "lower_lr": "learning rate lowered",
-    "tighten": "band narrowed",
-    "warn": "warning",
 }
 
 
@@ -60,45 +53,26 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         over += _hollow_points(k1)
     if k3 is not None:
         lines.append(Line("k3", k3, BLUE))
-    if (head := run.get(HEAD)) is not None:
+    if (head := run.get(HEAD_KL)) is not None:
         lines.append(Line("over the sampler's head", head, PURPLE))
     if (gap := judged_k3(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
-        fit, ahead, last = _growth_layers(*found, last, boundary_of(run), ahead=math.ceil(AHEAD * len(run.steps)))
+        fit, ahead, last = _growth_layers(*found, last, boundary_of(run), ahead=math.ceil(AHEAD_SHARE * len(run.steps)))
         lines.append(fit)
         over += ahead
     under = _thresholds(run, first, last)
     return line_chart(lines, (first, last), log=True, unit="nats per token", under=under, over=over, edge=_marks(run))
 
 
-def growth_sentence(run: Run) -> str:
-    """Returns how fast k3 grows, for the text below the figure."""
-    found = growth_of(run)
-    if found is None:
-        return ""
-    window, growth = found
-    percent, low, high = (
-        100 * math.expm1(min(max(value, -50.0), 50.0)) for value in (growth.rate, growth.low, growth.high)
-    )
-    span = f"over the last {len(window.steps)} readings"
-    if growth.low <= 0 <= growth.high:
-        return f"No certain growth {span}: {percent:+.1f} % per step, and the interval includes 0."
-    gap = judged_k3(run)
-    text = f"{gap.name if gap else 'k3'} changes by {percent:+.1f} % per step ({low:+.1f} to {high:+.1f}) {span}"
-    if growth.low > 0 and growth.steps == 0:
-        return f"{text}, and is past {boundary_of(run):g}."
-    if growth.low > 0 and growth.steps < HORIZON:
-        return f"{text}; it would pass {boundary_of(run):g} in about {growth.steps:.0f} steps."
-    return text + "."
-
-
 def _hollow_points(k1: Series) -> list[alt.Chart]:
     negative = k1.values < 0
-    if not negative.any() or len(k1.steps) > 2 * MARKS:
+    if not negative.any() or len(k1.steps) > 2 * MARK_STRETCHES:
         return []
     points = Series(k1.steps[negative], -k1.values[negative])
-    mark = alt.Chart(data(chart_rows(points))).mark_point(size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True)
+    mark = alt.Chart(chart_data(chart_rows(points))).mark_point(
+        size=26, fill=PAPER, stroke=ORANGE, opacity=1, clip=True
+    )
     return [mark]
 
 
@@ -110,11 +84,11 @@ def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
         levels = {"skip threshold = boundary": levels["boundary"]}
     names = {f"{label} {value:g}": value for label, value in levels.items()}
     ends = [{"value": value, "step": step, "label": name} for name, value in names.items() for step in (first, last)]
-    lines = alt.Chart(data(ends)).mark_line(color=VERMILION, strokeDash=[6, 4], strokeWidth=1.2, clip=True)
+    lines = alt.Chart(chart_data(ends)).mark_line(color=VERMILION, strokeDash=[6, 4], strokeWidth=1.2, clip=True)
     # The upper of two lines has its name above it: they may be close to each other.
     upper = max(names.values()) if len(names) > 1 else math.inf
     written = [
-        alt.Chart(data([end for end in ends[::2] if (end["value"] == upper) == above]))
+        alt.Chart(chart_data([end for end in ends[::2] if (end["value"] == upper) == above]))
         .mark_text(color=VERMILION, align="left", dx=4, dy=-5 if above else 9, fontSize=10)
         .encode(text="label:N")
         for above in ((False, True) if len(names) > 1 else (False,))
@@ -128,14 +102,14 @@ def _growth_layers(
     """Returns the fitted line; its extension to the boundary, if that is certain and near; the last step drawn."""
     start, now = int(window.steps[0]), int(window.steps[-1])
     fit = Line("growth fit", Series(np.array([start, now]), _heights(growth, start - now, 0)), INK, dots=False)
-    if not (growth.low > 0 and 0 < growth.steps < HORIZON):
+    if not nears_boundary(growth):
         return fit, [], last
     crossing = now + math.ceil(growth.steps)
     end = min(crossing, last + ahead)
     way = Series(np.array([now, end]), _heights(growth, 0, end - now))
-    layers = [alt.Chart(data(chart_rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
+    layers = [alt.Chart(chart_data(chart_rows(way))).mark_line(color=INK, strokeWidth=2, strokeDash=[2, 3], clip=True)]
     if end == crossing:
-        there = alt.Chart(data([{"step": end, "value": boundary, "label": f"step {end}"}]))
+        there = alt.Chart(chart_data([{"step": end, "value": boundary, "label": f"step {end}"}]))
         point = there.mark_point(shape="diamond", size=90, filled=True, color=INK, opacity=1)
         text = there.mark_text(color=INK, align="right", dx=-8, dy=11, fontSize=11, fontWeight="bold")
         layers += [point, text.encode(text="label:N")]
@@ -163,7 +137,7 @@ def _marks(run: Run) -> list[alt.Chart]:
                 happened.append((step, "skip", f"{part}the event log has no reason"))
     if not happened:
         return []
-    edges = step_edges(run.steps, MARKS)
+    edges = step_edges(run.steps, MARK_STRETCHES)
     marks: dict[tuple[int, str], dict[str, Any]] = {}
     for step, action, reason in sorted(happened):
         place = int(np.searchsorted(edges, step, side="right"))
@@ -171,10 +145,10 @@ def _marks(run: Run) -> list[alt.Chart]:
         mark["count"] += 1
     for mark in marks.values():
         more = f" (and {mark['count'] - 1} more nearby)" if mark["count"] > 1 else ""
-        mark["said"] = f"step {mark['step']}: {DONE.get(mark['action'], mark['action'])}{more}"
+        mark["said"] = f"step {mark['step']}: {DECIDED.get(mark['action'], mark['action'])}{more}"
     shapes = [action for action in SHAPES if any(mark["action"] == action for mark in marks.values())]
     shape = alt.Shape("action:N").scale(domain=shapes, range=[SHAPES[action] for action in shapes])
-    words = " : ".join(f"datum.label === '{a}' ? '{DONE.get(a, a)}'" for a in shapes) + " : datum.label"
+    words = " : ".join(f"datum.label === '{a}' ? '{DECIDED.get(a, a)}'" for a in shapes) + " : datum.label"
     legend = alt.Legend(labelExpr=words, symbolFillColor=VERMILION, symbolStrokeColor=VERMILION, symbolSize=70)
     look = {"size": 70, "filled": True, "color": VERMILION, "stroke": PAPER, "strokeWidth": 0.5, "opacity": 1}
     tooltip = [alt.Tooltip("said:N", title="guard"), alt.Tooltip("reason:N")]
@@ -183,7 +157,7 @@ def _marks(run: Run) -> list[alt.Chart]:
         level = sum(place == other for other, _ in list(marks)[: list(marks).index((place, mark["action"]))])
         levels.setdefault(level, []).append(mark)
     return [
-        alt.Chart(data(values))
+        alt.Chart(chart_data(values))
         .mark_point(**look)
         .encode(y=alt.value(6 + 12 * level), shape=shape.legend(legend), tooltip=tooltip)
         for level, values in levels.items()

@@ -1,6 +1,6 @@
 """Metrics over steps: lines with layers over and under them, and the colours and axes of all figures.
 
-A figure of some 600 pixels shows no more than POINTS readings of a line, so a longer one is thinned.
+A figure of some 600 pixels shows no more than MOST_POINTS readings of a line, so a longer one is thinned.
 """
 
 import math
@@ -17,7 +17,7 @@ from verl_ext.diagnosis.series import Series
 # page, with the dark page's replacements (lighter if the original would be hard to see on the background).
 BLUE, ORANGE, GREEN, VERMILION = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 SKY, PURPLE, INK, MUTED, GRID, PAPER = "#56b4e9", "#cc79a7", "#1c1e21", "#5f6670", "#e3e6ea", "#ffffff"
-DARK = {
+DARK_COLOURS = {
     BLUE: "#4aa8e8",
     ORANGE: "#f0b429",
     GREEN: "#2fbf91",
@@ -29,15 +29,26 @@ DARK = {
     GRID: "#363b42",
     PAPER: "#1b1e22",
 }
-SERIES = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # for lines without an order: runs, validation sets
+LINE_COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # for lines without an order: runs, validation sets
 # Cividis, dark to light; made for colour-blind readers too.
-CIVIDIS = ("#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838")
-ORDERED = ("#d55e00", "#e69f00", "#8a8678", "#56b4e9", "#0072b2")  # for buckets, low to high
+CIVIDIS = (
+    "#00224e",
+    "#123570",
+    "#3b496c",
+    "#575d6d",
+    "#707173",
+    "#8a8678",
+    "#a59c74",
+    "#c3b369",
+    "#e1cc55",
+    "#fee838",
+)
+BUCKET_COLOURS = ("#d55e00", "#e69f00", "#8a8678", "#56b4e9", "#0072b2")  # for buckets, low to high
 
-WIDTH, HEIGHT = 560, 220  # pixels of a plot in a PNG; in the page it is as wide as its column
+PLOT_WIDTH, PLOT_HEIGHT = 560, 220  # pixels of a plot in a PNG; in the page it is as wide as its column
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
-CONFIG: dict[str, Any] = {
+VEGA_CONFIG: dict[str, Any] = {
     "background": PAPER,
     "font": FONT,
     "view": {"stroke": None},
@@ -71,12 +82,12 @@ CONFIG: dict[str, Any] = {
     "title": {"anchor": "start", "color": INK, "subtitleColor": MUTED, "fontSize": 14, "subtitleFontSize": 11},
 }
 
-READINGS = "readings"  # the layer that only answers the pointer
-DOTS_UP_TO = 60  # readings; a longer line is drawn without a dot at each
+HOVER_LAYER = "readings"  # the layer that only answers the pointer
+MOST_DOTS = 60  # readings; a longer line is drawn without a dot at each
 LARGEST_POWER = 307  # of ten: a double can still hold 5 times it
-POINTS = 500  # of a line: nearly one per pixel
-TREND = 120  # medians that are drawn over a thinned line
-FAINT_FROM = 2 * TREND  # readings; a longer line is drawn faintly, its medians over it
+MOST_POINTS = 500  # of a line: nearly one per pixel
+TREND_POINTS = 120  # medians that are drawn over a thinned line
+MOST_SHARP = 2 * TREND_POINTS  # readings; a longer line is drawn faintly, its medians over it
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ def line_chart(
     if not lines:
         return None
     positive = np.concatenate([line.series.values[line.series.values > 0] for line in lines]) if log else np.empty(0)
-    grid = decades(positive) if positive.size else None
+    grid = log_grid(positive) if positive.size else None
     shown = [replace(line, series=_drawable(line.series, grid is not None)) for line in lines]
     x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero)
     legend = alt.Legend(symbolType="stroke") if len(lines) > 1 or lines[0].label else None
@@ -125,29 +136,33 @@ def line_chart(
     if any(line.dash for line in lines):  # in the legend too
         dashes = alt.Scale(domain=[line.label for line in lines], range=[list(line.dash) or [1, 0] for line in lines])
         look["strokeDash"] = alt.StrokeDash("label:N", scale=dashes, legend=legend)
-    faint = [line for line in shown if len(line.series.steps) > FAINT_FROM]
-    whole = [line for line in shown if len(line.series.steps) <= FAINT_FROM]
+    faint = [line for line in shown if len(line.series.steps) > MOST_SHARP]
+    whole = [line for line in shown if len(line.series.steps) <= MOST_SHARP]
     strokes = [
-        *(_strokes(line, thin(line.series), 0.35) for line in faint),
+        *(_strokes(line, thin_readings(line.series), 0.35) for line in faint),
         *(_strokes(line, line.series, 1.0) for line in whole),
-        *(_strokes(line, medians(line.series), 1.0) for line in faint),
+        *(_strokes(line, stretch_medians(line.series), 1.0) for line in faint),
     ]
     coloured = [chart.encode(x=x, y=y, **look) for chart in strokes]
     coloured.append(_hover_layer(shown).encode(x=x, y=y, color=look["color"]))
     around = [[chart.encode(x=x, y=y) for chart in charts] for charts in (under, over)]
     marks = [chart.encode(x=x) for chart in edge]
-    chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=WIDTH, height=HEIGHT)
+    chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]")
     return chart.add_params(zoom)
 
 
-def decades(values: np.ndarray) -> list[float]:
+def log_grid(values: np.ndarray) -> list[float]:
     """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few."""
-    low, high = math.floor(math.log10(values.min())), math.ceil(math.log10(values.max()))
-    low, high = (min(max(power, -LARGEST_POWER), LARGEST_POWER) for power in (low, high))
+    low = _double_power(math.floor(math.log10(values.min())))
+    high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
     step = max(1, -(-(high - low) // 6))
     return [factor * 10.0**power for power in range(low, high + 1, step) for factor in factors]
+
+
+def _double_power(power: int) -> int:
+    return min(max(power, -LARGEST_POWER), LARGEST_POWER)
 
 
 def step_axis(steps: tuple[float, float]) -> alt.X:
@@ -181,11 +196,11 @@ class _Rows(alt.InlineData):
         return self
 
 
-def data(values: list[dict[str, Any]]) -> alt.InlineData:
+def chart_data(values: list[dict[str, Any]]) -> alt.InlineData:
     return _Rows(values=values)
 
 
-def thin(series: Series, most: int = POINTS) -> Series:
+def thin_readings(series: Series, most: int = MOST_POINTS) -> Series:
     """Keeps the least and the largest reading of each of most / 2 stretches of steps: no spike is lost."""
     if len(series.steps) <= most:
         return series
@@ -197,7 +212,7 @@ def thin(series: Series, most: int = POINTS) -> Series:
     return Series(series.steps[keep], series.values[keep])
 
 
-def medians(series: Series, most: int = TREND) -> Series:
+def stretch_medians(series: Series, most: int = TREND_POINTS) -> Series:
     """Returns the median of each of `most` stretches of steps, at the stretch's middle."""
     if len(series.steps) <= most:
         return series
@@ -207,7 +222,7 @@ def medians(series: Series, most: int = TREND) -> Series:
     return Series(steps, np.array([np.median(series.values[part]) for part in parts]))
 
 
-def binned(series: Series, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def interval_sums(series: Series, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns how many readings each interval [edges[i], edges[i + 1]) of steps has, and their sum."""
     which = np.asarray(np.searchsorted(edges, series.steps, side="right")) - 1
     inside = (which >= 0) & (which < len(edges) - 1)
@@ -215,9 +230,9 @@ def binned(series: Series, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return count, np.bincount(which[inside], weights=series.values[inside], minlength=len(edges) - 1)
 
 
-def means(series: Series, edges: np.ndarray) -> np.ndarray:
+def interval_means(series: Series, edges: np.ndarray) -> np.ndarray:
     """Returns the mean of the readings in each interval; NaN where there are none."""
-    count, total = binned(series, edges)
+    count, total = interval_sums(series, edges)
     return np.divide(total, count, out=np.full(len(edges) - 1, np.nan), where=count > 0)
 
 
@@ -234,15 +249,15 @@ def _drawable(series: Series, log: bool) -> Series:
 
 
 def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
-    dots: Any = {"size": 22, "filled": True} if line.dots and len(series.steps) <= DOTS_UP_TO else False
+    dots: Any = {"size": 22, "filled": True} if line.dots and len(series.steps) <= MOST_DOTS else False
     width = 2 if opacity == 1 else 1
-    chart = alt.Chart(data(chart_rows(series, label=line.label)))
+    chart = alt.Chart(chart_data(chart_rows(series, label=line.label)))
     return chart.mark_line(point=dots, strokeWidth=width, opacity=opacity, clip=True, strokeJoin="round")
 
 
 def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
     """Marks the reading nearest to the pointer, and shows its numbers."""
-    values = [row for line in lines for row in chart_rows(thin(line.series), label=line.label)]
+    values = [row for line in lines for row in chart_rows(thin_readings(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
     # Written by hand: under `nearest`, Vega-Lite's own tooltip takes numbers from datum.datum, but text from datum,
     # which has none.
@@ -251,11 +266,11 @@ def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
     tooltip = f"{{step: format({row}.step, 'd'), {named}value: format({row}.value, '.4~g')}}"
     shown = alt.condition(nearest, alt.value(1), alt.value(0))
     return (
-        alt.Chart(data(values))
+        alt.Chart(chart_data(values))
         .mark_point(size=70, filled=True, stroke=INK, strokeWidth=1, clip=True)
         .encode(opacity=shown, tooltip=alt.value(alt.ExprRef(tooltip)))
         .add_params(nearest)
-        .properties(name=READINGS)
+        .properties(name=HOVER_LAYER)
     )
 
 

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.figures.lines import binned, decades, means, medians, step_edges, thin
+from verl_ext.report.figures.charts import (
+    interval_means,
+    interval_sums,
+    log_grid,
+    step_edges,
+    stretch_medians,
+    thin_readings,
+)
 
 VALUES = st.floats(-1e6, 1e6)
 READINGS = st.dictionaries(st.integers(0, 3000), VALUES, min_size=1, max_size=300)
@@ -32,7 +39,7 @@ def stretches(readings: dict[int, float], count: int) -> list[list[int]]:
 
 @given(READINGS, st.integers(1, 60))
 def test_thin_keeps_the_extremes_of_every_stretch_and_nothing_that_was_not_there(readings, half):
-    thinned = thin(series(readings), 2 * half)
+    thinned = thin_readings(series(readings), 2 * half)
     kept = dict(zip(thinned.steps.tolist(), thinned.values.tolist(), strict=True))
     assert len(kept) == len(thinned.steps) <= 2 * half
     assert list(kept) == sorted(kept) and kept.items() <= readings.items()
@@ -45,7 +52,7 @@ def test_thin_keeps_the_extremes_of_every_stretch_and_nothing_that_was_not_there
 
 @given(READINGS, st.integers(1, 60))
 def test_medians_are_those_of_the_stretches(readings, most):
-    found = medians(series(readings), most)
+    found = stretch_medians(series(readings), most)
     if len(readings) <= most:
         assert found.steps.tolist() == sorted(readings)
         return
@@ -58,8 +65,8 @@ def test_medians_are_those_of_the_stretches(readings, most):
 
 @given(READINGS, st.lists(st.integers(-10, 3100), min_size=2, max_size=20, unique=True).map(sorted))
 def test_intervals_count_and_average_their_readings(readings, edges):
-    count, total = binned(series(readings), np.array(edges))
-    average = means(series(readings), np.array(edges))
+    count, total = interval_sums(series(readings), np.array(edges))
+    average = interval_means(series(readings), np.array(edges))
     for i, (start, end) in enumerate(pairwise(edges)):
         inside = [value for step, value in readings.items() if start <= step < end]
         assert count[i] == len(inside) and total[i] == pytest.approx(math.fsum(inside), abs=1e-6)
@@ -80,7 +87,7 @@ def test_edges_hold_all_steps_in_few_equal_intervals(steps, most):
 
 @given(st.lists(st.floats(5e-324, 1.7e308), min_size=1, max_size=20))
 def test_grid_lines_of_a_logarithmic_axis(values):
-    grid = decades(np.array(values))
+    grid = log_grid(np.array(values))
     assert grid == sorted(set(grid)) and all(0 < line < math.inf for line in grid) and 1 <= len(grid) <= 9
     if min(values) > 1e-300 and max(values) < 1e300:
         step = max(1.0, grid[1] / grid[0]) if len(grid) > 1 else 10.0
@@ -88,5 +95,5 @@ def test_grid_lines_of_a_logarithmic_axis(values):
 
 
 def test_grid_lines_are_powers_of_ten_with_2_and_5_where_there_are_few():
-    assert decades(np.array([2e-5, 0.3])) == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1])
-    assert decades(np.array([0.2, 0.8])) == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5])
+    assert log_grid(np.array([2e-5, 0.3])) == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1])
+    assert log_grid(np.array([0.2, 0.8])) == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5])
