@@ -24,6 +24,7 @@ HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
 HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
 FEWEST = 8  # readings before there is an estimate of growth
+GROWTH_READINGS = 32  # the last ones, to which a line is fitted by default
 SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_growth.py counts false alarms
 SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it
 ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
@@ -96,6 +97,14 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     else:
         steps = min(left / rate, float(HORIZON))
     return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
+
+
+def is_seen_enough(steps: list[int], now: int, window: int) -> bool:
+    """Returns True if there are enough readings, and recent ones.
+
+    Rescoring is rare. So the last reading may be as far back as the last few readings took, or one window.
+    """
+    return len(steps) >= FEWEST and now - steps[-1] <= max(window, steps[-1] - steps[-FEWEST])
 
 
 def _inflation(residuals: Sequence[float]) -> float:

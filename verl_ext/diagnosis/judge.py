@@ -15,7 +15,7 @@ import numpy as np
 from verl_ext.diagnosis.causes import Cause, known_causes
 from verl_ext.diagnosis.findings import finite, gap, reward, routers
 from verl_ext.diagnosis.findings.registry import Finding, find_all
-from verl_ext.diagnosis.names import by_quantity
+from verl_ext.diagnosis.names import REWARD, by_quantity
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect, name_causes
 from verl_ext.diagnosis.series import Readings, beginning_label, beginning_of, now_label, now_of
 
@@ -90,7 +90,7 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
     before = f"{not_finite.text}; " if not_finite else ""
     course = reward.course_of(run)
     if course is None:
-        series = run.get(reward.REWARD)
+        series = run.get(REWARD)
         if series is None:
             return Judged("too short", f"{before}no reward was logged")
         count = len(series.steps)

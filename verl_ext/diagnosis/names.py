@@ -24,6 +24,12 @@ else:
     import tomli as tomllib
 
 TABLE = Path(__file__).with_name("names.toml")
+# Canonical names of quantities that several findings, the guard or the report read.
+REWARD, REWARD_MAX, REWARD_MIN = "critic/score/mean", "critic/score/max", "critic/score/min"
+VALIDATION = "val-core/**/mean@*"  # all scores of validation sets
+LENGTH, ENTROPY, GRADIENT = "response_length/mean", "actor/entropy", "actor/grad_norm"
+K3, K1 = "vllm_kl/k3", "vllm_kl/k1"
+LOG_RATIO, PROB_DIFF = "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,12 @@ def setting_for(canonical: str) -> str:
         return found.setting
     metric = find(canonical)
     return next((section.override for section in SECTIONS if metric in section.metrics), "")
+
+
+def engines_names(signal: str) -> tuple[str, ...]:
+    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
+    start = "vllm_kl/"
+    return (f"{signal}/lag/0", signal.replace(start, f"{start}engine/", 1)) if signal.startswith(start) else ()
 
 
 @cache

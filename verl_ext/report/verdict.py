@@ -25,17 +25,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_ext.diagnosis.causes import Cause, settling_sentence
-from verl_ext.diagnosis.findings.gap import K3, gap_of
+from verl_ext.diagnosis.collapse import SIGNAL_WORDS
+from verl_ext.diagnosis.findings.gap import gap_of
 from verl_ext.diagnosis.findings.registry import notable
-from verl_ext.diagnosis.findings.reward import (
-    ENTROPY,
-    GRADIENT,
-    LENGTH,
-    WORDS,
-    course_of,
-)
+from verl_ext.diagnosis.findings.reward import course_of
 from verl_ext.diagnosis.growth import FEWEST
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.diagnosis.series import WINDOW
 from verl_ext.guard.rules import REFUSING
@@ -324,7 +320,7 @@ def _facts(run: Run, found: Judgement) -> list[Fact]:
         names = {each.name for each in seen}
         for move in moves_of(run, course.step, int(run.steps[-1])):
             if not SAID_OF[move.signal] & names:
-                went = f"{WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
+                went = f"{SIGNAL_WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
                 facts.append(Fact("moved", went, move.step))
     facts += [*limits(run), *drifts(run), *surroundings(run)]
     return sorted(facts, key=lambda fact: (fact.step is None, fact.step or 0))

@@ -6,17 +6,8 @@ import numpy as np
 import pytest
 
 from tests import ROOT
-from verl_ext.diagnosis.findings.reward import (
-    ENTROPY,
-    GRADIENT,
-    K3,
-    LENGTH,
-    REWARD,
-    STAYS,
-    STRETCH,
-    find_collapse,
-    what_moved,
-)
+from verl_ext.diagnosis.collapse import STAYS, STRETCH, find_collapse, what_moved
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
 
 DATA = ROOT / "tests" / "support" / "data"
 CALM, FALLEN = 60, 70  # readings before the fall of `FALL`, and before its end

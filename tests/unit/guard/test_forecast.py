@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tests import ROOT
-from verl_ext.diagnosis.findings.reward import GRADIENT, K3, REWARD, STAYS, find_collapse
+from verl_ext.diagnosis.collapse import STAYS, find_collapse
 from verl_ext.diagnosis.growth import FEWEST
+from verl_ext.diagnosis.names import GRADIENT, K3, LOG_RATIO, REWARD
 from verl_ext.guard.forecast import (
     AGE_IN_IT,
-    GAP,
     MIXED,
     engines_part,
     engines_value,
@@ -93,15 +93,15 @@ def test_synchronous_training_has_nothing_to_say_about_it():
 
 
 def test_older_rollouts_are_no_missed_weight_sync_where_the_engines_part_is_seen():
-    usual = OLD | {GAP: 0.01, f"{GAP}/lag/0": 0.01}
-    *_, (_, older) = forecasts([usual] * 4 + [usual | {GAP: 0.2}])
+    usual = OLD | {LOG_RATIO: 0.01, f"{LOG_RATIO}/lag/0": 0.01}
+    *_, (_, older) = forecasts([usual] * 4 + [usual | {LOG_RATIO: 0.2}])
     assert older.events == ()
-    *_, (_, missed) = forecasts([usual] * 4 + [usual | {GAP: 0.2, f"{GAP}/lag/0": 0.2}])
+    *_, (_, missed) = forecasts([usual] * 4 + [usual | {LOG_RATIO: 0.2, f"{LOG_RATIO}/lag/0": 0.2}])
     (event,) = missed.events
-    assert event.signal == f"{GAP}/lag/0" and "stale rollouts" not in event.reason
-    without = {name: value for name, value in usual.items() if name != f"{GAP}/lag/0"}
-    *_, (_, unknown) = forecasts([without] * 4 + [without | {GAP: 0.2}])
-    assert unknown.events[0].signal == GAP and "stale rollouts" in unknown.events[0].reason
+    assert event.signal == f"{LOG_RATIO}/lag/0" and "stale rollouts" not in event.reason
+    without = {name: value for name, value in usual.items() if name != f"{LOG_RATIO}/lag/0"}
+    *_, (_, unknown) = forecasts([without] * 4 + [without | {LOG_RATIO: 0.2}])
+    assert unknown.events[0].signal == LOG_RATIO and "stale rollouts" in unknown.events[0].reason
 
 
 @pytest.mark.parametrize(

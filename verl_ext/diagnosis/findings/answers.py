@@ -3,7 +3,8 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import LENGTH, MOST, REWARD, SURE, course_of
+from verl_ext.diagnosis.findings.reward import SURE, course_of
+from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import LAST, Readings, Series, beginning_of, needed, now_of, once_a_run, step_from
 
 CUT = "response_length/clip_ratio"
@@ -73,7 +74,11 @@ def cut_and_low(run: Readings) -> Seen:
     cut, course = cut_share(run), course_of(run)
     if cut is None or course is None:
         return None
-    top = float(run.values(MOST).max()) if run.get(MOST) is not None else max(1.0, float(course.series.values.max()))
+    top = (
+        float(run.values(REWARD_MAX).max())
+        if run.get(REWARD_MAX) is not None
+        else max(1.0, float(course.series.values.max()))
+    )
     low = course.now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
     text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {course.now:.2g}"
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text

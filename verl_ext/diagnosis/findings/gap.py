@@ -12,12 +12,11 @@ import numpy as np
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import K3
-from verl_ext.diagnosis.growth import estimate_growth
+from verl_ext.diagnosis.growth import GROWTH_READINGS, estimate_growth, is_seen_enough
 from verl_ext.diagnosis.levels import PUBLISHED
+from verl_ext.diagnosis.names import K1, K3, LOG_RATIO, PROB_DIFF, engines_names
 from verl_ext.diagnosis.series import FIRST, WINDOW, Readings, Series, needed, now_label, now_of, once_a_run
 
-K1, SIZE, DIFFERENCE = "vllm_kl/k1", "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LEVEL = "guard/level"
 STALENESS = "training/off_policy/trajectory_staleness/mean"
@@ -33,7 +32,6 @@ JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
 SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
 RARE = 20.0  # times the mean gap of a trajectory
 LONG_AFTER = 20  # readings before a jump that no first weight sync explains
-GROWTH_WINDOW = 32
 WHOLE = 2.0  # nats a token over a whole trajectory: these are not the log-probs of its tokens
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 RELATED = 0.5  # correlation of the probabilities that engines which compute the same function do not stay below
@@ -62,8 +60,8 @@ class Measure:
 MEASURES = (
     Measure(K3, "k3", LARGE, BROKEN),
     Measure(K1, "k1", LARGE, BROKEN),
-    Measure(SIZE, "the mean |log k|", 0.05, 1.5, power=2.0),
-    Measure(DIFFERENCE, "the mean difference of probabilities", 0.02, 0.5, power=2.0),
+    Measure(LOG_RATIO, "the mean |log k|", 0.05, 1.5, power=2.0),
+    Measure(PROB_DIFF, "the mean difference of probabilities", 0.02, 0.5, power=2.0),
 )
 
 
@@ -99,21 +97,6 @@ def sound_level(run: Readings) -> float:
     return max((level for level in PUBLISHED if np.isclose(logged, level, rtol=1e-6, atol=0).any()), default=LARGE)
 
 
-def engines_names(signal: str) -> tuple[str, ...]:
-    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
-    start = "vllm_kl/"
-    return (f"{signal}/lag/0", signal.replace(start, f"{start}engine/", 1)) if signal.startswith(start) else ()
-
-
-def is_seen_enough(steps: list[int], now: int, window: int) -> bool:
-    """Returns True if there are enough readings, and recent ones.
-
-    Rescoring is rare. So the last reading may be as far back as the last few readings took, or one window.
-    """
-    fewest = 8
-    return len(steps) >= fewest and now - steps[-1] <= max(window, steps[-1] - steps[-fewest])
-
-
 @once_a_run
 def gap_of(run: Readings) -> Gap | None:
     """Returns k3 of trajectories of lag 0 and of rescored ones, if it was logged often enough lately; else the whole
@@ -123,7 +106,7 @@ def gap_of(run: Readings) -> Gap | None:
         if (series := run.get(name)) is not None:
             of_engines |= dict(series.pairs())
     steps = sorted(of_engines)
-    if is_seen_enough(steps, run.last_step, GROWTH_WINDOW):
+    if is_seen_enough(steps, run.last_step, GROWTH_READINGS):
         series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
         return Gap(series, MEASURES[0], "k3 of the engines alone", alone=True)
     for measure in MEASURES:
@@ -196,7 +179,7 @@ def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
     return gap, float(gap.series.values[0])
 
 
-@finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(SIZE,))
+@finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(LOG_RATIO,))
 def gap_started(run: Readings) -> Seen:
     """Whether the gap was there before the weights moved. Then the engines compute differently from the same weights.
     If it came with the updates, the weights of the updates did not arrive."""
@@ -229,7 +212,7 @@ def beginning(run: Readings) -> tuple[str, float] | None:
     of the two shares counts.
     """
     gap = None
-    for name, power in ((SIZE, 1.0), (DIFFERENCE, 1.0), (K3, 0.5), (K1, 0.5)):
+    for name, power in ((LOG_RATIO, 1.0), (PROB_DIFF, 1.0), (K3, 0.5), (K1, 0.5)):
         if (series := run.get(name)) is not None:
             gap = _share_at_first(np.column_stack([series.steps, np.abs(series.values)]), run, power)
             break
@@ -334,7 +317,7 @@ def gap_grew(run: Readings) -> Seen:
     text = (
         f"{gap.name} went from {_number(float(np.median(gap.series.values[:part])))} to {_number(now_of(gap.series))}"
     )
-    window = list(zip(steps[-GROWTH_WINDOW:].tolist(), heights[-GROWTH_WINDOW:].tolist(), strict=True))
+    window = list(zip(steps[-GROWTH_READINGS:].tolist(), heights[-GROWTH_READINGS:].tolist(), strict=True))
     growth = estimate_growth(window, max(apart, 1e-9))
     grows = growth is not None and growth.low > 0
     stays = levels[-1] > GREW * min(levels[: max(len(levels) // 2, 1)])
@@ -399,7 +382,7 @@ def mean_of_k(run: Readings) -> Seen:
     return "unclear", f"k averages 1 but for {excess:.1f} standard errors"
 
 
-@finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, SIZE))
+@finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, LOG_RATIO))
 def k1_sign(run: Readings) -> Seen:
     """The sign of k1: a KL is not negative."""
     sign = in_errors(run.values(K1)[-4 * WINDOW :])
@@ -417,13 +400,13 @@ def k1_sign(run: Readings) -> Seen:
 @once_a_run
 def leaning(run: Readings) -> float | None:
     """Returns k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
-    size, k1 = run.values(SIZE)[-4 * WINDOW :], run.values(K1)[-4 * WINDOW :]
+    size, k1 = run.values(LOG_RATIO)[-4 * WINDOW :], run.values(K1)[-4 * WINDOW :]
     if not k1.size or not size.size or size.mean() <= 0:
         return None
     return float(np.clip(k1.mean() / size.mean(), -1, 1))
 
 
-@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, SIZE))
+@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, LOG_RATIO))
 def gap_side(run: Readings) -> Seen:
     """To which side the gap is: a sampled token less likely in training, or more."""
     side, k3 = leaning(run), run.late(K3)
@@ -476,10 +459,10 @@ def gap_by_probability(run: Readings) -> Seen:
     return "even", "tokens of one probability move to either side"
 
 
-@finding("gap_tokens", "| few many", family="tokens", needs=(SIZE,))
+@finding("gap_tokens", "| few many", family="tokens", needs=(LOG_RATIO,))
 def gap_tokens(run: Readings) -> Seen:
     """Whether a few tokens make the gap: k3 over the square of the mean |log k| is 0.5 to 5 if many do."""
-    size, k3 = run.late(SIZE), run.late(K3)
+    size, k3 = run.late(LOG_RATIO), run.late(K3)
     if not size or k3 is None or k3 <= AGREE:
         return None
     ratio = k3 / size / size  # the square may be out of range

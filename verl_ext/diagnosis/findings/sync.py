@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from verl_ext.diagnosis.findings.gap import SIZE
 from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.names import LOG_RATIO
 from verl_ext.diagnosis.series import FIRST, Readings
 
 OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
@@ -83,7 +83,7 @@ def shares_alike(run: Readings) -> Seen:
     if any(spread < SAME * median for median, spread in shares.tolist()):
         return "alike", "all tokens got the same share of the first updates"
     looks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST]
-    gap = run.get(SIZE)
+    gap = run.get(LOG_RATIO)
     if (
         len(looks)
         and gap is not None

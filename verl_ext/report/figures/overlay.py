@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.base.names import BUCKETS
-from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.columns import AGREEMENT, REST, STAGES, stage_seconds
 from verl_ext.report.figures.lines import HEIGHT, SERIES, WIDTH, Line, data, line_chart
