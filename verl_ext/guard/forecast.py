@@ -1,7 +1,7 @@
 """Forecasts a run: growth of the engines' gap, a jump of it, a mask that does not see it, a reward that collapses.
 
-The statistics are `diagnosis.growth` and `diagnosis.collapse`, which the report applies to finished runs. The guard uses
-these two and the names of metrics, but no findings and no causes.
+The statistics are `diagnosis.growth` and `diagnosis.collapse`, which the report applies to finished runs. The guard
+uses these two and the names of metrics, but no findings and no causes.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
 same, the difference is the engines' part of the gap. If the rollout's weights are older, it also holds the movement of
