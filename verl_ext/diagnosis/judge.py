@@ -17,7 +17,7 @@ from verl_ext.diagnosis.findings import finite, gap, reward, routers
 from verl_ext.diagnosis.findings.registry import Finding, find_all
 from verl_ext.diagnosis.names import REWARD, by_quantity
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect, name_causes
-from verl_ext.diagnosis.series import Readings, beginning_label, beginning_of, now_label, now_of
+from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, beginning_label, beginning_of, now_label, now_of
 
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
@@ -94,7 +94,7 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
         if series is None:
             return Judged("too short", f"{before}no reward was logged")
         count = len(series.steps)
-        few = f"{count} reading{'s' * (count != 1)} of the reward, and {reward.FEWEST} are needed"
+        few = f"{count} reading{'s' * (count != 1)} of the reward, and {reward.FEWEST_REWARDS} are needed"
         return Judged("too short", f"{before}there {'is' if count == 1 else 'are'} {few}")
     if course.collapsed:
         return Judged(
@@ -102,7 +102,7 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
             f"{before}the reward collapsed at step {course.step}, {_from_to(course)}",
             course.step,
         )
-    stands = float(np.ptp(course.series.values[-reward.WINDOW :])) <= reward.SAME * course.height
+    stands = float(np.ptp(course.series.values[-LEVEL_READINGS:])) <= reward.SAME * course.height
     if dead := marks.get("reward_constant.constant") or (marks.get("gradient_zero.zero") if stands else None):
         return Judged("dead", f"{before}nothing can be learnt, because {dead.text}", dead.step)
     if course.falls:

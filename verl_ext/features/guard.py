@@ -24,7 +24,7 @@ from verl_ext.features.feature import Feature, Needs, Part, RunFeatures, TableLi
 from verl_ext.features.mismatch import needs_measuring
 from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
 from verl_ext.guard import levels
-from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, LowerLr, Rule
+from verl_ext.guard.rules import ACTIONS, FEWEST_FOR_ZSCORE, SIDES, LowerLr, Rule
 from verl_ext.guard.state import Boundary
 
 PREFIX = "stability.guard"
@@ -195,7 +195,7 @@ def _parse(name: str, given: Any) -> Rule:
         value = rule.get(key)
         if value is not None and not _is_finite(value):
             raise ConfigError(f"{where}.{key}={value} must be a finite number")
-    for key, least in (("patience", 1), ("zscore_window", FEWEST), ("baseline", 1)):
+    for key, least in (("patience", 1), ("zscore_window", FEWEST_FOR_ZSCORE), ("baseline", 1)):
         value = rule.get(key)
         if value is not None and (not isinstance(value, int) or value < least):
             raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_ext.base.methods import require
-from verl_ext.diagnosis.growth import FEWEST, GROWTH_READINGS
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, GROWTH_READINGS
 from verl_ext.diagnosis.names import K3
 from verl_ext.guard.rules import REFUSING, LrState, RuleState
 
@@ -70,7 +70,7 @@ class Boundary:
 
     def __post_init__(self) -> None:
         require(self, "value", 0 < self.value < math.inf, "must be above 0 and finite")
-        require(self, "window", self.window >= FEWEST, f"must be at least {FEWEST} steps")
+        require(self, "window", self.window >= FEWEST_FOR_GROWTH, f"must be at least {FEWEST_FOR_GROWTH} steps")
 
 
 @dataclass

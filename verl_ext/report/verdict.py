@@ -29,11 +29,11 @@ from verl_ext.diagnosis.collapse import SIGNAL_WORDS
 from verl_ext.diagnosis.findings.gap import gap_of
 from verl_ext.diagnosis.findings.registry import notable
 from verl_ext.diagnosis.findings.reward import course_of
-from verl_ext.diagnosis.growth import FEWEST
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
-from verl_ext.diagnosis.series import WINDOW
+from verl_ext.diagnosis.series import LEVEL_READINGS
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import ROUTERS, NextStep, is_on, moves_of, next_steps
@@ -54,7 +54,7 @@ State = Literal[
 ]
 
 ALARM = 3  # last steps in which an action of the guard is an active alarm
-REASONS = f"reasons for a cause: means of the last {WINDOW} readings, where nothing else is said"
+REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, where nothing else is said"
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
 # Finding -> findings and other facts that say the same with more.
 SAID_BY = {
@@ -119,7 +119,7 @@ class RunVerdict:
     def told(self) -> tuple[Fact, ...]:
         """The facts that neither the sentence nor another fact says already."""
         said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.id for fact in self.facts}
-        ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.signs}
+        ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.evidence}
         return tuple(
             fact
             for fact in self.facts
@@ -134,7 +134,7 @@ class RunVerdict:
 
     def reasons(self, suspect: Suspect) -> tuple[list[str], list[str]]:
         """Returns what speaks for and against a suspect, each with its step."""
-        signs = [(sign.points > 0, dated(sign.finding.text, sign.finding.step)) for sign in suspect.signs]
+        signs = [(sign.points > 0, dated(sign.finding.text, sign.finding.step)) for sign in suspect.evidence]
         return [text for speaks, text in signs if speaks], [text for speaks, text in reversed(signs) if not speaks]
 
     @property
@@ -269,7 +269,7 @@ def _word(run: Run, found: Judgement) -> State:
     if learning == "flat":
         return "flat"
     gap = gap_of(run.readings)
-    if learning == "too short" and (gap is None or len(gap.series.steps) < FEWEST):
+    if learning == "too short" and (gap is None or len(gap.series.steps) < FEWEST_FOR_GROWTH):
         return "not enough data"
     return "healthy"
 

@@ -12,7 +12,7 @@ from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.diagnosis.findings import reward as subject
 from verl_ext.diagnosis.findings.answers import CUT
 from verl_ext.diagnosis.findings.registry import find_all, notable
-from verl_ext.diagnosis.findings.reward import DEAD_GROUPS, FEWEST, SPREAD, course_of
+from verl_ext.diagnosis.findings.reward import DEAD_GROUPS, FEWEST_REWARDS, SPREAD, course_of
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD, REWARD_MAX, REWARD_MIN
 
 ADVANTAGES, VALIDATION = "critic/advantages/max", "val-core/gsm8k/acc/mean@1"
@@ -173,7 +173,7 @@ def test_a_course_does_not_depend_on_the_scale(values, scale):
     assert scaled.best == pytest.approx(plain.best * scale)
 
 
-@given(st.lists(st.floats(0, 1), min_size=FEWEST, max_size=60))
+@given(st.lists(st.floats(0, 1), min_size=FEWEST_REWARDS, max_size=60))
 def test_levels_of_a_course_are_means_of_readings_in_a_row(values):
     course = course_of(run_of({REWARD: values}))
     levels = [math.fsum(values[i : i + course.width]) / course.width for i in range(len(values) - course.width + 1)]

@@ -8,7 +8,7 @@ import pytest
 
 from tests import ROOT
 from verl_ext.diagnosis.collapse import STAYS, find_collapse
-from verl_ext.diagnosis.growth import FEWEST
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
 from verl_ext.diagnosis.names import GRADIENT, K3, LOG_RATIO, REWARD
 from verl_ext.guard.forecast import (
     AGE_IN_IT,
@@ -77,8 +77,8 @@ def test_the_forecast_is_of_the_engines_alone_where_that_is_seen():
     ]
     *early, (metrics, _) = forecasts(steps)
     assert metrics["guard/growth_rate"] == pytest.approx(0.05) and metrics[MIXED] == 0
-    assert [seen[MIXED] for seen, _ in early] == [1.0] * (FEWEST - 1) + [0.0] * (11 - FEWEST + 1)
-    assert early[FEWEST - 2][0].get("guard/growth_rate") is None, "seven readings of either are too few"
+    assert [seen[MIXED] for seen, _ in early] == [1.0] * (FEWEST_FOR_GROWTH - 1) + [0.0] * (11 - FEWEST_FOR_GROWTH + 1)
+    assert early[FEWEST_FOR_GROWTH - 2][0].get("guard/growth_rate") is None, "seven readings of either are too few"
 
 
 def test_it_is_of_all_of_the_gap_where_only_that_is_seen_and_says_so():

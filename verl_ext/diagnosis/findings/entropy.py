@@ -3,7 +3,7 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import FEWEST, course_of
+from verl_ext.diagnosis.findings.reward import FEWEST_REWARDS, course_of
 from verl_ext.diagnosis.names import ENTROPY, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import Readings, Series, beginning_of, needed, now_of
 
@@ -53,7 +53,7 @@ def entropy_at_fall(run: Readings) -> Seen:
     """Whether the entropy had come down before the reward fell."""
     course, series = course_of(run), run.get(ENTROPY)
     fell = course is not None and (course.falls or course.collapsed)
-    if course is None or series is None or not fell or len(series.steps) < FEWEST:
+    if course is None or series is None or not fell or len(series.steps) < FEWEST_REWARDS:
         return None
     before = series.values[series.steps <= course.step][-4:]
     start = beginning_of(series, _few(series))

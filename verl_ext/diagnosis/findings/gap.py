@@ -15,7 +15,16 @@ from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.growth import GROWTH_READINGS, estimate_growth, is_seen_enough
 from verl_ext.diagnosis.levels import PUBLISHED
 from verl_ext.diagnosis.names import K1, K3, LOG_RATIO, PROB_DIFF, engines_names
-from verl_ext.diagnosis.series import FIRST, WINDOW, Readings, Series, needed, now_label, now_of, once_a_run
+from verl_ext.diagnosis.series import (
+    FIRST_READINGS,
+    LEVEL_READINGS,
+    Readings,
+    Series,
+    needed,
+    now_label,
+    now_of,
+    once_a_run,
+)
 
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LEVEL = "guard/level"
@@ -23,7 +32,7 @@ STALENESS = "training/off_policy/trajectory_staleness/mean"
 LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` knows the models that have more
 BROKEN = 1.0  # k3 of engines that do not compute the same function
 AGREE = 1e-7  # k3 that float32 does not leave by itself
-SIGMAS = 4.0
+NOISE_ERRORS = 4.0  # standard errors that the noise of a mean stays below
 FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: there at once from FROZEN on, by updates up to MOVED
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
@@ -162,7 +171,12 @@ def gap_at_once(run: Readings) -> Seen:
     if first is None and correlation is None:
         return None
     shown = first is not None and abs(first[1]) > first[0].measure.broken
-    if not shown and correlation is not None and correlation.steps[0] <= FIRST and correlation.values[0] < RELATED:
+    if (
+        not shown
+        and correlation is not None
+        and correlation.steps[0] <= FIRST_READINGS
+        and correlation.values[0] < RELATED
+    ):
         text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
         return "unrelated", text, int(correlation.steps[0])
     if first is None:
@@ -174,7 +188,7 @@ def gap_at_once(run: Readings) -> Seen:
 
 def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
     gap = gap_of(run)
-    if gap is None or gap.series.steps[0] > FIRST or int(gap.series.steps[0]) in stale_steps(run):
+    if gap is None or gap.series.steps[0] > FIRST_READINGS or int(gap.series.steps[0]) in stale_steps(run):
         return None
     return gap, float(gap.series.values[0])
 
@@ -217,7 +231,7 @@ def beginning(run: Readings) -> tuple[str, float] | None:
             gap = _share_at_first(np.column_stack([series.steps, np.abs(series.values)]), run, power)
             break
     own = run.get("router/own_agreement") or run.get("router/agreement")
-    if own is not None and 1 - float(own.values[-WINDOW:].mean()) > ROUNDED:
+    if own is not None and 1 - float(own.values[-LEVEL_READINGS:].mean()) > ROUNDED:
         disagreement = np.column_stack([own.steps, 1 - own.values])
         share = _share_at_first(disagreement, run)
         if share is not None and (gap is None or gap >= share or disagreement[0, 1] > ROUNDED):
@@ -235,7 +249,7 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
     Args:
         power: of the share, so that it is one of a mean |log k|.
     """
-    first = readings[:FIRST][readings[:FIRST, 0] <= FIRST]
+    first = readings[:FIRST_READINGS][readings[:FIRST_READINGS, 0] <= FIRST_READINGS]
     stale = stale_steps(run)
     first = first[first[:, 1] > 0]  # a gap of exactly 0 was not measured
     fresh = first[[step not in stale for step in first[:, 0]]]
@@ -246,7 +260,7 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
         if early[:count].max() < MOVED * 2 * early[count:].min():
             early = early[:count]
             break
-    start, now = early.mean(), np.median(readings[-WINDOW:, 1]) ** power
+    start, now = early.mean(), np.median(readings[-LEVEL_READINGS:, 1]) ** power
     share = max(float(start / now), 0.0) if start < now else 1.0
     return share if len(fresh) or share < FROZEN else None
 
@@ -261,10 +275,10 @@ def stale_steps(run: Readings) -> set[int]:
 def _is_sudden(run: Readings) -> bool:
     """Returns True if k3 once rose a hundredfold within a few readings; a run that comes apart takes longer."""
     gap = gap_of(run)
-    if gap is None or len(gap.heights) < 2 * FIRST:
+    if gap is None or len(gap.heights) < 2 * FIRST_READINGS:
         return False
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(gap.heights, FIRST), axis=1)
-    return bool((medians[FIRST:] > 100 * medians[:-FIRST]).any())
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(gap.heights, FIRST_READINGS), axis=1)
+    return bool((medians[FIRST_READINGS:] > 100 * medians[:-FIRST_READINGS]).any())
 
 
 @finding("gap_jumped", "at_first_sync later later_and_grows passed | no", family="gap_moves", needs=(K3,))
@@ -282,7 +296,7 @@ def gap_jumped(run: Readings) -> Seen:
     for i in possible:
         before, now = heights[max(i - 8, 0) : i], float(np.median(after[i]))
         usual = max(float(np.median(before)), 1e-12)
-        times = JUMP if len(before) >= FIRST else SURE_JUMP
+        times = JUMP if len(before) >= FIRST_READINGS else SURE_JUMP
         if (
             after[i].min() > before.max()
             and now > max(times * usual, floor)
@@ -364,20 +378,20 @@ def mean_of_k(run: Readings) -> Seen:
     k1, k3 = run.need(K1), run.need(K3)
     if now_of(k3, 20) > BROKEN and abs(now_of(k1, 20)) < 0.1 * now_of(k3, 20):
         return "far_above", f"k averages {1 + now_of(k3, 20):.3g}: l_infer is not of these tokens"
-    count = min(len(k1.values), len(k3.values), 4 * WINDOW)
+    count = min(len(k1.values), len(k3.values), 4 * LEVEL_READINGS)
     ones, threes = k1.values[-count:], k3.values[-count:]
     excess = in_errors(threes - ones)  # of the mean of k over 1
     if excess is None or now_of(k3) <= AGREE:
         return None
     sided = float(threes.mean() / ones.mean()) if ones.mean() > 0 else None
-    if excess > 2 * SIGMAS and (sided or 2.0) > 1.6:
+    if excess > 2 * NOISE_ERRORS and (sided or 2.0) > 1.6:
         return "above", f"k averages more than 1, by {excess:.0f} standard errors"
-    if excess < -SIGMAS and sided is not None and sided < 0.4:
+    if excess < -NOISE_ERRORS and sided is not None and sided < 0.4:
         return "far_below", f"k averages less than 1, by {-excess:.0f} standard errors: k3 / k1 is {sided:.2f}"
-    if excess < -2 * SIGMAS and (sided or 1.0) < 0.97:
+    if excess < -2 * NOISE_ERRORS and (sided or 1.0) < 0.97:
         level = "below" if (sided or 0.0) > 0.6 else "a_little_below"
         return level, f"k averages less than 1, by {-excess:.0f} standard errors"
-    if sided is not None and (abs(excess) < SIGMAS or 0.6 < sided < 1.6):
+    if sided is not None and (abs(excess) < NOISE_ERRORS or 0.6 < sided < 1.6):
         return "one", f"k averages 1 (k3 / k1 is {sided:.2f})"
     return "unclear", f"k averages 1 but for {excess:.1f} standard errors"
 
@@ -385,22 +399,22 @@ def mean_of_k(run: Readings) -> Seen:
 @finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, LOG_RATIO))
 def k1_sign(run: Readings) -> Seen:
     """The sign of k1: a KL is not negative."""
-    sign = in_errors(run.values(K1)[-4 * WINDOW :])
+    sign = in_errors(run.values(K1)[-4 * LEVEL_READINGS :])
     k3 = run.get(K3)
     if sign is None or (k3 is not None and now_of(k3) <= AGREE):
         return None
-    if sign < -SIGMAS:
+    if sign < -NOISE_ERRORS:
         side = leaning(run)
         if side is not None and side > -LEANING:
             return "a_little_negative", f"k1 is negative, but by {-side:.0%} of the gap only"
         return "negative", f"k1 is negative by {-sign:.0f} standard errors, which no KL is"
-    return ("positive" if sign > SIGMAS else "none"), f"k1 is {sign:.0f} of its standard errors"
+    return ("positive" if sign > NOISE_ERRORS else "none"), f"k1 is {sign:.0f} of its standard errors"
 
 
 @once_a_run
 def leaning(run: Readings) -> float | None:
     """Returns k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
-    size, k1 = run.values(LOG_RATIO)[-4 * WINDOW :], run.values(K1)[-4 * WINDOW :]
+    size, k1 = run.values(LOG_RATIO)[-4 * LEVEL_READINGS :], run.values(K1)[-4 * LEVEL_READINGS :]
     if not k1.size or not size.size or size.mean() <= 0:
         return None
     return float(np.clip(k1.mean() / size.mean(), -1, 1))
@@ -427,7 +441,7 @@ def by_probability(run: Readings) -> dict[str, float] | None:
     """
     found = {}
     for bucket in BUCKETS["prob"]:
-        _, k1, k3 = run.joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket)[-4 * WINDOW :].T
+        _, k1, k3 = run.joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket)[-4 * LEVEL_READINGS :].T
         if (k3 > 0).any():
             ratios = k1[k3 > 0] / (2 * k3[k3 > 0]) ** 0.5
             found[bucket] = float(ratios.clip(-ALIKE, ALIKE).mean())
@@ -506,5 +520,5 @@ def rollout_age(run: Readings) -> Seen:
     text = f"rollouts are {staleness:.1f} versions behind the policy"
     if staleness < 1:
         return "new", text
-    always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST + 1)))
+    always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST_READINGS + 1)))
     return ("always_old" if always else "old"), text

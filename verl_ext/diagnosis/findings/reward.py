@@ -21,7 +21,7 @@ from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX, REWARD_MIN, VALIDATION, quantity_of
 from verl_ext.diagnosis.noise import ENOUGH, difference_noise, level_error
 from verl_ext.diagnosis.series import (
-    WINDOW,
+    LEVEL_READINGS,
     Readings,
     Series,
     beginning_label,
@@ -34,7 +34,7 @@ from verl_ext.diagnosis.series import (
 
 SPREAD = "critic/score/std"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
-FEWEST = 5  # readings without which a reward cannot be judged
+FEWEST_REWARDS = 5  # readings without which a reward cannot be judged
 SURE, LIKELY = 3.0, 2.0  # standard errors of a rise, and of a small rise
 # Standard errors of a loss, beyond what the best of so many levels exceeds the others by itself; of a long run, which
 # loses more surely.
@@ -109,8 +109,8 @@ class Course:
         """True if noise does not explain the loss; of few readings, whose noise is not known, by their order."""
         values = self.series.values
         before, after = np.split(values, [int(np.argmax(values)) + 1])
-        in_order = len(values) <= FEW and len(before) > 1 and len(after) >= FEWEST - 2
-        return self.surely > 1 or (in_order and bool(values[-(FEWEST - 2) :].max() < before.min()))
+        in_order = len(values) <= FEW and len(before) > 1 and len(after) >= FEWEST_REWARDS - 2
+        return self.surely > 1 or (in_order and bool(values[-(FEWEST_REWARDS - 2) :].max() < before.min()))
 
     @property
     def falls(self) -> bool:
@@ -130,7 +130,7 @@ def course_of(run: Readings) -> Course | None:
     steps, or lose a little in many.
     """
     series = run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST:
+    if series is None or len(series.steps) < FEWEST_REWARDS:
         return None
     n = len(series.steps)
     widths = [width for width in WIDTHS if n / 30 <= width <= (n + 2) / 5] or WIDTHS[-1:]
@@ -220,7 +220,7 @@ def _rows_of_spread(run: Readings) -> np.ndarray:
         small = deviations[:, 1] <= SMALL * np.abs(deviations[:, 2])
         return np.column_stack([deviations[:, 0], np.where(small, 0.0, deviations[:, 1])])
     series = run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST:
+    if series is None or len(series.steps) < FEWEST_REWARDS:
         return np.empty((0, 2))
     return np.column_stack([series.steps, np.abs(series.values - np.median(series.values))])
 
@@ -288,7 +288,7 @@ def reward_gain(run: Readings) -> Seen:
     third, sixth = len(values) // 3, len(values) // 6
     if share < 0.1:
         return "nothing", f"the reward has gained {max(share, 0):.0%} of what was to be had"
-    if len(values) >= 4 * WINDOW and best > 0:
+    if len(values) >= 4 * LEVEL_READINGS and best > 0:
         last, before = values[-sixth:].mean(), values[-third:-sixth].mean()
         if last < 0.7 * best and last < 1.03 * before:
             return "stopped_low", f"the reward rises no more, at {last / best:.0%} of what the best answers get"
@@ -362,7 +362,7 @@ def prompts_matter(run: Readings) -> Seen:
     in the lab).
     """
     effect = run.values(PROMPT_EFFECT)
-    if len(effect) >= 2 * WINDOW:
+    if len(effect) >= 2 * LEVEL_READINGS:
         mean = float(effect.mean())
         text = f"rewards differ between prompts {mean:.2g} times as much as within them (F)"
         return "no" if mean < 1.15 else "yes" if mean > 1.3 else "unclear", text
@@ -375,7 +375,7 @@ def _reward_scatter(run: Readings) -> float | None:
     """Returns the variance of the batches' mean reward, as a share of that of coin tosses."""
     rewards, tokens = run.values(REWARD), run.values("router/tokens")
     most, least, length = (run.values(name) for name in (REWARD_MAX, REWARD_MIN, LENGTH))
-    if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * WINDOW:
+    if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * LEVEL_READINGS:
         return None
     # Rewards are of the whole step, and so is verl's total. router/tokens is the mean of the step's local updates,
     # over the trajectories that were compared; in the lab, which logs no total, these are all of the step.
