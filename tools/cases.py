@@ -46,16 +46,16 @@ JUDGED = CASES / "judged.json"
 WORDS_OF_GUIDE = ("symptom", "cause", "helped")
 SETS = ("field", "lab", "stack")
 ENDINGS = {"field": ".csv", "lab": ".csv.gz", "stack": ".csv.gz"}  # other people's runs can be read in a diff
-ALSO = (  # what only we log, as far as the diagnosis reads it
-    *("vllm_kl/k1/prob/", "vllm_kl/k3/prob/", "vllm_kl/k3/lag/", "vllm_kl/engine/k3", "vllm_kl/sequence_gap_"),
-    *("router/", "sync/", "correction/dropped", "filter/", "reward/prompt_effect"),
-    *("guard/level", "guard/boundary", "guard/skipped", "guard/steps_to_boundary", "guard/mask_blind"),
+# Beginnings of what only we log, as far as the diagnosis reads it.
+ALSO = re.compile(
+    r"vllm_kl/(k[13]/prob/|k3/lag/|engine/k3|sequence_gap_)|router/|sync/|correction/dropped|filter/|reward/prompt_effect|"
+    r"guard/(level|boundary|skipped|steps_to_boundary|mask_blind)"
 )
 
 
 def write_values(run: Run, file: Path) -> None:
     """Writes the metrics of a run that the diagnosis may read, five digits each."""
-    names = [name for name in run.metrics if quantity_of(name) is not None or name.startswith(ALSO)]
+    names = [name for name in run.metrics if quantity_of(name) is not None or ALSO.match(name)]
     cells = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True)) for name in names}
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")

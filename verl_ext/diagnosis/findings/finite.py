@@ -72,5 +72,5 @@ def run_ended(run: Readings) -> Seen:
     if run.ending is None:
         return None
     reason = run.ending.reason
-    memory = any(word in reason for word in ("OutOfMemory", "out of memory", "OutOfMemoryError", "OOM"))
+    memory = any(word in reason for word in ("OutOfMemory", "out of memory", "OOM"))
     return "memory" if memory else "error", f"the run {reason.rstrip('.')}", run.ending.step

@@ -74,6 +74,9 @@ MEASURES = (
 )
 
 
+SIZES = ("broken", "apart", "close", "none")  # of a gap, the worst first
+
+
 @dataclass(frozen=True)
 class Gap:
     """The readings that the size of the gap is judged by.
@@ -118,10 +121,16 @@ def gap_of(run: Readings) -> Gap | None:
     if is_seen_enough(steps, run.last_step, GROWTH_READINGS):
         series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
         return Gap(series, MEASURES[0], "k3 of the engines alone", alone=True)
-    for measure in MEASURES:
-        if (found := run.get(measure.name)) is not None:
-            return Gap(found, measure, measure.words)
-    return None
+    return next(iter(_logged_gaps(run)), None)
+
+
+def _logged_gaps(run: Readings) -> list[Gap]:
+    """Returns the gap by each measure that was logged, in order of preference."""
+    return [Gap(series, each, each.words) for each in MEASURES if (series := run.get(each.name)) is not None]
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values))
 
 
 def _number(value: float) -> str:
@@ -139,16 +148,9 @@ def gap_level(run: Readings) -> Seen:
         now = now_of(correlation)
         level = "broken" if now < RELATED else "apart" if now < 0.95 else "close"
         return level, f"the probabilities of the engines have a correlation of {now:.3g}"
-    seen = [
-        gap,
-        *(Gap(series, each, each.words) for each in MEASURES[1:] if (series := run.get(each.name)) is not None),
-    ]
-    told = [(_level_of(each, run), each) for each in seen]
-    if gap.alone:
-        told = told[:1]
-    worst = next(wanted for wanted in ("broken", "apart", "close", "none") if any(level == wanted for level, _ in told))
-    level, said = next((level, each) for level, each in told if level == worst)
-    return level, f"{said.name} is {_number(now_of(said.series))} ({now_label(said.series)})"
+    gaps = [gap] if gap.alone else _logged_gaps(run)
+    worst = min(gaps, key=lambda each: SIZES.index(_level_of(each, run)))  # of several, the first one
+    return _level_of(worst, run), f"{worst.name} is {_number(now_of(worst.series))} ({now_label(worst.series)})"
 
 
 def _apart(gap: Gap, run: Readings) -> float:
@@ -287,33 +289,32 @@ def gap_jumped(run: Readings) -> Seen:
     gap = needed(gap_of(run))
     if len(gap.heights) < 4:
         return None
-    heights, steps = gap.heights, gap.series.steps
-    floor = gap.measure.apart**gap.measure.power
-    after = np.lib.stride_tricks.sliding_window_view(np.append(heights, [heights[-1]] * 2), 3)
-    lowest = after.min(axis=1)
-    possible = np.flatnonzero(lowest[1:-1] > np.maximum(heights[:-2], floor / JUMP)) + 1
-    best: tuple[float, int] | None = None
-    for i in possible:
-        before, now = heights[max(i - 8, 0) : i], float(np.median(after[i]))
-        usual = max(float(np.median(before)), 1e-12)
-        times = JUMP if len(before) >= FIRST_READINGS else SURE_JUMP
-        if (
-            after[i].min() > before.max()
-            and now > max(times * usual, floor)
-            and (best is None or now / usual > best[0])
-        ):
-            best = (now / usual, int(i))
-    if best is None:
+    heights, values, steps = gap.heights, gap.series.values, gap.series.steps
+    i = _largest_jump(heights, floor=gap.measure.apart**gap.measure.power)
+    if i is None:
         return "no", "the gap never jumped"
-    _, i = best
-    low, high = (float(np.median(gap.series.values[part])) for part in (slice(max(i - 8, 0), i), slice(i, i + 3)))
-    text = f"{gap.name} jumped from {_number(low)} to {_number(high)}"
-    if float(np.median(heights[-5:])) < GREW * float(np.median(heights[max(i - 8, 0) : i])):
+    before = slice(max(i - 8, 0), i)
+    now = _median(heights[-5:])
+    text = f"{gap.name} jumped from {_number(_median(values[before]))} to {_number(_median(values[i : i + 3]))}"
+    if now < GREW * _median(heights[before]):
         return "passed", f"{text}, and came back", int(steps[i])
-    if i <= LONG_AFTER:
-        return "at_first_sync", f"{text}, and stays there", int(steps[i])
-    grows = float(np.median(heights[-5:])) > 2 * float(np.median(heights[i : i + 5]))
-    return "later_and_grows" if grows else "later", f"{text}, and stays there", int(steps[i])
+    grows = now > 2 * _median(heights[i : i + 5])
+    level = "at_first_sync" if i <= LONG_AFTER else "later_and_grows" if grows else "later"
+    return level, f"{text}, and stays there", int(steps[i])
+
+
+def _largest_jump(heights: np.ndarray, floor: float) -> int | None:
+    """Returns the index of the largest jump to a multiple, past `floor`, that lasts for three readings."""
+    after = np.lib.stride_tricks.sliding_window_view(np.append(heights, [heights[-1]] * 2), 3)
+    possible = np.flatnonzero(after.min(axis=1)[1:-1] > np.maximum(heights[:-2], floor / JUMP)) + 1
+    jumps: dict[int, float] = {}  # index -> times the readings before
+    for i in possible.tolist():
+        before, now = heights[max(i - 8, 0) : i], _median(after[i])
+        usual = max(_median(before), 1e-12)
+        times = JUMP if len(before) >= FIRST_READINGS else SURE_JUMP
+        if after[i].min() > before.max() and now > max(times * usual, floor):
+            jumps[i] = now / usual
+    return max(jumps, key=jumps.__getitem__, default=None)
 
 
 @finding("gap_grew", "grew | steady", needs=(K3,))
@@ -324,13 +325,10 @@ def gap_grew(run: Readings) -> Seen:
         return None
     heights, steps = gap.heights, gap.series.steps
     part = max(len(heights) // 8, 3)
-    calm = float(np.median(heights[:part]))
-    now = float(np.median(heights[-5:]))
-    levels = [float(np.median(each)) for each in np.array_split(heights, min(8, len(heights) // 2))]
+    calm, now = _median(heights[:part]), _median(heights[-5:])
+    levels = [_median(each) for each in np.array_split(heights, min(8, len(heights) // 2))]
     apart = _apart(gap, run) ** gap.measure.power
-    text = (
-        f"{gap.name} went from {_number(float(np.median(gap.series.values[:part])))} to {_number(now_of(gap.series))}"
-    )
+    text = f"{gap.name} went from {_number(_median(gap.series.values[:part]))} to {_number(now_of(gap.series))}"
     window = list(zip(steps[-GROWTH_READINGS:].tolist(), heights[-GROWTH_READINGS:].tolist(), strict=True))
     growth = estimate_growth(window, max(apart, 1e-9))
     grows = growth is not None and growth.low > 0
@@ -347,20 +345,19 @@ def gap_spike(run: Readings) -> Seen:
     if len(gap.heights) < 4:
         return None
     heights, apart = gap.heights, gap.measure.apart**gap.measure.power
-    usual = float(np.median(heights))
-    past = heights > max(SPIKE * usual, apart)
-    if past.any() and past.mean() <= 0.34:
-        for i in np.flatnonzero(past):  # of those around it, too
-            past[i] = heights[i] > SPIKE * np.median(np.delete(heights[max(i - 3, 0) : i + 4], min(i, 3)))
-        if past.any():
-            at = int(np.argmax(np.where(past, heights, 0)))
-            size, median = float(gap.series.values[at]), float(np.median(gap.series.values))
-            text = f"{gap.name} was {_number(size)} in step {gap.series.steps[at]}, its median is {_number(median)}"
-            count = int(past.sum())
-            goes = usual <= apart  # the gap comes and goes
-            level = "broken" if goes and abs(size) > gap.measure.broken else "spike"
-            return level, text + (f"; {count} steps are such" if count > 1 else ""), int(gap.series.steps[at])
-    return "none", "no single step has a far larger gap"
+    usual = _median(heights)
+    spikes = heights > max(SPIKE * usual, apart)
+    if spikes.mean() > 0.34:
+        return "none", "no single step has a far larger gap"
+    for i in np.flatnonzero(spikes):  # of those around it, too
+        spikes[i] = heights[i] > SPIKE * np.median(np.delete(heights[max(i - 3, 0) : i + 4], min(i, 3)))
+    if not spikes.any():
+        return "none", "no single step has a far larger gap"
+    at, count = int(np.argmax(np.where(spikes, heights, 0))), int(spikes.sum())
+    size, step = float(gap.series.values[at]), int(gap.series.steps[at])
+    text = f"{gap.name} was {_number(size)} in step {step}, its median is {_number(_median(gap.series.values))}"
+    comes_and_goes = usual <= apart and abs(size) > gap.measure.broken
+    return "broken" if comes_and_goes else "spike", text + (f"; {count} steps are such" if count > 1 else ""), step
 
 
 def in_errors(values: np.ndarray) -> float | None:

@@ -300,12 +300,11 @@ def reward_gain(run: Readings) -> Seen:
 @finding("validation_fell", "fell | holds", family="validation")
 def validation_fell(run: Readings) -> Seen:
     """The score of a validation set is far below its best."""
-    falls, seen = [], False
-    for name in run.names():
-        quantity = quantity_of(name)
-        if quantity is None or quantity.name != VALIDATION or len(run.need(name).steps) < 3:
-            continue
-        seen, series = True, run.need(name)
+    known = ((name, quantity_of(name)) for name in run.names())
+    scores = {name: run.need(name) for name, quantity in known if quantity is not None and quantity.name == VALIDATION}
+    scores = {name: series for name, series in scores.items() if len(series.steps) >= 3}
+    falls = []
+    for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
         if best - now > max(0.15 * best, SURE * difference_noise(values)) and best > 0:
@@ -313,13 +312,13 @@ def validation_fell(run: Readings) -> Seen:
     if falls:
         _, text, step = max(falls)
         return "fell", text, step
-    return ("holds", "the validation holds") if seen else None
+    return ("holds", "the validation holds") if scores else None
 
 
 @finding("groups_dead", "most | some few", family="groups", needs=(DEAD_GROUPS,))
 def groups_dead(run: Readings) -> Seen:
     """Most groups have no spread, so that they teach nothing."""
-    share = needed(_dead_share(run))
+    share = needed(run.late(DEAD_GROUPS))
     level = "most" if share >= MOST_DEAD else "some" if share >= 0.2 else "few"
     return level, f"{share:.0%} of the groups have answers of one reward only"
 
@@ -331,7 +330,7 @@ def group_size(run: Readings) -> Seen:
 
     With a rate of success p, a group of n independent answers has no spread with probability p^n + (1 - p)^n.
     """
-    share, reward, most, least = _dead_share(run), run.late(REWARD), run.late(REWARD_MAX), run.late(REWARD_MIN)
+    share, reward, most, least = (run.late(name) for name in (DEAD_GROUPS, REWARD, REWARD_MAX, REWARD_MIN))
     if share is None or reward is None or most is None or least is None or most <= least:
         return None
     rate = (reward - least) / (most - least)
@@ -340,10 +339,6 @@ def group_size(run: Readings) -> Seen:
         text = f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread: too few answers a prompt"
         return "small", text
     return "enough", f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread"
-
-
-def _dead_share(run: Readings) -> float | None:
-    return run.late(DEAD_GROUPS)
 
 
 @finding("advantages", "zero | some", family="reward_spread", needs=("critic/advantages/max",))
@@ -374,7 +369,7 @@ def prompts_matter(run: Readings) -> Seen:
 def _reward_scatter(run: Readings) -> float | None:
     """Returns the variance of the batches' mean reward, as a share of that of coin tosses."""
     rewards, tokens = run.values(REWARD), run.values("router/tokens")
-    most, least, length = (run.values(name) for name in (REWARD_MAX, REWARD_MIN, LENGTH))
+    most, least, length = run.values(REWARD_MAX), run.values(REWARD_MIN), run.values(LENGTH)
     if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * LEVEL_READINGS:
         return None
     # Rewards are of the whole step, and so is verl's total. router/tokens is the mean of the step's local updates,
