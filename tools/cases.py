@@ -141,9 +141,15 @@ def is_right(expect: dict[str, Any], said: dict[str, Any]) -> bool:
     return all(aspects(expect, said).values())
 
 
-def freeze() -> None:
-    """Writes what the report says of each case, by set and case, one line each."""
-    said = {f"{which}/{known['case']}": judgement(file) for which, file, known in cases()}
+def freeze(again: bool) -> None:
+    """Writes what the report says of each case, by set and case, one line each.
+
+    Args:
+        again: judge the cases that are frozen already, too. Otherwise a change of theirs still fails a test.
+    """
+    before = {} if again else frozen()
+    files = {f"{which}/{known['case']}": file for which, file, known in cases()}
+    said = {name: before.get(name) or judgement(file) for name, file in files.items()}
     lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in said.items())
     JUDGED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -347,9 +353,9 @@ def main() -> int:
     match arguments.command:
         case "add":
             add(arguments.set, arguments.folder)
-            freeze()
+            freeze(again=False)
         case "judge":
-            freeze()
+            freeze(again=True)
         case name:
             print(PRINTED[name](), end="")
     return 0
