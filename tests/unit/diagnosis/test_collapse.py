@@ -37,12 +37,6 @@ def test_a_reward_that_fell_to_a_tenth_and_stays_there_has_collapsed():
     assert found.since == found.step and found.moves == () and not found.gap_first
 
 
-def test_it_is_dead_from_the_step_on_at_which_it_has_stayed_there():
-    run = series(reward=[0.5] * 40 + [0.02] * 60)
-    reported = [last for last in range(1, 101) if find_collapse(until(run, last))]
-    assert reported == list(range(40 + STAYS, 101))
-
-
 @pytest.mark.parametrize(
     ("reward", "collapsed"),
     [

@@ -167,11 +167,6 @@ def test_the_published_level_of_the_model_is_what_rounding_stays_below(level, ke
     assert find_all(above)["gap_level"].level == "apart"
 
 
-@pytest.mark.parametrize("metrics", [{}, {LEVEL: [0.031] * 40}], ids=["none", "made from its own first steps"])
-def test_a_level_that_nobody_published_says_nothing_of_rounding(metrics):
-    assert sound_level(run_of(metrics)) == 0.01
-
-
 def test_the_gap_of_the_engines_alone_is_judged_if_it_is_seen_often_enough():
     """Old rollouts have a gap of the policy's own movement; trajectories of lag 0 and rescored ones do not."""
     old = {K3: [0.5] * 40}

@@ -184,11 +184,6 @@ def test_a_share_of_groups_with_a_signal_becomes_the_share_without():
         assert alias_of(name).convert(np.array([logged])) == pytest.approx(0.75)
 
 
-def test_values_without_a_conversion_stay_what_they_are():
-    values = np.array([0.5, np.nan, -np.inf, 3e-9])
-    np.testing.assert_array_equal(alias_of("train/gen_kl_error").convert(values), values)
-
-
 # ----------------------------------------------------------------------------------------------------- looking up names
 
 VALIDATION = "val-core/**/mean@*"
@@ -263,10 +258,6 @@ def test_a_metric_outside_the_table_has_its_own_name_and_setting():
     assert aliases_of("rollout_corr/kl") == (Alias("rollout_corr/kl"),)  # an alias is not canonical
     assert setting_for("router/own_agreement") == ours.ROUTING.override
     assert quantity_of("router/own_agreement") is None
-
-
-def test_the_table_is_read_once():
-    assert quantities() is quantities()
 
 
 # ------------------------------------------------------------------------------------------------- the table as a whole

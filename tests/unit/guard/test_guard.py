@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.diagnosis.growth import HORIZON
 from verl_ext.diagnosis.names import LOG_RATIO
 from verl_ext.guard.guard import REFUSED, Guard
 from verl_ext.guard.rules import Rule
@@ -36,13 +35,6 @@ def test_a_batch_past_the_threshold_or_not_finite_is_refused(k3, skip):
     guard = Guard([SKIP])
     assert run_step(guard, 1, {"vllm_kl/k3": k3}) == ["skip"] * skip
     assert guard.state.skips == skip
-
-
-def test_the_reason_names_metric_value_and_setting():
-    guard = Guard([SKIP])
-    guard.begin(1)
-    decision = guard.judge({"vllm_kl/k3": 0.132})
-    assert decision.refusal.reason == "vllm_kl/k3=0.132 passes stability.batch_skip.threshold=0.1"
 
 
 def test_zero_mismatch_names_the_first_step_layer_and_positions_and_stops_where_asked():
@@ -273,12 +265,6 @@ def test_a_rule_may_read_the_forecast():
     k3 = 1e-4 * 1.1**first
     assert 0 < math.log(0.1 / k3) / math.log(1.1) <= 20
     assert guard.tightens
-
-
-def test_before_there_are_enough_readings_no_boundary_is_in_sight():
-    guard = Guard()
-    guard.begin(1)
-    assert guard.foresee({"vllm_kl/k3": 1e-4})[0] == {"guard/steps_to_boundary": HORIZON}
 
 
 RULES = [
