@@ -187,6 +187,7 @@ def blind(k3, dropped, mask=DROPPED):
         (trend(0.05, 60), trend(0.0, 60, seed=1), False),
         (trend(-0.05, 60), trend(-0.05, 60, seed=1), False),  # the engines come together
         (trend(0.0, 60), trend(-0.05, 60, seed=1), False),
+        ([1e-3] * 60, trend(-0.05, 60, seed=1), False),  # an interval of exactly 0
         (trend(0.05, 60), [0.0] * 60, False),  # a mask that never dropped anything drops no fewer
         (trend(0.05, 60), [0.001] * 60, False),
         (trend(0.05, 7), trend(-0.05, 7), False),
@@ -206,6 +207,8 @@ def test_it_stands_until_one_of_the_two_turns():
     found = blind(k3, dropped)
     changes = [step for step in range(1, len(found)) if found[step] != found[step - 1]]
     assert len(changes) == 2 and changes[0] < 40 < changes[1], "not in and out while the intervals touch 0"
+    found = blind([*trend(0.05, 40), *[7e-3] * 40], trend(-0.05, 80, seed=1))
+    assert found[39] and not found[-1], "a slope of exactly 0 is no growth"
 
 
 def test_noise_makes_no_mask_blind():
