@@ -3,7 +3,8 @@
     python tools/cases.py add SET FOLDER     make the value files of SET (field, lab, stack) from cases in FOLDER
     python tools/cases.py judge              write what the report says of each case now; `git diff` shows what changed
     python tools/cases.py table              how many of each set are judged as is known of them, by aspect
-    python tools/cases.py page [--write]     the tables of docs/diagnosis.md; --write puts them into the page
+    python tools/cases.py causes             the table of all causes
+    python tools/cases.py findings           the table of all findings
     python tools/cases.py guide              docs/field-guide.md, from the symptoms in tests/cases/field.json
     python tools/cases.py noise              the table of false alarms in docs/report.md; two minutes
 
@@ -11,7 +12,7 @@ A value file is a CSV with a column for the step and one for each metric whose n
 A case in FOLDER is a folder with its files and `case.json`: id, source, framework, model, kind, files, and `expect`,
 what a report must and must not say. `add` keeps the words for the guide that an index has: `symptom` (it begins with
 the metric that shows the problem first), `cause` ("sound" for none) and `helped`. A value file keeps the names that the
-run logged, so that the table of names is tried too.
+run logged, so that the table of names is tried too. The site shows the first three tables in docs/diagnosis.md.
 """
 
 import argparse
@@ -42,20 +43,19 @@ from verl_ext.report.verdict import judge_run
 ROOT = Path(__file__).resolve().parents[1]
 CASES = ROOT / "tests" / "cases"
 JUDGED = CASES / "judged.json"
-DIAGNOSIS = ROOT / "docs" / "diagnosis.md"
 WORDS_OF_GUIDE = ("symptom", "cause", "helped")
 SETS = ("field", "lab", "stack")
 ENDINGS = {"field": ".csv", "lab": ".csv.gz", "stack": ".csv.gz"}  # other people's runs can be read in a diff
-ALSO = (  # what only we log, as far as the diagnosis reads it
-    *("vllm_kl/k1/prob/", "vllm_kl/k3/prob/", "vllm_kl/k3/lag/", "vllm_kl/engine/k3", "vllm_kl/sequence_gap_"),
-    *("router/", "sync/", "correction/dropped", "filter/", "reward/prompt_effect"),
-    *("guard/level", "guard/boundary", "guard/skipped", "guard/steps_to_boundary", "guard/mask_blind"),
+# Beginnings of what only we log, as far as the diagnosis reads it.
+ALSO = re.compile(
+    r"vllm_kl/(k[13]/prob/|k3/lag/|engine/k3|sequence_gap_)|router/|sync/|correction/dropped|filter/|reward/prompt_effect|"
+    r"guard/(level|boundary|skipped|steps_to_boundary|mask_blind)"
 )
 
 
 def write_values(run: Run, file: Path) -> None:
     """Writes the metrics of a run that the diagnosis may read, five digits each."""
-    names = [name for name in run.metrics if quantity_of(name) is not None or name.startswith(ALSO)]
+    names = [name for name in run.metrics if quantity_of(name) is not None or ALSO.match(name)]
     cells = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True)) for name in names}
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
@@ -141,12 +141,27 @@ def is_right(expect: dict[str, Any], said: dict[str, Any]) -> bool:
     return all(aspects(expect, said).values())
 
 
-def judgements() -> dict[str, dict[str, Any]]:
-    return {f"{which}/{known['case']}": judgement(file) for which, file, known in cases()}
+def freeze(again: bool) -> None:
+    """Writes what the report says of each case, by set and case, one line each.
+
+    Args:
+        again: judge the cases that are frozen already, too. Otherwise a change of theirs still fails a test.
+    """
+    before = {} if again else frozen()
+    files = {f"{which}/{known['case']}": file for which, file, known in cases()}
+    said = {name: before.get(name) or judgement(file) for name, file in files.items()}
+    lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in said.items())
+    JUDGED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def table(said: Mapping[str, dict[str, Any]]) -> str:
-    """Returns the counts of each set as a table in Markdown; `said` are the judgements by set and case."""
+def frozen() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(JUDGED.read_text(encoding="utf-8"))
+    return found
+
+
+def table() -> str:
+    """Returns the counts of each set as a table in Markdown, from the frozen judgements."""
+    said = frozen()
     lines = [
         "| set | cases | all right | learning | engines | state | first cause | of them named | accused wrongly |",
         "|---" * 9 + "|",
@@ -169,13 +184,7 @@ def table(said: Mapping[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-FINDINGS = """A reader hears of a finding at a level of the third column. The other levels are as in a sound run, or say
-nothing by themselves; they speak for or against causes. Metrics have their canonical names here;
-[names.toml](../verl_ext/diagnosis/names.toml) has those of each trainer."""
-
-
-def page() -> str:
-    """Returns the tables of docs/diagnosis.md of all causes and of all findings."""
+def causes_table() -> str:
     lines = ["| id | cause | check | try | shown by |", "|---" * 5 + "|"]
     for cause in CAUSES.values():
         tries = dict.fromkeys(filter(None, (cause.override, cause.moe_override)))
@@ -186,8 +195,11 @@ def page() -> str:
         )
         cells = (f"`{cause.name}`", cause.title, cause.check, "<br>".join(f"`{each}`" for each in tries))
         lines.append(_row(*cells, "; ".join(signs)))
-    lines += ["", "## All findings", "", FINDINGS, ""]
-    lines += ["| finding | what it shows | told at | other levels | from |", "|---" * 5 + "|"]
+    return "\n".join(lines) + "\n"
+
+
+def findings_table() -> str:
+    lines = ["| finding | what it shows | told at | other levels | from |", "|---" * 5 + "|"]
     for rule in sorted(RULES.values(), key=lambda rule: rule.look.__module__):
         told = [level for level in rule.levels if level not in rule.usual]
         said = " ".join((rule.look.__doc__ or "").split("\n\n")[0].split())
@@ -198,14 +210,6 @@ def page() -> str:
 
 def _row(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def between_markers(text: str, command: str) -> tuple[str, str, str]:
-    """Returns what is before, in and behind the part of a page that a command prints."""
-    start, end = f"<!-- {command} -->\n\n", "\n<!-- end -->"
-    before, rest = text.split(start)
-    part, behind = rest.split(end, 1)
-    return before + start, part, end + behind
 
 
 GUIDE = """# Field guide
@@ -225,11 +229,12 @@ report, and how many of these runs it judges rightly.
 """
 
 
-def guide(said: Mapping[str, dict[str, Any]]) -> str:
+def guide() -> str:
     """Returns the page of symptoms: those of one metric together, the sound runs last.
 
     Cases with the same symptom are one run in several forms, and share a row.
     """
+    said = frozen()
     rows: dict[str, list[tuple[dict[str, Any], str]]] = {}
     for which, _, known in cases():
         if which == "field":
@@ -333,37 +338,26 @@ def _correlated(random: np.random.Generator, steps: int, rho: float, deviation: 
     return deviation * found
 
 
+PRINTED = {"table": table, "causes": causes_table, "findings": findings_table, "guide": guide, "noise": noise}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     adding = commands.add_parser("add")
     adding.add_argument("set", choices=SETS)
     adding.add_argument("folder", type=Path)
-    paging = commands.add_parser("page")
-    paging.add_argument("--write", action="store_true")
-    for name in ("judge", "table", "guide", "noise"):
+    for name in ("judge", *PRINTED):
         commands.add_parser(name)
     arguments = parser.parse_args()
     match arguments.command:
         case "add":
             add(arguments.set, arguments.folder)
+            freeze(again=False)
         case "judge":
-            lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in judgements().items())
-            JUDGED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        case "table":
-            print(table(judgements()), end="")
-        case "guide":
-            print(guide(judgements()), end="")
-        case "noise":
-            print(noise(), end="")
-        case "page" if not arguments.write:
-            print(page(), end="")
-        case "page":
-            text = DIAGNOSIS.read_text(encoding="utf-8")
-            for command, part in (("page", page()), ("table", table(judgements()))):
-                before, _, behind = between_markers(text, f"python tools/cases.py {command}")
-                text = before + part + behind
-            DIAGNOSIS.write_text(text, encoding="utf-8")
+            freeze(again=True)
+        case name:
+            print(PRINTED[name](), end="")
     return 0
 
 

@@ -32,8 +32,12 @@ STEPS = 150
 FIRST = {"development": 0, "held_out": 72}  # the number of the first run that is judged
 ROUNDING = tuple(cause.name for cause in CAUSES.values() if cause.harmless_if_close)
 COMMON = (
-    *("+lab=grpo", "stability=none", "stability.metrics=true", "stability.breakdown=true"),
-    *("stability.router_agreement=true", "stability.sync_canary.trajectories=8"),
+    "+lab=grpo",
+    "stability=none",
+    "stability.metrics=true",
+    "stability.breakdown=true",
+    "stability.router_agreement=true",
+    "stability.sync_canary.trajectories=8",
     f"trainer.total_training_steps={STEPS}",
 )
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -215,7 +219,8 @@ def cells(which: str, runs: int, names: list[str]) -> Iterator[tuple[str, GridCe
             own = dict(override.split("=", 1) for override in planted.overrides(which, number))
             if (settings | own)["lab.task.name"] == "sort":
                 settings[LR] = draw.choice(SLOW)
-            regimes = ["bf16"] * rounds(number, planted) + [planted.regime] * bool(planted.regime)
+            rounding = "bf16" if rounds(number, planted) else ""
+            regimes = filter(None, (rounding, planted.regime))
             drawn = [f"{setting}={value}" for setting, value in (settings | own).items()]
             overrides = (*COMMON, *drawn, f"lab.regimes=[{','.join(regimes)}]")
             yield name, GridCell(Arm(f"{name}/{number}", overrides), first + number, STEPS)
@@ -305,11 +310,8 @@ def print_tables(which: str, out: Path) -> None:
         name: [judge_run(folder, planted) for folder in folders_of(name, which, out)]
         for name, planted in PLANTED.items()
     }
-    columns = (
-        *("planted", "runs", "first", "with rounding besides", "first two", "otherwise", "reported after"),
-        "verl's metrics only",
-    )
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    print("| planted | runs | first | with rounding besides | first two | otherwise | reported after ", end="")
+    print("| verl's metrics only |\n" + "|---" * 8 + "|")
     for name, judged in runs.items():
         cause = PLANTED[name].cause
         wrong = Counter(

@@ -1,4 +1,4 @@
-"""MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/ and mends their links.
+"""MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/, mends links and makes tables.
 
 On a code host, a page links to any file of the repository, relative to its own folder. The site has docs/ at its top
 and the other pages in their folders below it: docs/guard.md becomes guard.md, recipes/slurm/README.md keeps its name. A
@@ -8,7 +8,9 @@ the link's text is kept.
 
 import posixpath
 import re
+import sys
 from collections.abc import Collection
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 BRANCH = "HEAD"
 FENCE = re.compile(r"^(```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
+MADE = re.compile(r"^<!-- made by (tools\.\w+)\.(\w+) -->$", flags=re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -40,7 +43,14 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     name = page.file.src_uri
     pages = {file.src_uri for file in files}
-    return linked(markdown, name if name in outside() else f"docs/{name}", pages, config.repo_url)
+    return linked(filled(markdown), name if name in outside() else f"docs/{name}", pages, config.repo_url)
+
+
+def filled(markdown: str) -> str:
+    """Returns a page's text with the tables that are made."""
+    if str(ROOT) not in sys.path:  # `mkdocs` itself does not put it there
+        sys.path.insert(0, str(ROOT))
+    return MADE.sub(lambda found: getattr(import_module(found[1]), found[2])(), markdown)
 
 
 def linked(markdown: str, origin: str, pages: Collection[str], address: str | None) -> str:

@@ -1,12 +1,10 @@
 """The corpus of judged runs: what the report says of each is frozen, so that a change shows what it changes."""
 
-import json
-
 import pytest
 
 from tools import cases
 
-FROZEN = json.loads(cases.JUDGED.read_text(encoding="utf-8"))
+FROZEN = cases.frozen()
 CASES = {f"{which}/{known['case']}": file for which, file, known in cases.cases()}
 
 

@@ -278,7 +278,7 @@ from verl_ext.diagnosis.judge import LOOK_EVERY, LOOKS, RunningDiagnosis
 
 diagnosis = RunningDiagnosis()
 told = [diagnosis.add(step, {"grader/timeouts": 0.1}) for step in range(1, LOOK_EVERY * LOOKS + 1)]
-print(told[-1].cause.name, *(sign.finding.mark for sign in told[-1].signs))
+print(told[-1].cause.name, *(sign.finding.mark for sign in told[-1].evidence))
 """
 
 

@@ -23,8 +23,9 @@ NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one media
 HORIZON = 1000  # steps; further away than this is the same as not in sight
 FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
 HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
-FEWEST = 8  # readings before there is an estimate of growth
-SIGMAS = 4.0  # half-width of Sen's interval in standard deviations; test_growth.py counts false alarms
+FEWEST_FOR_GROWTH = 8  # readings before there is an estimate of growth
+GROWTH_READINGS = 32  # the last ones, to which a line is fitted by default
+SEN_DEVIATIONS = 4.0  # half-width of Sen's interval in standard deviations; test_growth.py counts false alarms
 SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it
 ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
 LARGEST_AUTOCORRELATION = 0.9
@@ -68,10 +69,10 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
         readings: (step, delta) with ascending steps; delta is a divergence, never negative, or a difference.
         boundary: the delta whose crossing is predicted, above 0.
 
-    Returns None for fewer than FEWEST readings.
+    Returns None for fewer than FEWEST_FOR_GROWTH readings.
     """
     points = [(step, math.log(max(delta, FLOOR))) for step, delta in readings]
-    if len(points) < FEWEST:
+    if len(points) < FEWEST_FOR_GROWTH:
         return None
     slopes = sorted((later - earlier) / (t - s) for (s, earlier), (t, later) in combinations(points, 2))
     rate = median(slopes)
@@ -82,7 +83,7 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     n = len(points)
     # The variance of Kendall's S, rising pairs less falling ones, for independent readings.
     variance = n * (n - 1) * (2 * n + 5) / 18
-    outside = (len(slopes) - SIGMAS * math.sqrt(variance * _inflation(residuals))) / 2
+    outside = (len(slopes) - SEN_DEVIATIONS * math.sqrt(variance * _inflation(residuals))) / 2
     low = slopes[int(outside)] if outside >= 0 else -math.inf
     high = slopes[len(slopes) - 1 - int(outside)] if outside >= 0 else math.inf
     if len(points) >= SCATTER_FEWEST:
@@ -96,6 +97,14 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     else:
         steps = min(left / rate, float(HORIZON))
     return Growth(rate, low, high, math.exp(min(level, HIGHEST)), steps)
+
+
+def is_seen_enough(steps: list[int], now: int, window: int) -> bool:
+    """Returns True if there are enough readings, and recent ones.
+
+    Rescoring is rare. So the last reading may be as far back as the last few readings took, or one window.
+    """
+    return len(steps) >= FEWEST_FOR_GROWTH and now - steps[-1] <= max(window, steps[-1] - steps[-FEWEST_FOR_GROWTH])
 
 
 def _inflation(residuals: Sequence[float]) -> float:

@@ -15,9 +15,9 @@ import numpy as np
 from verl_ext.diagnosis.causes import Cause, known_causes
 from verl_ext.diagnosis.findings import finite, gap, reward, routers
 from verl_ext.diagnosis.findings.registry import Finding, find_all
-from verl_ext.diagnosis.names import by_quantity
+from verl_ext.diagnosis.names import REWARD, by_quantity
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect, name_causes
-from verl_ext.diagnosis.series import Readings, beginning_label, beginning_of, now_label, now_of
+from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, beginning_label, beginning_of, now_label, now_of
 
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
@@ -29,6 +29,8 @@ BLOWS_UP = (
     "gradient_grew.grew",
     "stride.far",
 )
+# Findings that say that the gap grows.
+GROWS = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows", "gap_grew.grew")
 
 
 @dataclass(frozen=True)
@@ -90,48 +92,44 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
     before = f"{not_finite.text}; " if not_finite else ""
     course = reward.course_of(run)
     if course is None:
-        series = run.get(reward.REWARD)
-        if series is None:
-            return Judged("too short", f"{before}no reward was logged")
-        count = len(series.steps)
-        few = f"{count} reading{'s' * (count != 1)} of the reward, and {reward.FEWEST} are needed"
-        return Judged("too short", f"{before}there {'is' if count == 1 else 'are'} {few}")
+        return Judged("too short", before + _too_few_rewards(run))
+    fell = f"from {course.best:.2g} to {course.now:.2g} ({course.label})"
     if course.collapsed:
-        return Judged(
-            "collapsed",
-            f"{before}the reward collapsed at step {course.step}, {_from_to(course)}",
-            course.step,
-        )
-    stands = float(np.ptp(course.series.values[-reward.WINDOW :])) <= reward.SAME * course.height
+        return Judged("collapsed", f"{before}the reward collapsed at step {course.step}, {fell}", course.step)
+    stands = float(np.ptp(course.series.values[-LEVEL_READINGS:])) <= reward.SAME * course.height
     if dead := marks.get("reward_constant.constant") or (marks.get("gradient_zero.zero") if stands else None):
         return Judged("dead", f"{before}nothing can be learnt, because {dead.text}", dead.step)
     if course.falls:
-        return Judged("falling", f"{before}the reward falls since step {course.step}, {_from_to(course)}", course.step)
-    if course.rise < reward.SURE and (fell := marks.get("validation_fell.fell")):
-        return Judged("falling", f"the reward stands at {course.now:.2g}, and {fell.text}", fell.step)
+        return Judged("falling", f"{before}the reward falls since step {course.step}, {fell}", course.step)
+    if course.rise < reward.SURE and (validation := marks.get("validation_fell.fell")):
+        return Judged("falling", f"the reward stands at {course.now:.2g}, and {validation.text}", validation.step)
     if not_finite:
         return Judged("unstable", not_finite.text, not_finite.step)
-    blown = [marks[mark] for mark in BLOWS_UP if mark in marks]
-    series = course.series
-    moved = (
-        f"{beginning_of(series):.3g} ({beginning_label(series)}) to {now_of(series):.3g} ({now_label(series)})"
-        if course.rise >= reward.LIKELY
-        else f"{now_of(series):.3g} ({now_label(series)})"
-    )
-    if blown:
-        holds = f"the reward holds at {now_of(series):.3g} ({now_label(series)})"
-        return Judged("unstable", f"{holds}, but {blown[0].text}", blown[0].step)
+    now = f"{now_of(course.series):.3g} ({now_label(course.series)})"
+    if blown := next((marks[mark] for mark in BLOWS_UP if mark in marks), None):
+        return Judged("unstable", f"the reward holds at {now}, but {blown.text}", blown.step)
+    return _judge_rise(course, now, at_ceiling="reward_flat.at_ceiling" in marks)
+
+
+def _too_few_rewards(run: Readings) -> str:
+    series = run.get(REWARD)
+    if series is None:
+        return "no reward was logged"
+    if len(series.steps) == 1:
+        return f"there is 1 reading of the reward, and {reward.FEWEST_REWARDS} are needed"
+    return f"there are {len(series.steps)} readings of the reward, and {reward.FEWEST_REWARDS} are needed"
+
+
+def _judge_rise(course: "reward.Course", now: str, *, at_ceiling: bool) -> Judged:
+    """Returns the state of a reward that fell in no way and is not disturbed."""
+    moved = f"{beginning_of(course.series):.3g} ({beginning_label(course.series)}) to {now}"
     if course.rise >= reward.SURE:
         return Judged("learns", f"the reward rose from {moved}")
     if course.rise >= reward.LIKELY:
         return Judged("weak", f"the reward rose a little, from {moved}, which noise may be")
-    if "reward_flat.at_ceiling" in marks:
-        return Judged("learns", f"the reward is at its ceiling, at {moved}")
-    return Judged("flat", f"the reward stands at {moved}, no more than noise from where it began")
-
-
-def _from_to(course: "reward.Course") -> str:
-    return f"from {course.best:.2g} to {course.now:.2g} ({course.label})"
+    if at_ceiling:
+        return Judged("learns", f"the reward is at its ceiling, at {now}")
+    return Judged("flat", f"the reward stands at {now}, no more than noise from where it began")
 
 
 def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
@@ -142,23 +140,16 @@ def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
         return Judged("broken", f"{name} is not a number from step {step} on", step)
     level = found.get("gap_level")
     if level is None:
-        logged = next((name for name in (each.name for each in gap.MEASURES) if run.logged(name) is not None), None)
-        if logged is not None:
-            return Judged("broken", f"{logged} was never a number")
+        for measure in gap.MEASURES:
+            if run.logged(measure.name) is not None:
+                return Judged("broken", f"{measure.name} was never a number")
         return Judged("unmeasured", "nothing in the log compares the engines")
-    grew = _rise_of(marks)
+    grew = next((marks[mark] for mark in GROWS if mark in marks), None)
     if level.level == "broken":
         return Judged("broken", level.text, grew.step if grew is not None else None)
-    if level.level == "apart" and grew is not None:
-        return Judged("growing", grew.text, grew.step)
     if level.level == "apart":
-        return Judged("apart", level.text)
+        return Judged("apart", level.text) if grew is None else Judged("growing", grew.text, grew.step)
     return Judged("close", level.text)
-
-
-def _rise_of(marks: Mapping[str, Finding]) -> Finding | None:
-    wanted = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows", "gap_grew.grew")
-    return next((marks[mark] for mark in wanted if mark in marks), None)
 
 
 LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run; looks in a row that find the same cause before it is reported

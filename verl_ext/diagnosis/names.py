@@ -24,6 +24,12 @@ else:
     import tomli as tomllib
 
 TABLE = Path(__file__).with_name("names.toml")
+# Canonical names of quantities that several findings, the guard or the report read.
+REWARD, REWARD_MAX, REWARD_MIN = "critic/score/mean", "critic/score/max", "critic/score/min"
+VALIDATION = "val-core/**/mean@*"  # all scores of validation sets
+LENGTH, ENTROPY, GRADIENT = "response_length/mean", "actor/entropy", "actor/grad_norm"
+K3, K1 = "vllm_kl/k3", "vllm_kl/k1"
+LOG_RATIO, PROB_DIFF = "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,11 @@ class Quantity:
 
     Attributes:
         name: the canonical name: ours, else verl's, else that of a framework which logs it.
-        unit: "" for a number without one.
         aliases: in order of preference; the first is the canonical name.
-        setting: the override that makes verl or verl_ext log it; "" if it needs none, or none does.
+        setting: the override that makes a run log it, unless its section of `base.metrics` has one.
     """
 
     name: str
-    unit: str
     aliases: tuple[Alias, ...]
     setting: str = ""
 
@@ -133,10 +137,16 @@ def _alias_of(logged_name: str) -> tuple[str, Alias, int]:
 
 def setting_for(canonical: str) -> str:
     """Returns the override that makes verl or verl_ext log a quantity or one of our metrics; "" if none is known."""
-    if (found := _canonical_names().get(canonical)) is not None:
+    if (found := _canonical_names().get(canonical)) is not None and found.setting:
         return found.setting
     metric = find(canonical)
     return next((section.override for section in SECTIONS if metric in section.metrics), "")
+
+
+def engines_names(signal: str) -> tuple[str, ...]:
+    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
+    start = "vllm_kl/"
+    return (f"{signal}/lag/0", signal.replace(start, f"{start}engine/", 1)) if signal.startswith(start) else ()
 
 
 @cache
@@ -156,56 +166,25 @@ def _families() -> tuple[tuple[Alias, Quantity], ...]:
 
 
 def read_table(text: str) -> tuple[Quantity, ...]:
-    """Reads a table in the form of `names.toml`.
-
-    Raises:
-        ValueError: it is not TOML, an entry is incomplete or has an unknown key, or two quantities share a name.
-    """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"names.toml: {error}") from None
+    """Reads a table in the form of `names.toml`; `test_names.py` checks the one that is shipped."""
+    table = tomllib.loads(text)
     prefixes = table.pop("prefixes", {})
-    found = tuple(_quantity(name, entry, prefixes) for name, entry in table.items())
-    owners: dict[str, str] = {}
-    for quantity in found:
-        for alias in quantity.aliases:
-            if (owner := owners.setdefault(alias.name, quantity.name)) != quantity.name:
-                raise ValueError(f"names.toml: {alias.name} is a name of {owner} and of {quantity.name}")
-    return found
+    return tuple(_quantity(name, entry, prefixes) for name, entry in table.items())
 
 
-def _quantity(name: str, entry: Mapping[str, Any], prefixes: Mapping[str, list[str]]) -> Quantity:
-    _check_keys(name, entry, needed=("in", "unit"), optional=("setting", "aliases"))
-    aliases = {name: Alias(name, _frameworks(entry["in"]))}
-    for written, value in entry.get("aliases", {}).items():
-        for alias in _aliases(written, {"in": value} if isinstance(value, str) else value, prefixes):
-            first = aliases.setdefault(alias.name, alias)
-            if (first.scale, first.offset) != (alias.scale, alias.offset):
-                raise ValueError(f"names.toml: {name} has {alias.name} twice, with different conversions")
-    return Quantity(name, entry["unit"], tuple(aliases.values()), entry.get("setting", ""))
+def _quantity(name: str, entry: dict[str, Any], prefixes: Mapping[str, list[str]]) -> Quantity:
+    setting = entry.pop("setting", "")
+    found = (alias for written, value in entry.items() for alias in _aliases(written, value, prefixes))
+    aliases = {name: Alias(name)}
+    for alias in found:
+        aliases.setdefault(alias.name, alias)
+    return Quantity(name, tuple(aliases.values()), setting)
 
 
-def _aliases(name: str, entry: Mapping[str, Any], prefixes: Mapping[str, list[str]]) -> Iterator[Alias]:
+def _aliases(name: str, value: str | Mapping[str, Any], prefixes: Mapping[str, list[str]]) -> Iterator[Alias]:
     """Yields an alias under every prefix of the frameworks that log it."""
-    _check_keys(name, entry, needed=("in",), optional=("scale", "offset", "but"))
-    frameworks = _frameworks(entry["in"])
+    entry = {"in": value} if isinstance(value, str) else value
+    frameworks = tuple(entry["in"].split(", "))
+    scale, offset, exceptions = float(entry.get("scale", 1)), float(entry.get("offset", 0)), tuple(entry.get("but", ()))
     for prefix in dict.fromkeys(prefix for each in frameworks for prefix in prefixes.get(each, [""])):
-        yield Alias(
-            f"{prefix}{name}",
-            frameworks,
-            scale=float(entry.get("scale", 1)),
-            offset=float(entry.get("offset", 0)),
-            exceptions=tuple(entry.get("but", ())),
-        )
-
-
-def _check_keys(name: str, entry: Mapping[str, Any], needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    if missing := [key for key in needed if key not in entry]:
-        raise ValueError(f"names.toml: {name} lacks {', '.join(missing)}")
-    if unknown := [key for key in entry if key not in needed + optional]:
-        raise ValueError(f"names.toml: {name} has {', '.join(unknown)}; known are {', '.join(needed + optional)}")
-
-
-def _frameworks(text: str) -> tuple[str, ...]:
-    return tuple(text.split(", "))
+        yield Alias(prefix + name, frameworks, scale, offset, exceptions)

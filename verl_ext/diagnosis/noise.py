@@ -35,7 +35,7 @@ CAVEAT = (
     "each setting with several seeds"
 )
 LEVEL = 0.01  # probability of a false alarm: in one interval, and in a whole table after `judge_differences`
-SHARE, FEWEST, MOST = 0.1, 20, 100  # the default window: this share of the readings, its fewest and its most
+WINDOW_SHARE, WINDOW_FEWEST, WINDOW_MOST = 0.1, 20, 100  # of the readings; its bounds in readings
 FEWEST_FOR_ERROR = 4  # readings
 FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the line
 CAUTION = 1.9  # standard errors that are added to the correlation
@@ -160,7 +160,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
     Args:
         series: the series of one metric; values that are not finite are left out.
         window: steps, counted back from the last finite reading, at least 1; None for the last tenth of the readings,
-            at least FEWEST and at most MOST of them.
+            at least WINDOW_FEWEST and at most WINDOW_MOST of them.
         scale: "log" for positive metrics that span decades.
     """
     if window is not None and window < 1:
@@ -169,7 +169,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
     if not series.steps.size:
         return Final(math.nan, None, 0, None, scale=scale)
     if window is None:
-        start = -min(max(math.ceil(SHARE * series.steps.size), FEWEST), MOST)
+        start = -min(max(math.ceil(WINDOW_SHARE * series.steps.size), WINDOW_FEWEST), WINDOW_MOST)
     else:
         start = int(np.searchsorted(series.steps, series.steps[-1] - window, side="right"))
     at: np.ndarray = series.steps[start:].astype(np.float64)

@@ -18,13 +18,13 @@ from verl_ext.diagnosis.series import Readings
 
 SECOND = 1.5  # points from which the alternative to the first cause is shown
 DECIDED = 2.0  # points by which two causes are decided, and by which a finding has to move them against each other
-MOST = 3  # causes that are named
+MOST_NAMED = 3  # causes that are named
 # Beginnings of the settings that measure and change nothing of the training.
 MEASURES = tuple(f"stability.{name}" for name in ("metrics", "breakdown", "router_agreement", "sync_canary"))
 
 
 @dataclass(frozen=True)
-class Sign:
+class Evidence:
     """A finding as evidence for a cause, or against it if the points are negative."""
 
     points: float
@@ -53,29 +53,29 @@ class Suspect:
     """A cause that the findings of a run point to.
 
     Attributes:
-        signs: the evidence, the strongest first.
+        evidence: for the cause and against it, the strongest for it first.
         harmless: it is rounding, and no larger than in runs that were sound.
         moe: the run's model is a mixture of experts, by its metrics.
         question: for the first suspect, if a metric that is not logged would tell it from the next cause.
     """
 
     cause: Cause
-    signs: tuple[Sign, ...]
+    evidence: tuple[Evidence, ...]
     harmless: bool = False
     moe: bool = False
     question: OpenQuestion | None = None
 
     @property
     def points(self) -> float:
-        return sum(sign.points for sign in self.signs)
+        return sum(each.points for each in self.evidence)
 
     @property
     def speaks_for(self) -> tuple[str, ...]:
-        return tuple(sign.finding.text for sign in self.signs if sign.points > 0)
+        return tuple(each.finding.text for each in self.evidence if each.points > 0)
 
     @property
     def speaks_against(self) -> tuple[str, ...]:
-        return tuple(sign.finding.text for sign in reversed(self.signs) if sign.points < 0)
+        return tuple(each.finding.text for each in reversed(self.evidence) if each.points < 0)
 
     @property
     def sentence(self) -> str:
@@ -118,7 +118,7 @@ def name_causes(
     others = [suspect for suspect in named if suspect.cause.about != "run"]  # what ended a run is said anyway
     named = others if others and others[0].points >= LEAST else named
     harmless = next((place for place, suspect in enumerate(named) if suspect.harmless), len(named))
-    named = named[: min(harmless + 1, MOST)]
+    named = named[: min(harmless + 1, MOST_NAMED)]
     if named[0].harmless:
         return named, question
     return [replace(named[0], question=question), *named[1:]], question
@@ -132,9 +132,10 @@ def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) ->
     """
     close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
     judged = [
-        Suspect(cause, signs_of(cause, found), harmless=close and cause.harmless_if_close, moe=moe) for cause in causes
+        Suspect(cause, evidence_of(cause, found), harmless=close and cause.harmless_if_close, moe=moe)
+        for cause in causes
     ]
-    judged = [suspect for suspect in judged if all(sign.points > WORDS["never"] for sign in suspect.signs)]
+    judged = [suspect for suspect in judged if all(each.points > WORDS["never"] for each in suspect.evidence)]
     judged.sort(key=lambda suspect: -suspect.points)
     of_gap = next((suspect for suspect in judged if suspect.cause.of_gap), None)
     if of_gap is not None and of_gap.harmless:
@@ -148,15 +149,15 @@ def _may_be(run: Readings, found: Mapping[str, Finding], cause: Cause) -> bool:
     return any(_setting(run, RULES[name]) for name in names)
 
 
-def signs_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Sign, ...]:
+def evidence_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Evidence, ...]:
     """Returns the evidence for and against a cause, the strongest for it first: of each family, one of either."""
-    best: dict[tuple[str, bool], Sign] = {}
+    best: dict[tuple[str, bool], Evidence] = {}
     for name, seen in found.items():
         if points := cause.points(name, seen.level):
             key = (RULES[name].family, points > 0)
             if key not in best or abs(points) > abs(best[key].points):
-                best[key] = Sign(points, seen)
-    return tuple(sorted(best.values(), key=lambda sign: (-sign.points, not sign.finding.notable)))
+                best[key] = Evidence(points, seen)
+    return tuple(sorted(best.values(), key=lambda each: (-each.points, not each.finding.notable)))
 
 
 def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Suspect]) -> OpenQuestion | None:

@@ -10,8 +10,9 @@ import numpy as np
 from verl_ext.diagnosis.names import Alias
 
 LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
-LAST = 5  # readings whose median is the value now: two odd ones do not move it, and it shows a change within three
-FIRST, WINDOW = 3, 20  # readings: of the first updates, of a run's beginning and of its end
+NOW_READINGS = 5  # a median of so many is the value now: two odd ones do not move it, three show a change
+FIRST_READINGS = 3  # of the first updates
+LEVEL_READINGS = 20  # a mean of so many is the level at the beginning or at the end
 
 Answer = TypeVar("Answer")
 
@@ -109,14 +110,14 @@ class Readings:
         return next((self._finite[name].values for name in names if name in self._finite), np.empty(0))
 
     def late(self, *names: str) -> float | None:
-        """Returns the mean of the last WINDOW readings."""
-        found = self.values(*names)[-WINDOW:]
+        """Returns the mean of the last LEVEL_READINGS readings."""
+        found = self.values(*names)[-LEVEL_READINGS:]
         return float(found.mean()) if found.size else None
 
     def early(self, *names: str) -> float | None:
-        """Returns the mean of the first WINDOW readings, of at most half of all."""
+        """Returns the mean of the first LEVEL_READINGS readings, of at most half of all."""
         found = self.values(*names)
-        return float(found[: max(min(WINDOW, len(found) // 2), 1)].mean()) if found.size else None
+        return float(found[: max(min(LEVEL_READINGS, len(found) // 2), 1)].mean()) if found.size else None
 
     def joined(self, *names: str) -> np.ndarray:
         """Returns [steps, 1 + names] the steps at which all these metrics are finite, and their readings."""
@@ -154,24 +155,24 @@ def step_from(series: Series, holds: np.ndarray, share: float) -> int:
     return int(series.steps[min(holds_from(holds, share), len(series.steps) - 1)])
 
 
-def now_of(series: Series, readings: int = LAST) -> float:
+def now_of(series: Series, readings: int = NOW_READINGS) -> float:
     """Returns a metric's value now: the median of its last readings, of all if there are fewer."""
     return float(np.median(series.values[-readings:]))
 
 
 def now_label(series: Series) -> str:
     """Returns what `now_of` is of, for the text next to the number."""
-    return median_label("last", min(LAST, len(series.steps)))
+    return median_label("last", min(NOW_READINGS, len(series.steps)))
 
 
-def beginning_of(series: Series, readings: int = LAST) -> float:
+def beginning_of(series: Series, readings: int = NOW_READINGS) -> float:
     """Returns a metric's value at the start: the median of its first readings, at most half of all."""
     return float(np.median(series.values[: _first_count(series, readings)]))
 
 
 def beginning_label(series: Series) -> str:
     """Returns what `beginning_of` is of, for the text next to the number."""
-    return median_label("first", _first_count(series, LAST))
+    return median_label("first", _first_count(series, NOW_READINGS))
 
 
 def median_label(end: str, count: int) -> str:

@@ -20,7 +20,7 @@ from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter, get_batch_filter
 from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE, BatchSkip, StabilityConfig, Switches, check_signal
 from verl_ext.guard import levels
-from verl_ext.guard.rules import ACTIONS, FEWEST, SIDES, Rule
+from verl_ext.guard.rules import ACTIONS, FEWEST_FOR_ZSCORE, SIDES, Rule
 
 # The keys that a user writes in a rule, in addition to its bound: the arguments of Rule except those that the parser
 # sets.
@@ -171,7 +171,7 @@ def _parse_rule(name: str, given: Any) -> Rule:
         value = rule.get(key)
         if value is not None and not _is_finite(value):
             raise ConfigError(f"{where}.{key}={value} must be a finite number")
-    for key, least in (("patience", 1), ("zscore_window", FEWEST), ("baseline", 1)):
+    for key, least in (("patience", 1), ("zscore_window", FEWEST_FOR_ZSCORE), ("baseline", 1)):
         value = rule.get(key)
         if value is not None and (not isinstance(value, int) or value < least):
             raise ConfigError(f"{where}.{key}={value} must be a whole number of readings, at least {least}")

@@ -1,6 +1,7 @@
 """Forecasts a run: growth of the engines' gap, a jump of it, a mask that does not see it, a reward that collapses.
 
-Growth is estimated by `diagnosis.growth.estimate_growth`, a collapse by `findings.reward.find_collapse`.
+The statistics are `diagnosis.growth` and `diagnosis.collapse`, which the report applies to finished runs. The guard
+uses these two and the names of metrics, but no findings and no causes.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
 same, the difference is the engines' part of the gap. If the rollout's weights are older, it also holds the movement of
@@ -12,13 +13,12 @@ import math
 from collections.abc import Mapping
 
 from verl_ext.base.names import BUCKETS
-from verl_ext.diagnosis.findings.gap import engines_names, is_seen_enough
-from verl_ext.diagnosis.findings.reward import K3, RECORDED, REWARD, STRETCH, find_collapse
-from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, spread
+from verl_ext.diagnosis.collapse import RECORDED, STRETCH, find_collapse
+from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_enough, spread
+from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD, engines_names
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
-# A jump of the gap, and a collapse of the reward.
-GAP = "vllm_kl/log_ratio_abs_mean"  # of all tokens alike, while a single one can move k3
+# A jump is one of the mean |log k|, to which all tokens contribute alike; a single token can move k3.
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
 JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
 JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
@@ -65,7 +65,7 @@ def foresee(
     if mask:
         share = (step, signals[mask]) if mask in signals else None
         metrics["guard/mask_blind"] = float(_is_mask_blind(state, share, boundary.window, of_all))
-    events = _jump_events(state, step, signals) if GAP in signals else ()
+    events = _jump_events(state, step, signals) if LOG_RATIO in signals else ()
     if REWARD in signals:
         remember(state, step, signals)
         events += _collapse_events(state, step, old_rollouts=holds_age(K3, signals))
@@ -111,9 +111,9 @@ def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> 
 
     Judges the engines' part if the batch shows it, because the gap of an older rollout is larger too.
     """
-    name, gap, before = GAP, signals[GAP], state.gaps
+    name, gap, before = LOG_RATIO, signals[LOG_RATIO], state.gaps
     state.gaps = [*before, gap][-JUMP_WINDOW:]
-    if part := engines_part(GAP, signals):
+    if part := engines_part(LOG_RATIO, signals):
         (name, gap), before = part, state.gaps_alone
         state.gaps_alone = [*before, gap][-JUMP_WINDOW:]
     if len(before) < JUMP_FEWEST:

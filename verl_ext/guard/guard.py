@@ -269,15 +269,16 @@ class Guard:
         if outcome.ended and rule.action == "lower_lr":
             self.state.lr.since = self.step
         if outcome.ended:
-            return [self._event(rule, value, threshold, "recover", f"{rule.signal}={value:.3g}, {rule.name} recovers")]
+            reason = f"{rule.signal}={value:.3g}, {rule.name} recovers"
+            return [Event(self.step, rule.name, rule.signal, value, threshold, "recover", reason)]
         again = rule.action in REFUSING  # reported each time, because each is a decision about another batch
         if threshold is None or not (outcome.began or (outcome.fires and again)):
             return []
         about = owner_clause(rule.signal, signals)
         if rule.locate:
             about += place_clause(rule.signal, threshold, _finite(signals))
-        reason = describe(rule, value, threshold, about)
-        return [self._event(rule, value, threshold, *self._action(rule, reason, early))]
+        action, reason = self._action(rule, describe(rule, value, threshold, about), early)
+        return [Event(self.step, rule.name, rule.signal, value, threshold, action, reason)]
 
     def _action(self, rule: Rule, reason: str, early: bool) -> tuple[str, str]:
         if rule.action == "lower_lr":
@@ -292,9 +293,6 @@ class Guard:
         if self.state.rollbacks >= self.max_rollbacks:
             return "stop", f"{reason}, after {self.state.rollbacks} rollbacks (stability.guard.max_rollbacks)"
         return "rollback", reason
-
-    def _event(self, rule: Rule, value: float, threshold: float | None, action: str, reason: str) -> Event:
-        return Event(self.step, rule.name, rule.signal, value, threshold, action, reason)
 
     def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
         names = dict.fromkeys((*MUST_BE_FINITE, *(rule.signal for rule in self.rules)))  # once each, in order

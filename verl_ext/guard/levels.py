@@ -4,11 +4,11 @@ If a family is not listed there, the level is OWN_FACTOR times the mean of the r
 but at least LEAST.
 """
 
+from verl_ext.diagnosis.names import K3
 from verl_ext.guard.rules import Rule
 
 NAME = "level"
 SETTING = "stability.guard.level"
-SIGNAL = "vllm_kl/k3"
 # A reading is the batch of one update: one per step, parameter_sync_step of them in a step of separate_async.
 OWN_READINGS, OWN_FACTOR = 20, 2.0  # the run's first, and the level over their mean
 LEAST = 0.001  # the lowest level of the table, and the least that a run's own level can be
@@ -23,4 +23,4 @@ def level_rules(level: float | None) -> tuple[Rule, ...]:
         return ()
     bound, baseline, least = (OWN_FACTOR, OWN_READINGS, LEAST) if level is None else (level, None, 0.0)
     judged = {"baseline": baseline, "least": least, "patience": PATIENCE, "recover": RECOVERS * bound}
-    return (Rule(NAME, SIGNAL, bound, engines_only=True, advice=ADVICE, setting=SETTING, **judged),)  # type: ignore[arg-type]
+    return (Rule(NAME, K3, bound, engines_only=True, advice=ADVICE, setting=SETTING, **judged),)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from verl_ext.diagnosis.growth import spread
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
 REFUSING = ("skip", "undo", "rollback", "stop")  # the batch makes no update
 SIDES = ("above", "below")
-FEWEST = 8  # readings before an adaptive rule judges
+FEWEST_FOR_ZSCORE = 8  # readings before an adaptive rule judges
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def threshold_of(rule: Rule, history: Sequence[float], bound: float) -> float | 
         return threshold * (bound / rule.bound) if rule.bound else threshold  # `least` must not swallow `recover`
     if rule.zscore_window is None:
         return bound
-    if len(history) < min(FEWEST, rule.zscore_window):
+    if len(history) < min(FEWEST_FOR_ZSCORE, rule.zscore_window):
         return None
     middle, deviation = spread(history)
     if deviation == 0:

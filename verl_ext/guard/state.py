@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_ext.base.methods import require
-from verl_ext.guard.rules import FEWEST, REFUSING, LrState, RuleState
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, GROWTH_READINGS
+from verl_ext.diagnosis.names import K3
+from verl_ext.guard.rules import REFUSING, LrState, RuleState
 
 LARGEST = 2**63 - 1  # a whole number in a saved state
 NAMES = {
@@ -62,13 +64,13 @@ class Boundary:
         window: how many readings the line is fitted to, at least 8.
     """
 
-    signal: str = "vllm_kl/k3"
+    signal: str = K3
     value: float = 0.1
-    window: int = 32
+    window: int = GROWTH_READINGS
 
     def __post_init__(self) -> None:
         require(self, "value", 0 < self.value < math.inf, "must be above 0 and finite")
-        require(self, "window", self.window >= FEWEST, f"must be at least {FEWEST} steps")
+        require(self, "window", self.window >= FEWEST_FOR_GROWTH, f"must be at least {FEWEST_FOR_GROWTH} steps")
 
 
 @dataclass
@@ -87,8 +89,8 @@ class GuardState:
         dropped, mask_blind: (step, share) of tokens that the mask drops; it drops fewer while delta grows.
         record: name -> (step, value), the readings that are searched for a collapse of the reward.
         collapsed, recovers_at: the reward has collapsed, and the level of the reward above which that is over.
-        gaps, gaps_alone, jumped: the last readings of GAP, those of its engines' part, and a jump was reported and is
-            not over.
+        gaps, gaps_alone, jumped: the last readings of the mean |log k|, those of its engines' part, and whether a jump
+            was reported and is not over.
         good: steps of checkpoints whose weights have been measured and found good, ascending.
         unproven: (step of a checkpoint, step at whose end the run had its weights), until a later step measures them.
         updated: the last step made an update.

@@ -21,7 +21,7 @@ VALUE_PUT_US, VALUE_GET_US = 43.0, 19.0
 NODE_GB_S = 12.5
 
 CORRECTION_NS = 17.0  # of the controller, per response token: python tools/bench_correction.py
-GUARD_MS = 0.5  # of the controller, per step: python tools/bench_guard.py
+GUARD_MS = 0.5  # of the controller, per step: 12 rules and one event, on two CPU cores (docs/guard.md#cost)
 
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
 READ_SHARE = 0.005  # share of a step that the training ranks may wait for the storage units

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_ext.diagnosis.causes import CAUSES
+from verl_ext.diagnosis.collapse import RECORDED, Move, what_moved
 from verl_ext.diagnosis.findings.answers import LONGEST
-from verl_ext.diagnosis.findings.gap import K3
 from verl_ext.diagnosis.findings.registry import notable
-from verl_ext.diagnosis.findings.reward import LENGTH, RECORDED, Move, what_moved
 from verl_ext.diagnosis.judge import Judgement
+from verl_ext.diagnosis.names import K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.diagnosis.series import now_of
 from verl_ext.guard.state import Boundary

@@ -9,9 +9,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from verl_ext.diagnosis.findings.gap import DIFFERENCE, K3, Gap, gap_of
-from verl_ext.diagnosis.findings.reward import STRETCH
+from verl_ext.diagnosis.collapse import STRETCH
+from verl_ext.diagnosis.findings.gap import Gap, gap_of
 from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth
+from verl_ext.diagnosis.names import K3, PROB_DIFF
 from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run
@@ -235,7 +236,7 @@ def limits(run: Run) -> Iterator[Fact]:
     if share * steps > SKIPPED_STEPS / 2:
         skipped = f"{100 * share:.3g} % of the updates of the last {steps} steps were skipped"
         yield Fact("hardly_learns", f"{skipped}, so the run hardly learns any more")
-    apart = run.get(DIFFERENCE)
+    apart = run.get(PROB_DIFF)
     if apart is not None and (now := now_of(apart)) > FAILING_DIFFERENCE:
         text = f"probabilities differ by {now:.3g} on average ({now_label(apart)})"
         yield Fact("probabilities_apart", f"{text}; past {FAILING_DIFFERENCE:g}, training was seen to fail")

@@ -11,8 +11,7 @@ import numpy as np
 
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.findings.reward import VALIDATION
-from verl_ext.diagnosis.names import Alias, by_quantity, quantity_of
+from verl_ext.diagnosis.names import VALIDATION, Alias, by_quantity, quantity_of
 from verl_ext.diagnosis.series import Ending, Readings, Series, now_of
 from verl_ext.guard.state import Event
 

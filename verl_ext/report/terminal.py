@@ -17,7 +17,7 @@ from verl_ext.base.printable import printable
 from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.diagnosis.rank import Suspect
-from verl_ext.diagnosis.series import LAST, Series, beginning_of, now_of
+from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_of, now_of
 from verl_ext.report.guarded import skipped_share
 from verl_ext.report.run import ENDED, MOST_MESSAGE, Run, validation_label
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
@@ -248,9 +248,13 @@ def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[
     title = f"{label}: {suspect.cause.title}"
     check = "" if suspect.harmless else f"check: {suspect.cause.check}"
     said = verdict.sentence.lower()
-    shared = {sign.finding.name for sign in verdict.suspects[0].signs} if suspect is not verdict.suspects[0] else set()
-    new = [sign for sign in suspect.signs if not verdict.is_said(sign.finding.name) and sign.finding.text not in said]
-    kept = new if any(sign.points > 0 for sign in new) else suspect.signs
+    shared = (
+        {sign.finding.name for sign in verdict.suspects[0].evidence} if suspect is not verdict.suspects[0] else set()
+    )
+    new = [
+        sign for sign in suspect.evidence if not verdict.is_said(sign.finding.name) and sign.finding.text not in said
+    ]
+    kept = new if any(sign.points > 0 for sign in new) else suspect.evidence
     signs = sorted(kept, key=lambda sign: sign.finding.name in shared)  # the alternative first by what is its own
     speaks_for, speaks_against = reasons(signs)
     room = max(MOST_CAUSE_LINES - _part_lines(title) - _part_lines(check), 1)
@@ -285,7 +289,7 @@ def _as_many(start: str, texts: Sequence[str], lines: int) -> str:
     return _shortened(start + texts[0], lines)
 
 
-def _metric_row(series: Series | None, name: str, label: str, readings: int = LAST) -> DashboardRow | None:
+def _metric_row(series: Series | None, name: str, label: str, readings: int = NOW_READINGS) -> DashboardRow | None:
     if series is None:
         return None
     metric = find(name) or SCORE
@@ -306,7 +310,8 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
     Args:
         advised: overrides that the verdict advises already.
     """
-    yield f"now: median of the last {LAST} readings; first: of the first {LAST}; fewer in a short run; worst: of all"
+    medians = f"now: median of the last {NOW_READINGS} readings; first: of the first {NOW_READINGS}"
+    yield f"{medians}; fewer in a short run; worst: of all"
     if run.validations():
         yield "val: the first and the last reading"
     if (skipped := skipped_share(run)) is not None:

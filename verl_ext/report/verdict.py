@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_ext.diagnosis.causes import Cause, settling_sentence
-from verl_ext.diagnosis.findings.gap import K3, gap_of
+from verl_ext.diagnosis.collapse import SIGNAL_WORDS
+from verl_ext.diagnosis.findings.gap import gap_of
 from verl_ext.diagnosis.findings.registry import notable
-from verl_ext.diagnosis.findings.reward import ENTROPY, GRADIENT, LENGTH, WORDS, course_of
-from verl_ext.diagnosis.growth import FEWEST
+from verl_ext.diagnosis.findings.reward import course_of
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
-from verl_ext.diagnosis.rank import OpenQuestion, Sign, Suspect
-from verl_ext.diagnosis.series import WINDOW
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH
+from verl_ext.diagnosis.rank import Evidence, OpenQuestion, Suspect
+from verl_ext.diagnosis.series import LEVEL_READINGS
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import ROUTERS, NextStep, is_on, moves_of, next_steps
@@ -54,7 +56,7 @@ State = Literal[
 
 ALARM_STEPS = 3  # last steps in which an action of the guard is an active alarm
 FACTS_HEADING = "What else the numbers show"
-REASONS = f"reasons for a cause: means of the last {WINDOW} readings, where nothing else is said"
+REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, where nothing else is said"
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
 # State of the engines -> what its level means.
 ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
@@ -132,7 +134,7 @@ class RunVerdict:
     def other_facts(self) -> tuple[Fact, ...]:
         """The facts that neither the sentence nor another fact says already."""
         said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.id for fact in self.facts}
-        ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.signs}
+        ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.evidence}
         return tuple(
             fact
             for fact in self.facts
@@ -193,7 +195,7 @@ class RunVerdict:
         }
 
 
-def reasons(signs: Sequence[Sign]) -> tuple[list[str], list[str]]:
+def reasons(signs: Sequence[Evidence]) -> tuple[list[str], list[str]]:
     """Returns what speaks for and against a suspect, each with its step, the strongest first."""
     speaks_for = [dated(sign.finding.text, sign.finding.step) for sign in signs if sign.points > 0]
     return speaks_for, [dated(sign.finding.text, sign.finding.step) for sign in reversed(signs) if sign.points < 0]
@@ -273,7 +275,7 @@ def _word(run: Run, found: Judgement) -> State:
     if learning == "flat":
         return "flat"
     gap = gap_of(run.readings)
-    if learning == "too short" and (gap is None or len(gap.series.steps) < FEWEST):
+    if learning == "too short" and (gap is None or len(gap.series.steps) < FEWEST_FOR_GROWTH):
         return "not enough data"
     return "healthy"
 
@@ -322,7 +324,7 @@ def _facts(run: Run, found: Judgement) -> list[Fact]:
         names = {each.name for each in seen}
         for move in moves_of(run, course.step, int(run.steps[-1])):
             if not SAID_OF[move.signal] & names:
-                went = f"{WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
+                went = f"{SIGNAL_WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
                 facts.append(Fact("moved", went, move.step))
     facts += [*limits(run), *drifts(run), *surroundings(run)]
     return sorted(facts, key=lambda fact: (fact.step is None, fact.step or 0))

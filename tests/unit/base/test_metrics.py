@@ -1,4 +1,4 @@
-"""Every metric is known once: against the source, the names that real runs logged, and the page."""
+"""Every metric is known once: against the source and the names that real runs logged."""
 
 import ast
 import re
@@ -9,7 +9,6 @@ import pytest
 
 from tests import ROOT
 from tests.support.documented import undocumented
-from tools.metrics_page import metrics_page
 from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_rare, nearest, ours
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
@@ -39,12 +38,6 @@ def could_be(name: str) -> set[str]:
         return {metric.name} if (metric := find(name)) else set()
     pattern = re.compile(".+".join(map(re.escape, name.split(GAP))))
     return {metric for metric in METRICS if pattern.fullmatch(metric)}
-
-
-def test_the_page_is_current():
-    assert (ROOT / "docs" / "metrics.md").read_text() == metrics_page(), (
-        "python tools/metrics_page.py > docs/metrics.md"
-    )
 
 
 def test_every_name_in_the_source_is_documented():

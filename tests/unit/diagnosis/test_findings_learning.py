@@ -15,7 +15,7 @@ from verl_ext.diagnosis.findings import answers, entropy, finite, gradient
 from verl_ext.diagnosis.findings.answers import CUT, LONGEST, SHORTEST
 from verl_ext.diagnosis.findings.gradient import RATE, REFERENCE, STRIDE
 from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
-from verl_ext.diagnosis.findings.reward import ENTROPY, GRADIENT, K3, LEAST, LENGTH, MOST, REWARD
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD, REWARD_MAX, REWARD_MIN
 from verl_ext.diagnosis.series import Ending, Readings
 
 NAN, INF = math.nan, math.inf
@@ -24,7 +24,7 @@ DROPPED, WEIGHT, K1, LOSS = "correction/dropped", "rollout_corr/rollout_is_mean"
 
 LEARNS, FLAT = line(0.2, 0.8), [0.3 + 0.02 * (-1) ** i for i in range(40)]
 FELL = [*line(0.2, 0.8, 20), *[0.05] * 20]  # in step 21
-TOP = {MOST: [1.0] * 40}
+TOP = {REWARD_MAX: [1.0] * 40}
 LONGER = {LENGTH: line(100, 300), CUT: line(0.1, 0.9)}
 CASES = [
     ("answers_cut.most", 21, {CUT: then(0.0, 0.9)}),
@@ -36,7 +36,7 @@ CASES = [
     ("cut_began.at_once", None, {CUT: [0.9] * 10}),
     ("cut_began.later", None, {CUT: then(0.1, 0.9)}),
     ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [0.05] * 40}),
-    ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [-0.95] * 40, MOST: [1.0] * 40, LEAST: [-1.0] * 40}),
+    ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [-0.95] * 40, REWARD_MAX: [1.0] * 40, REWARD_MIN: [-1.0] * 40}),
     ("cut_and_low.no", None, {CUT: [0.9] * 40, REWARD: LEARNS}),
     ("cut_and_low.no", None, {CUT: [0.1] * 40, REWARD: [0.05] * 40}),
     ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: FLAT}),

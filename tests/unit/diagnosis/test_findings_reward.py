@@ -12,19 +12,8 @@ from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.diagnosis.findings import reward as subject
 from verl_ext.diagnosis.findings.answers import CUT
 from verl_ext.diagnosis.findings.registry import find_all, notable
-from verl_ext.diagnosis.findings.reward import (
-    DEAD_GROUPS,
-    ENTROPY,
-    FEWEST,
-    GRADIENT,
-    K3,
-    LEAST,
-    LENGTH,
-    MOST,
-    REWARD,
-    SPREAD,
-    course_of,
-)
+from verl_ext.diagnosis.findings.reward import DEAD_GROUPS, FEWEST_REWARDS, SPREAD, course_of
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD, REWARD_MAX, REWARD_MIN
 
 ADVANTAGES, VALIDATION = "critic/advantages/max", "val-core/gsm8k/acc/mean@1"
 
@@ -42,7 +31,7 @@ def noisy_rise(errors):
 
 
 def zeroes_and_ones(values, spread=1.0):
-    return {REWARD: values, MOST: [spread] * len(values), LEAST: [0.0] * len(values)}
+    return {REWARD: values, REWARD_MAX: [spread] * len(values), REWARD_MIN: [0.0] * len(values)}
 
 
 FELL = line(0.1, 0.8, 20) + [0.05] * 20  # in step 21
@@ -51,16 +40,20 @@ CASES = [
     ("reward_constant.constant", 1, zeroes_and_ones([0.0] * 10, 0.0)),
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10}),  # no spread is logged
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10, SPREAD: [0.01] * 10}),
-    ("reward_constant.constant", 9, {REWARD: [0.5] * 8 + [0.0] * 12, MOST: [1.0] * 8 + [0.0] * 12, LEAST: [0.0] * 20}),
+    (
+        "reward_constant.constant",
+        9,
+        {REWARD: [0.5] * 8 + [0.0] * 12, REWARD_MAX: [1.0] * 8 + [0.0] * 12, REWARD_MIN: [0.0] * 20},
+    ),
     ("reward_constant.varies", None, {REWARD: [0.5] * 10, SPREAD: [0.4] * 10}),
     ("reward_constant.varies", None, zeroes_and_ones([0.5] * 10)),
     (
         "reward_constant.varies",
         None,
-        {REWARD: line(0, 1, 5) + [1.0] * 15, MOST: [1.0] * 20, LEAST: [0.0] * 4 + [1.0] * 16},
+        {REWARD: line(0, 1, 5) + [1.0] * 15, REWARD_MAX: [1.0] * 20, REWARD_MIN: [0.0] * 4 + [1.0] * 16},
     ),
     ("reward_fell.collapsed", 21, {REWARD: FELL}),
-    ("reward_fell.collapsed", 21, {REWARD: line(-0.8, 0.8, 20) + [-0.9] * 20, LEAST: [-1.0] * 40}),
+    ("reward_fell.collapsed", 21, {REWARD: line(-0.8, 0.8, 20) + [-0.9] * 20, REWARD_MIN: [-1.0] * 40}),
     ("reward_fell.falls", 21, {REWARD: LOST}),
     ("reward_fell.falls", 6, {REWARD: [0.9, 0.8, 0.85, 0.9, 0.88, 0.5, 0.55, 0.5]}),  # by the order of few readings
     ("reward_fell.holds", None, {REWARD: line(0.1, 0.8)}),
@@ -74,7 +67,7 @@ CASES = [
     ("fall_came_back.no", None, {REWARD: FELL}),
     ("reward_flat.flat", None, {REWARD: noisy_rise(0)}),
     ("reward_flat.fell", None, {REWARD: FELL}),
-    ("reward_flat.at_ceiling", None, {REWARD: [0.96, 0.98] * 20, MOST: [1.0] * 40}),
+    ("reward_flat.at_ceiling", None, {REWARD: [0.96, 0.98] * 20, REWARD_MAX: [1.0] * 40}),
     ("reward_flat.rose_little", None, {REWARD: noisy_rise(3)}),
     ("reward_flat.rose", None, {REWARD: noisy_rise(6)}),
     ("reward_gain.nothing", None, zeroes_and_ones([0.3] * 40)),
@@ -110,7 +103,7 @@ def test_every_level_has_a_case():
 @pytest.mark.parametrize(
     ("name", "metrics"),
     [
-        ("reward_constant", {MOST: [1.0] * 10, LEAST: [1.0] * 10}),
+        ("reward_constant", {REWARD_MAX: [1.0] * 10, REWARD_MIN: [1.0] * 10}),
         ("reward_fell", {REWARD: [0.5, 0.4, 0.3, 0.2]}),
         ("reward_flat", {REWARD: [0.5] * 4 + [np.nan] * 40}),
         ("reward_gain", {REWARD: line(0.1, 0.9)}),
@@ -145,8 +138,8 @@ SOUND = {
     },
     "answers that are all correct at last": {
         REWARD: line(0.2, 1.0, 20) + [1.0] * 40,
-        MOST: [1.0] * 60,
-        LEAST: [0.0] * 20 + [1.0] * 40,
+        REWARD_MAX: [1.0] * 60,
+        REWARD_MIN: [0.0] * 20 + [1.0] * 40,
     },
     "an entropy that falls slowly while the reward rises to its ceiling": {
         **zeroes_and_ones(ceiling(0.08)),
@@ -162,9 +155,9 @@ SOUND = {
 def test_nothing_is_to_be_heard_of_a_sound_run(metrics, noise):
     dice = np.random.default_rng(0)
     noisy = {name: np.array(values) * (1 + noise * dice.normal(size=60)) for name, values in metrics.items()}
-    if MOST in metrics:
-        noisy |= {name: metrics[name] for name in (MOST, LEAST)}
-        noisy[REWARD] = np.clip(noisy[REWARD], metrics[LEAST], metrics[MOST])
+    if REWARD_MAX in metrics:
+        noisy |= {name: metrics[name] for name in (REWARD_MAX, REWARD_MIN)}
+        noisy[REWARD] = np.clip(noisy[REWARD], metrics[REWARD_MIN], metrics[REWARD_MAX])
     assert [found.mark for found in notable(find_all(run_of(noisy)))] == []
 
 
@@ -180,7 +173,7 @@ def test_a_course_does_not_depend_on_the_scale(values, scale):
     assert scaled.best == pytest.approx(plain.best * scale)
 
 
-@given(st.lists(st.floats(0, 1), min_size=FEWEST, max_size=60))
+@given(st.lists(st.floats(0, 1), min_size=FEWEST_REWARDS, max_size=60))
 def test_levels_of_a_course_are_means_of_readings_in_a_row(values):
     course = course_of(run_of({REWARD: values}))
     levels = [math.fsum(values[i : i + course.width]) / course.width for i in range(len(values) - course.width + 1)]
@@ -220,8 +213,8 @@ def test_batches_are_compared_with_coin_tosses(kind, level, updates):
     generated, prompt = (dice.integers(5, 30, rewards.shape) for _ in range(2))
     metrics = {
         REWARD: rewards.mean(1),
-        MOST: np.ones(400),
-        LEAST: np.zeros(400),
+        REWARD_MAX: np.ones(400),
+        REWARD_MIN: np.zeros(400),
         "router/tokens": generated.reshape(400, updates, -1).sum(2).mean(1),
         LENGTH: generated.mean(1),
     }

@@ -6,9 +6,7 @@ import pytest
 from tests.support.findings import levels_of, run_of
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import routers, sync
-from verl_ext.diagnosis.findings.gap import SIZE
 from verl_ext.diagnosis.findings.registry import find_all
-from verl_ext.diagnosis.findings.reward import K3, REWARD
 from verl_ext.diagnosis.findings.routers import (
     AGREEMENT,
     LAYERS,
@@ -21,6 +19,7 @@ from verl_ext.diagnosis.findings.routers import (
     starts_in_layer,
 )
 from verl_ext.diagnosis.findings.sync import HIGH, LOW, scaled
+from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD
 
 COUNT = 30
 DIFFERS, EQUAL = "router/any_layer_differs", "router/gap_equal"
@@ -41,7 +40,7 @@ def differing(*shares, k3=0.01, own=True):
 
 def alike(share, differs=0.1, size=0.1):
     """Routers of which one in ten differs, and a gap of which this share is of tokens that are routed alike."""
-    return differing(0.1) | {DIFFERS: differs, SIZE: size, EQUAL: share * size / (1 - differs)}
+    return differing(0.1) | {DIFFERS: differs, LOG_RATIO: size, EQUAL: share * size / (1 - differs)}
 
 
 def of_routed(ratio):
@@ -104,8 +103,8 @@ CASES = [
     ),  # more than an update in one look of many
     ("updates_arrived.unclear", arrived(0.5, 2.5)),
     ("shares_alike.alike", arrived(0.45, 0.55, spread=0.01)),
-    ("shares_alike.hidden", arrived(0.3, 0.7, spread=0.3) | {MOVED: 0.02, SIZE: 0.01}),
-    ("shares_alike.different", arrived(0.3, 0.7, spread=0.3) | {MOVED: 1.0, SIZE: 0.01}),
+    ("shares_alike.hidden", arrived(0.3, 0.7, spread=0.3) | {MOVED: 0.02, LOG_RATIO: 0.01}),
+    ("shares_alike.different", arrived(0.3, 0.7, spread=0.3) | {MOVED: 1.0, LOG_RATIO: 0.01}),
     ("shares_alike.different", arrived(0.3, 0.7, spread=0.3)),
 ]
 

@@ -266,15 +266,6 @@ def learns_until(last, then):
     )
 
 
-def test_a_cause_is_named_once_after_three_looks_in_a_row():
-    looks = range(LOOK_EVERY, STEPS + 1, LOOK_EVERY)
-    runs = {step: made({name: [value] * step for name, value in DEAD.items()}) for step in looks}
-    first_seen = next(step for step, run in runs.items() if judge(run).first)
-    diagnosis, told = follow(lambda step: DEAD)
-    assert told == [(first_seen + (LOOKS - 1) * LOOK_EVERY, "no_signal")]
-    assert diagnosis.reported == diagnosis.look().cause.name == "no_signal"
-
-
 def test_a_sound_run_names_no_cause():
     diagnosis, told = follow(learns_until(STEPS, {}))
     assert told == [] and diagnosis.look() is None and diagnosis.reported == ""

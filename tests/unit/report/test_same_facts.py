@@ -15,7 +15,7 @@ from tests.unit.report.hostile import OBEYED, harmless
 from tests.unit.report.made_runs import event, full, make
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import Finding
-from verl_ext.diagnosis.rank import Sign, Suspect
+from verl_ext.diagnosis.rank import Evidence, Suspect
 from verl_ext.report import page
 from verl_ext.report.load import read_run
 from verl_ext.report.terminal import LINE_WIDTH, MOST_CAUSE_LINES, Dashboard
@@ -63,7 +63,7 @@ def test_every_fact_cause_and_step_is_in_all_three(path, paged):
     assert [(each["id"], each["text"], each["step"]) for each in said["findings"]] == [
         (fact.id, fact.text, fact.step) for fact in verdict.facts
     ]
-    evidence = {sign.finding.name for suspect in verdict.suspects for sign in suspect.signs}
+    evidence = {sign.finding.name for suspect in verdict.suspects for sign in suspect.evidence}
     for fact in verdict.facts:
         elsewhere = verdict.is_said(fact.id) or SAID_BY.get(fact.id, set()) & ({f.id for f in verdict.facts} | evidence)
         assert elsewhere or all(flat(fact.text).lower() in text.lower() for text in shown.values()), fact
@@ -113,8 +113,8 @@ REASONS = [("short",), ("short", "other"), (LONG,), ("short", LONG), (LONG, LONG
 def test_every_cause_takes_at_most_four_lines_with_any_evidence(name):
     run = make({"vllm_kl/k3": [0.02] * 8})
     for reasons, against in product(REASONS, [(), ("not so",), (LONG,)]):
-        signs = [Sign(3.0, Finding(f"for_{place}", "x", text, 12)) for place, text in enumerate(reasons)]
-        signs += [Sign(-1.5, Finding(f"against_{place}", "x", text)) for place, text in enumerate(against)]
+        signs = [Evidence(3.0, Finding(f"for_{place}", "x", text, 12)) for place, text in enumerate(reasons)]
+        signs += [Evidence(-1.5, Finding(f"against_{place}", "x", text)) for place, text in enumerate(against)]
         suspect = Suspect(CAUSES[name], tuple(signs))
         verdict = replace(judge_run(run), suspects=(suspect,), facts=(), steps=())
         (count,) = lines_of_causes(run, verdict)
@@ -147,7 +147,7 @@ def test_hostile_texts_are_printable_everywhere(encoding, paged):
         state="collapsed",
         sentence=f"a {OBEYED}",
         facts=(Fact("own", f"b {OBEYED}", 2),),
-        suspects=(Suspect(CAUSES["leak"], (Sign(3.0, finding),)),),
+        suspects=(Suspect(CAUSES["leak"], (Evidence(3.0, finding),)),),
         measure=f"c {OBEYED}",
         settle=f"`d` {OBEYED}",
         alarm=f"e {OBEYED}",

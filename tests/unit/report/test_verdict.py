@@ -7,8 +7,7 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
-from verl_ext.diagnosis.findings.gap import K3
-from verl_ext.diagnosis.findings.reward import REWARD
+from verl_ext.diagnosis.names import K3, REWARD
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import METRICS, PROBE, RESUME, ROUTERS
 from verl_ext.report.load import read_run

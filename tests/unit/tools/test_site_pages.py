@@ -8,7 +8,9 @@ from importlib.util import find_spec
 import pytest
 
 from tests import ROOT
-from tools.site_pages import linked, outside
+from tools.metrics_page import tables
+from tools.site_pages import MADE, filled, linked, outside
+from verl_ext.base.metrics import METRICS
 
 ADDRESS = "https://host.example/owner/name"
 PAGES = {"guard.md", "README.md", "recipes/README.md", "recipes/slurm/README.md", "collapse.png"}
@@ -41,6 +43,17 @@ def test_without_an_address_a_link_to_code_is_its_text():
 
 def test_a_link_to_nothing_is_left_for_mkdocs_to_report():
     assert linked("[a](../verl_ext/gone.py)", "docs/a.md", PAGES, ADDRESS) == "[a](../verl_ext/gone.py)"
+
+
+def test_the_tables_of_a_page_are_made():
+    pages = [page for page in (ROOT / "docs").glob("*.md") if MADE.search(page.read_text(encoding="utf-8"))]
+    assert {page.stem for page in pages} == {"metrics", "diagnosis"}
+    for page in pages:
+        made = filled(page.read_text(encoding="utf-8"))
+        assert (
+            not MADE.search(made) and len(made.splitlines()) > len(page.read_text(encoding="utf-8").splitlines()) + 20
+        )
+    assert all(f"| `{name}` |" in tables() for name in METRICS)
 
 
 @pytest.fixture(scope="module")

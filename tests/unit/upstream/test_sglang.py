@@ -14,7 +14,7 @@ import torch
 from tests.support.closeness import close
 from tests.support.sglang_server import generated, verls_server_module
 from verl_ext.core.routing import known_rows, refused_rows
-from verl_ext.doctor.engine import SILENT
+from verl_ext.doctor.experts import SILENT
 from verl_ext.upstream.sglang_server import Cut, extend_server, normalise
 
 tokenizer_manager = pytest.importorskip(

@@ -1,7 +1,7 @@
 """Every metric once: name, meaning, unit, which way is better, who logs it and when.
 
-Labels, units and directions in the report come from here, and so do the guard's checks of signals; `python
-tools/metrics_page.py > docs/metrics.md` makes the page.
+Labels, units and directions in the report come from here, and so do the guard's checks of signals and the tables of
+docs/metrics.md.
 """
 
 from difflib import get_close_matches

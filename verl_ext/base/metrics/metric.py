@@ -9,6 +9,7 @@ Scale = Literal["linear", "log"]
 Better = Literal["higher", "lower", ""]
 Worst = Literal["highest", "lowest", "largest", ""]
 When = Literal["before", "after", "validation", ""]
+NATS = "nats per token"  # the unit of every metric that is made of log-probabilities
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 from functools import partial
 
-from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.metrics.metric import NATS, Metric, Section
 from verl_ext.base.names import PROMPT_EFFECT
 
 AXES = "{prob,entropy,position,turn}"
-LOSS = "nats per token"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
@@ -31,7 +30,7 @@ GAP = Section(
         Metric(
             "vllm_kl/k1",
             "mean of l_infer - l_old, an estimate of KL(rollout || training) that can be negative",
-            LOSS,
+            NATS,
             worst="largest",
             finite=True,
             label="engine KL, k1",
@@ -39,7 +38,7 @@ GAP = Section(
         divergence(
             "vllm_kl/k3",
             "mean of k - log k - 1, the same KL, never negative",
-            LOSS,
+            NATS,
             worst="highest",
             finite=True,
             label="engine KL, k3",
@@ -49,32 +48,32 @@ GAP = Section(
             "vllm_kl/prob_diff_max", "largest |exp(l_infer) - exp(l_old)|", worst="highest", label="largest prob. diff."
         ),
         divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
-        divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", LOSS),
-        divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", LOSS),
+        divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", NATS),
+        divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", NATS),
         Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
         divergence("vllm_kl/chi2", "mean of k^2, less 1"),
         divergence(
             "vllm_kl/sequence_gap_mean",
             "mean of |mean of l_infer - l_old over a response|, which `geo_mask` and `opsm` bound",
-            LOSS,
+            NATS,
         ),
-        divergence("vllm_kl/sequence_gap_max", "largest |mean of l_infer - l_old over a response|", LOSS),
+        divergence("vllm_kl/sequence_gap_max", "largest |mean of l_infer - l_old over a response|", NATS),
         Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
-        Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", LOSS),
-        divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", LOSS),
+        Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", NATS),
+        divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", NATS),
         rare("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
-        rare("vllm_kl/k1/advantage/{positive,negative}", "k1 of these tokens", LOSS),
-        rare_divergence("vllm_kl/k3/advantage/{positive,negative}", "k3 of these tokens", LOSS),
-        rare("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", LOSS, worst="largest"),
+        rare("vllm_kl/k1/advantage/{positive,negative}", "k1 of these tokens", NATS),
+        rare_divergence("vllm_kl/k3/advantage/{positive,negative}", "k3 of these tokens", NATS),
+        rare("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", NATS, worst="largest"),
         rare("vllm_kl/share/lag/*", "tokens of trajectories that are this many versions old", "share"),
-        rare("vllm_kl/k1/lag/*", "k1 of these tokens", LOSS),
-        rare_divergence("vllm_kl/k3/lag/*", "k3 of these tokens", LOSS),
-        rare_divergence("vllm_kl/log_ratio_abs_mean/lag/*", "mean |l_infer - l_old| of these tokens", LOSS),
-        rare("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", LOSS),
-        rare_divergence("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", LOSS),
-        rare_divergence("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", LOSS),
-        rare("vllm_kl/stale/k1", "mean of l - l_old: how far the policy has moved since", LOSS),
-        rare("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", LOSS),
+        rare("vllm_kl/k1/lag/*", "k1 of these tokens", NATS),
+        rare_divergence("vllm_kl/k3/lag/*", "k3 of these tokens", NATS),
+        rare_divergence("vllm_kl/log_ratio_abs_mean/lag/*", "mean |l_infer - l_old| of these tokens", NATS),
+        rare("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", NATS),
+        rare_divergence("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", NATS),
+        rare_divergence("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", NATS),
+        rare("vllm_kl/stale/k1", "mean of l - l_old: how far the policy has moved since", NATS),
+        rare("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", NATS),
         rare("vllm_kl/rescored", "trajectories measured by these five; engine and stale add up to their k1 and k3"),
     ),
     override="stability.metrics=true",
@@ -91,7 +90,7 @@ HEAD = Section(
             "vllm_kl/head",
             "KL(rollout || training) over the head, all other tokens as one: what k1 and k3 estimate, or a little "
             "less, without their noise; with truncated sampling over the kept tokens",
-            LOSS,
+            NATS,
             worst="highest",
             label="engine KL, head",
         ),
@@ -218,8 +217,8 @@ ROUTING = Section(
             label="retracted",
         ),
         Metric("router/disagreement_gap_correlation", "correlation of 1 - agreement with |log k|, where both vary"),
-        Metric("router/gap_equal", "mean |log k| of the tokens whose experts all agree", LOSS, "lower"),
-        Metric("router/gap_differs", "mean |log k| of the tokens with an expert that differs", LOSS, "lower"),
+        Metric("router/gap_equal", "mean |log k| of the tokens whose experts all agree", NATS, "lower"),
+        Metric("router/gap_differs", "mean |log k| of the tokens with an expert that differs", NATS, "lower"),
     ),
     override="stability.router_agreement=true",
 )
@@ -271,9 +270,9 @@ GUARD = Section(
         ),
         rare_after("guard/lr_scale", "factor on the schedule's learning rate, if a rule can lower it"),
         rare_after("guard/threshold", "`stability.batch_skip.threshold`"),
-        rare_after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", LOSS),
+        rare_after("guard/boundary", "`stability.guard.boundary.value`, where the growth is that of k3", NATS),
         rare_after(
-            "guard/level", "the k3 above which the guard warns: `stability.guard.level`, once it is known", LOSS
+            "guard/level", "the k3 above which the guard warns: `stability.guard.level`, once it is known", NATS
         ),
         rare_after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that"),
         rare("guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats per step", "lower"),
@@ -305,7 +304,7 @@ SYNC = Section(
     "rollout's show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to rounding, 0 if nothing "
     "arrived.",
     (
-        rare_after("sync/moved", "root mean square of the change in training, per token", LOSS),
+        rare_after("sync/moved", "root mean square of the change in training, per token", NATS),
         rare_after("sync/arrived_low", "lower end of the share's interval", "share", "higher"),
         rare_after(
             "sync/arrived_high",
@@ -343,28 +342,28 @@ UPDATE = Section(
     "routing replay. Shares and means are of a micro-batch, averaged over the step.",
     (
         after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
-        after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", LOSS),
-        after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where l_old is l_infer", LOSS),
-        after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", LOSS),
+        after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", NATS),
+        after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where l_old is l_infer", NATS),
+        after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", NATS),
         after(
             "actor/after_update/vllm_kl",
             "k3 of l_infer against that policy; both over a few trajectories of the batch",
-            LOSS,
+            NATS,
         ),
         after("actor/gate/grad_norm", "the gradient's norm before clipping, if it has a limit"),
         after("actor/icepop/dropped_low", "tokens below the band", "share"),
         after("actor/icepop/dropped_high", "tokens above it", "share"),
         after("actor/opsm/dropped", "tokens dropped", "share"),
         after("actor/opsm/sequences_dropped", "responses dropped", "share"),
-        after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", LOSS),
+        after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", NATS),
         after(
             "actor/opsm/{mismatch,sequences_dropped}/lag/*", "contribution of responses that are this many versions old"
         ),
-        after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", LOSS),
+        after("actor/opsm/staleness", "l_old - l_theta over a response: since the old policy (bypass: both)", NATS),
         after("actor/m2po/dropped", "tokens dropped", "share"),
-        after("actor/m2po/second_moment", "mean of (l_theta - l_infer)^2 over tokens that move away", LOSS),
+        after("actor/m2po/second_moment", "mean of (l_theta - l_infer)^2 over tokens that move away", NATS),
         after("actor/llds/penalised", "tokens penalised", "share"),
-        after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", LOSS),
+        after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", NATS),
         after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
         after("actor/router_shift/floored", "tokens at its floor", "share"),
         after("actor/filter_scale", "factor on sequence means, if filters dropped whole responses"),

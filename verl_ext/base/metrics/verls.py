@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from verl_ext.base.metrics.metric import Metric, Section
+from verl_ext.base.metrics.metric import NATS, Metric, Section
 
 after = partial(Metric, when="after")
 
@@ -23,7 +23,7 @@ VERL = Section(
         ),
         after("actor/pg_clipfrac", "tokens whose ratio of the policy was clipped", "share", label="tokens clipped"),
         after("actor/pg_clipfrac_lower", "tokens clipped by the dual clip", "share"),
-        after("actor/kl_loss", "the KL to the reference; with `kl_loss_type=unbiased`, ours", "nats per token"),
+        after("actor/kl_loss", "the KL to the reference; with `kl_loss_type=unbiased`, ours", NATS),
         after("actor/lr", "learning rate"),
         after("actor/{ppo_kl,loss,kl_coef,entropy_loss}", "of the loss"),
         after("actor/reward_kl_{penalty,penalty_coeff}", "the KL in the reward"),

@@ -124,17 +124,15 @@ class Cause:
         return WORDS[self.shows.get(finding, {}).get(level, "sometimes")]
 
 
-TEXTS = {
-    "title": "title",
-    "about": "about",
-    "check": "check",
-    "try": "override",
-    "try_moe": "moe_override",
-    "why": "why",
+# Key in a file -> its type, and the field of Cause that it becomes.
+KEYS: dict[str, tuple[Any, str]] = {
+    **{key: (str, key) for key in ("title", "about", "check", "why")},
+    "try": (str, "override"),
+    "try_moe": (str, "moe_override"),
+    **{key: (list, key) for key in ("probe", "doctor", "only_with", "alike")},
+    **{key: (bool, key) for key in ("harmless_if_close", "a_correction_helps")},
 }
-LISTS = ("probe", "doctor", "only_with", "alike")
 TYPES = {str: "a text", list: "a list of texts", bool: "true or false"}
-SWITCHES = ("harmless_if_close", "a_correction_helps")
 
 
 def read_cause(file: Path) -> Cause:
@@ -145,54 +143,56 @@ def read_cause(file: Path) -> Cause:
             is unknown.
     """
     try:
-        entry = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return _cause(file.stem, tomllib.loads(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, CauseError) as error:
         raise CauseError(f"{file}: {error}") from None
+
+
+def _cause(name: str, entry: dict[str, Any]) -> Cause:
     shows = entry.pop("shows", {})
-    for key, value in entry.items():
-        wanted: type = str if key in TEXTS else list if key in LISTS else bool
-        if wanted is bool and key not in SWITCHES:
-            raise CauseError(f"{file}: {key} is unknown; known are {', '.join((*TEXTS, *LISTS, *SWITCHES))}, [shows]")
-        if not isinstance(value, wanted) or (isinstance(value, list) and not all(isinstance(x, str) for x in value)):
-            raise CauseError(f"{file}: {key} must be {TYPES[wanted]}")
+    given = dict(_field(key, value) for key, value in entry.items())
     for key in ("title", "about", "check"):
-        if not entry.get(key):
-            raise CauseError(f"{file}: {key} is missing")
-    if long := [key for key in TEXTS if "\n" in entry.get(key, "")]:
-        raise CauseError(f"{file}: {long[0]} must be one line")
-    if entry["about"] not in SUBJECTS:
-        raise CauseError(f"{file}: about is {entry['about']!r}; it must be one of {', '.join(SUBJECTS)}")
-    if strange := [each for each in entry.get("probe", ()) if each not in PROBE_READINGS]:
-        raise CauseError(f"{file}: probe lists {strange[0]!r}; known are {', '.join(PROBE_READINGS)}")
-    _check_shows(file, shows)
-    for mark in entry.get("only_with", ()):
-        name, _, level = mark.partition(".")
-        if name not in RULES or level not in RULES[name].levels:
-            raise CauseError(f"{file}: only_with lists {mark}, which is no finding.level")
-    given = {
-        **{name: entry[key] for key, name in TEXTS.items() if key in entry},
-        **{key: tuple(entry[key]) for key in LISTS if key in entry},
-        **{key: entry[key] for key in SWITCHES if key in entry},
-    }
-    found = Cause(file.stem, shows=shows, **given)
-    if _most_points(found) < LEAST:
-        raise CauseError(f"{file}: no findings give this cause {LEAST:g} points, so it can never be named")
-    return found
+        if not given.get(key):
+            raise CauseError(f"{key} is missing")
+    _check_shows(shows)
+    cause = Cause(name, shows=shows, **given)
+    if cause.about not in SUBJECTS:
+        raise CauseError(f"about is {cause.about!r}; it must be one of {', '.join(SUBJECTS)}")
+    if strange := [each for each in cause.probe if each not in PROBE_READINGS]:
+        raise CauseError(f"probe lists {strange[0]!r}; known are {', '.join(PROBE_READINGS)}")
+    known_marks = {f"{rule.name}.{level}" for rule in RULES.values() for level in rule.levels}
+    if strange := [mark for mark in cause.only_with if mark not in known_marks]:
+        raise CauseError(f"only_with lists {strange[0]}, which is no finding.level")
+    if _most_points(cause) < LEAST:
+        raise CauseError(f"no findings give this cause {LEAST:g} points, so it can never be named")
+    return cause
 
 
-def _check_shows(file: Path, shows: Any) -> None:
+def _field(key: str, value: Any) -> tuple[str, Any]:
+    """Returns the name and the value of the field of Cause that an entry of a file becomes."""
+    if key not in KEYS:
+        raise CauseError(f"{key} is unknown; known are {', '.join(KEYS)}, [shows]")
+    kind, name = KEYS[key]
+    if not isinstance(value, kind) or (kind is list and not all(isinstance(each, str) for each in value)):
+        raise CauseError(f"{key} must be {TYPES[kind]}")
+    if kind is str and "\n" in value:
+        raise CauseError(f"{key} must be one line")
+    return name, tuple(value) if kind is list else value
+
+
+def _check_shows(shows: Any) -> None:
     if not isinstance(shows, dict):
-        raise CauseError(f"{file}: shows must be a table, finding = {{ level = word }}")
+        raise CauseError("shows must be a table, finding = { level = word }")
     for name, levels in shows.items():
         if name not in RULES:
-            raise CauseError(f"{file}: {name} is no finding; known are {', '.join(RULES)}")
+            raise CauseError(f"{name} is no finding; known are {', '.join(RULES)}")
         if not isinstance(levels, dict) or not levels:
-            raise CauseError(f"{file}: {name} must be a table, {{ level = word }}")
+            raise CauseError(f"{name} must be a table, {{ level = word }}")
         for level, word in levels.items():
             if level not in RULES[name].levels:
-                raise CauseError(f"{file}: {level} is no level of {name}; known are {', '.join(RULES[name].levels)}")
+                raise CauseError(f"{level} is no level of {name}; known are {', '.join(RULES[name].levels)}")
             if not isinstance(word, str) or word not in WORDS:
-                raise CauseError(f"{file}: {name}.{level} is {word!r}; known words are {', '.join(WORDS)}")
+                raise CauseError(f"{name}.{level} is {word!r}; known words are {', '.join(WORDS)}")
 
 
 def _most_points(cause: Cause) -> float:

@@ -3,8 +3,18 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import LENGTH, MOST, REWARD, SURE, course_of
-from verl_ext.diagnosis.series import LAST, Readings, Series, beginning_of, needed, now_of, once_a_run, step_from
+from verl_ext.diagnosis.findings.reward import SURE, course_of
+from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
+from verl_ext.diagnosis.series import (
+    NOW_READINGS,
+    Readings,
+    Series,
+    beginning_of,
+    needed,
+    now_of,
+    once_a_run,
+    step_from,
+)
 
 CUT = "response_length/clip_ratio"
 LONGEST, SHORTEST = "response_length/max", "response_length/min"
@@ -13,7 +23,7 @@ EXPLODED = 2.5  # times the shortest level before
 GREW = 1.5  # times the length at the start
 SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
 ALIKE = 1e-3  # relative spread of lengths that are all the limit
-FEWEST = 3  # readings of a length
+FEWEST_LENGTHS = 3  # readings of a length
 LASTING = 0.8  # share of the readings from the step on at which something began
 
 
@@ -31,7 +41,7 @@ def cut_share(run: Readings) -> Series | None:
         same = (ends[:, 2] - ends[:, 3] <= ALIKE * ends[:, 2]) & (ends[:, 2] >= (1 - ALIKE) * ends[:, 2].max())
         return Series(ends[:, 0].astype(np.int64), same.astype(np.float64))
     length = run.get(LENGTH)
-    if length is None or len(length.steps) < 2 * FEWEST:
+    if length is None or len(length.steps) < 2 * FEWEST_LENGTHS:
         return None
     at_limit = length.values >= (1 - ALIKE) * length.values.max()
     if at_limit.mean() < 0.9:
@@ -73,7 +83,11 @@ def cut_and_low(run: Readings) -> Seen:
     cut, course = cut_share(run), course_of(run)
     if cut is None or course is None:
         return None
-    top = float(run.values(MOST).max()) if run.get(MOST) is not None else max(1.0, float(course.series.values.max()))
+    top = (
+        float(run.values(REWARD_MAX).max())
+        if run.get(REWARD_MAX) is not None
+        else max(1.0, float(course.series.values.max()))
+    )
     low = course.now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
     text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {course.now:.2g}"
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
@@ -83,7 +97,7 @@ def cut_and_low(run: Readings) -> Seen:
 def _lengths(run: Readings) -> tuple[Series, float, float, float] | None:
     """Returns the length, its first level, its shortest one before the end, and the level now."""
     series, reward = run.get(LENGTH), run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST:
+    if series is None or len(series.steps) < FEWEST_LENGTHS:
         return None
     if reward is not None and (reward.steps < series.steps[0]).mean() > 0.05:
         return None  # a length that is logged only later says nothing of its growth
@@ -91,7 +105,7 @@ def _lengths(run: Readings) -> tuple[Series, float, float, float] | None:
     levels = np.lib.stride_tricks.sliding_window_view(series.values, width).mean(axis=1)
     if levels.min() <= 0:
         return None
-    return series, float(levels[0]), float(levels.min()), now_of(series, min(max(width, 3), LAST))
+    return series, float(levels[0]), float(levels.min()), now_of(series, min(max(width, 3), NOW_READINGS))
 
 
 @finding("length_exploded", "exploded | grew steady", family="length", needs=(LENGTH,))

@@ -3,7 +3,8 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import ENTROPY, FEWEST, MOST, REWARD, course_of
+from verl_ext.diagnosis.findings.reward import FEWEST_REWARDS, course_of
+from verl_ext.diagnosis.names import ENTROPY, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import Readings, Series, beginning_of, needed, now_of
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
@@ -22,10 +23,10 @@ def entropy_gone(run: Readings) -> Seen:
     return "low" if share < LOW else "kept", text
 
 
-@finding("sure_of_wrong", "| yes no", needs=(ENTROPY, REWARD, MOST))
+@finding("sure_of_wrong", "| yes no", needs=(ENTROPY, REWARD, REWARD_MAX))
 def sure_of_wrong(run: Readings) -> Seen:
     """Whether the policy has become sure while most of its answers are wrong: below half of what the best ones get."""
-    series, reward, most = run.get(ENTROPY), run.late(REWARD), run.late(MOST)
+    series, reward, most = run.get(ENTROPY), run.late(REWARD), run.late(REWARD_MAX)
     if series is None or reward is None or most is None or most <= 0 or (start := beginning_of(series)) <= 0:
         return None
     share = now_of(series) / start
@@ -52,7 +53,7 @@ def entropy_at_fall(run: Readings) -> Seen:
     """Whether the entropy had come down before the reward fell."""
     course, series = course_of(run), run.get(ENTROPY)
     fell = course is not None and (course.falls or course.collapsed)
-    if course is None or series is None or not fell or len(series.steps) < FEWEST:
+    if course is None or series is None or not fell or len(series.steps) < FEWEST_REWARDS:
         return None
     before = series.values[series.steps <= course.step][-4:]
     start = beginning_of(series, _few(series))

@@ -3,11 +3,11 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import ENTROPY, GRADIENT, K3
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF
 from verl_ext.diagnosis.series import Readings, Series
 
 TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
-GAP = (K3, "vllm_kl/k1", "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean")
+GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 OFTEN = 0.5  # share of the last readings
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
@@ -72,5 +72,5 @@ def run_ended(run: Readings) -> Seen:
     if run.ending is None:
         return None
     reason = run.ending.reason
-    memory = any(word in reason for word in ("OutOfMemory", "out of memory", "OutOfMemoryError", "OOM"))
+    memory = any(word in reason for word in ("OutOfMemory", "out of memory", "OOM"))
     return "memory" if memory else "error", f"the run {reason.rstrip('.')}", run.ending.step

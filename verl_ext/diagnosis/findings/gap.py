@@ -12,19 +12,27 @@ import numpy as np
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import K3
-from verl_ext.diagnosis.growth import estimate_growth
+from verl_ext.diagnosis.growth import GROWTH_READINGS, estimate_growth, is_seen_enough
 from verl_ext.diagnosis.levels import PUBLISHED
-from verl_ext.diagnosis.series import FIRST, WINDOW, Readings, Series, needed, now_label, now_of, once_a_run
+from verl_ext.diagnosis.names import K1, K3, LOG_RATIO, PROB_DIFF, engines_names
+from verl_ext.diagnosis.series import (
+    FIRST_READINGS,
+    LEVEL_READINGS,
+    Readings,
+    Series,
+    needed,
+    now_label,
+    now_of,
+    once_a_run,
+)
 
-K1, SIZE, DIFFERENCE = "vllm_kl/k1", "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LEVEL = "guard/level"
 STALENESS = "training/off_policy/trajectory_staleness/mean"
 LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` knows the models that have more
 BROKEN = 1.0  # k3 of engines that do not compute the same function
 AGREE = 1e-7  # k3 that float32 does not leave by itself
-SIGMAS = 4.0
+NOISE_ERRORS = 4.0  # standard errors that the noise of a mean stays below
 FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: there at once from FROZEN on, by updates up to MOVED
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
@@ -33,7 +41,6 @@ JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
 SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
 RARE = 20.0  # times the mean gap of a trajectory
 LONG_AFTER = 20  # readings before a jump that no first weight sync explains
-GROWTH_WINDOW = 32
 WHOLE = 2.0  # nats a token over a whole trajectory: these are not the log-probs of its tokens
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 RELATED = 0.5  # correlation of the probabilities that engines which compute the same function do not stay below
@@ -62,9 +69,12 @@ class Measure:
 MEASURES = (
     Measure(K3, "k3", LARGE, BROKEN),
     Measure(K1, "k1", LARGE, BROKEN),
-    Measure(SIZE, "the mean |log k|", 0.05, 1.5, power=2.0),
-    Measure(DIFFERENCE, "the mean difference of probabilities", 0.02, 0.5, power=2.0),
+    Measure(LOG_RATIO, "the mean |log k|", 0.05, 1.5, power=2.0),
+    Measure(PROB_DIFF, "the mean difference of probabilities", 0.02, 0.5, power=2.0),
 )
+
+
+SIZES = ("broken", "apart", "close", "none")  # of a gap, the worst first
 
 
 @dataclass(frozen=True)
@@ -99,21 +109,6 @@ def sound_level(run: Readings) -> float:
     return max((level for level in PUBLISHED if np.isclose(logged, level, rtol=1e-6, atol=0).any()), default=LARGE)
 
 
-def engines_names(signal: str) -> tuple[str, ...]:
-    """Returns the names under which the engines' part of a metric is logged: at lag 0, and of rescored trajectories."""
-    start = "vllm_kl/"
-    return (f"{signal}/lag/0", signal.replace(start, f"{start}engine/", 1)) if signal.startswith(start) else ()
-
-
-def is_seen_enough(steps: list[int], now: int, window: int) -> bool:
-    """Returns True if there are enough readings, and recent ones.
-
-    Rescoring is rare. So the last reading may be as far back as the last few readings took, or one window.
-    """
-    fewest = 8
-    return len(steps) >= fewest and now - steps[-1] <= max(window, steps[-1] - steps[-fewest])
-
-
 @once_a_run
 def gap_of(run: Readings) -> Gap | None:
     """Returns k3 of trajectories of lag 0 and of rescored ones, if it was logged often enough lately; else the whole
@@ -123,13 +118,19 @@ def gap_of(run: Readings) -> Gap | None:
         if (series := run.get(name)) is not None:
             of_engines |= dict(series.pairs())
     steps = sorted(of_engines)
-    if is_seen_enough(steps, run.last_step, GROWTH_WINDOW):
+    if is_seen_enough(steps, run.last_step, GROWTH_READINGS):
         series = Series(np.array(steps), np.array([of_engines[step] for step in steps]))
         return Gap(series, MEASURES[0], "k3 of the engines alone", alone=True)
-    for measure in MEASURES:
-        if (found := run.get(measure.name)) is not None:
-            return Gap(found, measure, measure.words)
-    return None
+    return next(iter(_logged_gaps(run)), None)
+
+
+def _logged_gaps(run: Readings) -> list[Gap]:
+    """Returns the gap by each measure that was logged, in order of preference."""
+    return [Gap(series, each, each.words) for each in MEASURES if (series := run.get(each.name)) is not None]
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values))
 
 
 def _number(value: float) -> str:
@@ -147,16 +148,9 @@ def gap_level(run: Readings) -> Seen:
         now = now_of(correlation)
         level = "broken" if now < RELATED else "apart" if now < 0.95 else "close"
         return level, f"the probabilities of the engines have a correlation of {now:.3g}"
-    seen = [
-        gap,
-        *(Gap(series, each, each.words) for each in MEASURES[1:] if (series := run.get(each.name)) is not None),
-    ]
-    told = [(_level_of(each, run), each) for each in seen]
-    if gap.alone:
-        told = told[:1]
-    worst = next(wanted for wanted in ("broken", "apart", "close", "none") if any(level == wanted for level, _ in told))
-    level, said = next((level, each) for level, each in told if level == worst)
-    return level, f"{said.name} is {_number(now_of(said.series))} ({now_label(said.series)})"
+    gaps = [gap] if gap.alone else _logged_gaps(run)
+    worst = min(gaps, key=lambda each: SIZES.index(_level_of(each, run)))  # of several, the first one
+    return _level_of(worst, run), f"{worst.name} is {_number(now_of(worst.series))} ({now_label(worst.series)})"
 
 
 def _apart(gap: Gap, run: Readings) -> float:
@@ -179,7 +173,12 @@ def gap_at_once(run: Readings) -> Seen:
     if first is None and correlation is None:
         return None
     shown = first is not None and abs(first[1]) > first[0].measure.broken
-    if not shown and correlation is not None and correlation.steps[0] <= FIRST and correlation.values[0] < RELATED:
+    if (
+        not shown
+        and correlation is not None
+        and correlation.steps[0] <= FIRST_READINGS
+        and correlation.values[0] < RELATED
+    ):
         text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
         return "unrelated", text, int(correlation.steps[0])
     if first is None:
@@ -191,12 +190,12 @@ def gap_at_once(run: Readings) -> Seen:
 
 def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
     gap = gap_of(run)
-    if gap is None or gap.series.steps[0] > FIRST or int(gap.series.steps[0]) in stale_steps(run):
+    if gap is None or gap.series.steps[0] > FIRST_READINGS or int(gap.series.steps[0]) in stale_steps(run):
         return None
     return gap, float(gap.series.values[0])
 
 
-@finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(SIZE,))
+@finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(LOG_RATIO,))
 def gap_started(run: Readings) -> Seen:
     """Whether the gap was there before the weights moved. Then the engines compute differently from the same weights.
     If it came with the updates, the weights of the updates did not arrive."""
@@ -229,12 +228,12 @@ def beginning(run: Readings) -> tuple[str, float] | None:
     of the two shares counts.
     """
     gap = None
-    for name, power in ((SIZE, 1.0), (DIFFERENCE, 1.0), (K3, 0.5), (K1, 0.5)):
+    for name, power in ((LOG_RATIO, 1.0), (PROB_DIFF, 1.0), (K3, 0.5), (K1, 0.5)):
         if (series := run.get(name)) is not None:
             gap = _share_at_first(np.column_stack([series.steps, np.abs(series.values)]), run, power)
             break
     own = run.get("router/own_agreement") or run.get("router/agreement")
-    if own is not None and 1 - float(own.values[-WINDOW:].mean()) > ROUNDED:
+    if own is not None and 1 - float(own.values[-LEVEL_READINGS:].mean()) > ROUNDED:
         disagreement = np.column_stack([own.steps, 1 - own.values])
         share = _share_at_first(disagreement, run)
         if share is not None and (gap is None or gap >= share or disagreement[0, 1] > ROUNDED):
@@ -252,7 +251,7 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
     Args:
         power: of the share, so that it is one of a mean |log k|.
     """
-    first = readings[:FIRST][readings[:FIRST, 0] <= FIRST]
+    first = readings[:FIRST_READINGS][readings[:FIRST_READINGS, 0] <= FIRST_READINGS]
     stale = stale_steps(run)
     first = first[first[:, 1] > 0]  # a gap of exactly 0 was not measured
     fresh = first[[step not in stale for step in first[:, 0]]]
@@ -263,7 +262,7 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
         if early[:count].max() < MOVED * 2 * early[count:].min():
             early = early[:count]
             break
-    start, now = early.mean(), np.median(readings[-WINDOW:, 1]) ** power
+    start, now = early.mean(), np.median(readings[-LEVEL_READINGS:, 1]) ** power
     share = max(float(start / now), 0.0) if start < now else 1.0
     return share if len(fresh) or share < FROZEN else None
 
@@ -278,10 +277,10 @@ def stale_steps(run: Readings) -> set[int]:
 def _is_sudden(run: Readings) -> bool:
     """Returns True if k3 once rose a hundredfold within a few readings; a run that comes apart takes longer."""
     gap = gap_of(run)
-    if gap is None or len(gap.heights) < 2 * FIRST:
+    if gap is None or len(gap.heights) < 2 * FIRST_READINGS:
         return False
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(gap.heights, FIRST), axis=1)
-    return bool((medians[FIRST:] > 100 * medians[:-FIRST]).any())
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(gap.heights, FIRST_READINGS), axis=1)
+    return bool((medians[FIRST_READINGS:] > 100 * medians[:-FIRST_READINGS]).any())
 
 
 @finding("gap_jumped", "at_first_sync later later_and_grows passed | no", family="gap_moves", needs=(K3,))
@@ -290,33 +289,32 @@ def gap_jumped(run: Readings) -> Seen:
     gap = needed(gap_of(run))
     if len(gap.heights) < 4:
         return None
-    heights, steps = gap.heights, gap.series.steps
-    floor = gap.measure.apart**gap.measure.power
-    after = np.lib.stride_tricks.sliding_window_view(np.append(heights, [heights[-1]] * 2), 3)
-    lowest = after.min(axis=1)
-    possible = np.flatnonzero(lowest[1:-1] > np.maximum(heights[:-2], floor / JUMP)) + 1
-    best: tuple[float, int] | None = None
-    for i in possible:
-        before, now = heights[max(i - 8, 0) : i], float(np.median(after[i]))
-        usual = max(float(np.median(before)), 1e-12)
-        times = JUMP if len(before) >= FIRST else SURE_JUMP
-        if (
-            after[i].min() > before.max()
-            and now > max(times * usual, floor)
-            and (best is None or now / usual > best[0])
-        ):
-            best = (now / usual, int(i))
-    if best is None:
+    heights, values, steps = gap.heights, gap.series.values, gap.series.steps
+    i = _largest_jump(heights, floor=gap.measure.apart**gap.measure.power)
+    if i is None:
         return "no", "the gap never jumped"
-    _, i = best
-    low, high = (float(np.median(gap.series.values[part])) for part in (slice(max(i - 8, 0), i), slice(i, i + 3)))
-    text = f"{gap.name} jumped from {_number(low)} to {_number(high)}"
-    if float(np.median(heights[-5:])) < GREW * float(np.median(heights[max(i - 8, 0) : i])):
+    before = slice(max(i - 8, 0), i)
+    now = _median(heights[-5:])
+    text = f"{gap.name} jumped from {_number(_median(values[before]))} to {_number(_median(values[i : i + 3]))}"
+    if now < GREW * _median(heights[before]):
         return "passed", f"{text}, and came back", int(steps[i])
-    if i <= LONG_AFTER:
-        return "at_first_sync", f"{text}, and stays there", int(steps[i])
-    grows = float(np.median(heights[-5:])) > 2 * float(np.median(heights[i : i + 5]))
-    return "later_and_grows" if grows else "later", f"{text}, and stays there", int(steps[i])
+    grows = now > 2 * _median(heights[i : i + 5])
+    level = "at_first_sync" if i <= LONG_AFTER else "later_and_grows" if grows else "later"
+    return level, f"{text}, and stays there", int(steps[i])
+
+
+def _largest_jump(heights: np.ndarray, floor: float) -> int | None:
+    """Returns the index of the largest jump to a multiple, past `floor`, that lasts for three readings."""
+    after = np.lib.stride_tricks.sliding_window_view(np.append(heights, [heights[-1]] * 2), 3)
+    possible = np.flatnonzero(after.min(axis=1)[1:-1] > np.maximum(heights[:-2], floor / JUMP)) + 1
+    jumps: dict[int, float] = {}  # index -> times the readings before
+    for i in possible.tolist():
+        before, now = heights[max(i - 8, 0) : i], _median(after[i])
+        usual = max(_median(before), 1e-12)
+        times = JUMP if len(before) >= FIRST_READINGS else SURE_JUMP
+        if after[i].min() > before.max() and now > max(times * usual, floor):
+            jumps[i] = now / usual
+    return max(jumps, key=jumps.__getitem__, default=None)
 
 
 @finding("gap_grew", "grew | steady", needs=(K3,))
@@ -327,14 +325,11 @@ def gap_grew(run: Readings) -> Seen:
         return None
     heights, steps = gap.heights, gap.series.steps
     part = max(len(heights) // 8, 3)
-    calm = float(np.median(heights[:part]))
-    now = float(np.median(heights[-5:]))
-    levels = [float(np.median(each)) for each in np.array_split(heights, min(8, len(heights) // 2))]
+    calm, now = _median(heights[:part]), _median(heights[-5:])
+    levels = [_median(each) for each in np.array_split(heights, min(8, len(heights) // 2))]
     apart = _apart(gap, run) ** gap.measure.power
-    text = (
-        f"{gap.name} went from {_number(float(np.median(gap.series.values[:part])))} to {_number(now_of(gap.series))}"
-    )
-    window = list(zip(steps[-GROWTH_WINDOW:].tolist(), heights[-GROWTH_WINDOW:].tolist(), strict=True))
+    text = f"{gap.name} went from {_number(_median(gap.series.values[:part]))} to {_number(now_of(gap.series))}"
+    window = list(zip(steps[-GROWTH_READINGS:].tolist(), heights[-GROWTH_READINGS:].tolist(), strict=True))
     growth = estimate_growth(window, max(apart, 1e-9))
     grows = growth is not None and growth.low > 0
     stays = levels[-1] > GREW * min(levels[: max(len(levels) // 2, 1)])
@@ -350,20 +345,19 @@ def gap_spike(run: Readings) -> Seen:
     if len(gap.heights) < 4:
         return None
     heights, apart = gap.heights, gap.measure.apart**gap.measure.power
-    usual = float(np.median(heights))
-    past = heights > max(SPIKE * usual, apart)
-    if past.any() and past.mean() <= 0.34:
-        for i in np.flatnonzero(past):  # of those around it, too
-            past[i] = heights[i] > SPIKE * np.median(np.delete(heights[max(i - 3, 0) : i + 4], min(i, 3)))
-        if past.any():
-            at = int(np.argmax(np.where(past, heights, 0)))
-            size, median = float(gap.series.values[at]), float(np.median(gap.series.values))
-            text = f"{gap.name} was {_number(size)} in step {gap.series.steps[at]}, its median is {_number(median)}"
-            count = int(past.sum())
-            goes = usual <= apart  # the gap comes and goes
-            level = "broken" if goes and abs(size) > gap.measure.broken else "spike"
-            return level, text + (f"; {count} steps are such" if count > 1 else ""), int(gap.series.steps[at])
-    return "none", "no single step has a far larger gap"
+    usual = _median(heights)
+    spikes = heights > max(SPIKE * usual, apart)
+    if spikes.mean() > 0.34:
+        return "none", "no single step has a far larger gap"
+    for i in np.flatnonzero(spikes):  # of those around it, too
+        spikes[i] = heights[i] > SPIKE * np.median(np.delete(heights[max(i - 3, 0) : i + 4], min(i, 3)))
+    if not spikes.any():
+        return "none", "no single step has a far larger gap"
+    at, count = int(np.argmax(np.where(spikes, heights, 0))), int(spikes.sum())
+    size, step = float(gap.series.values[at]), int(gap.series.steps[at])
+    text = f"{gap.name} was {_number(size)} in step {step}, its median is {_number(_median(gap.series.values))}"
+    comes_and_goes = usual <= apart and abs(size) > gap.measure.broken
+    return "broken" if comes_and_goes else "spike", text + (f"; {count} steps are such" if count > 1 else ""), step
 
 
 def in_errors(values: np.ndarray) -> float | None:
@@ -381,49 +375,49 @@ def mean_of_k(run: Readings) -> Seen:
     k1, k3 = run.need(K1), run.need(K3)
     if now_of(k3, 20) > BROKEN and abs(now_of(k1, 20)) < 0.1 * now_of(k3, 20):
         return "far_above", f"k averages {1 + now_of(k3, 20):.3g}: l_infer is not of these tokens"
-    count = min(len(k1.values), len(k3.values), 4 * WINDOW)
+    count = min(len(k1.values), len(k3.values), 4 * LEVEL_READINGS)
     ones, threes = k1.values[-count:], k3.values[-count:]
     excess = in_errors(threes - ones)  # of the mean of k over 1
     if excess is None or now_of(k3) <= AGREE:
         return None
     sided = float(threes.mean() / ones.mean()) if ones.mean() > 0 else None
-    if excess > 2 * SIGMAS and (sided or 2.0) > 1.6:
+    if excess > 2 * NOISE_ERRORS and (sided or 2.0) > 1.6:
         return "above", f"k averages more than 1, by {excess:.0f} standard errors"
-    if excess < -SIGMAS and sided is not None and sided < 0.4:
+    if excess < -NOISE_ERRORS and sided is not None and sided < 0.4:
         return "far_below", f"k averages less than 1, by {-excess:.0f} standard errors: k3 / k1 is {sided:.2f}"
-    if excess < -2 * SIGMAS and (sided or 1.0) < 0.97:
+    if excess < -2 * NOISE_ERRORS and (sided or 1.0) < 0.97:
         level = "below" if (sided or 0.0) > 0.6 else "a_little_below"
         return level, f"k averages less than 1, by {-excess:.0f} standard errors"
-    if sided is not None and (abs(excess) < SIGMAS or 0.6 < sided < 1.6):
+    if sided is not None and (abs(excess) < NOISE_ERRORS or 0.6 < sided < 1.6):
         return "one", f"k averages 1 (k3 / k1 is {sided:.2f})"
     return "unclear", f"k averages 1 but for {excess:.1f} standard errors"
 
 
-@finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, SIZE))
+@finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, LOG_RATIO))
 def k1_sign(run: Readings) -> Seen:
     """The sign of k1: a KL is not negative."""
-    sign = in_errors(run.values(K1)[-4 * WINDOW :])
+    sign = in_errors(run.values(K1)[-4 * LEVEL_READINGS :])
     k3 = run.get(K3)
     if sign is None or (k3 is not None and now_of(k3) <= AGREE):
         return None
-    if sign < -SIGMAS:
+    if sign < -NOISE_ERRORS:
         side = leaning(run)
         if side is not None and side > -LEANING:
             return "a_little_negative", f"k1 is negative, but by {-side:.0%} of the gap only"
         return "negative", f"k1 is negative by {-sign:.0f} standard errors, which no KL is"
-    return ("positive" if sign > SIGMAS else "none"), f"k1 is {sign:.0f} of its standard errors"
+    return ("positive" if sign > NOISE_ERRORS else "none"), f"k1 is {sign:.0f} of its standard errors"
 
 
 @once_a_run
 def leaning(run: Readings) -> float | None:
     """Returns k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
-    size, k1 = run.values(SIZE)[-4 * WINDOW :], run.values(K1)[-4 * WINDOW :]
+    size, k1 = run.values(LOG_RATIO)[-4 * LEVEL_READINGS :], run.values(K1)[-4 * LEVEL_READINGS :]
     if not k1.size or not size.size or size.mean() <= 0:
         return None
     return float(np.clip(k1.mean() / size.mean(), -1, 1))
 
 
-@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, SIZE))
+@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, LOG_RATIO))
 def gap_side(run: Readings) -> Seen:
     """To which side the gap is: a sampled token less likely in training, or more."""
     side, k3 = leaning(run), run.late(K3)
@@ -444,7 +438,7 @@ def by_probability(run: Readings) -> dict[str, float] | None:
     """
     found = {}
     for bucket in BUCKETS["prob"]:
-        _, k1, k3 = run.joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket)[-4 * WINDOW :].T
+        _, k1, k3 = run.joined("vllm_kl/k1/prob/" + bucket, "vllm_kl/k3/prob/" + bucket)[-4 * LEVEL_READINGS :].T
         if (k3 > 0).any():
             ratios = k1[k3 > 0] / (2 * k3[k3 > 0]) ** 0.5
             found[bucket] = float(ratios.clip(-ALIKE, ALIKE).mean())
@@ -476,10 +470,10 @@ def gap_by_probability(run: Readings) -> Seen:
     return "even", "tokens of one probability move to either side"
 
 
-@finding("gap_tokens", "| few many", family="tokens", needs=(SIZE,))
+@finding("gap_tokens", "| few many", family="tokens", needs=(LOG_RATIO,))
 def gap_tokens(run: Readings) -> Seen:
     """Whether a few tokens make the gap: k3 over the square of the mean |log k| is 0.5 to 5 if many do."""
-    size, k3 = run.late(SIZE), run.late(K3)
+    size, k3 = run.late(LOG_RATIO), run.late(K3)
     if not size or k3 is None or k3 <= AGREE:
         return None
     ratio = k3 / size / size  # the square may be out of range
@@ -523,5 +517,5 @@ def rollout_age(run: Readings) -> Seen:
     text = f"rollouts are {staleness:.1f} versions behind the policy"
     if staleness < 1:
         return "new", text
-    always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST + 1)))
+    always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST_READINGS + 1)))
     return ("always_old" if always else "old"), text

@@ -4,7 +4,7 @@ reference."""
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import GRADIENT
+from verl_ext.diagnosis.names import GRADIENT
 from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of, step_from
 
 REFERENCE, STRIDE, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/lr"

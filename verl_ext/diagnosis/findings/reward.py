@@ -1,4 +1,4 @@
-"""What the reward shows: whether it rose, stands, fell or is the same for all answers, and what moved before it fell.
+"""What the reward shows: whether it rose, stands, fell or is the same for all answers.
 
 A level is the mean of WIDTHS readings in a row. Heights are measured from the bottom of the scale. The bottom is 0 if
 no reading is negative, the least reward of an answer if the run logs it, else the lowest level before the best.
@@ -7,26 +7,21 @@ One rule judges a fall, in grades. It compares the level now with the best one:
 
     falls       the reward lost FALLS of its height and a quarter of what it had gained, by more than noise
     collapsed   it lost half of its height, and has not come back to BACK of it
-    dead        it lost nine tenths, and stays there (`find_collapse`): the guard says so during the run
+
+The guard has a stricter rule, for a run that still trains: `diagnosis.collapse`.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import itemgetter
-from statistics import median
 
 import numpy as np
 
 from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.growth import scatter
-from verl_ext.diagnosis.names import quantity_of
+from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX, REWARD_MIN, VALIDATION, quantity_of
 from verl_ext.diagnosis.noise import ENOUGH, difference_noise, level_error
 from verl_ext.diagnosis.series import (
-    WINDOW,
+    LEVEL_READINGS,
     Readings,
     Series,
     beginning_label,
@@ -37,18 +32,9 @@ from verl_ext.diagnosis.series import (
     once_a_run,
 )
 
-REWARD, K3, GRADIENT, ENTROPY, LENGTH = (
-    "critic/score/mean",
-    "vllm_kl/k3",
-    "actor/grad_norm",
-    "actor/entropy",
-    "response_length/mean",
-)
-MOST, LEAST = "critic/score/max", "critic/score/min"
 SPREAD = "critic/score/std"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
-VALIDATION = "val-core/**/mean@*"  # the quantity of all scores of validation sets
-FEWEST = 5  # readings without which a reward cannot be judged
+FEWEST_REWARDS = 5  # readings without which a reward cannot be judged
 SURE, LIKELY = 3.0, 2.0  # standard errors of a rise, and of a small rise
 # Standard errors of a loss, beyond what the best of so many levels exceeds the others by itself; of a long run, which
 # loses more surely.
@@ -123,8 +109,8 @@ class Course:
         """True if noise does not explain the loss; of few readings, whose noise is not known, by their order."""
         values = self.series.values
         before, after = np.split(values, [int(np.argmax(values)) + 1])
-        in_order = len(values) <= FEW and len(before) > 1 and len(after) >= FEWEST - 2
-        return self.surely > 1 or (in_order and bool(values[-(FEWEST - 2) :].max() < before.min()))
+        in_order = len(values) <= FEW and len(before) > 1 and len(after) >= FEWEST_REWARDS - 2
+        return self.surely > 1 or (in_order and bool(values[-(FEWEST_REWARDS - 2) :].max() < before.min()))
 
     @property
     def falls(self) -> bool:
@@ -144,7 +130,7 @@ def course_of(run: Readings) -> Course | None:
     steps, or lose a little in many.
     """
     series = run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST:
+    if series is None or len(series.steps) < FEWEST_REWARDS:
         return None
     n = len(series.steps)
     widths = [width for width in WIDTHS if n / 30 <= width <= (n + 2) / 5] or WIDTHS[-1:]
@@ -160,7 +146,7 @@ def _course(series: Series, run: Readings, width: int) -> Course:
     noise = level_error(values, width)
     bottom = 0.0
     if values.min() < 0:
-        least = run.get(LEAST)
+        least = run.get(REWARD_MIN)
         bottom = min(float(np.median(least.values)), lowest) if least is not None else min(lowest, best - abs(best))
     around = values[max(at - 2, 0) : at + max(width, 3) + 2]
     if np.median(around) - bottom < HALF * (around.mean() - bottom):  # seldom above the bottom: high by chance
@@ -207,13 +193,13 @@ def _rise(values: np.ndarray) -> float:
     return max(found)
 
 
-@finding("reward_constant", "constant | varies", family="reward_spread", needs=(MOST, LEAST))
+@finding("reward_constant", "constant | varies", family="reward_spread", needs=(REWARD_MAX, REWARD_MIN))
 def reward_constant(run: Readings) -> Seen:
     """All answers get the same reward, so that nothing can be learnt from it: at any level but the highest one seen."""
     series, rows = run.get(REWARD), _rows_of_spread(run)
     if series is None or not len(rows):
         return None
-    values, top = series.values, run.values(MOST)
+    values, top = series.values, run.values(REWARD_MAX)
     scale = SAME * max(float(np.abs(values).max()), SAME)
     same = rows[:, 1] <= scale
     began = holds_from(same, MOSTLY)
@@ -226,7 +212,7 @@ def reward_constant(run: Readings) -> Seen:
 def _rows_of_spread(run: Readings) -> np.ndarray:
     """Returns [steps, 2] a step, and the spread of the rewards of its answers. If nothing logs a spread, that of the
     steps' means around their median; no rows for too few steps."""
-    bounds = run.joined(MOST, LEAST)
+    bounds = run.joined(REWARD_MAX, REWARD_MIN)
     if len(bounds):
         return np.column_stack([bounds[:, 0], bounds[:, 1] - bounds[:, 2]])
     deviations = run.joined(SPREAD, REWARD)
@@ -234,7 +220,7 @@ def _rows_of_spread(run: Readings) -> np.ndarray:
         small = deviations[:, 1] <= SMALL * np.abs(deviations[:, 2])
         return np.column_stack([deviations[:, 0], np.where(small, 0.0, deviations[:, 1])])
     series = run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST:
+    if series is None or len(series.steps) < FEWEST_REWARDS:
         return np.empty((0, 2))
     return np.column_stack([series.steps, np.abs(series.values - np.median(series.values))])
 
@@ -284,17 +270,17 @@ def reward_flat(run: Readings) -> Seen:
         return "rose", text
     if course.rise >= LIKELY:
         return "rose_little", f"{text}, which noise may be"
-    most, values = run.values(MOST), series.values
+    most, values = run.values(REWARD_MAX), series.values
     known = most.size > 0 and course.now > CEILING * most.max() > 0
     if known or (not most.size and 0 <= values.min() <= values.max() <= 1 and course.now > SURE_CEILING):
         return "at_ceiling", f"{text}, near the best that an answer gets"
     return "flat", f"{text}: no more than noise"
 
 
-@finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, MOST))
+@finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, REWARD_MAX))
 def reward_gain(run: Readings) -> Seen:
     """How much of what the best answers get was gained."""
-    early, late, best = run.early(REWARD), run.late(REWARD), run.late(MOST)
+    early, late, best = run.early(REWARD), run.late(REWARD), run.late(REWARD_MAX)
     if early is None or late is None or best is None or best <= early:
         return None
     share = (late - early) / (best - early) if late < 0.9 * best else 1.0
@@ -302,7 +288,7 @@ def reward_gain(run: Readings) -> Seen:
     third, sixth = len(values) // 3, len(values) // 6
     if share < 0.1:
         return "nothing", f"the reward has gained {max(share, 0):.0%} of what was to be had"
-    if len(values) >= 4 * WINDOW and best > 0:
+    if len(values) >= 4 * LEVEL_READINGS and best > 0:
         last, before = values[-sixth:].mean(), values[-third:-sixth].mean()
         if last < 0.7 * best and last < 1.03 * before:
             return "stopped_low", f"the reward rises no more, at {last / best:.0%} of what the best answers get"
@@ -314,12 +300,11 @@ def reward_gain(run: Readings) -> Seen:
 @finding("validation_fell", "fell | holds", family="validation")
 def validation_fell(run: Readings) -> Seen:
     """The score of a validation set is far below its best."""
-    falls, seen = [], False
-    for name in run.names():
-        quantity = quantity_of(name)
-        if quantity is None or quantity.name != VALIDATION or len(run.need(name).steps) < 3:
-            continue
-        seen, series = True, run.need(name)
+    known = ((name, quantity_of(name)) for name in run.names())
+    scores = {name: run.need(name) for name, quantity in known if quantity is not None and quantity.name == VALIDATION}
+    scores = {name: series for name, series in scores.items() if len(series.steps) >= 3}
+    falls = []
+    for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
         if best - now > max(0.15 * best, SURE * difference_noise(values)) and best > 0:
@@ -327,13 +312,13 @@ def validation_fell(run: Readings) -> Seen:
     if falls:
         _, text, step = max(falls)
         return "fell", text, step
-    return ("holds", "the validation holds") if seen else None
+    return ("holds", "the validation holds") if scores else None
 
 
 @finding("groups_dead", "most | some few", family="groups", needs=(DEAD_GROUPS,))
 def groups_dead(run: Readings) -> Seen:
     """Most groups have no spread, so that they teach nothing."""
-    share = needed(_dead_share(run))
+    share = needed(run.late(DEAD_GROUPS))
     level = "most" if share >= MOST_DEAD else "some" if share >= 0.2 else "few"
     return level, f"{share:.0%} of the groups have answers of one reward only"
 
@@ -345,7 +330,7 @@ def group_size(run: Readings) -> Seen:
 
     With a rate of success p, a group of n independent answers has no spread with probability p^n + (1 - p)^n.
     """
-    share, reward, most, least = _dead_share(run), run.late(REWARD), run.late(MOST), run.late(LEAST)
+    share, reward, most, least = (run.late(name) for name in (DEAD_GROUPS, REWARD, REWARD_MAX, REWARD_MIN))
     if share is None or reward is None or most is None or least is None or most <= least:
         return None
     rate = (reward - least) / (most - least)
@@ -354,10 +339,6 @@ def group_size(run: Readings) -> Seen:
         text = f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread: too few answers a prompt"
         return "small", text
     return "enough", f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread"
-
-
-def _dead_share(run: Readings) -> float | None:
-    return run.late(DEAD_GROUPS)
 
 
 @finding("advantages", "zero | some", family="reward_spread", needs=("critic/advantages/max",))
@@ -376,7 +357,7 @@ def prompts_matter(run: Readings) -> Seen:
     in the lab).
     """
     effect = run.values(PROMPT_EFFECT)
-    if len(effect) >= 2 * WINDOW:
+    if len(effect) >= 2 * LEVEL_READINGS:
         mean = float(effect.mean())
         text = f"rewards differ between prompts {mean:.2g} times as much as within them (F)"
         return "no" if mean < 1.15 else "yes" if mean > 1.3 else "unclear", text
@@ -388,8 +369,8 @@ def prompts_matter(run: Readings) -> Seen:
 def _reward_scatter(run: Readings) -> float | None:
     """Returns the variance of the batches' mean reward, as a share of that of coin tosses."""
     rewards, tokens = run.values(REWARD), run.values("router/tokens")
-    most, least, length = (run.values(name) for name in (MOST, LEAST, LENGTH))
-    if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * WINDOW:
+    most, least, length = run.values(REWARD_MAX), run.values(REWARD_MIN), run.values(LENGTH)
+    if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * LEVEL_READINGS:
         return None
     # Rewards are of the whole step, and so is verl's total. router/tokens is the mean of the step's local updates,
     # over the trajectories that were compared; in the lab, which logs no total, these are all of the step.
@@ -398,165 +379,3 @@ def _reward_scatter(run: Readings) -> float | None:
     span = ((rewards - least) * (most - rewards)).mean()
     jumps = np.square(np.diff(rewards)).mean() / 2
     return float(jumps * answers / span) if span > 0 else None
-
-
-# What moved before the reward fell, and the guard's rule.
-
-STRETCH, STAYS = 8, 24  # readings of a level; at the bottom, before that counts as staying there
-NINE_TENTHS = 0.9  # of the scale
-KNOWN = -2.0  # rewards below it have a scale that is not known: DAPO's penalty of overlong answers reaches -2
-BEFORE = 64  # readings before the fall in whose earlier half a series is taken to be calm
-DEVIATIONS = 3.0
-LEAST_MOVE = 0.1  # of the calm level; smaller moves do not break a run
-HARMLESS_GAP = 1e-3  # k3 below this is harmless: a hundredth of the boundary
-WORDS = {K3: "k3", GRADIENT: "the gradient norm", ENTROPY: "the entropy", LENGTH: "the response length"}
-RISES_ONLY = (K3, GRADIENT)
-RECORDED = (REWARD, *WORDS)
-
-Pairs = Sequence[tuple[int, float]]  # (step, value), finite, with ascending steps
-
-
-@dataclass(frozen=True)
-class Move:
-    """A series that left its calm level for another level, and the step at which it left."""
-
-    signal: str
-    step: int
-    before: float
-    after: float
-
-    def __str__(self) -> str:
-        return f"{WORDS[self.signal]} ({self.before:.2g} to {self.after:.2g}, from step {self.step})"
-
-
-@dataclass(frozen=True)
-class Collapse:
-    """The collapse of a reward.
-
-    Attributes:
-        best: the best level of the reward.
-        now: the mean of its last STAYS readings.
-        step: the step at which it began to fall.
-        moves: the other series that moved before it had fallen, the earliest first.
-    """
-
-    best: float
-    now: float
-    step: int
-    moves: tuple[Move, ...] = ()
-
-    @property
-    def gap_first(self) -> bool:
-        """True if the engines came apart before anything else moved."""
-        return bool(self.moves) and self.moves[0].signal == K3 and self.moves[0].step <= self.step
-
-    @property
-    def since(self) -> int:
-        """The step of the first move, the reward's included."""
-        return min(self.step, self.moves[0].step) if self.moves else self.step
-
-    @property
-    def remedy(self) -> str:
-        back = f"go back to a checkpoint from before step {self.since}"
-        if self.gap_first:
-            return f"The engines came apart first: {back}, and close their gap, or lower the learning rate."
-        return f"Nothing says that the engines came apart first: {back}, and lower the learning rate."
-
-    def __str__(self) -> str:
-        before = [str(move) for move in self.moves if move.step < self.step]
-        after = [str(move) for move in self.moves if move.step >= self.step]
-        first = f"Before it moved {', then '.join(before)}" if before else "Nothing else that is logged moved before it"
-        then = f"; with or after it, {', then '.join(after)}" if after else ""
-        fell = f"The reward fell from {self.best:.2g} to {self.now:.2g}, from step {self.step} on, and stays there."
-        return f"{fell} {first}{then}."
-
-
-def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
-    """Returns the collapse of a reward that is dead at its last reading, for the guard of a run that still trains.
-
-    It is dead if it has lost nine tenths of its best level and stays there. A level is the mean of STRETCH readings in
-    a row (docs/report.md lists the rule's false alarms):
-
-    - The best is the highest level before the last STAYS readings. The scale reaches from the best to the bottom, which
-      is 0, or -1 if a reading is negative. If a reading up to the best is below -1, or any reading below KNOWN, the
-      bottom is unknown and the run is not judged.
-    - The mean of STAYS readings in a row has come into the lowest tenth of the scale. No level since then, nor in the
-      last STAYS readings, has left the lowest fifth.
-    - None of the last STAYS readings is as high as the second-lowest reading of the best level.
-
-    Args:
-        series: name of a metric -> its readings; those of RECORDED that were logged.
-
-    Returns None if the run is not dead, or has fewer than STRETCH + STAYS readings.
-    """
-    reward = series.get(REWARD, ())
-    early = len(reward) - STAYS
-    if early < STRETCH:
-        return None
-    values = [value for _, value in reward]
-    levels = _means(values, STRETCH)  # each from that reading on
-    at = max(range(early - STRETCH + 1), key=levels.__getitem__)
-    best, calm = levels[at], values[at : at + STRETCH]
-    bottom = 0.0 if min(values) >= 0 else -1.0
-    if min(values[: at + STRETCH]) < bottom or min(values) < KNOWN or max(values[early:]) >= sorted(calm)[1]:
-        return None
-    tenth = (1 - NINE_TENTHS) * (best - bottom)
-    high = [i for i, level in enumerate(levels) if level > bottom + 2 * tenth]
-    if not high or high[-1] >= early or min(_means(values[high[-1] + 1 :], STAYS)) > bottom + tenth:
-        return None
-    low = median(calm) - min(DEVIATIONS * scatter(calm), (best - bottom) / 2)  # its scatter may be as wide as the fall
-    left = _leaves(values[at + STRETCH :], lambda value: value < low)
-    began = early if left is None else min(at + STRETCH + left, early)
-    until = reward[high[-1] + STRETCH][0]
-    step = reward[began][0]
-    return Collapse(best, sum(values[early:]) / STAYS, step, what_moved(series, step, until))
-
-
-def what_moved(series: Mapping[str, Pairs], began: int, until: int) -> tuple[Move, ...]:
-    """Returns the series other than the reward that left their calm before `until`, the earliest first.
-
-    A series leaves its calm at the first reading that is followed by a move: of it and the next ones, STRETCH in all,
-    all but one lie on the same side of the calm level, by more than DEVIATIONS times the scatter of the calm readings.
-
-    Args:
-        series: name of a metric -> its readings; those of RECORDED that were logged.
-        began, until: the step in which the reward began to fall, and the step in which it had fallen.
-    """
-    found = (_move(name, series.get(name, ()), began, until) for name in WORDS)
-    return tuple(sorted((move for move in found if move is not None), key=lambda move: move.step))
-
-
-def _move(name: str, readings: Pairs, began: int, until: int) -> Move | None:
-    """Returns the move of one series, if it left its calm before `until`; the arguments are those of `what_moved`."""
-    before = [value for step, value in readings if step <= began][-BEFORE:]
-    start = bisect_right(readings, began, key=itemgetter(0)) - len(before)
-    values = [value for _, value in readings[start:]]
-    calm = values[: max(len(before) // 2, STRETCH)]
-    if len(calm) < STRETCH:
-        return None
-    middle, off = median(calm), max(DEVIATIONS * scatter(calm), LEAST_MOVE * abs(median(calm)))
-    high, low = middle + off, middle - off
-    if name == K3:
-        high = max(high, HARMLESS_GAP)
-    rest = values[len(calm) :]
-    sides = [_leaves(rest, lambda value: value > high)]
-    if name not in RISES_ONLY:
-        sides.append(_leaves(rest, lambda value: value < low))
-    left = min((side for side in sides if side is not None), default=None)
-    if left is None or (step := readings[start + len(calm) + left][0]) > until:
-        return None
-    away = values[len(calm) + left : bisect_right(readings, until, key=itemgetter(0)) - start]
-    after = max(_means(away, STRETCH) or [sum(away) / len(away)], key=lambda level: abs(level - middle))
-    return Move(name, step, middle, after)
-
-
-def _means(values: Sequence[float], count: int) -> list[float]:
-    """Returns the mean of each reading and the next ones, `count` in all; empty if there are fewer readings."""
-    sums = [0.0, *accumulate(values)]
-    return [(later - sooner) / count for sooner, later in zip(sums, sums[count:], strict=False)]
-
-
-def _leaves(values: Sequence[float], outside: Callable[[float], bool]) -> int | None:
-    """Returns the index of the first reading outside that begins STRETCH readings of which at most one is not."""
-    out = [outside(value) for value in values]
-    return next((i for i in range(len(out) - STRETCH + 1) if out[i] and sum(out[i : i + STRETCH]) >= STRETCH - 1), None)

@@ -7,9 +7,9 @@ them: the head, the temperature, a cut of the distribution.
 
 from itertools import pairwise
 
-from verl_ext.diagnosis.findings.gap import AGREE, ROUNDED, SIZE, gap_by_probability, sound_level
+from verl_ext.diagnosis.findings.gap import AGREE, ROUNDED, gap_by_probability, sound_level
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import K3
+from verl_ext.diagnosis.names import K3, LOG_RATIO
 from verl_ext.diagnosis.series import Readings, needed, once_a_run
 
 AGREEMENT, OWN, LAYERS = "router/agreement", "router/own_agreement", "router/agreement/layer_"
@@ -123,7 +123,7 @@ def gap_per_choice(run: Readings) -> Seen:
 
 
 @finding(
-    "gap_alike", "| little some much", family="alike", needs=("router/gap_equal", "router/any_layer_differs", SIZE)
+    "gap_alike", "| little some much", family="alike", needs=("router/gap_equal", "router/any_layer_differs", LOG_RATIO)
 )
 def gap_alike(run: Readings) -> Seen:
     """The share of the gap that belongs to tokens with the same experts in all layers.
@@ -131,7 +131,7 @@ def gap_alike(run: Readings) -> Seen:
     A token that replaces the sampled one is predicted from the same states, by the same experts. A cause that changes
     the states also changes some experts.
     """
-    differs, equal, size = run.late("router/any_layer_differs"), run.late("router/gap_equal"), run.late(SIZE)
+    differs, equal, size = run.late("router/any_layer_differs"), run.late("router/gap_equal"), run.late(LOG_RATIO)
     if not differs or equal is None or not size or replayed(run) or differ(run) is None or differs <= 1e-4:
         return None
     share = min((1 - differs) * equal / size, 1.0)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from verl_ext.diagnosis.findings.gap import SIZE
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.series import FIRST, Readings
+from verl_ext.diagnosis.names import LOG_RATIO
+from verl_ext.diagnosis.series import FIRST_READINGS, Readings
 
 OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
 SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
@@ -44,7 +44,7 @@ def scaled(run: Readings, looks: np.ndarray) -> float | None:
     and not others. Looks before which training had not moved are left out.
     """
     more = looks[looks[:, 0] > 1.1]
-    if len(more) > OFTEN * len(looks) and (len(more) > 1 or len(looks) <= FIRST):
+    if len(more) > OFTEN * len(looks) and (len(more) > 1 or len(looks) <= FIRST_READINGS):
         return float(np.median(more.mean(1)))
     for median, spread in run.joined("sync/arrived_median", "sync/arrived_spread")[:2, 1:].tolist():
         if spread < SAME * median and abs(median - 1) > 0.1:
@@ -62,7 +62,7 @@ def _scatters(run: Readings) -> bool:
     lows = run.joined(LOW)
     if (arrived := lows[lows[:, 1] > 0.5, 0]).size:
         nats = nats[looks[:, 0] > arrived[-1]]
-    return bool(len(nats) > FIRST and nats[-FIRST:].min() > 3 * nats[0] and nats[-1] > 0.01)
+    return bool(len(nats) > FIRST_READINGS and nats[-FIRST_READINGS:].min() > 3 * nats[0] and nats[-1] > 0.01)
 
 
 def _is_still(run: Readings) -> bool:
@@ -70,7 +70,7 @@ def _is_still(run: Readings) -> bool:
 
     Only looks at which the updates had moved more than the gap may hide are counted.
     """
-    followed = run.joined("sync/followed", HIGH)[-FIRST:, 1]
+    followed = run.joined("sync/followed", HIGH)[-FIRST_READINGS:, 1]
     return bool(len(followed)) and float(np.median(followed)) < STILL
 
 
@@ -82,8 +82,8 @@ def shares_alike(run: Readings) -> Seen:
         return None
     if any(spread < SAME * median for median, spread in shares.tolist()):
         return "alike", "all tokens got the same share of the first updates"
-    looks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST]
-    gap = run.get(SIZE)
+    looks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST_READINGS]
+    gap = run.get(LOG_RATIO)
     if (
         len(looks)
         and gap is not None

@@ -6,8 +6,8 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.diagnosis.findings.gap import K3
 from verl_ext.diagnosis.growth import Growth
+from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import (
     BLUE,

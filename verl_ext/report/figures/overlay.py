@@ -8,7 +8,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.base.names import BUCKETS
-from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import LINE_COLOURS, PLOT_HEIGHT, PLOT_WIDTH, Line, chart_data, line_chart
 from verl_ext.report.figures.columns import AGREEMENT, OTHER_STAGE, STAGES, stage_seconds

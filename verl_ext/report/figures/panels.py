@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.names import BUCKETS
-from verl_ext.diagnosis.findings.gap import K3
+from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import now_label, now_of
 from verl_ext.report.figures import columns, kl
 from verl_ext.report.figures.charts import (
