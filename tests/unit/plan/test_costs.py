@@ -18,15 +18,8 @@ MEAN = 4096.0
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
 # Bytes per response token of the fields in TransferQueue: verl's agent loop writes ROLLOUT_BYTES.
 ROLLOUT_BYTES = {"prompts": 8, "responses": 8, "response_mask": 8, "rollout_log_probs": 4, "rm_scores": 4}
-BYTES = ROLLOUT_BYTES | {
-    "loss_mask": 8,
-    "log_probs": 4,
-    "entropy": 4,
-    "old_log_probs": 4,
-    "advantages": 4,
-    "returns": 4,
-}
-BYTES |= {"router_agreement": 4, "rollout_is_weights": 4}
+STEP_BYTES = {"loss_mask": 8, "entropy": 4, "old_log_probs": 4, "advantages": 4, "router_agreement": 4}
+BYTES = ROLLOUT_BYTES | STEP_BYTES | {"rollout_is_weights": 4}
 
 
 def found(sizes, usage, generation=1e9):
