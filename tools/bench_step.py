@@ -167,9 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception, which ends the runs
-    subprocess.run(
-        [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/prefix_sums"], cwd=REPO, check=True
-    )
+    subprocess.run([sys.executable, "recipes/make_assets.py", "cpu_smoke"], cwd=REPO, check=True)
     rounds: list[list[Pair]] = []
     for index in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,7 @@ def main() -> None:
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     subprocess.run(
-        [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", str(out / "assets")], cwd=REPO, check=True
+        [sys.executable, "recipes/make_assets.py", "cpu_smoke", "--out", str(out / "assets")], cwd=REPO, check=True
     )
     overrides = (*(() if arguments.plain else ON), *arguments.overrides)
     samples = watched(command_of(arguments.steps, overrides, out), out, arguments.steps)

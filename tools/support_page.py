@@ -19,7 +19,7 @@ import hydra
 import transformers
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests import ROOT
 from tests.stack.running import ASYNC_BUFFER
 from tests.support import quick_compose

@@ -14,7 +14,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests import ROOT
 from verl_ext.cli import main
 from verl_ext.doctor.checks import CHECKS, CheckResult, Context, run_checks

@@ -1,29 +1,20 @@
-import importlib.util
 import string
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from recipes import make_assets as recipe_assets
+from recipes.cpu_smoke.reward import compute_score
+from recipes.make_assets import DIGITS, TRAIN_ROWS, VAL_ROWS, build_model, prefix_sums, warm_up, worked_examples
 
-RECIPE = ROOT / "recipes" / "cpu_smoke"
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"cpu_smoke_{name}", RECIPE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_assets = load("make_assets")
-compute_score = load("reward").compute_score
+make_assets = partial(recipe_assets.make_assets, "cpu_smoke")
 HARDLY = 0.002  # a mean reward that is reached within a few steps of the warm-up
 
 
 def hardly_warm(out):
     """Writes the assets after only a few steps of the warm-up, which is quick."""
-    make_assets.make_assets(out, warm=HARDLY)
+    make_assets(out, warm=HARDLY)
     return out
 
 
@@ -86,7 +77,7 @@ def test_model_is_the_small_moe_in_float32(assets):
 
 
 def test_rows_are_in_the_format_of_verls_dataset(rows):
-    for split, count in (("train", make_assets.TRAIN_ROWS), ("val", make_assets.VAL_ROWS)):
+    for split, count in (("train", TRAIN_ROWS), ("val", VAL_ROWS)):
         assert len(rows[split]) == count
         assert [row["extra_info"]["index"] for row in rows[split]] == list(range(count))
         for row in rows[split]:
@@ -94,21 +85,21 @@ def test_rows_are_in_the_format_of_verls_dataset(rows):
             (message,) = row["prompt"]
             assert message["role"] == "user"
             digits = [int(digit) for digit in message["content"]]
-            assert len(digits) == make_assets.DIGITS
+            assert len(digits) == DIGITS
             sums = "".join(str(sum(digits[: place + 1]) % 10) for place in range(len(digits)))
             assert row["reward_model"] == {"style": "rule", "ground_truth": sums}
     prompts = {split: {row["prompt"][0]["content"] for row in rows[split]} for split in rows}
-    assert len(prompts["train"]) == make_assets.TRAIN_ROWS
+    assert len(prompts["train"]) == TRAIN_ROWS
     assert not prompts["train"] & prompts["val"]
 
 
 def test_worked_examples_are_prompts_with_their_right_answers_in_the_chat_template(tokenizer):
     import torch
 
-    examples = make_assets.worked_examples(tokenizer, 3, torch.Generator().manual_seed(0))
+    examples = worked_examples(tokenizer, 3, torch.Generator().manual_seed(0))
     for ids in examples.tolist():
         digits, answer = tokenizer.decode(ids).removeprefix("<user>").removesuffix("<end>").split("<assistant>")
-        assert answer == make_assets.prefix_sums(digits)
+        assert answer == prefix_sums(digits)
         row = [{"role": "user", "content": digits}, {"role": "assistant", "content": answer}]
         assert tokenizer.apply_chat_template(row, tokenize=True, return_dict=False) == ids
 
@@ -116,10 +107,10 @@ def test_worked_examples_are_prompts_with_their_right_answers_in_the_chat_templa
 def test_of_worked_examples_the_first_may_copy_their_prompt(tokenizer):
     import torch
 
-    examples = make_assets.worked_examples(tokenizer, 8, torch.Generator().manual_seed(0), copied=5)
+    examples = worked_examples(tokenizer, 8, torch.Generator().manual_seed(0), copied=5)
     for number, ids in enumerate(examples.tolist()):
         digits, answer = tokenizer.decode(ids).removeprefix("<user>").removesuffix("<end>").split("<assistant>")
-        assert answer == (digits if number < 5 else make_assets.prefix_sums(digits))
+        assert answer == (digits if number < 5 else prefix_sums(digits))
 
 
 class Guessing:
@@ -147,9 +138,9 @@ class Guessing:
 
 
 def test_the_warm_ups_reward_is_what_sampled_answers_would_earn(tokenizer, capsys):
-    right, places = 0.9, make_assets.DIGITS + 1
+    right, places = 0.9, DIGITS + 1
     expected = sum(right**place for place in range(1, places + 1)) / places
-    make_assets.warm_up(Guessing(right), tokenizer, seed=0, until=0.999 * expected)
+    warm_up(Guessing(right), tokenizer, seed=0, until=0.999 * expected)
     assert f"mean reward {expected:.2f}" in capsys.readouterr().out
 
 
@@ -160,7 +151,7 @@ def test_prompts_and_answers_fit_the_recipe(rows, tokenizer, compose):
         for row in rows["train"]
     }
     assert max(lengths) <= config.max_prompt_length
-    assert config.max_response_length > make_assets.DIGITS + 1
+    assert config.max_response_length > DIGITS + 1
 
 
 def test_assets_are_deterministic(assets, tmp_path):
@@ -176,19 +167,19 @@ def test_another_seed_gives_other_weights_and_leaves_the_random_state(tokenizer)
     import torch
 
     before = torch.get_rng_state()
-    one, other = (make_assets.build_model(tokenizer, seed).lm_head.weight for seed in (0, 1))
+    one, other = (build_model("cpu_smoke", tokenizer, seed).lm_head.weight for seed in (0, 1))
     assert not torch.equal(one, other)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_assets, "write_model", lambda folder, *_: folder.mkdir())
-    assert len(make_assets.make_assets(tmp_path)) == 3
+    monkeypatch.setattr(recipe_assets, "write_model", lambda folder, *_: folder.mkdir())
+    assert len(make_assets(tmp_path)) == 3
     (tmp_path / "train.parquet").write_text("mine")
     (tmp_path / "val.parquet").unlink()
-    assert make_assets.make_assets(tmp_path) == [tmp_path / "val.parquet"]
+    assert make_assets(tmp_path) == [tmp_path / "val.parquet"]
     assert (tmp_path / "train.parquet").read_text() == "mine"
-    assert len(make_assets.make_assets(tmp_path, force=True)) == 3
+    assert len(make_assets(tmp_path, force=True)) == 3
     assert (tmp_path / "train.parquet").read_bytes().startswith(b"PAR1")
 
 
@@ -198,12 +189,12 @@ def test_an_interrupted_write_is_made_again(tmp_path, monkeypatch):
         (folder / "half").touch()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(make_assets, "write_model", interrupted)
+    monkeypatch.setattr(recipe_assets, "write_model", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        make_assets.make_assets(tmp_path)
+        make_assets(tmp_path)
     assert not (tmp_path / "model").exists()
-    monkeypatch.setattr(make_assets, "write_model", lambda folder, *_: folder.mkdir())
-    make_assets.make_assets(tmp_path)
+    monkeypatch.setattr(recipe_assets, "write_model", lambda folder, *_: folder.mkdir())
+    make_assets(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "train.parquet", "val.parquet"}
     assert not (tmp_path / "model" / "half").exists()
 
@@ -222,7 +213,7 @@ def test_an_interrupted_write_is_made_again(tmp_path, monkeypatch):
     ],
 )
 def test_reward(response, answer, score):
-    given = compute_score(make_assets.DATA_SOURCE, response, answer, extra_info={}, reward_router_address=None)
+    given = compute_score("verl_ext/prefix_sums", response, answer, extra_info={}, reward_router_address=None)
     assert given == pytest.approx(score)
 
 

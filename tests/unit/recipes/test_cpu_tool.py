@@ -4,9 +4,8 @@ import pytest
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.function_tool import load_function_tools_from_path
 
-from recipes.cpu_smoke.make_assets import TRAIN_ROWS, VAL_ROWS, build_tokenizer
-from recipes.cpu_tool.make_assets import DATA_SOURCE, build_model, make_assets
 from recipes.cpu_tool.reward import compute_score
+from recipes.make_assets import TRAIN_ROWS, VAL_ROWS, build_model, build_tokenizer, make_assets
 from tests import ROOT
 
 RECIPE = ROOT / "recipes" / "cpu_tool"
@@ -77,7 +76,7 @@ def test_verls_loop_appends_the_tools_output_to_the_very_tokens_that_were_sample
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
     out = tmp_path_factory.mktemp("assets")
-    make_assets(out)
+    make_assets("cpu_tool", out)
     return out
 
 
@@ -91,7 +90,7 @@ def test_model_is_the_random_moe_in_bfloat16(assets, tokenizer):
     assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 16, 4)
     assert 3.0e6 < sum(weight.numel() for weight in model.parameters()) < 4.0e6
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(model.lm_head.weight, build_model(tokenizer).lm_head.weight), "no warm-up"
+    assert torch.equal(model.lm_head.weight, build_model("cpu_tool", tokenizer).lm_head.weight), "no warm-up"
 
 
 def test_rows_are_sums_that_fit_the_recipe(assets, tokenizer, compose):
@@ -129,7 +128,7 @@ def test_rows_are_sums_that_fit_the_recipe(assets, tokenizer, compose):
     ],
 )
 def test_reward(response, answer, score):
-    given = compute_score(DATA_SOURCE, response, answer, extra_info={}, reward_router_address=None)
+    given = compute_score("verl_ext/sums", response, answer, extra_info={}, reward_router_address=None)
     assert given == pytest.approx(score)
 
 

@@ -27,7 +27,7 @@ def run(record: Record, place: Place) -> None:
                 "verl-ext doctor finds no error", doctor.returncode == 0, (doctor.stdout + doctor.stderr)[-3000:]
             )
         with record.trying("a run of three steps with vLLM"):
-            _python("recipes/cpu_smoke/make_assets.py", "--out", folder)
+            _python("recipes/make_assets.py", "cpu_smoke", "--out", folder)
             metrics = Path(folder, "metrics.jsonl")
             ran = _python(
                 *("-m", "verl_ext.main_ppo", *OVERRIDES, f"assets={folder}", f"hydra.run.dir={folder}/hydra"),
