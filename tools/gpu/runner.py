@@ -77,7 +77,9 @@ def _run(part: Part, entry: dict[str, Any], dry: bool, tiny: bool, write: Callab
     with tempfile.TemporaryDirectory() as folder:
         lines, output = Path(folder, "lines"), Path(folder, "output")
         lines.touch()
-        options = ["--device", "cpu" if dry else "cuda"] + ["--tiny"] * tiny
+        options = ["--device", "cpu" if dry else "cuda"]
+        if tiny:
+            options.append("--tiny")
         with output.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "gpu.part", part.module, str(lines), *options],

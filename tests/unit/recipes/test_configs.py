@@ -138,8 +138,10 @@ def test_a_relative_config_path_is_verls():
     config = "--config-path=config"
     assert prepare([config, "stability=icepop"]) == [f"--config-path={VERL_CONFIGS}", "+stability=icepop"]
     assert prepare(["-cp", "config", "-cn", "ppo_megatron_trainer"])[1:] == [
-        *("-cp", str(VERL_CONFIGS)),
-        *("-cn", "ppo_megatron_trainer"),
+        "-cp",
+        str(VERL_CONFIGS),
+        "-cn",
+        "ppo_megatron_trainer",
     ]
 
 
