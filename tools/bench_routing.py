@@ -125,7 +125,9 @@ def memory(size: str, name: str, device: str, threads: int) -> float:
 
 def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None:
     N, L, E, K = map(int, size.split("x"))
-    ours = ["ours", "ours, reversed"] + ["ours, Triton"] * (device != "cpu")
+    ours = ["ours", "ours, reversed"]
+    if device != "cpu":
+        ours.append("ours, Triton")
     added = {name: f"{memory(size, name, device, arguments.threads):.1f}" for name in ours}
     train, infer = random_sets(size, device)
     target = torch.empty_like(train)

@@ -49,18 +49,18 @@ class Run:
             os.mkfifo(pipe)
         self._asked, self._given = (os.open(pipe, os.O_RDWR) for pipe in pipes.values())
         of_run = [
-            *(f"assets={REPO}/.quickstart/prefix_sums", f"trainer.total_training_steps={steps}"),
-            *("actor_rollout_ref.actor.optim.lr=0", "actor_rollout_ref.rollout.ignore_eos=true"),
+            f"assets={REPO}/.quickstart/prefix_sums",
+            f"trainer.total_training_steps={steps}",
+            "actor_rollout_ref.actor.optim.lr=0",
+            "actor_rollout_ref.rollout.ignore_eos=true",
             f"hydra.run.dir={folder}",
             *overrides,
         ]
         forked = '"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke "$@"'
         forked += ' ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON"'
         preload = ("--preload", ",".join((*VERL, *ROLLOUTS["vllm"], "turns")), "--log", f"{folder}/imports.log")
-        command = [
-            *(sys.executable, "tools/clean_exit.py", sys.executable, "tools/prefork.py", *preload),
-            *("sh", "-c", forked, "sh", *of_run),
-        ]
+        preforked = [sys.executable, "tools/clean_exit.py", sys.executable, "tools/prefork.py", *preload]
+        command = [*preforked, "sh", "-c", forked, "sh", *of_run]
         environment = os.environ | {name: str(pipe) for name, pipe in pipes.items()}
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, (str(REPO / "tools"), os.environ.get("PYTHONPATH")))),
@@ -167,9 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception, which ends the runs
-    subprocess.run(
-        [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", ".quickstart/prefix_sums"], cwd=REPO, check=True
-    )
+    subprocess.run([sys.executable, "recipes/make_assets.py", "cpu_smoke"], cwd=REPO, check=True)
     rounds: list[list[Pair]] = []
     for index in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:

@@ -6,10 +6,10 @@ Tables, and a sample of the command's output, are between the comments <!-- NAME
 import contextlib
 import io
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
-from routing_cost import markdown
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import compose
@@ -76,6 +76,11 @@ def parts() -> dict[str, str]:
     made = {"rates": rates_table(), "agreement": agreement_table()}
     made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
     return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    header, *body = rows
+    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *body))
 
 
 def main(path: Path) -> None:

@@ -45,7 +45,7 @@ begun=$(date +%s)
 
 echo "quickstart: starting Ray, $rollout and $train; the first step comes after about 40 s (their output: $log)"
 # The model copies most prompts instead of answering with prefix sums: RL breaks the habit within a minute.
-python recipes/cpu_smoke/make_assets.py --copying 0.7 --out .quickstart/copying
+python recipes/make_assets.py cpu_smoke --copying 0.7 --out .quickstart/copying
 of_vllm=()
 [ "$rollout" = vllm ] && of_vllm=(stability.cascade_attention=off)
 status=0

@@ -138,7 +138,7 @@ report() { # NAME JOB
 trap stop EXIT
 configure
 start
-python recipes/cpu_smoke/make_assets.py --out .quickstart/prefix_sums
+python recipes/make_assets.py cpu_smoke
 
 echo "== wrong settings: not started, not requeued"
 job=$(submit wrong --nodes=1 -- stability=icepop stability.icepop.alpha=6)

@@ -51,9 +51,9 @@ def main() -> None:
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     subprocess.run(
-        [sys.executable, "recipes/cpu_smoke/make_assets.py", "--out", str(out / "assets")], cwd=REPO, check=True
+        [sys.executable, "recipes/make_assets.py", "cpu_smoke", "--out", str(out / "assets")], cwd=REPO, check=True
     )
-    overrides = (*(() if arguments.plain else ON), *arguments.overrides)
+    overrides = arguments.overrides if arguments.plain else [*ON, *arguments.overrides]
     samples = watched(command_of(arguments.steps, overrides, out), out, arguments.steps)
     (out / "samples.json").write_text(json.dumps(samples))
     for line in lines_of(samples):
@@ -64,9 +64,18 @@ def main() -> None:
 
 def command_of(steps: int, overrides: Sequence[str], out: Path) -> list[str]:
     return [
-        *(sys.executable, "tools/clean_exit.py", sys.executable, "-m", "verl_ext.main_ppo", "recipe=cpu_smoke"),
-        *(f"assets={out}/assets", f"trainer.total_training_steps={steps}", f"hydra.run.dir={out}/hydra"),
-        *("trainer.save_freq=25", "trainer.max_actor_ckpt_to_keep=2", f"trainer.default_local_dir={out}/checkpoints"),
+        sys.executable,
+        "tools/clean_exit.py",
+        sys.executable,
+        "-m",
+        "verl_ext.main_ppo",
+        "recipe=cpu_smoke",
+        f"assets={out}/assets",
+        f"trainer.total_training_steps={steps}",
+        f"hydra.run.dir={out}/hydra",
+        "trainer.save_freq=25",
+        "trainer.max_actor_ckpt_to_keep=2",
+        f"trainer.default_local_dir={out}/checkpoints",
         *overrides,
     ]
 

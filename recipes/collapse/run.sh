@@ -47,7 +47,7 @@ train() {
   shift 3
   [ -e "$out/done" ] && return
   mkdir -p "$out" && rm -f "$out"/metrics.*  # of an interrupted run
-  python recipes/cpu_smoke/make_assets.py --seed "$seed" --out ".collapse/assets-$seed" >&2
+  python recipes/make_assets.py cpu_smoke --seed "$seed" --out ".collapse/assets-$seed" >&2
   echo "collapse: $regime, $arm, seed $seed (the run's output: $out/console.log)" >&2
   VERL_FILE_LOGGER_PATH=$PWD/$out/metrics.jsonl "$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke precision=fp32 \
     assets=".collapse/assets-$seed" hydra.run.dir="$out/hydra" data.seed="$seed" trainer.default_local_dir="$out/checkpoints" \

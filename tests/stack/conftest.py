@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.cpu_tool.make_assets import make_assets
-from recipes.dense_smoke.make_assets import build_model
+from recipes.make_assets import build_model, build_tokenizer, make_assets
 from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, in_float32, run
 from tests.stack.switching import BASE, ENGINES, SCHEDULE
 from tests.support.forking import Forked, forked
@@ -22,7 +20,7 @@ from tests.support.forking import Forked, forked
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
-    make_assets(folder)
+    make_assets("cpu_tool", folder)
     return folder
 
 
@@ -30,7 +28,7 @@ def assets(tmp_path_factory) -> Path:
 def dense_lora(tmp_path_factory) -> tuple[str, ...]:
     """The overrides that train a LoRA of a dense model: vLLM has none for the experts of its CPU kernels."""
     folder, tokenizer = tmp_path_factory.mktemp("dense"), build_tokenizer()
-    for part in (build_model(tokenizer), tokenizer):
+    for part in (build_model("dense_smoke", tokenizer), tokenizer):
         part.save_pretrained(folder)
     settings = (f"path={folder}", "lora_rank=8", "lora_alpha=64", "target_modules=all-linear")
     return tuple(f"actor_rollout_ref.model.{setting}" for setting in settings)

@@ -233,7 +233,7 @@ def make_model(folder: Path, name: str) -> None:
     """`model/` with random weights and what transformers makes of it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from recipes.cpu_smoke.make_assets import build_tokenizer
+    from recipes.make_assets import build_tokenizer
 
     model = folder / "model"
     model.mkdir(parents=True)

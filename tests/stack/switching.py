@@ -14,6 +14,9 @@ from collections.abc import Iterable
 
 from tests import ROOT
 from tests.stack.running import MEGATRON_TRAINS_IN_FLOAT32, TRAINS_IN_FLOAT32
+from verl_ext.core.advantages import ESTIMATORS
+from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.losses import LOSSES
 
 BASE = (
     "stability=icepop",
@@ -98,6 +101,10 @@ SCHEDULE: list[tuple[str, ...]] = [  # the overrides of each step
     ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
     NOTHING_LEFT,
 ]
+# A method of ours that no entry names takes a step with the settings of its preset.
+METHODS = (*CORRECTIONS, *ESTIMATORS, *(f"{name}_loss" for name in LOSSES))
+NAMED = {entry[0] for entry in SCHEDULE}
+SCHEDULE += [(f"stability={name}",) for name in METHODS if f"stability={name}" not in NAMED]
 
 
 def compose(overrides: list[str]):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recipes.cpu_tool.make_assets import make_assets
+from recipes.make_assets import make_assets
 from tests.stack.gate_ranks import CASES, DROPPING_CASES, UNDO_CASES, rank_main
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def ranks(quick_ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gate")
-    make_assets(folder)
+    make_assets("cpu_tool", folder)
     torch.multiprocessing.spawn(rank_main, (2, str(folder / "model"), f"file://{folder}/store", str(folder)), nprocs=2)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 

@@ -3,19 +3,17 @@
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.cpu_tool.make_assets import build_model
-from recipes.dense_smoke.make_assets import build_model as build_dense
+from recipes.make_assets import build_model, build_tokenizer
 from tests.stack.megatron_engine import DENSE, ONE_RANK, TWO_RANKS, VALUES, expect_of_transformers, run_ranks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-def write_model(folder, build):
+def write_model(folder, recipe):
     """`model/` with an even vocabulary, which tensor parallelism halves, and what transformers makes of it."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<spare>"])
-    model = build(tokenizer).float()
+    model = build_model(recipe, tokenizer).float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -29,8 +27,8 @@ def write_model(folder, build):
 def folder(tmp_path_factory):
     """A mixture of experts; in `dense/` a model without."""
     folder = tmp_path_factory.mktemp("megatron")
-    write_model(folder, build_model)
-    write_model(folder / "dense", build_dense)
+    write_model(folder, "cpu_tool")
+    write_model(folder / "dense", "dense_smoke")
     return folder
 
 

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.cpu_tool.make_assets import build_model
+from recipes.make_assets import build_model, build_tokenizer
 from tests.stack.megatron_engine import run_ranks
 from tests.stack.megatron_gate import CASES
 from tests.stack.megatron_recipes import make_model
@@ -20,7 +19,7 @@ def ranks(stack, tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron_gate")
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<spare>"])  # an even vocabulary, which tensor parallelism halves
-    for part in (build_model(tokenizer), tokenizer):
+    for part in (build_model("cpu_tool", tokenizer), tokenizer):
         part.save_pretrained(folder / "qwen3" / "model")
     make_model(folder / "moonlight", "moonlight")
     output = run_ranks(stack, "tests.stack.megatron_gate", "judge_and_undo", 2, folder)

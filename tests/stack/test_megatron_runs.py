@@ -6,8 +6,7 @@ import uuid
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.cpu_tool.make_assets import build_model
+from recipes.make_assets import build_model, build_tokenizer
 from tests.stack.faults import CANARY, DECIDED, RULES, rules
 from tests.stack.run_files import (
     SAVES,
@@ -52,7 +51,7 @@ def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron_model")
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["<spare>"])
-    model = build_model(tokenizer)
+    model = build_model("cpu_tool", tokenizer)
     with torch.no_grad():
         # transformers starts the padding's row at 0 and gives it no gradient. Megatron does, and where <pad> is
         # sampled, the norm of a row of zeros makes that gradient a hundred times as large as all others.

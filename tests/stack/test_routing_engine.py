@@ -7,7 +7,7 @@ that an update which replays nothing has other experts. Two processes run the ca
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests.support.closeness import close
 from tests.support.head_ranks import reference_reading, response_values, sampler_heads, sequence_logits
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers

@@ -11,8 +11,7 @@ import uuid
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
-from recipes.cpu_tool.make_assets import build_model
+from recipes.make_assets import build_model, build_tokenizer
 from tests import ROOT
 from tests.stack.running import CPU, MARK, RETRACTS, kill_all
 from tests.stack.sglang_engine import FP4
@@ -24,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sglang")
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer).float()
+    model = build_model("cpu_tool", tokenizer).float()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests.support.closeness import close
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS

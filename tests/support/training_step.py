@@ -6,7 +6,7 @@ import torch
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests.support.store import Store, compute_advantage, nested
 from verl_ext.core.routing import RouterSums
 from verl_ext.trainer import trainers

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tools import runs_page
 from verl_ext.base.methods import defaults
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
@@ -98,18 +97,9 @@ def test_the_settings_page_has_every_setting_with_its_default():
     assert len(rows) == len(dict(rows))
 
 
-def test_the_front_page_names_every_correction():
-    named = set(re.findall(r"`(?:stability=)?(\w+)`", read(ROOT / "README.md")))
-    assert set(CORRECTIONS) <= named, "in README.md, below the presets to start with"
-
-
 def test_the_page_of_checks_names_every_benchmark():
     page = read(ROOT / "docs" / "checks.md")
     assert [file.name for file in (ROOT / "tools").glob("bench_*.py") if f"tools/{file.name}" not in page] == []
-
-
-def test_the_page_of_whole_runs_is_current():
-    assert read(ROOT / "docs" / "runs.md") == runs_page.page(), "python tools/runs_page.py > docs/runs.md"
 
 
 def test_docstrings_open_with_a_noun_or_a_verb():

@@ -38,6 +38,7 @@ BELOW: dict[str, set[str]] = {
     },
     "lab": {"__version__", "base", "core", "diagnosis", "features", "guard", "launch", "report", "trainer", "workers"},
 }
+ABOVE_TOOLS = {"tests", "recipes"}
 ENGINES = {"verl", "ray", "vllm"}
 WITHOUT = {
     "core": ENGINES,
@@ -80,6 +81,13 @@ def test_a_room_imports_only_what_is_below_it(room):
 @pytest.mark.parametrize("room", WITHOUT)
 def test_a_room_works_without_the_engines_that_it_need_not_know(room):
     assert not {(file, name) for file, name in imports_of(room) if name.split(".")[0] in WITHOUT[room]}
+
+
+def test_tools_import_neither_tests_nor_recipes():
+    files = sorted((ROOT / "tools").rglob("*.py"))
+    assert files and not {
+        (file.name, name) for file in files for name in imports(file) if name.split(".")[0] in ABOVE_TOOLS
+    }
 
 
 # Names that several files may have: what every feature's file offers, and entry points.

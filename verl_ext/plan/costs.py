@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from verl_ext.core.tokens import BLOCK_TOKENS
 from verl_ext.plan.sizes import Sizes, Usage
 
-# python tools/bench_transfer.py, GB/s of expert ids: one client with one unit; one unit with the most clients.
+# Measured, GB/s of expert ids (docs/routing.md): one client with one unit; one unit with the most clients.
 CLIENT_PUT, CLIENT_GET = 1.1, 0.82
 UNIT_PUT, UNIT_GET = 1.2, 0.90
-# The same command's short rows, two units: microseconds that a client needs for each row of each field, however short.
+# Short rows, two units: microseconds that a client needs for each row of each field, however short.
 VALUE_PUT_US, VALUE_GET_US = 43.0, 19.0
 # An assumption: 100 Gbit/s of Ethernet per node, which TransferQueue's sockets use.
 NODE_GB_S = 12.5
 
 CORRECTION_NS = 17.0  # of the controller, per response token: python tools/bench_correction.py
-GUARD_MS = 0.5  # of the controller, per step: 12 rules and one event, on two CPU cores (docs/guard.md#cost)
+GUARD_MS = 0.5  # of the controller, per step: measured (docs/guard.md)
 
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
 READ_SHARE = 0.005  # share of a step that the training ranks may wait for the storage units

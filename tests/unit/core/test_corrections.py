@@ -8,12 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
+from tests.support.measure_oracle import CHOICES, OF_SEQUENCES, OF_TOKENS, ratio
 from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 
-LOG_RATIOS = st.lists(st.floats(-100, 100) | st.floats(-2, 2), min_size=1, max_size=50)
-PROBS = st.lists(st.tuples(st.floats(1e-40, 1), st.floats(1e-40, 1)), min_size=1, max_size=50)
+# Log-probabilities of both engines: anywhere, and near each other.
+LOG_PROB = st.floats(-100, 0) | st.floats(-2, 0)
+LOG_PROBS = st.lists(st.tuples(LOG_PROB, LOG_PROB), min_size=1, max_size=50)
+# Each correction, with settings: those that the oracle of `measure` has alone.
+ALONE = [(name, settings) for choice in CHOICES if choice and len(choice) == 1 for name, settings in choice.items()]
+alone = pytest.mark.parametrize(("name", "settings"), ALONE)
 
 
 def weigh(name, *quantities, **settings):
@@ -21,51 +26,35 @@ def weigh(name, *quantities, **settings):
     return found.weight.tolist(), found.low.tolist(), found.high.tolist()
 
 
-def exp_clamped(x):
-    return math.exp(max(-20.0, min(20.0, x)))
+@alone
+@given(LOG_PROBS)
+def test_a_weight_is_its_formula(name, settings, log_probs):
+    gaps = [old - infer for infer, old in log_probs]
+    quantities = {
+        "k": [ratio(gap) for gap in gaps],
+        "p_infer": [math.exp(infer) for infer, _ in log_probs],
+        "p_old": [math.exp(old) for _, old in log_probs],
+        "log_rho": gaps,
+        "log_g": gaps,
+    }
+    if name in OF_TOKENS:
+        expected = [OF_TOKENS[name](gap, *pair, **settings) for gap, pair in zip(gaps, log_probs, strict=True)]
+    else:
+        expected = [OF_SEQUENCES[name](gap, gap, **settings) for gap in gaps]
+    weight, low, high = weigh(name, *(quantities[read] for read in CORRECTIONS[name].reads), **settings)
+    weights, is_low, is_high = zip(*expected, strict=True)
+    assert weight == pytest.approx(weights, rel=1e-14)
+    assert (low, high) == ([*is_low], [*is_high])
 
 
-# name -> settings, weight of a ratio, lower and upper bound of it. Corrections of sequences read its logarithm.
-BOUNDED = [
-    ("tis", {"cap": 2.0}, lambda k: min(k, 2.0), 0.0, 2.0),
-    ("icepop", {"alpha": 0.5, "beta": 5.0}, lambda k: k if 0.5 <= k <= 5.0 else 0.0, 0.5, 5.0),
-    ("tis_sequence", {"cap": 2.0}, lambda rho: min(rho, 2.0), 0.0, 2.0),
-    ("mis", {"cap": 2.0, "weight": "ratio"}, lambda rho: rho if rho <= 2.0 else 0.0, 0.0, 2.0),
-    ("mis", {"cap": 2.0, "weight": "one"}, lambda rho: 1.0 if rho <= 2.0 else 0.0, 0.0, 2.0),
-    ("geo_mask", {"low": 0.999, "high": 1.002}, lambda g: 1.0 if 0.999 <= g <= 1.002 else 0.0, 0.999, 1.002),
-]
-# Those that read the probabilities too.
-BY_PROBABILITY = [("kpop", {"phi": 0.1}), ("ipo", {"eps": 0.3})]
-bounded = pytest.mark.parametrize(("name", "settings", "formula", "low", "high"), BOUNDED)
-
-
-def quantity(name, log_ratios):
-    return [exp_clamped(x) for x in log_ratios] if CORRECTIONS[name].reads == ("k",) else log_ratios
-
-
-@bounded
-@given(log_ratios=LOG_RATIOS)
-def test_a_weight_is_its_formula(name, settings, formula, low, high, log_ratios):
-    ratios = [exp_clamped(x) for x in log_ratios]
-    weight, is_low, is_high = weigh(name, quantity(name, log_ratios), **settings)
-    assert weight == pytest.approx([formula(ratio) for ratio in ratios], rel=1e-14)
-    assert is_low == [ratio < low for ratio in ratios]
-    assert is_high == [ratio > high for ratio in ratios]
-
-
-@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + BY_PROBABILITY)
+@alone
 def test_what_weighs_by_the_ratio_says_so(name, settings):
     """Two such corrections would count the ratio twice, and are refused together."""
-    correction, small = CORRECTIONS[name], 1e-3  # inside all bounds
+    correction, small = CORRECTIONS[name], 1e-4  # inside all bounds
     values = {"k": math.exp(small), "p_infer": 0.5, "p_old": 0.5 * math.exp(small), "log_rho": small, "log_g": small}
     (weight,), _, _ = weigh(name, *([values[quantity]] for quantity in correction.reads), **settings)
     kind = correction.settings(**settings)
     assert correction.weighs_by_ratio(kind) == (weight != 1), "register_correction(..., by_ratio=True)"
-
-
-def test_every_correction_has_a_case():
-    before = {name for name, method in CORRECTIONS.items() if not method.in_update}
-    assert {case[0] for case in BOUNDED + BY_PROBABILITY} == before, "a case in BOUNDED"
 
 
 def test_bounds_are_inclusive():
@@ -78,45 +67,31 @@ def test_bounds_are_inclusive():
     assert weigh("ipo", [1.5, 0.5], [0.5, 0.5], [0.75, 0.25], eps=0.25)[0] == [1.5, 0.5]
 
 
-@given(PROBS, st.sampled_from([0.01, 0.1, 1.0]))
-def test_kpop_is_its_formula(probs, phi):
-    def binary_kl(p, q):
-        p, q = (min(max(x, 1e-6), 1 - 1e-6) for x in (p, q))
-        return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-
-    k = [old / infer for infer, old in probs]
-    outside = [binary_kl(old, infer) > phi or binary_kl(infer, old) > phi for infer, old in probs]
-    weight, low, high = weigh("kpop", k, *zip(*probs, strict=True), phi=phi)
-    assert weight == [0.0 if out else ratio for out, ratio in zip(outside, k, strict=True)]
-    assert low == [out and ratio < 1 for out, ratio in zip(outside, k, strict=True)]
-    assert high == [out and ratio >= 1 for out, ratio in zip(outside, k, strict=True)]
+def test_kpop_is_wide_in_ratio_for_rare_tokens_and_tight_for_confident_ones():
+    infer, old = [0.0001, 0.99], [0.001, 0.8]
+    weight, _, _ = weigh("kpop", [10.0, 0.8 / 0.99], infer, old, phi=0.1)
+    assert weight == [10.0, 0.0]
 
 
-@given(PROBS, st.sampled_from([0.1, 0.3, 0.9]))
-def test_ipo_is_its_formula(probs, eps):
-    """prime-rl's ipo_loss_fn masks tokens with abs(exp(l_train) - exp(l_infer)) > eps."""
-    k = [old / infer for infer, old in probs]
-    weight, low, high = weigh("ipo", k, *zip(*probs, strict=True), eps=eps)
-    gaps = [old - infer for infer, old in probs]
-    assert weight == [0.0 if abs(gap) > eps else ratio for gap, ratio in zip(gaps, k, strict=True)]
-    assert low == [gap < -eps for gap in gaps]
-    assert high == [gap > eps for gap in gaps]
+def test_ipo_keeps_rare_tokens_whatever_their_ratio():
+    weight, low, _ = weigh("ipo", [10.0, 0.6 / 0.99], [0.0001, 0.99], [0.001, 0.6], eps=0.3)
+    assert (weight, low) == ([10.0, 0.0], [0.0, 1.0])
 
 
-@bounded
-def test_nan_weighs_0_and_is_on_neither_side(name, settings, formula, low, high):
-    assert weigh(name, [math.nan], **settings) == ([0.0], [0.0], [0.0])
+@alone
+def test_nan_weighs_0_and_is_on_neither_side(name, settings):
+    quantities = [[math.nan] for _ in CORRECTIONS[name].reads]
+    assert weigh(name, *quantities, **settings) == ([0.0], [0.0], [0.0])
 
 
 def test_an_infinite_ratio_is_high():
     assert weigh("icepop", [math.inf], alpha=0.5, beta=5.0) == ([0.0], [0.0], [1.0])
     assert weigh("tis", [math.inf], cap=2.0) == ([2.0], [0.0], [1.0])
     assert weigh("kpop", [math.nan], [0.5], [0.5], phi=0.1) == ([0.0], [0.0], [0.0])
-    assert weigh("ipo", [math.nan], [math.nan], [0.5], eps=0.3) == ([0.0], [0.0], [0.0])
     assert weigh("ipo", [math.inf], [0.0], [0.5], eps=0.3) == ([0.0], [0.0], [1.0])
 
 
-@pytest.mark.parametrize(("name", "settings"), [case[:2] for case in BOUNDED] + BY_PROBABILITY)
+@alone
 def test_weights_carry_no_gradient(name, settings):
     ones = [torch.ones(2, requires_grad=True) for _ in CORRECTIONS[name].reads]
     assert not CORRECTIONS[name].function(*ones, **settings).weight.requires_grad

@@ -5,7 +5,7 @@ import math
 import pytest
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from verl_ext.doctor import diagnose  # noqa: F401 (registers the checks)
 from verl_ext.doctor.checks import CHECKS, Context
 from verl_ext.doctor.hooks import fit_presets

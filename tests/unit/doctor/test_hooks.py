@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import LlamaConfig
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests import ROOT
 from tools.doctor_page import table
 from verl_ext.cli import main

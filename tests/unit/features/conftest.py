@@ -1,7 +1,7 @@
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from verl_ext.base.errors import ConfigError
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from transformers import DeepseekV2Config
 from verl.utils.config import omega_conf_to_dataclass
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests.support.fixing import assert_fixed
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.core.corrections import CORRECTIONS, register_correction

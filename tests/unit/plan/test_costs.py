@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.test_plan import FSDP, MEGATRON
-from tools.routing_cost import FOR_THE_UPDATE, WITH_THE_IDS
 from verl_ext.launch.models import SHAPES
 from verl_ext.plan import costs as module
 from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
@@ -17,7 +16,10 @@ from verl_ext.plan.sizes import Usage
 ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_heads=True, head_reads=2)
 MEAN = 4096.0
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
-BYTES = {**WITH_THE_IDS, **FOR_THE_UPDATE, "responses": 8, "router_agreement": 4, "rollout_is_weights": 4}
+# Bytes per response token of the fields in TransferQueue: verl's agent loop writes ROLLOUT_BYTES.
+ROLLOUT_BYTES = {"prompts": 8, "responses": 8, "response_mask": 8, "rollout_log_probs": 4, "rm_scores": 4}
+STEP_BYTES = {"loss_mask": 8, "entropy": 4, "old_log_probs": 4, "advantages": 4, "router_agreement": 4}
+BYTES = ROLLOUT_BYTES | STEP_BYTES | {"rollout_is_weights": 4}
 
 
 def found(sizes, usage, generation=1e9):
@@ -52,6 +54,22 @@ def test_more_of_anything_that_carries_is_never_slower(how, gb, values, clients,
     for then in ((clients + more, units, nodes), (clients, units + more, nodes), (clients, units, nodes + more)):
         assert transfer_seconds(how, gb, values, *then) <= now
     assert transfer_seconds(how, gb * 2, values, clients, units, nodes) >= now
+
+
+def test_the_rollouts_fields_are_as_large_as_verl_writes_them():
+    import torch
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    fields = AgentLoopOutput(
+        prompt_ids=[0],
+        response_ids=[1, 2],
+        response_mask=[1, 1],
+        response_logprobs=[0.0, 0.0],
+        reward_score=0.0,
+        metrics=AgentLoopMetrics(),
+    ).as_dict()
+    written = {name: value.nbytes / len(value) for name, value in fields.items() if torch.is_tensor(value)}
+    assert written == ROLLOUT_BYTES
 
 
 def test_the_controller_reads_what_the_trainer_asks_for():

@@ -4,9 +4,8 @@ import pytest
 from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.tools.function_tool import load_function_tools_from_path
 
-from recipes.cpu_smoke.make_assets import TRAIN_ROWS, VAL_ROWS, build_tokenizer
-from recipes.cpu_tool.make_assets import DATA_SOURCE, build_model, make_assets
 from recipes.cpu_tool.reward import compute_score
+from recipes.make_assets import build_tokenizer
 from tests import ROOT
 
 RECIPE = ROOT / "recipes" / "cpu_tool"
@@ -74,66 +73,10 @@ def test_verls_loop_appends_the_tools_output_to_the_very_tokens_that_were_sample
     assert (mask, log_probs) == ([1] * 4 + [0] * 8, [-1.0] * 4 + [0.0] * 8)
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    out = tmp_path_factory.mktemp("assets")
-    make_assets(out)
-    return out
-
-
-def test_model_is_the_random_moe_in_bfloat16(assets, tokenizer):
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype="auto")
-    config = model.config
-    assert config.model_type == "qwen3_moe"
-    assert (config.num_hidden_layers, config.num_experts, config.num_experts_per_tok) == (4, 16, 4)
-    assert 3.0e6 < sum(weight.numel() for weight in model.parameters()) < 4.0e6
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    assert torch.equal(model.lm_head.weight, build_model(tokenizer).lm_head.weight), "no warm-up"
-
-
-def test_rows_are_sums_that_fit_the_recipe(assets, tokenizer, compose):
-    from pyarrow.parquet import read_table
-
-    for split, count in (("train", TRAIN_ROWS), ("val", VAL_ROWS)):
-        rows = read_table(assets / f"{split}.parquet").to_pylist()
-        assert [row["extra_info"]["index"] for row in rows] == list(range(count))
-        longest = compose("recipe=cpu_tool").data.max_prompt_length
-        for row in rows:
-            (message,) = row["prompt"]
-            a, b = message["content"].removesuffix("=").split("+")
-            assert row["reward_model"] == {"style": "rule", "ground_truth": str(int(a) + int(b))}
-            assert len(row["reward_model"]["ground_truth"]) == 1
-            prompt = tokenizer.apply_chat_template(
-                row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-            assert len(prompt) <= longest
-        if split == "train":
-            assert len({row["prompt"][0]["content"] for row in rows}) == 21
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "score"),
-    [
-        ("3", "3", 1.0),
-        ("3 and more", "3", 1.0),
-        ("4", "3", 0.3 + 0.4 * 8 / 9),
-        ("9", "0", 0.3),
-        ("", "3", 0.0),
-        (" 3", "3", 0.0),
-        ("x3", "3", 0.0),
-        ("²", "2", 0.0),
-        ("٣", "3", 0.0),
-    ],
-)
-def test_reward(response, answer, score):
-    given = compute_score(DATA_SOURCE, response, answer, extra_info={}, reward_router_address=None)
-    assert given == pytest.approx(score)
-
-
-def test_reward_prefers_the_closer_digit():
+def test_the_reward_is_1_for_the_right_digit_and_falls_with_the_distance():
+    expected = {"3": 1.0, "3 and more": 1.0, "4": 0.3 + 0.4 * 8 / 9, "": 0, " 3": 0, "x3": 0, "²": 0, "٣": 0}
+    for response, score in expected.items():
+        given = compute_score("", response, "3", extra_info={}, reward_router_address=None)
+        assert given == pytest.approx(score), response
     scores = [compute_score("", str(digit), "5") for digit in (0, 2, 4, 5)]
-    assert scores == sorted(scores)
-    assert len(set(scores)) == 4
+    assert scores == sorted(set(scores)) and scores[0] >= 0.3

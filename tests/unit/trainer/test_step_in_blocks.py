@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests.support.store import compute_advantage, made_batch
 from verl_ext.base.errors import BatchError
 from verl_ext.features.settings import TrajectoryDump

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens

@@ -55,11 +55,11 @@ SETTINGS = {
     "geo_mask": ("stability.geo_mask.low=0.9", "stability.geo_mask.high=1.1"),
     "opsm": ("stability.opsm.delta=0.1",),
 }
-TOKEN_WEIGHTS = ("tis", "icepop", "kpop", "ipo")
+TOKEN_WEIGHTS = {name for name, method in CORRECTIONS.items() if not (method.in_update or method.per_sequence)}
 REFUSED = {
     **{
         name: (f"stability.correction={name}", *SETTINGS.get(name, ()))
-        for name in sorted(set(CORRECTIONS) - {*TOKEN_WEIGHTS})
+        for name in sorted(set(CORRECTIONS) - TOKEN_WEIGHTS)
     },
     **{f"filter {name}": (f"stability.filters.{name}={FILTERS.get(name, '{}')}",) for name in BATCH_FILTERS},
     "kept": ("stability.correction=icepop", *SETTINGS["icepop"], "stability.denominator=kept"),

@@ -29,6 +29,6 @@ PARTS = {
         "Capture and replay of routing", "gpu.parts.capture", 230, ("torch", "transformers", "verl", "tensordict")
     ),
     "numbers": Part("The mismatch between kernels of one model", "gpu.parts.numbers", 70, ("torch", "transformers")),
-    "oracles": Part("The mathematics against float64", "gpu.parts.oracles", 60),
+    "oracles": Part("The mathematics against float64", "gpu.parts.oracles", 60, ("torch", "pytest")),
     "stack": Part("A short run with vLLM", "gpu.parts.stack", 500, ("torch", "verl", "ray", "vllm"), on_gpu_alone=True),
 }

@@ -9,21 +9,24 @@ replaced.
 import gc
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bench_capture import PROMPT, RESPONSE, Engine, attach, make_batch, rollout_routes
 from measuring import added_bytes, alternating
+from tensordict import TensorDict
 from torch import nn
 
 from gpu import attention
 from gpu.models import build, config_of, router_of, weights_by_hand
 from gpu.record import TIMES, Place, Record
-from gpu.verl_engine import start_one_rank, verl_engine
+from gpu.verl_engine import PlainEngine, start_one_rank, verl_engine
+from verl_ext.routing.fsdp import FsdpRouting
 
+PROMPT, RESPONSE = 128, 384  # tokens of each sequence
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 TOKENS, TINY_TOKENS = 8192, 512  # of a micro-batch
 REPLACED = 0.01  # of the experts, by `rollout_routes`
@@ -48,8 +51,7 @@ def run(record: Record, place: Place) -> None:
 
 
 class Engines:
-    """verl's engines if they can be built here, else the stand-in of tools/bench_capture.py; the same for all
-    families."""
+    """verl's engines if they can be built here, else PlainEngine; the same for all families."""
 
     def __init__(self, record: Record, place: Place):
         self.record, self.device = record, place.device
@@ -58,7 +60,7 @@ class Engines:
     def __call__(self, config: Any, dtype: torch.dtype) -> Any:
         if self.verls is None:
             self._try()
-        return self._verls(config, dtype) if self.verls else Engine(build(config, dtype, self.device))
+        return self._verls(config, dtype) if self.verls else PlainEngine(build(config, dtype, self.device))
 
     def _try(self) -> None:
         """Builds verl's engine on a tiny model: an error there comes from the installed packages."""
@@ -75,6 +77,63 @@ class Engines:
     def _verls(self, config: Any, dtype: torch.dtype) -> Any:
         with tempfile.TemporaryDirectory() as folder:
             return verl_engine(config, dtype, self.device, Path(folder))
+
+
+def attach(engine: Any) -> FsdpRouting:
+    """Returns the adapter with its hooks on the engine's routers; `mode` is R2 or R3, for a batch that asks for it."""
+    replay = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
+    adapter = FsdpRouting(SimpleNamespace(engine_config=replay))  # type: ignore[arg-type]
+    adapter.prepare(engine)
+    return adapter
+
+
+def make_batch(tokens: int, vocabulary: int, device: str, **settings: Any) -> TensorDict:
+    """Returns random sequences of PROMPT + RESPONSE tokens, with all fields that verl's engine reads of a
+    micro-batch."""
+    from verl.utils import tensordict_utils as tu
+
+    count, length = tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(vocabulary, (count, length), generator=generator).to(device)
+
+    def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+    ones = torch.ones(count, RESPONSE, dtype=torch.long, device=device)
+    data = TensorDict(
+        {
+            "input_ids": nested(rows),
+            "position_ids": nested(torch.arange(length, device=device).expand(count, -1)),
+            "prompts": nested(rows[:, :PROMPT]),
+            "responses": nested(rows[:, PROMPT:]),
+            "response_mask": nested(ones),
+            "loss_mask": nested(ones),
+        },
+        batch_size=count,
+    )
+    defaults = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
+    tu.assign_non_tensor(data, **defaults | settings)
+    return data
+
+
+@torch.no_grad()
+def rollout_routes(adapter: FsdpRouting, engine: Any, data: TensorDict) -> torch.Tensor:
+    """Returns the experts that the model chooses, with one in a hundred replaced by the next one that its token does
+    not use.
+
+    Args:
+        data: a batch of `make_batch` with enable_routing_replay=True.
+    """
+    adapter.mode, before = "R2", adapter.mode
+    _, output = engine.forward_step(data, loss_function=None, forward_only=True)
+    adapter.mode = before
+    routes = output["model_output"]["old_routed_experts"]
+    ids = routes.values().long()
+    other = (ids.amax(-1) + 1) % adapter.experts
+    other += (other.unsqueeze(-1) == ids).any(-1) * adapter.experts  # if there is none, the id stays
+    replace = (torch.rand(other.shape, device=ids.device) < adapter.top_k / 100) & (other < adapter.experts)
+    ids[..., 0] = torch.where(replace, other, ids[..., 0])
+    return torch.nested.nested_tensor_from_jagged(ids.to(torch.uint8), routes.offsets())
 
 
 def loss(model_output: Any, data: Any, dp_group: Any = None) -> tuple[torch.Tensor, dict]:

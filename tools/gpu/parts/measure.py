@@ -7,6 +7,7 @@ import torch
 from bench_correction import BYTES_PER_TOKEN, CORRECTIONS, Batch
 from measuring import added_bytes, alternating
 
+from gpu import without_ray
 from gpu.bandwidth import share_of_peak
 from gpu.record import TIMES, Place, Record
 from verl_ext.core.measure import measure
@@ -20,7 +21,7 @@ def run(record: Record, place: Place) -> None:
     with_verl = find_spec("verl") is not None
     if not with_verl:
         record.note("verl is not installed: its correction pass is not among the calls")
-    elif find_spec("ray").origin and "standins" in find_spec("ray").origin:
+    elif without_ray.is_installed():
         record.note("verl's correction pass was imported with a stand-in for Ray, which it does not call")
     for size in TINY if place.tiny else SIZES:
         with record.trying(f"{size} (trajectories x tokens)"):

@@ -27,12 +27,10 @@ def run(record: Record, place: Place) -> None:
                 "verl-ext doctor finds no error", doctor.returncode == 0, (doctor.stdout + doctor.stderr)[-3000:]
             )
         with record.trying("a run of three steps with vLLM"):
-            _python("recipes/cpu_smoke/make_assets.py", "--out", folder)
+            _python("recipes/make_assets.py", "cpu_smoke", "--out", folder)
             metrics = Path(folder, "metrics.jsonl")
-            ran = _python(
-                *("-m", "verl_ext.main_ppo", *OVERRIDES, f"assets={folder}", f"hydra.run.dir={folder}/hydra"),
-                VERL_FILE_LOGGER_PATH=str(metrics),
-            )
+            overrides = [*OVERRIDES, f"assets={folder}", f"hydra.run.dir={folder}/hydra"]
+            ran = _python("-m", "verl_ext.main_ppo", *overrides, VERL_FILE_LOGGER_PATH=str(metrics))
             record.check("it ends well", ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:])
             steps = [json.loads(line)["data"] for line in metrics.read_text(encoding="utf-8").splitlines()]
             for name in ("vllm_kl/k3", "router/agreement"):

@@ -1,4 +1,4 @@
-"""The page of features by engine: `python -m tools.support_page > docs/engines.md`.
+"""The page of features by engine: `python -m tests.engines_page > docs/engines.md`.
 
 A row is a feature that a user switches on, a column is a training engine with a rollout engine. "refused" comes from
 the features' own checks of a config with these engines and the feature on. "whole run" is a run of tests/stack that has
@@ -19,7 +19,7 @@ import hydra
 import transformers
 from omegaconf import DictConfig, OmegaConf
 
-from recipes.cpu_smoke.make_assets import build_tokenizer
+from recipes.make_assets import build_tokenizer
 from tests import ROOT
 from tests.stack.running import ASYNC_BUFFER
 from tests.support import quick_compose
@@ -58,7 +58,7 @@ cores, with the [stand-ins](../verl_ext/cpu) that CPU cores need.
 
 | cell | meaning |
 |---|---|
-| whole run | Ray, both engines and verl's trainer made steps with the feature on ([runs.md](runs.md)) |
+| whole run | Ray, both engines and verl's trainer made steps with the feature on ([tests/stack](../tests/stack)) |
 | test | a test covers the feature on this engine, without a whole run |
 | refused | the launch stops, with the reason of this number [below](#why-it-is-refused) |
 | not run | the checks accept it, but no run or test has it on this engine |
@@ -69,7 +69,7 @@ without instructions for them. The rows of a precision count only runs that have
 Features that act only on the controller, such as a guard rule or an estimator, have further tests without an engine,
 which are not counted here. A guard rule counts if a run has it on its command line, as the runs do that make it fire.
 
-`python -m tools.support_page > docs/engines.md` generates this page from the features' checks and from the tests, and a
+`python -m tests.engines_page > docs/engines.md` generates this page from the features' checks and from the tests, and a
 test compares them. With `--tests` it prints the runs and tests behind each cell."""
 WHOLE, TEST, REFUSED, UNTRIED = "whole run", "test", "refused", "not run"
 SHOWS = "shows"  # the mark of a test that covers rows of this page

@@ -1,7 +1,7 @@
 """Measures the cost of the sampler's head: the rollout that returns it, and the training engine that reads it.
 
-    python tools/bench_head.py rollout [--prompts 64] [--tokens 32] [--hidden 64] [--vocabulary 4096] [--repeats 5]
-    python tools/bench_head.py read [--rows 512] [--vocabulary 32768] [--repeats 7] [--threads 2] [--device cuda]
+    python tools/bench_top_tokens.py rollout [--prompts 64] [--tokens 32] [--repeats 5]
+    python tools/bench_top_tokens.py read [--rows 512] [--vocabulary 32768] [--device cuda]
 
 `rollout`: vLLM's engine generates for the same prompts in three ways: as verl asks (logprobs=0); with heads, as this
 package asks (flat, without text); and with as many log-probabilities in vLLM's own form, a dictionary per token. Ratios

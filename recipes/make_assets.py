@@ -1,22 +1,28 @@
-"""Write what the CPU quick start trains on: a small MoE model warmed up on prefix sums, its tokenizer, and the data.
+"""Write what a small recipe trains on: its model, the tokenizer that all of them share, and its prompts.
 
-Everything is made from a seed, so that two runs on one machine write the same weights and the same rows.
+    python recipes/make_assets.py RECIPE [--out FOLDER]
+
+cpu_smoke has a mixture of experts that is warmed up on prefix sums, dense_smoke a dense model with the same warm-up and
+the same rows, cpu_tool a mixture of experts with random weights, and sums. Everything is made from a seed, so that two
+runs on one machine write the same weights and the same rows.
 """
 
 import argparse
 import random
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-DATA_SOURCE = "verl_ext/prefix_sums"
 DIGITS = 12
+LARGEST_SUM = 5  # answers are one token, and the sums few enough to show learning within twenty steps
 TRAIN_ROWS = 1024
 VAL_ROWS = 32
 WARM = 0.35  # mean reward of the answers that training starts from
@@ -56,30 +62,26 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3MoeForCausalLM":
-    """Returns a Qwen3-MoE of 260,000 parameters with random weights, in float32, as verl's optimizer keeps them.
+def build_model(recipe: str, tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "PreTrainedModel":
+    """Returns a recipe's model with random weights, a Qwen3 or Qwen3-MoE.
 
     The vocabulary is exactly the tokenizer's. verl makes vLLM ignore token ids past
     `len(tokenizer)` while the training engine still counts them in its softmax, so one spare row
     would shift every log-ratio between the two engines by a constant.
     """
     import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
+    given = ASSETS[recipe]
+    config_class, model_class = Qwen3Config, Qwen3ForCausalLM
+    if "num_experts" in given.sizes:
+        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+    config = config_class(
+        **given.sizes,
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,  # vLLM's attention on CPUs refuses 16
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
-        initializer_range=0.1,  # at this width, learning from the usual 0.02 takes twice as long
         max_position_embeddings=512,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -89,7 +91,7 @@ def build_model(tokenizer: "PreTrainedTokenizerFast", seed: int = 0) -> "Qwen3Mo
     # The caller's random state is left as it was found.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3MoeForCausalLM(config)
+        return model_class(config).to(getattr(torch, given.dtype))
 
 
 def worked_examples(
@@ -153,26 +155,84 @@ def prefix_sums(digits: str) -> str:
     return "".join(str(total % 10) for total in accumulate(map(int, digits)))
 
 
-def build_rows(count: int, seed: int, split: str) -> list[dict]:
-    """Returns `count` prompts of DIGITS random digits as rows of verl's RL dataset; the answer is their prefix sums."""
-    draw = random.Random(seed)
+def draw_prefix_sums(count: int, draw: random.Random) -> list[tuple[str, str]]:
+    """Returns `count` prompts of DIGITS random digits, each with its prefix sums as the answer."""
     prompts = ["".join(draw.choices("0123456789", k=DIGITS)) for _ in range(count)]
+    return [(digits, prefix_sums(digits)) for digits in prompts]
+
+
+def draw_sums(count: int, draw: random.Random) -> list[tuple[str, str]]:
+    """Returns `count` prompts such as `1+2=` with their answers, drawn evenly from all sums up to LARGEST_SUM."""
+    sums = [(a, b) for a in range(LARGEST_SUM + 1) for b in range(LARGEST_SUM + 1 - a)]
+    return [(f"{a}+{b}=", str(a + b)) for a, b in (draw.choice(sums) for _ in range(count))]
+
+
+@dataclass(frozen=True)
+class Assets:
+    """What one recipe trains on.
+
+    Attributes:
+        folder: where its config looks for them.
+        sizes: of the model; one without `num_experts` is dense.
+        dtype: of the weights. verl's optimizer keeps float32.
+        warm_up: whether the model is trained on worked examples first.
+        data_source: the name of the data, by which verl's reward manager could choose a reward.
+        draw: returns prompts with their answers.
+    """
+
+    folder: Path
+    sizes: dict[str, Any]
+    dtype: str
+    warm_up: bool
+    data_source: str
+    draw: Callable[[int, random.Random], list[tuple[str, str]]]
+
+
+# At this width, learning from the usual initializer_range of 0.02 takes twice as long.
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.1}
+SMALL_EXPERTS = {
+    "moe_intermediate_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.01,
+}
+TOOL_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+}
+PREFIX_SUMS = "verl_ext/prefix_sums", draw_prefix_sums
+ASSETS = {
+    "cpu_smoke": Assets(Path(".quickstart/prefix_sums"), SMALL | SMALL_EXPERTS, "float32", True, *PREFIX_SUMS),
+    "dense_smoke": Assets(Path(".quickstart/dense_prefix_sums"), SMALL, "float32", True, *PREFIX_SUMS),
+    "cpu_tool": Assets(Path(".quickstart/tool_assets"), TOOL_SIZES, "bfloat16", False, "verl_ext/sums", draw_sums),
+}
+
+
+def build_rows(recipe: str, count: int, seed: int, split: str) -> list[dict]:
+    """Returns `count` prompts with their answers as rows of verl's RL dataset."""
+    given = ASSETS[recipe]
     return [
         {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": digits}],
+            "data_source": given.data_source,
+            "prompt": [{"role": "user", "content": prompt}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": prefix_sums(digits)},
+            "reward_model": {"style": "rule", "ground_truth": answer},
             "extra_info": {"split": split, "index": index},
         }
-        for index, digits in enumerate(prompts)
+        for index, (prompt, answer) in enumerate(given.draw(count, random.Random(seed)))
     ]
 
 
-def write_model(folder: Path, seed: int, warm: float, copying: float = 0.0) -> None:
+def write_model(folder: Path, recipe: str, seed: int, warm: float, copying: float = 0.0) -> None:
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed)
-    if warm:
+    model = build_model(recipe, tokenizer, seed)
+    if ASSETS[recipe].warm_up:
         warm_up(model, tokenizer, seed, warm, copying)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -185,20 +245,22 @@ def write_rows(file: Path, rows: list[dict]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
 
 
-def make_assets(out: Path, force: bool = False, seed: int = 0, warm: float = WARM, copying: float = 0.0) -> list[Path]:
+def make_assets(
+    recipe: str, out: Path, force: bool = False, seed: int = 0, warm: float = WARM, copying: float = 0.0
+) -> list[Path]:
     """Writes `model/`, `train.parquet` and `val.parquet` under `out`; returns the ones written now.
 
     Existing ones stay, unless `force`. Each gets its name only when it is complete, so that a later run does not take
     the part that an interrupted one has written for the whole.
 
     Args:
-        warm: the mean reward to warm up to; with 0 the model keeps its random weights.
+        warm: the mean reward to warm up to, if the recipe's model is warmed up.
         copying: see `warm_up`.
     """
     writers = {
-        out / "model": lambda path: write_model(path, seed, warm, copying),
-        out / "train.parquet": lambda path: write_rows(path, build_rows(TRAIN_ROWS, seed, "train")),
-        out / "val.parquet": lambda path: write_rows(path, build_rows(VAL_ROWS, seed + 1, "val")),
+        out / "model": lambda path: write_model(path, recipe, seed, warm, copying),
+        out / "train.parquet": lambda path: write_rows(path, build_rows(recipe, TRAIN_ROWS, seed, "train")),
+        out / "val.parquet": lambda path: write_rows(path, build_rows(recipe, VAL_ROWS, seed + 1, "val")),
     }
     out.mkdir(parents=True, exist_ok=True)
     written = []
@@ -222,9 +284,9 @@ def _remove(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the CPU quick start's model, tokenizer and data.")
-    folder = Path(".quickstart/prefix_sums")
-    parser.add_argument("--out", type=Path, default=folder, help="where to write (default: %(default)s)")
+    parser = argparse.ArgumentParser(description="Write the model, the tokenizer and the data of a small recipe.")
+    parser.add_argument("recipe", choices=ASSETS)
+    parser.add_argument("--out", type=Path, help="where to write (default: where the recipe looks for them)")
     parser.add_argument("--force", action="store_true", help="write existing files again")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and rows (default: %(default)s)")
     parser.add_argument(
@@ -232,15 +294,16 @@ def main() -> None:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="share of the worked examples that copy the prompt: a habit that RL has to break (default: %(default)s)",
+        help="share of the warm-up's examples that copy the prompt, a habit that RL breaks (default: %(default)s)",
     )
     arguments = parser.parse_args()
     warm = WARM_COPYING if arguments.copying else WARM
-    written = make_assets(arguments.out, arguments.force, arguments.seed, warm, arguments.copying)
+    out = arguments.out or ASSETS[arguments.recipe].folder
+    written = make_assets(arguments.recipe, out, arguments.force, arguments.seed, warm, arguments.copying)
     for path in written:
         print(f"wrote {path}")
     if not written:
-        print(f"{arguments.out} is complete; --force writes it again")
+        print(f"{out} is complete; --force writes it again")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests import ROOT
-from tools.support_page import PAIRS, composed, is_of, joined, marked_tests, names_of, refusal, rows, write_model
+from tests.engines_page import PAIRS, composed, is_of, joined, marked_tests, names_of, refusal, rows, write_model
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
@@ -36,11 +36,11 @@ def row_of(pair, name, group=""):
 @pytest.mark.slow
 def test_the_page_is_current():
     made = subprocess.run(
-        [sys.executable, "-m", "tools.support_page"], cwd=ROOT, capture_output=True, text=True, timeout=900
+        [sys.executable, "-m", "tests.engines_page"], cwd=ROOT, capture_output=True, text=True, timeout=900
     )
     assert made.returncode == 0, made.stderr[-3000:]
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    assert page == made.stdout, "python -m tools.support_page > docs/engines.md"
+    assert page == made.stdout, "python -m tests.engines_page > docs/engines.md"
 
 
 def test_every_method_and_action_has_a_row():
