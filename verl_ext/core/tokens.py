@@ -6,7 +6,7 @@ Shape legend: N response tokens of all trajectories, n tokens of a block, B traj
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,10 @@ class Lag:
         edges = torch.tensor(LAG_EDGES[1:], device=self.oldest.device)
         spans = self.newest != self.oldest
         return torch.where(spans, len(LAG_EDGES), torch.bucketize(self.oldest, edges, right=True))
+
+    def of_rows(self, rows: Sequence[int]) -> Lag:
+        """Returns the lag of some trajectories, in this order."""
+        return Lag(self.newest[list(rows)], self.oldest[list(rows)])
 
 
 EXACT_COUNT = 2**24  # up to here float32 counts, and stops
@@ -178,3 +182,21 @@ class Tokens:
     def row_sums(self, values: Tensor) -> Tensor:
         """[B] float64 sums over each trajectory of [N] values; 0 for one without tokens."""
         return segment_sums(values.double(), self.offsets.diff())
+
+    def of_rows(self, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
+        """Returns some trajectories, in this order, and the places of their tokens among the N."""
+        ends = self.offsets.tolist()
+        places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
+        lengths = self.offsets.diff()[list(rows)]
+        picked = Tokens(
+            **{name: values[places] for name, values in self.per_token().items()},
+            offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
+            lag=None if self.lag is None else self.lag.of_rows(rows),
+        )
+        return picked, places
+
+    def log_k_sums(self) -> tuple[Tensor, Tensor]:
+        """Returns two [B] tensors in float64: the sum of |log k| over a trajectory's generated tokens, inf if one is
+        not a number; and the number of these tokens."""
+        log_k = (self.l_old.double() - self.l_infer.double()).abs_().nan_to_num_(torch.inf)
+        return self.row_sums(log_k.masked_fill_(~self.mask, 0.0)), self.row_sums(self.mask)

@@ -191,7 +191,7 @@ class QueueBatch:
                 if weighed:
                     fields.add(names.WEIGHTS)
                 data = weights = dict(get_fields(part.batch, sorted(fields)).items())
-                tokens = _sampled_tokens(data, pick_lag(self._lag, part.rows))
+                tokens = _sampled_tokens(data, self._lag_of(part.rows))
             view = self._view(tokens, part.batch.keys, data)
             yield replace(part, offsets=tokens.offsets), view, weights[names.WEIGHTS].values() if weighed else None
 
@@ -210,10 +210,10 @@ class QueueBatch:
         return [self._batch.keys[row] for row in real], scores[real]
 
     def log_k_sums(self) -> tuple[Tensor, Tensor]:
-        """[B] each, see `trainer.batch.log_k_sums`."""
+        """[B] each, see `Tokens.log_k_sums`."""
         sums, counts = torch.zeros(2, len(self._batch.keys), dtype=torch.float64).unbind()
         for part, tokens in self._read(GAP_FIELDS):
-            sums[part.rows], counts[part.rows] = log_k_sums(tokens)
+            sums[part.rows], counts[part.rows] = tokens.log_k_sums()
         return sums, counts
 
     def rows_of(self, keys: Iterable[str]) -> list[int]:
@@ -224,12 +224,15 @@ class QueueBatch:
         """Returns the tokens of some trajectories before verl has computed advantages, and their weights if any were
         put."""
         if self._tokens is not None:
-            tokens, places = pick_rows(self._tokens, rows)
+            tokens, places = self._tokens.of_rows(rows)
             return tokens, self._waiting[names.WEIGHTS].values()[places] if self._is_weighed else None
         fields = (*FIELDS, names.WEIGHTS) if self._is_weighed else FIELDS
         data = dict(get_fields(part_of(self._batch, rows), fields).items())
         weight = data[names.WEIGHTS].values() if self._is_weighed else None
-        return response_tokens(data, pick_lag(self._lag, rows)), weight
+        return response_tokens(data, self._lag_of(rows)), weight
+
+    def _lag_of(self, rows: Sequence[int]) -> Lag | None:
+        return None if self._lag is None else self._lag.of_rows(rows)
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
@@ -243,7 +246,7 @@ class QueueBatch:
                 yield part, self._tokens
             else:
                 data = dict(get_fields(part.batch, fields).items())
-                yield part, response_tokens(data, pick_lag(self._lag, part.rows))
+                yield part, response_tokens(data, self._lag_of(part.rows))
 
 
 def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
@@ -287,25 +290,6 @@ def packed_like_mask(data: Mapping[str, Tensor], fields: tuple[str, ...]) -> dic
     return packed
 
 
-def log_k_sums(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns two [B] tensors in float64: the sum of |log k| over a trajectory's generated tokens, inf if one is not
-    a number; and the number of these tokens."""
-    log_k = (tokens.l_old.double() - tokens.l_infer.double()).abs_().nan_to_num_(torch.inf)
-    return tokens.row_sums(log_k.masked_fill_(~tokens.mask, 0.0)), tokens.row_sums(tokens.mask)
-
-
-def pick_rows(tokens: Tokens, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
-    """Returns some trajectories of a batch, in this order, and the places of their tokens among the N."""
-    ends = tokens.offsets.tolist()
-    places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
-    lengths = tokens.offsets.diff()[list(rows)]
-    return Tokens(
-        **{name: values[places] for name, values in tokens.per_token().items()},
-        offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
-        lag=pick_lag(tokens.lag, rows),
-    ), places
-
-
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
     """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
 
@@ -317,10 +301,6 @@ def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
         for end in ("max", "min")
     )
     return Lag(newest, oldest)
-
-
-def pick_lag(lag: Lag | None, rows: Sequence[int]) -> Lag | None:
-    return None if lag is None else Lag(lag.newest[list(rows)], lag.oldest[list(rows)])
 
 
 def filter_batch(

@@ -18,7 +18,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
-from verl_ext.trainer.batch import QueueBatch, pick_rows
+from verl_ext.trainer.batch import QueueBatch
 from verl_ext.trainer.logs import LineFile, say
 from verl_ext.trainer.queue import get_fields, part_of
 
@@ -140,7 +140,7 @@ def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[Chosen
     tokens, weight = batch.tokens_of(list(rows))
     chosen = []
     for place, (row, why) in enumerate(rows.items()):
-        own, places = pick_rows(tokens, [place])
+        own, places = tokens.of_rows([place])
         chosen.append(ChosenTrajectory(row, why, own, None if weight is None else weight[places]))
     return chosen
 
@@ -154,7 +154,7 @@ def choose_shown(
     Rows without generated tokens, and `never`, are left out.
 
     Args:
-        log_k_B, counts_B: from `batch.log_k_sums`.
+        log_k_B, counts_B: from `Tokens.log_k_sums`.
     """
     mean_B, counts = log_k_B / counts_B, counts_B.tolist()
     rows = [row for row in mean_B.argsort(descending=True, stable=True).tolist() if counts[row] and row not in never]

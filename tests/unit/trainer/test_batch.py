@@ -4,7 +4,7 @@ from tensordict import TensorDict
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.core.tokens import Lag, jagged
-from verl_ext.trainer.batch import lag_of, pick_rows, response_tokens
+from verl_ext.trainer.batch import lag_of, response_tokens
 
 
 def nested(*rows):
@@ -60,7 +60,7 @@ def test_as_many_log_probs_divided_differently_are_refused():
 
 def test_some_trajectories_are_picked_in_the_order_asked_for():
     tokens = response_tokens(batch(entropy=nested([1.0, 2.0], [3.0])), Lag(torch.tensor([0, 1]), torch.tensor([0, 3])))
-    found, places = pick_rows(tokens, [1, 0])
+    found, places = tokens.of_rows([1, 0])
     assert places.tolist() == [2, 0, 1] and found.offsets.tolist() == [0, 1, 3]
     assert found.l_old.tolist() == [-3, -1.5, -2] and found.entropy.tolist() == [3, 1, 2]
     assert (found.lag.newest.tolist(), found.lag.oldest.tolist()) == ([1, 0], [3, 0])

@@ -13,7 +13,7 @@ from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Tokens
 from verl_ext.trainer import batch as batches
 from verl_ext.trainer import queue
-from verl_ext.trainer.batch import QueueBatch, log_k_sums, parts_of
+from verl_ext.trainer.batch import QueueBatch, parts_of
 from verl_ext.trainer.queue import drop_fields, drop_heavy_fields, schema_of
 
 CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "high": 2.0}}
@@ -66,7 +66,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         for name, value in wanted.metrics.items():
             # k is added up in float32, block by block; a correlation is what is left of two sums of squares.
             assert found.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
-        for mine, theirs in zip(blocks.log_k_sums(), log_k_sums(tokens), strict=True):
+        for mine, theirs in zip(blocks.log_k_sums(), tokens.log_k_sums(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
         scores = [float(one["rm_scores"].double().sum()) for one in store.rows.values()]
         real = [score for place, score in enumerate(scores) if place != 1]

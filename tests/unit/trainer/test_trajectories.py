@@ -15,7 +15,6 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
 from verl_ext.trainer import queue, trajectories
-from verl_ext.trainer.batch import log_k_sums
 from verl_ext.trainer.trajectories import (
     ChosenTrajectory,
     Dump,
@@ -39,7 +38,7 @@ def tokens_of(*gaps, mask=None, **more):
 
 
 def choose(tokens, count, step, never=()):
-    return choose_shown(*log_k_sums(tokens), count, step, never)
+    return choose_shown(*tokens.log_k_sums(), count, step, never)
 
 
 def test_the_largest_gap_is_chosen_and_others_at_random():
