@@ -64,13 +64,13 @@ def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
     try:
         run(config, task_runner)
     except Exception as error:
-        cause = _cause(error, config)
+        cause = _underlying(error, config)
         if isinstance(cause, UserError):
             stop(cause)
         raise
 
 
-def _cause(error: Exception, config: DictConfig) -> Exception:
+def _underlying(error: Exception, config: DictConfig) -> Exception:
     """Returns the error that ended the run, without the errors of Ray that carried it here."""
     if "ray" not in sys.modules:
         return error
