@@ -91,7 +91,7 @@ def _steps(command: list[str], test: str) -> Iterator[Launch]:
 def _changes(module: str, arguments: list[str], given: list[str]) -> list[tuple[str, ...]]:
     """Returns what each step of a launch sets by itself."""
     if module == switching.__name__:
-        return switching.SCHEDULE
+        return switching.SCHEDULES[arguments[0]]
     if module == replaying.__name__:
         entries = dict.fromkeys(replaying.SCHEDULE)
         return [tuple(f"{name}={value}" for name, value in replaying.settings_of(entry).items()) for entry in entries]
