@@ -69,7 +69,7 @@ def launches() -> list[Launch]:
     """Every launch of a whole run that makes a step."""
     recorder = Recorder()
     with (
-        mock.patch.multiple(running, run=recorder.note, start=recorder.note),
+        mock.patch.multiple(running, run=recorder.note, live=recorder.note),
         mock.patch.object(forking, "forked", unforked),
         contextlib.redirect_stdout(io.StringIO()),
     ):
