@@ -133,7 +133,7 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
     """Runs in float32. The third batch is two versions old when it is trained on; its old trajectories are dropped, and
     they agree with the weights that sampled them. Routing of half of the trajectories is compared."""
     finished = train(
-        "stability=guard",
+        "stability=icepop",
         ROUTING,
         "stability.router_agreement_share=0.5",
         "stability.score_centering=true",
