@@ -26,6 +26,7 @@ from tests.support import quick_compose
 from tests.support.launches import launches
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Method
+from verl_ext.base.names import DEVIATION
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
@@ -60,6 +61,7 @@ cores, with the [stand-ins](../verl_ext/cpu) that CPU cores need.
 |---|---|
 | whole run | Ray, both engines and verl's trainer made steps with the feature on ([tests/stack](../tests/stack)) |
 | test | a test covers the feature on this engine, without a whole run |
+| same code | a whole run of another pair has it; it computes with numbers that each pair delivers in the same form |
 | refused | the launch stops, with the reason of this number [below](#why-it-is-refused) |
 | not run | the checks accept it, but no run or test has it on this engine |
 
@@ -71,7 +73,7 @@ which are not counted here. A guard rule counts if a run has it on its command l
 
 `python -m tests.engines_page > docs/engines.md` generates this page from the features' checks and from the tests, and a
 test compares them. With `--tests` it prints the runs and tests behind each cell."""
-WHOLE, TEST, REFUSED, UNTRIED = "whole run", "test", "refused", "not run"
+WHOLE, TEST, SAME, REFUSED, UNTRIED = "whole run", "test", "same code", "refused", "not run"
 SHOWS = "shows"  # the mark of a test that covers rows of this page
 
 
@@ -135,6 +137,7 @@ class Row(NamedTuple):
         is_on: whether a run has it on.
         check: raises ConfigError if it is refused.
         group: its kind, in words; rows of a group with the same cells are one line.
+        same_code: it touches no engine, only the numbers that every pair delivers: a run of one pair shows it.
     """
 
     name: str
@@ -142,6 +145,7 @@ class Row(NamedTuple):
     is_on: Callable[[Run], bool]
     check: Callable[[Run], object] = lambda run: check_run(run.features)
     group: str = ""
+    same_code: bool = False
 
 
 def rows(pair: Pair) -> dict[str, list[Row]]:
@@ -181,9 +185,12 @@ def _corrections() -> Iterator[Row]:
         return lambda run: name in run.stability.correction_names
 
     for name, method in CORRECTIONS.items():
-        yield Row(f"`{name}`", (f"stability.correction={name}", *_overrides(method, f"stability.{name}")), names(name))
+        overrides = (f"stability.correction={name}", *_overrides(method, f"stability.{name}"))
+        yield Row(f"`{name}`", overrides, names(name), same_code=True)
     kept = "denominator=kept"
-    yield Row(f"`{kept}`", (ICEPOP, f"stability.{kept}"), lambda run: run.stability.denominator == "kept")
+    yield Row(
+        f"`{kept}`", (ICEPOP, f"stability.{kept}"), lambda run: run.stability.denominator == "kept", same_code=True
+    )
 
 
 def _losses() -> Iterator[Row]:
@@ -195,15 +202,18 @@ def _losses() -> Iterator[Row]:
 
     for name, loss in LOSSES.items():
         overrides = (f"{LOSS}.loss_mode={name}", *_overrides(loss, LOSS))
-        yield Row(f"`{name}`", overrides, chooses(name, corrected=False), group="ours")
+        same_code = DEVIATION not in loss.reads  # which each engine records itself
+        yield Row(f"`{name}`", overrides, chooses(name, corrected=False), group="ours", same_code=same_code)
     for name in BASES:
         if name == "geo_mean_weighted":  # what the workers compute for geo_mean
             continue
         overrides = (ICEPOP, f"{LOSS}.loss_mode={name}")
-        yield Row(f"`{name}`", overrides, chooses(name, corrected=True), group="verl's with a correction")
+        yield Row(
+            f"`{name}`", overrides, chooses(name, corrected=True), group="verl's with a correction", same_code=True
+        )
     for policy in KL_DENOMINATORS:
         overrides = (*KL, f"stability.kl_denominator={policy}")
-        yield Row(f"l_{policy}", overrides, assumes(policy), group=f"`kl_loss_type={UNBIASED}` over")
+        yield Row(f"l_{policy}", overrides, assumes(policy), group=f"`kl_loss_type={UNBIASED}` over", same_code=True)
 
 
 def _estimators() -> Iterator[Row]:
@@ -212,7 +222,7 @@ def _estimators() -> Iterator[Row]:
 
     for name, estimator in ESTIMATORS.items():
         overrides = (f"algorithm.adv_estimator={name}", *_overrides(estimator, f"algorithm.{name}"))
-        yield Row(f"`{name}`", overrides, chooses(name), group="advantages")
+        yield Row(f"`{name}`", overrides, chooses(name), group="advantages", same_code=True)
 
 
 def _filters() -> Iterator[Row]:
@@ -223,7 +233,10 @@ def _filters() -> Iterator[Row]:
         settings = ",".join(f"{one}:{value}" for one, value in _required(method).items())
         needs = (AGREEMENT,) * method.needs_agreement + ASYNC * method.needs_lag
         overrides = (f"stability.filters={{{name}:{{{settings}}}}}", *needs)
-        yield Row(f"`{name}`", overrides, names(name), group="filters")
+        yield Row(f"`{name}`", overrides, names(name), group="filters", same_code=True)
+
+
+CONTROLLERS = ("warn", "tighten", "skip", "stop")  # actions that no worker takes part in
 
 
 def _guard() -> Iterator[Row]:
@@ -236,7 +249,13 @@ def _guard() -> Iterator[Row]:
     yield Row("`batch_skip`", ("stability.batch_skip.threshold=0.1",), lambda run: rule_given(run, BATCH_SKIP))
     for action in ACTIONS:
         rule = f"stability.guard.rules={{gap:{{signal:vllm_kl/k3,above:0.1,action:{action}}}}}"
-        yield Row(f"`{action}`", (ICEPOP, "trainer.save_freq=1", rule), acts(action), group="a rule's action")
+        yield Row(
+            f"`{action}`",
+            (ICEPOP, "trainer.save_freq=1", rule),
+            acts(action),
+            group="a rule's action",
+            same_code=action in CONTROLLERS,
+        )
     for limit in fields(MiniBatchGate):
         overrides = (METRICS, f"stability.guard.mini_batch.{limit.name}=0.1")
         yield Row(f"`{limit.name}`", overrides, limits(limit.name), group="limits of `mini_batch`")
@@ -360,7 +379,7 @@ def cells() -> dict[str, dict[tuple[str, str], list[Cell]]]:
     Raises:
         AssertionError: a row's overrides leave it off, or a test's mark names a row or an engine that does not exist.
     """
-    launched, shown = launches(), marked_tests()
+    launched, shown, same_code = launches(), marked_tests(), set()
     # Files that every config reads are read once.
     compose._groups_in_defaults = quick_compose.groups_in_defaults
     for reader in (transformers.AutoConfig, transformers.AutoTokenizer):
@@ -378,6 +397,12 @@ def cells() -> dict[str, dict[tuple[str, str], list[Cell]]]:
                     whole = dict.fromkeys(launch.test for launch, run in of_pair.items() if row.is_on(run))
                     tests = [test for engine in pair[:2] for test in shown.get((row.name.strip("`"), engine), ())]
                     found[section][row.group, row.name].append(_cell(pair, row, folder, list(whole), tests))
+                    if row.same_code:
+                        same_code.add((section, row.group, row.name))
+    for section, *row in same_code:
+        of_row = found[section][tuple(row)]
+        if any(cell.word == WHOLE for cell in of_row):
+            of_row[:] = [cell._replace(word=SAME) if cell.word == UNTRIED else cell for cell in of_row]
     return found
 
 

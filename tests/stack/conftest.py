@@ -11,10 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from recipes.make_assets import build_model, build_tokenizer, make_assets
+from recipes.make_assets import make_assets
 from tests.stack.running import CPU, PLAIN_VERL, SMALL, Run, in_float32, run
-from tests.stack.switching import BASE, ENGINES, SCHEDULE
+from tests.stack.small_models import save_model
+from tests.stack.switching import BASE, ENGINES, SCHEDULES
 from tests.support.forking import Forked, forked
+
+# Two workers take the files one by one: with the longest first, both end at about the same time.
+LONGEST = (
+    "test_methods.py",
+    "test_clusters.py",
+    "test_sglang_runs.py",
+    "test_megatron_runs.py",
+    "test_runs.py",
+    "test_kills.py",
+    "test_guard_runs.py",
+    "test_probe.py",
+    "test_ends.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +45,7 @@ def assets(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def dense_lora(tmp_path_factory) -> tuple[str, ...]:
     """The overrides that train a LoRA of a dense model: vLLM has none for the experts of its CPU kernels."""
-    folder, tokenizer = tmp_path_factory.mktemp("dense"), build_tokenizer()
-    for part in (build_model("dense_smoke", tokenizer), tokenizer):
-        part.save_pretrained(folder)
+    folder = save_model(tmp_path_factory.mktemp("dense"), "dense_smoke")
     settings = (f"path={folder}", "lora_rank=8", "lora_alpha=64", "target_modules=all-linear")
     return tuple(f"actor_rollout_ref.model.{setting}" for setting in settings)
 
@@ -90,9 +106,8 @@ def fault_arguments(assets):
 def with_faults(fault_arguments, request, tmp_path_factory):
     """with_faults(scenario, overrides..., steps=2) -> the finished Run."""
 
-    def train(scenario, *overrides, prepare=lambda folder: None, forked_from="stack", **options):
+    def train(scenario, *overrides, forked_from="stack", **options):
         folder = tmp_path_factory.mktemp("faults")
-        prepare(folder)
         return run(fault_arguments(scenario, *overrides, **options), folder, request.getfixturevalue(forked_from))
 
     return train
@@ -107,8 +122,8 @@ def switching_run_of(assets, tmp_path_factory, request) -> Callable[[str], Run]:
     def train(engine: str) -> Run:
         stack = request.getfixturevalue("sglang_stack" if engine == "sglang" else "stack")
         recipe, *more = ENGINES[engine]
-        steps = f"trainer.total_training_steps={len(SCHEDULE)}"
+        steps = f"trainer.total_training_steps={len(SCHEDULES[engine])}"
         overrides = (recipe, *SMALL[1:], f"assets={assets}", steps, *BASE, *more)
-        return run(["-m", "tests.stack.switching", *overrides], tmp_path_factory.mktemp(engine), stack)
+        return run(["-m", "tests.stack.switching", engine, *overrides], tmp_path_factory.mktemp(engine), stack)
 
     return train

@@ -50,12 +50,33 @@ DECIDED = [  # in that scenario, with all RULES: (step, rule, action)
     (13, "purse", "undo"),
     (13, "cheat", "stop"),
 ]
+RESTORED = {
+    3: "nan advantages",
+    4: "reward -5",
+    5: "wrong experts",
+    6: "reward 45",
+    7: "huge advantages",
+    8: "reward 100",
+}
+DECIDED_RESTORED = [  # in that scenario, with the rules of RESTORING
+    (3, "non_finite", "warn"),
+    (3, "non_finite", "undo"),
+    (3, "undo", "restored"),
+    (4, "reward", "rollback"),
+    (4, "rollback", "restored"),
+    (5, "routing", "warn"),
+    (6, "purse", "undo"),
+    (6, "undo", "restored"),
+    (7, "burst", "undo"),
+    (7, "undo", "restored"),
+    (8, "purse", "undo"),
+    (8, "cheat", "stop"),
+]
 SCENARIOS = {
     "every action": EVERY_ACTION,
-    "lost adapter": {1: "missed sync"},
-    "doubled adapter": {1: "adapter doubled from here on"},
+    "restored": RESTORED,
+    "lost and doubled adapters": {1: "missed sync", 3: "adapter doubled from here on", 12: "short log-probs"},
     "lost syncs": {4: "weights lost from here on"},
-    "short log-probs": {2: "short log-probs"},
     "shifted experts": {2: "shifted experts"},
     "shifted experts and an overflow": {2: "shifted experts", 3: "huge advantages"},
     "killed": {2: "nan log-probs", 4: "hang"},
@@ -73,6 +94,7 @@ RULES = {  # of the guard, which see the faults
     "burst": "{signal:actor/grad_norm,above:1.0e+6,action:undo}",
     "norm": "{signal:actor/grad_norm,above:1.0e-6,patience:2,action:warn}",
 }
+RESTORING = ("reward", "purse", "cheat", "burst")  # those that give an update back, and the one that stops
 CANARY = "stability.sync_canary.trajectories=8"
 
 

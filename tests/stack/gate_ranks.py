@@ -1,9 +1,9 @@
 """Runs as a spawned rank of test_gate_ranks.py: verl's real FSDP2 engine, two mini-batches of two trajectories."""
 
-import os
-
 import torch
 import torch.distributed as dist
+
+from tests.support.fsdp_ranks import batch_of, join_ranks, training_worker
 
 LENGTHS = [(3, 5), (2, 4), (4, 6), (3, 3)]  # prompt and response, of the trajectories of one rank
 BYPASS = {"corrections": {"icepop": {"alpha": 0.5, "beta": 5.0}}}
@@ -30,64 +30,22 @@ BYPASS_CASES = {"bypass": {}, "bypass, a gap": {"gap": 3.0, "first": True}, "byp
 
 def batch(rank, gap=0.0, first=False):
     """Builds a batch; rank 1 adds `gap` to l_infer of its last two trajectories, or with `first` of its first two."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
     generator = torch.Generator().manual_seed(rank)
     rows = [torch.randint(5, 90, (prompt + response,), generator=generator) for prompt, response in LENGTHS]
-
-    def nested(values):
-        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
-
     old = [torch.full((response,), -4.5) for _, response in LENGTHS]
     off = [gap if rank == 1 and (index < 2) == first else 0.0 for index in range(len(LENGTHS))]
-    data = TensorDict(
-        {
-            "input_ids": nested(rows),
-            "position_ids": nested(torch.arange(len(row)) for row in rows),
-            "prompts": nested(row[:prompt] for row, (prompt, _) in zip(rows, LENGTHS, strict=True)),
-            "responses": nested(row[prompt:] for row, (prompt, _) in zip(rows, LENGTHS, strict=True)),
-            "response_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
-            "loss_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
-            "old_log_probs": nested(old),
-            "rollout_log_probs": nested(row + shift for row, shift in zip(old, off, strict=True)),
-            "advantages": nested(torch.ones(response) for _, response in LENGTHS),
-        },
-        batch_size=len(rows),
-    )
-    tu.assign_non_tensor(data, temperature=1.0, global_batch_size=4, mini_batch_size=4, calculate_entropy=False)
-    return data
+    fields = {
+        "old_log_probs": old,
+        "rollout_log_probs": [row + shift for row, shift in zip(old, off, strict=True)],
+        "advantages": [torch.ones(response) for _, response in LENGTHS],
+    }
+    sizes = {"global_batch_size": 4, "mini_batch_size": 4}
+    return batch_of(rows, LENGTHS, fields, temperature=1.0, calculate_entropy=False, **sizes)
 
 
 def build_worker(folder, **engine):
-    """verl's training worker on its FSDP2 engine, in float32."""
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
-
     torch.manual_seed(0)
-    settings = {
-        "strategy": "fsdp2",
-        "dtype": "float32",
-        "mixed_precision": {"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
-        "use_torch_compile": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 1,
-        "infer_micro_batch_size_per_gpu": 1,
-    }
-    worker = TrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=HFModelConfig(
-                path=folder, use_remove_padding=False, override_config={"attn_implementation": "eager"}
-            ),
-            engine_config=FSDPEngineConfig(**settings | engine),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
-            checkpoint_config=CheckpointConfig(),
-        )
-    )
-    worker.reset()
-    return worker
+    return training_worker(folder, **engine)
 
 
 def set_loss(worker, gate, wanted, **settings):
@@ -277,9 +235,7 @@ def scored_again(worker, rank, count):
 def rank_main(rank, ranks, folder, address, results):
     from verl_ext.workers.gate import Gate
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
-    torch.set_num_threads(1)
+    join_ranks(rank, ranks, address)
     found = {case: run(case, rank, folder) for case in (*CASES, *BYPASS_CASES)}
     for case, engine in UNDO_CASES.items():
         found[case] = take_back_updates(Gate(build_worker(folder, **engine)), rank)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 
 from tests.stack.running import CPU
+from tests.stack.small_models import by_name, log_probs, states
 from tests.support.closeness import close
 from tests.support.forking import Forked
 from verl_ext.routing.engines import ENGINES
@@ -33,13 +34,8 @@ TP2_EP2 = TP2 | EP2 | {"expert_tensor_parallel_size": 1}
 CP2 = {"context_parallel_size": 2}
 PP2_VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 TWO_RANKS = {
-    "mbridge DP2": VANILLA | DP2,
-    "mbridge EP2": VANILLA | EP2,
-    "mbridge TP2": VANILLA | TP2,
     "mbridge TP2 EP2": VANILLA | TP2_EP2,
-    "mbridge PP2": VANILLA | PP2,
     "mbridge PP2 VPP2": VANILLA | PP2_VPP2,
-    "mbridge CP2": VANILLA | CP2,
     "Megatron-Bridge DP2": DP2,
     "Megatron-Bridge EP2": EP2,
     "Megatron-Bridge TP2": TP2,
@@ -52,7 +48,6 @@ TWO_RANKS = {
 
 DENSE = {
     "mbridge TP2": VANILLA | TP2,
-    "mbridge PP2": VANILLA | PP2,
     "Megatron-Bridge TP2": TP2,
     "Megatron-Bridge PP2": PP2,
 }
@@ -85,49 +80,6 @@ def expect_of_transformers(folder: Path) -> None:
     adam.step()
     expected |= {"weights after": by_name(model), "log_probs after": [log_probs(model, ids) for ids in rows]}
     torch.save(expected, folder / "expected.pt")
-
-
-def log_probs(model, ids):
-    with torch.no_grad():
-        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-
-
-def states(model, ids) -> dict[str, torch.Tensor]:
-    """Point of `routing.recorder` -> [n, width], from the outputs of transformers' modules."""
-    decoder = model.model
-    modules = {"embedding": decoder.embed_tokens, "norm": decoder.norm}
-    for number, layer in enumerate(decoder.layers):
-        parts = {"attention": layer.self_attn, "experts": layer.mlp, "layer": layer}
-        if hasattr(layer.mlp, "gate"):
-            parts["router"] = layer.mlp.gate
-        modules |= {f"{number}.{name}": part for name, part in parts.items()}
-    found, handles = {}, []
-    for point, module in modules.items():
-
-        def keep(module, inputs, output, point=point):
-            value = output[0] if isinstance(output, tuple) else output
-            found[point] = value.detach().flatten(0, -2).clone()
-
-        handles.append(module.register_forward_hook(keep))
-    log_probs(model, ids)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
-def by_name(model) -> dict[str, torch.Tensor]:
-    """Weights by the names of a checkpoint, where each expert has its own."""
-    found = {}
-    for name, tensor in model.state_dict().items():
-        place, _, kind = name.rpartition(".")
-        if not place.endswith(".experts"):
-            found[name] = tensor.clone()
-            continue
-        for expert, weight in enumerate(tensor):
-            parts = weight.chunk(2) if kind == "gate_up_proj" else (weight,)
-            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-            found |= {f"{place}.{expert}.{each}.weight": part.clone() for each, part in zip(kinds, parts, strict=True)}
-    return found
 
 
 # verl

@@ -5,7 +5,6 @@ python -m tests.stack.megatron_gate TASK RANK WORLD FOLDER
 
 import copy
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 from tests.stack import gate_ranks
 from tests.stack.megatron_engine import DP2, EP2, PP2_VPP2, TP2, TP2_EP2, main
 from tests.stack.megatron_recipes import parallel_state
+from tests.support.fsdp_ranks import join_ranks
 
 OFFLOADED = {"param_offload": True, "optimizer_offload": True}
 WHOLE = {"use_distributed_optimizer": False}
@@ -56,9 +56,7 @@ def build_worker(folder: Path, case: Case):
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker
 
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "unused", "MASTER_PORT": "0"}
+    join_ranks(torch.distributed.get_rank(), torch.distributed.get_world_size())
     layers = {"attention_backend": "auto", "moe_permute_fusion": False, "apply_rope_fusion": False}
     batches = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "infer_micro_batch_size_per_gpu": 1}
     layers |= case.engine.get("override_transformer_config", {})

@@ -153,7 +153,6 @@ MODELS = {
 
 
 TP2_EP2 = {"tensor_model": 2, "expert_model": 2}
-EP2 = {"expert_model": 2}
 PP2 = {"pipeline_model": 2}
 
 
@@ -161,8 +160,8 @@ class Recipe(NamedTuple):
     """A recipe at a tiny size.
 
     Attributes:
-        layouts: of two ranks, which together have each kind of its parallelism but GLM's over the context: packed
-            attention has none on CPU cores.
+        layouts: of two ranks. The recipes of a model have together each kind of their parallelism but GLM's over the
+            context: packed attention has none on CPU cores.
         stages: layers of the first and of the last stage of two, where it gives their numbers.
     """
 
@@ -173,8 +172,8 @@ class Recipe(NamedTuple):
 
 RECIPES = {
     "qwen3_30b_a3b_megatron": Recipe("qwen3", (TP2_EP2,)),
-    "qwen3_235b_a22b_megatron": Recipe("qwen3", (TP2_EP2, PP2), stages=(1, 2)),
-    "deepseek_v3_megatron": Recipe("deepseek_v3", (TP2_EP2, EP2, PP2), stages=(2, 1)),  # TP: its README's 12 nodes
+    "qwen3_235b_a22b_megatron": Recipe("qwen3", (PP2,), stages=(1, 2)),
+    "deepseek_v3_megatron": Recipe("deepseek_v3", (TP2_EP2, PP2), stages=(2, 1)),  # TP: its README's 12 nodes
     "moonlight_16b_a3b_megatron": Recipe("moonlight", (TP2_EP2,)),
     "glm45_air_megatron": Recipe("glm45_air", (TP2_EP2, PP2)),
 }

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.routing.layers import megatron_layers, megatron_points
 from verl_ext.routing.recorder import HEAD
 
@@ -27,7 +26,6 @@ class Parts:
     router: torch.nn.Module
     experts: list[tuple[torch.Tensor, torch.Tensor]]  # the first two experts: their weights side by side
     query_norm: torch.Tensor
-    projection: torch.Tensor
 
 
 def parts_of(engine, number) -> list[Parts]:
@@ -44,15 +42,14 @@ def parts_of(engine, number) -> list[Parts]:
                     if hasattr(linear, "weight0")
                 ],
                 layer.self_attention.q_layernorm.weight.data,
-                layer.self_attention.linear_proj.weight.data,
             )
             for layer in layers
         ]
     layer = engine.module.model.layers[number]
     experts = layer.mlp.experts
     stacked = [weight.to_local() for weight in (experts.gate_up_proj, experts.down_proj)]
-    norm, projection = (weight.to_local() for weight in (layer.self_attn.q_norm.weight, layer.self_attn.o_proj.weight))
-    return [Parts(layer.self_attn, layer.mlp.gate, [(weight[0], weight[1]) for weight in stacked], norm, projection)]
+    norm = layer.self_attn.q_norm.weight.to_local()
+    return [Parts(layer.self_attn, layer.mlp.gate, [(weight[0], weight[1]) for weight in stacked], norm)]
 
 
 def router_in_bf16(engine):
@@ -73,10 +70,6 @@ def permuted_expert(engine):
 
 def scaled_norm(engine):
     return [changed(part.query_norm, 1.5 * part.query_norm) for part in parts_of(engine, 0)]
-
-
-def rounded_layer(engine):
-    return [changed(part.projection, fake_quantized(part.projection, "fp4", "tensor")) for part in parts_of(engine, 1)]
 
 
 def leaking_attention(engine):
@@ -112,7 +105,6 @@ CAUSES: dict[str, tuple[Callable, str, str | None]] = {
     "router in bf16": (router_in_bf16, "1.router", None),  # it is routing if any token takes another expert
     "permuted expert": (permuted_expert, f"{LAST_LAYER}.experts", "arithmetic"),  # no router follows
     "scaled norm": (scaled_norm, "0.attention", "arithmetic"),
-    "rounded layer": (rounded_layer, "1.attention", "arithmetic"),
     "wrong temperature, and a head in bf16": (head_in_bf16, "lm_head", "arithmetic"),
     "leaking attention": (leaking_attention, "", "packing"),
 }

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ SMALL = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # few steps: they have to move the weights
     f"recipe_folder={ROOT}/recipes/cpu_smoke",
-    f"reward.custom_reward_function.path={ROOT}/tests/stack/dense_reward.py",
+    f"reward.custom_reward_function.path={ROOT}/tests/stack/rewards.py",
 )
 
 # The precision of runs that test something else: products in bfloat16 take ten times as long on a CPU core without
@@ -125,6 +125,11 @@ def assert_documented(run: Run) -> None:
     assert undocumented(name for step in run.steps for name in step) == set()
 
 
+def left_out(run: Run) -> list[str]:
+    """The overrides of the launch's lines "left out"."""
+    return re.findall(r"verl_ext: left out: now (.*?), because ", run.console)
+
+
 def suspected_causes(run: Run) -> list[str]:
     """The causes that the report of this run names, the likeliest first."""
     return [suspect.cause.name for suspect in judge_run(read_run(run.folder / "verl_ext")).suspects]
@@ -165,13 +170,37 @@ def process_titles(mark: str) -> list[str]:
     return found
 
 
-def start(
-    command: list[str], folder: Path, mark: str, environment: Mapping[str, str] | None = None
-) -> tuple[Path, subprocess.Popen]:
-    """Start a run under this mark; its console's file, and the process."""
-    console = folder / "console.log"
-    with console.open("w") as log:
-        return console, subprocess.Popen(
+@dataclass(frozen=True)
+class LiveRun:
+    """A run that goes on in its folder; each of its processes bears the mark."""
+
+    mark: str
+    folder: Path
+    process: subprocess.Popen
+
+    @property
+    def console(self) -> str:
+        return (self.folder / "console.log").read_text()
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 400) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.console[-3000:]
+            assert time.monotonic() < deadline, self.console[-3000:]
+            time.sleep(0.2)
+
+    def wait_for_end(self, code: int, seconds: float = 150) -> None:
+        assert self.process.wait(seconds) == code, self.console[-3000:]
+
+
+@contextlib.contextmanager
+def live(
+    command: list[str], folder: Path, environment: Mapping[str, str] | None = None, mark: str = ""
+) -> Iterator[LiveRun]:
+    """Starts a run, and kills what is left of it when the context ends."""
+    mark = mark or uuid.uuid4().hex
+    with (folder / "console.log").open("w") as log:
+        process = subprocess.Popen(
             command,
             cwd=folder,
             env=os.environ | CPU | (environment or {}) | {MARK: mark},
@@ -180,14 +209,11 @@ def start(
             start_new_session=True,
             preexec_fn=heeds_ctrl_c,
         )
-
-
-def wait_for(condition: Callable[[], bool], started: subprocess.Popen, console: Path, seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert started.poll() is None, console.read_text()[-3000:]
-        assert time.monotonic() < deadline, console.read_text()[-3000:]
-        time.sleep(0.2)
+    try:
+        yield LiveRun(mark, folder, process)
+    finally:
+        kill_all(mark)
+        process.wait()
 
 
 def engine_processes(mark: str) -> list[psutil.Process]:
@@ -206,11 +232,16 @@ def titled_processes(start: str, mark: str) -> list[psutil.Process]:
     return [process for process in found if process.name().startswith(start)]
 
 
+def error_of(console: str) -> str:
+    """Returns the one error line that a run printed."""
+    (error,) = [line for line in console.splitlines() if line.startswith("verl_ext: error:")] or [console[-3000:]]
+    return error
+
+
 def assert_one_error(console: str, said: str) -> None:
     """Checks that a run that died printed one error line, which matches `said` and names the remedy."""
-    errors = [line for line in console.splitlines() if line.startswith("verl_ext: error:")]
-    assert len(errors) == 1 and re.search(said, errors[0]), console[-3000:]
-    assert "trainer.resume_mode=auto" in errors[0]
+    error = error_of(console)
+    assert re.search(said, error) and "trainer.resume_mode=auto" in error, error
 
 
 def kill_all(mark: str) -> None:

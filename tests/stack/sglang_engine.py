@@ -194,7 +194,7 @@ def compare_states(engine, model) -> dict[str, float]:
     """Compares the states that the probe asks for: the largest relative error of any point's states, how many points
     and tokens there are, and the largest difference of the prompts' log-probs. SGLang has the prompts' beginning in its
     prefix cache."""
-    from tests.stack.megatron_engine import states
+    from tests.stack.small_models import states
     from verl_ext.probe.readings import head_dtypes
     from verl_ext.routing.recorder import joined_passes
     from verl_ext.upstream.engine_states import begin, end, read_states
@@ -256,10 +256,9 @@ def rounded(model):
 
 
 def by_name(model):
-    """Weights by the names of a checkpoint, where each expert has its own."""
-    from tests.stack.megatron_engine import by_name
+    from tests.stack import small_models
 
-    return list(by_name(model).items())
+    return list(small_models.by_name(model).items())
 
 
 def served(folder):

@@ -1,12 +1,14 @@
 """A run that takes another method each step, so that all of them share one start of Ray, vLLM and the workers.
 
-    python -m tests.stack.switching <overrides of the run>
+    python -m tests.stack.switching ENGINE <overrides of the run>
 
 There is a run for each of ENGINES: fsdp2 and megatron train while vLLM generates, sglang generates while FSDP2 trains.
-Each entry of SCHEDULE is what a user would add to the command line. The step's config is composed from the run's own
-overrides and these, and checked as at launch; the trainer and the workers' loss are set from it. Settings that verl
-reads only at the start stay as in BASE: the reward manager, the engines, the clip range and the KL loss of the workers.
-The batch of every other step is taken in blocks.
+Each entry of SCHEDULES[ENGINE] is what a user would add to the command line. FSDP2's run has every method. Megatron's
+shows that its tensors reach what acts in a worker, SGLang's that its samples reach what acts on the controller: the
+methods themselves are the same code there. The step's config is composed from the run's own overrides and these, and
+checked as at launch; the trainer and the workers' loss are set from it. Settings that verl reads only at the start stay
+as in BASE: the reward manager, the engines, the clip range and the KL loss of the workers. The batch of every other
+step is taken in blocks.
 """
 
 import sys
@@ -55,56 +57,64 @@ GATED = ("stability=icepop", "stability.guard.mini_batch={policy_kl:2.0e-5,vllm_
 COMPOSED = ("stability=icepop", "stability.correction=[icepop,geo_mask,opsm]", *NARROW_GEO, "stability.opsm.delta=0.0")
 NOTHING_LEFT = ("stability=none", "stability.filters={low_probability:{threshold:1.0}}")
 BYPASS = ("algorithm.rollout_correction.bypass_mode=true", "stability.router_agreement=false")
-BYPASSED = [
-    ("stability=icepop", *BYPASS, *NARROW),
-    ("stability=icepop", *BYPASS, "stability.icepop.alpha=3", "stability.icepop.beta=4"),  # refused by the workers
-    ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo"),
-    ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg"),
-]
+BYPASS_NARROW = ("stability=icepop", *BYPASS, *NARROW)
+BYPASS_REFUSED = ("stability=icepop", *BYPASS, "stability.icepop.alpha=3", "stability.icepop.beta=4")  # by the workers
+BYPASS_OPSM = ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo")
+BYPASS_TIS = ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg")
+ICEPOP = ("stability=icepop",)
+ICEPOP_LOSS = ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001")
+GSPO = ("stability=icepop", f"{LOSS}.loss_mode=gspo")
 DPPO = ("stability=dppo_tv", "stability.router_agreement=false")
-SHIFTS = [("stability=router_shift_loss",), ("stability=router_shift_loss", f"{LOSS}.base=geo_mean")]
+SHIFT = ("stability=router_shift_loss",)
+LOW_AGREEMENT = ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}")
 # The untrained model gives each of its 100 tokens some 0.01, half of them less: luck cannot make it drop none or all.
 FILTERS = ("stability=filters", "stability.filters.low_probability.threshold=0.01")
-SCHEDULE: list[tuple[str, ...]] = [  # the overrides of each step
-    FILTERS,  # first, while the model is untrained
-    *BYPASSED,
-    ("stability=icepop",),
-    ("stability=icepop", *NARROW),
-    ("stability=icepop", *NARROW, "stability.denominator=kept"),
-    GATED,
-    ("stability=tis", "stability.tis.cap=1.0"),
-    ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
-    ("stability=kpop", "stability.kpop.phi=1e-8"),
-    ("stability=ipo", "stability.ipo.eps=1e-5"),
-    ("stability=m2po", "stability.m2po.threshold=1e-8"),
-    DPPO,
-    ("stability=mis", "stability.mis.cap=1.0"),
-    ("stability=geo_mask", *NARROW_GEO),
-    ("stability=seq_mask_tis", *NARROW_GEO),
-    COMPOSED,
-    ("stability=opsm", "stability.opsm.delta=0.0"),
-    ("stability=glm5",),
-    ("stability=deepseek_v32", "stability.kl_denominator=old"),
-    ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001"),
-    ("stability=icepop_loss", f"{LOSS}.alpha=3", f"{LOSS}.beta=4"),  # drops every token
-    ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
-    ("stability=llds_loss",),
-    *SHIFTS,
-    *(
-        ("stability=icepop", f"{LOSS}.loss_mode={mode}")
-        for mode in ("gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
-    ),
-    ("stability=icepop", f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"),
-    ("stability=qae",),
-    ("stability=grpo_positive",),
-    ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}"),
-    ("stability=none", "stability.filters=[overlong,zero_variance]", "algorithm.adv_estimator=grpo"),
-    NOTHING_LEFT,
-]
+SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
+    "fsdp2": [
+        FILTERS,  # first, while the model is untrained
+        BYPASS_NARROW,
+        BYPASS_REFUSED,
+        BYPASS_OPSM,
+        BYPASS_TIS,
+        ICEPOP,
+        ("stability=icepop", *NARROW),
+        ("stability=icepop", *NARROW, "stability.denominator=kept"),
+        GATED,
+        ("stability=tis", "stability.tis.cap=1.0"),
+        ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
+        ("stability=kpop", "stability.kpop.phi=1e-8"),
+        ("stability=ipo", "stability.ipo.eps=1e-5"),
+        ("stability=m2po", "stability.m2po.threshold=1e-8"),
+        DPPO,
+        ("stability=mis", "stability.mis.cap=1.0"),
+        ("stability=geo_mask", *NARROW_GEO),
+        ("stability=seq_mask_tis", *NARROW_GEO),
+        COMPOSED,
+        ("stability=opsm", "stability.opsm.delta=0.0"),
+        ("stability=glm5",),
+        ("stability=deepseek_v32", "stability.kl_denominator=old"),
+        ICEPOP_LOSS,
+        ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
+        ("stability=llds_loss",),
+        SHIFT,
+        GSPO,
+        *(
+            ("stability=icepop", f"{LOSS}.loss_mode={mode}")
+            for mode in ("cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+        ),
+        ("stability=icepop", f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"),
+        ("stability=qae",),
+        ("stability=grpo_positive",),
+        LOW_AGREEMENT,
+        NOTHING_LEFT,
+    ],
+    "megatron": [BYPASS_NARROW, BYPASS_REFUSED, ICEPOP, GATED, COMPOSED, ICEPOP_LOSS, SHIFT, GSPO],
+    "sglang": [FILTERS, ICEPOP, LOW_AGREEMENT],
+}
 # A method of ours that no entry names takes a step with the settings of its preset.
 METHODS = (*CORRECTIONS, *ESTIMATORS, *(f"{name}_loss" for name in LOSSES))
-NAMED = {entry[0] for entry in SCHEDULE}
-SCHEDULE += [(f"stability={name}",) for name in METHODS if f"stability={name}" not in NAMED]
+NAMED = {entry[0] for entry in SCHEDULES["fsdp2"]}
+SCHEDULES["fsdp2"] += [(f"stability={name}",) for name in METHODS if f"stability={name}" not in NAMED]
 
 
 def compose(overrides: list[str]):
@@ -165,5 +175,5 @@ if __name__ == "__main__":
     from tests.support import quick_compose
 
     quick_compose.install()
-    base = sys.argv[1:]
-    own_trainer.main(lambda trainer_class: switching(trainer_class, SCHEDULE, base))
+    schedule, base = SCHEDULES[sys.argv.pop(1)], sys.argv[1:]
+    own_trainer.main(lambda trainer_class: switching(trainer_class, schedule, base))

@@ -18,11 +18,9 @@ from tests.stack.running import (
     MARK,
     PY_EXECUTABLE,
     forked_command,
-    kill_all,
+    live,
     process_titles,
-    start,
     suspected_causes,
-    wait_for,
 )
 from tests.support.forking import PREFORK
 
@@ -30,22 +28,18 @@ from tests.support.forking import PREFORK
 @pytest.mark.e2e
 def test_in_float32_the_engines_agree_until_ctrl_c_which_leaves_no_process_behind(arguments, tmp_path):
     """The run starts as the quick start does."""
-    mark = uuid.uuid4().hex
     train = f'exec "$PREFORK_PYTHON" "$@" {PY_EXECUTABLE}="$PREFORK_PYTHON"'
     preforked = [*CLEAN_EXIT, sys.executable, str(PREFORK), "--log", os.devnull, "sh", "-c", train, "sh"]
     settings = arguments("stability=zero_mismatch", "precision=fp32", steps=50)
-    console, run = start([*preforked, *settings], tmp_path, mark)
     metrics = tmp_path / "verl_ext" / "cpu_smoke.jsonl"
-    try:
-        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, run, console)
-        started = psutil.Process(run.pid).children(recursive=True)
+    with live([*preforked, *settings], tmp_path) as run:
+        run.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+        started = psutil.Process(run.process.pid).children(recursive=True)
         assert len(started) > 20, "Ray's, vLLM's and verl's"
-        os.killpg(run.pid, signal.SIGINT)  # what a terminal does
-        assert run.wait(120) == 130
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does
+        run.wait_for_end(130)
         assert not [process for process in started if process.is_running()]
-        assert process_titles(mark) == []
-    finally:
-        kill_all(mark)
+        assert process_titles(run.mark) == []
     for line in metrics.read_text().splitlines()[:3]:
         step = json.loads(line)["data"]
         assert step["vllm_kl/k3"] < 1e-12
@@ -72,7 +66,7 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
     """Threshold 0 skips every update: counts continue across the restart, weights and optimizer do not change. All
     answers get the same reward, which the report names."""
     settings = (
-        "stability=icepop",
+        "stability=guard",
         "stability.batch_skip.threshold=0",
         "stability.guard.stop_after=9",
         "trainer.v1.trainer_mode=colocate_async",
@@ -81,14 +75,9 @@ def test_killed_in_the_middle_and_resumed_past_a_truncated_checkpoint(arguments,
         "reward.custom_reward_function.name=same_for_all",
         *SAVES,
     )
-    mark = uuid.uuid4().hex
     command = forked_command(arguments(*settings, steps=50), stack)
-    console, started = start(command, tmp_path, mark, stack.environment)
-    try:
-        wait_for(lambda: has_saved(tmp_path, 3), started, console)
-    finally:
-        kill_all(mark)
-        started.wait()
+    with live(command, tmp_path, stack.environment) as run:
+        run.wait_for(lambda: has_saved(tmp_path, 3))
     (metrics,) = [file for file in (tmp_path / "verl_ext").glob("*.jsonl") if ".guard." not in file.name]
     before = metrics.read_bytes()
     before = before[: before.rindex(b"\n") + 1]

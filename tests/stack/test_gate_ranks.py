@@ -85,7 +85,7 @@ def test_a_step_is_left_out_on_every_rank_if_the_loss_drops_the_tokens_of_all(ra
     assert [rank["dropping"][case] for rank in ranks] == [(taken, taken)] * 2
 
 
-@pytest.mark.shows("undo", engine="fsdp2")
+@pytest.mark.shows("undo", "lower_lr", engine="fsdp2")
 @pytest.mark.parametrize("case", UNDO_CASES)
 def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
     for rank in ranks:

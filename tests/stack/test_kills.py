@@ -3,23 +3,20 @@
 import json
 import re
 import subprocess
-import uuid
 from functools import partial
 
 import pytest
 
 from tests import ROOT
-from tests.stack.faulty_reward import FILE
 from tests.stack.hungry_loss import FILE as HUNGER
+from tests.stack.rewards import FILE
 from tests.stack.run_files import SAVES, equal_tensors, events, has_saved, last_saved, shards
 from tests.stack.running import (
     PY_EXECUTABLE,
     assert_one_error,
     engine_processes,
-    kill_all,
-    start,
+    live,
     titled_processes,
-    wait_for,
 )
 
 pytestmark = pytest.mark.e2e
@@ -27,7 +24,6 @@ pytestmark = pytest.mark.e2e
 ENGINE_CORE = "VLLM::EngineCor"
 # Who is killed, by the beginning of its title -> what the run's own error names.
 KILLED = {
-    "ray::WorkerDict": "a worker of the run died",
     ENGINE_CORE: "the engine of rollout server 0 has died",
     "ray::AgentLoopW": "agent loop worker 0 has died|a worker of the run died: name agent_loop_worker_0",
     "ray::SimpleStor": "TransferQueue's storage unit 0 has died",
@@ -48,98 +44,97 @@ def file_system(tmp_path):
 
 @pytest.fixture
 def begin(arguments, stack, tmp_path):
-    """begin(mark, overrides..., **environment) -> the console's file and the process of a run, without our wrapper."""
+    """begin(overrides..., **environment) -> a LiveRun, without our wrapper."""
 
-    def begin(mark, *overrides, **environment):
+    def begin(*overrides, **environment):
         settings = arguments("stability=icepop", *SAVES, *overrides, steps=500)
         command = [stack.python, *settings, f"{PY_EXECUTABLE}={stack.python}"]
-        return start(command, tmp_path, mark, stack.environment | environment)
+        return live(command, tmp_path, stack.environment | environment)
 
     return begin
 
 
+def kill(name, mark):
+    victims = engine_processes(mark) if name == ENGINE_CORE else titled_processes(name, mark)
+    assert victims, sorted({process.name() for process in titled_processes("", mark)})
+    victims[0].kill()
+
+
 @pytest.mark.parametrize("name", KILLED)
 def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_path, name):
-    mark = uuid.uuid4().hex
-    console, started = begin(mark)
-    try:
-        wait_for(lambda: has_saved(tmp_path, 2), started, console)
-        victims = engine_processes(mark) if name == ENGINE_CORE else titled_processes(name, mark)
-        assert victims, sorted({process.name() for process in titled_processes("", mark)})
-        victims[0].kill()
-        assert started.wait(150) == 1
-    finally:
-        kill_all(mark)
-    assert_one_error(console.read_text(), KILLED[name])
+    """Before that, the disk of the metrics is full, which ends nothing."""
+    (tmp_path / "verl_ext").mkdir()
+    (tmp_path / "verl_ext" / "cpu_smoke.jsonl").symlink_to("/dev/full")
+    with begin() as run:
+        run.wait_for(lambda: has_saved(tmp_path, 2))
+        kill(name, run.mark)
+        run.wait_for_end(1)
+    assert_one_error(run.console, KILLED[name])
+    assert "cpu_smoke.jsonl cannot be written (No space left on device)" in run.console
     assert shards(tmp_path, last_saved(tmp_path)), "the last checkpoint can be read"
 
 
-def read_only(folder):
+def read_only(folder, mark):
     """Makes the checkpoints' file system read-only, as after an error of the disk."""
     subprocess.run(["mount", "-o", "remount,ro", str(folder / "checkpoints")], check=True)
 
 
-def out_of_memory(folder):
+def out_of_memory(folder, mark):
     """The training worker's next update asks for more memory than there is."""
     (folder / "hunger").touch()
 
 
-DENIALS = (
+def kill_training_worker(folder, mark):
+    kill("ray::WorkerDict", mark)
+
+
+FAULTS = (
     (read_only, r"verl_ext: error: the checkpoint \S+/global_step_\d+ cannot be written \(OSError: .*Read-only"),
     (out_of_memory, r"can't allocate memory: you tried to allocate \d+ bytes"),
-    (None, ""),
+    (kill_training_worker, "verl_ext: error: a worker of the run died"),
 )
 
 
 def test_what_a_run_is_denied_ends_it_and_the_same_command_goes_on(begin, file_system, tmp_path):
+    """The checkpoints' disk turns read-only, then memory runs out, then the training worker is killed."""
     hungry = ("stability.plugins=[tests.stack.hungry_loss]", "actor_rollout_ref.actor.policy_loss.loss_mode=hungry")
     last = 0
-    for fault, said in DENIALS:
-        mark = uuid.uuid4().hex
-        console, started = begin(mark, *hungry, **{HUNGER: str(tmp_path / "hunger"), "PYTHONPATH": str(ROOT)})
-        try:
-            wait_for(partial(has_saved, tmp_path, last + 2), started, console)
-            if fault:
-                fault(tmp_path)
-                assert started.wait(150) == 1
-        finally:
-            kill_all(mark)
-        text = console.read_text()
-        assert re.search(said, text), text[-3000:]
-        assert last == 0 or f"setting global step to {last}" in text
+    for fault, said in FAULTS:
+        with begin(*hungry, **{HUNGER: str(tmp_path / "hunger"), "PYTHONPATH": str(ROOT)}) as run:
+            run.wait_for(partial(has_saved, tmp_path, last + 2))
+            fault(tmp_path, run.mark)
+            run.wait_for_end(1)
+        assert re.search(said, run.console), run.console[-3000:]
+        assert last == 0 or f"setting global step to {last}" in run.console
         last = last_saved(tmp_path)
         assert shards(tmp_path, last), "the last checkpoint can be read"
         subprocess.run(["mount", "-o", "remount,rw", str(tmp_path / "checkpoints")], check=True)
         (tmp_path / "hunger").unlink(missing_ok=True)
+    assert_one_error(run.console, said)
 
 
 def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
-    mark, word = uuid.uuid4().hex, tmp_path / "reward"
-    reward = f"reward.custom_reward_function.path={ROOT}/tests/stack/faulty_reward.py"
+    word = tmp_path / "reward"
+    reward = "reward.custom_reward_function.name=faulty"
     slow = "stability.guard.slow_step_s=5"
-    console, started = begin(mark, reward, slow, **{FILE: str(word), "PYTHONPATH": str(ROOT)})
     guard, metrics = (tmp_path / "verl_ext" / f"cpu_smoke{kind}.jsonl" for kind in (".guard", ""))
-    try:
-        wait_for(lambda: has_saved(tmp_path, 2), started, console)
+    with begin(reward, slow, **{FILE: str(word), "PYTHONPATH": str(ROOT)}) as run:
+        run.wait_for(lambda: has_saved(tmp_path, 2))
         word.write_text("nan")
-        wait_for(lambda: guard.read_text().count("\n") >= 2, started, console)
+        run.wait_for(lambda: guard.read_text().count("\n") >= 2)
         word.write_text("hang")
-        hangs = re.compile(r"step \d+ has been running for \d+ s\b")
-        wait_for(lambda: hangs.search(console.read_text()), started, console, 150)
+        run.wait_for(lambda: re.search(r"step \d+ has been running for \d+ s\b", run.console), 150)
         last = last_saved(tmp_path)
         word.unlink()
-        wait_for(lambda: has_saved(tmp_path, last + 1), started, console)
+        run.wait_for(lambda: has_saved(tmp_path, last + 1))
         word.write_text("raise")
-        assert started.wait(150) == 1
-    finally:
-        kill_all(mark)
+        run.wait_for_end(1)
     skips = events(tmp_path)
     assert {(skip["rule"], skip["action"], skip["reason"]) for skip in skips} == {
         ("non_finite", "skip", "critic/score/mean is nan")
     }
-    text = console.read_text()
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2
-    assert "the judge does not answer" in text and "no materializable trajectories" in text
+    assert "the judge does not answer" in run.console and "no materializable trajectories" in run.console
     first = skips[0]["step"]
     assert equal_tensors(shards(tmp_path, first - 1), shards(tmp_path, first)), "a skipped update changes nothing"

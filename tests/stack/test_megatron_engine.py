@@ -1,34 +1,20 @@
 """verl's Megatron engine against transformers, in float32 and from one checkpoint, in each layout of two ranks."""
 
 import pytest
-import torch
 
-from recipes.make_assets import build_model, build_tokenizer
 from tests.stack.megatron_engine import DENSE, ONE_RANK, TWO_RANKS, VALUES, expect_of_transformers, run_ranks
+from tests.stack.small_models import FAR_APART, save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-def write_model(folder, recipe):
-    """`model/` with an even vocabulary, which tensor parallelism halves, and what transformers makes of it."""
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<spare>"])
-    model = build_model(recipe, tokenizer).float()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4.0)  # the usual 0.02 leaves every probability near that of any other token
-    for part in (model, tokenizer):
-        part.save_pretrained(folder / "model")
-    expect_of_transformers(folder)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A mixture of experts; in `dense/` a model without."""
+    """A mixture of experts and what transformers computes with it; in `dense/` a model without experts."""
     folder = tmp_path_factory.mktemp("megatron")
-    write_model(folder, "cpu_tool")
-    write_model(folder / "dense", "dense_smoke")
+    for part, recipe in ((folder, "cpu_tool"), (folder / "dense", "dense_smoke")):
+        save_model(part / "model", recipe, even=True, scale=FAR_APART)
+        expect_of_transformers(part)
     return folder
 
 

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from recipes.make_assets import build_model, build_tokenizer
 from tests.stack.megatron_engine import run_ranks
 from tests.stack.megatron_gate import CASES
 from tests.stack.megatron_recipes import make_model
+from tests.stack.small_models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -17,10 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 def ranks(stack, tmp_path_factory):
     """Case -> what each rank found."""
     folder = tmp_path_factory.mktemp("megatron_gate")
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["<spare>"])  # an even vocabulary, which tensor parallelism halves
-    for part in (build_model("cpu_tool", tokenizer), tokenizer):
-        part.save_pretrained(folder / "qwen3" / "model")
+    save_model(folder / "qwen3" / "model", even=True)
     make_model(folder / "moonlight", "moonlight")
     output = run_ranks(stack, "tests.stack.megatron_gate", "judge_and_undo", 2, folder)
     found = [{line["case"]: line for line in map(json.loads, lines)} for lines in output]
@@ -28,6 +25,7 @@ def ranks(stack, tmp_path_factory):
     return {case: [rank[case] for rank in found] for case in CASES}
 
 
+@pytest.mark.shows("undo", "lower_lr", engine="megatron")
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
     for found in ranks[case]:
@@ -44,6 +42,7 @@ def test_an_update_is_taken_back_bit_for_bit_on_every_rank(ranks, case):
         assert found["offloaded"] is ("offloaded" in case)
 
 
+@pytest.mark.shows("grad_norm", engine="megatron")
 @pytest.mark.parametrize("case", CASES)
 def test_the_norm_judged_is_the_one_that_verl_clips_by_and_reading_it_changes_nothing(ranks, case):
     for norms in (found["norms"] for found in ranks[case]):
@@ -59,6 +58,7 @@ def test_the_norm_judged_is_the_one_that_verl_clips_by_and_reading_it_changes_no
     assert refused == [1.0] * 2 * every and clipped is None and judged[0] == gathered[0]["wide"][0][0]
 
 
+@pytest.mark.shows("after_update.trajectories", engine="megatron")
 @pytest.mark.parametrize("case", CASES)
 def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
     policy_kl, vllm_kl = next(found["after_update"] for found in ranks[case] if found["outputs"])

@@ -1,11 +1,13 @@
-"""Presets in runs that cannot have all of them: the rest works, and the start-up table says what was left out."""
+"""Presets in runs that cannot have all of them: the rest works, and the start-up table says what was left out.
+
+test_runs.py has one next to verl's own weights."""
 
 import re
 
 import pytest
 
 from tests.stack import other_engine
-from tests.stack.running import assert_documented
+from tests.stack.running import assert_documented, left_out
 
 pytestmark = pytest.mark.e2e
 
@@ -13,11 +15,6 @@ OTHER_ENGINE = (
     f"actor_rollout_ref.actor.strategy={other_engine.NAME}",
     f"actor_rollout_ref.model.external_lib={other_engine.__name__}",
 )
-
-
-def left_out(run):
-    """The overrides of the launch's lines "left out"."""
-    return re.findall(r"verl_ext: left out: now (.*?), because ", run.console)
 
 
 def assert_trains(run):
@@ -34,17 +31,6 @@ def test_moe_in_bypass_mode(train):
     assert left_out(run) == ["stability.router_agreement=false", "stability.correction=opsm"]
     for step in run.steps:
         assert "actor/opsm/dropped" in step and "router/agreement" not in step and "correction/weight_mean" not in step
-
-
-def test_moe_beside_verls_own_weights(train):
-    weights = ("rollout_is=token", "rollout_is_threshold=2.0")
-    run = train("stability=moe", *(f"algorithm.rollout_correction.{one}" for one in weights))
-    assert_trains(run)
-    assert left_out(run) == ["stability.correction=opsm"]
-    for step in run.steps:
-        assert 0.9 < step["rollout_corr/rollout_is_mean"] < 1.1
-        assert "actor/opsm/dropped" in step and step["router/agreement"] > 0.9
-        assert "correction/weight_mean" not in step
 
 
 def test_moe_on_an_engine_that_the_plugin_does_not_know(train):

@@ -9,12 +9,11 @@ import sys
 import uuid
 
 import pytest
-import torch
 
-from recipes.make_assets import build_model, build_tokenizer
 from tests import ROOT
 from tests.stack.running import CPU, MARK, RETRACTS, kill_all
 from tests.stack.sglang_engine import FP4
+from tests.stack.small_models import FAR_APART, save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -22,14 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sglang")
-    tokenizer = build_tokenizer()
-    model = build_model("cpu_tool", tokenizer).float()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.mul_(4.0)  # the usual 0.02 leaves every probability near that of any other token
-    for part in (model, tokenizer):
-        part.save_pretrained(folder / "model")
+    save_model(folder / "model", scale=FAR_APART)
     return folder
 
 

@@ -69,7 +69,7 @@ def launches() -> list[Launch]:
     """Every launch of a whole run that makes a step."""
     recorder = Recorder()
     with (
-        mock.patch.multiple(running, run=recorder.note, start=recorder.note),
+        mock.patch.multiple(running, run=recorder.note, live=recorder.note),
         mock.patch.object(forking, "forked", unforked),
         contextlib.redirect_stdout(io.StringIO()),
     ):
@@ -91,7 +91,7 @@ def _steps(command: list[str], test: str) -> Iterator[Launch]:
 def _changes(module: str, arguments: list[str], given: list[str]) -> list[tuple[str, ...]]:
     """Returns what each step of a launch sets by itself."""
     if module == switching.__name__:
-        return switching.SCHEDULE
+        return switching.SCHEDULES[arguments[0]]
     if module == replaying.__name__:
         entries = dict.fromkeys(replaying.SCHEDULE)
         return [tuple(f"{name}={value}" for name, value in replaying.settings_of(entry).items()) for entry in entries]

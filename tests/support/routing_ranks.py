@@ -3,12 +3,12 @@
 A process of its own imports verl with VERL_PLATFORM=cpu, and may start torch.distributed.
 """
 
-import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from tests.support.fsdp_ranks import batch_of, join_ranks, training_worker
 from tests.support.route_sum import route_sum
 from tests.support.routing_families import TOP_K, build, experts_inputs, moe_layers
 from verl_ext.routing.engines import ENGINES
@@ -71,87 +71,42 @@ def rollout_routes(case):
 
 
 def batch(case, **settings):
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-
-    rows = sequences()
-
-    def nested(values):
-        return torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
-
-    data = TensorDict(
-        {
-            "input_ids": nested(rows),
-            "position_ids": nested(torch.arange(len(row)) for row in rows),
-            "prompts": nested(row[:prompt] for row, (prompt, _) in zip(rows, LENGTHS, strict=True)),
-            "responses": nested(row[prompt:] for row, (prompt, _) in zip(rows, LENGTHS, strict=True)),
-            "response_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
-            "loss_mask": nested(torch.ones(response, dtype=torch.long) for _, response in LENGTHS),
-            "routed_experts": nested(
-                routes[: 0 if row in case.left_out else None] for row, routes in enumerate(rollout_routes(case))
-            ),
-            "routed_experts_sum": nested(
-                torch.tensor([route_sum(routes, ids)]) for routes, ids in zip(rollout_routes(case), rows, strict=True)
-            ),
-        },
-        batch_size=len(rows),
-    )
+    rows, rollout = sequences(), rollout_routes(case)
+    fields = {
+        "routed_experts": [routes[: 0 if row in case.left_out else None] for row, routes in enumerate(rollout)],
+        "routed_experts_sum": [
+            torch.tensor([route_sum(routes, ids)]) for routes, ids in zip(rollout, rows, strict=True)
+        ],
+    }
     defaults = {"temperature": 1.0, "global_batch_size": len(rows), "enable_routing_replay": case.mode != "disabled"}
-    tu.assign_non_tensor(data, **(defaults | settings))
-    return data
+    return batch_of(rows, LENGTHS, fields, **(defaults | settings))
 
 
 def make_worker(case, folder):
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import (
-        EngineRouterReplayConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-        TrainingWorkerConfig,
-    )
+    from verl.workers.config import EngineRouterReplayConfig
 
     from verl_ext.workers.actor import RoutingTrainingWorker
 
     register_attention()
-    lora = {"lora_rank": 4, "lora_alpha": 64, "target_modules": case.lora} if case.lora else {}
-    settings = {
-        "strategy": "fsdp2",
-        "dtype": "float32",
-        "mixed_precision": {"param_dtype": "float32", "reduce_dtype": "float32", "buffer_dtype": "float32"},
+    model = {
+        "use_remove_padding": case.packed,
+        "enable_gradient_checkpointing": case.checkpointing,
+        "override_config": {"attn_implementation": "packed"},
+    }
+    if case.lora:
+        model |= {"lora_rank": 4, "lora_alpha": 64, "target_modules": case.lora}
+    engine = {
         "router_replay": EngineRouterReplayConfig(mode=case.mode),
         "ulysses_sequence_parallel_size": case.ranks,
-        "use_torch_compile": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 2,  # two micro-batches
-        "infer_micro_batch_size_per_gpu": 2,
     }
     if case.bucket:
-        settings |= {"pad_to_length": True, "pad_to_length_bucket": case.bucket}
-    worker = RoutingTrainingWorker(
-        TrainingWorkerConfig(
-            model_type="language_model",
-            model_config=HFModelConfig(
-                path=folder,
-                use_remove_padding=case.packed,
-                enable_gradient_checkpointing=case.checkpointing,
-                override_config={"attn_implementation": "packed"},
-                **lora,
-            ),
-            engine_config=FSDPEngineConfig(**settings),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-2, total_training_steps=10),
-            checkpoint_config=CheckpointConfig(),
-        )
-    )
-    worker.reset()
-    return worker
+        engine |= {"pad_to_length": True, "pad_to_length_bucket": case.bucket}
+    return training_worker(folder, RoutingTrainingWorker, 2, model, **engine)  # two micro-batches
 
 
 def rank_main(rank, ranks, cases, folders, address, results):
     """Run every case one after another, and leave what came of them in results/RANK.pt."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
-    torch.set_num_threads(1)
+    join_ranks(rank, ranks, address)
     from tests.support.head_ranks import run_heads
     from tests.support.shift_ranks import run_shift
 

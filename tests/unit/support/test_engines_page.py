@@ -98,12 +98,12 @@ def test_rows_of_a_group_that_say_the_same_are_one_line():
 
 
 def test_the_switching_runs_entries_are_launches_of_their_own(monkeypatch):
-    from tests.stack.switching import SCHEDULE
+    from tests.stack.switching import SCHEDULES
     from tests.support.launches import _steps
 
-    command = ["-m", "tests.stack.switching", "megatron", "recipe=cpu_megatron", "stability=icepop"]
+    command = ["-m", "tests.stack.switching", "fsdp2", "recipe=cpu_tool", "stability=icepop"]
     steps = list(_steps(command, "test"))
-    assert len(steps) == len(SCHEDULE)
+    assert len(steps) == len(SCHEDULES["fsdp2"])
     assert "stability=tis" in next(step for step in steps if "stability.tis.cap=1.0" in step.overrides).overrides
     assert all(
         len({one.partition("=")[0].lstrip("+") for one in step.overrides}) == len(step.overrides) for step in steps

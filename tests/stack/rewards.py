@@ -1,15 +1,23 @@
-"""`dense_reward`, until a file asks for a fault: a user's reward function that fails."""
+"""Reward functions of the whole runs. `compute_score` differs between any two responses: every step has a gradient."""
 
 import os
 import time
 from pathlib import Path
 
-from tests.stack import dense_reward
-
 FILE = "VERL_EXT_TEST_REWARD"  # environment: a file that holds `nan`, `hang` or `raise`
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    return sum(map(ord, solution_str)) % 10 / 10
+
+
+def same_for_all(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    """A constant reward: nothing can be learnt from it."""
+    return 0.5
+
+
+def faulty(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:
+    """`compute_score`, until FILE asks for a fault."""
     file = Path(os.environ[FILE])
     match file.read_text() if file.exists() else "":
         case "nan":
@@ -19,4 +27,4 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
                 time.sleep(0.1)
         case "raise":
             raise ValueError("the judge does not answer")
-    return dense_reward.compute_score(data_source, solution_str, ground_truth)
+    return compute_score(data_source, solution_str, ground_truth)
