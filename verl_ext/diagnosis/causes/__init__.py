@@ -143,12 +143,12 @@ def read_cause(file: Path) -> Cause:
             is unknown.
     """
     try:
-        return _cause(file.stem, tomllib.loads(file.read_text(encoding="utf-8")))
+        return _cause_of(file.stem, tomllib.loads(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, CauseError) as error:
         raise CauseError(f"{file}: {error}") from None
 
 
-def _cause(name: str, entry: dict[str, Any]) -> Cause:
+def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
     shows = entry.pop("shows", {})
     given = dict(_field(key, value) for key, value in entry.items())
     for key in ("title", "about", "check"):
