@@ -75,7 +75,8 @@ DECIDED_RESTORED = [  # in that scenario, with the rules of RESTORING
 SCENARIOS = {
     "every action": EVERY_ACTION,
     "restored": RESTORED,
-    "lost and doubled adapters": {1: "missed sync", 3: "adapter doubled from here on", 12: "short log-probs"},
+    "lost adapter, then short log-probs": {1: "missed sync", 4: "short log-probs"},
+    "doubled adapter": {1: "adapter doubled from here on"},
     "lost syncs": {4: "weights lost from here on"},
     "shifted experts": {2: "shifted experts"},
     "shifted experts and an overflow": {2: "shifted experts", 3: "huge advantages"},
