@@ -1,7 +1,7 @@
 """The controller's part of one batch: measure -> judge -> weigh, then, on verl's advantages, judge by sign -> filter.
 
 All decisions about a batch are made here. This file knows neither verl nor Ray nor TransferQueue: verl's trainers drive
-a step with the queue's batch (`trainer.queue.QueueBatch`), the lab with its tensors. In bypass mode the workers measure
+a step with the queue's batch (`trainer.batch.QueueBatch`), the lab with its tensors. In bypass mode the workers measure
 the gap in the update: the step judges the metrics that exist before it, and the rest after it.
 
 Shape legend: N response tokens of a block.
