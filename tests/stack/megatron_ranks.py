@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from tests.support.head_ranks import give, reference_reading, response_values, sampler_heads
 from tests.support.megatron_cpu import build_engine, infer, put_on_cpu, sequence_logits, sequence_routes, verls_patch
 from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
@@ -22,11 +21,12 @@ from tests.support.recorded_routes import (
     sequences,
     worker_config,
 )
+from tests.support.top_token_ranks import give, reference_reading, response_values, sampler_heads
 from verl_ext.base.names import TOP_TOKEN_SUMS
 from verl_ext.core.top_tokens import log_probs_at
 from verl_ext.routing.megatron import RecordedRouting, Recorders
-from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import replica_group
+from verl_ext.workers.top_tokens import HeadReader, HeadUse
 
 PARALLEL = {
     "tensor and sequence": {"tensor_model_parallel_size": 2},

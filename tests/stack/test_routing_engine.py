@@ -9,10 +9,10 @@ import torch
 
 from recipes.make_assets import build_tokenizer
 from tests.support.closeness import close
-from tests.support.head_ranks import reference_reading, response_values, sampler_heads, sequence_logits
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
 from tests.support.shift_ranks import sequence_scores
+from tests.support.top_token_ranks import reference_reading, response_values, sampler_heads, sequence_logits
 from verl_ext.base.names import SHIFT_EXPERTS, SHIFT_SCORES, TOP_TOKEN_SUMS
 from verl_ext.core.routing import RouterSums
 from verl_ext.routing.recorder import joined_passes

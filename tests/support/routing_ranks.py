@@ -23,7 +23,7 @@ class Case:
 
     Attributes:
         mode: router_replay.mode.
-        heads, shift: the sampler's heads are read, see head_ranks.py, or the shift of the routers, see shift_ranks.py,
+        heads, shift: the top tokens are read, see top_token_ranks.py, or the shift of the routers, see shift_ranks.py,
             and nothing else is done.
         planted: (trajectory, response token, decoder layer) whose first expert the rollout has differently.
         left_out: trajectories whose routing did not travel.
@@ -152,8 +152,8 @@ def rank_main(rank, ranks, cases, folders, address, results):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"DIST_INIT_METHOD": address, "MASTER_ADDR": "unused", "MASTER_PORT": "0"}
     torch.set_num_threads(1)
-    from tests.support.head_ranks import run_heads
     from tests.support.shift_ranks import run_shift
+    from tests.support.top_token_ranks import run_heads
 
     runs = {name: run_heads if case.heads else run_shift if case.shift else run for name, case in cases.items()}
     torch.save({name: runs[name](case, folders[case.family]) for name, case in cases.items()}, f"{results}/{rank}.pt")

@@ -301,7 +301,7 @@ TABLE = add_changes(
         why="reads the heads where the logits are, through the function that verl calls there for distillation",
         when="with the heads of `agent_loop`",
         versions=VERL,
-        file="workers/head.py",
+        file="workers/top_tokens.py",
         test="tests/stack/test_routing_engine.py::test_heads_are_read_in_every_layout",
         without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
         needs=(

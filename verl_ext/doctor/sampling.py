@@ -26,7 +26,7 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
     (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With `stability.head` the kept tokens
     come with each token, and log-probs of both engines are of them (TRL issue 7269).
     """
-    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # features/heads.py says so
+    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # features/top_tokens.py says so
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:

@@ -30,7 +30,7 @@ from verl_ext.base import names
 from verl_ext.core.losses import router_deviation
 from verl_ext.core.top_tokens import Reading, TopTokens, centering, read, weights_of
 from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
-from verl_ext.workers.head import CENTERING, HeadUse
+from verl_ext.workers.top_tokens import CENTERING, HeadUse
 
 CHECKPOINT = "model.pt"
 

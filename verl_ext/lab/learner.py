@@ -33,7 +33,7 @@ from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.engine import LabEngine, LabWorker, Scores, chosen_scores, equal_rows, score
 from verl_ext.lab.model import ModelSettings, Samples
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import HeadUse
+from verl_ext.workers.top_tokens import HeadUse
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 

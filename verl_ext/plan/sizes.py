@@ -165,9 +165,9 @@ def read_usage(config: DictConfig) -> Usage:
         ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is not a number.
     """
     from verl_ext.features.feature import Need
-    from verl_ext.features.heads import head_k
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
+    from verl_ext.features.top_tokens import head_k
 
     stability = stability_config(config.stability)
     run = read_features(config, stability)

@@ -27,8 +27,8 @@ from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.recorder import Passes
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
+from verl_ext.workers.top_tokens import HeadReader, HeadUse
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 STEP_START = 0  # verl's key of its copy

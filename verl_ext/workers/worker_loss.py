@@ -30,9 +30,9 @@ from verl_ext.features.losses import UNBIASED
 from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
 from verl_ext.workers.losses import LossInputs, padded_fields, provide, register_losses
+from verl_ext.workers.top_tokens import CENTERING, HeadUse
 from verl_ext.workers.undo import keep_updates_of
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are not settings of the loss

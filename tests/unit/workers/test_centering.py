@@ -25,7 +25,7 @@ from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import check_run, loss_settings, read_features
 from verl_ext.trainer.step import leave_out
-from verl_ext.workers.head import HeadReader
+from verl_ext.workers.top_tokens import HeadReader
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 B, T, V = 2, 2, 3

@@ -21,8 +21,8 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.head import CENTERING
 from verl_ext.workers.losses import apply_base, loss_inputs
+from verl_ext.workers.top_tokens import CENTERING
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")

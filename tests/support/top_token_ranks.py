@@ -58,7 +58,7 @@ def response_values(nested, lengths=LENGTHS):
 
 def loss(model_output, data, dp_group=None):
     """Returns the loss of both values that have a gradient: a sum over the micro-batches' tokens."""
-    from verl_ext.workers.head import CENTERING
+    from verl_ext.workers.top_tokens import CENTERING
 
     rows = [
         (ids.shape[0], mask.shape[0])
@@ -76,7 +76,7 @@ def run_heads(case, folder):
     gradient of the LM head in the second."""
     from verl.utils import tensordict_utils as tu
 
-    from verl_ext.workers.head import HeadReader, HeadUse
+    from verl_ext.workers.top_tokens import HeadReader, HeadUse
 
     worker, found = make_worker(case, folder), {}
     reader = HeadReader(worker.engine)

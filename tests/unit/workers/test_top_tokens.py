@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.micro_batches import nested
 from verl_ext.base.errors import BatchError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-from verl_ext.workers.head import HeadReader, HeadUse, _token_layout
+from verl_ext.workers.top_tokens import HeadReader, HeadUse, _token_layout
 
 CPU = torch.device("cpu")
 LENGTHS = [(2, 3), (1, 2)]  # prompt and response of each trajectory
