@@ -22,7 +22,7 @@ from tests.stack.running import (
     SEPARATE_ASYNC,
     SMALL,
     assert_documented,
-    assert_heads,
+    assert_top_tokens,
     forked_command,
     kill_all,
     run,
@@ -195,7 +195,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
     assert finished.code == 0, finished.tail
     assert "PPOTrainerSeparateAsync." in finished.console
     assert "confirmed by 2 vLLM worker(s)" in finished.console
-    assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
+    assert re.search(r"sampler's top tokens +│ 32 tokens; l_old", finished.console)
     assert re.search(r"score centering +│ weights of tis +│ worker_loss on 1 rank", finished.console)
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│ 4 x TopKRouter on 1 rank", finished.console)
     assert_documented(finished)
@@ -203,7 +203,7 @@ def test_separate_async_with_truncated_sampling_and_score_centering(assets, stac
     assert len(later) == 2
     for step in finished.steps:
         assert step["guard/skipped"] == 0 and step["actor/grad_norm"] > 0 != step["actor/score_centering"]
-        assert_heads(step)
+        assert_top_tokens(step)
         assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
         assert abs(step["vllm_kl/k1"]) < 0.02, "-log of the mass that is kept, 0.1, where one engine counts all tokens"
         # The loop leaves out every second one; a batch of prompts in flight has some more or fewer of them.

@@ -67,7 +67,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     assert re.search(
         r"router agreement +│ compute_log_prob, share 0\.5 +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console
     )
-    assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
+    assert re.search(r"sampler's top tokens +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 3
     assert_documented(finished)
     assert re.search(r"zero_mismatch: warn at vllm_kl/k3 >", finished.console)
@@ -133,7 +133,7 @@ def test_megatron_and_sglang_in_separate_async(train, tmp_path):
     finished = train(
         "stability=guard",
         ROUTING,
-        "stability.head.k=8",
+        "stability.top_tokens.k=8",
         "stability.filters={too_stale:{versions:1}}",
         "stability.rescoring={every:1,trajectories:32,versions:2}",
         "stability.trajectories.per_step=2",

@@ -28,7 +28,7 @@ from verl_ext.features.rescoring import RESCORING
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import CANARY
-from verl_ext.features.top_tokens import HEADS
+from verl_ext.features.top_tokens import TOP_TOKENS
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import BYPASS, check_model_files, check_overlong, check_warmup
 
@@ -50,7 +50,7 @@ FEATURES: tuple[Feature, ...] = (
     CASCADE_ATTENTION,
     FAKE_QUANTIZATION,
     BYPASS_MODE,
-    HEADS,
+    TOP_TOKENS,
 )
 
 

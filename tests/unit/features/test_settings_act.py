@@ -28,7 +28,7 @@ from verl_ext.features.table import (
     read_features,
     table_lines,
 )
-from verl_ext.features.top_tokens import head_k
+from verl_ext.features.top_tokens import top_token_count
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.launch.compose import stability_choices
 from verl_ext.trainer.guarding import build_guard
@@ -131,7 +131,7 @@ def effects(config):
         "agent loop": [feature.agent_loop(run) for feature in FEATURES],
         "watch": stability.guard.slow_step_s,
         "batch": (stability.corrections(), stability.denominator, stability.filter_chain()),
-        "head": (head_k(run), stability.score_centering),
+        "top_tokens": (top_token_count(run), stability.score_centering),
         "plugins": stability.plugins,
         "canary": canary_settings(run) if canary_settings(run).trajectories else None,
         "trajectories": stability.trajectories if stability.trajectories.per_step else None,
