@@ -156,7 +156,7 @@ def rows(pair: Pair) -> dict[str, list[Row]]:
         "Advantages and filters": [*_estimators(), *_filters()],
         "Guard": list(_guard()),
         "Routing": list(_routing()),
-        "The sampler's head": list(_heads()),
+        "The sampler's top tokens": list(_top_tokens()),
         "Everything else": list(_others()),
         "Presets of several features": list(_presets()),
         "verl's own": list(_verls(pair)),
@@ -283,9 +283,9 @@ def _routing() -> Iterator[Row]:
         yield Row(f"{mode} with router agreement", (*replay, AGREEMENT), replays(mode, compared=True))
 
 
-def _heads() -> Iterator[Row]:
+def _top_tokens() -> Iterator[Row]:
     cut = (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=32", f"{ROLLOUT}.logprobs_mode=processed_logprobs")
-    yield Row("`head.k`", (METRICS, "stability.head.k=8"), lambda run: run.stability.head.k > 0)
+    yield Row("`top_tokens.k`", (METRICS, "stability.top_tokens.k=8"), lambda run: run.stability.top_tokens.k > 0)
     yield Row("sampling by top-p and top-k", (METRICS, *cut), lambda run: cuts(run.config))
     yield Row("score centering", ("stability.score_centering=true",), lambda run: run.stability.score_centering)
 

@@ -1,12 +1,12 @@
-"""Measures the cost of the sampler's head: the rollout that returns it, and the training engine that reads it.
+"""Measures the cost of the sampler's top tokens: in the rollout that returns them, and in the training engine.
 
     python tools/bench_top_tokens.py rollout [--prompts 64] [--tokens 32] [--repeats 5]
     python tools/bench_top_tokens.py read [--rows 512] [--vocabulary 32768] [--device cuda]
 
-`rollout`: vLLM's engine generates for the same prompts in three ways: as verl asks (logprobs=0); with heads, as this
-package asks (flat, without text); and with as many log-probabilities in vLLM's own form, a dictionary per token. Ratios
-are of medians, to the first way. A model this small shows the most that heads can cost: a large one takes as long for
-them, and longer for the rest.
+`rollout`: vLLM's engine generates for the same prompts in three ways: as verl asks (logprobs=0); with top tokens, as
+this package asks (flat, without text); and with as many log-probabilities in vLLM's own form, a dictionary per token.
+Ratios are of medians, to the first way. A model this small shows the most that top tokens can cost: a large one takes
+as long for them, and longer for the rest.
 
 `read`: log-probabilities of the sampled token and of K more from logits [rows, vocabulary], forward and backward. They
 are compared with verl's `logprobs_from_logits` of only the sampled token, and with log_softmax and gather, in time and
@@ -36,7 +36,7 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
     import vllm
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from verl_ext.upstream.agent_loop import HEAD_ASKED, ask_for_head, take_head
+    from verl_ext.upstream.agent_loop import TOP_TOKENS_ASKED, ask_for_top_tokens, take_top_tokens
 
     with tempfile.TemporaryDirectory() as folder:
         config = Qwen3MoeConfig(
@@ -67,25 +67,25 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
             for _ in range(arguments.prompts)
         ]
 
-        def generate(k: int, heads: bool) -> None:
-            extra = {"extra_args": {HEAD_ASKED: k}} if heads else {}
-            sampling = ask_for_head(
+        def generate(k: int, asked: bool) -> None:
+            extra = {"extra_args": {TOP_TOKENS_ASKED: k}} if asked else {}
+            sampling = ask_for_top_tokens(
                 vllm.SamplingParams,
                 max_tokens=arguments.tokens,
                 ignore_eos=True,
-                logprobs=0 if heads else k,
+                logprobs=0 if asked else k,
                 detokenize=False,
                 **extra,
             )
             for output in llm.generate(prompts, sampling, use_tqdm=False):
-                if heads:
-                    take_head(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict={})
+                if asked:
+                    take_top_tokens(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict={})
                 answer = output.outputs[0]
                 [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
 
         calls = {"logprobs=0, as verl": lambda: generate(0, False)}
         for k in KS:
-            calls[f"heads of {k}"] = lambda k=k: generate(k, True)  # type: ignore[misc]
+            calls[f"{k} top tokens"] = lambda k=k: generate(k, True)  # type: ignore[misc]
         calls[f"logprobs={KS[0]}, dictionaries"] = lambda: generate(KS[0], False)
         times = {name: statistics.median(spent) for name, spent in alternating(calls, arguments.repeats).items()}
     first = next(iter(times.values()))
@@ -115,7 +115,7 @@ def bench_read(arguments: argparse.Namespace) -> None:
 
     calls = {"verl, the sampled token": lambda: backward(logprobs_from_logits(logits, ids[:, 0]))}
     for k in KS:
-        calls[f"heads of {k}"] = lambda k=k: backward(log_probs_at(logits, ids[:, : 1 + k]))  # type: ignore[misc]
+        calls[f"{k} top tokens"] = lambda k=k: backward(log_probs_at(logits, ids[:, : 1 + k]))  # type: ignore[misc]
         calls[f"log_softmax, {k}"] = lambda k=k: backward(plain(k))  # type: ignore[misc]
     times = {name: statistics.median(spent) for name, spent in alternating(calls, arguments.repeats, device).items()}
     first, size = next(iter(times.values())), logits.nbytes

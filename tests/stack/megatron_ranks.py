@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from tests.support.head_ranks import give, reference_reading, response_values, sampler_heads
 from tests.support.megatron_cpu import build_engine, infer, put_on_cpu, sequence_logits, sequence_routes, verls_patch
 from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
@@ -22,11 +21,12 @@ from tests.support.recorded_routes import (
     sequences,
     worker_config,
 )
+from tests.support.top_token_ranks import give, reference_reading, response_values, sampler_top_tokens
 from verl_ext.base.names import TOP_TOKEN_SUMS
 from verl_ext.core.top_tokens import log_probs_at
 from verl_ext.routing.megatron import RecordedRouting, Recorders
-from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import replica_group
+from verl_ext.workers.top_tokens import TopTokenReader, TopTokenUse
 
 PARALLEL = {
     "tensor and sequence": {"tensor_model_parallel_size": 2},
@@ -37,7 +37,7 @@ PARALLEL = {
 
 
 def rank_main(rank, store):
-    """Checks, for each kind of parallelism, the order of routes, a planted disagreement, and the heads."""
+    """Checks, for each kind of parallelism, the order of routes, a planted disagreement, and the top tokens."""
     from megatron.core import parallel_state as mpu
 
     torch.set_num_threads(1)
@@ -50,8 +50,8 @@ def rank_main(rank, store):
         rollout = as_rollout([sequence_routes(alone, index) for index in range(len(LENGTHS))])
         weights = alone.module[0].state_dict()
         logits_of = sequence_logits(alone)
-        heads = list(sampler_heads(logits_of, sequences(), LENGTHS))
-        read = {cut: reference_reading(logits_of, heads, cut, sequences(), LENGTHS) for cut in (True, False)}
+        top_tokens = list(sampler_top_tokens(logits_of, sequences(), LENGTHS))
+        read = {cut: reference_reading(logits_of, top_tokens, cut, sequences(), LENGTHS) for cut in (True, False)}
         weights = {name: value.clone() for name, value in weights.items() if torch.is_tensor(value)}
         old = sequence_scores(alone)
         move_routers(alone)
@@ -70,10 +70,10 @@ def rank_main(rank, store):
             assert (output is not None) == engine.is_mp_src_rank_with_outputs()
             if output is not None:
                 check_planted(output, 1, 2, MOE.index(3))
-            reader = HeadReader(engine)
+            reader = TopTokenReader(engine)
             for truncated, (l_own, _, sums) in read.items():
-                reader.use = HeadUse(truncated=truncated, centers=True)
-                output = infer(engine)(give(batch(calculate_entropy=True), heads))
+                reader.use = TopTokenUse(truncated=truncated, centers=True)
+                output = infer(engine)(give(batch(calculate_entropy=True), top_tokens))
                 if output is not None:
                     close(response_values(output["log_probs"], LENGTHS), l_own)
                     close(torch.stack(list(output[TOP_TOKEN_SUMS].unbind())), sums)

@@ -135,8 +135,8 @@ def suspected_causes(run: Run) -> list[str]:
     return [suspect.cause.name for suspect in judge_run(read_run(run.folder / "verl_ext")).suspects]
 
 
-def assert_heads(step):
-    """Checks that every token has a head, and that the heads' KL has the size of k3's estimate from single tokens."""
+def assert_top_tokens(step):
+    """Checks that every token has top tokens, and that their KL has the size of k3's estimate from single tokens."""
     assert step["vllm_kl/head_missing"] == 0
     assert 0 < step["vllm_kl/head"] < 0.01
     assert 0.1 < step["vllm_kl/head"] / step["vllm_kl/k3"] < 10

@@ -106,7 +106,7 @@ def serving(engine, response_length=TOKENS):
     return server(async_sglang_server, engine.tokenizer_manager, prompt_length=8, response_length=response_length)
 
 
-HEAD = 8
+TOP_TOKENS = 8
 LONG, SYNCS = 160, 6  # tokens of a response that is interrupted, and how often
 SAMPLING: dict[str, dict] = {
     "all": {"temperature": 1.0},
@@ -118,14 +118,14 @@ MARGIN = 1e-3  # of a mass from top_p: nearer ones are decided by rounding
 
 
 @torch.no_grad()
-def compare_heads(engine, server, model, sampling) -> dict[str, float]:
+def compare_top_tokens(engine, server, model, sampling) -> dict[str, float]:
     """Compares what verl's server returns with transformers' logits in float64: the largest difference of log-probs, of
-    the sampled tokens and of the heads, and the number of places at which something else was kept."""
+    the sampled tokens and of the top tokens, and the number of places at which something else was kept."""
     from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-    from verl_ext.upstream.agent_loop import HEAD_ASKED
+    from verl_ext.upstream.agent_loop import TOP_TOKENS_ASKED
 
-    asked = {"logprobs": True, "ignore_eos": True, "extra_args": {HEAD_ASKED: HEAD}} | sampling
-    found = {"own": 0.0, "head": 0.0, "other_kept": 0, "places": 0, "kept": 0}
+    asked = {"logprobs": True, "ignore_eos": True, "extra_args": {TOP_TOKENS_ASKED: TOP_TOKENS}} | sampling
+    found = {"own": 0.0, "top": 0.0, "other_kept": 0, "places": 0, "kept": 0}
     for prompt in PROMPTS:
         answer = engine.loop.run_until_complete(server.generate(list(prompt), dict(asked), uuid.uuid4().hex))
         tokens = answer.token_ids
@@ -153,7 +153,7 @@ def compare_heads(engine, server, model, sampling) -> dict[str, float]:
             found["places"] += 1
             found["kept"] += int(given.isfinite().sum())
             found["other_kept"] += int(not torch.equal(given.isfinite(), expected.isfinite()))
-            found["head"] = max(found["head"], float((given - expected)[same].abs().max()))
+            found["top"] = max(found["top"], float((given - expected)[same].abs().max()))
             found["own"] = max(found["own"], abs(answer.log_probs[place] - float(q.log()[tokens[place]])))
     return found
 
@@ -262,10 +262,10 @@ def by_name(model):
 
 
 def served(folder):
-    """Returns the results of verl's server: heads by kind of sampling, and the routing of two turns."""
+    """Returns the results of verl's server: top tokens by kind of sampling, and the routing of two turns."""
     engine, model = start(folder), reference(folder)
     server = serving(engine)
-    found = {name: compare_heads(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
+    found = {name: compare_top_tokens(engine, server, model, sampling) for name, sampling in SAMPLING.items()}
     found["turns"] = compare_turns(server, model, engine.loop.run_until_complete)
     engine.shutdown()
     return found
@@ -274,11 +274,12 @@ def served(folder):
 def retracted(folder):
     """Sends more requests at once than fit into the cache: all prompts twice, through verl's server."""
     from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-    from verl_ext.upstream.agent_loop import HEAD_ASKED
+    from verl_ext.upstream.agent_loop import TOP_TOKENS_ASKED
 
     engine, model = start(folder, max_total_tokens=96, schedule_conservativeness=0.01), reference(folder)
     server = serving(engine)
-    asked = {"logprobs": True, "extra_args": {HEAD_ASKED: HEAD}}  # ignore_eos has room kept for each whole response
+    # Without ignore_eos, which has room kept for each whole response.
+    asked = {"logprobs": True, "extra_args": {TOP_TOKENS_ASKED: TOP_TOKENS}}
 
     async def all_at_once():
         prompts = PROMPTS * 2
@@ -286,7 +287,7 @@ def retracted(folder):
             *(server.generate(list(prompt), dict(asked), uuid.uuid4().hex) for prompt in prompts)
         )
 
-    found = {"retractions": 0, "apart": 0.0, "head_apart": 0.0, "other_experts": 0}
+    found = {"retractions": 0, "apart": 0.0, "top_apart": 0.0, "other_experts": 0}
     with torch.no_grad():
         for prompt, answer in zip(*engine.loop.run_until_complete(all_at_once()), strict=True):
             tokens = torch.tensor(answer.token_ids)
@@ -298,7 +299,7 @@ def retracted(folder):
             routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
             found["retractions"] += answer.num_preempted
             found["apart"] = max(found["apart"], float(own.abs().max()))
-            found["head_apart"] = max(found["head_apart"], float((log_q - expected.gather(1, ids.long())).abs().max()))
+            found["top_apart"] = max(found["top_apart"], float((log_q - expected.gather(1, ids.long())).abs().max()))
             found["other_experts"] += int((routes != experts_of(model, [*prompt, *answer.token_ids])).sum())
     engine.shutdown()
     return found

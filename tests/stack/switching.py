@@ -23,7 +23,7 @@ from verl_ext.core.losses import LOSSES
 BASE = (
     "stability=icepop",
     "stability.router_agreement=true",
-    "stability.head.k=8",
+    "stability.top_tokens.k=8",
     "actor_rollout_ref.actor.use_kl_loss=true",
     "actor_rollout_ref.actor.kl_loss_type=unbiased",
     "actor_rollout_ref.actor.optim.lr=1e-4",

@@ -131,7 +131,7 @@ def test_a_tools_output_stands_between_two_turns_and_is_not_measured(step_of):
     for turn in ("00", "01"):
         assert 0 < step[f"vllm_kl/k3/turn/{turn}"] < 1e-3
     assert 0.9 < step["router/agreement"] < step["router/checked"] == 1
-    # Every token of both turns has the head of its own call.
+    # Every token of both turns has the top tokens of its own call.
     assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < 1e-3
 
 

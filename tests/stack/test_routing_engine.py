@@ -9,10 +9,10 @@ import torch
 
 from recipes.make_assets import build_tokenizer
 from tests.support.closeness import close
-from tests.support.head_ranks import reference_reading, response_values, sampler_heads, sequence_logits
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
 from tests.support.shift_ranks import sequence_scores
+from tests.support.top_token_ranks import reference_reading, response_values, sampler_top_tokens, sequence_logits
 from verl_ext.base.names import SHIFT_EXPERTS, SHIFT_SCORES, TOP_TOKEN_SUMS
 from verl_ext.core.routing import RouterSums
 from verl_ext.routing.recorder import joined_passes
@@ -39,12 +39,12 @@ ULYSSES = {
     "ulysses R2": Case(ranks=2, mode="R2", planted=PLANTED),
     "ulysses R3": Case(ranks=2, mode="R3", checkpointing=True, planted=PLANTED),
 }
-HEADS = {
-    "heads": Case(heads=True),
-    "heads padded": Case(heads=True, packed=False),
-    "heads checkpointing": Case("deepseek_v3", heads=True, checkpointing=True),
+TOP_TOKENS = {
+    "top tokens": Case(top_tokens=True),
+    "top tokens padded": Case(top_tokens=True, packed=False),
+    "top tokens checkpointing": Case("deepseek_v3", top_tokens=True, checkpointing=True),
 }
-HEADS_ULYSSES = {"heads ulysses": Case(heads=True, ranks=2)}
+TOP_TOKENS_ULYSSES = {"top tokens ulysses": Case(top_tokens=True, ranks=2)}
 SHIFT = {"shift": Case(shift=True), "shift padded": Case(shift=True, packed=False)}
 SHIFT_ULYSSES = {"shift ulysses": Case(shift=True, ranks=2)}
 MICRO_BATCHES = [(0, 1), (2, 3)]
@@ -69,8 +69,8 @@ def spawned(cases, ranks, folders, folder):
 @pytest.fixture(scope="module")
 def ran(quick_ranks, folders, tmp_path_factory):
     """Case -> what each rank found."""
-    one = spawned(CASES | HEADS | SHIFT, 1, folders, tmp_path_factory.mktemp("one"))
-    two = spawned(ULYSSES | HEADS_ULYSSES | SHIFT_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
+    one = spawned(CASES | TOP_TOKENS | SHIFT, 1, folders, tmp_path_factory.mktemp("one"))
+    two = spawned(ULYSSES | TOP_TOKENS_ULYSSES | SHIFT_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
     return {name: [rank[name] for rank in ranks] for ranks in (one, two) for name in ranks[0]}
 
 
@@ -206,17 +206,17 @@ def test_a_loras_reference_replays_and_records_nothing(ran):
 
 
 @pytest.mark.parametrize("truncated", [True, False])
-@pytest.mark.parametrize("name", HEADS | HEADS_ULYSSES)
-def test_heads_are_read_in_every_layout(ran, name, truncated):
+@pytest.mark.parametrize("name", TOP_TOKENS | TOP_TOKENS_ULYSSES)
+def test_top_tokens_are_read_in_every_layout(ran, name, truncated):
     """Results equal those of each sequence by itself. So does the gradient of the LM head, up to how ranks share a
     loss."""
-    case = (HEADS | HEADS_ULYSSES)[name]
+    case = (TOP_TOKENS | TOP_TOKENS_ULYSSES)[name]
     assert ran[name][0]["verls"], "where the KL alone is asked for, log-probs are verl's"
     found = ran[name][0][truncated]
     assert found["names"] == ["entropy", "log_probs", "router_agreement", "router_sums", TOP_TOKEN_SUMS]
     model = build(case.family)
-    heads = list(sampler_heads(sequence_logits(model)))
-    l_own, term, sums = reference_reading(sequence_logits(model), heads, truncated)
+    top_tokens = list(sampler_top_tokens(sequence_logits(model)))
+    l_own, term, sums = reference_reading(sequence_logits(model), top_tokens, truncated)
     close(response_values(found["log_probs"]), l_own)
     close(torch.stack(list(found[TOP_TOKEN_SUMS].unbind())), sums)
     (l_own.sum() + term.sum()).backward()

@@ -9,8 +9,8 @@ from tests.stack.running import (
     ASYNC_BUFFER,
     SEPARATE_ASYNC,
     assert_documented,
-    assert_heads,
     assert_k1_is_verls,
+    assert_top_tokens,
     error_of,
     left_out,
     shares_by_lag,
@@ -40,10 +40,10 @@ def ours(names):
 
 
 def test_icepop_router_agreement_cascade_attention_and_the_report(train):
-    """The score is centered too, with IcePop's weights and a head of 8 tokens; half of the trajectories carry
+    """The score is centered too, with IcePop's weights and 8 top tokens; half of the trajectories carry
     routing."""
     dump = "stability.trajectories.per_step=2"
-    centered = ("stability.score_centering=true", "stability.head.k=8")
+    centered = ("stability.score_centering=true", "stability.top_tokens.k=8")
     routing = (ROUTING, "stability.router_agreement_share=0.5")
     run = train("stability=icepop", *routing, "stability.cascade_attention=off", dump, *centered, BF16)
     assert run.code == 0, run.tail
@@ -68,7 +68,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
         assert_half_is_compared(step)
         assert step["guard/skipped"] == 0
         assert step["actor/grad_norm"] > 0
-        assert_heads(step)
+        assert_top_tokens(step)
         assert step["vllm_kl/head_mass"] < 1 and step["actor/score_centering"] != 0
     assert_the_report_shows(run)
 
@@ -135,10 +135,10 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
     assert left_out(run) == ["stability.correction=opsm"]
     assert re.search(r"rescoring +│ 32 trajectories per step", run.console)
     assert re.search(r"sync canary +│ 8 trajectories, each sync", run.console), "on by default in separate_async"
-    assert re.search(r"sampler's head +│ 32 tokens; l_old", run.console)
+    assert re.search(r"sampler's top tokens +│ 32 tokens; l_old", run.console)
     assert_near_the_policy(run)
     for step in run.steps:
-        assert_heads(step)
+        assert_top_tokens(step)
         assert 0.9 < step["rollout_corr/rollout_is_mean"] < 1.1 and "correction/weight_mean" not in step
         assert step["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
         assert abs(step["vllm_kl/k1"]) < 0.02, "-log of the mass that is kept, 0.1, where one engine counts all tokens"

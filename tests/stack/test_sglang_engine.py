@@ -81,13 +81,13 @@ def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
     assert readings["before"]["apart"] > 1 > readings["before"]["same_experts"], "the weights are others"
 
 
-def test_heads_are_transformers_over_what_was_kept_and_turns_have_all_rows(found):
+def test_top_tokens_are_transformers_over_what_was_kept_and_turns_have_all_rows(found):
     """Through verl's server, in float32: log-probs of some -4."""
     readings = found("served")
     turns = readings.pop("turns")
     assert turns["same_experts"] == 1 and turns["rows"] > 100
     for name, reading in readings.items():
-        assert reading["own"] < 1e-4 and reading["head"] < 1e-4, name
+        assert reading["own"] < 1e-4 and reading["top"] < 1e-4, name
         assert reading["other_kept"] == 0 and reading["places"] > 50, name
     assert readings["all"]["kept"] == 8 * readings["all"]["places"]
     assert readings["top_k"]["kept"] == 5 * readings["top_k"]["places"]
@@ -99,7 +99,7 @@ def test_retractions_are_counted_and_all_stays_at_its_token(found, monkeypatch):
     monkeypatch.setenv(*RETRACTS)
     reading = found("retracted")
     assert reading["retractions"] > 0
-    assert reading["apart"] < 1e-4 and reading["head_apart"] < 1e-4
+    assert reading["apart"] < 1e-4 and reading["top_apart"] < 1e-4
     assert reading["other_experts"] == 0
 
 

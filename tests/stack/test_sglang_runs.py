@@ -68,7 +68,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(train):
     assert re.search(
         r"router agreement +│ compute_log_prob, share 0\.5 +│ 4 x Qwen3MoeTopKRouter on 1 rank", finished.console
     )
-    assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
+    assert re.search(r"sampler's top tokens +│ 32 tokens; l_old", finished.console)
     assert len(finished.steps) == 2
     assert_documented(finished)
     assert re.search(r"zero_mismatch: warn at vllm_kl/k3 >", finished.console)
@@ -148,7 +148,7 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
     )
     assert finished.code == 0, finished.tail
     assert "PPOTrainerSeparateAsync." in finished.console
-    assert re.search(r"sampler's head +│ 32 tokens; l_old", finished.console)
+    assert re.search(r"sampler's top tokens +│ 32 tokens; l_old", finished.console)
     assert re.search(r"score centering +│ weights of icepop +│ worker_loss on 1 rank", finished.console)
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│ 4 x TopKRouter on 1 rank", finished.console)
     assert_documented(finished)

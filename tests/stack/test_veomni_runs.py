@@ -41,7 +41,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         "stability=icepop",
         "stability.router_agreement=true",
         "stability.replay=R2",
-        "stability.head.k=8",
+        "stability.top_tokens.k=8",
         "stability.trajectories.per_step=2",
         "stability.cascade_attention=off",
         "actor_rollout_ref.actor.policy_loss.loss_mode=router_shift",
@@ -54,7 +54,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         assert 0.9 < step["router/agreement"] < 1 == step["router/checked"]
         assert step["router/unknown"] == step["router/invalid"] == 0
         assert 0.9 < step["actor/router_shift/factor"] < 1
-        # verl takes VeOmni's log-probabilities in bfloat16, the model's dtype, and the heads are read in float32.
+        # verl takes VeOmni's log-probabilities in bfloat16, the model's dtype, and the top tokens are read in float32.
         assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < step["vllm_kl/k3"]
         assert step["sync/moved"] > 1e-3 and 0.5 < step["sync/arrived_low"] < step["sync/arrived_high"] < 1.5
     assert len(load_trajectories(tmp_path / "verl_ext" / "cpu_veomni.trajectories.jsonl")) == 2 * 2

@@ -35,7 +35,7 @@ PROMPTS = [
     "7+8=15; 9+9=18",
 ]
 NEW_TOKENS = 6
-HEAD = 8
+TOP_TOKENS = 8
 
 
 def build_model(vocab_size: int, seed: int) -> Any:
@@ -122,7 +122,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
             enable_chunked_prefill=True,
             enable_return_routed_experts=True,
             logprobs_mode="processed_logprobs",
-            max_logprobs=HEAD,
+            max_logprobs=TOP_TOKENS,
             worker_extension_cls="tests.stack.sync_worker.SyncWorker",
         )
         yield Engine(llm, folder, models)
@@ -252,29 +252,31 @@ def test_routed_experts_are_those_of_the_routers(engine: Engine, index: int) -> 
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("sampling", [{}, {"top_k": HEAD - 2, "top_p": 0.6, "temperature": 0.8}], ids=["all", "kept"])
-def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, sampling: dict) -> None:
+@pytest.mark.parametrize(
+    "sampling", [{}, {"top_k": TOP_TOKENS - 2, "top_p": 0.6, "temperature": 0.8}], ids=["all", "kept"]
+)
+def test_the_top_tokens_are_those_of_what_the_sampler_takes_from(engine: Engine, sampling: dict) -> None:
     """Asks as verl's server does; compares with transformers' logits, cut by the definitions of top-k and top-p."""
     model = engine.models[0]
     engine.sync(model)
-    asked = agent_loop.ask_for_head(
+    asked = agent_loop.ask_for_top_tokens(
         vllm.SamplingParams,
         max_tokens=NEW_TOKENS,
         ignore_eos=True,
         logprobs=0,
-        extra_args={agent_loop.HEAD_ASKED: HEAD},
+        extra_args={agent_loop.TOP_TOKENS_ASKED: TOP_TOKENS},
         **{"temperature": 1.0, **sampling},
     )
-    assert (asked.logprobs, asked.detokenize, asked.extra_args) == (HEAD, False, {})
+    assert (asked.logprobs, asked.detokenize, asked.extra_args) == (TOP_TOKENS, False, {})
     for output in engine.llm.generate(PROMPTS, asked, use_tqdm=False):
         answer, found = output.outputs[0], {}
-        agent_loop.take_head(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict=found)
+        agent_loop.take_top_tokens(lambda **_: None, output=output, num_prompt_logprobs=None, result_dict=found)
         ids, log_q = (torch.from_numpy(found[name]) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
         tokens = torch.tensor([[*output.prompt_token_ids, *answer.token_ids]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(output.prompt_token_ids) - 1 : -1]
         expected = kept(logits.double(), **sampling)
-        values, _ = expected.topk(HEAD, 1)
+        values, _ = expected.topk(TOP_TOKENS, 1)
         close(log_q, values)
         close(log_q[log_q.isfinite()], expected.gather(1, ids.long())[log_q.isfinite()])
         own = [step[token].logprob for step, token in zip(answer.logprobs, answer.token_ids, strict=True)]
@@ -284,11 +286,13 @@ def test_the_head_is_that_of_what_the_sampler_takes_from(engine: Engine, samplin
 
 
 @pytest.mark.parametrize("unknown", [{"repetition_penalty": 1.1}, {"min_p": 0.1}, {"logit_bias": {1: 2.0}}])
-def test_a_head_of_another_distribution_is_refused(unknown: dict) -> None:
+def test_another_distribution_is_refused(unknown: dict) -> None:
     (name,) = unknown
     with pytest.raises(HookError, match=f"a request has {name}="):
-        agent_loop.ask_for_head(vllm.SamplingParams, extra_args={agent_loop.HEAD_ASKED: HEAD}, **unknown)
-    agent_loop.ask_for_head(vllm.SamplingParams, **unknown)
+        agent_loop.ask_for_top_tokens(
+            vllm.SamplingParams, extra_args={agent_loop.TOP_TOKENS_ASKED: TOP_TOKENS}, **unknown
+        )
+    agent_loop.ask_for_top_tokens(vllm.SamplingParams, **unknown)
 
 
 def kept(logits: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:

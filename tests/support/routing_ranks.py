@@ -23,8 +23,8 @@ class Case:
 
     Attributes:
         mode: router_replay.mode.
-        heads, shift: the sampler's heads are read, see head_ranks.py, or the shift of the routers, see shift_ranks.py,
-            and nothing else is done.
+        top_tokens, shift: the top tokens are read, see top_token_ranks.py, or the shift of the routers, see
+            shift_ranks.py, and nothing else is done.
         planted: (trajectory, response token, decoder layer) whose first expert the rollout has differently.
         left_out: trajectories whose routing did not travel.
     """
@@ -36,7 +36,7 @@ class Case:
     checkpointing: bool = False
     lora: str | list[str] | None = None  # its target modules
     bucket: int = 0  # of pad_to_length
-    heads: bool = False
+    top_tokens: bool = False
     shift: bool = False
     planted: list[tuple[int, int, int]] = field(default_factory=list)
     left_out: tuple[int, ...] = ()
@@ -107,10 +107,12 @@ def make_worker(case, folder):
 def rank_main(rank, ranks, cases, folders, address, results):
     """Run every case one after another, and leave what came of them in results/RANK.pt."""
     join_ranks(rank, ranks, address)
-    from tests.support.head_ranks import run_heads
     from tests.support.shift_ranks import run_shift
+    from tests.support.top_token_ranks import run_top_tokens
 
-    runs = {name: run_heads if case.heads else run_shift if case.shift else run for name, case in cases.items()}
+    runs = {
+        name: run_top_tokens if case.top_tokens else run_shift if case.shift else run for name, case in cases.items()
+    }
     torch.save({name: runs[name](case, folders[case.family]) for name, case in cases.items()}, f"{results}/{rank}.pt")
     dist.destroy_process_group()
 

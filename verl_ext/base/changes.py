@@ -276,14 +276,14 @@ TABLE = add_changes(
         "only a share of the trajectories sends ids (verl sends all); each turn sends only its own, with a checksum "
         "(engines return those of all turns); the most likely tokens at each place are added (verl asks for none)",
         when="router agreement or R3 (one byte); `stability.router_agreement_share` below 1; a rollout returns routing "
-        "(turns and checksum); `stability.head.k`, truncated sampling, score centering (most likely tokens). The "
+        "(turns and checksum); `stability.top_tokens.k`, truncated sampling, score centering (most likely tokens). The "
         "launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
         versions=VERL | VLLM,
         file="upstream/agent_loop.py",
         test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
         without="leave out the part that needs it: set VERL_EXT_AGENT_LOOP=narrow:0 (ids in verl's dtype), "
         "VERL_EXT_AGENT_LOOP=turns:0 (each turn sends all, without a checksum), stability.router_agreement_share=1, or "
-        "stability.head.k=0 and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
+        "stability.top_tokens.k=0 and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
         needs=(
             f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
             "(self, prompt_ids, sampling_params, ...): SamplingParams, extract_prompt_logprobs, routed_experts, "
@@ -296,14 +296,14 @@ TABLE = add_changes(
         ),
     ),
     Change(
-        name="sampler_head_reader",
+        name="top_token_reader",
         target="`forward_backward_batch` of the actor's training engine",
-        why="reads the heads where the logits are, through the function that verl calls there for distillation",
-        when="with the heads of `agent_loop`",
+        why="reads the top tokens where the logits are, through the function that verl calls there for distillation",
+        when="with the top tokens of `agent_loop`",
         versions=VERL,
-        file="workers/head.py",
-        test="tests/stack/test_routing_engine.py::test_heads_are_read_in_every_layout",
-        without="set stability.head.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
+        file="workers/top_tokens.py",
+        test="tests/stack/test_routing_engine.py::test_top_tokens_are_read_in_every_layout",
+        without="set stability.top_tokens.k=0, stability.score_centering=false, and sample with top_p=1 and top_k=-1",
         needs=(
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.forward_backward_batch(self, data, loss_function, ...)",
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: logits_processor_func",

@@ -21,12 +21,12 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
     which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
-    after top-p and top-k, raw ones before; SGLang's are taken before (srt/layers/sampler.py, 0.5.12), and with a head
-    our change to verl's server normalises them over what was kept. verl 0.9.1 passes rollout.top_p and top_k on
-    (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With `stability.head` the kept tokens
-    come with each token, and log-probs of both engines are of them (TRL issue 7269).
+    after top-p and top-k, raw ones before; SGLang's are taken before (srt/layers/sampler.py, 0.5.12), and with top
+    tokens our change to verl's server normalises them over what was kept. verl 0.9.1 passes rollout.top_p and top_k on
+    (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With `stability.top_tokens` the kept
+    tokens come with each token, and log-probs of both engines are of them (TRL issue 7269).
     """
-    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # features/heads.py says so
+    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # features/top_tokens.py says so
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:
@@ -41,7 +41,7 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
     else:
         why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
     if context.engine and mode == "processed_logprobs" and top_k > 0:
-        yield warning(f"rollout.top_p={top_p}, top_k={top_k}", why, f"stability.head.k={top_k}")
+        yield warning(f"rollout.top_p={top_p}, top_k={top_k}", why, f"stability.top_tokens.k={top_k}")
         return
     fix = [f"{ROLLOUT}.top_p=1"] if top_p < 1 else []
     fix += [f"{ROLLOUT}.top_k=-1"] if top_k > 0 else []

@@ -48,7 +48,7 @@ def check(run: RunFeatures) -> None:
         _check_temperature(run.config)
         return
     mode, setting = logprobs_mode(run.config)
-    if mode == "processed_logprobs":  # of the kept tokens, where there is top-k: heads
+    if mode == "processed_logprobs":  # of the kept tokens, where there is top-k: top tokens
         return
     if mode != "raw_logprobs":
         raise ConfigError(

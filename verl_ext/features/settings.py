@@ -44,7 +44,7 @@ class BatchSkip:
 
     Attributes:
         metric: the metric that is compared: `vllm_kl/k3`, `vllm_kl/k1`, or `vllm_kl/head`, which needs
-            `stability.head.k`.
+            `stability.top_tokens.k`.
         threshold: skip the update of a batch whose metric is above this. Weights, optimizer and learning-rate schedule
             stay, and training continues. null never skips.
     """
@@ -162,13 +162,13 @@ class GuardSettings:
 
 
 @dataclass(frozen=True)
-class HeadSettings:
-    """The head of the sampler's distribution that the rollout returns with each token.
+class TopTokenSettings:
+    """The most likely tokens that the rollout returns with each token.
 
     Attributes:
         k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
-            each. Sets vLLM's `max_logprobs`. With 0, a feature that needs a head sets the number: truncated sampling
-            (`top_k`) or score centering (128). More in docs/methods.md#top-tokens.
+            each. Sets vLLM's `max_logprobs`. With 0, a feature that needs top tokens sets the number: truncated
+            sampling (`top_k`) or score centering (128). More in docs/methods.md#top-tokens.
     """
 
     k: int = 0
@@ -335,7 +335,7 @@ class Switches:
             not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
         replay: routing replay, on every training engine: `R2`, `R3` or `disabled`. null leaves the engine's own
             `router_replay.mode` as it is.
-        head: the rollout's most likely tokens at each place.
+        top_tokens: the rollout's K most likely tokens at each place.
         score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
             one update per step.
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
@@ -358,7 +358,7 @@ class Switches:
     router_agreement: bool = False
     router_agreement_share: float = 1.0
     replay: str | None = None
-    head: HeadSettings = field(default_factory=HeadSettings)
+    top_tokens: TopTokenSettings = field(default_factory=TopTokenSettings)
     score_centering: bool = False
     rescoring: Rescoring = field(default_factory=Rescoring)
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)

@@ -22,13 +22,13 @@ from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
 from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
 from verl_ext.features.guard import GUARD
-from verl_ext.features.heads import HEADS
 from verl_ext.features.losses import POLICY_LOSS, foreign_loss
 from verl_ext.features.mismatch import MISMATCH
 from verl_ext.features.rescoring import RESCORING
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import CANARY
+from verl_ext.features.top_tokens import TOP_TOKENS
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import BYPASS, check_model_files, check_overlong, check_warmup
 
@@ -50,7 +50,7 @@ FEATURES: tuple[Feature, ...] = (
     CASCADE_ATTENTION,
     FAKE_QUANTIZATION,
     BYPASS_MODE,
-    HEADS,
+    TOP_TOKENS,
 )
 
 

@@ -30,7 +30,7 @@ from verl_ext.base import names
 from verl_ext.core.losses import router_deviation
 from verl_ext.core.top_tokens import Reading, TopTokens, centering, read, weights_of
 from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
-from verl_ext.workers.head import CENTERING, HeadUse
+from verl_ext.workers.top_tokens import CENTERING, TopTokenUse
 
 CHECKPOINT = "model.pt"
 
@@ -43,7 +43,7 @@ class Scores:
         log_probs: [B, T], with gradient if one was requested.
         entropy: [B, T] in nats; with gradient if the loss has an entropy bonus.
         routing: the experts of each token's forward pass; the pass at P - 1 + t predicted response token t.
-        reading: the log-probabilities of the sampler's head, at all B T places; None if there is none.
+        reading: the log-probabilities of the sampler's top tokens, at all B T places; None if there is none.
     """
 
     log_probs: Tensor
@@ -58,10 +58,10 @@ class LabEngine:
     Attributes:
         module: the weights, under their names in `verl_ext.lab.model`.
         weights: the same as a dictionary, as the model takes them; they require gradients.
-        use: the use of the sampler's heads; None if the rollout need not return them.
+        use: the use of the sampler's top tokens; None if the rollout need not return them.
     """
 
-    def __init__(self, model: ModelSettings, weights: Weights, actor: FSDPActorConfig, use: HeadUse | None):
+    def __init__(self, model: ModelSettings, weights: Weights, actor: FSDPActorConfig, use: TopTokenUse | None):
         self.engine_config, self._clip = actor.engine, actor.optim.clip_grad
         self._trains_entropy = actor.entropy_coeff != 0
         self.module, self.use = build_module(weights), use
@@ -77,12 +77,12 @@ class LabEngine:
     def get_data_parallel_size(self) -> int:
         return 1
 
-    def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: TopTokens | None) -> Scores:
+    def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, top: TopTokens | None) -> Scores:
         """Returns the scores of compute_log_prob; see `score`.
 
         They have a gradient: if the update's first mini-batch has the same trajectories, it reuses this forward pass.
         """
-        scores = self._score(prompts, responses, replayed, head)
+        scores = self._score(prompts, responses, replayed, top)
         self._kept = responses, scores
         return scores
 
@@ -102,20 +102,20 @@ class LabEngine:
     ) -> dict[str, Any]:
         """Runs a pass over a mini-batch, as one micro-batch on one rank."""
         prompts, responses = (data[name].values().view(len(data), -1) for name in (names.PROMPTS, names.RESPONSES))
-        head = None
+        top = None
         if names.TOP_TOKEN_IDS in data.keys():  # noqa: SIM118 (a TensorDict)
-            head = TopTokens(*(data[name].flatten(0, 1) for name in (names.TOP_TOKEN_IDS, names.TOP_TOKEN_LOG_PROBS)))
+            top = TopTokens(*(data[name].flatten(0, 1) for name in (names.TOP_TOKEN_IDS, names.TOP_TOKEN_LOG_PROBS)))
         scores = None if forward_only else self._take_kept(responses)
         if scores is None:
             replayed = data.get(names.OLD_ROUTES, data.get(names.ROLLOUT_ROUTES, None))
-            scores = self._score(prompts, responses, replayed, head)
+            scores = self._score(prompts, responses, replayed, top)
         output = {"log_probs": pack(scores.log_probs, prompts.shape[1])}
         if self._trains_entropy:
             output["entropy"] = pack(scores.entropy, prompts.shape[1])
         if loss_function is None:
             return {"model_output": output, "metrics": {}}
-        if self.use is not None and self.use.centers and scores.reading is not None and head is not None:
-            term = centering(scores.reading, head, weights_of(self.use.corrections), truncated=self.use.truncated)
+        if self.use is not None and self.use.centers and scores.reading is not None and top is not None:
+            term = centering(scores.reading, top, weights_of(self.use.corrections), truncated=self.use.truncated)
             output[CENTERING] = pack(term.view_as(scores.log_probs), prompts.shape[1])
         if names.SHIFT_EXPERTS in data.keys():  # noqa: SIM118
             data[names.DEVIATION] = _deviation(data, scores.routing)
@@ -153,9 +153,9 @@ class LabEngine:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.optimizer.param_groups[0]["lr"] = rate
 
-    def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, head: TopTokens | None) -> Scores:
+    def _score(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, top: TopTokens | None) -> Scores:
         truncated = self.use is not None and self.use.truncated
-        return score(self.weights, self._model, prompts, responses, replayed, head, truncated, self._trains_entropy)
+        return score(self.weights, self._model, prompts, responses, replayed, top, truncated, self._trains_entropy)
 
     def _take_kept(self, responses: Tensor) -> Scores | None:
         """Returns the scores of `score_old`, once, if they belong to these trajectories."""
@@ -238,7 +238,7 @@ def score(
     prompts: Tensor,
     responses: Tensor,
     replayed: Tensor | None = None,
-    head: TopTokens | None = None,
+    top: TopTokens | None = None,
     truncated: bool = False,
     trains_entropy: bool = False,
 ) -> Scores:
@@ -246,23 +246,23 @@ def score(
 
     Args:
         replayed: [B, P + T - 1, L, K] experts to use.
-        head: the sampler's head at the B T places.
+        top: the sampler's top tokens at the B T places.
         truncated: normalise over the tokens that the sampler kept.
         trains_entropy: whether the entropy has a gradient too.
     """
     tokens = torch.cat([prompts, responses], 1)[:, :-1]
     logits, routing = forward(weights, model, tokens, last=responses.shape[1], replayed=replayed)
-    if head is not None:
-        reading = read(logits.flatten(0, 1), responses.flatten(), head, truncated=truncated)
+    if top is not None:
+        reading = read(logits.flatten(0, 1), responses.flatten(), top, truncated=truncated)
     all_log_probs = logits.log_softmax(-1)
     with torch.set_grad_enabled(trains_entropy and torch.is_grad_enabled()):
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    if head is not None and reading.entropy is not None:
-        of_head = reading.entropy.detach().view_as(responses)
-        entropy = torch.where(head.known.view_as(responses), of_head, entropy)
+    if top is not None and reading.entropy is not None:
+        of_top = reading.entropy.detach().view_as(responses)
+        entropy = torch.where(top.known.view_as(responses), of_top, entropy)
         return Scores(reading.l_own.view_as(responses), entropy, routing, reading)
     own = all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
-    return Scores(own, entropy, routing, reading if head is not None else None)
+    return Scores(own, entropy, routing, reading if top is not None else None)
 
 
 def chosen_scores(logits: Tensor, experts: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.engine import LabEngine, LabWorker, Scores, chosen_scores, equal_rows, score
 from verl_ext.lab.model import ModelSettings, Samples
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import HeadUse
+from verl_ext.workers.top_tokens import TopTokenUse
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 
@@ -96,7 +96,7 @@ class Learner:
 
     Attributes:
         engine: the policy that is trained.
-        use: the use of the sampler's heads; None if the rollout need not return them.
+        use: the use of the sampler's top tokens; None if the rollout need not return them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Learner:
     ):
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         settings = LossSettings.from_dict(loss_settings(read_features(config, stability)))
-        self.use = replace(settings.head or HeadUse(), truncated=True) if knows_kept else settings.head
+        self.use = replace(settings.top_tokens or TopTokenUse(), truncated=True) if knows_kept else settings.top_tokens
         self.engine = LabEngine(model, weights, actor, self.use)
         self.worker = LabWorker(self.engine)
         self.gate = Gate(self.worker)
@@ -125,7 +125,7 @@ class Learner:
     def score_old(self, batch: LabBatch) -> Scores:
         """Returns the scores of compute_log_prob, under the present weights."""
         replayed = batch.sampled.experts if self._replay_mode == "R3" else None
-        return self.engine.score_old(batch.prompts, batch.sampled.responses, replayed, batch.sampled.head)
+        return self.engine.score_old(batch.prompts, batch.sampled.responses, replayed, batch.sampled.top_tokens)
 
     def score_reference(self, batch: LabBatch) -> Tensor:
         """Returns [B, T] log-probabilities under the weights that training began with."""
@@ -166,22 +166,22 @@ class Learner:
             tensors[names.SHIFT_EXPERTS] = torch.stack([experts[:, -T:] for _, experts in layers], 2)
             found = [chosen_scores(logits.detach()[:, -T:], experts[:, -T:]) for logits, experts in layers]
             tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
-        if sampled.head is not None:
+        if sampled.top_tokens is not None:
             rows = (len(batch.keys), T, -1)
-            tensors[names.TOP_TOKEN_IDS] = sampled.head.ids.view(rows)
-            tensors[names.TOP_TOKEN_LOG_PROBS] = sampled.head.log_q.view(rows)
+            tensors[names.TOP_TOKEN_IDS] = sampled.top_tokens.ids.view(rows)
+            tensors[names.TOP_TOKEN_LOG_PROBS] = sampled.top_tokens.log_q.view(rows)
         settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
         return TensorDict(tensors | settings, len(batch.keys))
 
     def top_token_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
-        """Returns `vllm_kl/head*`; nothing if the rollout returns no heads."""
-        head = batch.sampled.head
-        if self.use is None or head is None or scored.reading is None:
+        """Returns `vllm_kl/head*`; nothing if the rollout returns no top tokens."""
+        top = batch.sampled.top_tokens
+        if self.use is None or top is None or scored.reading is None:
             return {}
-        apart = divergence(scored.reading, head, truncated=self.use.truncated)
+        apart = divergence(scored.reading, top, truncated=self.use.truncated)
         mask = batch.sampled.mask.flatten()
         places = torch.arange(0, len(mask) + 1, batch.sampled.mask.shape[1])
-        return top_token_metrics(top_token_sums(apart, head.known, mask, places))
+        return top_token_metrics(top_token_sums(apart, top.known, mask, places))
 
     def take_back(self, after: int) -> list[int | None]:
         """Returns the answer of each worker of a run to an undo; the lab has one worker."""

@@ -213,27 +213,34 @@ class Samples:
         l_infer: [B, T] float32, under the sampled distribution; 0 past the end.
         mask: [B, T] bool, true up to the END that was sampled.
         experts: [B, P + T - 1, L, K] int64, of every token but the last, as vLLM returns them.
-        head: the sampler's head at all B T places, empty past the end; None if none was requested.
+        top_tokens: the sampler's top tokens at all B T places, empty past the end; None if none were requested.
     """
 
     responses: Tensor
     l_infer: Tensor
     mask: Tensor
     experts: Tensor
-    head: TopTokens | None = None
+    top_tokens: TopTokens | None = None
 
 
 def sample_responses(
-    engine: RolloutEngine, model: ModelSettings, prompts: Tensor, length: int, generator: torch.Generator, head: int = 0
+    engine: RolloutEngine,
+    model: ModelSettings,
+    prompts: Tensor,
+    length: int,
+    generator: torch.Generator,
+    top_tokens: int = 0,
 ) -> Samples:
-    """Samples up to `length` tokens after each of [B, P] prompts. Also returns the `head` most likely tokens at each
-    place, or all tokens of a smaller vocabulary.
+    """Samples up to `length` tokens after each of [B, P] prompts. Also returns the `top_tokens` most likely tokens at
+    each place, or all tokens of a smaller vocabulary.
 
     All random numbers are drawn first: two engines with the same generator state differ only by their computation.
     """
     vocabulary = engine.parts[0]["head"].shape[0]
     noise = torch.empty(length, len(prompts), vocabulary).exponential_(generator=generator).log_()
-    found = _sample_loop(engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), head)
+    found = _sample_loop(
+        engine, model, prompts, length, lambda t, log_probs: (log_probs - noise[t]).argmax(-1), top_tokens
+    )
     if engine.respelled:
         drawn = torch.rand(found.responses.shape, generator=generator) < engine.respelled
         further = torch.randint(1, END, found.responses.shape, generator=generator)  # never back to the same token
@@ -289,7 +296,7 @@ def _sample_loop(
     prompts: Tensor,
     length: int,
     choose: Callable[[int, Tensor], Tensor],
-    head: int = 0,
+    top_tokens: int = 0,
 ) -> Samples:
     """Samples with a cache. `choose` takes t and the [B, V] log-probabilities of response token t; returns [B] ids."""
     B, P = prompts.shape
@@ -297,7 +304,7 @@ def _sample_loop(
     responses = torch.full((B, length), END)
     l_infer, mask = torch.zeros(B, length), torch.zeros(B, length, dtype=torch.bool)
     experts = torch.arange(model.top_k).expand(B, P + length - 1, model.layers, model.top_k).clone()
-    places = torch.full((B, length, engine.parts[0]["head"].shape[0] if head else 0), -torch.inf)
+    places = torch.full((B, length, engine.parts[0]["head"].shape[0] if top_tokens else 0), -torch.inf)
     with torch.inference_mode():
         parts = [{name: value.to(engine.dtype) for name, value in part.items()} for part in engine.parts]
         cache = Cache(model, B, P + length, engine.dtype)
@@ -313,15 +320,15 @@ def _sample_loop(
                 log_probs = (logits[:, -1] / engine.reported).log_softmax(-1)
             responses[:, t], mask[:, t] = chosen, going
             l_infer[:, t] = log_probs.gather(1, chosen.unsqueeze(1)).squeeze(1).where(going, 0.0)
-            if head:
+            if top_tokens:
                 places[going, t] = log_probs[going].float()
             going = going & (chosen != END)
             if not going.any():
                 break
             tokens = chosen.unsqueeze(1)
-    if not head:
+    if not top_tokens:
         return Samples(responses, l_infer, mask, experts)
-    log_q, ids = places.flatten(0, 1).topk(min(head, places.shape[-1]), -1)
+    log_q, ids = places.flatten(0, 1).topk(min(top_tokens, places.shape[-1]), -1)
     return Samples(responses, l_infer, mask, experts, TopTokens(ids, log_q))
 
 

@@ -39,7 +39,7 @@ from verl_ext.trainer.guarding import GuardActions, build_guard
 from verl_ext.trainer.step import Step, update_request
 from verl_ext.trainer.sync_canary import SyncCanary
 
-MOST_HEAD_TOKENS = 128  # tokens of a head: more than the tasks' vocabulary
+MOST_TOP_TOKENS = 128  # more than the tasks' vocabulary
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class Training:
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
         engine = engine_of(self.setup.regimes, self.history)
         length = config.data.max_response_length
-        head = (self.setup.stability.head.k or MOST_HEAD_TOKENS) if self.learner.use is not None else 0
-        sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, head)
+        top_tokens = (self.setup.stability.top_tokens.k or MOST_TOP_TOKENS) if self.learner.use is not None else 0
+        sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, top_tokens)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
         right = rewards(sampled.responses, answers)

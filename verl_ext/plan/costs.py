@@ -29,7 +29,7 @@ READ_SHARE = 0.005  # share of a step that the training ranks may wait for the s
 GB = 1e9
 BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
 VERLS_ID_BYTES = 2  # of an expert id, which verl sends in int16 for every engine but vLLM
-HEAD_BYTES = 8  # an id in int32 and a log-probability in float32
+TOP_TOKEN_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
 # Bytes per response token and number of fields that our trainers read and write (trainer/batch.py). Before verl
 # computes advantages: rewards; log-probabilities of both engines, mask and entropy. Afterwards: the advantages, or all
@@ -42,7 +42,7 @@ WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
 AGREEMENT_BYTES = 4  # router_agreement, per response token, next to a trajectory's sums
 
 MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
-HEAD, AGREEMENT, REPLAY = "sampler's head", "router agreement", "routing replay"
+TOP_TOKENS, AGREEMENT, REPLAY = "sampler's top tokens", "router agreement", "routing replay"
 CONTROLLER, LOOPS, RANKS = "controller", "agent loops", "training ranks"
 
 
@@ -132,9 +132,9 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
     passes(WEIGHTS, CONTROLLER, "writes", usage.weighs or usage.lag, gb, values)
     passes(WEIGHTS, RANKS, "reads", usage.weighs or usage.lag, gb * ranks, values * ranks)
     found.append(Cost(GUARD, CONTROLLER, "computes", usage.guards, 0.0, GUARD_MS / 1e3))
-    heads = tokens * usage.head * HEAD_BYTES / GB
-    passes(HEAD, LOOPS, "writes", usage.has_heads, heads, 2 * rows)
-    passes(HEAD, RANKS, "reads", usage.has_heads, usage.head_reads * ranks * heads, 2 * usage.head_reads * ranks * rows)
+    gb, reads = tokens * usage.top_tokens * TOP_TOKEN_BYTES / GB, usage.top_token_reads * ranks
+    passes(TOP_TOKENS, LOOPS, "writes", usage.has_top_tokens, gb, 2 * rows)
+    passes(TOP_TOKENS, RANKS, "reads", usage.has_top_tokens, reads * gb, 2 * reads * rows)
     if sizes.shape.moe_layers:
         for feature, who, how, on, gb, values in _routing_flows(sizes, usage, mean_response):
             passes(feature, who, how, on, gb, values)

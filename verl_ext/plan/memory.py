@@ -5,7 +5,7 @@ docs/plan.md explains each line. `RESERVE` covers what libraries decide (workspa
 
 from dataclasses import dataclass
 
-from verl_ext.plan.costs import AGREEMENT, GB, HEAD, LOOPS, REPLAY, Cost, id_bytes
+from verl_ext.plan.costs import AGREEMENT, GB, LOOPS, REPLAY, TOP_TOKENS, Cost, id_bytes
 from verl_ext.plan.sizes import GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
@@ -83,7 +83,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
     if usage.versions:
         lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
     for cost in costs:
-        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, HEAD):
+        if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, TOP_TOKENS):
             lines[f"TransferQueue: {cost.feature}"] = cost.gb * GB / sizes.nodes
     routes = any(cost.on and cost.feature in (AGREEMENT, REPLAY) for cost in costs)
     if routes and sizes.engine == "vLLM":  # its scheduler has a slot for each token of the cache, sampled or not

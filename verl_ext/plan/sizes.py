@@ -36,7 +36,7 @@ BACKEND = "transfer_queue.backend.storage_backend"
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 WORKERS = f"{ROLLOUT}.agent.num_workers"
 USUAL_UNITS, USUAL_WORKERS = 8, 8  # verl's defaults
-USUAL_HEAD = 32  # tokens of a head, if the config asks for none
+USUAL_TOP_TOKENS = 32  # a place, if the config asks for none
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Usage:
     """The parts of the plugin that a config switches on, as far as the cost depends on them.
 
     Attributes:
-        measures, weighs, guards, compares, has_heads: the parts of the plugin that are on.
+        measures, weighs, guards, compares, has_top_tokens: the parts of the plugin that are on.
         filters: tokens are taken out of the loss's mask.
         splits: the gap is split by the sign of the advantages.
         signs: advantages may differ in sign within a trajectory.
-        head: tokens of the sampler's head, or the usual number.
-        head_reads: stages that read it.
+        top_tokens: number of the sampler's top tokens at a place, or the usual number.
+        top_token_reads: stages that read them.
         agreement_share: share of the trajectories whose expert ids are sent for router agreement.
         replay: `disabled`, R2 or R3, by verl or by us; replay_setting: its setting.
         lag: whether the age of each token's weights is sent with its weight.
@@ -124,12 +124,12 @@ class Usage:
     weighs: bool = False
     guards: bool = False
     compares: bool = False
-    has_heads: bool = False
+    has_top_tokens: bool = False
     filters: bool = False
     splits: bool = False
     signs: bool = False
-    head: int = USUAL_HEAD
-    head_reads: int = 1
+    top_tokens: int = USUAL_TOP_TOKENS
+    top_token_reads: int = 1
     agreement_share: float = 1.0
     replay: str = "disabled"
     replay_setting: str = ""
@@ -165,9 +165,9 @@ def read_usage(config: DictConfig) -> Usage:
         ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is not a number.
     """
     from verl_ext.features.feature import Need
-    from verl_ext.features.heads import head_k
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
+    from verl_ext.features.top_tokens import top_token_count
 
     stability = stability_config(config.stability)
     run = read_features(config, stability)
@@ -179,12 +179,12 @@ def read_usage(config: DictConfig) -> Usage:
         weighs=Need.TOKEN_WEIGHTS in run.needs and not late,
         guards=Need.RULES in run.needs,
         compares=Need.COMPARED_ROUTERS in run.needs,
-        has_heads=Need.TOP_TOKENS in run.needs,
+        has_top_tokens=Need.TOP_TOKENS in run.needs,
         filters=Need.LOSS_MASK in run.needs,
         splits=stability.breakdown and not late,
         signs=stability.breakdown and not late and config.algorithm.adv_estimator in BY_TOKEN,
-        head=head_k(run) or USUAL_HEAD,
-        head_reads=2 if Need.TOP_TOKENS_IN_UPDATE in run.needs else 1,
+        top_tokens=top_token_count(run) or USUAL_TOP_TOKENS,
+        top_token_reads=2 if Need.TOP_TOKENS_IN_UPDATE in run.needs else 1,
         agreement_share=stability.router_agreement_share,
         replay=replay_mode(config),
         replay_setting=replay_setting(config),

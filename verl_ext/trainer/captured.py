@@ -218,7 +218,7 @@ class CapturedTopTokens:
             return {}, Decision()
         if (sums := batch.numbers(TOP_TOKEN_SUMS)) is None:
             raise HookError(
-                f"compute_log_prob read no heads: the rollout's batch has no {TOP_TOKEN_IDS}",
+                f"compute_log_prob read no top tokens: the rollout's batch has no {TOP_TOKEN_IDS}",
                 otherwise="if VERL_USE_EXTERNAL_PLUGINS is set, check that it names verl_ext on all nodes",
             )
         metrics = top_token_metrics(sums)
@@ -232,8 +232,8 @@ class CapturedTopTokens:
         if truncates(features.config):
             effects.append("their l_old and entropy are over the whole vocabulary")
         reason = (
-            f"{missing:.2%} of the model's tokens came without the sampler's head, so {' and '.join(effects)}: the "
-            "agent loop returns tokens that the rollout engine did not sample there"
+            f"{missing:.2%} of the model's tokens came without the sampler's top tokens, so {' and '.join(effects)}: "
+            "the agent loop returns tokens that the rollout engine did not sample there"
         )
-        event = Event(step, "sampler_head", "vllm_kl/head_missing", missing, 0.0, "warn", reason)
+        event = Event(step, "top_tokens", "vllm_kl/head_missing", missing, 0.0, "warn", reason)
         return metrics, Decision((event,))

@@ -26,9 +26,9 @@ from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import replayed_field
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
-HEAD_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
+TOP_TOKEN_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
 MODEL_INPUTS = "multi_modal_inputs"  # other inputs of the model: the only field without numbers that workers read
-HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *HEAD_FIELDS, TOP_TOKEN_SUMS)
+HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *TOP_TOKEN_FIELDS, TOP_TOKEN_SUMS)
 
 
 def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:
@@ -62,7 +62,7 @@ def drop_fields(batch: KVBatchMeta, unread: Collection[str]) -> KVBatchMeta:
 
 
 def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
-    """Returns a copy of the meta without routing and heads, hundreds of bytes per token each, except those that a
+    """Returns a copy of the meta without routing and top tokens, hundreds of bytes per token each, except those that a
     stage reads."""
     return drop_fields(batch, set(HEAVY_FIELDS) - set(read))
 
@@ -92,8 +92,8 @@ class Stages:
         return drop_fields(drop_heavy_fields(batch, read), self._unread)
 
     def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
-        heads = HEAD_FIELDS if Need.TOP_TOKENS_IN_UPDATE in features.needs else ()
-        read = {replayed_field(features.config), *SHIFT_FIELDS, *heads}
+        top_tokens = TOP_TOKEN_FIELDS if Need.TOP_TOKENS_IN_UPDATE in features.needs else ()
+        read = {replayed_field(features.config), *SHIFT_FIELDS, *top_tokens}
         return drop_fields(drop_heavy_fields(batch, read), self._unread)
 
 

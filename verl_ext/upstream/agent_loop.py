@@ -1,20 +1,21 @@
 """Data that a rollout returns with its tokens: one change to verl's agent loop, its client and its vLLM server.
 
-    narrow   Expert ids of one byte stay one byte. verl converts them to int16 before it writes them to TransferQueue.
-    share    Only a share of the trajectories bring their expert ids, which are by far the largest field of a batch.
-    turns    A turn brings the expert ids of its own tokens, and their checksum; the checksum of the whole trajectory is
-             a field of the batch. vLLM returns the ids of all turns, every time.
-    head     The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
+    narrow      Expert ids of one byte stay one byte. verl makes them int16 before it writes them to TransferQueue.
+    share       Only a share of the trajectories bring their expert ids, which are by far the largest field of a batch.
+    turns       A turn brings the expert ids of its own tokens, and their checksum; that of the whole trajectory is a
+                field of the batch. vLLM returns the ids of all turns, every time.
+    top_tokens  The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
 
-The environment variable VERL_EXT_AGENT_LOOP, such as `narrow:1,head:32`, chooses the extras in each process; without it
-verl stays as it is. The launch sets it to what the run's features need (`request`). `install_changes` reads it.
+The environment variable VERL_EXT_AGENT_LOOP, such as `narrow:1,top_tokens:32`, chooses the extras in each process;
+without it verl stays as it is. The launch sets it to what the run's features need (`request`), and `install_changes`
+reads it.
 
 The functions are in the order in which an answer passes them: vLLM's server, the client that an agent loop calls, the
 worker that runs the agent loop, and the fields that this worker writes. The pure ones are at the bottom.
 
 The launch computes nothing here, so torch is imported only where it is used.
 
-Shape legend: n tokens of one answer, m tokens with expert ids, L layers, K experts per token or tokens of a head.
+Shape legend: n tokens of one answer, m tokens with expert ids, L layers, K experts per token or top tokens of a place.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CLIENT = "verl.workers.rollout.llm_server"
 AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 
 ROWS_HELD = "verl_ext_rows_held"  # in the extra_args of a request, and in the extra_fields of an answer that was cut
-HEAD_ASKED = "verl_ext_head"  # in the extra_args of a request
+TOP_TOKENS_ASKED = "verl_ext_top_tokens"  # in the extra_args of a request
 MEDIA = ("image_data", "video_data", "audio_data")
 
 # Parameters of a request, other than temperature, top-k and top-p, that change the distribution -> the neutral value.
@@ -73,20 +74,20 @@ class Extras:
         narrow: expert ids in uint8 are sent in uint8.
         share: the share of the trajectories that bring their expert ids.
         turns: expert ids that the agent loop's process holds are not sent again; all have a checksum.
-        head: the number of tokens at each place.
+        top_tokens: the number of tokens at each place.
     """
 
     narrow: bool = False
     share: float = 1.0
     turns: bool = False
-    head: int = 0
+    top_tokens: int = 0
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}:{+getattr(self, field.name)}" for field in fields(self))  # +True is 1
 
 
 def parse_extras(text: str) -> dict[str, Any]:
-    """Returns the fields of `Extras` in a text such as `narrow:0,head:32`.
+    """Returns the fields of `Extras` in a text such as `narrow:0,top_tokens:32`.
 
     Raises:
         ConfigError: it names something else, or gives a value that is not a number.
@@ -137,14 +138,14 @@ def install_changes() -> None:
     global _extras, _sampling
     _extras = Extras(**parse_extras(os.environ.get(VARIABLE, "")))
     _sampling = Systematic(_extras.share, random.Random().random()) if _extras.share < 1 else None
-    if _extras.turns or _extras.head:
+    if _extras.turns or _extras.top_tokens:
         register_post_import_hook(change_server, SERVER)
         register_post_import_hook(change_client, CLIENT)
     if _extras != Extras():
         register_post_import_hook(change_agent_loop, AGENT_LOOP)
 
 
-# vLLM's server: leaves out the rows that the client holds, and returns the head.
+# vLLM's server: leaves out the rows that the client holds, and returns the top tokens.
 
 
 def change_server(server: Any) -> Undo:
@@ -158,11 +159,11 @@ def change_server(server: Any) -> Undo:
         owner = expect(CHANGE, server, "vLLMHttpServer")
         expect(CHANGE, owner, "generate", "self, prompt_ids, sampling_params, ...")
         changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_server)]
-    if _extras.head:
+    if _extras.top_tokens:
         expect(CHANGE, server, "extract_prompt_logprobs", "output, num_prompt_logprobs, result_dict")
         changes += [
-            lambda: wrap("agent_loop", server, "SamplingParams", ask_for_head),
-            lambda: wrap("agent_loop", server, "extract_prompt_logprobs", take_head),
+            lambda: wrap("agent_loop", server, "SamplingParams", ask_for_top_tokens),
+            lambda: wrap("agent_loop", server, "extract_prompt_logprobs", take_top_tokens),
         ]
     return together(*changes)
 
@@ -188,17 +189,17 @@ def sums_of_answer(prompt_ids: Sequence[int], output: Any, held: int) -> dict[st
     return {ROWS_HELD: held, ROUTE_SUM: int(row_terms(output.routed_experts, tokens, held).sum())}
 
 
-def ask_for_head(vllms: Callable[..., Any], **arguments: Any) -> Any:
-    """Wraps vLLM's SamplingParams: adds the head if the request asks for it.
+def ask_for_top_tokens(vllms: Callable[..., Any], **arguments: Any) -> Any:
+    """Wraps vLLM's SamplingParams: adds the top tokens if the request asks for it.
 
-    The head comes flat, without a dictionary per token. The text of its tokens is left out, because verl needs it only
+    They come flat, without a dictionary per token. Their text is left out, because verl needs it only
     for stop strings.
 
     Raises:
         HookError: the agent loop asks for a distribution that the training engine cannot know.
     """
     found = vllms(**arguments)
-    if found.extra_args and (k := found.extra_args.pop(HEAD_ASKED, 0)):
+    if found.extra_args and (k := found.extra_args.pop(TOP_TOKENS_ASKED, 0)):
         refuse_changes(partial(getattr, found), DISTRIBUTION_CHANGES)
         found.logprobs, found.flat_logprobs = k, True
         if not found.stop:
@@ -211,23 +212,25 @@ def refuse_changes(value_of: Callable[[str, Any], Any], changes: Mapping[str, An
     for name, usual in changes.items():
         if (value := value_of(name, usual)) and value != usual:
             raise HookError(
-                f"a request has {name}={value}, by which the sampler's head is of another distribution than the "
+                f"a request has {name}={value}, by which the sampler's top tokens are of another distribution than the "
                 "training engine's",
-                otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.head.k=0",
+                otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.top_tokens.k=0",
             )
 
 
-def take_head(verls: Callable[..., None], *, output: Any, num_prompt_logprobs: int | None, result_dict: dict) -> None:
+def take_top_tokens(
+    verls: Callable[..., None], *, output: Any, num_prompt_logprobs: int | None, result_dict: dict
+) -> None:
     """Wraps verl's `extract_prompt_logprobs`, the only place with both vLLM's answer and the fields that verl returns.
 
     Raises:
-        HookError: the answer has another number of heads than of tokens.
+        HookError: the answer has another number of places than of tokens.
     """
     verls(output=output, num_prompt_logprobs=num_prompt_logprobs, result_dict=result_dict)
     answer = output.outputs[0]
     if not hasattr(answer.logprobs, "start_indices") or not answer.token_ids:  # not asked for, or no token generated
         return
-    sampled, ids, log_q = unpack_head(answer.logprobs, answer.token_ids)
+    sampled, ids, log_q = unpack_top_tokens(answer.logprobs, answer.token_ids)
     result_dict[TOP_TOKEN_IDS], result_dict[TOP_TOKEN_LOG_PROBS] = ids, log_q
     # As with logprobs=0: verl reads the value of the sampled token, and would make K objects at each place.
     answer.logprobs = [{token: value} for token, value in zip(answer.token_ids, sampled, strict=True)]
@@ -242,7 +245,7 @@ class TrajectoryState:
 
     Attributes:
         turns: request id -> its last turn; None if each turn brings all rows.
-        calls: the answers with a head; None if no head is asked for, as in validation.
+        calls: the answers with top tokens; None if none are asked for, as in validation.
         complete: every row that an agent loop has received is in one of `turns`.
     """
 
@@ -255,7 +258,7 @@ _trajectory: ContextVar[TrajectoryState | None] = ContextVar("verl_ext_trajector
 
 
 def change_client(client: Any) -> Undo:
-    """Makes the client that agent loops call ask for heads, and hold rows.
+    """Makes the client that agent loops call ask for top tokens, and hold rows.
 
     Raises:
         PatchError: it takes other arguments.
@@ -265,7 +268,7 @@ def change_client(client: Any) -> Undo:
 
 
 async def generate_in_client(verls: Callable, client: Any, request_id: Any, **arguments: Any) -> Any:
-    """Wraps verl's `generate`: asks for the head and for the rows that are not held yet, and returns all rows.
+    """Wraps verl's `generate`: asks for the top tokens and for the rows that are not held yet, and returns all rows.
 
     A held row has the experts that were chosen when the token was sampled. vLLM's answer to a later turn has the
     experts that were chosen when its KV cache was last computed. The two are the same unless the cache was recomputed,
@@ -283,7 +286,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
     if turns is not None:
         asked[ROWS_HELD] = 0 if before is None else before.held(prompt)
     if calls is not None:
-        asked[HEAD_ASKED] = _extras.head
+        asked[TOP_TOKENS_ASKED] = _extras.top_tokens
     if asked:
         sampling = dict(arguments["sampling_params"])
         sampling["extra_args"] = {**(sampling.get("extra_args") or {}), **asked}
@@ -326,7 +329,7 @@ def change_agent_loop(agent_loop: Any) -> Undo:
     if _extras.narrow:
         _compare(agent_loop, verls_as_dict)
     changes: list[Callable[[], Undo]] = [lambda: wrap("agent_loop", output, "as_dict", as_dict)]
-    if _extras.turns or _extras.head:
+    if _extras.turns or _extras.top_tokens:
         worker = expect(CHANGE, agent_loop, "AgentLoopWorker")
         expect_lookup(CHANGE, expect(CHANGE, worker, "_run_agent_loop"), "rollout_trace_attr")
         changes += [lambda: wrap("agent_loop", agent_loop, "rollout_trace_attr", trajectory_context)]
@@ -336,7 +339,7 @@ def change_agent_loop(agent_loop: Any) -> Undo:
 @contextmanager
 def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **settings: Any) -> Iterator[None]:
     """Wraps verl's `rollout_trace_attr`, inside which a worker runs an agent loop and writes its output in one task."""
-    asks = _extras.head and not validate
+    asks = _extras.top_tokens and not validate
     token = _trajectory.set(TrajectoryState(turns={} if _extras.turns else None, calls=[] if asks else None))
     try:
         with verls(*arguments, validate=validate, **settings):
@@ -346,7 +349,7 @@ def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **setti
 
 
 def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
-    """Returns the fields of an AgentLoopOutput: verl's, with the expert ids and the heads that are wanted."""
+    """Returns the fields of an AgentLoopOutput: verl's, with the expert ids and the top tokens that are wanted."""
     rows, total = output.routed_experts, 0
     trajectory = _trajectory.get()
     narrow = _extras.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
@@ -365,7 +368,7 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
     if trajectory is not None and trajectory.calls is not None:
         from verl_ext.core.top_tokens import top_tokens_of
 
-        ids, log_q = top_tokens_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.head)
+        ids, log_q = top_tokens_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.top_tokens)
         written |= {TOP_TOKEN_IDS: ids, TOP_TOKEN_LOG_PROBS: log_q}
     return written
 
@@ -524,23 +527,23 @@ class Value:
     logprob: float
 
 
-def unpack_head(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:
+def unpack_top_tokens(flat: Any, token_ids: Any) -> tuple[list[Value], np.ndarray, np.ndarray]:
     """Returns vLLM's FlatLogprobs at n places (at least one) as the sampled tokens' values, ids [n, K] int32 and log q
     [n, K] float32.
 
     Raises:
-        HookError: the number of heads is not the number of tokens, or heads have different lengths.
+        HookError: the number of places is not the number of tokens, or places have different lengths.
     """
     n, entries = len(token_ids), len(flat.logprobs)
     width = entries // n
     if len(flat) != n or width * n != entries or width < 2:
         raise HookError(
             f"vLLM returned {entries} log-probabilities at {len(flat)} places for {n} tokens, where each place has the "
-            "sampled token's and those of the head",
-            fix=("stability.head.k=0",),
+            "sampled token's and the top tokens'",
+            fix=("stability.top_tokens.k=0",),
         )
-    # Narrow types, because the head is most of a token's size. Not half precision: q (log q - log p) is of first order
-    # in the rounding of log q, which does not cancel in the sum, and 2^-11 of it is more than a healthy KL.
+    # Narrow types, because top tokens are most of a token's size. Not half precision: q (log q - log p) is of first
+    # order in the rounding of log q, which does not cancel in the sum, and 2^-11 of it is more than a healthy KL.
     log_q = np.asarray(flat.logprobs, np.float32).reshape(n, width)
     ids = np.asarray(flat.token_ids, np.int32).reshape(n, width)
     return [Value(value) for value in log_q[:, 0].tolist()], ids[:, 1:], log_q[:, 1:]

@@ -1,4 +1,4 @@
-"""Data that verl's SGLang server returns with its tokens: their experts, their heads, the number of retractions.
+"""Data that verl's SGLang server returns with its tokens: their experts, their top tokens, the number of retractions.
 
 From 0.5.10 on SGLang returns the experts of a request as text: base64 of int32, a row for each token that was forwarded
 (`_handle_batch_output` of srt/managers/tokenizer_manager.py, `get_topk` of srt/state_capturer/base.py). verl 0.9.1 pins
@@ -10,7 +10,7 @@ the change to SGLang's tokenizer manager passes them on under SGLang's names, an
 A context variable connects the two changes, because verl passes nothing else between them.
 
 Shape legend: n tokens of one answer, m tokens whose experts are returned (only tokens that were forwarded: all of a
-sequence but its last), L decoder layers, K experts per token or tokens of a head.
+sequence but its last), L decoder layers, K experts per token or top tokens of a place.
 """
 
 import base64
@@ -29,7 +29,13 @@ from torch import Tensor
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import Undo, expect, together, wrap
-from verl_ext.upstream.agent_loop import DISTRIBUTION_CHANGES, HEAD_ASKED, ROWS_HELD, refuse_changes, sums_of_answer
+from verl_ext.upstream.agent_loop import (
+    DISTRIBUTION_CHANGES,
+    ROWS_HELD,
+    TOP_TOKENS_ASKED,
+    refuse_changes,
+    sums_of_answer,
+)
 
 CHANGE = "sglang_server"
 NOTHING = float(np.finfo(np.float32).min)  # SGLang's value for a log-probability of -inf
@@ -64,14 +70,14 @@ class Request:
 
     Attributes:
         held: the number of the first token whose experts are asked for.
-        head: the number of tokens at each place.
+        top_tokens: the number of tokens at each place.
         cut: the tokens that its log-probabilities are normalised over; None for the vocabulary.
-        came: the head: ids [n, K] int32 and log q [n, K] float32.
+        came: the top tokens: ids [n, K] int32 and log q [n, K] float32.
         retractions: the number of times that SGLang ran out of cache, dropped the request, and read its tokens again.
     """
 
     held: int
-    head: int
+    top_tokens: int
     cut: Cut | None
     came: tuple[np.ndarray, np.ndarray] | None = None
     retractions: int = 0
@@ -99,7 +105,7 @@ def extend_server(server_module: Any) -> Undo:
 async def generate(
     verls: Callable[..., Any], server: Any, prompt_ids: Any, sampling_params: dict[str, Any], *rest: Any, **named: Any
 ) -> Any:
-    """Wraps verl's `generate`: adds the head that the request asks for, and leaves out the rows that the client holds.
+    """Wraps verl's `generate`: adds the top tokens that are asked for, and leaves out the rows that the client holds.
 
     Sets verl's `num_preempted` to the number of retractions. verl does not read it from SGLang, but sums it over a
     trajectory.
@@ -113,10 +119,10 @@ async def generate(
         return await verls(server, prompt_ids, sampling_params, *rest, **named)
     sampling = dict(sampling_params)
     extra = dict(sampling.pop("extra_args", None) or {})
-    held, head = extra.pop(ROWS_HELD, None), extra.pop(HEAD_ASKED, 0)
+    held, k = extra.pop(ROWS_HELD, None), extra.pop(TOP_TOKENS_ASKED, 0)
     if extra:
         sampling["extra_args"] = extra
-    request = Request(held or 0, head, cut_of(sampling, head, server.config.logprobs_mode) if head else None)
+    request = Request(held or 0, k, cut_of(sampling, k, server.config.logprobs_mode) if k else None)
     token = _request.set(request)
     try:
         output = await verls(server, prompt_ids, sampling, *rest, **named)
@@ -144,7 +150,7 @@ def _forwards(server: Any, named: dict[str, Any]) -> bool:
     )
 
 
-def cut_of(sampling: dict[str, Any], head: int, logprobs_mode: str | None) -> Cut | None:
+def cut_of(sampling: dict[str, Any], k: int, logprobs_mode: str | None) -> Cut | None:
     """Returns the tokens that a request samples from; None if its log-probabilities are to be of the vocabulary.
 
     Raises:
@@ -154,10 +160,10 @@ def cut_of(sampling: dict[str, Any], head: int, logprobs_mode: str | None) -> Cu
     top_k, top_p = sampling.get("top_k", -1), sampling.get("top_p", 1.0)
     if logprobs_mode != "processed_logprobs" or (top_k <= 0 and top_p >= 1):
         return None
-    if not 0 < top_k <= head:
+    if not 0 < top_k <= k:
         raise HookError(
-            f"a request has top_k={top_k} and top_p={top_p}, which may keep more tokens than the head of {head} has",
-            otherwise=f"give a top_k of at most {head}",
+            f"a request has top_k={top_k} and top_p={top_p}, which may keep more than the {k} top tokens",
+            otherwise=f"give a top_k of at most {k}",
         )
     return Cut(top_k, top_p)
 
@@ -172,9 +178,9 @@ async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any =
     """Wraps SGLang's `generate_request`: its outputs get tensors instead of the text, except for a client over HTTP,
     which passes a `request` and wants the text."""
     text_config = sglangs.__self__.model_config.hf_text_config  # type: ignore[attr-defined]
-    asked = _request.get() or Request(held=0, head=0, cut=None)
-    if asked.head:
-        obj.top_logprobs_num = asked.head
+    asked = _request.get() or Request(held=0, top_tokens=0, cut=None)
+    if asked.top_tokens:
+        obj.top_logprobs_num = asked.top_tokens
     if asked.held:
         obj.routed_experts_start_len = asked.held
     async with aclosing(sglangs(obj, request)) as outputs:  # verl takes the first; the rest is closed here
@@ -185,17 +191,17 @@ async def generate_request(sglangs: Callable[..., Any], obj: Any, request: Any =
                 rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - asked.held
                 ids_mLK = decode_experts(text, rows, text_config.num_hidden_layers, text_config.num_experts_per_tok)
                 output = output | {"meta_info": (meta := meta | {"routed_experts": ids_mLK})}
-            if asked.head and meta:
-                output = output | {"meta_info": meta | {"output_token_logprobs": _take_head(meta, asked)}}
+            if asked.top_tokens and meta:
+                output = output | {"meta_info": meta | {"output_token_logprobs": _take_top_tokens(meta, asked)}}
             yield output
 
 
-def _take_head(meta: dict[str, Any], asked: Request) -> list[tuple[float, int, None]]:
-    """Puts the answer's head into the request; returns the sampled tokens' log-probabilities, as SGLang writes them."""
+def _take_top_tokens(meta: dict[str, Any], asked: Request) -> list[tuple[float, int, None]]:
+    """Puts the top tokens into the request; returns the sampled tokens' log-probabilities, as SGLang writes them."""
     sampled = meta.get("output_token_logprobs") or []
     tokens: np.ndarray = np.array([token for _, token, _ in sampled], np.int32)
     l_own: np.ndarray = np.array([value for value, _, _ in sampled], np.float32)
-    ids, log_q = unpack_top(meta.get("output_top_logprobs") or [], len(sampled), asked.head)
+    ids, log_q = unpack_top(meta.get("output_top_logprobs") or [], len(sampled), asked.top_tokens)
     if asked.cut is not None:
         log_q, l_own = normalise(ids, log_q, tokens, l_own, asked.cut)
     asked.came = ids, log_q
@@ -247,12 +253,12 @@ def unpack_top(places: list[list[tuple[float, int, Any]]], tokens: int, k: int) 
     """Returns SGLang's `output_top_logprobs` as ids [n, K] int32 and log p [n, K] float32, the most likely first.
 
     Raises:
-        HookError: the number of heads is not the number of tokens, or a head does not have K tokens.
+        HookError: the number of places is not the number of tokens, or a place does not have K tokens.
     """
     if len(places) != tokens or any(place is None or len(place) != k for place in places):
         raise HookError(
-            f"SGLang returned {len(places)} heads for {tokens} tokens, or not {k} tokens in each",
-            fix=("stability.head.k=0",),
+            f"SGLang returned top tokens of {len(places)} places for {tokens} tokens, or not {k} at each",
+            fix=("stability.top_tokens.k=0",),
         )
     log_p = np.fromiter(map(itemgetter(0), chain.from_iterable(places)), np.float32, tokens * k).reshape(tokens, k)
     ids = np.fromiter(map(itemgetter(1), chain.from_iterable(places)), np.int32, tokens * k).reshape(tokens, k)
@@ -266,9 +272,9 @@ def normalise(
     """Returns log q [n, K], -inf for tokens that were cut, and the sampled tokens' own log q [n]. Both are normalised
     over the tokens that were sampled from; SGLang's values are normalised over the vocabulary.
 
-    The kept tokens follow from the head, all of whose masses are known. If a mass equals top_p up to rounding, the
-    sampled token decides: it was kept, and so were all tokens that are more likely. A sampled token that is not in the
-    head ties with the head's last token, and counts as kept, as in `core.top_tokens.read`.
+    The kept tokens follow from the top tokens, all of whose masses are known. If a mass equals top_p up to rounding,
+    the sampled token decides: it was kept, and so were all tokens that are more likely. A sampled token that is not
+    among the top tokens ties with the last of them, and counts as kept, as in `core.top_tokens.read`.
 
     Args:
         log_p_nK: float32, the most likely first; at least `cut.top_k` of them.

@@ -27,8 +27,8 @@ from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.recorder import Passes
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import HeadReader, HeadUse
 from verl_ext.workers.replica_fetch import share_fetches
+from verl_ext.workers.top_tokens import TopTokenReader, TopTokenUse
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 STEP_START = 0  # verl's key of its copy
@@ -70,7 +70,7 @@ class LossMixin:
     loss_fn: partial
     shift: ShiftRecorder | None = None
     gate: Gate | None = None
-    head: HeadReader | None = None
+    top_tokens: TopTokenReader | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure_loss(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class LossMixin:
             settings: fields of LossSettings; features that are left out are off.
 
         Returns the active settings on this rank: those of `install_loss`; `router_shift`, the number of hooked routers,
-        or None; `head`, whether the sampler's heads are read.
+        or None; `top_tokens`, whether the sampler's top tokens are read.
 
         Raises:
             ConfigError: a setting cannot work.
@@ -101,12 +101,12 @@ class LossMixin:
             self.shift = (MegatronShiftRecorder if megatron else ShiftRecorder)(self.actor.engine)
         if self.shift is not None:
             self.shift.enabled = shifts
-        if wanted.head is not None and self.head is None:
-            self.head = HeadReader(self.actor.engine)
-        if self.head is not None:
-            self.head.use = wanted.head or HeadUse()
+        if wanted.top_tokens is not None and self.top_tokens is None:
+            self.top_tokens = TopTokenReader(self.actor.engine)
+        if self.top_tokens is not None:
+            self.top_tokens.use = wanted.top_tokens or TopTokenUse()
         routers = len(self.shift.routers) if shifts and self.shift else None
-        return active | {"router_shift": routers, "head": wanted.head is not None}
+        return active | {"router_shift": routers, "top_tokens": wanted.top_tokens is not None}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_back(self, after: int) -> int | None:

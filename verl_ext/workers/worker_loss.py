@@ -30,9 +30,9 @@ from verl_ext.features.losses import UNBIASED
 from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
-from verl_ext.workers.head import CENTERING, HeadUse
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
 from verl_ext.workers.losses import LossInputs, padded_fields, provide, register_losses
+from verl_ext.workers.top_tokens import CENTERING, TopTokenUse
 from verl_ext.workers.undo import keep_updates_of
 
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are not settings of the loss
@@ -49,7 +49,7 @@ class LossSettings:
             engine, or "old", the training engine before the update.
         mini_batch: which optimizer steps to refuse.
         first_pass: the measurements and weights in bypass mode; None if compute_log_prob came first.
-        head: the use of the sampler's heads; None if the rollout returns none.
+        top_tokens: the use of the sampler's top tokens; None if the rollout returns none.
         undo: keep what an update changes, so that it can be taken back.
         after_update: trajectories of a batch to score again after its update.
     """
@@ -59,7 +59,7 @@ class LossSettings:
     kl_denominator: str = "infer"
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
     first_pass: FirstPassSettings | None = None
-    head: HeadUse | None = None
+    top_tokens: TopTokenUse | None = None
     undo: bool = False
     after_update: int = 0
 
@@ -79,8 +79,8 @@ class LossSettings:
         own: dict[str, Any] = {"corrections": tuple(chosen), "mini_batch": limits}
         if (first_pass := settings.get("first_pass")) is not None:
             own["first_pass"] = FirstPassSettings(**first_pass)
-        if (head := settings.get("head")) is not None:
-            own["head"] = HeadUse(**head)
+        if (top_tokens := settings.get("top_tokens")) is not None:
+            own["top_tokens"] = TopTokenUse(**top_tokens)
         try:
             built = cls(**{**settings, **own})
         except TypeError as error:
@@ -146,7 +146,7 @@ def build_worker_loss(
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
         first_pass=first_pass,
-        centers=settings.head is not None and settings.head.centers,
+        centers=settings.top_tokens is not None and settings.top_tokens.centers,
     )
     before = {} if settings.first_pass is None else settings.first_pass.corrections
     kl = f"{UNBIASED}, over l_{settings.kl_denominator}" if unbiased else config.kl_loss_type

@@ -99,62 +99,62 @@ def test_over_the_kept_tokens_ratios_average_1_where_over_all_they_average_the_m
     """TRL issue 7269: with p over the whole vocabulary, the mean of p / q over kept tokens is their mass under p."""
     logits = logits_of(seed)
     log_q = truncated_log_probs(logits.double(), top_k)
-    head = top_of(log_q, top_k)
+    top = top_of(log_q, top_k)
     for token in range(V):
         sampled = torch.full((len(logits),), token)
         can = log_q.gather(1, sampled[:, None])[:, 0] > -torch.inf
-        found = read(logits, sampled, head, truncated=True)
+        found = read(logits, sampled, top, truncated=True)
         close(found.l_own[can], log_q[can, token], scale=10.0)
-    whole = read(logits, head.ids[:, 0], head, truncated=False)
-    close(whole.l_top, logits.double().log_softmax(1).gather(1, head.ids), scale=10.0)
-    mass = logits.double().softmax(1).gather(1, head.ids).sum(1)
-    for reading, mean in ((read(logits, head.ids[:, 0], head, truncated=True), 1), (whole, mass)):
-        ratios = (reading.l_top - head.log_q).double().exp()
-        close((head.log_q.double().exp() * ratios).sum(1), mean * torch.ones(len(logits)))
+    whole = read(logits, top.ids[:, 0], top, truncated=False)
+    close(whole.l_top, logits.double().log_softmax(1).gather(1, top.ids), scale=10.0)
+    mass = logits.double().softmax(1).gather(1, top.ids).sum(1)
+    for reading, mean in ((read(logits, top.ids[:, 0], top, truncated=True), 1), (whole, mass)):
+        ratios = (reading.l_top - top.log_q).double().exp()
+        close((top.log_q.double().exp() * ratios).sum(1), mean * torch.ones(len(logits)))
     entropy = -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0)).sum(1)
     close(found.entropy[can], entropy[can], scale=3.0)
 
 
 def test_the_gradient_over_the_kept_tokens_is_that_of_their_own_softmax():
     logits = logits_of(3).requires_grad_()
-    head = top_of(truncated_log_probs(logits.detach().double(), 4), 4)
-    sampled = head.ids[:, 2]
-    read(logits, sampled, head, truncated=True).l_own.sum().backward()
+    top = top_of(truncated_log_probs(logits.detach().double(), 4), 4)
+    sampled = top.ids[:, 2]
+    read(logits, sampled, top, truncated=True).l_own.sum().backward()
     wanted = logits.detach().double().requires_grad_()
     truncated_log_probs(wanted, 4).gather(1, sampled[:, None]).sum().backward()
     close(logits.grad, wanted.grad)
 
 
-def test_a_sampled_token_that_ties_with_the_heads_last_counts_to_it():
+def test_a_sampled_token_that_ties_with_the_last_top_token_counts_to_them():
     logits = torch.tensor([[3.0, 1.0, 1.0, 0.0]])
-    head = TopTokens(torch.tensor([[0, 1]]), torch.tensor([[3.0, 1.0]]).log_softmax(1))
-    found = read(logits, torch.tensor([2]), head, truncated=True)
+    top = TopTokens(torch.tensor([[0, 1]]), torch.tensor([[3.0, 1.0]]).log_softmax(1))
+    found = read(logits, torch.tensor([2]), top, truncated=True)
     close(found.l_own, torch.tensor([3.0, 1.0, 1.0]).double().log_softmax(0)[2:])
 
 
-def test_without_a_head_a_token_is_read_over_the_whole_vocabulary():
+def test_without_top_tokens_a_token_is_read_over_the_whole_vocabulary():
     logits = logits_of(1, 2).requires_grad_()
-    head = TopTokens(torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -torch.inf))
+    top = TopTokens(torch.zeros(2, 3, dtype=torch.long), torch.full((2, 3), -torch.inf))
     for truncated in (True, False):
-        found = read(logits, torch.tensor([4, 0]), head, truncated=truncated)
+        found = read(logits, torch.tensor([4, 0]), top, truncated=truncated)
         close(found.l_own, logits.detach().double().log_softmax(1)[[0, 1], [4, 0]])
         assert found.entropy is None or found.entropy.isnan().all()  # the vocabulary's, which is not read here
-        apart = divergence(found, head, truncated=truncated)
+        apart = divergence(found, top, truncated=truncated)
         assert apart.kl.tolist() == apart.mass.tolist() == apart.differs.tolist() == [0, 0]
-        term = centering(found, head, weights_of({}), truncated=truncated)
+        term = centering(found, top, weights_of({}), truncated=truncated)
         assert term.tolist() == [0, 0]
         (found.l_own.sum() + term.sum()).backward()
         assert logits.grad.isfinite().all()
 
 
 @given(seed=st.integers(0, 1000), k=st.integers(1, V), gap=st.sampled_from([0.01, 0.3, 5.0]))
-def test_the_heads_kl_is_a_lower_bound_that_is_tight_where_the_head_is_all(seed, k, gap):
+def test_the_top_tokens_kl_is_a_lower_bound_that_is_tight_where_they_are_all(seed, k, gap):
     logits = logits_of(seed)
     other = logits.double() + gap * logits_of(seed + 1).double()
     log_q, log_p = other.log_softmax(1), logits.double().log_softmax(1)
-    head = top_of(log_q, k)
-    found = divergence(read(logits, head.ids[:, 0], head, truncated=False), head, truncated=False)
-    q, p = (x.exp().gather(1, head.ids) for x in (log_q, log_p))
+    top = top_of(log_q, k)
+    found = divergence(read(logits, top.ids[:, 0], top, truncated=False), top, truncated=False)
+    q, p = (x.exp().gather(1, top.ids) for x in (log_q, log_p))
     expected = (q * (q / p).log()).sum(1)
     rest_q, rest_p = ((1 - x.sum(1)).clamp(min=1e-6) for x in (q, p))
     close(found.kl, expected + rest_q * (rest_q / rest_p).log(), rtol=1e-4, scale=max(1.0, float(expected.max())))
@@ -163,16 +163,16 @@ def test_the_heads_kl_is_a_lower_bound_that_is_tight_where_the_head_is_all(seed,
     if k == V:
         close(found.kl, whole, rtol=1e-4, scale=max(1.0, float(whole.max())))
     close(found.mass, q.sum(1), scale=1.0)
-    most = log_p.gather(1, head.ids).argmax(1) != 0
+    most = log_p.gather(1, top.ids).argmax(1) != 0
     assert found.differs.bool().tolist() == most.tolist()
 
 
 def test_a_kl_of_a_millionth_keeps_its_digits():
     logits = logits_of(7, n=200)
     log_q = (logits.double() + 1e-3 * logits_of(8, n=200).double()).log_softmax(1)
-    head = top_of(log_q, V)
+    top = top_of(log_q, V)
     expected = (log_q.exp() * (log_q - logits.double().log_softmax(1))).sum(1).mean()
-    found = divergence(read(logits, head.ids[:, 0], head, truncated=False), head, truncated=False).kl.mean()
+    found = divergence(read(logits, top.ids[:, 0], top, truncated=False), top, truncated=False).kl.mean()
     assert 1e-7 < expected < 5e-6
     close(found, expected, rtol=0.05)
 
@@ -184,10 +184,10 @@ def test_a_centered_score_has_no_mean_under_the_sampler(name, seed, truncated, t
     logits = logits_of(seed).requires_grad_()
     other = logits_of(seed).double() + 0.4 * logits_of(seed + 1).double()
     log_q = truncated_log_probs(other, top_k) if truncated else other.log_softmax(1)
-    head = top_of(log_q, top_k if truncated else V)
-    found = read(logits, head.ids[:, 0], head, truncated=truncated)
+    top = top_of(log_q, top_k if truncated else V)
+    found = read(logits, top.ids[:, 0], top, truncated=truncated)
     (mean,) = torch.autograd.grad(
-        centering(found, head, weights_of(WEIGHTS[name]), truncated=truncated).sum(), logits, retain_graph=True
+        centering(found, top, weights_of(WEIGHTS[name]), truncated=truncated).sum(), logits, retain_graph=True
     )
     whole = logits.detach().double().requires_grad_()
     log_p = whole.masked_fill(log_q == -torch.inf, -torch.inf).log_softmax(1)
@@ -204,8 +204,8 @@ def test_a_centered_score_has_no_mean_under_the_sampler(name, seed, truncated, t
 
 
 @pytest.mark.parametrize("name", ["none", "tis", "icepop"])
-def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
-    """In the tail q is 1.25 p; the head shows only the tail's mass."""
+def test_of_a_tail_in_proportion_the_top_tokens_alone_give_the_whole_mean(name):
+    """In the tail q is 1.25 p; the top tokens show only the tail's mass."""
     logits = logits_of(5).requires_grad_()
     log_p = logits.detach().double().log_softmax(1)
     order = log_p.argsort(1, descending=True)
@@ -215,9 +215,9 @@ def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
     left = 1 - q.sum(1, keepdim=True)
     tilted = p.gather(1, ids) * torch.tensor([1.1, 0.9, 1.0, 0.8])
     q = q.scatter(1, ids, tilted / tilted.sum(1, keepdim=True) * left)
-    head = TopTokens(ids, q.gather(1, ids).log().float())
-    found = read(logits, ids[:, 0], head, truncated=False)
-    (mean,) = torch.autograd.grad(centering(found, head, weights_of(WEIGHTS[name]), truncated=False).sum(), logits)
+    top = TopTokens(ids, q.gather(1, ids).log().float())
+    found = read(logits, ids[:, 0], top, truncated=False)
+    (mean,) = torch.autograd.grad(centering(found, top, weights_of(WEIGHTS[name]), truncated=False).sum(), logits)
     w = torch.tensor(
         [
             [exact_weight(name, a / b, a, b) for a, b in zip(*rows, strict=True)]
@@ -232,9 +232,9 @@ def test_of_a_tail_in_proportion_the_head_alone_gives_the_whole_mean(name):
 def test_an_importance_weight_without_a_cap_leaves_nothing_to_center():
     """sum of q (p / q) grad log p = sum of p grad log p = 0."""
     logits = logits_of(2).requires_grad_()
-    head = top_of((logits.detach().double() + logits_of(4).double()).log_softmax(1), 5)
+    top = top_of((logits.detach().double() + logits_of(4).double()).log_softmax(1), 5)
     term = centering(
-        read(logits, head.ids[:, 0], head, truncated=False), head, weights_of({"tis": {"cap": 1e9}}), truncated=False
+        read(logits, top.ids[:, 0], top, truncated=False), top, weights_of({"tis": {"cap": 1e9}}), truncated=False
     )
     (mean,) = torch.autograd.grad(term.sum(), logits)
     assert mean.abs().max() < 1e-5
@@ -243,10 +243,10 @@ def test_an_importance_weight_without_a_cap_leaves_nothing_to_center():
 def test_weights_and_masses_are_constants():
     logits = logits_of(2)
     l_top = logits.log_softmax(1)[:, :4].requires_grad_()
-    head = TopTokens(torch.arange(4).expand(6, 4), logits_of(3).log_softmax(1)[:, :4])
-    term = centering(Reading(l_top[:, 0], l_top), head, weights_of(WEIGHTS["tis"]), truncated=True)
+    top = TopTokens(torch.arange(4).expand(6, 4), logits_of(3).log_softmax(1)[:, :4])
+    term = centering(Reading(l_top[:, 0], l_top), top, weights_of(WEIGHTS["tis"]), truncated=True)
     (found,) = torch.autograd.grad(term.sum(), l_top)
-    q, p = head.log_q.double().exp(), l_top.detach().double().exp()
+    q, p = top.log_q.double().exp(), l_top.detach().double().exp()
     close(found, q * (p / q).clamp(max=1.5))
 
 

@@ -68,8 +68,8 @@ CASES = [
     ),
     ("truncated sampling", [], "ok", []),
     ("truncated sampling", [f"{ROLLOUT}.top_p=0.9"], "warning", [f"{ROLLOUT}.top_p=1"]),
-    ("truncated sampling", [f"{ROLLOUT}.top_k=50"], "warning", ["stability.head.k=50"]),
-    ("truncated sampling", [f"{ROLLOUT}.top_k=50", "stability.head.k=50"], "ok", []),
+    ("truncated sampling", [f"{ROLLOUT}.top_k=50"], "warning", ["stability.top_tokens.k=50"]),
+    ("truncated sampling", [f"{ROLLOUT}.top_k=50", "stability.top_tokens.k=50"], "ok", []),
     (
         "truncated sampling",
         [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", RAW_MODE],

@@ -15,7 +15,10 @@ RAW = f"{ROLLOUT}.logprobs_mode=raw_logprobs"
 MERGED = "++actor_rollout_ref.model.lora.merge=true"
 REFERENCE = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1"  # for the presets with a KL
 NEEDED = {
-    "score_centering": ("actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", "stability.head.k=64"),
+    "score_centering": (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
+        "stability.top_tokens.k=64",
+    ),
     "qae": ("algorithm.adv_estimator=qae",),  # instead of the launch's
     "grpo_positive": ("algorithm.adv_estimator=grpo_positive",),
 }
@@ -37,7 +40,7 @@ def test_no_preset_has_an_error_with_sglang(context, models, name):
     ("overrides", "level", "fix"),
     [
         (["stability=icepop", f"{ROLLOUT}.top_k=64"], "ok", ()),
-        (["stability=none", f"{ROLLOUT}.top_k=64"], "warning", ("stability.head.k=64",)),
+        (["stability=none", f"{ROLLOUT}.top_k=64"], "warning", ("stability.top_tokens.k=64",)),
         (["stability=icepop", f"{ROLLOUT}.top_k=64", RAW], "warning", (f"{ROLLOUT}.top_k=-1",)),
     ],
 )

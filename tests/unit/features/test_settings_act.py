@@ -17,7 +17,6 @@ from verl_ext.base import methods
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.features.feature import Need
-from verl_ext.features.heads import head_k
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.stability import default_node, stability_config
 from verl_ext.features.sync_canary import canary_settings
@@ -29,6 +28,7 @@ from verl_ext.features.table import (
     read_features,
     table_lines,
 )
+from verl_ext.features.top_tokens import top_token_count
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.launch.compose import stability_choices
 from verl_ext.trainer.guarding import build_guard
@@ -131,7 +131,7 @@ def effects(config):
         "agent loop": [feature.agent_loop(run) for feature in FEATURES],
         "watch": stability.guard.slow_step_s,
         "batch": (stability.corrections(), stability.denominator, stability.filter_chain()),
-        "head": (head_k(run), stability.score_centering),
+        "top_tokens": (top_token_count(run), stability.score_centering),
         "plugins": stability.plugins,
         "canary": canary_settings(run) if canary_settings(run).trajectories else None,
         "trajectories": stability.trajectories if stability.trajectories.per_step else None,

@@ -103,7 +103,7 @@ def test_bfloat16_is_near_and_not_the_same(weights, prompts):
 
 
 @given(st.integers(0, 2**31), st.integers(0, 9), st.floats(0.05, 1))
-def test_truncation_keeps_the_head(seed, top_k, top_p):
+def test_truncation_keeps_the_top(seed, top_k, top_p):
     logits = torch.randn(4, 8, generator=generator(seed))
     kept = truncate_logits(logits, top_k, top_p).isfinite()
     for row in range(4):
@@ -128,18 +128,21 @@ def test_what_is_truncated_is_normalised_over_what_is_kept(weights, prompts):
 
 
 @pytest.mark.parametrize("engine", [{}, {"top_p": 0.8}, {"top_k": 4}])
-def test_the_head_is_of_the_distribution_that_was_sampled_from(weights, prompts, engine):
-    found = sample_responses(RolloutEngine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=128)
+def test_the_top_tokens_are_of_the_distribution_that_was_sampled_from(weights, prompts, engine):
+    found = sample_responses(RolloutEngine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), top_tokens=128)
     mask = found.mask.flatten()
-    log_q = torch.empty_like(found.head.log_q).scatter(1, found.head.ids, found.head.log_q)  # by token
-    assert torch.equal(found.head.known, mask)
+    top = found.top_tokens
+    log_q = torch.empty_like(top.log_q).scatter(1, top.ids, top.log_q)  # by token
+    assert torch.equal(top.known, mask)
     close(log_q[mask].exp().sum(1), torch.ones(int(mask.sum())))
     close(log_q.gather(1, found.responses.flatten()[:, None])[mask, 0], found.l_infer.flatten()[mask])
-    few = sample_responses(RolloutEngine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), head=3).head
+    few = sample_responses(
+        RolloutEngine((weights,), **engine), MODEL, prompts, LENGTH, generator(2), top_tokens=3
+    ).top_tokens
     close(few.log_q[mask], log_q[mask].topk(3, 1).values)
 
 
 def test_told_of_the_kept_tokens_training_says_what_an_exact_engine_says(weights, prompts):
-    found = sample_responses(RolloutEngine((weights,), top_p=0.8), MODEL, prompts, LENGTH, generator(2), head=128)
-    read = score(weights, MODEL, prompts, found.responses, head=found.head, truncated=True)
+    found = sample_responses(RolloutEngine((weights,), top_p=0.8), MODEL, prompts, LENGTH, generator(2), top_tokens=128)
+    read = score(weights, MODEL, prompts, found.responses, top=found.top_tokens, truncated=True)
     close(found.l_infer, read.log_probs * found.mask, 1e-5)

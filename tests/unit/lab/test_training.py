@@ -325,7 +325,9 @@ def test_truncated_sampling_is_no_gap_if_the_training_engine_knows_what_was_kept
 @pytest.mark.parametrize("k", [0, 4])
 def test_the_head_kl_is_what_k3_estimates(training, k):
     """Both have the same size, with old weights and a large step, over some 60 tokens."""
-    run = training("stale", "none", f"stability.head.k={k or 128}", "actor_rollout_ref.actor.optim.lr=1e-2", steps=4)
+    run = training(
+        "stale", "none", f"stability.top_tokens.k={k or 128}", "actor_rollout_ref.actor.optim.lr=1e-2", steps=4
+    )
     metrics = run.metrics[-1]
     assert metrics["vllm_kl/head_mass"] < 1 - 1e-3 if k else metrics["vllm_kl/head_mass"] > 1 - 1e-5
     assert 0.2 < metrics["vllm_kl/head"] / metrics["vllm_kl/k3"] < 5

@@ -13,7 +13,7 @@ from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
 from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memory
 from verl_ext.plan.sizes import Usage
 
-ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_heads=True, head_reads=2)
+ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_top_tokens=True, top_token_reads=2)
 MEAN = 4096.0
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
 # Bytes per response token of the fields in TransferQueue: verl's agent loop writes ROLLOUT_BYTES.
@@ -117,8 +117,8 @@ def test_each_feature_carries_what_the_page_says():
     ids, loops, ranks = 48 * 8, "agent loops", "training ranks"
     assert gigabytes(FSDP, ALL, "router agreement", loops, "writes") == pytest.approx(ids * LENGTHS)
     assert gigabytes(FSDP, ALL, "router agreement", ranks, "reads") == pytest.approx(ids * LENGTHS)
-    assert gigabytes(FSDP, ALL, "sampler's head", loops, "writes") == pytest.approx(8 * 32 * TOKENS)
-    assert gigabytes(FSDP, ALL, "sampler's head", ranks, "reads") == pytest.approx(2 * 8 * 32 * TOKENS)
+    assert gigabytes(FSDP, ALL, "sampler's top tokens", loops, "writes") == pytest.approx(8 * 32 * TOKENS)
+    assert gigabytes(FSDP, ALL, "sampler's top tokens", ranks, "reads") == pytest.approx(2 * 8 * 32 * TOKENS)
     assert gigabytes(FSDP, ALL, "weights to the workers", "controller", "writes") == pytest.approx(4 * TOKENS)
     assert gigabytes(FSDP, replace(ALL, lag=True), "weights to the workers", ranks, "reads") == pytest.approx(
         12 * TOKENS
@@ -128,8 +128,11 @@ def test_each_feature_carries_what_the_page_says():
     assert gigabytes(sglang, ALL, "router agreement", loops, "writes") == pytest.approx(2 * ids * LENGTHS)
 
 
-def test_ranks_of_a_replica_each_read_weights_and_heads():
-    for key in (("weights to the workers", "training ranks", "reads"), ("sampler's head", "training ranks", "reads")):
+def test_ranks_of_a_replica_each_read_weights_and_top_tokens():
+    for key in (
+        ("weights to the workers", "training ranks", "reads"),
+        ("sampler's top tokens", "training ranks", "reads"),
+    ):
         one, many = (gigabytes(replace(FSDP, ulysses=ulysses), ALL, *key) for ulysses in (1, 4))
         assert many == pytest.approx(4 * one)
         megatron = (gigabytes(replace(MEGATRON, tensor=tensor, pipeline=2), ALL, *key) for tensor in (1, 8))
@@ -153,7 +156,7 @@ def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_a
 
 def test_what_the_agent_loops_write_hides_behind_the_generation():
     key = "router agreement", "agent loops", "writes"
-    alone = replace(ALL, has_heads=False)
+    alone = replace(ALL, has_top_tokens=False)
     hidden, late = found(FSDP, alone)[key], found(FSDP, alone, generation=0.1)[key]
     assert hidden.seconds == late.seconds > 0.1
     assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
@@ -172,12 +175,12 @@ runs = st.builds(
     measures=st.booleans(),
     weighs=st.booleans(),
     compares=st.booleans(),
-    has_heads=st.booleans(),
+    has_top_tokens=st.booleans(),
     filters=st.booleans(),
     signs=st.booleans(),
     splits=st.booleans(),
-    head=st.integers(1, 256),
-    head_reads=st.integers(1, 2),
+    top_tokens=st.integers(1, 256),
+    top_token_reads=st.integers(1, 2),
     agreement_share=st.floats(0.01, 1),
     replay=st.sampled_from(["disabled", "R2", "R3"]),
     lag=st.booleans(),

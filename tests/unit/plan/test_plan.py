@@ -259,7 +259,7 @@ def test_what_is_switched_off_is_marked(command, capsys):
     assert features("stability=tis") >= {"corrections, vllm_kl/*", "weights to the workers"}
     assert "routing replay" in features("stability=r3")
     assert "guard" in features("stability=guard")
-    assert "sampler's head" in features("stability=tis", "stability.head.k=8")
+    assert "sampler's top tokens" in features("stability=tis", "stability.top_tokens.k=8")
 
 
 def test_json_has_the_same_numbers(command, capsys):

@@ -85,7 +85,7 @@ def test_the_number_of_storage_units_is_told_where_it_is_low(compose):
     assert f"{UNITS}=8 is low for 8 machines" in line and line.endswith(f"set it to {plan.units_wanted}")
     assert units_line(plan.but(units=plan.units_wanted)) == ""
     assert units_line(plan.but(simple=False)) == ""
-    full = plan.but(has_heads=True, head=4096)
+    full = plan.but(has_top_tokens=True, top_tokens=4096)
     assert "transfers would wait for them" in units_line(full) and full.units_wanted > plan.units_wanted
 
 

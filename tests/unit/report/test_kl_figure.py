@@ -171,7 +171,7 @@ def test_a_mark_needs_no_kl_in_its_step():
     assert [row["step"] for row in marks(run)] == [7]
 
 
-def test_the_kl_over_the_heads_is_drawn_where_there_is_one():
+def test_the_kl_over_the_top_tokens_is_drawn_where_there_is_one():
     run = make({"vllm_kl/k3": [1e-3, 2e-3, 1e-3], "vllm_kl/head": [1.1e-3, 1.2e-3, 1.1e-3]})
-    assert line(run, "over the sampler's head") == {1: 1.1e-3, 2: 1.2e-3, 3: 1.1e-3}
-    assert not any(data and data[0].get("label") == "over the sampler's head" for _, _, data in layers(full()))
+    assert line(run, "over the sampler's top tokens") == {1: 1.1e-3, 2: 1.2e-3, 3: 1.1e-3}
+    assert not any(data and data[0].get("label") == "over the sampler's top tokens" for _, _, data in layers(full()))

@@ -1,4 +1,4 @@
-"""Routing and heads in the training step: how they are used, and which stage gets them."""
+"""Routing and top tokens in the training step: how they are used, and which stage gets them."""
 
 import pytest
 import torch
@@ -42,9 +42,9 @@ def test_a_rollout_that_returns_no_routing_is_an_error_with_the_remedy(step):
         step({"router_agreement": True})
 
 
-def test_heads_become_metrics_before_the_guard_judges(step):
+def test_top_tokens_become_metrics_before_the_guard_judges(step):
     sums = torch.nested.as_nested_tensor([torch.tensor([3.0, 1, 0.4, 1.8, 1])] * 2, layout=torch.jagged)
-    settings = {"head": {"k": 8}, "batch_skip": {"metric": "vllm_kl/head", "threshold": 0.1}}
+    settings = {"top_tokens": {"k": 8}, "batch_skip": {"metric": "vllm_kl/head", "threshold": 0.1}}
     _trainer, metrics, _ = step(settings, top_token_sums=sums)
     assert metrics["vllm_kl/head"] == pytest.approx(0.2) and metrics["vllm_kl/head_mass"] == pytest.approx(0.9)
     assert metrics["vllm_kl/head_differs"] == pytest.approx(0.5)
@@ -53,20 +53,20 @@ def test_heads_become_metrics_before_the_guard_judges(step):
 
 
 CENTERED = {"score_centering": True}
-MISSING = "verl_ext: step 7: warn: 33.33% of the model's tokens came without the sampler's head"
+MISSING = "verl_ext: step 7: warn: 33.33% of the model's tokens came without the sampler's top tokens"
 
 
-def head_sums(missing):
+def token_sums(missing):
     return torch.nested.as_nested_tensor([torch.tensor([3.0, missing, 0.4, 1.8, 1])] * 2, layout=torch.jagged)
 
 
 @pytest.mark.parametrize(
     ("settings", "missing", "said"),
-    [(CENTERED, 1.0, True), (CENTERED, 0.0, False), ({"head": {"k": 8}}, 1.0, False)],
+    [(CENTERED, 1.0, True), (CENTERED, 0.0, False), ({"top_tokens": {"k": 8}}, 1.0, False)],
     ids=["read by the update", "none", "for the KL alone"],
 )
-def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, settings, missing, said):
-    trainer, _, _ = step(settings, top_token_sums=head_sums(missing), actor={"ppo_mini_batch_size": 2})
+def test_missing_top_tokens_are_told_where_the_update_reads_them(step, capsys, settings, missing, said):
+    trainer, _, _ = step(settings, top_token_sums=token_sums(missing), actor={"ppo_mini_batch_size": 2})
     printed = capsys.readouterr().out
     assert (MISSING in printed) == said and ("so their score is not centered" in printed) == said
     trainer._compute_advantage(trainer.batch, {})  # once is enough
@@ -75,16 +75,16 @@ def test_tokens_without_a_head_are_told_where_the_update_reads_it(step, capsys, 
 
 def test_a_batch_of_more_than_one_optimizer_step_is_refused_where_scores_are_centered(step):
     """An agent loop with several outputs makes such a batch: verl fills it up to a multiple of the mini-batch."""
-    sums = {"top_token_sums": head_sums(0.0)}
+    sums = {"top_token_sums": token_sums(0.0)}
     step(CENTERED, actor={"ppo_mini_batch_size": 2}, **sums)
-    step({"head": {"k": 8}}, actor={"ppo_mini_batch_size": 1}, **sums)
+    step({"top_tokens": {"k": 8}}, actor={"ppo_mini_batch_size": 1}, **sums)
     with pytest.raises(BatchError, match=r"2 trajectories makes 2 steps of 1 .*; set stability\.score_centering=false"):
         step(CENTERED, actor={"ppo_mini_batch_size": 1}, **sums)
 
 
-def test_a_rollout_that_returns_no_heads_is_an_error(step):
-    with pytest.raises(HookError, match="compute_log_prob read no heads"):
-        step({"head": {"k": 8}})
+def test_a_rollout_that_returns_no_top_tokens_is_an_error(step):
+    with pytest.raises(HookError, match="compute_log_prob read no top tokens"):
+        step({"top_tokens": {"k": 8}})
 
 
 def refused_sums(believed, repeated):

@@ -105,7 +105,7 @@ def test_it_is_asked_for_once_in_the_environment_of_rays_processes(compose, monk
     agent_loop.request(config, Extras(narrow=True))
     asked = config.ray_kwargs.ray_init.runtime_env
     merged = OmegaConf.to_container(OmegaConf.merge(get_ppo_ray_runtime_env(config), asked))["env_vars"]  # as run_ppo
-    assert merged[agent_loop.VARIABLE] == "narrow:1,share:1.0,turns:0,head:0"
+    assert merged[agent_loop.VARIABLE] == "narrow:1,share:1.0,turns:0,top_tokens:0"
     assert str(merged["MINE"]) == "1" and "NCCL_DEBUG" in merged
 
 
@@ -125,11 +125,11 @@ def found(config):
 
 
 def test_each_part_that_is_declined_is_off_and_what_the_config_decides_is_the_configs(compose, monkeypatch):
-    wanted = Extras(narrow=True, share=0.25, turns=True, head=8)
-    monkeypatch.setenv(agent_loop.VARIABLE, "narrow:1,turns:0,head:4")
+    wanted = Extras(narrow=True, share=0.25, turns=True, top_tokens=8)
+    monkeypatch.setenv(agent_loop.VARIABLE, "narrow:1,turns:0,top_tokens:4")
     config = compose(f"+{PLACE}='narrow:0,share:0.5'")
     agent_loop.request(config, wanted)
-    assert found(config) == Extras(narrow=False, share=0.25, turns=False, head=8)
+    assert found(config) == Extras(narrow=False, share=0.25, turns=False, top_tokens=8)
     nothing = compose()
     agent_loop.request(nothing, Extras())
     assert OmegaConf.select(nothing, PLACE) is None

@@ -184,7 +184,7 @@ def test_log_probs_are_of_all_tokens_whatever_is_sampled_from(sample, raw):
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(4, 1.0), (12, 0.6), (6, 0.7)])
-def test_what_is_kept_of_the_head_is_what_tokens_are_drawn_from(sample, top_k, top_p):
+def test_what_is_kept_of_the_top_tokens_is_what_tokens_are_drawn_from(sample, top_k, top_p):
     """Over many draws from one distribution, exactly the kept tokens come, as often as they should."""
     torch.manual_seed(0)
     draws, temperature, K = 20_000, 0.7, 12

@@ -18,7 +18,7 @@ from tests.support.sglang_server import generated, server, verls_server_module
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError
-from verl_ext.upstream.agent_loop import HEAD_ASKED, ROWS_HELD
+from verl_ext.upstream.agent_loop import ROWS_HELD, TOP_TOKENS_ASKED
 from verl_ext.upstream.sglang_server import Cut, decode_experts, decodes, extend_server, normalise, unpack_top
 
 PROMPT, RESPONSE = [5, 6, 7], [8, 9]
@@ -152,7 +152,7 @@ def test_rows_that_are_held_do_not_come_again(module):
     assert aborted.routed_experts is None and ROWS_HELD not in aborted.extra_fields
 
 
-# Heads
+# Top tokens
 
 P = np.array([0.4, 0.3, 0.2, 0.06, 0.04])  # of tokens 10 to 14
 K = 4
@@ -169,10 +169,10 @@ def answered(*sampled):
 
 
 def asked(**extra):
-    return {"extra_args": {HEAD_ASKED: K} | extra}
+    return {"extra_args": {TOP_TOKENS_ASKED: K} | extra}
 
 
-def test_a_head_that_is_asked_for_comes_with_the_answer(module):
+def test_top_tokens_that_are_asked_for_come_with_the_answer(module):
     manager = Manager(**answered(11, 14))
     output = generated(module, manager, PROMPT, **asked())
     assert manager.asked.top_logprobs_num == K and "extra_args" not in manager.asked.sampling_params
@@ -240,7 +240,7 @@ def test_with_raw_log_probs_they_stay_as_sglang_has_them(module):
     assert np.isfinite(output.extra_fields[TOP_TOKEN_LOG_PROBS]).all()
 
 
-def test_an_answer_whose_tokens_verl_drops_has_no_head(module):
+def test_an_answer_whose_tokens_verl_drops_has_no_top_tokens(module):
     manager = Manager(**answered(11, 10, 12))  # one more than tokens
     output = generated(module, manager, PROMPT, **asked())
     assert output.token_ids == [] and output.extra_fields[TOP_TOKEN_IDS].shape == (0, K)
@@ -251,16 +251,16 @@ def test_an_answer_whose_tokens_verl_drops_has_no_head(module):
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"min_p": 0.1}, "a request has min_p=0.1, by which the sampler's head is of another distribution"),
+        ({"min_p": 0.1}, "a request has min_p=0.1, by which the sampler's top tokens are of another distribution"),
         ({"min_new_tokens": 3}, "a request has min_new_tokens=3"),
-        ({"top_k": 5}, "a request has top_k=5 and top_p=1.0, which may keep more tokens than the head of 4 has"),
+        ({"top_k": 5}, "a request has top_k=5 and top_p=1.0, which may keep more than the 4 top tokens"),
         ({"top_p": 0.9}, "give a top_k of at most 4"),
     ],
 )
-def test_a_distribution_that_the_head_does_not_show_is_refused(module, sampling, message):
+def test_a_distribution_that_the_top_tokens_do_not_show_is_refused(module, sampling, message):
     with pytest.raises(HookError, match=message):
         generated(module, Manager(**answered(11, 10)), PROMPT, **asked(), **sampling)
-    generated(module, Manager(**answered(11, 10)), PROMPT, **sampling)  # without a head it is of no concern
+    generated(module, Manager(**answered(11, 10)), PROMPT, **sampling)  # without top tokens it is of no concern
 
 
 def test_what_is_asked_of_a_server_that_reads_prompts_goes_to_the_one_that_decodes(module):
@@ -278,14 +278,14 @@ def test_what_is_asked_of_a_server_that_reads_prompts_goes_to_the_one_that_decod
     assert asyncio.run(made.generate(list(PROMPT), {"logprobs": True} | asked(), "request")) == "decoded"
     assert made.tokenizer_manager.asked.top_logprobs_num == K
     ((extra, room),) = requests
-    assert extra == {HEAD_ASKED: K} and room == made.tokenizer_manager.asked.bootstrap_room
+    assert extra == {TOP_TOKENS_ASKED: K} and room == made.tokenizer_manager.asked.bootstrap_room
 
 
 @pytest.mark.parametrize(
     "places", [[], [[(-1.0, 3, None)]], [[(-1.0, 3, None), (-2.0, 4, None)], None]], ids=["none", "narrow", "one"]
 )
-def test_heads_of_another_size_are_refused(places):
-    with pytest.raises(HookError, match=r"set stability\.head\.k=0"):
+def test_top_tokens_of_another_size_are_refused(places):
+    with pytest.raises(HookError, match=r"set stability\.top_tokens\.k=0"):
         unpack_top(places, 2, 2)
 
 

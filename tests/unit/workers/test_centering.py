@@ -2,7 +2,7 @@
 
 A batch of two trajectories of two tokens over a vocabulary of three has 81 outcomes. Each goes through what a run
 does with it: weights, filters and the loss's masks as the trainer makes them, the workers' reader of the sampler's
-heads, and the workers' loss around verl's. The advantages do not depend on the tokens, so the mean of the gradient
+top tokens, and the workers' loss around verl's. The advantages do not depend on the tokens, so the mean of the gradient
 under the sampler is drift and nothing else.
 """
 
@@ -25,7 +25,7 @@ from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import check_run, loss_settings, read_features
 from verl_ext.trainer.step import leave_out
-from verl_ext.workers.head import HeadReader
+from verl_ext.workers.top_tokens import TopTokenReader
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 B, T, V = 2, 2, 3
@@ -107,7 +107,7 @@ class Drift:
         settings = LossSettings.from_dict(loss_settings(read_features(config, self.stability)))
         loss = PolicyLossConfig(loss_mode="vanilla")
         self.loss, _ = build_worker_loss(actor_config(loss, loss_agg_mode="token-mean"), settings)
-        self.use = settings.head
+        self.use = settings.top_tokens
 
     def mean(self):
         """[B, T, V], of the gradient with respect to the logits."""
@@ -138,7 +138,7 @@ class Drift:
         data = TensorDict({name: nested(list(value)) for name, value in fields.items()}, batch_size=B)
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(mask.sum()), global_batch_size=B)
         engine = Engine(logits.flatten(0, 1))
-        reader = HeadReader(engine)
+        reader = TopTokenReader(engine)
         reader.use = self.use or reader.use
         loss = engine.forward_backward_batch(data, self.loss)
         return torch.autograd.grad(loss, logits)[0][:, :T]

@@ -21,8 +21,8 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.head import CENTERING
 from verl_ext.workers.losses import apply_base, loss_inputs
+from verl_ext.workers.top_tokens import CENTERING
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "dppo_tv", "dppo_kl", "gpg", "dro")
@@ -97,7 +97,7 @@ CENTERS = {"centers": True, "truncated": False, "corrections": {}}
 
 
 def with_terms(part, terms):
-    """The micro-batch with a term of each response token, where the engine's head reader puts it."""
+    """The micro-batch with a term of each response token, where the engine's reader of top tokens puts it."""
     model_output, data = part
     prompts = [len(row) for row in data["prompts"].unbind()]
     rows = [
@@ -116,7 +116,7 @@ def test_what_centers_the_score_is_added_with_the_advantage(mode, make_batch, ac
     terms = [torch.randn(len(leaf), generator=torch.Generator().manual_seed(len(leaf))) for leaf in batch.leaves]
     for term in terms:
         term.requires_grad_()
-    found, metrics = run(build(config, head=CENTERS), [with_terms(batch.whole(), terms)])
+    found, metrics = run(build(config, top_tokens=CENTERS), [with_terms(batch.whole(), terms)])
 
     mask = batch.padded("response_mask").double()
     padded = torch.nn.utils.rnn.pad_sequence([term.detach() for term in terms], batch_first=True).double()

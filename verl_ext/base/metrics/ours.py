@@ -79,29 +79,29 @@ GAP = Section(
     override="stability.metrics=true",
 )
 
-HEAD = Section(
-    "The sampler's head",
-    "Logged with `stability.head.k`, or if a feature needs it: truncated sampling, score centering. Not in bypass "
-    "mode, which has no compute_log_prob. At each place, the rollout returns its most likely tokens in addition to the "
-    "sampled one, and the training engine computes the log-probabilities of the same tokens. So these metrics do not "
-    "depend on which token was sampled.",
+TOP_TOKENS = Section(
+    "The sampler's top tokens",
+    "Logged with `stability.top_tokens.k`, or if a feature needs it: truncated sampling, score centering. Not in "
+    "bypass mode, which has no compute_log_prob. At each place, the rollout returns its most likely tokens in addition "
+    "to the sampled one, and the training engine computes the log-probabilities of the same tokens. So these metrics "
+    "do not depend on which token was sampled.",
     (
         divergence(
             "vllm_kl/head",
-            "KL(rollout || training) over the head, all other tokens as one: what k1 and k3 estimate, or a little "
+            "KL(rollout || training) over the top tokens, all others as one: what k1 and k3 estimate, or a little "
             "less, without their noise; with truncated sampling over the kept tokens",
             NATS,
             worst="highest",
-            label="engine KL, head",
+            label="engine KL, top tokens",
         ),
-        Metric("vllm_kl/head_mass", "probability that the rollout gives to the head's tokens", "share"),
+        Metric("vllm_kl/head_mass", "probability that the rollout gives to the top tokens", "share"),
         Metric(
             "vllm_kl/head_differs", "places where the training engine has another most likely token", "share", "lower"
         ),
-        Metric("vllm_kl/head_missing", "tokens of the model that came without a head", "share", "lower"),
+        Metric("vllm_kl/head_missing", "tokens of the model that came without top tokens", "share", "lower"),
         after("actor/score_centering", "the term that centers the score, in the loss"),
     ),
-    override="stability.head.k=32",
+    override="stability.top_tokens.k=32",
 )
 
 CORRECTIONS = Section(
@@ -371,4 +371,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, HEAD, CORRECTIONS, ROUTING, REWARD, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, TOP_TOKENS, CORRECTIONS, ROUTING, REWARD, FILTERS, GUARD, SYNC, UPDATE)

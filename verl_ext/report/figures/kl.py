@@ -42,7 +42,7 @@ SHAPES = {
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's head, and |k1|."""
+    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's top tokens, and |k1|."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
         return None
@@ -53,8 +53,8 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         over += _hollow_points(k1)
     if k3 is not None:
         lines.append(Line("k3", k3, BLUE))
-    if (head := run.get(HEAD_KL)) is not None:
-        lines.append(Line("over the sampler's head", head, PURPLE))
+    if (top := run.get(HEAD_KL)) is not None:
+        lines.append(Line("over the sampler's top tokens", top, PURPLE))
     if (gap := judged_k3(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):

@@ -1,4 +1,4 @@
-"""Reads the sampler's head in the training engine, where its logits are.
+"""Reads the sampler's top tokens in the training engine, where its logits are.
 
 verl calls a function on the logits of a micro-batch for distillation: `logits_processor_func`, on FSDP, VeOmni and
 Megatron, packed and padded, before it gathers over the ranks of a sequence. It takes [1, n] tensors, one value per
@@ -7,7 +7,7 @@ own log-probabilities, in compute_log_prob and in the update, and verl computes 
 logits have one gradient. If only the KL is needed, verl's are not changed.
 
 Shape legend: T tokens of a micro-batch (prompt and response, packed), n rows of its logits on this rank, R response
-tokens, V its part of the vocabulary, K tokens of a head.
+tokens, V its part of the vocabulary, K top tokens of a place.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,17 +28,17 @@ from verl_ext.core.tokens import fill_added_rows
 from verl_ext.core.top_tokens import Divergence, TopTokens, centering, divergence, read, top_token_sums, weights_of
 from verl_ext.routing.outputs import packed_rows
 
-CENTERING = "sampler_head_centering"  # model output, [B, T] with gradient
-ENTROPY = "sampler_head_entropy"
-KNOWN = "sampler_head_known"
-DIVERGENCE_FIELDS = {name: f"sampler_head_{name}" for name in ("kl", "mass", "differs")}
+CENTERING = "top_token_centering"  # model output, [B, T] with gradient
+ENTROPY = "top_token_entropy"
+KNOWN = "top_token_known"
+DIVERGENCE_FIELDS = {name: f"top_token_{name}" for name in ("kl", "mass", "differs")}
 
 Corrections = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class HeadUse:
-    """The use of the heads.
+class TopTokenUse:
+    """The use of the top tokens.
 
     Attributes:
         truncated: the sampler chose only from them: log-probabilities and entropy cover the same tokens.
@@ -57,22 +57,22 @@ class HeadUse:
         return self.truncated or self.centers
 
 
-class HeadReader:
+class TopTokenReader:
     """Wraps a training engine's `forward_backward_batch`.
 
     Attributes:
-        use: the use of the heads, from the next batch on; at first only their KL.
+        use: the use of the top tokens, from the next batch on; at first only their KL.
     """
 
     def __init__(self, engine: Any):
-        self.use = HeadUse()
+        self.use = TopTokenUse()
         takes = "data, loss_function, forward_only"
-        wrap("sampler_head_reader", engine, "forward_backward_batch", self.forward_backward_batch, takes)
+        wrap("top_token_reader", engine, "forward_backward_batch", self.forward_backward_batch, takes)
 
     def forward_backward_batch(
         self, verls: Callable, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> Any:
-        """Wraps verl's method; adds the values read at the heads of the batch."""
+        """Wraps verl's method; adds the values read at the batch's top tokens."""
         old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
         if TOP_TOKEN_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
@@ -99,28 +99,28 @@ class HeadReader:
     def _read(
         self, logits: Tensor, data: TensorDict, data_format: str | None, compares: bool, centers: bool
     ) -> dict[str, Tensor]:
-        """Reads the heads; all tensors are [1, n]."""
+        """Reads the top tokens; all tensors are [1, n]."""
         layout = _packed_layout if data_format is None else partial(_megatron_layout, data_format=data_format)
-        sampled, head = layout(data, device=logits.device)
+        sampled, top = layout(data, device=logits.device)
         group = None if data_format is None else _tensor_group()
         rows, truncated = logits.flatten(0, 1), self.use.truncated
-        _check_ids(head.ids, rows.shape[1], group)
-        reading = read(rows, sampled, head, truncated=truncated, group=group)
+        _check_ids(top.ids, rows.shape[1], group)
+        reading = read(rows, sampled, top, truncated=truncated, group=group)
         found = {"log_probs": reading.l_own} if self.use.replaces else {}
         if reading.entropy is not None:
             found[ENTROPY] = reading.entropy
         if compares or reading.entropy is not None:
-            found[KNOWN] = head.known.float()
+            found[KNOWN] = top.known.float()
         if centers:
-            found[CENTERING] = centering(reading, head, weights_of(self.use.corrections), truncated=truncated)
+            found[CENTERING] = centering(reading, top, weights_of(self.use.corrections), truncated=truncated)
         if compares:
-            apart = divergence(reading, head, truncated=truncated)
+            apart = divergence(reading, top, truncated=truncated)
             found |= {key: getattr(apart, name).float() for name, key in DIVERGENCE_FIELDS.items()}
         return {name: value.view(logits.shape[:2]) for name, value in found.items()}
 
 
 def _choose_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
-    """Returns the entropy over the tokens that the sampler could choose at places with a head, and verl's entropy
+    """Returns the entropy over the tokens that the sampler could choose at places with top tokens, and verl's entropy
     over the vocabulary elsewhere."""
     values = torch.where(known.values().bool(), entropy.values(), verls.values())
     return torch.nested.nested_tensor_from_jagged(values, verls.offsets())
@@ -137,7 +137,7 @@ def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> 
 
 
 def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTokens]:
-    """Returns [T], for each row the next token and its head; only response tokens have heads."""
+    """Returns [T], for each row the next token and its top tokens; only response tokens have any."""
     input_ids, mask = data["input_ids"], data[RESPONSE_MASK]
     lengths_B = mask.offsets().diff()
     ids_RK, log_q_RK = (
@@ -148,7 +148,7 @@ def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTo
     if len(ids_RK) != len(rows_R) or ids_RK.shape != log_q_RK.shape:
         raise BatchError(
             f"{TOP_TOKEN_IDS} is {tuple(ids_RK.shape)} and {TOP_TOKEN_LOG_PROBS} {tuple(log_q_RK.shape)} but the batch "
-            f"has {len(rows_R)} response tokens: the rollout's heads belong to other tokens"
+            f"has {len(rows_R)} response tokens: the rollout's top tokens belong to other tokens"
         )
     ids_TK = ids_RK.new_zeros(len(tokens), ids_RK.shape[1], dtype=torch.long)
     log_q_TK = log_q_RK.new_full(ids_TK.shape, -torch.inf)
@@ -158,11 +158,11 @@ def _token_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTo
 
 def _packed_layout(data: TensorDict, device: torch.device) -> tuple[Tensor, TopTokens]:
     """Returns [n] in the layout of verl's FSDP and VeOmni engines: all tokens, or this rank's share under Ulysses."""
-    sampled, head = _token_layout(data, device)
+    sampled, top = _token_layout(data, device)
     if get_ulysses_sequence_parallel_world_size() == 1:
-        return sampled, head
-    sampled, *of_head = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, head.ids, head.log_q))
-    return sampled, TopTokens(*of_head)
+        return sampled, top
+    sampled, *of_top = (slice_input_tensor(value[None], dim=1)[0] for value in (sampled, top.ids, top.log_q))
+    return sampled, TopTokens(*of_top)
 
 
 def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -> tuple[Tensor, TopTokens]:
@@ -170,13 +170,13 @@ def _megatron_layout(data: TensorDict, device: torch.device, data_format: str) -
     from verl.models.mcore.util import preprocess_bshd_engine, preprocess_thd_engine
 
     arrange = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
-    sampled, head = _token_layout(data, device)
+    sampled, top = _token_layout(data, device)
     offsets = data["input_ids"].offsets().to(device)
-    sampled, *of_head = (
+    sampled, *of_top = (
         arrange(torch.nested.nested_tensor_from_jagged(value, offsets), pre_process=True)[0].flatten(0, 1)
-        for value in (sampled, head.ids, head.log_q)
+        for value in (sampled, top.ids, top.log_q)
     )
-    return sampled, TopTokens(*of_head)
+    return sampled, TopTokens(*of_top)
 
 
 def _tensor_group() -> Any:

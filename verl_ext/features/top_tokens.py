@@ -1,4 +1,4 @@
-"""The sampler's head: the rollout's most likely tokens at each place, for truncated sampling and score centering."""
+"""The sampler's top tokens, K at each place, which truncated sampling and score centering need."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,19 +31,19 @@ from verl_ext.features.verl_config import (
 FUSED = f"{MODEL}.use_fused_kernels"
 MAX = f"{VLLM_ARGUMENTS}.max_logprobs"
 USUAL_TOP_K = 512  # prime-rl's
-CENTERED_K = 128  # tokens of a head that score centering asks for: the paper's
-PREFILLED_K = 128  # tokens of a head that SGLang's prefill server hands on (`MetadataBuffers`, disaggregation/utils.py)
+CENTERED_K = 128  # top tokens that score centering asks for: the paper's
+PREFILLED_K = 128  # top tokens that SGLang's prefill server hands on (`MetadataBuffers`, disaggregation/utils.py)
 CENTERED = "stability.score_centering=true"
 LINEAR = ("vanilla", "gpg")  # losses whose gradient at the first update of a batch is the weighted score
 
 
-def head_k(run: RunFeatures) -> int:
+def top_token_count(run: RunFeatures) -> int:
     """Returns how many tokens of each place the rollout is asked for; 0 for none.
 
-    Truncated sampling needs a head only where something compares the engines' log-probabilities.
+    Truncated sampling needs top tokens only where something compares the engines' log-probabilities.
     """
-    if run.stability.head.k:
-        return run.stability.head.k
+    if run.stability.top_tokens.k:
+        return run.stability.top_tokens.k
     if truncates(run.config) and (Need.ROLLOUT_LOG_PROBS in run.needs or run.stability.score_centering):
         return top_k(run.config)
     return CENTERED_K if run.stability.score_centering else 0
@@ -53,7 +53,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
     needed = frozenset({Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES, Need.OUR_LOSS})
     if run.stability.score_centering:
         yield Demand(CENTERED, needed, off=("stability.score_centering=false",))
-    if head_k(run):
+    if top_token_count(run):
         late = truncates(run.config) or run.stability.score_centering
         read = {Need.TOP_TOKENS, Need.TOP_TOKENS_IN_UPDATE} if late else {Need.TOP_TOKENS}
         yield Demand(_asking(run), needed | read)
@@ -62,7 +62,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 def check(run: RunFeatures) -> None:
     if Need.ROLLOUT_LOG_PROBS not in run.needs:
         return
-    config, stability, k = run.config, run.stability, head_k(run)
+    config, stability, k = run.config, run.stability, top_token_count(run)
     if truncates(config):
         _check_truncated(config, k)
     if stability.score_centering:
@@ -78,7 +78,7 @@ def check(run: RunFeatures) -> None:
         if most is not None and -1 != most < k:
             raise ConfigError(f"{asked}: {MAX}={most} allows fewer", fix=(f"{MAX}={k}",))
     else:
-        _check_sglang_head(run, asked, k)
+        _check_sglang_top_tokens(run, asked, k)
     if OmegaConf.select(config, FUSED):
         raise ConfigError(f"{asked} are read from logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
     for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
@@ -91,8 +91,8 @@ def check(run: RunFeatures) -> None:
 
 
 def _asking(run: RunFeatures) -> str:
-    if run.stability.head.k:
-        return f"stability.head.k={run.stability.head.k}"
+    if run.stability.top_tokens.k:
+        return f"stability.top_tokens.k={run.stability.top_tokens.k}"
     if truncates(run.config):
         return f"{ROLLOUT}.top_k={top_k(run.config)}"
     return CENTERED
@@ -115,7 +115,8 @@ def _check_truncated(config: DictConfig, k: int) -> None:
         )
     if 0 < k < rollout.top_k:
         raise ConfigError(
-            f"{asked} keep more tokens than stability.head.k={k}", fix=(f"stability.head.k={rollout.top_k}",)
+            f"{asked} keep more tokens than stability.top_tokens.k={k}",
+            fix=(f"stability.top_tokens.k={rollout.top_k}",),
         )
     for setting in (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"):
         if OmegaConf.select(config, setting):
@@ -158,7 +159,7 @@ def _check_centering(run: RunFeatures) -> None:
 
 
 def _check_centered_weights(run: RunFeatures) -> None:
-    """Refuses weights and masks that are not known for every token of the head, but only for the sampled token.
+    """Refuses weights and masks that are not known for every top token, but only for the sampled token.
 
     The weights of corrections that weigh a single token are known. Anything else that depends on the sampled tokens
     would leave the weighted score with a mean that centering does not subtract.
@@ -197,7 +198,7 @@ def _check_signals(run: RunFeatures, k: int) -> None:
         if not signal.startswith("vllm_kl/head"):
             continue
         if not k:
-            raise ConfigError(f"{setting}: {signal} needs the sampler's head", fix=("stability.head.k=32",))
+            raise ConfigError(f"{setting}: {signal} needs the sampler's top tokens", fix=("stability.top_tokens.k=32",))
         if bypasses(run.config):
             raise ConfigError(
                 f"{setting}: {signal} comes from compute_log_prob, which does not run with {BYPASS}=True",
@@ -206,8 +207,8 @@ def _check_signals(run: RunFeatures, k: int) -> None:
             )
 
 
-def _check_sglang_head(run: RunFeatures, asked: str, k: int) -> None:
-    """Refuses settings that make SGLang sample from other tokens than its head. Read in SGLang 0.5.12."""
+def _check_sglang_top_tokens(run: RunFeatures, asked: str, k: int) -> None:
+    """Refuses settings that make SGLang sample from other tokens than its top tokens. Read in SGLang 0.5.12."""
     config = run.config
     if k > PREFILLED_K and OmegaConf.select(config, DISAGGREGATED):
         raise ConfigError(
@@ -233,19 +234,19 @@ def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
         return
     vocabulary = getattr(model.get_text_config(), "vocab_size", None)
     if vocabulary is not None and k > vocabulary:
-        by_top_k = truncates(run.config) and not run.stability.head.k
-        fix = f"{ROLLOUT}.top_k" if by_top_k else "stability.head.k"
+        by_top_k = truncates(run.config) and not run.stability.top_tokens.k
+        fix = f"{ROLLOUT}.top_k" if by_top_k else "stability.top_tokens.k"
         raise ConfigError(f"{asked}: the model's vocabulary has {vocabulary}", fix=(f"{fix}={vocabulary}",))
 
 
 def apply(run: RunFeatures) -> None:
     """Makes vLLM allow this many log-probabilities; SGLang allows them anyway."""
-    if (k := head_k(run)) and rollout_name(run.config) == "vllm" and OmegaConf.select(run.config, MAX) is None:
+    if (k := top_token_count(run)) and rollout_name(run.config) == "vllm" and OmegaConf.select(run.config, MAX) is None:
         OmegaConf.update(run.config, MAX, k, force_add=True)
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
-    """Returns the fields of the workers' HeadUse."""
+    """Returns the fields of the workers' TopTokenUse."""
     if Need.TOP_TOKENS not in run.needs:
         return {}
     of_tokens = [one for one in run.stability.before_update if not one.method.per_sequence]
@@ -254,7 +255,7 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
         "centers": run.stability.score_centering,
         "corrections": {one.name: asdict(one.settings) for one in of_tokens},
     }
-    return {"head": use}
+    return {"top_tokens": use}
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
@@ -262,11 +263,16 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         names = ", ".join(chosen.name for chosen in run.stability.before_update if not chosen.method.per_sequence)
         setting = f"weights of {names}" if names else "no weights"
         yield TableLine("score centering", setting, "{loss}", in_loss=lambda found: found["centers"])
-    if k := head_k(run):
+    if k := top_token_count(run):
         setting = f"{k} tokens; l_old and l_theta over what is kept" if truncates(run.config) else f"{k} tokens"
-        yield TableLine("sampler's head", setting, "{loss}", in_loss=lambda found: found["head"])
+        yield TableLine("sampler's top tokens", setting, "{loss}", in_loss=lambda found: found["top_tokens"])
 
 
-HEADS = Feature(
-    needs, check, apply, agent_loop=lambda run: {"head": head_k(run)}, loss_settings=loss_settings, lines=lines
+TOP_TOKENS = Feature(
+    needs,
+    check,
+    apply,
+    agent_loop=lambda run: {"top_tokens": top_token_count(run)},
+    loss_settings=loss_settings,
+    lines=lines,
 )

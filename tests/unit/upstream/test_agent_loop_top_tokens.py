@@ -1,4 +1,4 @@
-"""Heads pass through verl's own client, agent loop worker and AgentLoopOutput; for vLLM see test_vllm_engine.py."""
+"""Top tokens pass through verl's own client, agent loop worker and AgentLoopOutput; vLLM: see test_vllm_engine.py."""
 
 import asyncio
 from types import SimpleNamespace
@@ -23,13 +23,13 @@ K = 3
 PROMPT = [7, 8]
 
 
-def head(token):
-    """Returns a head that is recognisable as this token's."""
+def top_tokens(token):
+    """Returns top tokens that are recognisable as this token's."""
     return [token, token + 100, token + 200], [-0.1 * token, -1.0, -np.inf]
 
 
 def answer(ids, stop="completed", k=K):
-    ids_of, log_q_of = zip(*(head(token) for token in ids), strict=True) if ids else ((), ())
+    ids_of, log_q_of = zip(*(top_tokens(token) for token in ids), strict=True) if ids else ((), ())
     extra = {"global_steps": 1}
     if k:
         extra |= {
@@ -42,7 +42,7 @@ def answer(ids, stop="completed", k=K):
 
 
 class Server:
-    """The actor handle that verl's client calls. It answers as vLLM's server does to a request for heads."""
+    """The actor handle that verl's client calls. It answers as vLLM's server does to a request for top tokens."""
 
     def __init__(self, *answers):
         self.answers, self.asked = iter(answers), []
@@ -51,13 +51,13 @@ class Server:
     async def _generate(self, request_id, *, prompt_ids, sampling_params, **_):
         self.asked.append((list(prompt_ids), dict(sampling_params)))
         ids, stop = next(self.answers)
-        return answer(ids, stop, sampling_params.get("extra_args", {}).get(agent_loop.HEAD_ASKED, 0))
+        return answer(ids, stop, sampling_params.get("extra_args", {}).get(agent_loop.TOP_TOKENS_ASKED, 0))
 
 
 @pytest.fixture
-def heads():
+def client_and_loop():
     client, loop = (agent_loop.change_client, llm_server), (agent_loop.change_agent_loop, verls_agent_loop)
-    with changed(client, loop, head=K):
+    with changed(client, loop, top_tokens=K):
         yield
 
 
@@ -72,8 +72,8 @@ def output(response, mask, prompt=PROMPT):
     )
 
 
-def assert_heads(fields, tokens):
-    """Checks the response's heads: `tokens` has the token whose head is expected, or None where there is none."""
+def assert_top_tokens(fields, tokens):
+    """Checks the response's top tokens: `tokens` has the token whose are expected, or None where there is none."""
     ids, log_q = fields[TOP_TOKEN_IDS], fields[TOP_TOKEN_LOG_PROBS]
     assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32)
     assert len(ids) == len(log_q) == len(tokens) == len(fields["responses"])
@@ -81,11 +81,11 @@ def assert_heads(fields, tokens):
         if token is None:
             assert (log_q[row] == -torch.inf).all()
         else:
-            assert ids[row].tolist() == head(token)[0]
-            assert log_q[row].tolist() == torch.tensor(head(token)[1]).tolist()
+            assert ids[row].tolist() == top_tokens(token)[0]
+            assert log_q[row].tolist() == torch.tensor(top_tokens(token)[1]).tolist()
 
 
-def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
+def test_verls_server_client_and_agent_loop_bring_the_top_tokens(client_and_loop):
     """Two turns with a tool's answer between them; the loop cuts the last token."""
     server = Server(((1, 2), "completed"), ((3, 4, 5), "completed"))
     client = client_of(server)
@@ -96,12 +96,12 @@ def test_verls_server_client_and_agent_loop_bring_the_heads(heads):
         return [output([1, 2, 50, 51, 3, 4], [1, 1, 0, 0, 1, 1])]
 
     (fields,) = run(loop)
-    assert_heads(fields, [1, 2, None, None, 3, 4])
+    assert_top_tokens(fields, [1, 2, None, None, 3, 4])
     assert TOP_TOKEN_IDS not in fields["extra_fields"]
-    assert [asked[1]["extra_args"] for asked in server.asked] == [{agent_loop.HEAD_ASKED: K}] * 2
+    assert [asked[1]["extra_args"] for asked in server.asked] == [{agent_loop.TOP_TOKENS_ASKED: K}] * 2
 
 
-def test_a_response_that_a_weight_sync_interrupts_has_the_heads_of_both_parts(heads):
+def test_a_response_that_a_weight_sync_interrupts_has_the_top_tokens_of_both_parts(client_and_loop):
     async def at_once(seconds):
         pass
 
@@ -114,10 +114,10 @@ def test_a_response_that_a_weight_sync_interrupts_has_the_heads_of_both_parts(he
             found = await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
         return [output(found.token_ids, [1, 1, 1])]
 
-    assert_heads(run(loop)[0], [1, 2, 3])
+    assert_top_tokens(run(loop)[0], [1, 2, 3])
 
 
-def test_each_of_several_trajectories_has_its_own(heads):
+def test_each_of_several_trajectories_has_its_own(client_and_loop):
     client = client_of(Server(((1, 2), "completed"), ((1, 2), "completed")))
 
     async def loop(sampling_params, **_):
@@ -126,12 +126,12 @@ def test_each_of_several_trajectories_has_its_own(heads):
         return [output([1, 2], [1, 1], prompt=[9]), output([1, 3], [1, 1]), output([1], [1], prompt=[5])]
 
     first, second, third = run(loop)
-    assert_heads(first, [1, 2])
-    assert_heads(second, [1, None])  # another token stands there than was sampled
-    assert_heads(third, [None])
+    assert_top_tokens(first, [1, 2])
+    assert_top_tokens(second, [1, None])  # another token stands there than was sampled
+    assert_top_tokens(third, [None])
 
 
-def test_validation_asks_for_none_and_has_no_such_fields(heads):
+def test_validation_asks_for_none_and_has_no_such_fields(client_and_loop):
     server = Server(((1,), "completed"))
     client = client_of(server)
 
@@ -143,13 +143,13 @@ def test_validation_asks_for_none_and_has_no_such_fields(heads):
     assert TOP_TOKEN_IDS not in fields and "extra_args" not in server.asked[0][1]
 
 
-def test_a_trajectory_without_a_call_has_fields_all_the_same(heads):
+def test_a_trajectory_without_a_call_has_fields_all_the_same(client_and_loop):
     """All rows of a batch must have the same fields."""
 
     async def loop(sampling_params, **_):
         return [output([1, 2], [1, 1])]
 
-    assert_heads(run(loop)[0], [None, None])
+    assert_top_tokens(run(loop)[0], [None, None])
 
 
 def test_it_is_off_unless_the_environment_asks(monkeypatch):
@@ -159,7 +159,7 @@ def test_it_is_off_unless_the_environment_asks(monkeypatch):
     with asked_for():
         agent_loop.install_changes()
         assert asked == []
-        monkeypatch.setenv(agent_loop.VARIABLE, "head:8")
+        monkeypatch.setenv(agent_loop.VARIABLE, "top_tokens:8")
         agent_loop.install_changes()
     assert asked == [agent_loop.SERVER, agent_loop.CLIENT, agent_loop.AGENT_LOOP]
 
@@ -176,18 +176,18 @@ def flat(n, width):
 
 
 def test_what_vllm_returns_flat_becomes_two_arrays_and_the_sampled_tokens_values():
-    sampled, ids, log_q = agent_loop.unpack_head(flat(2, 1 + K), [0, 4])
+    sampled, ids, log_q = agent_loop.unpack_top_tokens(flat(2, 1 + K), [0, 4])
     assert [value.logprob for value in sampled] == [0, -4]
     assert ids.tolist() == [[1, 2, 3], [5, 6, 7]] and log_q.tolist() == [[-1, -2, -3], [-5, -6, -7]]
 
 
 @pytest.mark.parametrize(("answered", "tokens"), [(flat(2, 4), 3), (flat(2, 1), 2)])
-def test_heads_of_another_number_than_tokens_are_an_error(answered, tokens):
-    with pytest.raises(HookError, match=r"stability\.head\.k=0"):
-        agent_loop.unpack_head(answered, list(range(tokens)))
+def test_top_tokens_of_another_number_than_tokens_are_an_error(answered, tokens):
+    with pytest.raises(HookError, match=r"stability\.top_tokens\.k=0"):
+        agent_loop.unpack_top_tokens(answered, list(range(tokens)))
 
 
 def test_another_client_is_told(monkeypatch):
     monkeypatch.setattr(LLMServerClient, "generate", lambda self, prompt: None)
-    with asked_for(head=K), pytest.raises(PatchError, match="agent_loop"):
+    with asked_for(top_tokens=K), pytest.raises(PatchError, match="agent_loop"):
         agent_loop.change_client(llm_server)

@@ -1,4 +1,4 @@
-"""Errors that the workers raise for a batch's heads, and the position of heads among a micro-batch's tokens."""
+"""Errors that the workers raise for a batch's top tokens, and their position among a micro-batch's tokens."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.micro_batches import nested
 from verl_ext.base.errors import BatchError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-from verl_ext.workers.head import HeadReader, HeadUse, _token_layout
+from verl_ext.workers.top_tokens import TopTokenReader, TopTokenUse, _token_layout
 
 CPU = torch.device("cpu")
 LENGTHS = [(2, 3), (1, 2)]  # prompt and response of each trajectory
@@ -55,14 +55,14 @@ def batch(**changed):
 
 def run(data, use, forward_only=True):
     engine = Engine(torch.randn(sum(map(sum, LENGTHS)), V, generator=torch.Generator().manual_seed(1)))
-    reader = HeadReader(engine)
+    reader = TopTokenReader(engine)
     reader.use = use
     return engine, engine.forward_backward_batch(data, None, forward_only)
 
 
-def test_a_head_stands_at_the_token_before_its_own():
+def test_top_tokens_stand_at_the_token_before_their_own():
     data = batch()
-    engine, output = run(data, HeadUse(truncated=True))
+    engine, output = run(data, TopTokenUse(truncated=True))
     l_own = output["log_probs"].values()
     start = 0
     for ids, tokens, log_q in zip(
@@ -79,12 +79,12 @@ def test_a_head_stands_at_the_token_before_its_own():
         start += len(ids)
 
 
-def test_without_a_head_the_entropy_is_the_vocabularys():
+def test_without_top_tokens_the_entropy_is_the_vocabularys():
     data = batch()
     lost = [row.clone() for row in data[TOP_TOKEN_LOG_PROBS].unbind()]
     lost[0][1] = -torch.inf
     data = batch(**{TOP_TOKEN_LOG_PROBS: lost})
-    engine, output = run(data, HeadUse(truncated=True))
+    engine, output = run(data, TopTokenUse(truncated=True))
     found, row = output["entropy"].values(), LENGTHS[0][0]  # of the logits that predict the second response token
     whole = torch.distributions.Categorical(logits=engine.logits.double()).entropy()
     assert found[row].item() == pytest.approx(whole[row].item(), abs=1e-5)
@@ -93,20 +93,20 @@ def test_without_a_head_the_entropy_is_the_vocabularys():
 
 
 def test_for_the_kl_alone_verl_computes_its_own_log_probs():
-    engine, output = run(batch(), HeadUse())
+    engine, output = run(batch(), TopTokenUse())
     assert engine.given == [[True, False]]
     assert sorted(output) == ["entropy", "log_probs", "top_token_sums"] and output["log_probs"] is VERLS
-    engine, _ = run(batch(), HeadUse(), forward_only=False)  # an update, which reads none
+    engine, _ = run(batch(), TopTokenUse(), forward_only=False)  # an update, which reads none
     assert engine.given == [[None, None]]
 
 
 def test_a_token_outside_the_vocabulary_is_named():
     ids = [torch.full((response, K), V).int() for _, response in LENGTHS]
     with pytest.raises(BatchError, match=f"names token {V}, and the training engine's vocabulary has {V}"):
-        run(batch(**{TOP_TOKEN_IDS: ids}), HeadUse())
+        run(batch(**{TOP_TOKEN_IDS: ids}), TopTokenUse())
 
 
-def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
+def test_a_row_that_verl_has_added_needs_no_top_tokens_of_its_length():
     """A copy of a trajectory with fields of one response token, but for those that verl does not know."""
     whole = batch()
     mask = [torch.ones(LENGTHS[0][1], dtype=torch.long), torch.zeros(1, dtype=torch.long)]
@@ -120,13 +120,13 @@ def test_a_row_that_verl_has_added_needs_no_heads_of_its_length():
             for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
         },
     )
-    sampled, head = _token_layout(added, CPU)
+    sampled, top = _token_layout(added, CPU)
     _, wanted = _token_layout(expected, CPU)
     assert len(sampled) == 8
-    assert torch.equal(head.ids, wanted.ids) and torch.equal(head.log_q, wanted.log_q)
+    assert torch.equal(top.ids, wanted.ids) and torch.equal(top.log_q, wanted.log_q)
 
 
-def test_heads_of_other_tokens_are_named():
+def test_top_tokens_of_other_tokens_are_named():
     short = [torch.zeros(response - 1, K).int() for _, response in LENGTHS]
     with pytest.raises(BatchError, match=r"top_token_ids is \(3, 2\).*5 response tokens"):
-        run(batch(**{TOP_TOKEN_IDS: short}), HeadUse())
+        run(batch(**{TOP_TOKEN_IDS: short}), TopTokenUse())

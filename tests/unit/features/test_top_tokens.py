@@ -1,4 +1,4 @@
-"""Requirements of heads, truncated sampling and score centering, checked before Ray starts."""
+"""Requirements of top tokens, truncated sampling and score centering, checked before Ray starts."""
 
 from functools import partial
 
@@ -15,8 +15,9 @@ ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 SGLANG = f"{ROLLOUT}.name=sglang"
 MTP = "actor_rollout_ref.model.mtp"
+K = "stability.top_tokens.k"
 MAX = f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs"
-ASKED = ("stability=icepop", "stability.head.k=32")
+ASKED = ("stability=icepop", f"{K}=32")
 KEPT = ("stability=icepop", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=64")
 ONE_UPDATE = ("data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64")
 CENTERED = ("stability=score_centering", *ONE_UPDATE)
@@ -40,14 +41,14 @@ def check(compose, models):
     ("overrides", "message"),
     [
         (["stability=icepop", f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
-        ([*KEPT, "stability.head.k=32"], "keep more tokens than stability.head.k=32; set stability.head.k=64"),
+        ([*KEPT, f"{K}=32"], f"keep more tokens than {K}=32; set {K}=64"),
         (["stability=tis", f"{ROLLOUT}.top_k=1"], f"and so is the gradient; set {ROLLOUT}.top_k=512"),
         (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token, whose l_old"),
         ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
         ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
         ([*ASKED, f"{ROLLOUT}.name=hf"], f"verl returns none from {ROLLOUT}.name=hf"),
         (
-            [*CENTERED, SGLANG, "stability.head.k=200", f"{ROLLOUT}.disaggregation.enabled=true"],
+            [*CENTERED, SGLANG, f"{K}=200", f"{ROLLOUT}.disaggregation.enabled=true"],
             f"the first token of a response has no more than 128; set {ROLLOUT}.disaggregation.enabled=false",
         ),
         (
@@ -58,21 +59,21 @@ def check(compose, models):
             [*KEPT, SGLANG, "actor_rollout_ref.model.mtp.enable=true", f"{MTP}.enable_rollout=true"],
             f"verifies tokens against another cut; set {MTP}.enable_rollout=false",
         ),
-        ([*KEPT, SGLANG, "stability.head.k=32"], "keep more tokens than stability.head.k=32; set stability.head.k=64"),
+        ([*KEPT, SGLANG, f"{K}=32"], f"keep more tokens than {K}=32; set {K}=64"),
         (["stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
         ([*ASKED, f"+{MAX}=20"], f"{MAX}=20 allows fewer; set {MAX}=32"),
         ([*KEPT, f"+{MAX}=20"], f"the 64 most likely tokens ({ROLLOUT}.top_k=64): {MAX}=20"),
         ([*ASKED, "actor_rollout_ref.model.use_fused_kernels=true"], "set actor_rollout_ref.model.use_fused_kernels="),
         ([*ASKED, f"{ACTOR}.fsdp_config.pad_to_length=true"], f"set {ACTOR}.fsdp_config.pad_to_length=False"),
-        (["stability=icepop", "stability.head.k=1000000"], "vocabulary has 151936; set stability.head.k=151936"),
-        (["stability=icepop", "stability.head.k=-1"], "stability.head.k=-1 must be a number of tokens, or 0"),
+        (["stability=icepop", f"{K}=1000000"], f"vocabulary has 151936; set {K}=151936"),
+        (["stability=icepop", f"{K}=-1"], f"{K}=-1 must be a number of tokens, or 0"),
         (
             ["stability=none", "stability.batch_skip={metric:vllm_kl/head,threshold:0.1}"],
-            "stability.batch_skip.threshold: vllm_kl/head needs the sampler's head; set stability.head.k=32",
+            f"stability.batch_skip.threshold: vllm_kl/head needs the sampler's top tokens; set {K}=32",
         ),
         (
             ["stability=none", "stability.guard.rules={r:{signal:vllm_kl/head,above:1,action:warn}}"],
-            "vllm_kl/head needs the sampler's head; set stability.head.k=32",
+            f"vllm_kl/head needs the sampler's top tokens; set {K}=32",
         ),
         (
             [*ASKED, "stability.batch_skip.metric=vllm_kl/head", "algorithm.rollout_correction.bypass_mode=true"],
@@ -124,30 +125,30 @@ def test_what_cannot_work_names_the_remedy(check, overrides, message):
     [
         (ASKED, 32, {"truncated": False, "centers": False}),
         (KEPT, 64, {"truncated": True, "centers": False}),
-        ((*KEPT, "stability.head.k=80"), 80, {"truncated": True}),
+        ((*KEPT, f"{K}=80"), 80, {"truncated": True}),
         (CENTERED, 128, {"centers": True, "corrections": {}}),
         ((*CENTERED, f"{ROLLOUT}.top_k=50"), 50, {"truncated": True, "centers": True}),
         ((*CENTERED, "stability.correction=tis"), 128, {"corrections": {"tis": {"cap": 2.0}}}),
     ],
 )
-def test_what_needs_a_head_turns_it_on(check, overrides, k, use):
+def test_what_needs_top_tokens_turns_them_on(check, overrides, k, use):
     config = check(*overrides)
     stability = stability_config(config.stability)
     run = read_features(config, stability)
-    (line,) = [one for one in table_lines(run) if one.name == "sampler's head"]
+    (line,) = [one for one in table_lines(run) if one.name == "sampler's top tokens"]
     assert line.setting.split()[0] == str(k) and {Need.TOP_TOKENS, Need.MEASURED_BATCHES, Need.OUR_LOSS} <= run.needs
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
-    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
-    assert use.items() <= loss_settings(read_features(config, stability))["head"].items()
+    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["top_tokens"] == k
+    assert use.items() <= loss_settings(read_features(config, stability))["top_tokens"].items()
 
 
 @pytest.mark.parametrize(("overrides", "k"), [(ASKED, 32), (KEPT, 64), (CENTERED, 128)])
-def test_sglang_is_asked_for_it_too_and_has_no_limit(check, overrides, k):
+def test_sglang_is_asked_for_them_too_and_has_no_limit(check, overrides, k):
     config = check(*overrides, SGLANG)
-    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["head"] == k
+    assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["top_tokens"] == k
     assert "max_logprobs" not in str(config.actor_rollout_ref.rollout.engine_kwargs)
     settings = loss_settings(read_features(config, stability_config(config.stability)))
-    assert settings["head"]["truncated"] is (overrides is KEPT)
+    assert settings["top_tokens"]["truncated"] is (overrides is KEPT)
 
 
 def test_raw_log_probs_of_sglang_need_none(check):
