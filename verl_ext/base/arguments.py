@@ -10,11 +10,16 @@ INTERRUPTED = 130  # exit code
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
-def add_command(commands: Any, name: str, brief: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """Adds a command whose description and examples are printed as they are."""
-    return commands.add_parser(
-        name, help=brief, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_command(
+    commands: Any,
+    name: str,
+    brief: str,
+    description: str,
+    examples: str,
+    formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
+) -> argparse.ArgumentParser:
+    """Adds a command. The usual formatter prints its description and examples as they are."""
+    return commands.add_parser(name, help=brief, description=description, epilog=examples, formatter_class=formatter)
 
 
 def positive(text: str) -> int:

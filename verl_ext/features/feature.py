@@ -74,6 +74,11 @@ class RunFeatures:
         return frozenset[Need]().union(*(demand.needs for demand in self.demands))
 
     @property
+    def compares_top_tokens(self) -> bool:
+        """Returns True if compute_log_prob compares the rollout's top tokens, and leaves sums in the batch."""
+        return Need.TOP_TOKENS in self.needs and Need.MEASURED_IN_UPDATE not in self.needs
+
+    @property
     def own_workers(self) -> bool:
         """Returns True if the actor's worker classes are ours: something of ours runs in them."""
         ours = {Need.HOOKED_ROUTERS, Need.OUR_LOSS, Need.OLD_VERSIONS}

@@ -74,8 +74,7 @@ class _FormsHelp(argparse.RawDescriptionHelpFormatter):
 
 def add_report_parsers(commands) -> None:
     brief = "explain what happened to a run, why, and what to do; write a page of figures"
-    report = add_command(commands, "report", brief, REPORT, REPORT_EXAMPLES)
-    report.formatter_class = _FormsHelp
+    report = add_command(commands, "report", brief, REPORT, REPORT_EXAMPLES, _FormsHelp)
     report.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"a run, or several logs of one run. A run is {RUN_HELP}"
     )
@@ -101,10 +100,8 @@ def add_report_parsers(commands) -> None:
         help=f"repeat every SECONDS (default: {WATCH_SECONDS}) while the run continues",
     )
     report.set_defaults(run=run_report)
-    compare = add_command(
-        commands, "compare", "compare final values and figures of several runs", COMPARE, COMPARE_EXAMPLES
-    )
-    compare.formatter_class = _FormsHelp
+    brief = "compare final values and figures of several runs"
+    compare = add_command(commands, "compare", brief, COMPARE, COMPARE_EXAMPLES, _FormsHelp)
     compare.add_argument(
         "paths", metavar="RUN", type=Path, nargs="+", help=f"two or more runs; the first is the baseline. {RUN_HELP}"
     )

@@ -36,7 +36,7 @@ def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: 
     numbers = []
     if Need.COMPARED_ROUTERS in needs:
         numbers.append(names.ROUTER_SUMS)
-    if Need.TOP_TOKENS in needs and Need.MEASURED_IN_UPDATE not in needs:
+    if features.compares_top_tokens:
         numbers.append(names.TOP_TOKEN_SUMS)
     if Need.COMPARED_ROUTERS in needs or replay_mode(config) == "R3":
         numbers.append(names.ROUTE_SUM)

@@ -214,7 +214,7 @@ class CapturedTopTokens:
         Raises:
             HookError: compute_log_prob left none.
         """
-        if Need.TOP_TOKENS not in features.needs or Need.MEASURED_IN_UPDATE in features.needs:
+        if not features.compares_top_tokens:
             return {}, Decision()
         if (sums := batch.numbers(TOP_TOKEN_SUMS)) is None:
             raise HookError(
