@@ -1,6 +1,6 @@
 """Checks that verl_ext's hooks attach and that verl accepts the config; lists code of the config that was not run.
 
-The run itself makes the same checks before Ray starts. Here they must not execute code that somebody's config names,
+The run itself makes the same checks before Ray starts. The doctor must not execute code that a config names,
 unless --trust allows it. A config names code in
 
     stability.plugins             imported by `StabilityConfig`

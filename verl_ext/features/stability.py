@@ -1,6 +1,6 @@
 """Reads the `stability` node, once, into a frozen `features.settings.StabilityConfig`.
 
-`configs/stability/*.yaml` hold what a method changes.
+Each preset of `configs/stability/*.yaml` has only its differences from the defaults.
 """
 
 import inspect

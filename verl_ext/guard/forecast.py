@@ -1,4 +1,4 @@
-"""Forecasts a run: growth of the engines' gap, a jump of it, a mask that does not see it, a reward that collapses.
+"""Forecasts a run: growth or a jump of the engines' gap, a mask that misses the growth, a reward that collapses.
 
 The statistics are `diagnosis.growth` and `diagnosis.collapse`, which the report applies to finished runs. The guard
 uses these two and the names of metrics, but no findings and no causes.

@@ -1,6 +1,6 @@
 """The plugin that the `verl.plugins` entry point loads, in every process that imports verl.
 
-Most of those processes never compute a loss or build an engine, so nothing is imported here that verl has
+Most of these processes never compute a loss or build an engine, so nothing is imported here that verl has
 not imported already: each registration waits until the module that owns the registry is imported.
 """
 

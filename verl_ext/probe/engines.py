@@ -1,6 +1,6 @@
 """The process that starts a run's engines for a probe: how it is started and followed, and what it runs.
 
-It is a process of its own, which leaves DIR/probe.json and DIR/console.log.
+The process writes DIR/probe.json and DIR/console.log.
 """
 
 import json

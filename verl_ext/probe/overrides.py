@@ -1,4 +1,4 @@
-"""What the command and the process of the engines share: the overrides that make a run a probe, and progress lines."""
+"""The overrides that make a run a probe, and progress lines; the command and the process of the engines share them."""
 
 from pathlib import Path
 from typing import Any

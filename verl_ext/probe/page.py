@@ -1,4 +1,4 @@
-"""The page of a probe: the tables, what they say, and figures over names; in the look of the report."""
+"""The page of a probe: tables, their explanations, and figures over names; in the look of the report."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What to do with a run: the remedy of its likeliest cause, or the measurement that would tell; the most useful first.
+"""The advice for a run: the remedy of its likeliest cause, or the measurement that would decide; the most useful first.
 
 The choice follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """

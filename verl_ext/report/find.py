@@ -1,7 +1,7 @@
 """Finds the file, files or folder that hold a run, and what can read them.
 
-A file's kind follows from its contents, except for databases and event files. A folder stands for the only run in it:
-one directly in it, else one up to three folders below.
+A file's kind follows from its contents, except for databases and event files. A folder is read as the only run in it:
+the run is directly in it, or up to three folders below.
 """
 
 import os

@@ -1,5 +1,4 @@
-"""What the guard logged and did in a run: its boundary, its forecast, its level, skipped updates; and what is past a
-limit."""
+"""The guard's part of a report: its boundary, its forecast, its level, skipped updates, and signals past a limit."""
 
 import math
 import re

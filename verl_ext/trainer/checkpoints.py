@@ -1,6 +1,6 @@
 """The guard's additions to verl's checkpoints: its state, and the sizes of the files, which reveal a truncated one.
 
-`saving` and `loading` are contexts around verl's own. A checkpoint folder is `global_step_N` under
+`saving` and `loading` are contexts around verl's saving and loading. A checkpoint folder is `global_step_N` under
 trainer.default_local_dir; verl names the latest in a tracker file next to them, when it is complete.
 
 A run may be killed between any two writes. It may also write step N where a checkpoint of step N lies already: after a

@@ -6,8 +6,8 @@ change of the training engine's log-probabilities must show in those of every ro
 
 A part of an update, say of some layers, moves some tokens and not others. An update that arrived multiplied by a factor
 moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and the
-median of y / x is logged with its spread. How far the rollout has moved since the last check tells a small part from
-nothing at all: an engine whose weights stayed the same gives each token the same score again, up to its own noise.
+median of y / x is logged with its spread. How far the rollout has moved since the last check separates a small part
+from none: an engine whose weights stayed the same gives each token the same score again, up to its own noise.
 
 Shape legend: N tokens of the canary's trajectories (`CanaryTrajectories`).
 """

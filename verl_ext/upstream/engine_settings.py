@@ -1,4 +1,4 @@
-"""What a running vLLM worker really does, which its arguments do not say: vLLM accepts some settings and ignores them.
+"""Reads the settings that a running vLLM worker uses: vLLM accepts some arguments and ignores them.
 
 Its CPU model runner, for example, never uses cascade attention, whatever the arguments ask for. `engine_calls.call`
 calls these functions in vLLM's workers.

@@ -1,7 +1,7 @@
 """Our policy losses under verl's `register_policy_loss`, and the tensors of a micro-batch that they read.
 
-Each changes a base loss, named by `base`, with its function in `core.losses`. verl's signature of a policy loss has
-seven arguments and is only here; a loss reads further tensors with `loss_inputs()`.
+Each changes a base loss, named by `base`, with its function in `core.losses`. Only this file uses verl's
+signature of a policy loss, seven arguments; a loss reads further tensors with `loss_inputs()`.
 
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
