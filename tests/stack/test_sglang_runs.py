@@ -98,13 +98,14 @@ SPLIT = (  # a sequence over two training ranks
 def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, steps, monkeypatch):
     """Every expert id is one too high in step 1: the gap is large, and the batch is skipped. With FSDP2 the ids are
     shifted again from step 4 on, which the report names. SGLang takes on more requests than its cache has room for, and
-    retracts one every third pass anyway."""
+    retracts one every third pass anyway. It routes the tokens of a retracted trajectory again, and two experts that are
+    as good as equal may then change places: a right replay can differ in one trajectory, by a k3 of at most 1e-6."""
     monkeypatch.setenv(*RETRACTS)
     layout = {"fsdp2": ("precision=fp32",), "megatron": (*MEGATRON_FLOAT32, *SPLIT)}
     finished = train(
         "stability=r3",
         *layout[trained_by],
-        "stability.batch_skip.threshold=1.0e-9",
+        "stability.batch_skip.threshold=1.0e-5",
         "trainer.v1.trainer_mode=colocate_async",
         ASYNC_BUFFER,
         f"{OF_SGLANG}.max_total_tokens=160",
@@ -121,7 +122,8 @@ def test_r3_in_colocate_async_and_a_wrong_replay_is_refused(train, trained_by, s
     assert wrong["router/checked"] == 0 and right["router/checked"] == after["router/checked"] == 1
     assert 0 < max(step["router/retracted"] for step in finished.steps) < 1
     assert finished.console.count("warn: SGLang ran out of KV cache and read the tokens of") == 1
-    assert wrong["vllm_kl/k3"] > 1e-7 > 1e-9 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
+    assert wrong["vllm_kl/k3"] > 1e-5 > max(right["vllm_kl/k3"], after["vllm_kl/k3"])
+    assert min(right["vllm_kl/k3"], after["vllm_kl/k3"]) < 1e-9
     for step in finished.steps:
         assert step["router/agreement"] == 1, "of the experts in use"
     assert wrong["router/own_agreement"] < 0.9 < right["router/own_agreement"]
