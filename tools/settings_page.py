@@ -84,9 +84,9 @@ VERLS = (
     Row(
         "VERL_EXT_AGENT_LOOP",
         "set by the launch",
-        "an environment variable: how routing is sent. `narrow:0` sends it in verl's int16 instead of vLLM's dtype, "
-        "`turns:0` sends earlier turns again, without a checksum, `narrow:0,turns:0` does both "
-        "(docs/routing.md#less-of-it).",
+        "an environment variable: what a rollout sends. `narrow:0` sends routing in verl's int16 instead of vLLM's "
+        "dtype, `turns:0` sends earlier turns again, without a checksum (docs/routing.md#less-of-it), `answers:0` "
+        "leaves out the server and the loop of each answer. `narrow:0,turns:0` does both.",
     ),
 )
 

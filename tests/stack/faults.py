@@ -78,6 +78,7 @@ SCENARIOS = {
     "lost adapter, then short log-probs": {1: "missed sync", 4: "short log-probs"},
     "doubled adapter": {1: "adapter doubled from here on"},
     "lost syncs": {4: "weights lost from here on"},
+    "one server rounds": {1: "weights rounded from here on"},
     "shifted experts": {2: "shifted experts"},
     "shifted experts and an overflow": {2: "shifted experts", 3: "huge advantages"},
     "killed": {2: "nan log-probs", 4: "hang"},
@@ -208,7 +209,10 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
 def changing_syncs(worker_class: type) -> type:
     """Returns a subclass of `worker_class` whose weight syncs can be made to send something else, without an error."""
+    import torch
     from verl.single_controller.base.decorator import Dispatch, register
+
+    from verl_ext.core.fake_quant import fake_quantized
 
     class ChangingWorker(worker_class):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -221,6 +225,12 @@ def changing_syncs(worker_class: type) -> type:
                 match what, how:
                     case "weights", "lost":
                         weights = (each for each in weights if each[0] == "model.norm.weight")
+                    case "weights", "rounded" if torch.distributed.get_rank() == 1:  # of its own server
+                        linear = ("_proj.weight", "_proj")
+                        weights = (
+                            (name, fake_quantized(weight, "fp4", 32) if name.endswith(linear) else weight)
+                            for name, weight in weights
+                        )
                     case "adapter", "doubled":
                         adapter = adapter | {"lora_alpha": 2 * adapter["lora_alpha"]}
                 return weights, adapter

@@ -123,3 +123,27 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     assert [event["signal"] for event in seen if event["rule"] == "mini_batch"] == ["actor/gate/refused"] * 3
     assert len(seen) == 3 + len(norms) - len(finite) and {event["action"] for event in seen} == {"warn"}
     assert "mini-batches refused by stability.guard.mini_batch" in run.console
+
+
+def test_a_server_that_rounds_its_weights_is_named(with_faults):
+    """Two vLLM servers: after the first step, the second one's weights are rounded to fp4."""
+    run = with_faults(
+        "one server rounds",
+        "stability=icepop",
+        "stability.router_agreement=true",
+        "trainer.n_gpus_per_node=2",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+        steps=11,
+    )
+    assert run.code == 0, run.tail
+    assert re.search(r"replicas of the rollout: 00 \S+:\d+, 01 \S+:\d+", run.console)
+    assert_documented(run)
+    for step in run.steps[1:]:
+        assert step["vllm_kl/share/replica/00"] + step["vllm_kl/share/replica/01"] == pytest.approx(1)
+        assert step["vllm_kl/k3/replica/01"] > 2 * step["vllm_kl/k3/replica/00"]
+        assert step["router/agreement/replica/01"] < step["router/agreement/replica/00"]
+    assert not any("/node/" in name for name in run.steps[-1]), "there is one"
+    assert suspected_causes(run)[0] == "one_server"

@@ -1,6 +1,7 @@
 """Our change to verl's agent loop, and an agent loop in verl's own client and worker, without Ray."""
 
 import asyncio
+import itertools
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -34,16 +35,20 @@ def changed(*changes, sampling=None, **wanted):
                 undo()
 
 
-def client_of(server, kind=LLMServerClient):
-    """verl's client of one server."""
+def client_of(server, kind=LLMServerClient, addresses=("one:1",)):
+    """verl's client of one server, which has these addresses in turn, a call each."""
     made = object.__new__(kind)
     rollout = {"name": "vllm", "response_length": 16, "full_determinism": False}
     made.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
 
-    async def acquire(*_, **__):
-        return "one", server
+    turns = itertools.cycle(addresses)
 
-    made._acquire_server, made._release_server = acquire, lambda *_, **__: None
+    async def acquire(**_):
+        return next(turns), server
+
+    made._load_balancer = SimpleNamespace(acquire_server=SimpleNamespace(remote=acquire))
+    made._lb_require_acquire_fields, made._only_hybrid = [], False
+    made._release_server = lambda *_, **__: None
     return made
 
 

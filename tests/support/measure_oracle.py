@@ -107,7 +107,22 @@ def bucket_of_lag(newest, oldest):
     return "8-" if newest > 7 else "4-7" if newest > 3 else str(newest)
 
 
-def oracle(batch, corrections, with_entropy, breakdown=True, lag=None):
+def filled(t):
+    return t["infer"] > 1e-3 or (t["infer"] == 0 and math.exp(t["old"]) < 0.5)
+
+
+def by_row(tokens):
+    return [[t for t in tokens if t["row"] == row] for row in {t["row"] for t in tokens}]
+
+
+def quantile_of(values, q):
+    """The smallest value that a share q does not pass. What is below 2^-25 counts as 0, what is above 2^7 as 2^7."""
+    ordered = sorted(0.0 if value < 2**-25 else min(value, 2.0**7) for value in values)
+    at = math.ceil(q * len(ordered)) - 1
+    return ordered[max(at, 0)]
+
+
+def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=None):
     tokens, of_sequences = records(batch, corrections or {})
     if not tokens:
         return {}
@@ -132,7 +147,11 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None):
         "vllm_kl/chi2": mean(math.expm1(2 * math.log(x)) for x in k),
         "vllm_kl/sequence_gap_mean": mean(gaps),
         "vllm_kl/sequence_gap_max": max(gaps),
+        "vllm_kl/filled": mean(any(map(filled, of_row)) for of_row in by_row(tokens)),
     }
+    for name, q in (("p95", 0.95), ("p99", 0.99)):
+        metrics[f"vllm_kl/log_ratio_abs_{name}"] = quantile_of([abs(t["x"]) for t in tokens], q)
+        metrics[f"vllm_kl/sequence_gap_{name}"] = quantile_of(gaps, q)
     measures = {"vllm_kl/k1": lambda t: -t["x"], "vllm_kl/k3": k3}
     if corrections:
         zero = {t["row"] for t in tokens} - {t["row"] for t in tokens if t["w"]}
@@ -164,19 +183,26 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None):
     for t in tokens if lag else ():
         by_lag.setdefault(bucket_of_lag(*lag[t["row"]]), []).append(t)
     measures["vllm_kl/log_ratio_abs_mean"] = lambda t: abs(t["x"])
+    if replica and len({replica[t["row"]] for t in tokens}) > 1:
+        for bucket in {replica[t["row"]] for t in tokens}:
+            inside = [t for t in tokens if replica[t["row"]] == bucket]
+            metrics[f"vllm_kl/share/replica/{bucket:02d}"] = len(inside) / len(tokens)
+            for name in ("vllm_kl/k3", "vllm_kl/log_ratio_abs_mean"):
+                metrics[f"{name}/replica/{bucket:02d}"] = mean(map(measures[name], inside))
     for bucket, inside in by_lag.items():
         metrics[f"vllm_kl/share/lag/{bucket}"] = len(inside) / len(tokens)
         metrics |= {f"{name}/lag/{bucket}": mean(map(of, inside)) for name, of in measures.items()}
     return metrics
 
 
-def pack(batch, with_entropy=True, dtype=torch.float32, lag=None):
+def pack(batch, with_entropy=True, dtype=torch.float32, lag=None, replica=None):
     tokens = [token for trajectory in batch for token in trajectory]
     infer, old, entropy = (torch.tensor([token[i] for token in tokens], dtype=dtype) for i in (0, 1, 3))
     mask = torch.tensor([m for _, _, m, _ in tokens], dtype=torch.bool)
     offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
     found = Lag(*torch.tensor(lag, dtype=torch.long).reshape(-1, 2).T) if lag is not None else None
-    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None, lag=found)
+    places = {} if replica is None else {"replica": torch.tensor(replica, dtype=torch.long)}
+    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None, lag=found, buckets=places)
 
 
 def random_batch(rows, longest, seed=0):

@@ -269,26 +269,29 @@ TABLE = add_changes(
     Change(
         name="agent_loop",
         target="`SamplingParams`, `extract_prompt_logprobs` and `vLLMHttpServer.generate` of "
-        "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` of "
-        "`verl.workers.rollout.llm_server`; `rollout_trace_attr` and `AgentLoopOutput.as_dict` of "
-        "`verl.experimental.agent_loop.agent_loop`",
+        "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` and "
+        "`._acquire_server` of `verl.workers.rollout.llm_server`; `rollout_trace_attr` and "
+        "`AgentLoopOutput.as_dict` of `verl.experimental.agent_loop.agent_loop`",
         why="what a rollout sends along with its tokens: expert ids of one byte stay one byte (verl makes them int16); "
         "only a share of the trajectories sends ids (verl sends all); each turn sends only its own, with a checksum "
-        "(engines return those of all turns); the most likely tokens at each place are added (verl asks for none)",
+        "(engines return those of all turns); the most likely tokens at each place are added (verl asks for none); "
+        "each trajectory brings the server that generated it, and whether it ends in a loop",
         when="router agreement or R3 (one byte); `stability.router_agreement_share` below 1; a rollout returns routing "
-        "(turns and checksum); `stability.top_tokens.k`, truncated sampling, score centering (most likely tokens). The "
-        "launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
+        "(turns and checksum); `stability.top_tokens.k`, truncated sampling, score centering (most likely tokens); a "
+        "measured gap (server and loop). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
         versions=VERL | VLLM,
         file="upstream/agent_loop.py",
         test="tests/stack/test_methods.py::test_a_second_turn_brings_the_ids_of_its_own_tokens_alone",
         without="leave out the part that needs it: set VERL_EXT_AGENT_LOOP=narrow:0 (ids in verl's dtype), "
-        "VERL_EXT_AGENT_LOOP=turns:0 (each turn sends all, without a checksum), stability.router_agreement_share=1, or "
-        "stability.top_tokens.k=0 and stability.score_centering=false, sampling with top_p=1 and top_k=-1",
+        "VERL_EXT_AGENT_LOOP=turns:0 (each turn sends all, without a checksum), VERL_EXT_AGENT_LOOP=answers:0, "
+        "stability.router_agreement_share=1, or stability.top_tokens.k=0 and stability.score_centering=false, sampling "
+        "with top_p=1 and top_k=-1",
         needs=(
             f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer.generate"
             "(self, prompt_ids, sampling_params, ...): SamplingParams, extract_prompt_logprobs, routed_experts, "
             "extra_fields",
             f"{ROLLOUT}.llm_server.LLMServerClient.generate(self, request_id, *, prompt_ids, sampling_params, ...)",
+            f"{ROLLOUT}.llm_server.LLMServerClient._acquire_server(self, request_id, ...)",
             "verl.experimental.agent_loop.agent_loop.AgentLoopWorker._run_agent_loop: rollout_trace_attr",
             "verl.experimental.agent_loop.agent_loop.AgentLoopOutput.as_dict(self): routed_experts",
             "verl.experimental.agent_loop.tool_agent_loop.ToolAgentLoop._handle_generating_state: request_id, "

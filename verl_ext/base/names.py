@@ -23,6 +23,7 @@ LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 # From the rollout: ours.
 TOP_TOKEN_IDS = "top_token_ids"  # [B, r, H] int32, the most likely tokens at each place
 TOP_TOKEN_LOG_PROBS = "top_token_log_probs"  # [B, r, H] float32; -inf where there is no such token
+ANSWER_FACTS = "answer_facts"  # [B, 3] int64, of core.answers
 
 # From compute_log_prob: verl's, then ours.
 OLD_LOG_PROBS = "old_log_probs"  # l_old
@@ -84,6 +85,7 @@ PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last buck
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
 TURNS = 8  # the last bucket holds all later turns
+REPLICAS = 64  # of the rollout, and its nodes, that have a bucket each
 LAG_EDGES = (0, 1, 2, 3, 4, 8)  # of weight versions behind the policy; trajectories of several versions have their own
 
 
@@ -93,10 +95,14 @@ def bucket_names(edges: tuple[float, ...]) -> list[str]:
     return [f"{low:g}-{high}" for low, high in zip(edges, ends, strict=True)]
 
 
+_SERVERS = [*(f"{number:02d}" for number in range(REPLICAS)), "other"]
+
 BUCKETS = {  # axis -> the names of its buckets
     "prob": bucket_names(PROBABILITY_EDGES),
     "entropy": bucket_names(ENTROPY_EDGES),
     "position": bucket_names(POSITION_EDGES),
     "turn": [f"{turn:02d}" for turn in range(TURNS - 1)] + [f"{TURNS - 1:02d}-"],
     "lag": ["0", "1", "2", "3", "4-7", "8-", "span"],
+    "replica": _SERVERS,
+    "node": _SERVERS,
 }

@@ -56,7 +56,7 @@ class Block:
         l_infer, l_old: [n], in their original dtype.
         entropy: [n] float64, NaN as 0; None where it was not computed.
         agreement: [n] float64, NaN where it was not compared; None where it was not for any token.
-        lag_bucket: [b] int64, each trajectory's bucket of `Lag`; None where no rollout is older than the policy.
+        buckets: axis of a breakdown -> [b] int64, each trajectory's place in `BUCKETS[axis]`.
     """
 
     span: slice
@@ -68,7 +68,7 @@ class Block:
     l_old: Tensor
     entropy: Tensor | None
     agreement: Tensor | None
-    lag_bucket: Tensor | None
+    buckets: dict[str, Tensor]
 
     def put(self, values: Tensor, into: Tensor) -> None:
         """Writes [n] values into [N], each at its token's place."""
@@ -81,7 +81,7 @@ class Block:
 def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
     """Yields the blocks in which any token counts, of `size` tokens or one trajectory; each is valid until the next
     one."""
-    lag_buckets = None if tokens.lag is None else tokens.lag.buckets()
+    buckets = {**tokens.buckets, **({} if tokens.lag is None else {"lag": tokens.lag.buckets()})}
     for span, rows in blocks(tokens.offsets, size):
         scratch.next_block()
         mask, l_infer, l_old = tokens.mask[span], tokens.l_infer[span], tokens.l_old[span]
@@ -104,7 +104,7 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
             l_old=_select(places, l_old),
             entropy=entropy,
             agreement=agreement,
-            lag_bucket=None if lag_buckets is None else lag_buckets[rows],
+            buckets={axis: of_row[rows] for axis, of_row in buckets.items()},
         )
 
 

@@ -1,10 +1,10 @@
-"""The mismatch of a batch by probability, by entropy, by position in the response, by turn, and by the age of the
-weights that sampled it.
+"""The mismatch of a batch by probability, by entropy, by position in the response, by turn, by the age of the weights
+that sampled it, and by the server that generated it.
 
 Shape legend: p tokens of a block, n of these that count, C runs of tokens, S buckets of one axis, M measures.
 
 Probability and entropy change from token to token: their sums are products with indicators. Position and turn are
-constant over runs of tokens, whose sums serve both; age is constant over trajectories.
+constant over runs of tokens, whose sums serve both; age and server are constant over trajectories.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from verl_ext.core.blocks import Block, Scratch, Sums, lengths_between
 from verl_ext.core.tokens import segment_sums
 
 AGREEMENT, COMPARED = "router/agreement", "compared"  # a measure, and the tokens for which it is known
+OF_SERVERS = ("tokens", "vllm_kl/k3", "vllm_kl/log_ratio_abs_mean", AGREEMENT, COMPARED)
 
 
 def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scratch: Scratch) -> Sums:
@@ -39,11 +40,15 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     return {name: sums for axis, each in sums_SM.items() for name, sums in _name_sums(axis, measures, each).items()}
 
 
-def lag_sums(block: Block, lag_bucket: Tensor, measures: dict[str, Tensor]) -> Sums:
-    """Returns the same sums by the trajectories' buckets of their lag, [b]."""
+def row_bucket_sums(block: Block, measures: dict[str, Tensor]) -> Sums:
+    """Returns the same sums by the axes that are constant over a trajectory; by server, only those of the gap."""
     rows = (segment_sums(row, block.lengths).double() for row in measures.values())
     sums_bM = torch.stack([block.lengths.double(), *rows], 1)
-    return _name_sums("lag", measures, _sum_buckets("lag", lag_bucket, sums_bM))
+    found: Sums = {}
+    for axis, bucket_b in block.buckets.items():
+        of_axis = _name_sums(axis, measures, _sum_buckets(axis, bucket_b, sums_bM))
+        found |= {name: sums for name, sums in of_axis.items() if axis == "lag" or name.partition(":")[2] in OF_SERVERS}
+    return found
 
 
 def _sum_buckets(axis: str, bucket_C: Tensor, sums_CM: Tensor) -> Tensor:

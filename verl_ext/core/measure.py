@@ -20,8 +20,8 @@ from verl_ext.core.breakdown import (
     agreement_sums,
     bucket_metrics,
     bucket_sums,
-    lag_sums,
     origin_of,
+    row_bucket_sums,
 )
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.mismatch import Mismatch, mismatch_metrics, mismatch_sums, probabilities
@@ -166,8 +166,8 @@ def measure(
 
     The metrics are in `verl_ext.base.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, of the
     tokens where that is not NaN: which were compared. Means are over tokens with m = 1; what is a mean over none is
-    left out, as are a correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`,
-    they come by lag too, whatever `breakdown` says: the guard goes by it.
+    left out, as are a correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`
+    and `tokens.buckets`, they come by these too, whatever `breakdown` says: the guard goes by the lag.
     """
     weight, gathered = gather(tokens, corrections or {}, breakdown=breakdown, block=block)
     return put_together([gathered], corrections or {}, weight)
@@ -262,16 +262,16 @@ def _sums(
         sums |= correction_sums(block, weighed)
     if block.agreement is not None:
         sums |= agreement_sums(block.agreement, mismatch.log_k, origin)
-    if breakdown or block.lag_bucket is not None:
+    if breakdown or block.buckets:
         measures = {"vllm_kl/k1": -mismatch.log_k, "vllm_kl/k3": mismatch.k3}
         if weighed is not None:
             measures |= {"correction/dropped_low": weighed.low, "correction/dropped_high": weighed.high}
-        by_lag = measures | {"vllm_kl/log_ratio_abs_mean": mismatch.log_k.abs()}
+        by_row = measures | {"vllm_kl/log_ratio_abs_mean": mismatch.log_k.abs()}
         known = {} if block.agreement is None else agreement_measures(block.agreement)
         if breakdown:
             sums |= bucket_sums(block, mismatch.p_infer, measures | known, scratch)
-        if block.lag_bucket is not None:
-            sums |= lag_sums(block, block.lag_bucket, by_lag | known)
+        if block.buckets:
+            sums |= row_bucket_sums(block, by_row | known)
     return sums
 
 

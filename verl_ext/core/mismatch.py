@@ -5,6 +5,7 @@ Shape legend: N response tokens of a batch, n tokens of a block that count, B tr
 training engine's. k = exp(l_old - l_infer), training over inference.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from verl_ext.core.blocks import LARGEST, Block, Scratch, Sums
 from verl_ext.core.tokens import LOG_RATIO_BOUND, Tokens, blocks, segment_sums, total
+
+CERTAIN = 0.5  # exp(l_old) of a token that the rollout may have been certain of
+ABOVE_ZERO = 1e-3  # l_infer that is above 0 by more than rounding
 
 
 def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:
@@ -83,6 +87,9 @@ def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
         p_infer, p_old = probabilities(block)
         difference = (p_old - p_infer).abs_()
     trajectory_gap = (mismatch.log_rho / block.lengths.clamp(min=1)).abs()
+    filled = torch.zeros_like(furthest)
+    if bool(block.l_infer.amax() >= 0):
+        filled = (segment_sums(_impossible(block).double(), block.lengths) > 0).sum()
     return {
         "tokens": block.lengths.sum(),
         "log_k": mismatch.log_k.sum(),
@@ -96,10 +103,62 @@ def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
         "difference_squared": torch.dot(difference, difference),
         "trajectories": block.lengths.count_nonzero(),
         "trajectory_gap": trajectory_gap.sum(),
+        "filled": filled,
+        "log_k_histogram": histogram(log_k_abs),
+        "trajectory_histogram": histogram(trajectory_gap[block.lengths > 0]),
         f"{LARGEST}log_k_abs": furthest,
         f"{LARGEST}difference": difference.amax(),
         f"{LARGEST}trajectory_gap": trajectory_gap.amax(),
     }
+
+
+def _impossible(block: Block) -> Tensor:
+    """Returns True for tokens whose l_infer no sampler has given, [n].
+
+    A zero is certainty, which float32 reaches for likely tokens; for a token that the training engine finds unlikely,
+    it stands for a value that did not come (NeMo-RL 4218).
+    """
+    zero = (block.l_infer == 0) & (block.l_old < math.log(CERTAIN))
+    return zero | (block.l_infer > ABOVE_ZERO)
+
+
+# Bins of the histogram: the exponent of float32 and the first bits of its mantissa, from 2^-25 to 2^7.
+MANTISSA_BITS = 5
+DROPPED_BITS = 23 - MANTISSA_BITS
+OCTAVES = 32
+FIRST_BIN = (127 - 25) << MANTISSA_BITS
+BINS = OCTAVES << MANTISSA_BITS
+TAIL = {"p95": 0.95, "p99": 0.99}
+
+
+def histogram(values: Tensor) -> Tensor:
+    """Returns how many of [n] values of at least 0 are in each bin, [BINS]; the outer bins hold all beyond them.
+
+    Histograms of several blocks, or ranks, add up.
+    """
+    bins = (values.float().view(torch.int32) >> DROPPED_BITS).sub_(FIRST_BIN).clamp_(0, BINS - 1)
+    return torch.bincount(bins, minlength=BINS)
+
+
+def quantile(counts: Tensor, q: float) -> Tensor:
+    """Returns a quantile of the values in a histogram, to a bin's width: 3 % of the value; 0 below the first bin.
+
+    Args:
+        counts: [BINS], of at least one value.
+    """
+    reached = counts.cumsum(0)
+    rank = q * reached[-1]
+    at = int(torch.searchsorted(reached, rank.to(reached.dtype)).clamp(max=BINS - 1))
+    if at == 0:
+        return reached.new_zeros(())
+    low, high = (counts.new_tensor(_edge(number), dtype=torch.float64) for number in (at, at + 1))
+    return low + (high - low) * (rank - reached[at - 1]) / counts[at]
+
+
+def _edge(number: int) -> float:
+    """Returns the lower end of a bin."""
+    octave, part = divmod(number + FIRST_BIN, 1 << MANTISSA_BITS)
+    return 2.0 ** (octave - 127) * (1 + part / (1 << MANTISSA_BITS))
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
@@ -117,12 +176,15 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
         "vllm_kl/prob_diff_std": (sums["difference_squared"] / n - difference**2).clamp(min=0).sqrt(),
         "vllm_kl/log_ratio_abs_mean": sums["log_k_abs"] / n,
         "vllm_kl/log_ratio_abs_max": sums[f"{LARGEST}log_k_abs"],
+        **{f"vllm_kl/log_ratio_abs_{name}": quantile(sums["log_k_histogram"], q) for name, q in TAIL.items()},
         # Not from k - 1: n + sum (k - 1) has no digits left of a sum k that is small against n.
         "vllm_kl/ess": sums["k"] ** 2 / sums["k_squared"] / n,
         # mean(k^2) - 1, by k^2 - 1 = (k - 1)^2 + 2 (k - 1): it keeps its digits where k is close to 1.
         "vllm_kl/chi2": (sums["k_minus_1_squared"] + 2 * sums["k_minus_1"]) / n,
         "vllm_kl/sequence_gap_mean": sums["trajectory_gap"] / sums["trajectories"],
         "vllm_kl/sequence_gap_max": sums[f"{LARGEST}trajectory_gap"],
+        **{f"vllm_kl/sequence_gap_{name}": quantile(sums["trajectory_histogram"], q) for name, q in TAIL.items()},
+        "vllm_kl/filled": sums["filled"] / sums["trajectories"],
     }
 
 

@@ -6,8 +6,8 @@ Shape legend: N response tokens of all trajectories, n tokens of a block, B traj
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from verl_ext.base.names import LAG_EDGES
@@ -135,6 +135,7 @@ class Tokens:
             same, and where the rollout's routing is unknown; NaN in a trajectory whose routing was not compared. None
             where that of none was.
         lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
+        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`; the lag has its own.
     """
 
     l_infer: Tensor
@@ -144,6 +145,7 @@ class Tokens:
     entropy: Tensor | None = None
     agreement: Tensor | None = None
     lag: Lag | None = None
+    buckets: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape) for name, value in self.per_token().items()}
@@ -172,7 +174,7 @@ class Tokens:
 
     def per_token(self) -> dict[str, Tensor]:
         """The [N] tensors by name."""
-        named = {name: value for name, value in vars(self).items() if name not in ("offsets", "lag")}
+        named = {name: value for name, value in vars(self).items() if name not in ("offsets", "lag", "buckets")}
         return {name: value for name, value in named.items() if value is not None}
 
     def row_of_token(self) -> Tensor:
@@ -192,6 +194,7 @@ class Tokens:
             **{name: values[places] for name, values in self.per_token().items()},
             offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
             lag=None if self.lag is None else self.lag.of_rows(rows),
+            buckets={axis: places_B[list(rows)] for axis, places_B in self.buckets.items()},
         )
         return picked, places
 

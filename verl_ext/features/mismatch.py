@@ -94,4 +94,10 @@ def while_measured(*settings: str) -> Effect:
     )
 
 
-MISMATCH = Feature(needs, check, lines=lines, effects=(while_measured("breakdown"),))
+MISMATCH = Feature(
+    needs,
+    check,
+    agent_loop=lambda run: {"answers": Need.MEASURED_BATCHES in run.needs},
+    lines=lines,
+    effects=(while_measured("breakdown"),),
+)

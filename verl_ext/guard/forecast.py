@@ -30,7 +30,8 @@ FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
 AGE_IN_IT = " (the age of the rollouts is in it)"
-PARTS = ("/lag/", "/engine/", "/stale/", "/share/")  # in names of metrics that are one part of the gap
+# In names of metrics that are one part of the gap.
+PARTS = ("/lag/", "/engine/", "/stale/", "/share/", "/replica/", "/node/")
 
 
 def foresee(

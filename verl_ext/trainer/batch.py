@@ -17,6 +17,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import Sessions
+from verl_ext.core.answers import Servers, answer_metrics
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, segment_sums
@@ -30,10 +31,14 @@ GAP_FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.RESPONSE_MASK)
 SIGN_FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.LOSS_MASK, names.ADVANTAGES)
 
 
-def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: Any) -> "QueueBatch":
-    """Returns the step's batch with what this run's features read of it first."""
+def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: Any, servers: Servers) -> "QueueBatch":
+    """Returns the step's batch with what this run's features read of it first.
+
+    Args:
+        servers: those of the rollout, by which the gap is broken down.
+    """
     needs, config = features.needs, features.config
-    numbers = []
+    numbers = [names.ANSWER_FACTS] if Need.MEASURED_BATCHES in needs else []
     if Need.COMPARED_ROUTERS in needs:
         numbers.append(names.ROUTER_SUMS)
     if features.compares_top_tokens:
@@ -43,7 +48,8 @@ def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: 
     measured = Need.MEASURED_BATCHES in needs
     lag = lag_of(batch.tags, step) if measured and is_asynchronous(config) else None
     view = partial(filter_batch, models=config.actor_rollout_ref, tokenizer=tokenizer)
-    read = QueueBatch(batch, lag, view if Need.LOSS_MASK in needs else None)
+    by_server = servers if features.stability.breakdown else Servers()
+    read = QueueBatch(batch, lag, view if Need.LOSS_MASK in needs else None, by_server)
     read.start(numbers, measured=measured)
     return read
 
@@ -91,13 +97,20 @@ class QueueBatch:
     Args:
         lag: the lag of its trajectories; None if no rollout is older than the policy.
         view: makes the filters' view from tokens, keys and FILTER_FIELDS; None if nothing is filtered.
+        servers: those that the gap is broken down by.
 
     Attributes:
         whole: it is one block.
     """
 
-    def __init__(self, batch: KVBatchMeta, lag: Lag | None = None, view: Callable[..., FilterBatch] | None = None):
-        self._batch, self._lag, self._view = batch, lag, view
+    def __init__(
+        self,
+        batch: KVBatchMeta,
+        lag: Lag | None = None,
+        view: Callable[..., FilterBatch] | None = None,
+        servers: Servers | None = None,
+    ):
+        self._batch, self._lag, self._view, self._servers = batch, lag, view, servers or Servers()
         self._parts = parts_of(batch)
         self.whole = len(self._parts) == 1
         self._tokens: Tokens | None = None  # of a whole one
@@ -119,7 +132,7 @@ class QueueBatch:
         data = dict(get_fields(self._batch, asked).items()) if asked else {}
         self._numbers = {name: row_matrix(data[name]) for name in numbers if name in data}
         if whole:
-            self._tokens, self._rewards = response_tokens(data, self._lag), data[names.REWARDS]
+            self._tokens, self._rewards = self._response_tokens(data), data[names.REWARDS]
 
     def numbers(self, name: str) -> Tensor | None:
         """Returns [B, n] of a field that `start` has read; None if the batch does not have it."""
@@ -209,6 +222,13 @@ class QueueBatch:
         real = [row for row in range(len(scores)) if row not in self.added]
         return [self._batch.keys[row] for row in real], scores[real]
 
+    def answer_metrics(self, models: DictConfig, tokenizer: Any) -> dict[str, float]:
+        """Returns `core.answers.answer_metrics`; {} if the rollout brought no facts. `models` is actor_rollout_ref."""
+        if (facts := self.numbers(names.ANSWER_FACTS)) is None:
+            return {}
+        lengths, limit = [tag["response_len"] for tag in self._batch.tags], models.rollout.response_length
+        return answer_metrics(facts, lengths, self.added, limit, end_tokens(models.model.path, tokenizer.eos_token_id))
+
     def log_k_sums(self) -> tuple[Tensor, Tensor]:
         """[B] each, see `Tokens.log_k_sums`."""
         sums, counts = torch.zeros(2, len(self._batch.keys), dtype=torch.float64).unbind()
@@ -229,7 +249,17 @@ class QueueBatch:
         fields = (*FIELDS, names.WEIGHTS) if self._is_weighed else FIELDS
         data = dict(get_fields(part_of(self._batch, rows), fields).items())
         weight = data[names.WEIGHTS].values() if self._is_weighed else None
-        return response_tokens(data, self._lag_of(rows)), weight
+        return self._response_tokens(data, rows), weight
+
+    def _response_tokens(self, data: Mapping[str, Tensor], rows: Sequence[int] | None = None) -> Tokens:
+        rows = range(len(self._batch.keys)) if rows is None else rows
+        buckets = {axis: of_row[list(rows)] for axis, of_row in self._buckets.items()}
+        return response_tokens(data, self._lag_of(rows), buckets)
+
+    @cached_property
+    def _buckets(self) -> dict[str, Tensor]:
+        facts = self.numbers(names.ANSWER_FACTS)
+        return {} if facts is None else self._servers.buckets(facts)
 
     def _lag_of(self, rows: Sequence[int]) -> Lag | None:
         return None if self._lag is None else self._lag.of_rows(rows)
@@ -246,7 +276,7 @@ class QueueBatch:
                 yield part, self._tokens
             else:
                 data = dict(get_fields(part.batch, fields).items())
-                yield part, response_tokens(data, self._lag_of(part.rows))
+                yield part, self._response_tokens(data, part.rows)
 
 
 def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
@@ -254,8 +284,13 @@ def _sampled_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Token
     return response_tokens({**dict(data.items()), names.RESPONSE_MASK: data[names.LOSS_MASK]}, lag)
 
 
-def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Tokens:
+def response_tokens(
+    data: Mapping[str, Tensor], lag: Lag | None = None, buckets: Mapping[str, Tensor] | None = None
+) -> Tokens:
     """Returns the tokens of FIELDS in `data`, verl's nested tensors; entropy and router_agreement are optional.
+
+    Args:
+        lag, buckets: see `Tokens`.
 
     Raises:
         BatchError: a field is missing or has another number of tokens than response_mask.
@@ -273,6 +308,7 @@ def response_tokens(data: Mapping[str, Tensor], lag: Lag | None = None) -> Token
         entropy=packed.get(names.ENTROPY),
         agreement=packed.get(names.AGREEMENT),
         lag=lag,
+        buckets=buckets or {},
     )
 
 
@@ -322,7 +358,7 @@ def filter_batch(
         advantages_N=packed[names.ADVANTAGES],
         responses_N=packed[names.RESPONSES],
         max_response_length=models.rollout.response_length,
-        eos_ids=end_tokens(models.model.path) | {tokenizer.eos_token_id},
+        eos_ids=end_tokens(models.model.path, tokenizer.eos_token_id),
         agreement_N=tokens.agreement,
         decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         encode=partial(tokenizer.encode, add_special_tokens=False),
@@ -330,8 +366,8 @@ def filter_batch(
 
 
 @lru_cache
-def end_tokens(model_path: str) -> frozenset[int]:
-    """Returns the token ids that end a response by the model's generation config; none if it has none."""
+def end_tokens(model_path: str, of_tokenizer: int | None) -> frozenset[int]:
+    """Returns the token ids that end a response: the tokenizer's, and those of the model's generation config."""
     from transformers import GenerationConfig
 
     try:
@@ -339,4 +375,4 @@ def end_tokens(model_path: str) -> frozenset[int]:
     except OSError:
         configured = None
     ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(ids) - {None}
+    return frozenset((*ids, of_tokenizer)) - {None}

@@ -1,7 +1,7 @@
 """The state that our trainers keep from one batch to the next: settings, guard, files, and messages that are printed
 once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import reward_metrics
+from verl_ext.core.answers import Servers
 from verl_ext.core.measure import split_gap
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.settings import StabilityConfig
@@ -52,6 +53,7 @@ class StabilityRun:
         self.guard = build_guard(stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.stages = Stages()
+        self._servers = Servers()
         self.dump: Dump | None = None
         asked = canary_settings(self.features)
         required = stability.sync_canary.trajectories is not None
@@ -65,6 +67,12 @@ class StabilityRun:
     def use(self, config: DictConfig, stability: StabilityConfig) -> None:
         """Uses these settings from the next batch on. The guard and the files stay those of the run."""
         self.features = read_features(config, stability)
+
+    def use_servers(self, addresses: Iterable[str]) -> None:
+        """Breaks the gap down by these servers of the rollout, and prints their numbers if there are several."""
+        self._servers = Servers(addresses)
+        if len(self._servers.addresses) > 1 and Need.MEASURED_BATCHES in self.features.needs:
+            print(f"verl_ext: replicas of the rollout: {self._servers}", flush=True)
 
     @contextmanager
     def writing(self, resumed: int) -> Iterator[None]:
@@ -127,7 +135,7 @@ class StabilityRun:
             HookError: the batch lacks a field that compute_log_prob should have added.
         """
         self._step = self._batch = None
-        read = read_batch(batch, self.features, self.guard.step, tokenizer)
+        read = read_batch(batch, self.features, self.guard.step, tokenizer, self._servers)
         for captured in (self._routing, self._top_tokens):
             found, decision = captured.judge(read, self.features, self.guard.step)
             metrics.update(found)
@@ -137,6 +145,7 @@ class StabilityRun:
         keys, scores = read.scores()
         metrics["critic/score/mean"] = scores.mean().item()  # verl logs it after the update
         metrics |= reward_metrics(scores, keys)
+        metrics |= read.answer_metrics(self.features.config.actor_rollout_ref, tokenizer)
         metrics |= self._rescored_metrics(read)
         self._step = Step(self.features, self.guard, self.actions)
         self._step.measure(read, metrics)

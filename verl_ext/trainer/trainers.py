@@ -47,8 +47,10 @@ class StabilityMixin(VerlTrainer):
     def init(self) -> None:
         super().init()
         features = self.stability_run.features
-        engines = Engines(self.actor_rollout_wg, self._rollout_server_managers(), loss_settings(features))
+        managers = self._rollout_server_managers()
+        engines = Engines(self.actor_rollout_wg, managers, loss_settings(features))
         print_table(verify(features, type(self), engines))
+        self.stability_run.use_servers(address for manager in managers for address in manager.server_addresses)
 
     def _load_checkpoint(self) -> None:
         with checkpoints.loading(self.stability_run.guard, self.config):

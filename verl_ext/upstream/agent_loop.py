@@ -5,6 +5,7 @@
     turns       A turn brings the expert ids of its own tokens, and their checksum; that of the whole trajectory is a
                 field of the batch. vLLM returns the ids of all turns, every time.
     top_tokens  The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
+    answers     What the answer shows by itself (`core.answers`), as a field of three numbers: its server among them.
 
 The environment variable VERL_EXT_AGENT_LOOP, such as `narrow:1,top_tokens:32`, chooses the extras in each process;
 without it verl stays as it is. The launch sets it to what the run's features need (`request`), and `install_changes`
@@ -26,7 +27,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ import numpy as np
 from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.base.names import ROLLOUT_ROUTES, ROUTE_SUM, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
+from verl_ext.base.names import ANSWER_FACTS, ROLLOUT_ROUTES, ROUTE_SUM, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.base.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
 from verl_ext.core import torch
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from verl_ext.core.top_tokens import Call
 
 VARIABLE = "VERL_EXT_AGENT_LOOP"
-BY_HAND = ("narrow", "turns")  # the extras that the user may switch off, or on
+BY_HAND = ("narrow", "turns", "answers")  # the extras that the user may switch off, or on
 CHANGE = "agent_loop"
 SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 CLIENT = "verl.workers.rollout.llm_server"
@@ -75,12 +76,14 @@ class Extras:
         share: the share of the trajectories that bring their expert ids.
         turns: expert ids that the agent loop's process holds are not sent again; all have a checksum.
         top_tokens: the number of tokens at each place.
+        answers: each trajectory brings its facts.
     """
 
     narrow: bool = False
     share: float = 1.0
     turns: bool = False
     top_tokens: int = 0
+    answers: bool = False
 
     def __str__(self) -> str:
         return ",".join(f"{field.name}:{+getattr(self, field.name)}" for field in fields(self))  # +True is 1
@@ -116,7 +119,7 @@ _sampling: Systematic | None = None
 def request(config: Any, wanted: Extras) -> None:
     """Makes all Ray processes of a run start with the wanted extras; vLLM's own processes inherit their environment.
 
-    Values of `narrow` and `turns` that the launching shell sets are kept, and so are those of the run's own
+    Values of BY_HAND that the launching shell sets are kept, and so are those of the run's own
     runtime_env, which take precedence. Ray takes the environment when it starts or when the run connects to it. A
     session that is already open keeps its own.
     """
@@ -140,9 +143,15 @@ def install_changes() -> None:
     _sampling = Systematic(_extras.share, random.Random().random()) if _extras.share < 1 else None
     if _extras.turns or _extras.top_tokens:
         register_post_import_hook(change_server, SERVER)
+    if _remembers():
         register_post_import_hook(change_client, CLIENT)
     if _extras != Extras():
         register_post_import_hook(change_agent_loop, AGENT_LOOP)
+
+
+def _remembers() -> bool:
+    """Returns True if the answers of a trajectory are kept while an agent loop works on it."""
+    return bool(_extras.turns or _extras.top_tokens or _extras.answers)
 
 
 # vLLM's server: leaves out the rows that the client holds, and returns the top tokens.
@@ -236,7 +245,7 @@ def take_top_tokens(
     answer.logprobs = [{token: value} for token, value in zip(answer.token_ids, sampled, strict=True)]
 
 
-# The client: asks for the extras, and remembers the answers of a trajectory.
+# The client: asks for the extras, and remembers the answers of a trajectory and their servers.
 
 
 @dataclass
@@ -247,24 +256,40 @@ class TrajectoryState:
         turns: request id -> its last turn; None if each turn brings all rows.
         calls: the answers with top tokens; None if none are asked for, as in validation.
         complete: every row that an agent loop has received is in one of `turns`.
+        servers: the addresses of the servers that were asked.
     """
 
     turns: dict[Any, Turn] | None
     calls: list[Call] | None
     complete: bool = True
+    servers: set[str] = field(default_factory=set)
 
 
 _trajectory: ContextVar[TrajectoryState | None] = ContextVar("verl_ext_trajectory", default=None)
 
 
 def change_client(client: Any) -> Undo:
-    """Makes the client that agent loops call ask for top tokens, and hold rows.
+    """Makes the client that agent loops call ask for top tokens, hold rows, and remember its servers.
 
     Raises:
         PatchError: it takes other arguments.
     """
-    expect(CHANGE, client, "LLMServerClient.generate", "self, request_id, prompt_ids, sampling_params, ...")
-    return wrap("agent_loop", client.LLMServerClient, "generate", generate_in_client)
+    changes: list[Callable[[], Undo]] = []
+    if _extras.turns or _extras.top_tokens:
+        expect(CHANGE, client, "LLMServerClient.generate", "self, request_id, prompt_ids, sampling_params, ...")
+        changes += [lambda: wrap("agent_loop", client.LLMServerClient, "generate", generate_in_client)]
+    if _extras.answers:
+        expect(CHANGE, client, "LLMServerClient._acquire_server", "self, request_id, ...")
+        changes += [lambda: wrap("agent_loop", client.LLMServerClient, "_acquire_server", acquire_server)]
+    return together(*changes)
+
+
+async def acquire_server(verls: Callable, client: Any, request_id: Any, **named: Any) -> tuple[str, Any]:
+    """Wraps verl's `_acquire_server`, which chooses the server of a call."""
+    address, handle = await verls(client, request_id, **named)
+    if (trajectory := _trajectory.get()) is not None:
+        trajectory.servers.add(address)
+    return address, handle
 
 
 async def generate_in_client(verls: Callable, client: Any, request_id: Any, **arguments: Any) -> Any:
@@ -329,7 +354,7 @@ def change_agent_loop(agent_loop: Any) -> Undo:
     if _extras.narrow:
         _compare(agent_loop, verls_as_dict)
     changes: list[Callable[[], Undo]] = [lambda: wrap("agent_loop", output, "as_dict", as_dict)]
-    if _extras.turns or _extras.top_tokens:
+    if _remembers():
         worker = expect(CHANGE, agent_loop, "AgentLoopWorker")
         expect_lookup(CHANGE, expect(CHANGE, worker, "_run_agent_loop"), "rollout_trace_attr")
         changes += [lambda: wrap("agent_loop", agent_loop, "rollout_trace_attr", trajectory_context)]
@@ -349,7 +374,7 @@ def trajectory_context(verls: Callable, *arguments: Any, validate: bool, **setti
 
 
 def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, Any]:
-    """Returns the fields of an AgentLoopOutput: verl's, with the expert ids and the top tokens that are wanted."""
+    """Returns the fields of an AgentLoopOutput: verl's, with the extras that are wanted."""
     rows, total = output.routed_experts, 0
     trajectory = _trajectory.get()
     narrow = _extras.narrow and isinstance(rows, np.ndarray) and rows.dtype == np.uint8  # wider ids are left to verl
@@ -370,6 +395,11 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
 
         ids, log_q = top_tokens_of(trajectory.calls, output.prompt_ids, output.response_ids, _extras.top_tokens)
         written |= {TOP_TOKEN_IDS: ids, TOP_TOKEN_LOG_PROBS: log_q}
+    if _extras.answers:
+        from verl_ext.core.answers import answer_facts
+
+        servers = () if trajectory is None else trajectory.servers
+        written[ANSWER_FACTS] = torch.tensor(answer_facts(servers, output.response_ids))
     return written
 
 

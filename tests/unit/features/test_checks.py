@@ -13,6 +13,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features
 from verl_ext.features.verl_config import BYPASS, check_folder
+from verl_ext.upstream.agent_loop import VARIABLE, Extras, parse_extras
 
 
 def check(compose, *overrides):
@@ -379,7 +380,8 @@ def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
 def test_nothing_is_set_where_nothing_is_asked_for(compose):
     config, untouched = compose("stability=icepop"), compose("stability=icepop")
     apply_engine_settings(read_features(config, stability_config(config.stability)))
-    assert config == untouched
+    asked = parse_extras(config.ray_kwargs.ray_init.runtime_env.pop("env_vars")[VARIABLE])
+    assert config == untouched and Extras(**asked) == Extras(answers=True)
 
 
 def test_loss_mode_alone_names_the_loss(compose):

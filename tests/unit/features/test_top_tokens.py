@@ -161,7 +161,7 @@ def test_where_nothing_needs_it_there_is_none(check, compose):
     config = check("stability=icepop")
     assert Need.TOP_TOKENS not in read_features(config, stability_config(config.stability)).needs
     assert "max_logprobs" not in (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {})
-    assert VARIABLE not in str(config.ray_kwargs)
+    assert "top_tokens:0" in str(config.ray_kwargs)
     plain = compose("stability=none", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=vllm")
     assert read_features(plain, stability_config(plain.stability)).demands == ()  # the run is verl's own
 

@@ -69,6 +69,7 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
         "guard/threshold": np.full(steps, 0.05),
         "guard/skipped": (at % 50 == 7).astype(float),
         **{f"vllm_kl/k3/lag/{name}": noise(1e-3 * 2**place) for place, name in enumerate(BUCKETS["lag"]) if place},
+        **{f"vllm_kl/k3/replica/{name}": noise(1e-4) for name in BUCKETS["replica"][:3]},
     }
     events = [event(step, "skip", "vllm_kl/k3 0.2 > 0.05") for step in range(7, steps + 1, 50)]
     return make(metrics, events)

@@ -89,7 +89,7 @@ def test_the_arithmetic_on_known_colours():
 def test_colours_used_together_stay_apart(specs, vision, dark):
     pairs = {*combinations(LINE_COLOURS, 2), *pairwise(BUCKET_COLOURS), *pairwise(STACKED)}
     for key, spec in specs.items():
-        if key not in ("by_probability", "by_position", "by_lag", "step_time"):
+        if key not in ("by_probability", "by_position", "by_lag", "by_replica", "step_time"):
             ranges = re.findall(r'"range": (\[[^]]*\])', json.dumps(spec))
             for colours in map(json.loads, ranges):
                 pairs |= set(combinations([colour for colour in colours if colour in DARK_COLOURS], 2))

@@ -148,7 +148,7 @@ def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
     assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
 
 
-MEASURED = {*FIELDS, "rm_scores"}
+MEASURED = {*FIELDS, "rm_scores", "answer_facts"}
 
 
 def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):

@@ -105,7 +105,7 @@ def test_it_is_asked_for_once_in_the_environment_of_rays_processes(compose, monk
     agent_loop.request(config, Extras(narrow=True))
     asked = config.ray_kwargs.ray_init.runtime_env
     merged = OmegaConf.to_container(OmegaConf.merge(get_ppo_ray_runtime_env(config), asked))["env_vars"]  # as run_ppo
-    assert merged[agent_loop.VARIABLE] == "narrow:1,share:1.0,turns:0,top_tokens:0"
+    assert merged[agent_loop.VARIABLE] == "narrow:1,share:1.0,turns:0,top_tokens:0,answers:0"
     assert str(merged["MINE"]) == "1" and "NCCL_DEBUG" in merged
 
 

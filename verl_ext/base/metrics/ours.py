@@ -24,8 +24,10 @@ GAP = Section(
     "- **By lag**, in the asynchronous modes. There a rollout may be older than the policy, and all metrics include "
     "how far the policy has moved since. The lag is the number of weight versions in between: `/lag/0` is the engines' "
     "part, `/lag/span` covers trajectories that several versions sampled.\n"
+    "- **By server**, if the rollout has several: `/replica/00` to `/replica/63`, in the order that is printed at the "
+    "start, and `/node/00` alike.\n"
     "- **In bypass mode** they cover the first mini-batch of a step, after batch filters. They are logged with the "
-    "update and not split by lag.",
+    "update and not split by lag or server.",
     (
         Metric(
             "vllm_kl/k1",
@@ -50,6 +52,9 @@ GAP = Section(
         divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
         divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", NATS),
         divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", NATS),
+        divergence(
+            "vllm_kl/log_ratio_abs_{p95,p99}", "its 95 % and 99 % quantiles over the tokens, to a relative 3 %", NATS
+        ),
         Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
         divergence("vllm_kl/chi2", "mean of k^2, less 1"),
         divergence(
@@ -58,6 +63,13 @@ GAP = Section(
             NATS,
         ),
         divergence("vllm_kl/sequence_gap_max", "largest |mean of l_infer - l_old over a response|", NATS),
+        divergence("vllm_kl/sequence_gap_{p95,p99}", "its quantiles over the responses, to a relative 3 %", NATS),
+        Metric(
+            "vllm_kl/filled",
+            "responses with an l_infer that no sampler gives: above 0, or exactly 0 where exp(l_old) is below 0.5",
+            "share",
+            "lower",
+        ),
         Metric(f"vllm_kl/share/{AXES}/*", "tokens in the bucket", "share"),
         Metric(f"vllm_kl/k1/{AXES}/*", "k1 of the bucket's tokens", NATS),
         divergence(f"vllm_kl/k3/{AXES}/*", "k3 of the bucket's tokens", NATS),
@@ -69,6 +81,13 @@ GAP = Section(
         rare("vllm_kl/k1/lag/*", "k1 of these tokens", NATS),
         rare_divergence("vllm_kl/k3/lag/*", "k3 of these tokens", NATS),
         rare_divergence("vllm_kl/log_ratio_abs_mean/lag/*", "mean |l_infer - l_old| of these tokens", NATS),
+        rare(
+            "vllm_kl/share/{replica,node}/*",
+            "tokens that this server of the rollout generated, or the servers of this node; `other`: several servers",
+            "share",
+        ),
+        rare_divergence("vllm_kl/k3/{replica,node}/*", "k3 of these tokens", NATS),
+        rare_divergence("vllm_kl/log_ratio_abs_mean/{replica,node}/*", "mean |l_infer - l_old| of these tokens", NATS),
         rare("vllm_kl/engine/k1", "mean of l_infer - l, with l from the weights that sampled the trajectory", NATS),
         rare_divergence("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", NATS),
         rare_divergence("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", NATS),
@@ -164,6 +183,9 @@ ROUTING = Section(
         Metric("router/sampled", "with such a share: compared trajectories, of those with generated tokens", "share"),
         Metric("router/agreement/layer_*", "the agreement in one layer", "share", "higher", worst="lowest"),
         Metric(f"router/agreement/{AXES}/*", "the agreement of the bucket's tokens", "share", "higher"),
+        rare(
+            "router/agreement/{replica,node}/*", "the agreement of tokens that this server generated", "share", "higher"
+        ),
         rare("router/agreement/lag/*", "the agreement of tokens that are this many versions old", "share", "higher"),
         Metric("router/exact_match", "tokens with T = I", "share", "higher"),
         Metric("router/exact_match/layer_*", "the same in one layer", "share", "higher"),
@@ -221,6 +243,25 @@ ROUTING = Section(
         Metric("router/gap_differs", "mean |log k| of the tokens with an expert that differs", NATS, "lower"),
     ),
     override="stability.router_agreement=true",
+)
+
+ANSWERS = Section(
+    "The answers",
+    "Logged if the metrics of the gap are measured, also in bypass mode.",
+    (
+        Metric(
+            "answers/looped",
+            "responses that end in a loop: their last 64 tokens or more repeat up to 256 tokens, four times or more",
+            "share",
+            "lower",
+        ),
+        Metric(
+            "answers/cut",
+            "responses that were cut: they have the largest length (`rollout.response_length`) and no end token",
+            "share",
+            "lower",
+        ),
+    ),
 )
 
 REWARD = Section(
@@ -371,4 +412,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, TOP_TOKENS, CORRECTIONS, ROUTING, REWARD, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, TOP_TOKENS, CORRECTIONS, ROUTING, ANSWERS, REWARD, FILTERS, GUARD, SYNC, UPDATE)

@@ -11,5 +11,6 @@ from verl_ext.diagnosis.findings import (  # noqa: F401 (registers the findings,
     gradient,
     reward,
     routers,
+    servers,
     sync,
 )

@@ -17,8 +17,11 @@ from verl_ext.diagnosis.series import (
 )
 
 CUT = "response_length/clip_ratio"
+SURELY_CUT = "answers/cut"  # ours: at the limit, without an end token
+LOOPS = "answers/looped"
 LONGEST, SHORTEST = "response_length/max", "response_length/min"
 MOST_CUT, MANY_CUT = 0.5, 0.2  # shares of the answers
+MANY_LOOP, SOME_LOOP = 0.2, 0.05
 EXPLODED = 2.5  # times the shortest level before
 GREW = 1.5  # times the length at the start
 SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
@@ -29,13 +32,15 @@ LASTING = 0.8  # share of the readings from the step on at which something began
 
 @once_a_run
 def cut_share(run: Readings) -> Series | None:
-    """Returns the share of answers that were cut at the limit of their length.
+    """Returns the share of answers that were cut at the limit of their length; verl's counts those as long as the
+    longest of their batch.
 
     A run that does not log it shows it if all its answers have one length: the longest and the shortest, or the mean in
     every step. No model ends its answers so.
     """
-    if (logged := run.get(CUT)) is not None:
-        return logged
+    for name in (SURELY_CUT, CUT):
+        if (logged := run.get(name)) is not None:
+            return logged
     ends = run.joined(LENGTH, LONGEST, SHORTEST)
     if len(ends):
         same = (ends[:, 2] - ends[:, 3] <= ALIKE * ends[:, 2]) & (ends[:, 2] >= (1 - ALIKE) * ends[:, 2].max())
@@ -59,6 +64,18 @@ def answers_cut(run: Readings) -> Seen:
     if level == "few":
         return level, text
     return level, text, step_from(series, series.values >= (MOST_CUT if level == "most" else MANY_CUT), LASTING)
+
+
+@finding("answers_loop", "many some | few", family="loops", needs=(LOOPS,))
+def answers_loop(run: Readings) -> Seen:
+    """Answers end in a loop of the same few tokens."""
+    series = run.need(LOOPS)
+    now = now_of(series)
+    level = "many" if now >= MANY_LOOP else "some" if now >= SOME_LOOP else "few"
+    text = f"{now:.0%} of the answers end in a loop"
+    if level == "few":
+        return level, text
+    return level, text, step_from(series, series.values >= (MANY_LOOP if level == "many" else SOME_LOOP), LASTING)
 
 
 @finding("cut_began", "| at_once later", family="cut", needs=(CUT,))

@@ -4,10 +4,11 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF
-from verl_ext.diagnosis.series import Readings, Series
+from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, Series
 
 TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
+FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
@@ -29,6 +30,17 @@ def numbers_finite(run: Readings) -> Seen:
     name, step = _earliest(training | gap)
     count = int((~np.isfinite((training | gap)[name].values)).sum())
     return "once", f"{name} was not a number in {count} step{'s' * (count != 1)}, first in step {step}", step
+
+
+@finding("log_probs_filled", "some | none", family="filled", needs=(FILLED,))
+def log_probs_filled(run: Readings) -> Seen:
+    """Responses have values in place of log-probabilities that did not come."""
+    series = run.need(FILLED)
+    recent = series.values[-LEVEL_READINGS:]
+    if not recent.any():
+        return "none", "every l_infer may be of a sampler"
+    text = f"{recent.mean():.2g} of the responses have an l_infer of 0 for an unlikely token, or above 0"
+    return "some", text, int(series.steps[np.argmax(series.values > 0)])
 
 
 def lost_gap(run: Readings) -> tuple[str, int] | None:

@@ -53,6 +53,7 @@ BUCKET_TITLES = {
     "prob": "probability of the token",
     "position": "position in the response",
     "lag": "weight versions behind the policy",
+    "replica": "server of the rollout",
 }
 
 
@@ -78,6 +79,7 @@ OWN_OVERLAYS: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
     "by_probability": partial(_bucket_overlay, "prob"),
     "by_position": partial(_bucket_overlay, "position"),
     "by_lag": partial(_bucket_overlay, "lag"),
+    "by_replica": partial(_bucket_overlay, "replica"),
     "router_agreement": _layer_overlay,
     "step_time": _stage_overlay,
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import altair as alt
@@ -236,6 +237,15 @@ PANELS = (
         "rollout follows: try stability=opsm.",
         _bucket_chart("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
+    ),
+    Panel(
+        "by_replica",
+        "Mismatch by server of the rollout",
+        "k3 of the tokens of each server, numbered as at the start of the run. All servers get prompts at random, so a "
+        "line far above the others is a server that computes something else.",
+        _bucket_chart("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
+        "The rollout has one server, or stability.breakdown is off.",
+        ours.GAP.override,
     ),
     Panel(
         "router_agreement",

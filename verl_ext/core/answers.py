@@ -1,0 +1,108 @@
+"""What an answer shows by itself: which server generated it, whether it ends in a loop, whether it was cut.
+
+The agent loop's process has the tokens, and writes a few numbers per trajectory (`answer_facts`); the controller reads
+only these.
+
+Shape legend: B trajectories.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from verl_ext.base.names import REPLICAS
+from verl_ext.core import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SERVER, LOOPED, LAST = range(3)  # columns of the facts
+LOOP_TOKENS, LOOP_TIMES = 64, 4  # an answer ends in a loop if so many tokens repeat a period, and so many times
+LONGEST_PERIOD = 256  # tokens
+
+
+def answer_facts(servers: Collection[str], tokens: Sequence[int]) -> list[int]:
+    """Returns the facts of one trajectory: the number of its server, the tokens of its loop, and its last token.
+
+    Args:
+        servers: the addresses of those that generated it.
+        tokens: the response, tool output included.
+    """
+    server = server_number(next(iter(servers))) if len(servers) == 1 else 0
+    return [server, looped_tail(tokens), tokens[-1] if len(tokens) else -1]
+
+
+def server_number(address: str) -> int:
+    """Returns a number above 0 by which processes know a server, whose address is text."""
+    return zlib.crc32(address.encode()) + 1
+
+
+def looped_tail(tokens: Sequence[int]) -> int:
+    """Returns how many tokens at the end repeat one period, the first time included; 0 if they are too few for a loop.
+
+    A loop has LOOP_TOKENS or more, and its period LOOP_TIMES or more.
+    """
+    tail: np.ndarray = np.asarray(tokens[-LOOP_TIMES * LONGEST_PERIOD :], dtype=np.int64)
+    for period in (np.flatnonzero(tail[-2::-1][:LONGEST_PERIOD] == tail[-1]) + 1).tolist() if len(tail) else ():
+        differs = np.flatnonzero(tail[period:] != tail[:-period])
+        length = len(tail) - (int(differs[-1]) + 1 if len(differs) else 0)
+        if length >= max(LOOP_TOKENS, LOOP_TIMES * period):
+            return length
+    return 0
+
+
+def answer_metrics(
+    facts: Tensor, lengths: Sequence[int], added: Collection[int], limit: int, end_ids: Collection[int]
+) -> dict[str, float]:
+    """Returns the shares of answers that end in a loop, and that were cut at the limit of their length.
+
+    Args:
+        facts: [B, 3] int64, of `answer_facts`.
+        lengths: of the responses, in tokens.
+        added: the rows that verl has added to fill the batch.
+        limit: the largest length.
+        end_ids: tokens that end an answer: one that has the largest length and ends is complete.
+    """
+    rows = [row for row in range(len(lengths)) if row not in added]
+    if not rows:
+        return {}
+    looped = sum(int(facts[row, LOOPED]) > 0 for row in rows)
+    cut = sum(lengths[row] >= limit and int(facts[row, LAST]) not in end_ids for row in rows)
+    return {"answers/looped": looped / len(rows), "answers/cut": cut / len(rows)}
+
+
+class Servers:
+    """The rollout's servers, numbered in verl's order, and their nodes, in that of their first servers.
+
+    Args:
+        addresses: `HOST:PORT` each.
+    """
+
+    def __init__(self, addresses: Iterable[str] = ()):
+        self.addresses = list(dict.fromkeys(addresses))
+        hosts = [address.rpartition(":")[0] for address in self.addresses]
+        nodes = list(dict.fromkeys(hosts))
+        places = enumerate(map(nodes.index, hosts))
+        self._places = dict(zip(map(server_number, self.addresses), places, strict=True))
+
+    def buckets(self, facts: Tensor) -> dict[str, Tensor]:
+        """Returns `replica` and `node` -> [B] int64, the places of the trajectories' servers in BUCKETS; {} if there is
+        one server.
+
+        A trajectory of several servers, or of one that started later, is in the last bucket.
+
+        Args:
+            facts: [B, 3] int64.
+        """
+        if len(self.addresses) < 2:
+            return {}
+        places = [self._places.get(number, (REPLICAS, REPLICAS)) for number in facts[:, SERVER].tolist()]
+        found = torch.tensor(places, dtype=torch.long).reshape(-1, 2).clamp(max=REPLICAS)
+        return dict(zip(("replica", "node"), found.unbind(1), strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{index:02d} {address}" for index, address in enumerate(self.addresses))
