@@ -1,5 +1,4 @@
-"""A step's batch, read from TransferQueue for the passes over it: which fields, whole or in blocks, the rows that verl
-has added, and lags.
+"""Reads a step's batch from TransferQueue: its fields, whole or in blocks, the rows that verl has added, the lags.
 
 Shape legend: N response tokens of a block, B trajectories of the batch.
 """
@@ -31,7 +30,7 @@ SIGN_FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.LOSS_MASK, na
 
 
 def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: Any) -> "QueueBatch":
-    """Returns the step's batch with what this run's features read of it first."""
+    """Returns the step's batch, with the fields read that this run's features need first."""
     needs, config = features.needs, features.config
     numbers = []
     if Need.COMPARED_ROUTERS in needs:
@@ -50,12 +49,12 @@ def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: 
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole groups of trajectories: all trajectories of a prompt are in one part.
+    """A part of a batch; all trajectories of a prompt are in the same part.
 
     Attributes:
-        rows: their places in the batch.
+        rows: the places of its trajectories in the batch.
         batch: the meta of these rows.
-        offsets: where their tokens start, once they have been read.
+        offsets: where the tokens of each row start; None until the tokens have been read.
     """
 
     rows: list[int]
@@ -64,7 +63,7 @@ class Rows:
 
 
 def parts_of(batch: KVBatchMeta) -> list[Rows]:
-    """Returns parts of BLOCK_TOKENS tokens, or of one group; one part if that is all, or if lengths are not known."""
+    """Returns parts of up to BLOCK_TOKENS tokens each, or of one larger group; a single part if lengths are unknown."""
     lengths = [tag.get("response_len") for tag in batch.tags]
     if None in lengths or sum(lengths) <= BLOCK_TOKENS:
         return [Rows(list(range(len(batch.keys))), batch)]
@@ -85,22 +84,22 @@ def parts_of(batch: KVBatchMeta) -> list[Rows]:
 class QueueBatch:
     """A step's batch, as the step and the run use it.
 
-    Up to BLOCK_TOKENS are one block: `start` reads it, new fields wait for `write`, and the advantages are read once. A
-    larger batch is read block by block, once for each operation, and written as fields are put.
+    A batch of up to BLOCK_TOKENS tokens is one block: `start` reads it, new fields wait for `write`, and the advantages
+    are read once. A larger batch is read block by block, again for each operation, and `put` writes fields at once.
 
     Args:
         lag: the lag of its trajectories; None if no rollout is older than the policy.
         view: makes the filters' view from tokens, keys and FILTER_FIELDS; None if nothing is filtered.
 
     Attributes:
-        whole: it is one block.
+        whole: the batch is one block.
     """
 
     def __init__(self, batch: KVBatchMeta, lag: Lag | None = None, view: Callable[..., FilterBatch] | None = None):
         self._batch, self._lag, self._view = batch, lag, view
         self._parts = parts_of(batch)
         self.whole = len(self._parts) == 1
-        self._tokens: Tokens | None = None  # of a whole one
+        self._tokens: Tokens | None = None  # if the batch is one block
         self._rewards: Tensor | None = None
         self._numbers: dict[str, Tensor] = {}
         self._waiting: dict[str, Tensor] = {}
@@ -108,11 +107,11 @@ class QueueBatch:
         self._by_row: Tensor | None = None
 
     def start(self, numbers: Sequence[str] = (), *, measured: bool = True) -> None:
-        """Reads some fields, a few numbers per trajectory, and with them the tokens of a batch that is one block.
+        """Reads fields with a few numbers per trajectory, and the tokens of a batch that is one block.
 
         Args:
             numbers: the names of these fields.
-            measured: whether the tokens are read at all.
+            measured: whether to read the tokens.
         """
         whole = self.whole and measured
         asked = [*numbers, *FIELDS, names.REWARDS] if whole else list(numbers)
@@ -126,8 +125,7 @@ class QueueBatch:
         return self._numbers.get(name)
 
     def rows(self, name: str, count: int | None = None) -> Sequence[Any] | None:
-        """Returns one value per trajectory of a field, of the first `count` or all; None if the batch does not have
-        it."""
+        """Returns a field's value for the first `count` trajectories, or for all; None if the batch lacks the field."""
         batch = self._batch if count is None else part_of(self._batch, range(min(count, len(self._batch.keys))))
         data = get_fields(batch, [name])
         if name not in data.keys():  # noqa: SIM118 (a TensorDict)
@@ -164,8 +162,8 @@ class QueueBatch:
         return replace(batch, fields=put_fields(batch, self._waiting).fields) if self._waiting else batch
 
     def sums_by_sign(self) -> Tensor:
-        """See `trainer.step.Batch`. `blocks` has kept the sums of each trajectory; it is read again only if its tokens
-        differ in sign."""
+        """See `trainer.step.Batch`. `blocks` has kept each trajectory's sums; only trajectories whose tokens differ in
+        sign are read again."""
         if self._tokens is not None:
             return sums_by_sign(self._tokens, self._advantages[names.ADVANTAGES].values())
         assert self._by_row is not None
@@ -236,8 +234,7 @@ class QueueBatch:
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
-        """Returns the advantages of a whole batch, once verl has computed them, and the other fields that filters
-        read."""
+        """Returns the advantages of a one-block batch, and the other fields that filters read; verl computes them."""
         return dict(get_fields(self._batch, [names.ADVANTAGES] if self._view is None else FILTER_FIELDS).items())
 
     def _read(self, fields: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:
@@ -291,10 +288,10 @@ def packed_like_mask(data: Mapping[str, Tensor], fields: tuple[str, ...]) -> dic
 
 
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
-    """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+    """Returns how many versions old each trajectory's weights are in this step, by the tags of verl's agent loop.
 
-    A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
-    several local updates (`separate_async`).
+    A version has the number of the step after which it was synchronised. l_old is of version `step - 1`, even if the
+    step has several local updates (`separate_async`).
     """
     newest, oldest = (
         torch.tensor([step - 1 - tag[f"{end}_global_steps"] for tag in tags], dtype=torch.long)
@@ -331,7 +328,7 @@ def filter_batch(
 
 @lru_cache
 def end_tokens(model_path: str) -> frozenset[int]:
-    """Returns the token ids that end a response by the model's generation config; none if it has none."""
+    """Returns the end tokens of the model's generation config; an empty set if it has none."""
     from transformers import GenerationConfig
 
     try:
