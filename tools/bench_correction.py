@@ -65,7 +65,7 @@ class Batch:
         return Tokens(self.packed_infer, self.packed_old, self.packed_mask.bool(), self.offsets)
 
     def verl(self) -> tuple[Any, torch.Tensor, dict[str, float]]:
-        # Imported here, because an environment without verl has the other calls.
+        # Imported here, so that the other calls work without verl.
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_rejection_mask
 
         return compute_rollout_correction_and_rejection_mask(

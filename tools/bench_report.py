@@ -94,7 +94,7 @@ def time_console(repeats: int) -> None:
         f"100 MB of console output, {steps:.0f} steps: {read:.2f} s, "
         f"{read / grep:.0f} times what grep -c takes ({grep:.3f} s)"
     )
-    print(f"memory: {memory['run']:.0f} MiB, of half of the file {memory['half']:.0f} MiB")
+    print(f"memory: {memory['run']:.0f} MiB; for half of the file {memory['half']:.0f} MiB")
 
 
 def seconds(command: list[str]) -> float:

@@ -77,7 +77,7 @@ class Run:
         """Waits until the run is about to begin a step.
 
         Raises:
-            RuntimeError: it has ended; the text has the end of its log.
+            RuntimeError: the run has ended; the message has the end of its log.
         """
         while not select.select([self._asked], [], [], 1.0)[0]:
             if self._process.poll() is not None:

@@ -1,8 +1,8 @@
 """The corpus of judged runs, `tests/cases`: makes value files from runs, and freezes what the report says of each.
 
     python tools/cases.py add SET FOLDER     make the value files of SET (field, lab, stack) from cases in FOLDER
-    python tools/cases.py judge              write what the report says of each case now; `git diff` shows what changed
-    python tools/cases.py table              how many of each set are judged as is known of them, by aspect
+    python tools/cases.py judge              write the report's judgement of each case; `git diff` shows what changed
+    python tools/cases.py table              how many of each set are judged correctly, by aspect
     python tools/cases.py causes             the table of all causes
     python tools/cases.py findings           the table of all findings
     python tools/cases.py guide              docs/field-guide.md, from the symptoms in tests/cases/field.json
@@ -119,7 +119,7 @@ def read_case(file: Path) -> Run:
 
 
 def aspects(expect: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns what is known of a run, by aspect, and whether the frozen part of a judgement has it right.
+    """Returns, for each aspect that is known of a run, whether the frozen part of a judgement has it right.
 
     A log may not show its cause. Then "unknown" is one of the causes that are right, and naming none is right too.
     """
@@ -137,15 +137,15 @@ def aspects(expect: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, boo
 
 
 def is_right(expect: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Returns True if the frozen part of a judgement is as is known of the run."""
+    """Returns True if the frozen part of a judgement agrees with all that is known of the run."""
     return all(aspects(expect, said).values())
 
 
 def freeze(again: bool) -> None:
-    """Writes what the report says of each case, by set and case, one line each.
+    """Writes the report's judgement of each case, by set and case, one line each.
 
     Args:
-        again: judge the cases that are frozen already, too. Otherwise a change of theirs still fails a test.
+        again: also judge the cases that are frozen already. Otherwise, if their judgement changes, a test still fails.
     """
     before = {} if again else frozen()
     files = {f"{which}/{known['case']}": file for which, file, known in cases()}
@@ -199,7 +199,7 @@ def causes_table() -> str:
 
 
 def findings_table() -> str:
-    lines = ["| finding | what it shows | told at | other levels | from |", "|---" * 5 + "|"]
+    lines = ["| finding | what it shows | reported at | other levels | from |", "|---" * 5 + "|"]
     for rule in sorted(RULES.values(), key=lambda rule: rule.look.__module__):
         told = [level for level in rule.levels if level not in rule.usual]
         said = " ".join((rule.look.__doc__ or "").split("\n\n")[0].split())
@@ -217,7 +217,7 @@ GUIDE = """# Field guide
 What went wrong in other people's runs, in numbers. Search this page for a metric that moved in your run, by the name
 that your trainer logs. `python tools/cases.py guide` makes the page from the runs of
 [tests/cases/field.json](../tests/cases/field.json). [What is wrong with my run?](diagnosis.md) has the words of the
-report, and how many of these runs it judges rightly.
+report, and how many of these runs it judges correctly.
 
 - **Cause** is what the owner found. "Not known" if nobody did; what somebody only suspects is marked.
 - **The report says** the state of the learning, that of the engines ([the verdict](report.md#the-verdict)), and the
@@ -294,7 +294,7 @@ GAPS = {"0.001": (0.001, 0.0), "0.05": (0.05, 0.0), "0.001, growing by 5 % per s
 
 
 def noise() -> str:
-    """Returns how often made runs of LENGTHS get each state at their last step.
+    """Returns how often simulated runs of LENGTHS get each state at their last step.
 
     The noise of a reward has a deviation of 0.1 and is correlated between neighbours by rho; k3 has a noise of 0.3 in
     its logarithm.

@@ -67,13 +67,13 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Planted:
-    """A cause as it is planted.
+    """A planted cause.
 
     Attributes:
         cause: its name in `verl_ext.diagnosis`; "" for a sound run.
-        regime: of the lab.
+        regime: the lab's regime; "" for none.
         development, held_out: overrides of each severity, separated by blanks; drawn in turn.
-        always: overrides of every run of it.
+        always: overrides of all of its runs.
     """
 
     cause: str
@@ -201,9 +201,9 @@ PLANTED: dict[str, Planted] = {
 
 
 def rounds(number: int, planted: Planted) -> bool:
-    """Returns True if the engines of this run differ in their rounding besides, as any two real engines do.
+    """Returns True if the engines of this run also round differently, as any two real engines do.
 
-    Every other four runs of a cause do, so that each severity is planted with and without it.
+    Blocks of four runs of a cause alternate, so that each severity is planted with and without it.
     """
     return planted.cause not in ROUNDING and number // 4 % 2 == 1
 
@@ -266,11 +266,11 @@ class Judged:
 
     Attributes:
         found: the causes that are named at its end, the likeliest first.
-        plain: the same from only verl's metrics.
+        plain: the same from verl's metrics only.
         reports: (step, cause) as the run reported them while it ran.
-        steps: of the run.
+        steps: the number of steps of the run.
         onset: the step from which the planted cause acts.
-        rounds: the engines round differently besides.
+        rounds: whether the engines also round differently.
     """
 
     found: list[str]

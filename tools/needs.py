@@ -114,7 +114,7 @@ class Source:
         """Returns the definition that a dotted name stands for, through re-exports and base classes.
 
         Raises:
-            LookupError: which part of it is missing.
+            LookupError: a part of the name is missing; the message names it.
         """
         asked, path = self._split(name)
         module, found = asked, None

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the generated parts of the documentation again; a test fails if one is old. `git diff docs` shows the change.
+# Regenerate the generated parts of the documentation; a test fails if one is outdated. `git diff docs` shows the change.
 #   bash tools/pages.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."

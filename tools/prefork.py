@@ -112,7 +112,7 @@ class Server:
         return None
 
     def abandon(self, connection: socket.socket, process: int) -> None:
-        """Ends the process of a client that is gone. Only then is there something to read: a client sends no more."""
+        """Ends the process of a client that is gone; its connection is readable, although a client sends no more."""
         self.selector.unregister(connection)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

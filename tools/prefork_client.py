@@ -42,8 +42,8 @@ def client(address: str, arguments: list[str]) -> int:
 
 
 def die_with_the_raylet() -> None:
-    """Makes this process end with the raylet that started it, if the server has imported Ray: a worker of Ray would
-    watch the process that Ray's libraries took for its raylet as they were loaded, the server."""
+    """Makes this process end with the raylet that started it, if the server has imported Ray: Ray's libraries were
+    loaded in the server, so a worker would watch the server as its raylet."""
     parent = os.getppid()
     if not os.environ.get("PREFORK_RAY") or str(parent) != os.environ.get("RAY_RAYLET_PID"):
         return

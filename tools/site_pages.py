@@ -1,4 +1,4 @@
-"""MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/, mends links and makes tables.
+"""MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/, fixes links and fills in tables.
 
 On a code host, a page links to any file of the repository, relative to its own folder. The site has docs/ at its top
 and the other pages in their folders below it: docs/guard.md becomes guard.md, recipes/slurm/README.md keeps its name. A
@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
 
 
 def filled(markdown: str) -> str:
-    """Returns a page's text with the tables that are made."""
+    """Returns a page's text with its tables filled in."""
     if str(ROOT) not in sys.path:  # `mkdocs` itself does not put it there
         sys.path.insert(0, str(ROOT))
     return MADE.sub(lambda found: getattr(import_module(found[1]), found[2])(), markdown)

@@ -23,9 +23,8 @@ COLUMNS = ("change", "target", "why", "when", "written for", "test that fails if
 NEEDS = """
 ## What each hook needs of verl
 
-Each entry names something in verl that a hook needs: that it exists, that it takes these parameters (`...` for more
-that may follow), and after a colon the names that its body must use for our code to be called. Each file also needs
-what it imports from verl.
+Each entry names something in verl that must exist, the parameters that it must take (`...`: more may follow), and after
+a colon the names that its body must use for our code to be called. Each file also needs what it imports from verl.
 
 ```bash
 python tools/needs.py                  # the installed verl

@@ -1,4 +1,4 @@
-"""Measures on one GPU, in minutes, what of this project it can run: `bash tools/gpu.sh --help`.
+"""Measures, in minutes, what one GPU can run of this project: `bash tools/gpu.sh --help`.
 
 __main__.py  the command line
 runner.py    runs the parts one after another, each in a process of its own, within the time limit

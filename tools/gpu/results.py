@@ -42,7 +42,7 @@ def _gpu() -> dict[str, str]:
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     except (OSError, subprocess.SubprocessError) as error:
-        raise KitError(f"no GPU was found here: nvidia-smi says {error}; --dry runs everything on a CPU") from error
+        raise KitError(f"no GPU was found here: nvidia-smi failed: {error}; --dry runs everything on a CPU") from error
     if not lines:
         raise KitError("no GPU was found here: nvidia-smi lists none; --dry runs everything on a CPU")
     name, driver, memory = (field.strip() for field in lines[0].split(","))

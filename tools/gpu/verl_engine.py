@@ -1,5 +1,5 @@
-"""verl's FSDP2 engine on one rank, around a model that is made on the device instead of read from a disk; and what
-stands in for it where it cannot be built."""
+"""verl's FSDP2 engine on one rank, around a model that is built on the device instead of read from a disk; and a
+stand-in for it where it cannot be built."""
 
 import os
 from pathlib import Path

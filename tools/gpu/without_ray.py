@@ -1,4 +1,4 @@
-"""What stands in for Ray on a machine without it. verl imports Ray everywhere; an engine on one GPU never calls it.
+"""A stand-in for Ray on a machine without it. verl imports Ray everywhere; an engine on one GPU never calls it.
 
 Its names can be imported, derived from, and used as annotations; whatever is called raises.
 """

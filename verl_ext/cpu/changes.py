@@ -1,4 +1,4 @@
-"""The changes to foreign code that only runs on CPU cores need: rows of the table in `base.changes`."""
+"""Changes to foreign code that are only for runs on CPU cores: rows of the table in `base.changes`."""
 
 from functools import partial
 
@@ -62,7 +62,7 @@ TABLE = add_changes(
     cpu_vllm(
         name="score_prompts_of_loras",
         target="`vllm.lora.punica_wrapper.punica_cpu.PunicaWrapperCPU.add_lora_logits`",
-        why="the sync canary asks for log-probs of prompts, in which vLLM's CPU kernels end where there is an adapter",
+        why="the sync canary asks for log-probs of prompts, for which vLLM's CPU kernels raise if there is an adapter",
         test="tests/unit/cpu/test_vllm.py::test_an_adapters_head_is_for_sampled_rows",
     ),
     cpu_vllm(
@@ -86,13 +86,13 @@ TABLE = add_changes(
     cpu_vllm(
         name="sleep_in_queues",
         target="`vllm.distributed.device_communicators.shm_broadcast.SpinCondition.wait`",
-        why="a process of vLLM keeps a core busy for a second after each message, which training needs",
+        why="after each message, a process of vLLM keeps a core busy for a second, and training needs the core",
         test="tests/unit/cpu/test_vllm.py::test_a_reader_of_vllms_queues_sleeps_until_it_is_told",
     ),
     cpu_megatron(
         name="allow_float32",
         target="`verl.workers.config.engine.McoreEngineConfig.__post_init__`",
-        why="verl refuses dtype=float32, in which its Megatron engine runs: for exact comparisons",
+        why="verl refuses dtype=float32, which its Megatron engine supports and exact comparisons need",
         versions=VERL,
         test="tests/stack/test_megatron_engine.py::test_one_rank",
         needs=("verl.workers.config.engine.McoreEngineConfig.__post_init__(self)",),
@@ -213,15 +213,15 @@ TABLE = add_changes(
     cpu_sglang(
         name="copy_captured",
         target="`sglang.srt.state_capturer.base.TopkCaptureOutput.copy_to_cpu`",
-        why="the overlap schedule keeps expert ids by a copy to the CPU; there it copies nothing, and the next pass "
-        "overwrites them",
+        why="the overlap schedule keeps expert ids by a copy to the CPU; from a CPU nothing is copied, and the next "
+        "pass overwrites them",
         test="tests/stack/test_sglang_engine.py"
         "::test_without_our_copy_the_overlap_schedule_returns_wrong_experts_and_right_log_probs",
     ),
     cpu_sglang(
         name="pickle_by_value",
         target="`sglang.srt.utils.common.ForkingPickler`",
-        why="weights travel to SGLang as handles of GPU memory, of which CPU tensors have none",
+        why="weights are sent to SGLang as handles of GPU memory, which CPU tensors do not have",
         test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
     ),
 )

@@ -17,8 +17,7 @@ FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
 class MissingType(type):
-    """The metaclass of `Missing`: such a class has any attribute, as `Mode.NEAREST` of an enumeration, which raises
-    when it is called."""
+    """The metaclass of `Missing`: a class has every attribute, such as an enumeration's `Mode.NEAREST`; calls raise."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -94,7 +94,7 @@ def adapt_megatron() -> Undo:
 
 
 def compile_nothing() -> Undo:
-    """Switches compilation off: megatron-core compiles small functions, which takes longer than they ever run here."""
+    """Switches compilation off: megatron-core's small functions take longer to compile than they ever run here."""
     torch.compiler.set_stance("force_eager")
     return lambda: torch.compiler.set_stance("default")
 
@@ -276,15 +276,15 @@ def _without_a_step(put: Callable[..., None], optimizer: Any, model_param: Any, 
 
 
 def copy_for_offload() -> Undo:
-    """Copies the parameters for Adam: with optimizer_cpu_offload it works on copies on the CPU, where the parameters
-    themselves are here too."""
+    """Copies the parameters for Adam: optimizer_cpu_offload makes copies on the CPU only of parameters that are not
+    there already."""
     owner = importlib.import_module(f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer").HybridDeviceOptimizer
     return wrap("copy_for_offload", owner, "_get_sub_optimizer_param_groups", _copies, "self, offload_fraction")
 
 
 def _copies(original: Callable[..., Any], optimizer: Any, offload_fraction: float) -> tuple[Any, ...]:
     if offload_fraction != 1.0:
-        raise NotImplementedError(f"optimizer_offload_fraction={offload_fraction} has no stand-in on CPU cores, 1 has")
+        raise NotImplementedError(f"optimizer_offload_fraction={offload_fraction} has no stand-in on CPU cores; set 1")
     groups, copy_of, original_of, in_float32 = [], {}, {}, {}
     for group in optimizer.param_groups:
         copies = [parameter.detach().clone().float() for parameter in group["params"]]

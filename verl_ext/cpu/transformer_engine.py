@@ -168,8 +168,7 @@ class TERowParallelGroupedLinear(GroupedLinear):
 class TEDotProductAttention(DotProductAttention):
     """Causal attention within each of the packed sequences ("thd"); values may have another width than keys.
 
-    With context parallelism, each rank has the queries of some tokens (`places_of`), and gathers the keys and values of
-    all.
+    With context parallelism, each rank has the queries of some tokens (`places_of`), and gathers all keys and values.
     """
 
     def __init__(

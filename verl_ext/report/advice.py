@@ -44,7 +44,7 @@ INCLUDES = {
     "stability=moe": {"stability=r3", "stability=tis", "stability.correction=tis", "stability=opsm", ROUTERS},
 }
 NO_CHANGE = ("trainer.resume", "stability.batch_skip.threshold=null")  # words of a step that change no method
-# Findings whose step is no beginning of a decline: the step of the best, or of a passing event.
+# Findings whose step does not begin a decline: it is that of the best value, or of a passing event.
 NO_BEGINNING = (
     "reward_peaked.peaked",
     "reward_constant.constant",
@@ -96,7 +96,7 @@ def moves_of(run: Run, began: int, until: int) -> tuple[Move, ...]:
 def next_steps(
     run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: str
 ) -> Iterator[NextStep]:
-    """Yields what to do, the most useful first: the remedy of the likeliest cause, or the measurement that would tell.
+    """Yields what to do, the most useful first: the remedy of the likeliest cause, or the measurement to find it.
 
     A correction is never advised for engines that are broken: it would bound what has to be repaired. Nothing is
     advised twice.
@@ -127,7 +127,7 @@ def _all_steps(
     asked = found.question
     unknown = question is None and found.first is None and found.engines.state in ("apart", "growing")
     if unknown and asked is not None and not is_on(run, asked.setting) and (found.moe or asked.setting != ROUTERS):
-        yield NextStep(asked.setting, "measures what would tell the likeliest causes apart")
+        yield NextStep(asked.setting, "distinguishes the likeliest causes")
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
         both = "the first two causes" if named else f'"{question.first.title}" and "{question.second.title}"'
@@ -169,7 +169,7 @@ def _unrefused(run: Run, step: NextStep) -> NextStep:
 
 
 def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
-    """Yields changes of the launch, and commands, that the judgement speaks for."""
+    """Yields changes of the launch, and commands, that the judgement supports."""
     first = found.first
     gap_matters = found.engines.state in ("apart", "growing") or state == "past the boundary"
     if first is not None:
@@ -271,7 +271,7 @@ def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> Nex
     sound = min([began - round(run.staleness), *(step for step in moved if run.steps[0] < step <= began)])
     text, why = change.do if change else "", change.why if change else "goes back to weights from before the fall"
     if change is None and found.first is not None:
-        why = f"{why}, once its cause is mended"
+        why = f"{why}, once its cause is fixed"
     if sound <= 1:
         why = f"{why}. No checkpoint is from before the fall, so the run starts from its beginning"
         return NextStep(f"{text} trainer.resume_mode=disable".strip(), why)

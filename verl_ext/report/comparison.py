@@ -216,7 +216,7 @@ def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
 def _comparison_notes(
     last: Mapping[str, int], rows: Sequence[Row], extra: Sequence[str], window: int | None, common: int | None
 ) -> Iterator[str]:
-    """Yields what to know of the table. `last` is each run's last step, `common` the one at which all were cut."""
+    """Yields notes on the table. `last` is each run's last step, `common` the one at which all were cut."""
     longer = ", ".join(f"{name} (to {step})" for name, step in last.items() if common is not None and step > common)
     if longer:
         yield f"compared at step {common}, the last one that all runs have; later steps left out: {longer}"

@@ -1,5 +1,5 @@
-"""Files that others can write to: only regular ones are read, a file that still grows is read on, line by line, and
-nothing is written through a link."""
+"""Reads and writes files that others can write to: only regular files are read, a growing file line by line from where
+the last read ended, and nothing is written through a link."""
 
 import errno
 import os
@@ -59,7 +59,7 @@ def fingerprint(files: Iterable[Path]) -> tuple[object, ...]:
 
 
 class GrowingFile:
-    """Reads a file on from where the last refresh ended. Time is linear in the file, memory in a line.
+    """Continues to read a file where the last refresh ended. Time is linear in the file, memory in a line.
 
     Args:
         take_lines: called with whole lines, each with its newline. Its second argument is True if the first of them is
@@ -87,7 +87,7 @@ class GrowingFile:
         self._before = b""  # the bytes before the offset
 
     def refresh(self) -> bool:
-        """Reads on; returns whether there was anything new."""
+        """Reads what is new; returns True if there was anything."""
         with open_regular(self.path) as file:
             again = self._replaced(file.fileno())
             if again:

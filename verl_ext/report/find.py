@@ -49,7 +49,7 @@ Found = tuple[Kind, Path]  # a run on disk
 
 
 def find_source(path: Path, which: int | None) -> RunSource:
-    """Returns what reads the run of this file or folder.
+    """Returns the source that reads the run of this file or folder.
 
     Raises:
         ReportError: there is none, or there are several.
@@ -83,7 +83,7 @@ def find_source(path: Path, which: int | None) -> RunSource:
 
 
 def join_logs(paths: Sequence[Path]) -> RunSource:
-    """Returns what reads several logs of one run: of the processes of one job, or of one job after the other.
+    """Returns the source that reads several logs of one run: of the processes of a job, or of successive jobs.
 
     Raises:
         ReportError: one of them is no log, or has another format than the first.
@@ -162,7 +162,7 @@ def _what_else(start: bytes) -> str:
 
 
 def _logs_in(folder: Path) -> TextSource | None:
-    """Returns what reads the logs with metrics that lie directly in a folder, in the most telling of their formats."""
+    """Returns the source that reads the logs with metrics directly in a folder, in the first of FORMATS that fits."""
     endings = tuple(ending for form in FORMATS for ending in form.endings)
     here = [path for path in sorted(folder.iterdir()) if path.name.endswith(endings) and is_regular(path)]
     forms = {path: form for path in here if (form := detect_format(path)) is not None}

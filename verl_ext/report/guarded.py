@@ -16,7 +16,7 @@ from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run
 
-SKIPPED_STEPS = 10  # a run no longer learns if more than half of the updates of so many last steps were skipped
+SKIPPED_STEPS = 10  # a run no longer learns if more than half of the updates of this many last steps were skipped
 FAILING_DIFFERENCE = 0.05  # mean |p rollout - p training| past which training was seen to fail (IcePop)
 TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 DROPPED = "correction/dropped"
@@ -43,10 +43,10 @@ DECIDED = {
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that the metrics or the guard's log show, a clause.
+    """A clause about something that the metrics or the guard's log show.
 
     Attributes:
-        id: the name of a finding, or of what is seen of the guard and its boundary.
+        id: the name of a finding, or of a fact about the guard and its boundary.
     """
 
     id: str
@@ -70,7 +70,7 @@ def sentence_of(clause: str) -> str:
 
 
 def judged_k3(run: Run) -> Gap | None:
-    """Returns the k3 that the run is judged by, of the engines alone if that is seen; None without any k3."""
+    """Returns the k3 by which the run is judged: the engines' part of it if that is known; None without any k3."""
     gap = gap_of(run.readings)
     return gap if gap is not None and gap.measure.name == K3 else None
 
@@ -195,7 +195,7 @@ def usual_level(run: Run) -> float:
 
 
 def warning_of(run: Run, began: int) -> Iterator[Fact]:
-    """Yields what warned before the step at which a reward began to fall."""
+    """Yields the warnings from before the step at which the reward began to fall."""
     forecast, passed = foretold_at(run, began - 1), passed_at(run, began - 1)
     if forecast is not None:
         text = f"the guard's forecast warned at step {forecast}, {_before(began - forecast)} the reward began to fall"
@@ -223,7 +223,7 @@ def age_drives(run: Run) -> bool:
 
 
 def limits(run: Run) -> Iterator[Fact]:
-    """Yields what is past a limit."""
+    """Yields the values that are past a limit."""
     k3, whole, boundary = judged_k3(run), run.get(K3), boundary_of(run)
     if k3 is not None and (now := now_of(k3.series)) > boundary:
         text = f"{k3.name} is {now:.2g} ({now_label(k3.series)}), past the boundary of {boundary:g}"
@@ -242,7 +242,7 @@ def limits(run: Run) -> Iterator[Fact]:
 
 
 def drifts(run: Run) -> Iterator[Fact]:
-    """Yields what shows that the gap is on its way to the boundary, or that a mask does not see it."""
+    """Yields signs that the gap is on its way to the boundary, or that a mask does not catch it."""
     fit = growth_of(run)
     if fit is not None and nears_boundary(fit[1]):
         yield Fact("nears_boundary", growth_clause(run))

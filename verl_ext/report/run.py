@@ -41,7 +41,7 @@ def is_validation(name: str) -> bool:
 
 
 def validation_label(name: str) -> str:
-    """Returns the name of a validation's score without what all of them begin with."""
+    """Returns the name of a validation's score without the common prefix."""
     return name.removeprefix("val-core/").removeprefix("val/test_score/")
 
 
@@ -106,7 +106,7 @@ class Run:
 
     @cached_property
     def readings(self) -> Readings:
-        """The run as the diagnosis sees it. A step of an error that ended it is its last one."""
+        """The run as the diagnosis sees it, with the last error that ended one of its processes."""
         ending = next((Ending(each.step, each.reason) for each in reversed(self.events) if each.rule == ENDED), None)
         logged = {name: series for name in self._quantities if (series := self.logged(name)) is not None}
         return Readings(logged, ending)

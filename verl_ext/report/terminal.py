@@ -243,8 +243,8 @@ class Dashboard:
 
 
 def _cause_lines(label: str, suspect: Suspect, verdict: RunVerdict) -> Iterator[tuple[str, str]]:
-    """Yields a cause in at most MOST_CAUSE_LINES lines: its title, what speaks for and against it, as far as there are
-    lines left, and the one thing to check. The page has all of it."""
+    """Yields a cause in at most MOST_CAUSE_LINES lines: its title, as much of the evidence for and against it as there
+    are lines left, and the one thing to check. The page has all of it."""
     title = f"{label}: {suspect.cause.title}"
     check = "" if suspect.harmless else f"check: {suspect.cause.check}"
     said = verdict.sentence.lower()
@@ -280,7 +280,7 @@ def _shortened(text: str, lines: int) -> str:
 
 
 def _as_many(start: str, texts: Sequence[str], lines: int) -> str:
-    """Returns the first texts that fit on so many lines together, and how many are left."""
+    """Returns the first texts that together fit on this many lines, and how many are left."""
     for count in range(len(texts), 0, -1):
         more = f" (and {len(texts) - count} more)" if count < len(texts) else ""
         line = start + "; ".join(texts[:count]) + more

@@ -133,7 +133,7 @@ def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
 
 
 def _token_count(trajectory: Trajectory) -> int:
-    """Returns its size in tokens; the other fields take the memory of a few tokens."""
+    """Returns a trajectory's size in tokens; the other fields take the memory of a few tokens."""
     return len(trajectory.text) + len(trajectory.start) + 10
 
 

@@ -56,11 +56,11 @@ State = Literal[
 
 ALARM_STEPS = 3  # last steps in which an action of the guard is an active alarm
 FACTS_HEADING = "What else the numbers show"
-REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, where nothing else is said"
+REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, unless stated otherwise"
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
 # State of the engines -> what its level means.
 ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
-# Finding -> findings and other facts that say the same with more.
+# Finding -> findings and other facts that report the same with more detail.
 SAID_BY = {
     "advantages": {"reward_constant"},
     "correction_on": {"tokens_dropped", "many_dropped"},
@@ -117,7 +117,7 @@ class RunVerdict:
 
     @property
     def first_heading(self) -> str:
-        """What to do with the first step, the line above it."""
+        """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
         what = "run, with the overrides of the launch:" if run_it else "start the run again with"
         return f"{'After that' if self.alarm else 'Do this first'}: {what}"
@@ -152,7 +152,7 @@ class RunVerdict:
         return self.learning.state in SAID_BY_STATE.get(finding, ())
 
     def labelled(self) -> Iterator[tuple[str, Suspect]]:
-        """The suspects, each with what the report calls it.
+        """Yields each suspect with the report's label for it.
 
         Harmless rounding explains a gap. If a suspect before it explains the gap already, it is an alternative.
         """
@@ -196,7 +196,7 @@ class RunVerdict:
 
 
 def reasons(signs: Sequence[Evidence]) -> tuple[list[str], list[str]]:
-    """Returns what speaks for and against a suspect, each with its step, the strongest first."""
+    """Returns the evidence for and against a suspect, each finding with its step, the strongest first."""
     speaks_for = [dated(sign.finding.text, sign.finding.step) for sign in signs if sign.points > 0]
     return speaks_for, [dated(sign.finding.text, sign.finding.step) for sign in reversed(signs) if sign.points < 0]
 
@@ -231,7 +231,7 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
 
 
 def _alarm(event: Event, *, is_said: bool) -> str:
-    """Returns what comes before any advice; `is_said` if the sentence says already what the guard did."""
+    """Returns the text before any advice; `is_said` if the verdict's sentence already reports what the guard did."""
     act = "." if is_said else f": {_lower(act_sentence(event))}"
     return f"Deal with this first, before you tune anything{act} {AFTER_ALARM}"
 
@@ -281,7 +281,7 @@ def _word(run: Run, found: Judgement) -> State:
 
 
 def _sentence(run: Run, found: Judgement, state: State, stopped: str) -> str:
-    """Returns one sentence of both states; before it, what ended the run."""
+    """Returns one sentence on both states, after one on what ended the run, if anything did."""
     good = found.learning.state in ("learns", "weak") and found.engines.state in ("apart", "broken", "growing")
     learning, engines = _with_step(run, found.learning), _of_engines(run, found, state)
     both = sentence_of(f"{learning}{', but' if good else ';'} {engines}")

@@ -138,7 +138,7 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
     """Returns (experts, experts per token) of a transformers config.
 
     Raises:
-        HookError: the config has neither of them under a known name, or only one.
+        HookError: the config lacks a known name for one of them.
     """
     text = hf_config.get_text_config()
     experts, top_k = first_of(text, EXPERT_COUNTS), first_of(text, TOP_KS)
@@ -188,7 +188,7 @@ def probe_choices(
         except ValueError as error:
             raise HookError(
                 f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
-                "none for text, or it takes code of its own, which model.trust_remote_code allows",
+                "no text model for it, or it needs code of its own, which model.trust_remote_code allows",
                 OFF,
                 gives_way=(),
             ) from error

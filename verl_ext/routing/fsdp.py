@@ -75,7 +75,7 @@ class ForwardPass:
         """Ends the recording, while replay continues. Raises HookError unless every router ran."""
         self.over = True
         if len(self.used) != self.layers:
-            raise HookError(f"{len(self.used)} of {self.layers} routers ran in the forward pass; each must, once")
+            raise HookError(f"{len(self.used)} of {self.layers} routers ran in the forward pass; each must run once")
 
     def packed(self, by_layer: dict[int, Tensor]) -> Tensor:
         """Returns the recorded values as [T, L, ...]."""

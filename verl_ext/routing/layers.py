@@ -1,4 +1,4 @@
-"""The layers of a model in each training engine of verl, and whole states if its ranks share the tokens.
+"""Finds the layers of a model in each training engine of verl, and joins the states of ranks that share the tokens.
 
 `ENGINES` of `routing.engines` names the function of each engine. Workers use it on a built engine.
 
@@ -103,8 +103,8 @@ def _whole_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 def joined_over(rows_nd: Tensor, group: Any) -> Tensor:
-    """Returns the rows of all ranks of the group one after another; of a single rank, its argument. All have as many
-    rows; no gradient passes."""
+    """Returns the rows of all ranks of the group one after another; for a single rank, its argument. All ranks have
+    equally many rows; no gradient passes."""
     return rows_nd if dist.get_world_size(group) == 1 else torch.cat(_of_all_ranks(rows_nd, group))
 
 

@@ -118,7 +118,7 @@ class RecordedRouting:
             self.replays.prepare(engine)
 
     def hooks(self) -> tuple[str, int]:
-        """Returns (class of the routers, number of them that record, over all pipeline stages)."""
+        """Returns (class of the routers, number of recording routers over all pipeline stages)."""
         return self.recorders.name, len(self.recorders.layers)
 
     def compute(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
@@ -157,7 +157,7 @@ class RecordedRouting:
             return output
         recorded = output.get(ROUTES, None)
         if recorded is None:
-            raise HookError(f"verl returned no {ROUTES} from compute_log_prob, though its engine was built to", (OFF,))
+            raise HookError(f"compute_log_prob returned no {ROUTES}, though verl's engine was built to record", (OFF,))
         if self.replays is None:
             check_captured(data)
         replayed = self.replays is not None

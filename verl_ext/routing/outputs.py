@@ -1,4 +1,4 @@
-"""Outputs about routing that are sent with the log-probabilities, made from the rows that routers see; all engines.
+"""Makes the outputs about routing that are sent with the log-probabilities, from the rows that routers see.
 
 Shape legend: B trajectories, T tokens of all of them (prompt and response, packed), R response tokens of all of them,
 n rows of the forward pass on this rank, L MoE layers, K experts per token.

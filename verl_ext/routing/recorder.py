@@ -20,7 +20,7 @@ from verl_ext.base.errors import HookError
 
 LAYER = r"(?:^|\.)layers\.(\d+)"
 MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
-# Point -> the ends of its module's name. In the order of a layer's computation.
+# Point -> pattern of its module's name, in the order of a layer's computation.
 POINTS = {
     "indexer": rf"{LAYER}\.(?:self_attn|attention)\.indexer$",
     "attention": rf"{LAYER}\.(?:self_attn|attention|linear_attn)$",
@@ -60,11 +60,11 @@ class StatePoint:
 
 
 class Recorder:
-    """Hooks on the modules of these points, while it is open. The first MOST_ROWS tokens of a pass are kept.
+    """Hooks the modules of these points until it is closed; keeps the first MOST_ROWS tokens of each pass.
 
     Args:
         whole: [n, d] of this rank -> [n, d] of all tokens of the pass, where ranks share them.
-        takes: whether the pass that runs is recorded.
+        takes: returns whether to record the current pass.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Recorder:
 
     def _hook(self, point: StatePoint) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if output is not None and self._takes():  # vLLM gathers the logits on its first rank
+            if output is not None and self._takes():  # vLLM gathers the logits on its first rank only
                 rows_nd = self._rows(point.name, point.read(module, inputs, output).detach().flatten(0, -2))
                 # A copy: vLLM and SGLang add to these tensors in place.
                 self._passes.setdefault(point.name, []).append(rows_nd.to("cpu", copy=True))
@@ -97,10 +97,9 @@ class Recorder:
 
 
 def narrowest(values: Tensor) -> Tensor:
-    """Returns floating-point values in bfloat16 or float16, whichever of these, in this order, holds them all exactly;
-    else as they are.
+    """Returns floating-point values in bfloat16, or else float16, if it holds all of them exactly; else unchanged.
 
-    SGLang casts its logits to float32 whatever they were computed in, so that their dtype says nothing.
+    SGLang casts its logits to float32, so that their dtype does not show in which dtype they were computed.
     """
     for dtype in (torch.bfloat16, torch.float16):
         narrow = values.to(dtype)
@@ -113,7 +112,7 @@ def named_points(model: nn.Module) -> list[StatePoint]:
     """Returns the points of a model whose parts have the names of transformers.
 
     Raises:
-        HookError: it has none.
+        HookError: the model has none.
     """
     found = [
         StatePoint(point, module, partial(_read, point))
@@ -137,7 +136,7 @@ def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]
         lengths: the number of first rows to take of each pass: the rest is padding, or another token.
 
     Raises:
-        HookError: there are other passes than these.
+        HookError: the recorded passes do not have these lengths.
     """
     joined = {}
     for point, parts in passes.items():
@@ -146,9 +145,7 @@ def joined_passes(passes: Mapping[str, Sequence[Tensor]], lengths: Sequence[int]
         if lengths is not None:
             found = [len(part) for part in parts]
             if len(found) != len(lengths) or any(rows < length for rows, length in zip(found, lengths, strict=True)):
-                raise HookError(
-                    f"{point} was recorded for passes of {found} tokens, where {list(lengths)} were to be seen"
-                )
+                raise HookError(f"{point} was recorded for passes of {found} tokens, but {list(lengths)} were expected")
             parts = [part[:length] for part, length in zip(parts, lengths, strict=True)]
         joined[point] = _join(parts)
     return joined

@@ -159,7 +159,7 @@ class ShiftRecorder:
 
 
 class MegatronShiftRecorder(ShiftRecorder):
-    """The same on a Megatron engine without pipeline parallelism: the last stage would need the routers of the others.
+    """Does the same for Megatron without pipeline parallelism: the last stage would need the routers of the others.
 
     verl's `forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)` runs the model and
     returns a partial of the last argument, with the micro-batch and the loss; megatron-core calls it with the output.

@@ -1,5 +1,4 @@
-"""A step's batch, read from TransferQueue for the passes over it: which fields, whole or in blocks, the rows that verl
-has added, and lags.
+"""Reads a step's batch from TransferQueue: its fields, whole or in blocks, the rows that verl has added, the lags.
 
 Shape legend: N response tokens of a block, B trajectories of the batch.
 """
@@ -32,7 +31,7 @@ SIGN_FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.LOSS_MASK, na
 
 
 def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: Any, servers: Servers) -> "QueueBatch":
-    """Returns the step's batch with what this run's features read of it first.
+    """Returns the step's batch, with the fields read that this run's features need first.
 
     Args:
         servers: those of the rollout, by which the gap is broken down.
@@ -56,12 +55,12 @@ def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: 
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole groups of trajectories: all trajectories of a prompt are in one part.
+    """A part of a batch; all trajectories of a prompt are in the same part.
 
     Attributes:
-        rows: their places in the batch.
+        rows: the places of its trajectories in the batch.
         batch: the meta of these rows.
-        offsets: where their tokens start, once they have been read.
+        offsets: where the tokens of each row start; None until the tokens have been read.
     """
 
     rows: list[int]
@@ -70,7 +69,7 @@ class Rows:
 
 
 def parts_of(batch: KVBatchMeta) -> list[Rows]:
-    """Returns parts of BLOCK_TOKENS tokens, or of one group; one part if that is all, or if lengths are not known."""
+    """Returns parts of up to BLOCK_TOKENS tokens each, or of one larger group; a single part if lengths are unknown."""
     lengths = [tag.get("response_len") for tag in batch.tags]
     if None in lengths or sum(lengths) <= BLOCK_TOKENS:
         return [Rows(list(range(len(batch.keys))), batch)]
@@ -91,8 +90,8 @@ def parts_of(batch: KVBatchMeta) -> list[Rows]:
 class QueueBatch:
     """A step's batch, as the step and the run use it.
 
-    Up to BLOCK_TOKENS are one block: `start` reads it, new fields wait for `write`, and the advantages are read once. A
-    larger batch is read block by block, once for each operation, and written as fields are put.
+    A batch of up to BLOCK_TOKENS tokens is one block: `start` reads it, new fields wait for `write`, and the advantages
+    are read once. A larger batch is read block by block, again for each operation, and `put` writes fields at once.
 
     Args:
         lag: the lag of its trajectories; None if no rollout is older than the policy.
@@ -100,7 +99,7 @@ class QueueBatch:
         servers: those that the gap is broken down by.
 
     Attributes:
-        whole: it is one block.
+        whole: the batch is one block.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class QueueBatch:
         self._batch, self._lag, self._view, self._servers = batch, lag, view, servers or Servers()
         self._parts = parts_of(batch)
         self.whole = len(self._parts) == 1
-        self._tokens: Tokens | None = None  # of a whole one
+        self._tokens: Tokens | None = None  # if the batch is one block
         self._rewards: Tensor | None = None
         self._numbers: dict[str, Tensor] = {}
         self._waiting: dict[str, Tensor] = {}
@@ -121,11 +120,11 @@ class QueueBatch:
         self._by_row: Tensor | None = None
 
     def start(self, numbers: Sequence[str] = (), *, measured: bool = True) -> None:
-        """Reads some fields, a few numbers per trajectory, and with them the tokens of a batch that is one block.
+        """Reads fields with a few numbers per trajectory, and the tokens of a batch that is one block.
 
         Args:
             numbers: the names of these fields.
-            measured: whether the tokens are read at all.
+            measured: whether to read the tokens.
         """
         whole = self.whole and measured
         asked = [*numbers, *FIELDS, names.REWARDS] if whole else list(numbers)
@@ -139,8 +138,7 @@ class QueueBatch:
         return self._numbers.get(name)
 
     def rows(self, name: str, count: int | None = None) -> Sequence[Any] | None:
-        """Returns one value per trajectory of a field, of the first `count` or all; None if the batch does not have
-        it."""
+        """Returns a field's value for the first `count` trajectories, or for all; None if the batch lacks the field."""
         batch = self._batch if count is None else part_of(self._batch, range(min(count, len(self._batch.keys))))
         data = get_fields(batch, [name])
         if name not in data.keys():  # noqa: SIM118 (a TensorDict)
@@ -177,8 +175,8 @@ class QueueBatch:
         return replace(batch, fields=put_fields(batch, self._waiting).fields) if self._waiting else batch
 
     def sums_by_sign(self) -> Tensor:
-        """See `trainer.step.Batch`. `blocks` has kept the sums of each trajectory; it is read again only if its tokens
-        differ in sign."""
+        """See `trainer.step.Batch`. `blocks` has kept each trajectory's sums; only trajectories whose tokens differ in
+        sign are read again."""
         if self._tokens is not None:
             return sums_by_sign(self._tokens, self._advantages[names.ADVANTAGES].values())
         assert self._by_row is not None
@@ -266,8 +264,7 @@ class QueueBatch:
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
-        """Returns the advantages of a whole batch, once verl has computed them, and the other fields that filters
-        read."""
+        """Returns the advantages of a one-block batch, and the other fields that filters read; verl computes them."""
         return dict(get_fields(self._batch, [names.ADVANTAGES] if self._view is None else FILTER_FIELDS).items())
 
     def _read(self, fields: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:
@@ -327,10 +324,10 @@ def packed_like_mask(data: Mapping[str, Tensor], fields: tuple[str, ...]) -> dic
 
 
 def lag_of(tags: Sequence[Mapping[str, Any]], step: int) -> Lag:
-    """Returns how old the weights of each trajectory are in this step, by the tags that verl's agent loop gives it.
+    """Returns how many versions old each trajectory's weights are in this step, by the tags of verl's agent loop.
 
-    A version is the step after which it was synchronised; l_old is of the one before this step, also where a step has
-    several local updates (`separate_async`).
+    A version has the number of the step after which it was synchronised. l_old is of version `step - 1`, even if the
+    step has several local updates (`separate_async`).
     """
     newest, oldest = (
         torch.tensor([step - 1 - tag[f"{end}_global_steps"] for tag in tags], dtype=torch.long)

@@ -21,16 +21,15 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
 from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
 
-PARTITION = "verl_ext_canary"  # the replay buffer looks into "train"
+PARTITION = "verl_ext_canary"  # apart from "train", which the replay buffer reads
 OFF = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 TIMEOUT_S = 600.0
-# One forward pass per trajectory: a batch as small as this need not fit the run's micro-batches.
+# One trajectory per forward pass: so small a batch may not divide into the run's micro-batches.
 ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
 
 
 def has_other_inputs(data: TensorDict) -> bool:
-    """Returns True if any trajectory has images or the like; verl gives all of them the field, and leaves it empty for
-    text."""
+    """Returns True if any trajectory has images or the like; verl leaves the field empty for text."""
     return MODEL_INPUTS in data.keys() and any(data[MODEL_INPUTS])  # noqa: SIM118 (a TensorDict has no `in`)
 
 
@@ -48,7 +47,7 @@ class CanaryTrajectories:
         count: the number of trajectories, rounded up so that each of the `ranks` has the same number.
 
     Raises:
-        HookError: they have images or other inputs, which a server would need too, or there are too few.
+        HookError: the trajectories have images or other inputs, which a server would need too, or are too few.
     """
 
     def __init__(self, batch: KVBatchMeta, count: int, ranks: int):
@@ -73,12 +72,12 @@ class CanaryTrajectories:
     def score_in_workers(
         self, workers: Any, *, replays: bool = True, adapter: bool = True, tokens_at_once: int = 0
     ) -> Tensor:
-        """Returns [N] from the training engine as it is.
+        """Returns the training engine's scores [N] with its present weights.
 
         Args:
-            replays: with routing replayed, where the run does that.
-            adapter: with its LoRA, where it has one.
-            tokens_at_once: trajectories share a forward pass up to so many tokens; 0 for a pass each.
+            replays: replay routing, if the run does.
+            adapter: apply the LoRA, if there is one.
+            tokens_at_once: how many tokens may share a forward pass; 0 for one trajectory per pass.
         """
         from verl.workers.utils.padding import response_from_nested
 
@@ -91,10 +90,10 @@ class CanaryTrajectories:
         return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
 
     def score_in_servers(self, handles: Sequence[Any]) -> list[Tensor]:
-        """Returns [N] from each rollout engine as it is.
+        """Returns the scores [N] of each rollout engine with its present weights.
 
         Raises:
-            HookError: one does not answer.
+            HookError: an engine does not answer.
         """
         import ray
 
@@ -121,8 +120,7 @@ class CanaryTrajectories:
 
 
 def _response_scores(answer: Any, length: int) -> Tensor:
-    """Returns [r - 1] of a server's answer, which has the next token's score at each token of prompt and response
-    except the last."""
+    """Returns the response's scores [r - 1] from a server's answer: each of its rows has the next token's score."""
     rows = answer.extra_fields["prompt_logprobs"]
     return torch.tensor([row[0] for row in rows[:-1]][len(rows) - length :])
 

@@ -1,5 +1,5 @@
-"""The passes over what the rollout captured with its tokens, its experts and its most likely tokens: their metrics, and
-warnings about what is missing or cannot be right (core/routing.py)."""
+"""Metrics of the experts and top tokens that the rollout captured with its tokens, and warnings if some are missing or
+cannot be right (core/routing.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from verl_ext.features.verl_config import ROLLOUTS, replay_mode, replay_setting,
 from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer.batch import QueueBatch
 
-SAMPLED = 4  # trajectories per step that are checked where verl replays them: some 50 MB of 32,768 tokens each
+SAMPLED = 4  # trajectories checked per step if their routing is only replayed: some 50 MB at 32,768 tokens each
 ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
 RETRACTED = "router/retracted"
-SURELY = 10  # trajectories per agent loop's process that should have come without routing
+SURELY = 10  # if as many trajectories per agent loop's process should lack routing, at least one must
 MODULAR = {"vllm": "moe_backend=triton", "sglang": "moe_runner_backend=triton"}
 
 
@@ -30,7 +30,7 @@ class Counts:
     """Tokens whose routing is accepted, unknown, or refused, by reason.
 
     Attributes:
-        compared, left_out: trajectories, if a share of the batch was to be compared.
+        compared, left_out: how many trajectories came with routing, and how many the agent loop left out.
     """
 
     accepted: int
@@ -45,7 +45,7 @@ class Counts:
 
     @classmethod
     def from_sums(cls, packed_BC: Tensor) -> "Counts":
-        """Counts the tokens that the model generated, by the trajectories' RouterSums, packed."""
+        """Counts the generated tokens from the trajectories' packed RouterSums."""
         left_out = int((RouterSums.unpack(packed_BC).left_out > 0).sum())
         sums = RouterSums.unpack(packed_BC.sum(0, keepdim=True))
         refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
@@ -53,9 +53,9 @@ class Counts:
 
     @classmethod
     def from_routes(cls, routes: Sequence[Tensor]) -> "Counts":
-        """Counts the tokens of a few trajectories, by their routes [n, l, K]; not their last, which have none.
+        """Counts the tokens of a few trajectories from their routes [n, l, K], without each last token, which has none.
 
-        A layer of only zeros counts as a dense one, and every id that is not negative as an expert.
+        A layer of zeros counts as dense, and every id that is not negative as an expert.
         """
         routes = [rows[:-1] for rows in routes]
         routes_TLK = torch.cat(routes)
@@ -76,11 +76,11 @@ class Counts:
 
 def retracted_share(batch: QueueBatch, config: DictConfig) -> float | None:
     """Returns the share of the trajectories that SGLang retracted because its cache was full, and continued later; None
-    without its routing.
+    if SGLang returns no routing.
 
-    Their log-probabilities are those of the sampling. Their experts are from the forward pass that read their tokens
+    Their log-probabilities are from the sampling, but their experts are from the later pass that read their tokens
     again: SGLang keeps routing by slot of its cache, and returns it once a request is done (`get_topk` of
-    srt/state_capturer/base.py, 0.5.12). vLLM sends a token's experts on when it is sampled, before a preemption.
+    srt/state_capturer/base.py, 0.5.12). vLLM returns a token's experts when it is sampled, before any preemption.
     """
     if not sglang_returns_routing(config) or (metrics := batch.rows(LOOP_METRICS)) is None:
         return None
@@ -88,7 +88,7 @@ def retracted_share(batch: QueueBatch, config: DictConfig) -> float | None:
 
 
 class CapturedRouting:
-    """Warns once of each problem, and stops a run that would replay nothing from its start."""
+    """Warns once about each problem, and stops a run that has had nothing to replay since its start."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -100,7 +100,7 @@ class CapturedRouting:
         """Returns `router/*` and warnings of new problems.
 
         Raises:
-            HookError: experts are compared and there is no routing; and as `judge_counts`.
+            HookError: there is no routing to compare, or as in `judge_counts`.
         """
         counts, metrics = self._count(batch, features)
         events: tuple[Event, ...] = ()
@@ -135,8 +135,8 @@ class CapturedRouting:
         """Warns of new problems.
 
         Raises:
-            HookError: R3 is on, and no token had valid routing since the start of this process; or a share of the
-                trajectories was to have routing, and all of them had it.
+            HookError: R3 is on, and no token has had valid routing since this process started; or only a share of the
+                trajectories should have routing, and all have it.
         """
         self._any_accepted |= counts.accepted > 0
         self._expect_left_out(counts, config)
@@ -168,8 +168,8 @@ class CapturedRouting:
         return Decision((Event(step, "routing", RETRACTED, share, 0.0, "warn", reason),))
 
     def _expect_left_out(self, counts: Counts, config: DictConfig) -> None:
-        """Checks that each agent loop's process left out its part, to within one trajectory
-        (upstream/agent_loop.py)."""
+        """Raises HookError if no trajectory was left out; each agent loop's process leaves out its share of them, to
+        within one (upstream/agent_loop.py)."""
         share = OmegaConf.select(config, SHARE, default=1.0)
         self._compared += counts.compared
         self._left_out += counts.left_out
@@ -203,7 +203,7 @@ def _event(step: int, name: str, said: str, metrics: Mapping[str, float], config
 
 
 class CapturedTopTokens:
-    """Logs `vllm_kl/head*`, and warns once if tokens that the update reads came without the most likely ones."""
+    """Computes `vllm_kl/head*`, and warns once if tokens came without the top tokens that the update reads."""
 
     def __init__(self) -> None:
         self._warned = False

@@ -53,7 +53,7 @@ STATE_FILE = "verl_ext.json"
 SIZES_FILE = "verl_ext_sizes.json"
 GIVEN_UP_FILE = "verl_ext_given_up"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"  # verl's
-OURS = "verl_ext"  # how the names of our files begin, also of those half written
+OURS = "verl_ext"  # the prefix of our files' names, half-written ones included
 STEP = r"0|[1-9][0-9]{0,17}"  # as verl writes it
 TORCHS = ("PytorchStreamWriter", "inline_container")  # in torch.save's message if it cannot write
 
@@ -64,10 +64,10 @@ class CheckpointError(UserError, RuntimeError):
 
 @contextmanager
 def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
-    """Context of verl's saving: the guard's state is written before its files, their sizes after them.
+    """Context around verl's saving: writes the guard's state before verl's files, and their sizes after them.
 
     Raises:
-        CheckpointError: one of them, or of verl's, cannot be written.
+        CheckpointError: a file, ours or verl's, cannot be written.
     """
     guard.saved(step)
     folder = folder_of(config.trainer.default_local_dir, step)
@@ -97,10 +97,10 @@ def go_back(folder: Path, state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
-    """Context of verl's loading: `config` names a whole checkpoint, and the guard takes over its state afterwards.
+    """Context around verl's loading: `config` names a whole checkpoint, and the guard then loads its state from it.
 
     Raises:
-        CheckpointError: no checkpoint can be resumed from, or not the requested one.
+        CheckpointError: the requested checkpoint, or every checkpoint, cannot be resumed from.
     """
     folder = _checkpoint_to_resume(config.trainer)
     if folder is None:
@@ -130,7 +130,7 @@ def step_of(folder: Path) -> int:
 
 
 def save_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes the guard's state, before verl's own files: the checkpoint that verl names the latest then has it."""
+    """Writes the guard's state. It comes before verl's files, so that the checkpoint that verl names latest has it."""
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / STATE_FILE, json.dumps(state))
 
@@ -233,7 +233,7 @@ def newest_whole(root: str | Path) -> Path | None:
     Prints the ones that it skips. Returns None if there is no checkpoint at all.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be resumed from; or the tracker names none.
+        CheckpointError: none of the checkpoints can be resumed from, or the tracker names no step.
     """
     latest = _latest(root)
     if latest is None:  # no tracker, or a part of one: checkpoints with saved sizes are complete
@@ -273,7 +273,7 @@ def newest_of(root: str | Path, steps: Iterable[int]) -> Path | None:
 
 @contextmanager
 def _explain_failure(folder: Path) -> Iterator[None]:
-    """Context in which a checkpoint is written, here and in the workers, all of which have to write their part."""
+    """Context that turns a failed write, here or in a worker, into a CheckpointError."""
     try:
         yield
     except (OSError, RayTaskError) as error:

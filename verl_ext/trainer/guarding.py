@@ -1,7 +1,7 @@
-"""Writes down the guard's decisions and carries them out in verl's training loop.
+"""Records the guard's decisions and carries them out in verl's training loop.
 
-A skip happens instead of the update; an undo and a rollback at the end of the step, before verl saves a checkpoint and
-synchronises the weights; a stop before the next step, when the metrics of this one are written.
+A skip replaces the update. An undo or a rollback happens at the end of the step, before verl saves a checkpoint and
+synchronises the weights. A stop happens before the next step, when the metrics of this one are written.
 """
 
 import difflib
@@ -46,7 +46,7 @@ class GuardActions:
 
     Attributes:
         events: the file of decisions, one JSON line each, once the run trains.
-        stop: the event for which the run ends before its next step, if there is one.
+        stop: the event that ends the run before its next step, if there is one.
         diagnosis: the diagnosis of the run since it began or was resumed.
     """
 
@@ -59,13 +59,13 @@ class GuardActions:
 
     @property
     def due(self) -> str | None:
-        """The reason why no batch may update the weights until the step ends: they are given up, or the run stops
-        then."""
+        """The reason why no batch may update the weights until the step ends, when they are given up or the run
+        stops."""
         state = self._guard.state
         return state.rollback_due or state.undo_due or (self.stop.reason if self.stop else None)
 
     def carry_out(self, decision: Decision) -> None:
-        """Writes down a decision, and notes what is to be done later in the step."""
+        """Records a decision, and notes what to do later in the step."""
         for event in decision.events:
             self._tell(event)
         state = self._guard.state
@@ -79,7 +79,7 @@ class GuardActions:
         """Judges the metrics of the updates, and gives the weights up if that is due.
 
         Args:
-            metrics: the step's, verl's average over its local updates.
+            metrics: the step's metrics, averaged by verl over the step's local updates.
             groups: folder in a checkpoint -> the workers whose weights and optimizer it holds; an undo covers only
                 `actor`.
         """
@@ -112,7 +112,7 @@ class GuardActions:
             raise GuardStopError(f"the guard stopped the run: {self.stop.reason}; {self._good_checkpoint()}.{cause}")
 
     def end_run(self) -> None:
-        """Prints the likeliest cause, and a decision of the last step that has no next step."""
+        """Prints the likeliest cause, and a rollback that is still due. Raises GuardStopError if a stop is due."""
         self.stop_if_asked()
         if (found := self.diagnosis.look()) is not None:
             print(f"verl_ext: {found.sentence}", flush=True)
@@ -126,7 +126,7 @@ class GuardActions:
         print(f"verl_ext: step {event.step}: {what}: {event.reason}", flush=True)
 
     def _require_signals(self, metrics: Mapping[str, float]) -> None:
-        """Raises for a rule whose signal never comes: it would be a silent no-op."""
+        """Raises HookError if the signal of a rule never comes: the rule would silently do nothing."""
         self._updated_steps += "actor/grad_norm" in metrics
         if self._updated_steps < UNREAD_AFTER or not self._guard.unread:
             return
@@ -155,8 +155,8 @@ class GuardActions:
         self._tell(restored)
 
     def _take_back(self, workers: Any) -> None:
-        """Undoes the last update, with the state that the workers kept. If the rollout has had it, the weights are
-        synchronised after the step."""
+        """Undoes the last update, from the state that the workers kept. If the rollout has that update already, the
+        sync after the step replaces it."""
         (of,) = set(workers.take_back(after=self._guard.state.given_up))
         if of is not None:
             checkpoints.give_up(os.path.abspath(self._root), after=of - 1)

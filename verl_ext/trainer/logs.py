@@ -14,7 +14,7 @@ from verl_ext.base.patching import patch
 
 def keep_metrics(*, resume: bool) -> None:
     """Gives verl's file logger a file that a resumed run continues, and that a full disk cannot break."""
-    from verl.utils import tracking  # imports torch: the lab writes its files, and actors are watched, without it
+    from verl.utils import tracking  # imports torch, which the lab and the watch on actors do without
 
     class KeepingFileLogger(tracking.FileLogger):
         def __init__(self, project_name: str, experiment_name: str):

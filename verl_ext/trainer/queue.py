@@ -1,4 +1,4 @@
-"""TransferQueue as the trainer uses it: a batch's fields, and those that each of verl's stages gets.
+"""Reads and writes a batch's fields in TransferQueue, and chooses the fields that each of verl's stages gets.
 
 Shape legend: B trajectories of the batch.
 """
@@ -27,7 +27,7 @@ from verl_ext.features.routing import replayed_field
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
 TOP_TOKEN_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
-MODEL_INPUTS = "multi_modal_inputs"  # other inputs of the model: the only field without numbers that workers read
+MODEL_INPUTS = "multi_modal_inputs"  # images and the like: the only field without numbers that workers read
 HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *TOP_TOKEN_FIELDS, TOP_TOKEN_SUMS)
 
 
@@ -44,13 +44,12 @@ def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
 
 
 def row_matrix(field: Tensor) -> Tensor:
-    """Returns [B, n] of a field whose rows have equal lengths, however TransferQueue has put them together."""
+    """Returns [B, n] of a field whose rows have equal lengths, nested or not."""
     return field.values().view(len(field), -1) if field.is_nested else field
 
 
 def schema_of(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
-    """Returns all fields of the batch, with `dtype` and `is_non_tensor` of their rows; only from TransferQueue's
-    metadata."""
+    """Returns field -> `dtype` and `is_non_tensor` of its rows, from TransferQueue's metadata only."""
     return tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema
 
 
@@ -68,16 +67,16 @@ def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> 
 
 
 class Stages:
-    """The fields of the batch at hand that go to the actor's workers: a copy of its meta for each of verl's stages."""
+    """Chooses the fields of the current batch that each stage sends to the actor's workers: a copy of its meta."""
 
     def __init__(self) -> None:
         self._unread: frozenset[str] = frozenset()
 
     def log_prob_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
-        """Returns the batch for compute_log_prob: the first stage of a batch that goes to the workers.
+        """Returns the batch for compute_log_prob, the first stage that goes to the workers.
 
-        verl's workers and ours read no columns of the dataset, nor the agent loop's notes on a trajectory: some twenty
-        fields, and fetching a row of each costs as much as a row of numbers.
+        Columns of the dataset and the agent loop's notes on a trajectory are left out, because no worker reads them:
+        some twenty fields, and fetching a row of each costs as much as a row of numbers.
         """
         if not features.own_workers:  # other people's workers may read all of it
             self._unread = frozenset()

@@ -1,8 +1,8 @@
-"""Scores a few trajectories with the weights that sampled them, where the rollouts are older than the policy.
+"""Scores a few trajectories with the weights that sampled them, if the rollouts are older than the policy.
 
-The workers keep verl's copies of earlier weights (`verl_ext.workers.actor`). In a step that is due they compute with
-one after another, by verl's own compute_log_prob, and then with the present weights again. This leaves log-probs and
-routing of old weights in the batch; verl's own pass comes after it and replaces them.
+The workers keep verl's copies of earlier weights (`verl_ext.workers.actor`). In a step that is due, they load one copy
+after another, run verl's own compute_log_prob, and load the present weights again. This leaves log-probs and routing of
+old weights in the batch, which verl's own pass then replaces.
 """
 
 import random
@@ -27,7 +27,7 @@ def rescore(
     """Returns key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not
     due.
 
-    Called once per step, before verl's own pass of its first update.
+    Called once per step, before verl's own pass for the step's first update.
 
     Args:
         workers: verl's worker group of the actor.
@@ -44,7 +44,7 @@ def rescore(
         workers.use_version(version)
         sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, ranks, len(batch))])
         sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-        # These few trajectories need not fill the run's micro-batches, and verl accepts only a whole number of them.
+        # So few trajectories may not divide into the run's micro-batches, as verl requires.
         sent.extra_info["micro_batch_size_per_gpu"] = 1
         workers.compute_log_prob(sent)
         asked = batch.select_keys([batch.keys[row] for row in rows])

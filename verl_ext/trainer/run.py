@@ -31,7 +31,7 @@ from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectori
 
 
 class StabilityRun:
-    """A training run, apart from verl's part.
+    """Our part of a training run.
 
     Args:
         config: the run's config, the object that verl's trainer has.
@@ -39,8 +39,7 @@ class StabilityRun:
 
     Attributes:
         features: the features that are on; `use` replaces them.
-        guard, actions: the guard, with the rules that the run began with, and the object that carries its decisions
-            out.
+        guard, actions: the guard, with the rules that the run began with; the object that carries out its decisions.
         stages: the fields of a batch that go to the workers.
         dump: the file of trajectories, once the run trains.
         canary: the check of weight syncs, if it is on.
@@ -100,7 +99,7 @@ class StabilityRun:
 
     def end_step(self, metrics: dict[str, float], groups: Mapping[str, Any]) -> None:
         """See `GuardActions.end_step`."""
-        self.judge_first_pass(metrics)  # if there was none: the critic warms up
+        self.judge_first_pass(metrics)  # if there was no update, because the critic warms up
         if Need.MEASURED_BATCHES in self.features.needs:
             self.actions.end_step(metrics, groups)
 
@@ -122,14 +121,14 @@ class StabilityRun:
 
     @property
     def outcome(self) -> Outcome:
-        """The outcome of the batch at hand: what it may do to the weights."""
+        """The outcome of the current batch."""
         return Outcome() if self._step is None else self._step.outcome
 
     def measure(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> None:
-        """Measures and judges the batch before verl computes advantages: a list of passes over it.
+        """Measures and judges the batch before verl computes advantages.
 
-        verl's own rejection removes the worst tokens from response_mask together with the advantages, and those tokens
-        must be measured.
+        With the advantages, verl's own rejection removes the worst tokens from response_mask; they must be measured
+        too.
 
         Raises:
             HookError: the batch lacks a field that compute_log_prob should have added.
@@ -162,9 +161,10 @@ class StabilityRun:
         return split_gap(tokens, list(rescored.values()))
 
     def settle(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> KVBatchMeta:
-        """Settles what becomes of the batch, once verl has written the advantages, and writes the fields of the loss.
+        """Decides about the batch, once verl has written the advantages, and writes the fields that the loss reads.
 
-        Filters may need the advantages' sign, and the rewards of dropped trajectories still belong to their group.
+        It comes this late because filters may need the advantages' sign, and because the rewards of dropped
+        trajectories still count in their group.
 
         Returns the batch, as verl's own `_compute_advantage` does: its meta names the new fields.
         """
@@ -195,7 +195,7 @@ class StabilityRun:
         one_step = rollouts.actor.ppo_mini_batch_size * rollouts.rollout.n
         if len(batch.keys) > one_step:
             raise BatchError(
-                "stability.score_centering=true centers the first optimizer step of a batch, and this batch of "
+                "stability.score_centering=true centers only the first optimizer step of a batch, and this batch of "
                 f"{len(batch.keys)} trajectories makes {len(batch.keys) // one_step} steps of {one_step} "
                 "(actor_rollout_ref.actor.ppo_mini_batch_size * rollout.n): the agent loop returns several outputs "
                 "per prompt, and verl fills the batch up to a multiple",

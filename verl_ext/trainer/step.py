@@ -1,4 +1,4 @@
-"""The controller's part of one batch: measure -> judge -> weigh, then, on verl's advantages, judge by sign -> filter.
+"""The controller's part of one batch: measure -> judge -> weigh, then, with advantages, judge by sign -> filter.
 
 All decisions about a batch are made here. This file knows neither verl nor Ray nor TransferQueue: verl's trainers drive
 a step with the queue's batch (`trainer.batch.QueueBatch`), the lab with its tensors. In bypass mode the workers measure
@@ -26,19 +26,19 @@ from verl_ext.guard.state import Decision, Event
 from verl_ext.workers.first_pass import take_measured
 
 if TYPE_CHECKING:
-    from verl_ext.trainer.guarding import GuardActions  # whose checkpoints know Ray
+    from verl_ext.trainer.guarding import GuardActions  # its checkpoints import Ray
 
 Block = Any  # a batch's own handle of some of its trajectories
 
 
 class Batch(Protocol):
-    """A batch as the step takes it, in blocks: one if its tokens are in memory, several if they are read one by one.
+    """The interface of a batch, in blocks: one if its tokens are in memory, several if they are read one by one.
 
     All trajectories of a prompt are in the same block.
     """
 
     def blocks(self, *, by_sign: bool) -> Iterator[tuple[Block, Tokens]]:
-        """Yields the tokens, block by block, as they were sampled; `by_sign`: `sums_by_sign` will be asked for."""
+        """Yields the tokens as they were sampled, block by block; with `by_sign`, `sums_by_sign` is called later."""
 
     def put(self, block: Block, fields: Mapping[str, Tensor]) -> None:
         """Takes fields of a block's tokens that the update reads: field of `base.names` -> [N] values."""
@@ -47,8 +47,8 @@ class Batch(Protocol):
         """Returns `core.mismatch.sums_by_sign` of the batch, once it has advantages."""
 
     def views(self, *, weighed: bool) -> Iterator[tuple[Block, FilterBatch, Tensor | None]]:
-        """Yields the blocks as filters see them, once there are advantages, with the weights that were put, if any were
-        and they are asked for."""
+        """Yields the blocks as filters see them, once there are advantages; if `weighed`, with the weights put before,
+        if there are any."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Outcome:
     Attributes:
         refused: the event that refuses the update; None if it takes place.
         filter_scale: trajectories with tokens over trajectories that the filters kept.
-        narrowed: whether the workers take the narrow band, where they measure the batch.
+        narrowed: whether the workers use the narrow band, if they measure the batch.
     """
 
     refused: Event | None = None
@@ -71,11 +71,11 @@ class Step:
 
     First `measure`, then verl's advantages, then `settle`; in bypass mode `judge_first_pass` after the update.
 
-    Each adds to the metrics that it is given, which are the step's so far. The batch is not held in between.
+    Each adds to the metrics of the step so far. The batch is not kept between the calls.
 
     Args:
-        features: what the run has switched on.
-        guard, actions: the run's; only they keep state from one batch to the next.
+        features: the features that are on.
+        guard, actions: those of the run; only they keep state from one batch to the next.
 
     Attributes:
         outcome: the decision, once it is settled.
@@ -92,7 +92,7 @@ class Step:
         """Measures, weighs and judges a batch as it was sampled; in bypass mode, judges the metrics that exist by then.
 
         Raises:
-            BatchError: no token of the batch is the model's.
+            BatchError: the model generated no token of the batch.
         """
         if Need.MEASURED_IN_UPDATE in self._features.needs:
             decision = self._judge_unmeasured(batch, metrics)
@@ -102,7 +102,7 @@ class Step:
         self._refused = decision.refusal
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
-        """Judges by the advantages' sign, filters, and counts the outcome of the batch; in bypass mode more follows."""
+        """Judges by the advantages' sign, filters, and counts the outcome; in bypass mode, `judge_first_pass` does."""
         late = Need.MEASURED_IN_UPDATE in self._features.needs
         if self._stability.breakdown and not late:
             found = advantage_metrics(batch.sums_by_sign())
@@ -125,7 +125,7 @@ class Step:
         """Judges the workers' measurements of the update once, in bypass mode; without an update, records that there
         was none.
 
-        A rule that refuses a batch here has refused its steps in the workers, which have the guard's limits.
+        A rule that refuses the batch here has already refused its steps in the workers, by the guard's limits.
         """
         if not self._is_late:
             return
@@ -142,7 +142,7 @@ class Step:
         self._actions.carry_out(decision)
 
     def _judge_measured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
-        """Measures, lets the guard judge, and measures again where it has just narrowed the band."""
+        """Measures, lets the guard judge, and measures again if the guard has just narrowed the band."""
         guard, narrowed = self._guard, self._guard.tightens
         measured, bad = self._measure(batch, narrowed)
         metrics |= measured.metrics
@@ -168,8 +168,8 @@ class Step:
         return self._add_refusal(decision, unmeasured, due=self._actions.due)
 
     def _measure(self, batch: Batch, narrowed: bool) -> tuple[Measured, dict[str, int]]:
-        """Measures as `core.measure.measure`, and puts the weights into the batch; returns field -> its values on
-        generated tokens that are NaN or infinite, too."""
+        """Measures like `core.measure.measure`, and puts the weights into the batch. Also returns field -> the number
+        of its values on generated tokens that are NaN or infinite."""
         corrections, breakdown = self._stability.corrections(tightened=narrowed), self._stability.breakdown
         gathered, bad = list[Gathered](), {names.ROLLOUT_LOG_PROBS: 0, names.OLD_LOG_PROBS: 0}
         for block, tokens in batch.blocks(by_sign=breakdown):
@@ -266,7 +266,7 @@ def leave_out(batch: FilterBatch, weight: Tensor | None, stability: StabilityCon
 
 
 def refusal(step: int, rule: str, reason: str) -> Event:
-    """Returns the event of an update that is skipped for another reason than a rule of the guard."""
+    """Returns the event of an update that is skipped for a reason other than a guard rule."""
     return Event(step, rule, "", None, None, "skip", reason)
 
 

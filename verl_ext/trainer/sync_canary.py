@@ -1,10 +1,10 @@
-"""Checks that weight syncs happen, on a few trajectories that both engines score again and again: after each update,
-and after the sync that brings it to the rollout.
+"""Checks that weight syncs arrive, on a few trajectories that both engines score repeatedly: the training engine after
+each update, and the rollout engines after the sync.
 
-Before the first update of a run the gap on them is the engines' own (with a LoRA, that of B = 0). From then on, a
-change of the training engine's log-probabilities must show in those of every rollout engine (`core.arrival`).
+Before the first update of a run, the gap on them is due to the engines only (with a LoRA, that of B = 0). From then on,
+a change of the training engine's log-probabilities must show in those of every rollout engine (`core.arrival`).
 
-A part of an update, say of some layers, moves some tokens and not others. An update that arrived multiplied by a factor
+If only a part of an update arrives, such as some layers, only some tokens move. An update that is scaled by a factor
 moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and the
 median of y / x is logged with its spread. How far the rollout has moved since the last check separates a small part
 from none: an engine whose weights stayed the same gives each token the same score again, up to its own noise.
@@ -38,7 +38,7 @@ class Replica:
 
     Attributes:
         train, infer: [N] scores after the last sync that arrived.
-        step: of that sync.
+        step: the step of that sync.
         last: [N] scores at the last check.
         missing: the last update did not arrive.
     """
@@ -54,7 +54,7 @@ class SyncCanary:
     """Compares the scores after a sync with those after the last one that arrived.
 
     Args:
-        every: check every this many syncs, and the first ones.
+        every: check every N-th sync, and the first ones.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -76,8 +76,8 @@ class SyncCanary:
         self._last_train = train_N
 
     def check(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> tuple[dict[str, float], Decision]:
-        """Checks a sync. Returns `sync/*`, the worst of the rollout engines, and what has begun or ended in this
-        step."""
+        """Checks a sync. Returns `sync/*` of the worst rollout engine, and an event for each engine that begins or
+        ceases to miss updates."""
         found, followed = [], []
         events: list[Event] = []
         self._checks += 1
@@ -89,9 +89,9 @@ class SyncCanary:
             engine = f"rollout engine {number} of {len(infer)}"
             if seen.missing and not replica.missing:
                 reason = (
-                    f"at most {seen.high:.0%} of the change by the updates since step {replica.step} "
-                    f"({seen.moved:.2g} nats per token) is in {engine}; check that the weight sync reaches it, and "
-                    "under names that it takes"
+                    f"at most {seen.high:.0%} of the change since step {replica.step} ({seen.moved:.2g} nats per "
+                    f"token) arrived in {engine}; check that the weight sync reaches it, with parameter names that "
+                    "it knows"
                 )
                 events.append(Event(step, RULE, SIGNAL, seen.high, MISSING_SHARE, "warn", reason))
             if seen.arrived:
@@ -115,7 +115,7 @@ class SyncCanary:
 
 
 class CanaryRun:
-    """The canary in a run's steps: before the first update, after each one, after its sync.
+    """Runs the canary in a run's steps: before the first update, after each update, and after each sync.
 
     Args:
         settings: trajectories, every.
@@ -137,7 +137,7 @@ class CanaryRun:
         """Chooses the trajectories in the first batch, and scores them.
 
         Raises:
-            HookError: they cannot be scored, and the user asked for it.
+            HookError: the trajectories cannot be scored, and the user asked for the canary.
         """
         if self._trajectories is None and not self._off:
             ranks = max(workers._dispatch_info["actor"]) + 1  # verl has computed it, to balance the batch
@@ -149,7 +149,7 @@ class CanaryRun:
             self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
 
     def after_update(self, step: int, workers: Any) -> None:
-        """Scores while the workers have the engine to themselves: at the sync they may give way to the rollout."""
+        """Scores with the updated weights before the sync, when the workers may have to make room for the rollout."""
         self._train = None
         if self._trajectories is not None and self.canary.is_due(step):
             self._train = self._trajectories.score_in_workers(workers)
@@ -158,7 +158,7 @@ class CanaryRun:
         """Checks the sync of this step; `metrics` are what it logs.
 
         Raises:
-            HookError: a rollout engine does not score, and the user asked for it.
+            HookError: a rollout engine does not score, and the user asked for the canary.
         """
         self.metrics = {}
         if self._trajectories is None or self._train is None:

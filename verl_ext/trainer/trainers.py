@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:
     VerlTrainer = object  # the classes below name verl's
 
-CANARY_TIMER = "sync_canary"  # timing_s/sync_canary, what it costs a step
+CANARY_TIMER = "sync_canary"  # timing_s/sync_canary: the canary's time per step
 
 
 class StabilityMixin(VerlTrainer):

@@ -23,18 +23,17 @@ from verl_ext.trainer.logs import LineFile, say
 from verl_ext.trainer.queue import get_fields, part_of
 
 FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
-PROMPT_CHARACTERS = 4000  # of a longer prompt, its end
+PROMPT_CHARACTERS = 4000  # only the end of a longer prompt is written
 DIGITS = 7  # decimal places of a log-probability; float32 has as many
 MEGABYTE = 1e6
 STEP = re.compile(rb'\{"step":(\d+)')  # how a line begins
-LONGEST_CHARACTER = 8  # tokens; of bytes, UTF-8 needs four
+LONGEST_CHARACTER = 8  # tokens; UTF-8 needs at most four bytes
 
 
 class TrajectoryLog:
-    """Lines in `path`. A line that would pass half of the allowed size first moves the file to `....1.jsonl`, over the
-    older one.
+    """Writes lines to `path`. Before it exceeds half of the allowed size, the file replaces the older `....1.jsonl`.
 
-    So the newest half of the allowance is always there, and up to as much again from before.
+    So the newest lines are always kept: at least half of the allowed size, at most all of it.
 
     Args:
         resumed: the step after which a resumed run continues: lines of later steps are removed, because it writes them
@@ -124,8 +123,7 @@ def _cut(file: Path, after: int) -> None:
 
 @dataclass(frozen=True)
 class ChosenTrajectory:
-    """A trajectory to write: its place in the batch, why it was chosen, its tokens, the corrections' weight [n] of
-    each, or None."""
+    """A trajectory to write: its place in the batch, why it was chosen, its tokens, and their weights [n] or None."""
 
     row: int
     why: str
@@ -148,8 +146,8 @@ def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[Chosen
 def choose_shown(
     log_k_B: Tensor, counts_B: Tensor, count: int, step: int, never: Collection[int] = ()
 ) -> dict[int, str]:
-    """Returns row -> why it was chosen: the largest mean |log k| of its generated tokens, or chance, the same in a
-    rerun.
+    """Returns row -> why it was chosen: the largest mean |log k| of its generated tokens, or at random (a rerun chooses
+    the same).
 
     Rows without generated tokens, and `never`, are left out.
 
@@ -176,7 +174,7 @@ def write_step(
 
     Args:
         batch: verl's, with FIELDS; filters have cleared response_mask of dropped tokens.
-        about: `step` and `skipped`, the reason, "" for an update that takes place.
+        about: `step`, and `skipped`: why the update is skipped, "" if it takes place.
     """
     batch = part_of(batch, [one.row for one in chosen])
     data = get_fields(batch, FIELDS)
@@ -190,8 +188,7 @@ def write_step(
 def record(
     fields: Mapping[str, Tensor], tokens: Tokens, weight: Tensor | None, settings: TrajectoryDump, tokenizer: Any
 ) -> dict[str, Any]:
-    """Returns one trajectory as it is written, without the fields of its batch: [n] fields by name, its tokens, its
-    weight."""
+    """Returns a trajectory's line, without the keys that `write_step` adds; fields, tokens and weight are [n]."""
     stretches = kept_stretches(len(tokens.mask), settings.max_tokens)
     index = torch.cat([torch.arange(start, start + length) for start, length in stretches])
     generated = tokens.mask.cpu()[index]

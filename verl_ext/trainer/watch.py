@@ -26,9 +26,9 @@ SIGNAL = signal.SIGUSR2
 STORAGE = "TransferQueueStorageUnit#"  # the prefix of its actors' names
 SLOW = 3  # times the usual duration of a step
 WHERE = (
-    "to see what it waits for: `ray list actors --detail` has the nodes and the pids of the agent loop and reward "
-    "workers, and `py-spy dump --pid PID` there shows the lines at which their threads stand (for one that awaits, its "
-    "event loop)"
+    "to see what it waits for: `ray list actors --detail` lists the nodes and pids of the agent loop and reward "
+    "workers, and `py-spy dump --pid PID` there shows the line that each thread runs (for a coroutine that awaits, "
+    "only its event loop)"
 )
 
 
@@ -58,14 +58,14 @@ def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = 
 class Watch:
     """Asks these actors repeatedly, from a thread, while the training runs in the main thread.
 
-    A dead actor interrupts the training, and leaves the context as a WorkerDiedError. An actor that does not answer in
-    time is busy, and is asked again.
+    If an actor is dead, the training is interrupted, and the context raises a WorkerDiedError. An actor that does not
+    answer in time counts as busy, and is asked again.
 
     Args:
         actors: role -> handles; called at each check, because verl creates some of them late.
         folder: the folder of the checkpoints, for the message.
         slow_step: checked as often; its message is printed.
-        answerable: role -> handles, including those that are busy for long; asked after an error, to find whose it is.
+        answerable: role -> handles, including actors that are busy for long; asked after an error, to find who died.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Watch:
         self._ended.set()
         self._thread.join(self._every_s)
         signal.signal(SIGNAL, self._before)
-        if isinstance(error, UserError | ray.exceptions.RayActorError):  # it names the actor, and Ray's the reason
+        if isinstance(error, UserError | ray.exceptions.RayActorError):  # these explain themselves
             return
         cause = error if isinstance(error, Exception) else None
         if cause is not None:  # a death may have caused it
@@ -104,7 +104,7 @@ class Watch:
         elif not isinstance(error, KeyboardInterrupt):
             return
         if self._died:
-            waits = ", and verl would wait for its answers without end" if cause is None else ""
+            waits = ", and verl would wait for its answers forever" if cause is None else ""
             raise worker_died(f"{self._died}{waits}", self._folder) from cause
 
     def _look_on(self) -> None:
@@ -161,12 +161,12 @@ def _died(actors: Mapping[str, Iterable[Any]], timeout_s: float) -> str:
 
 
 class SlowStep:
-    """Reports a step that takes longer than `after_s` and than SLOW times the median step, if it is checked then.
+    """Reports a step that takes longer than `after_s` and longer than SLOW times the median step.
 
     It reports again whenever the time has doubled.
 
     Args:
-        step: the number of the step that runs.
+        step: returns the number of the running step.
         after_s: seconds; None never reports.
     """
 

@@ -221,7 +221,7 @@ def refuse_changes(value_of: Callable[[str, Any], Any], changes: Mapping[str, An
     for name, usual in changes.items():
         if (value := value_of(name, usual)) and value != usual:
             raise HookError(
-                f"a request has {name}={value}, by which the sampler's top tokens are of another distribution than the "
+                f"a request has {name}={value}, so the sampler's top tokens are of another distribution than the "
                 "training engine's",
                 otherwise=f"leave {name} out of the agent loop's sampling parameters, or set stability.top_tokens.k=0",
             )
@@ -272,7 +272,7 @@ def change_client(client: Any) -> Undo:
     """Makes the client that agent loops call ask for top tokens, hold rows, and remember its servers.
 
     Raises:
-        PatchError: it takes other arguments.
+        PatchError: the client takes other arguments.
     """
     changes: list[Callable[[], Undo]] = []
     if _extras.turns or _extras.top_tokens:
@@ -332,7 +332,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
         if output.routed_experts is not None:
             if turns.get(request_id) is not before:  # of a concurrent call
                 trajectory.complete = False
-            if before is not None and cut < before.held(before.tokens):  # the prompt goes on from an earlier token
+            if before is not None and cut < before.held(before.tokens):  # the prompt continues from an earlier token
                 trajectory.complete = False
             turns[request_id] = Turn([*prompt, *output.token_ids], output.routed_experts, memory, total)
     return output
@@ -421,7 +421,7 @@ def _narrow_fields(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[
 
 
 def _compare(agent_loop: Any, verls_as_dict: Any) -> None:
-    """Refuses narrow ids unless they change only the dtype, with too few, enough and too many rows."""
+    """Raises PatchError unless narrow ids change only the dtype, for too few, enough and too many rows."""
     for rows in (1, 3, 5):
         ids: Any = np.arange(256 - 4 * rows, 256, dtype=np.uint8).reshape(rows, 2, 2)
         try:

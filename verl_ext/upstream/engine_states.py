@@ -18,7 +18,7 @@ def begin_states(server_handle: Any) -> None:
     """Records hidden states in all processes behind one of verl's server actors, until `end_states`.
 
     Raises:
-        HookError: they do not answer.
+        HookError: the processes do not answer.
     """
     call(server_handle, begin, timeout_s=TIMEOUT_S)
 

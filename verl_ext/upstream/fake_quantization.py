@@ -84,7 +84,7 @@ def register_load_format(model_loader: Any) -> None:
     """Registers LOAD_FORMAT; the hook that `plugins.vllm.register` sets on vLLM's loaders calls this."""
 
     class FakeQuantizedLoader(model_loader.BaseModelLoader):
-        """Loads by another load format, `load_format` of our part of the extra config, and installs a Rounding."""
+        """Loads with the `load_format` that our part of the extra config names, and installs a Rounding."""
 
         def __init__(self, load_config: Any):
             super().__init__(load_config)

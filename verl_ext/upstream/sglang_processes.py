@@ -24,7 +24,7 @@ from verl_ext.base.patching import Undo, expect, patch, together, wrap
 from verl_ext.upstream import engine_calls
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
-ANSWER_S = 10.0  # a process that ends waits at most so long until its actor has stored the reason
+ANSWER_S = 10.0  # how long a process that ends waits for its actor to store the reason
 LONGEST = 500  # characters of a reason
 NAMESPACE, PREFIX = b"verl_ext", b"sglang_died/"
 
@@ -61,7 +61,7 @@ class Parent:
         return self
 
     def send_signal(self, number: int) -> None:
-        error = sys.exc_info()[1]  # SGLang calls this where it handles it
+        error = sys.exc_info()[1]  # SGLang calls this while it handles the error
         reason = f"SGLang's {self._name} failed: {type(error).__name__}: {' '.join(str(error).split())}"
         with contextlib.suppress(OSError, EOFError):
             self._actor.send(reason[:LONGEST].rstrip("."))  # without the full stop: it becomes part of a sentence
@@ -140,8 +140,8 @@ def worker_died(sentence: str, checkpoints: str) -> WorkerDiedError:
     """Returns the error for a run in which a process has died, with the reasons that SGLang's processes left."""
     reason = why_they_died()
     return WorkerDiedError(
-        f"{sentence}{reason and f': {reason}'}. Checkpoints stand in {checkpoints}: with trainer.resume_mode=auto, the "
-        "same command goes on from the last whole one"
+        f"{sentence}{reason and f': {reason}'}. The checkpoints are in {checkpoints}: with trainer.resume_mode=auto, "
+        "the same command continues from the last complete one"
     )
 
 

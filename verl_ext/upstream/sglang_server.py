@@ -52,8 +52,8 @@ CHANGES = DISTRIBUTION_CHANGES | {
 
 @dataclass(frozen=True)
 class Cut:
-    """The tokens that a request samples from: a token of the `top_k` most likely is kept if those that are more likely
-    have at most a mass of `top_p`.
+    """The tokens that a request samples from: those of the `top_k` most likely for which the total mass of more likely
+    tokens is at most `top_p`.
 
     Both cuts are of the whole vocabulary: top-p does not see the cut of top-k ("joint" in flashinfer's kernel,
     `top_k_top_p_min_p_sampling_from_probs_torch` of srt/layers/sampler.py, SGLang 0.5.12). vLLM takes top-p of the
@@ -135,7 +135,7 @@ async def generate(
         output.extra_fields |= sums_of_answer(prompt_ids, output, held)
     if request.came is not None:
         ids, log_q = request.came
-        rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens that have not as many log-probabilities
+        rows = slice(len(ids) if output.token_ids else 0)  # verl drops tokens if log-probabilities are missing
         output.extra_fields |= {TOP_TOKEN_IDS: ids[rows], TOP_TOKEN_LOG_PROBS: log_q[rows]}
     return output
 
@@ -151,7 +151,7 @@ def _forwards(server: Any, named: dict[str, Any]) -> bool:
 
 
 def cut_of(sampling: dict[str, Any], k: int, logprobs_mode: str | None) -> Cut | None:
-    """Returns the tokens that a request samples from; None if its log-probabilities are to be of the vocabulary.
+    """Returns the tokens that a request samples from; None if its log-probabilities cover the whole vocabulary.
 
     Raises:
         HookError: the training engine cannot know the distribution of the request.
@@ -242,9 +242,9 @@ def decode_experts(text: str, rows: int, layers: int, top_k: int) -> Tensor:
     ids = np.frombuffer(base64.b64decode(text), dtype=np.int32)
     if len(ids) != rows * layers * top_k:
         raise HookError(
-            f"SGLang's routed_experts has {len(ids)} ids for {rows} tokens, {layers} layers and top-{top_k}: it is "
-            "encoded otherwise than by SGLang 0.5.12, which verl pins",
-            otherwise="install that one",
+            f"SGLang's routed_experts has {len(ids)} ids for {rows} tokens, {layers} layers and top-{top_k}: this is "
+            "not the encoding of SGLang 0.5.12, which verl pins",
+            otherwise="install SGLang 0.5.12",
         )
     return torch.from_numpy(ids.astype(np.int16)).view(-1, layers, top_k)
 

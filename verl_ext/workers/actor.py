@@ -31,20 +31,20 @@ from verl_ext.workers.replica_fetch import share_fetches
 from verl_ext.workers.top_tokens import TopTokenReader, TopTokenUse
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
-STEP_START = 0  # verl's key of its copy
+STEP_START = 0  # verl's key of the copy that it makes at the start of a step
 SHARDED = ("fsdp2", "veomni")
 ADAPTER_SCALE = 0.02  # as transformers initialises linear layers
 
 
 class SharingTrainingWorker(TrainingWorker):
-    """verl's training worker, whose ranks share what they fetch."""
+    """verl's training worker; the ranks of a model replica share their fetches."""
 
     def __init__(self, config: TrainingWorkerConfig):
         super().__init__(config)
         share_fetches(self.engine)
 
     def infer_batch(self, data: TensorDict) -> TensorDict | None:
-        """Runs verl's method; a pass that is left to the engine's own routers replays nothing."""
+        """Runs verl's method, without replay if the engine's own routers are to choose."""
         if tu.get_non_tensor_data(data, OWN_ROUTES, default=False):
             tu.assign_non_tensor_data(data, "enable_routing_replay", False)
         self.check_replayed(data)
@@ -115,9 +115,9 @@ class LossMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fill_adapters(self) -> bool:
-        """Fills the B of each LoRA with small random numbers if all are zero, as in a new one; returns whether.
+        """Fills the B matrices of a LoRA with small random numbers if all are zero, as in a new one; returns True then.
 
-        The numbers depend on the parameter's name, so that ranks with the same shard have the same.
+        The numbers depend on the parameter's name, so that ranks with the same shard have the same numbers.
         """
         parameters = self.actor.engine.module.named_parameters() if self.config.actor.strategy != "megatron" else ()
         shards = {name: getattr(each, "_local_tensor", each).data for name, each in parameters if ".lora_B." in name}
@@ -130,10 +130,9 @@ class LossMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> Passes:
-        """Begins to record hidden states, or ends it; see `routing.recorder`.
+        """Starts or stops recording hidden states; see `routing.recorder`.
 
-        At the end it returns the states of this rank's layers on the first rank of data parallelism, and {} on the
-        others.
+        A stop returns the states of this rank's layers on the first rank of data parallelism, and {} on the others.
         """
         engine = self.actor.engine
         if begin:
@@ -166,7 +165,7 @@ class RoutingMixin(LossMixin):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # verl sets it for Megatron and VeOmni; it makes compute_log_prob and update_actor tell the engine to replay.
+        # verl sets this for Megatron and VeOmni; compute_log_prob and update_actor then ask the engine to replay.
         if OmegaConf.select(self.config.actor, "fsdp_config.router_replay.mode") in ("R2", "R3"):
             self.enable_routing_replay = True
 
@@ -177,7 +176,7 @@ class RoutingMixin(LossMixin):
 
 
 class VersionsMixin(DetachActorWorker):
-    """Keeps weights of earlier steps in the host's memory, for rescoring: verl's own copies, by version, for longer.
+    """Keeps verl's own copies of the weights of earlier steps in the host's memory, by version, for rescoring.
 
     Written for verl 0.9.1, whose `separate_async` copies the weights at the start of each step, to compute all of the
     step's l_old with them (`PPOTrainerSeparateAsync._compute_old_log_prob`).
@@ -201,7 +200,7 @@ class VersionsMixin(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def keep_version(self, version: int, oldest: int) -> list[int]:
-        """Keeps verl's copy of the step before, before verl makes the next one; drops versions older than `oldest`.
+        """Keeps verl's copy from the last step before verl overwrites it; drops versions older than `oldest`.
 
         Returns the kept versions, which `use_version` takes.
         """

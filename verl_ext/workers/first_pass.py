@@ -1,5 +1,4 @@
-"""Measures, weighs and judges a batch in the update itself, for verl's bypass mode, with the passes that the update
-needs anyway.
+"""Measures, weighs and judges a batch during its update, for verl's bypass mode, without extra passes.
 
 Bypass mode has no compute_log_prob: the training engine's log-probabilities are first known in the forward pass of the
 update. In its first mini-batch they come from the weights that compute_log_prob would have had. So that mini-batch is
@@ -52,7 +51,7 @@ class FirstPass:
 
         Args:
             narrowed: use the narrow band.
-            limits: signal, side and bound: no step is taken past one of them.
+            limits: (signal, side, bound) each; no step is taken past any of them.
         """
         self._corrections = self._settings.narrowed if narrowed else self._settings.corrections
         self._limits = tuple(limits)
@@ -93,12 +92,10 @@ class FirstPass:
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
-    """Returns what the first mini-batch measured, for the controller, and whether the workers refused the batch by it.
+    """Returns the first mini-batch's measurements, and whether the workers refused the batch because of them.
 
-    Without an update, the measurements cover no token.
-
-    Removes both from the metrics. If the update computed the policy's entropy, it is logged under the name of
-    compute_log_prob's entropy: it is the same mean by verl.
+    Removes both from the metrics. Without an update, the measurements cover no token. If the update computed the
+    policy's entropy, it is also logged under the name of compute_log_prob's entropy: verl computes the same mean.
     """
     found = {name.removeprefix("actor/"): float(metrics.pop(name)) for name in [*metrics] if name.startswith(MEASURED)}
     counts = f"actor/{COUNTS}"

@@ -1,5 +1,4 @@
-"""Controls the updates of the training workers: steps are judged before they are taken, an update is measured and
-undone after it.
+"""Controls the updates of the training workers: judges each step before it is taken, and can measure or undo an update.
 
 With several mini-batches per step, the later ones are off-policy: the trainer's measurements from before the update no
 longer hold. The gate is between verl's backward pass and its optimizer step. Every rank enters it once per mini-batch,
@@ -29,8 +28,8 @@ from verl_ext.features.settings import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.undo import KeptUpdate, megatron_optimizers
 
-AFTER_UPDATE = "after_update"  # prefix of the metrics measured then
-# One trajectory per forward pass: these few need not fit the run's micro-batches.
+AFTER_UPDATE = "after_update"  # prefix of the metrics that are measured after an update
+# One trajectory per forward pass: so few may not divide into the run's micro-batches.
 ONE_A_PASS = {
     "calculate_entropy": False,
     "compute_loss": False,
@@ -66,7 +65,7 @@ class Gate:
         self._metrics: dict[str, list[float]] = {}
 
     def begin_update(self, step: int, lr_scale: float) -> None:
-        """Begin a batch, with what the trainer asks of it.
+        """Begins a batch with the trainer's requests.
 
         Args:
             step: the run's step; an undo takes back everything from its first update on.
@@ -89,8 +88,8 @@ class Gate:
         return outputs
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
-        """Wraps verl's method; adds gate/refused (0 or 1) and the signals behind it to the metrics if limits are
-        set, and for the first mini-batch in bypass mode the measurements."""
+        """Wraps verl's method. If limits are set, adds gate/refused (0 or 1) and its signals to the metrics; in bypass
+        mode, also the first mini-batch's measurements."""
         self._data, self._taken, self._metrics = data, True, {}
         if self.first_pass is not None:
             self.first_pass.begin_mini_batch()
@@ -136,7 +135,7 @@ class Gate:
         if not self._taken:
             return 0.0
         if self.undo is not None and self.undo.of != self._step:
-            # Before a step that its engine skips, too: an undo for its NaN must not take back the update before.
+            # Also before a step that the engine skips: an undo for its NaN must not take back the update before.
             self.undo.keep(self._step)
         if self.engine.engine_config.strategy == "megatron" and not finite_gradients(self.engine):
             return math.nan
@@ -148,7 +147,7 @@ class Gate:
         return self.undo.take_back(after) if self.undo is not None else None
 
     def _dropped_all(self, data: TensorDict) -> bool:
-        """Returns True if tokens have advantages, and the gradient is 0 all the same; all ranks get the same result.
+        """Returns True if tokens have advantages but the gradient is 0; all ranks get the same result.
 
         This happens if a correction or a policy loss drops every token in the update, and no other term of the loss,
         such as a KL, has a gradient. If all advantages are 0, verl's step is taken, as without the gate.
@@ -180,12 +179,12 @@ def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:
     result.
 
     verl's metrics of a step are measured before its last optimizer step; with one update per step, nothing is measured
-    after it. This measures how far the update has moved the policy, and the engines apart. Accepting or rejecting each
+    after it. This measures how far the update has moved the policy, and the gap after it. Accepting or rejecting each
     update by the policy that it makes is MIPU's idea (arXiv 2606.29526).
 
     Args:
-        worker: verl's training worker, its update done.
-        data: the data of its update, [B] jagged or padded; with l_old if compute_log_prob came first.
+        worker: verl's training worker, after its update.
+        data: the data of its update, [B] jagged or padded.
         count: the number of trajectories of a batch, which the ranks share.
     """
     engine = worker.engine

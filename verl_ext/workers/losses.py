@@ -36,16 +36,15 @@ BATCH_FIELDS = {
     "lag": names.LAG,
 }
 OPTIONAL = ("lag",)  # a method reads it if it is there
-# [B, r] too, if there are any.
+# Also [B, r], each if the batch has it.
 VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, names.WEIGHTS)
 
 
 def padded_fields(data: TensorDict) -> TensorDict:
-    """Returns the fields of a micro-batch that losses read, `response_mask` with them, padded to [B, T]; 0 where the
-    mask is.
+    """Returns the fields of a micro-batch that losses read, and `response_mask`, padded to [B, T]; 0 where the mask is.
 
-    verl masks by multiplying, or by torch.where on the result. A NaN that the rollout returned for a token of a tool's
-    output would be a NaN in the loss with the former, and in the gradient with both.
+    verl masks by multiplying, or by torch.where on the result. A NaN that the rollout returned for a tool's token would
+    reach the loss with the former, and the gradient with both.
     """
     padded = data.select(names.RESPONSE_MASK, *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
     mask = padded[names.RESPONSE_MASK].bool()
@@ -190,7 +189,7 @@ def _ratio_of_plain_verl(name: str, rollout_is_weights: Tensor | None) -> Tensor
 
 
 def apply_base(base: str, rollout_is_weights: Tensor | None, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Computes the loss `base`; `geo_mean` is `geo_mean_weighted`, see there."""
+    """Computes the loss `base`, with `geo_mean_weighted` instead of `geo_mean`."""
     loss = get_policy_loss_fn("geo_mean_weighted" if base == "geo_mean" else base)
     return loss(rollout_is_weights=rollout_is_weights, **arguments)
 

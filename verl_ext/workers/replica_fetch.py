@@ -139,8 +139,7 @@ class ReplicaFetch:
         return data
 
     def _fetch_part(self, verls: Fetch, batch: BatchMeta) -> tuple[FetchedShare, TensorDict, dict[str, Tensor]]:
-        """Returns the report to the others, the fields that are not shared, and by field this rank's rows of those that
-        are."""
+        """Returns the report to the other ranks, the fields that are not shared, and this rank's rows of the others."""
         shared = [name for name in SHARED if name in batch.field_names]
         others = [name for name in batch.field_names if name not in shared]
         if not shared or not others:  # TransferQueue makes an empty batch of no fields
@@ -156,7 +155,7 @@ class ReplicaFetch:
         return FetchedShare(whole, {name: layout_of(value) for name, value in rows.items()}), data, rows
 
     def _gather(self, own: Tensor | None, of_ranks: Sequence[Layout]) -> Tensor:
-        """Returns the jagged tensor of all rows, from this rank's own; on the host."""
+        """Gathers the rows of all ranks into one jagged tensor on the host."""
         sizes = [layout.nbytes for layout in of_ranks]
         sent = torch.empty(0, dtype=torch.uint8) if own is None else byte_view(own)
         all_bytes = torch.empty(sum(sizes), dtype=torch.uint8)

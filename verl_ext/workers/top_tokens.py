@@ -41,7 +41,7 @@ class TopTokenUse:
     """The use of the top tokens.
 
     Attributes:
-        truncated: the sampler chose only from them: log-probabilities and entropy cover the same tokens.
+        truncated: the sampler chose only from the top tokens: log-probabilities and entropy cover the same tokens.
         centers: score centering.
         corrections: name -> settings of the corrections that weigh a single token: the centered score has their
             weights.
@@ -127,7 +127,7 @@ def _choose_known(known: Tensor, entropy: Tensor, verls: Tensor) -> Tensor:
 
 
 def _packed_sums(output: dict[str, Tensor], known: Tensor, data: TensorDict) -> Tensor:
-    """Returns the sums [B, *] of the tokens' values, which stay here."""
+    """Returns the sums [B, *] of the tokens' values, and removes the values from `output`."""
     mask = data[RESPONSE_MASK]
     offsets = mask.offsets()
     rows_R = packed_rows(data["input_ids"].offsets().diff(), offsets.diff())

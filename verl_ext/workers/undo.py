@@ -26,7 +26,7 @@ class UpdateParts:
         optimizers: torch's optimizers, whose parameters (also float32 copies of the weights), state and groups are
             kept.
         states: other objects with a `state_dict` that `load_state_dict` restores: schedule, scaler of the loss.
-        loaded: context in which weights and optimizer are loaded as in an update, after it has offloaded them.
+        loaded: context that loads weights and optimizer, as an update does, if they are offloaded.
     """
 
     weights: Callable[[], dict[str, Tensor]]
@@ -37,10 +37,10 @@ class UpdateParts:
 
 
 class KeptUpdate:
-    """Takes one update back: everything that it changes is kept in the host's memory before its first optimizer step.
+    """Takes one update back: keeps all that it changes in the host's memory, from before its first optimizer step.
 
     Each rank keeps its own part: 12 bytes per parameter of its shards that is trained with Adam in float32. Megatron's
-    ranks also keep their 16-bit weights, which the ranks of a data parallel group have alike.
+    ranks also keep their 16-bit weights, which all ranks of a data-parallel group have.
 
     Attributes:
         of: the step whose update can be taken back; None if there is none.
@@ -95,9 +95,8 @@ class KeptUpdate:
     def take_back(self, after: int) -> int | None:
         """Restores everything, bit for bit; returns the step in which `keep` was called.
 
-        A loss scale that an overflow lowered stays low.
-
-        Does nothing if that step is not after the step `after`, at whose end weights were given up already.
+        A loss scale that an overflow lowered stays low. Does nothing, and returns None, unless that step comes after
+        `after`, the step at whose end weights were last given up.
         """
         of, self.of = self.of, None
         if of is None or of <= after:
@@ -224,7 +223,7 @@ def _held_by(optimizer: Any) -> tuple[Any, Any]:
 
 
 def _is_lowered(now: dict[str, Any], kept: dict[str, Any]) -> bool:
-    """Returns True if fp16's gradients overflowed: the loss scale stays as low as that made it, or they would again."""
+    """Returns True if an overflow of fp16's gradients lowered the loss scale, which must stay so to avoid another."""
     return "scale" in kept and float(now["scale"]) < float(kept["scale"])
 
 

@@ -137,7 +137,7 @@ def build_worker_loss(
             f"unset {names} or algorithm.rollout_correction.bypass_mode"
         )
     unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED
-    # verl's kl_penalty refuses a name it does not know, in the first update.
+    # In the first update, verl's kl_penalty would refuse a name that it does not know.
     ours = _replace_fields(config, policy_loss=policy_loss, **({"use_kl_loss": False} if unbiased else {}))
     loss = partial(
         worker_loss,
@@ -199,8 +199,8 @@ def worker_loss(
     terms: the unbiased KL, and the centering of the score.
 
     A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
-    optimizer step; verl divides 0 by 0. If filters dropped whole trajectories, the configured number that sequence
-    means divide by is reduced to the share that is left (`filter_scale`). Half-precision log-probabilities are
+    optimizer step; verl alone divides 0 by 0. If filters dropped whole trajectories, the configured number by which
+    sequence means divide is reduced to the share that is left (`filter_scale`). Half-precision log-probabilities are
     converted to float32; values outside the response mask are not used.
 
     Args:
@@ -225,7 +225,7 @@ def worker_loss(
         tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
         metrics["filter_scale"] = scale
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
-    # A loop over the rows, as verl has one too: only if something reads it.
+    # This loops over the rows, as verl does too, so only if something reads it.
     read = gate is not None or first_pass is not None or corrections or kl_denominator is not None
     l_theta = no_padding_2_padding(model_output["log_probs"], data) if read else None
     l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.from_fields(padded)

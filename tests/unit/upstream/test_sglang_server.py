@@ -251,7 +251,7 @@ def test_an_answer_whose_tokens_verl_drops_has_no_top_tokens(module):
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [
-        ({"min_p": 0.1}, "a request has min_p=0.1, by which the sampler's top tokens are of another distribution"),
+        ({"min_p": 0.1}, "a request has min_p=0.1, so the sampler's top tokens are of another distribution"),
         ({"min_new_tokens": 3}, "a request has min_new_tokens=3"),
         ({"top_k": 5}, "a request has top_k=5 and top_p=1.0, which may keep more than the 4 top tokens"),
         ({"top_p": 0.9}, "give a top_k of at most 4"),

@@ -100,7 +100,7 @@ def stage_seconds(run: Run) -> dict[str, float]:
 
 
 def share_chart(run: Run) -> alt.LayerChart | None:
-    """Draws the stages as shares of a step. Overlapping ones, in the asynchronous modes, can add up to more than it."""
+    """Draws the stages as shares of a step. In asynchronous modes they overlap, and can add up to more than a step."""
     step = run.get(STEP_TIME)
     if step is None:
         return None

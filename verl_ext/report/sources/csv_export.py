@@ -1,5 +1,4 @@
-"""Tables with commas or tabs: a run's history, as anybody writes it, or a chart of one or several runs, as Weights &
-Biases exports it.
+"""Reads CSV tables: a run's history, as anybody writes it, or a chart of one or several runs, as W&B exports it.
 
 | | columns |
 |---|---|
@@ -42,7 +41,7 @@ class CsvSource:
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
-        """Reads the export, which is written once; another file is read from its start."""
+        """Reads the whole file again if it has changed."""
         seen = fingerprint(self.files)
         if seen == self._seen:
             return False
@@ -144,7 +143,7 @@ register_kind(
 
 
 def separator_of(path: Path) -> str:
-    """Returns the character between the columns: the more frequent one in the header."""
+    """Returns the character between the columns: the most frequent one in the header."""
     with open_regular(path) as file:
         header = file.readline(MOST_LINE)
     return max(SEPARATORS, key=lambda each: header.count(each.encode()))

@@ -2,8 +2,8 @@
 miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front. Saved as JSON by TRL and transformers:
 `trainer_state.json`, or a list of its log entries.
 
-slime counts rollouts and the optimizer steps on them apart. The steps are the axis here: what is logged of a rollout
-belongs to the first step on it.
+slime counts rollouts and the optimizer steps on them separately. The steps are the axis here: values of a rollout
+belong to the first step on it.
 """
 
 import ast

@@ -124,14 +124,14 @@ class Ends:
     """Looks for the ends of a log's processes.
 
     An error ends a process if no row of a later step follows: either none at all, or the steps go back, because the run
-    was started again. So only what stands behind such a row is looked at.
+    was started again. So only the text that follows such a row is examined.
     """
 
     def __init__(self) -> None:
         self._run = 1  # counted as table.py does
         self._step: int | None = None
         self._found: tuple[tuple[int, int, Error], ...] = ()  # (run, step, error)
-        self._behind: list[bytes] = []  # what stands behind the last row
+        self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
 
     def row(self, step: int, validates: bool = False) -> None:
@@ -155,7 +155,7 @@ class Ends:
             self._size = KEPT_BYTES + 1
 
     def events(self, run: int, runs: int, tail: bytes = b"") -> tuple[Event, ...]:
-        """Returns the ends of one of the log's runs; of the last one, if the table counts them otherwise.
+        """Returns the ends of one of the log's runs; of the last one, if the table counts them differently.
 
         Args:
             tail: what follows the last newline, if it has no row.

@@ -68,7 +68,7 @@ class JsonlSource:
 def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     """Returns the step and the values of a flat object; the step is None if this is no row of metrics.
 
-    A row without numbers is none, nor is one with prose in it: a dumped answer has a step and a score, too.
+    A row without numbers does not count, nor does one with prose: a dumped answer has a step and a score, too.
     """
     data = dict(_flat(record))
     name = next((name for name in STEP_NAMES if name in data), None)
@@ -202,7 +202,7 @@ class JsonLines:
         return (f"{self.broken} lines of {self.path.name} could not be read and are left out ({first})",)
 
     def refresh(self) -> bool:
-        """Reads on; returns whether there was anything new."""
+        """Reads what is new; returns True if there was anything."""
         return self._file.refresh()
 
     def _read_lines(self, lines: bytes, first_is_cut: bool) -> None:
@@ -214,7 +214,7 @@ class JsonLines:
             first_is_cut = False
 
     def _read(self, line: bytes) -> bool:
-        """Reads a line; returns whether all of it could be read."""
+        """Reads a line; returns True if all of it could be read."""
         if b"{" not in line or b"}" not in line:  # no record; raising an error takes 100 times as long as this check
             return not line.strip()
         try:

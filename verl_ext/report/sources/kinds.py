@@ -20,7 +20,7 @@ class RunSource(Protocol):
     def files(self) -> tuple[Path, ...]: ...
 
     def refresh(self) -> bool:
-        """Reads new data; returns whether there was any."""
+        """Reads new data; returns True if there was any."""
 
     def run(self, which: int | None) -> TableRun: ...
 
@@ -34,9 +34,9 @@ class Kind:
     Attributes:
         title: its name in the help and in docs/report.md.
         example: what a user types to name such a run.
-        remarks: what else docs/report.md says of it.
+        remarks: further remarks for docs/report.md.
         order: of several kinds of one run in a folder, the one with the lowest number is read.
-        open: returns what reads the run of this path; its second argument is the number of the run.
+        open: returns the source that reads the run of this path; its second argument is the number of the run.
         is_named: whether a file is of this kind, by its name alone.
         sniff: whether a file is of this kind, by its beginning.
         endings: files that are looked into when they lie in a folder. A named file with such an ending is taken for

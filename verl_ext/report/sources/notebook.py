@@ -1,4 +1,4 @@
-"""Notebooks: the text that their cells have printed, in any of the formats of lines, and the table of transformers'
+"""Reads notebooks: the text that their cells have printed, in any of the line formats, and the table of transformers'
 notebook callback."""
 
 import json

@@ -46,7 +46,8 @@ class Store(Protocol):
 
 
 class StoreSource:
-    """One run of a store; `which` counts the runs from 1, as their last processes started; the last by default."""
+    """One run of a store; `which` counts from 1, in the order in which the runs' last processes started; the last by
+    default."""
 
     def __init__(self, store: Store, path: Path, which: int | None):
         self.files: tuple[Path, ...] = (path,)

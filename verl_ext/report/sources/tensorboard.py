@@ -79,7 +79,7 @@ class TensorBoardSource:
         return True
 
     def _read_on(self, file: Path) -> bool:
-        """Reads on in a file; returns True if there was anything new."""
+        """Reads what is new in a file; returns True if there was anything."""
         if new := file not in self._read:
             self._table.begin_unit()
         if file in self._damaged:

@@ -1,9 +1,9 @@
-"""Logs and documents that were written for people, with metrics somewhere in them: one small class a format.
+"""Logs and documents that were written for people, with metrics somewhere in them: one small class per format.
 
 A format is a class in a file next to this one, under `@register_format`:
 
-- `sniff(text)`: whether this text, one line or many, may have a row of the format; it is asked of everything, so it is
-  fast;
+- `sniff(text)`: whether this text, one line or many, may have a row of the format; it is called on all text, so it must
+  be fast;
 - `rows(line)`: the rows of a line: each a step and its values by name. The step is None if the format has none; rows
   are then counted from 1. A line without a newline at its end may be cut.
 
@@ -29,7 +29,7 @@ COUNTED = "the log has no steps: its rows are counted from 1"
 
 
 class Format(Protocol):
-    """Reads the rows of one format; made anew for each file, so it may remember what it has read."""
+    """Reads the rows of one format. Each file gets its own instance, which may remember what it has read."""
 
     title: ClassVar[str]
     example: ClassVar[str]
@@ -62,9 +62,9 @@ def register_format(
     Args:
         title: its name in messages, in the help and in docs/report.md.
         example: what a user types to name such a run, for docs/report.md.
-        remarks: what else docs/report.md says of it.
-        document: it is read as a whole.
-        fewest: a block of a log must have as many rows, if a text of another kind may have one by chance.
+        remarks: further remarks for docs/report.md.
+        document: the file is read as a whole.
+        fewest: how many rows a block of a log must have; more than 1 if other text may have a row by chance.
         endings: files that are looked into when they lie in a folder; a named file is tried whatever its name is.
         order: its place among the formats; of equals, the one that was registered last is tried first.
     """
