@@ -31,7 +31,7 @@ from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.features.bypass import BYPASS
-from verl_ext.features.feature import RunFeatures
+from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.losses import BASES, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
 from verl_ext.features.settings import BATCH_SKIP, KL_DENOMINATORS, MiniBatchGate
 from verl_ext.features.stability import stability_config
@@ -294,9 +294,17 @@ def _others() -> Iterator[Row]:
     def sets_cascade(value: str) -> Callable[[Run], bool]:
         return lambda run: run.stability.cascade_attention == value
 
+    def measures_servers(run: Run) -> bool:
+        ranks = run.config.trainer.n_gpus_per_node * run.config.trainer.nnodes
+        several = ranks > OmegaConf.select(run.config, f"{ROLLOUT}.tensor_model_parallel_size")
+        measured = Need.MEASURED_BATCHES in run.features.needs and not run.has(BYPASS)
+        return several and measured and run.stability.breakdown
+
     rescoring, canary = "stability.rescoring.every=1", "stability.sync_canary.trajectories=8"
     dump, rounded = "stability.trajectories.per_step=2", "stability.fake_quantization.format=fp4"
     yield Row("`metrics`", (METRICS,), lambda run: bool(run.features.demands))
+    two_servers = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=1")
+    yield Row("the gap by server", (METRICS, *two_servers), measures_servers, same_code=True)
     yield Row("rescoring", (f"{MODE}=separate_async", rescoring), lambda run: run.stability.rescoring.every > 0)
     yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)
