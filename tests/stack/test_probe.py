@@ -10,7 +10,9 @@ from tests.stack.running import SMALL, run
 from verl_ext.launch.command_line import compose
 from verl_ext.probe.overrides import OUT, probe_overrides
 from verl_ext.probe.readings import Stage
+from verl_ext.probe.sweep import GroupGap
 from verl_ext.probe.verdict import ProbeResult
+from verl_ext.upstream.fake_quantization import EVERYTHING
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -33,12 +35,12 @@ def found(request, assets, tmp_path_factory):
     """Name of the planted cause -> what the probe found."""
     stack = request.getfixturevalue("sglang_stack" if "SGLang" in request.param else "stack")
     recipe, *settings = ENGINES[request.param]
-    return looks((recipe, *SMALL[1:], *settings), assets, tmp_path_factory.mktemp("probe"), stack)
+    return looks((recipe, *SMALL[1:], *settings), assets, tmp_path_factory.mktemp("probe"), stack, layers="fp4")
 
 
-def looks(launch, assets, folder, stack, batches=1):
+def looks(launch, assets, folder, stack, batches=1, layers=""):
     own = [*launch, f"assets={assets}", "stability=none"]
-    overrides = [*own, *probe_overrides(compose(own)[0], 8, folder, batches), f"+{OUT}={folder}/probe.json"]
+    overrides = [*own, *probe_overrides(compose(own)[0], 8, folder, batches, layers), f"+{OUT}={folder}/probe.json"]
     finished = run(["-m", "tests.stack.probing", *overrides], folder, stack)
     assert finished.code == 0, finished.tail
     return json.loads((folder / "probe.json").read_text())
@@ -78,6 +80,21 @@ def test_a_sync_of_the_same_weights_changes_nothing_and_an_update_arrives(found)
     assert update.train_moved > 1e-4
     assert update.rollout_moved == pytest.approx(update.train_moved, rel=1e-2)
     assert max(sync.after, update.after) < 1e-9
+
+
+def test_each_group_of_weights_is_rounded_by_itself(found):
+    base, *groups = (GroupGap(**one) for one in found["layers"])
+    k3 = {one.group: one.k3 for one in groups}
+    layers = [f"layer {number}" for number in range(4)]
+    assert set(k3) == {EVERYTHING, "all attention", "all experts", "all routers", "all heads", *layers}
+    assert base.k3 < 1e-9 < 1e-6 < min(k3.values()), "nothing rounded: the engines agree"
+    assert k3[EVERYTHING] > max(k3[name] for name in layers)
+    modules = {one.group: one.modules for one in groups}
+    assert modules["layer 2"] == [
+        *(f"model.layers.2.self_attn.{name}_proj" for name in "qkvo"),
+        "model.layers.2.mlp.experts",
+    ]
+    assert modules["all heads"] == ["lm_head"]
 
 
 @pytest.fixture(scope="module")

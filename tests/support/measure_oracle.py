@@ -115,13 +115,6 @@ def by_row(tokens):
     return [[t for t in tokens if t["row"] == row] for row in {t["row"] for t in tokens}]
 
 
-def quantile_of(values, q):
-    """The smallest value that a share q does not pass. What is below 2^-25 counts as 0, what is above 2^7 as 2^7."""
-    ordered = sorted(0.0 if value < 2**-25 else min(value, 2.0**7) for value in values)
-    at = math.ceil(q * len(ordered)) - 1
-    return ordered[max(at, 0)]
-
-
 def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=None):
     tokens, of_sequences = records(batch, corrections or {})
     if not tokens:
@@ -149,9 +142,6 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=N
         "vllm_kl/sequence_gap_max": max(gaps),
         "vllm_kl/filled": mean(any(map(filled, of_row)) for of_row in by_row(tokens)),
     }
-    for name, q in (("p95", 0.95), ("p99", 0.99)):
-        metrics[f"vllm_kl/log_ratio_abs_{name}"] = quantile_of([abs(t["x"]) for t in tokens], q)
-        metrics[f"vllm_kl/sequence_gap_{name}"] = quantile_of(gaps, q)
     measures = {"vllm_kl/k1": lambda t: -t["x"], "vllm_kl/k3": k3}
     if corrections:
         zero = {t["row"] for t in tokens} - {t["row"] for t in tokens if t["w"]}

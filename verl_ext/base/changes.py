@@ -392,6 +392,19 @@ TABLE = add_changes(
         without="set stability.fake_quantization.format=none",
     ),
     Change(
+        name="sent_rounding",
+        target="`get_per_tensor_param` of the actor's training engine",
+        why="a weight sync sends one group of weights rounded, to see how much of the gap rounding them makes",
+        when="`verl-ext probe --sweep layers`",
+        versions=VERL,
+        file="workers/actor.py",
+        test="tests/stack/test_probe.py::test_each_group_of_weights_is_rounded_by_itself",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.get_per_tensor_param(self, ...)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_per_tensor_param(self, ...)",
+        ),
+    ),
+    Change(
         name="settings_alone",
         target="`sys.modules`, which for a moment has hollow modules for verl, torch and transformers",
         why="lets verl validate a config without the seconds that its imports take",

@@ -104,8 +104,6 @@ def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
         "trajectories": block.lengths.count_nonzero(),
         "trajectory_gap": trajectory_gap.sum(),
         "filled": filled,
-        "log_k_histogram": histogram(log_k_abs),
-        "trajectory_histogram": histogram(trajectory_gap[block.lengths > 0]),
         f"{LARGEST}log_k_abs": furthest,
         f"{LARGEST}difference": difference.amax(),
         f"{LARGEST}trajectory_gap": trajectory_gap.amax(),
@@ -120,45 +118,6 @@ def _impossible(block: Block) -> Tensor:
     """
     zero = (block.l_infer == 0) & (block.l_old < math.log(CERTAIN))
     return zero | (block.l_infer > ABOVE_ZERO)
-
-
-# Bins of the histogram: the exponent of float32 and the first bits of its mantissa, from 2^-25 to 2^7.
-MANTISSA_BITS = 5
-DROPPED_BITS = 23 - MANTISSA_BITS
-OCTAVES = 32
-FIRST_BIN = (127 - 25) << MANTISSA_BITS
-BINS = OCTAVES << MANTISSA_BITS
-TAIL = {"p95": 0.95, "p99": 0.99}
-
-
-def histogram(values: Tensor) -> Tensor:
-    """Returns how many of [n] values of at least 0 are in each bin, [BINS]; the outer bins hold all beyond them.
-
-    Histograms of several blocks, or ranks, add up.
-    """
-    bins = (values.float().view(torch.int32) >> DROPPED_BITS).sub_(FIRST_BIN).clamp_(0, BINS - 1)
-    return torch.bincount(bins, minlength=BINS)
-
-
-def quantile(counts: Tensor, q: float) -> Tensor:
-    """Returns a quantile of the values in a histogram, to a bin's width: 3 % of the value; 0 below the first bin.
-
-    Args:
-        counts: [BINS], of at least one value.
-    """
-    reached = counts.cumsum(0)
-    rank = q * reached[-1]
-    at = int(torch.searchsorted(reached, rank.to(reached.dtype)).clamp(max=BINS - 1))
-    if at == 0:
-        return reached.new_zeros(())
-    low, high = (counts.new_tensor(_edge(number), dtype=torch.float64) for number in (at, at + 1))
-    return low + (high - low) * (rank - reached[at - 1]) / counts[at]
-
-
-def _edge(number: int) -> float:
-    """Returns the lower end of a bin."""
-    octave, part = divmod(number + FIRST_BIN, 1 << MANTISSA_BITS)
-    return 2.0 ** (octave - 127) * (1 + part / (1 << MANTISSA_BITS))
 
 
 def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
@@ -176,14 +135,12 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
         "vllm_kl/prob_diff_std": (sums["difference_squared"] / n - difference**2).clamp(min=0).sqrt(),
         "vllm_kl/log_ratio_abs_mean": sums["log_k_abs"] / n,
         "vllm_kl/log_ratio_abs_max": sums[f"{LARGEST}log_k_abs"],
-        **{f"vllm_kl/log_ratio_abs_{name}": quantile(sums["log_k_histogram"], q) for name, q in TAIL.items()},
         # Not from k - 1: n + sum (k - 1) has no digits left of a sum k that is small against n.
         "vllm_kl/ess": sums["k"] ** 2 / sums["k_squared"] / n,
         # mean(k^2) - 1, by k^2 - 1 = (k - 1)^2 + 2 (k - 1): it keeps its digits where k is close to 1.
         "vllm_kl/chi2": (sums["k_minus_1_squared"] + 2 * sums["k_minus_1"]) / n,
         "vllm_kl/sequence_gap_mean": sums["trajectory_gap"] / sums["trajectories"],
         "vllm_kl/sequence_gap_max": sums[f"{LARGEST}trajectory_gap"],
-        **{f"vllm_kl/sequence_gap_{name}": quantile(sums["trajectory_histogram"], q) for name, q in TAIL.items()},
         "vllm_kl/filled": sums["filled"] / sums["trajectories"],
     }
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
 from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.features.settings import FORMATS
 from verl_ext.launch.command_line import add_arguments, given_arguments, required_config
 from verl_ext.probe.engines import Tell, kept_result, start_engines
 from verl_ext.probe.overrides import probe_overrides
-from verl_ext.probe.sweep import ALL, LAUNCH, NAMES, SettingChange, SweepResult, changes_of, with_change
+from verl_ext.probe.sweep import ALL, LAUNCH, LAYERS, NAMES, SettingChange, SweepResult, changes_of, with_change
 
 FAILED = 1  # exit code
 
@@ -27,6 +28,7 @@ EPILOG = f"""\
 settings of --sweep (`all` takes those that fit the run):
   {", ".join(NAMES[:9])},
   {", ".join(NAMES[9:])}
+--sweep {LAYERS} rounds one group of the rollout's weights at a time, within one start: which layers to keep in 16 bits
 
 exit code: 0; with --fail-above, 1 if k3 is above it or a value is NaN or infinite; 2 if the probe cannot run; 130
 after Ctrl-C: the same command then continues a sweep.
@@ -59,6 +61,9 @@ def add_probe_parser(commands: Any) -> None:
         "--sweep", type=names, default=(), metavar="NAME,...", help=f"settings to change one at a time, or {ALL}"
     )
     add_own(parser, "a setting to sweep")
+    parser.add_argument(
+        "--format", choices=FORMATS[1:], default="fp8", help=f"what --sweep {LAYERS} rounds to (default: %(default)s)"
+    )
     parser.add_argument(
         "--fail-above", type=float, metavar="K3", help="exit with 1 if k3, in nats, is above this or NaN"
     )
@@ -104,7 +109,8 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
 
     def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
-        whole = [*overrides, *probe_overrides(config, arguments.prompts, folder, arguments.batches)]
+        rounds_to = arguments.format if LAYERS in arguments.sweep and name == LAUNCH else ""
+        whole = [*overrides, *probe_overrides(config, arguments.prompts, folder, arguments.batches, rounds_to)]
         found = kept_result(whole, folder) if changes else None
         if found is None:
             return start_engines(whole, folder, tell)

@@ -8,27 +8,39 @@ from omegaconf import OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.stability import stability_config
-from verl_ext.features.verl_config import REPLAY, ROLLOUTS, rollout_name, strategy_of, verls_replay_setting
+from verl_ext.features.verl_config import (
+    MODEL,
+    REPLAY,
+    ROLLOUT,
+    ROLLOUTS,
+    rollout_name,
+    strategy_of,
+    verls_replay_setting,
+)
 from verl_ext.launch.sizes import data_parallel_size
 from verl_ext.routing.engines import ACTOR, ENGINES, TOP_KS, first_of
 
 VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 DYNAMIC_CONTEXT = f"{ACTOR}.megatron.dynamic_context_parallel"
 PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
-OUT, BATCHES = "probe_out", "probe_batches"  # settings of the run's config: the file for what is found; how many
+# Settings of the run's config: the file for what is found, the number of batches, the format of rounded layers.
+OUT, BATCHES, LAYERS = "probe_out", "probe_batches", "probe_layers"
 
 
-def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1) -> list[str]:
+def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1, layers: str = "") -> list[str]:
     """Returns the overrides that turn a run into a probe of it, to be given after its own.
 
     Args:
         prompts: rounded up so that each rank of the training engine has as many, enough to put two into each pass.
         batches: how many are scored before the update.
+        layers: the format that groups of weights are rounded to, one at a time; "" for no such sweep.
 
     Raises:
-        ConfigError: the run's engines are not ones that are probed.
+        ConfigError: the run's engines are not ones that are probed, or its weights cannot be rounded.
     """
     _check_engines(config)
+    if layers:
+        _check_rounds(config)
     share = 2 * data_parallel_size(config) * passes_at_once(config)
     prompts = -(-prompts // share) * share
     rollout, trainer = "actor_rollout_ref.rollout", "trainer"
@@ -61,6 +73,7 @@ def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1) -> l
         f"{trainer}.default_local_dir={out}/checkpoints",
         f"hydra.run.dir={out}/hydra",
         f"+{BATCHES}={batches}",
+        *([f"+{LAYERS}={layers}"] if layers else []),
     ]
     if experts_of(config):
         compares, read = ENGINES[strategy_of(config)].compares_r3, _reads_agreement(config)
@@ -85,6 +98,17 @@ def _check_engines(config: Any) -> None:
         raise ConfigError(
             f"the probe cannot put sequences together that {DYNAMIC_CONTEXT}=true splits",
             fix=(f"{DYNAMIC_CONTEXT}=false",),
+        )
+
+
+def _check_rounds(config: Any) -> None:
+    if any(OmegaConf.select(config, f"{MODEL}.{name}") for name in ("lora_rank", "lora.rank")):
+        raise ConfigError("--sweep layers rounds the weights that a sync sends, and this run's sends a LoRA")
+    if quantization := OmegaConf.select(config, f"{ROLLOUT}.quantization"):
+        raise ConfigError(
+            f"--sweep layers rounds the weights of a rollout in 16 bits, and {ROLLOUT}.quantization={quantization} "
+            "rounds all of them",
+            fix=(f"{ROLLOUT}.quantization=null",),
         )
 
 

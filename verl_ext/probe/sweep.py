@@ -1,5 +1,7 @@
 """Settings of the engines that the gap may depend on, changed one at a time."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,9 @@ BACKEND = f"{VLLM_ARGUMENTS}.attention_backend"
 DRAFTS = f"{MODEL}.mtp.enable_rollout"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 ALL = "all"
+LAYERS = "layers"  # a sweep within one start
 LAUNCH = "the launch as it is"
+SENSITIVE = 2.0  # times what a layer raises k3 by in the mean
 
 Fits = Callable[[Any], bool]
 
@@ -131,13 +135,14 @@ NAMES = tuple(dict.fromkeys(change.name for change in CHANGES))
 
 
 def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[SettingChange]:
-    """Returns the changes named that fit, all that fit for ALL, and the user's own.
+    """Returns the changes named that fit, all that fit for ALL, and the user's own; LAYERS is none.
 
     Raises:
         ConfigError: a name is not known, is one already, or does not fit.
     """
     for name in names:
-        require_choice("--sweep", name, (ALL, *NAMES))
+        require_choice("--sweep", name, (ALL, LAYERS, *NAMES))
+    names = [name for name in names if name != LAYERS]
     found = [change for change in CHANGES if (change.name in names or ALL in names) and change.fits(config)]
     if wrong := [name for name in names if name not in (ALL, *(change.name for change in found))]:
         raise ConfigError(f"--sweep {wrong[0]}: this run has it so already, or its engine does not know it")
@@ -199,3 +204,65 @@ def sweep_sentence(swept: Sequence[SweepResult]) -> str:
     words = [f"{one.name} leaves {one.k3 / base.k3:.0%} of the gap" for one in less]
     words += [f"{one.name} makes it {one.k3 / max(base.k3, 1e-300):.1f} times as large" for one in more]
     return f"Of the settings tried: {', '.join(words)}."
+
+
+@dataclass(frozen=True)
+class GroupGap:
+    """The gap with one group of the rollout's weights rounded.
+
+    Attributes:
+        group: as of `upstream.fake_quantization.groups_of`; "" for none.
+        k3, k3_error: between the rollout's prefill and training; None if no token was finite.
+        modules: the names of its modules.
+    """
+
+    group: str
+    k3: float | None
+    k3_error: float | None
+    modules: Sequence[str] = ()
+
+    @property
+    def is_layer(self) -> bool:
+        return self.group.startswith("layer ")
+
+
+def excess(one: GroupGap, base: GroupGap) -> float:
+    """Returns by how much the group raises k3."""
+    return 0.0 if one.k3 is None or base.k3 is None else one.k3 - base.k3
+
+
+def ranked_groups(layers: Sequence[GroupGap]) -> list[GroupGap]:
+    """Returns the groups with the largest k3 first; those without a number before all others."""
+    return sorted(layers, key=lambda one: (one.k3 is not None, -(one.k3 or 0.0)))
+
+
+def sensitive_layers(layers: Sequence[GroupGap]) -> list[GroupGap]:
+    """Returns the layers that stand out, the first one first: they raise k3 by SENSITIVE times the mean of all layers,
+    and by more than twice the error of the difference; and those without a number."""
+    base, *groups = layers
+    only = [one for one in groups if one.is_layer]
+    mean = sum(max(excess(one, base), 0.0) for one in only) / max(len(only), 1)
+
+    def stands_out(one: GroupGap) -> bool:
+        error = math.hypot(one.k3_error or 0.0, base.k3_error or 0.0)
+        return one.k3 is None or excess(one, base) > max(SENSITIVE * mean, 2 * error)
+
+    return [one for one in ranked_groups(only) if stands_out(one)]
+
+
+def layers_sentences(layers: Sequence[GroupGap]) -> list[str]:
+    """Returns the result of a sweep over the layers; the first of `layers` has nothing rounded."""
+    base, *groups = layers
+    found, only = sensitive_layers(layers), [one for one in ranked_groups(groups) if one.is_layer]
+    if not only:
+        return []
+    if not found:
+        return [
+            f"No layer stands out: rounded by itself, {only[0].group} raises k3 most, by {excess(only[0], base):.1e}."
+        ]
+    words = ", ".join(f"{one.group} by {excess(one, base):.1e}" if one.k3 is not None else one.group for one in found)
+    kept = json.dumps([module for one in found for module in one.modules])
+    return [
+        f"Layers that stand out when they are rounded by themselves: {words} of k3.",
+        f'To keep them in 16 bits, in the quantization config of vLLM or SGLang: "ignored_layers": {kept}',
+    ]

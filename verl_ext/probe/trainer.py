@@ -12,10 +12,11 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
+from verl_ext.base.errors import HookError
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.overrides import BATCHES, OUT, PROGRESS, experts_of, passes_at_once
+from verl_ext.probe.overrides import BATCHES, LAYERS, OUT, PROGRESS, experts_of, passes_at_once
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
@@ -30,6 +31,7 @@ from verl_ext.probe.readings import (
     compare_states,
     head_dtypes,
 )
+from verl_ext.probe.sweep import GroupGap
 from verl_ext.routing.recorder import MOST_ROWS, joined_passes
 from verl_ext.trainer.canary_scores import CanaryTrajectories
 from verl_ext.trainer.queue import get_fields, put_fields
@@ -70,6 +72,9 @@ class ProbeTrainer(StabilityTrainerSync):
         yield found
         for batches in self.batches():
             found["batches"] = batches
+            yield found
+        for layers in self.layers():
+            found["layers"] = layers
             yield found
         for stages in self.stages(batch):
             found["stages"] = stages
@@ -161,6 +166,32 @@ class ProbeTrainer(StabilityTrainerSync):
             tq.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
             yield found
 
+    def layers(self) -> Iterator[list[dict[str, Any]]]:
+        """Yields the gap with each group of the rollout's weights rounded so far; the first has none.
+
+        Raises:
+            HookError: the training engine sends its weights in another way.
+        """
+        if not (rounds_to := self.config.get(LAYERS)):
+            return
+        workers, (_, train_N) = self.actor_rollout_wg, self.now
+        workers.round_sent("", rounds_to)
+        found, modules, waiting = list[dict[str, Any]](), dict[str, list[str]](), [""]
+        while waiting:
+            group = waiting.pop(0)
+            print_progress(f"{group or 'nothing'} in {rounds_to}, {len(waiting)} to go")
+            workers.round_sent(group, rounds_to)
+            readings = {DECODE: self.synced_rollout(), TRAIN: train_N}
+            if not group:
+                modules = workers.round_sent("", rounds_to)[0]
+                waiting = list(modules)
+            pair = compare_readings(readings, self.scores.positions_N)[0]
+            found.append(asdict(GroupGap(group, pair.k3, pair.k3_error, modules.get(group, []))))
+            yield found
+        workers.round_sent(None, rounds_to)
+        if not modules:
+            raise HookError(f"{self.config.actor_rollout_ref.actor.strategy} sent no weights that could be rounded")
+
     def stages(self, batch: KVBatchMeta) -> Iterator[list[dict[str, Any]]]:
         """Scores the same tokens after a sync of the same weights, and after an update and its sync."""
         found: list[dict[str, Any]] = []
@@ -175,10 +206,14 @@ class ProbeTrainer(StabilityTrainerSync):
 
     def synced(self) -> tuple[Tensor, Tensor]:
         """Syncs the weights, and returns the scores of the rollout engine and of the training engine after it."""
+        return self.synced_rollout(), self.scores.score_in_workers(self.actor_rollout_wg, replays=False)
+
+    def synced_rollout(self) -> Tensor:
+        """Syncs the weights, and returns the scores of the rollout engine after it."""
         self.checkpoint_manager.update_weights(self.global_steps)
         rollout = self.scores.score_in_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
         self.on_sample_end()
-        return rollout, self.scores.score_in_workers(self.actor_rollout_wg, replays=False)
+        return rollout
 
     def update(self, batch: KVBatchMeta) -> None:
         """Makes one update, with advantages of 1 and -1 in turn: a few answers may all have earned the same."""

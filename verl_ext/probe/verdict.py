@@ -13,7 +13,18 @@ from rich.text import Text
 from verl_ext.base.printable import number_table, wide_console
 from verl_ext.diagnosis.causes import CAUSES, Cause
 from verl_ext.probe.readings import BASE, DECODE, PACKED, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
-from verl_ext.probe.sweep import LAUNCH, SweepResult, matters, ranked_by_gap, sweep_sentence
+from verl_ext.probe.sweep import (
+    LAUNCH,
+    GroupGap,
+    SweepResult,
+    excess,
+    layers_sentences,
+    matters,
+    ranked_by_gap,
+    ranked_groups,
+    sensitive_layers,
+    sweep_sentence,
+)
 from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER
 
 ROUNDED_NATS = 1e-9  # nats a token: what float32 leaves
@@ -103,6 +114,7 @@ class ProbeResult:
         head: dtype of the logits in the rollout and in training, "" where it was not recorded.
         batches: between sampling and training, of each batch with the same weights; [] if there was one only.
         swept: results of a sweep, the launch as it is first; [] without one.
+        layers: the gap with each group of weights rounded, with none first; [] without this sweep.
         error: what ended the probe before it had found all; else "".
     """
 
@@ -115,6 +127,7 @@ class ProbeResult:
     error: str
     batches: Sequence[Pair] = ()
     head: Sequence[str] = ("", "")
+    layers: Sequence[GroupGap] = ()
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "ProbeResult":
@@ -123,7 +136,10 @@ class ProbeResult:
 
         engines = each("pairs", Pair), each("places", Place), each("stages", Stage)
         swept, error, batches = each("sweep", SweepResult), found.get("error") or "", each("batches", Pair)
-        return cls(found["tokens"], found["dtype"], *engines, swept, error, batches, found.get("head", ("", "")))
+        layers = each("layers", GroupGap)
+        return cls(
+            found["tokens"], found["dtype"], *engines, swept, error, batches, found.get("head", ("", "")), layers
+        )
 
     @cached_property
     def conclusion(self) -> Conclusion:
@@ -153,6 +169,7 @@ class ProbeResult:
             titles = "; or: ".join(cause.title for cause in self.causes)
             said.append(f"Likely cause, in the words of a report: {titles}. Check {self.causes[0].check}.")
         said += [sweep_sentence(self.swept)] if self.swept else []
+        said += layers_sentences(self.layers) if self.layers else []
         said += [f"{one.name} could not be measured: {one.error}" for one in self.swept[1:] if one.error]
         return said + ([f"What came then could not be measured: {self.error}"] if self.error else [])
 
@@ -163,7 +180,12 @@ class ProbeResult:
         the first / the second.
         """
         every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self))
-        more = (_batches_table(self.batches), _stages_table(self.stages), _sweep_table(self.swept))
+        more = (
+            _batches_table(self.batches),
+            _stages_table(self.stages),
+            _sweep_table(self.swept),
+            _layers_table(self.layers),
+        )
         return [table for table in (*every, *more) if table.rows]
 
 
@@ -528,6 +550,23 @@ def _sweep_table(swept: Sequence[SweepResult]) -> ProbeTable:
     columns = ("setting", "k3", "of the launch's", "decode, prefill", "prefill, training", "seconds")
     title = "one setting changed at a time, the least gap first; *: by more than its error"
     return ProbeTable(title, columns, rows, marked=order.index(base))
+
+
+def _layers_table(layers: Sequence[GroupGap]) -> ProbeTable:
+    if not layers:
+        return ProbeTable("", (), ())
+    base, *groups = layers
+    kept = sensitive_layers(layers)
+    rows = tuple(
+        (
+            f"{one.group}{' *' if one in kept else ''}",
+            "none" if one.k3 is None else f"{one.k3:.2e} ± {one.k3_error:.0e}",
+            f"{excess(one, base):.1e}",
+        )
+        for one in ranked_groups(groups)
+    )
+    columns = ("rounded", "k3", "more than with nothing rounded")
+    return ProbeTable("one group of the rollout's weights rounded at a time; *: stands out", columns, rows)
 
 
 def _sweep_numbers(one: SweepResult, base: SweepResult) -> tuple[str, ...]:

@@ -45,6 +45,55 @@ def kind_of(name: str, weight: Tensor) -> str | None:
     return ROUTER if parts & ROUTERS else LINEAR
 
 
+LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+ATTENTION = re.compile(r"attn|attention")
+EVERYTHING = "all linear weights"
+
+
+def groups_of(name: str, weight: Tensor) -> tuple[str, ...]:
+    """Returns the groups of weights that are rounded together, of which this one is a part: its layer and its kind."""
+    kind = kind_of(name, weight)
+    if kind != LINEAR:
+        return (f"all {kind}s",) if kind else ()
+    layer = LAYER.search(name)
+    part = "attention" if ATTENTION.search(name) else "experts"
+    return (EVERYTHING, f"all {part}", *([f"layer {layer[1]}"] if layer else []))
+
+
+class SentRounding:
+    """Wraps a training engine's `get_per_tensor_param`: weight syncs send a group of weights rounded.
+
+    Attributes:
+        group: the group that is rounded; "" for none.
+        format: as of `fake_quantized`; each row has its own scale.
+        modules: group -> the names of its modules, as far as they have been sent.
+    """
+
+    def __init__(self) -> None:
+        self.group = self.format = ""
+        self.modules: dict[str, list[str]] = {}
+
+    def __call__(self, verls: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        weights, adapter = verls(*args, **kwargs)
+        return self._rounded(weights), adapter
+
+    def _rounded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in weights:
+            groups = groups_of(name, weight)
+            for group in groups:
+                modules, module = self.modules.setdefault(group, []), module_of(name)
+                if module not in modules:
+                    modules.append(module)
+            yield name, fake_quantized(weight, self.format, "channel") if self.group in groups else weight
+
+
+def module_of(name: str) -> str:
+    """Returns the module of a weight, as `ignored_layers` of a quantization config names it: all experts of a layer are
+    one."""
+    module, experts, _ = name.removesuffix(".weight").partition(".experts.")
+    return module + experts.rstrip(".")
+
+
 class Rounding:
     """Wraps a model's `load_weights`, and fake-quantises weights of the requested kinds.
 

@@ -21,11 +21,13 @@ from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES
+from verl_ext.base.patching import Undo, wrap
 from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES, HOOKED
 from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.recorder import Passes
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
+from verl_ext.upstream.fake_quantization import SentRounding
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.replica_fetch import share_fetches
 from verl_ext.workers.top_tokens import TopTokenReader, TopTokenUse
@@ -71,6 +73,8 @@ class LossMixin:
     shift: ShiftRecorder | None = None
     gate: Gate | None = None
     top_tokens: TopTokenReader | None = None
+    rounding: SentRounding | None = None
+    undo_rounding: Undo
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def configure_loss(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,6 +131,22 @@ class LossMixin:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             shard.copy_(ADAPTER_SCALE * torch.randn(shard.shape, generator=generator))
         return True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def round_sent(self, group: str | None, format: str) -> dict[str, list[str]]:
+        """Rounds a group of weights in all weight syncs from now on: none for "", and None ends it.
+
+        Returns group -> its modules, of all weights that were sent since the first call.
+        """
+        if self.rounding is None:
+            self.rounding = SentRounding()
+            self.undo_rounding = wrap("sent_rounding", self.actor.engine, "get_per_tensor_param", self.rounding)
+        rounding = self.rounding
+        rounding.group, rounding.format = group or "", format
+        if group is None:
+            self.undo_rounding()
+            self.rounding = None
+        return rounding.modules
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> Passes:

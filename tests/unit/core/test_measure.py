@@ -23,7 +23,6 @@ REL = 1e-5  # k and the weights are float32, and so are their sums
 # root of such a difference; k3 is one of k - 1 and log k, both near 0 where it is.
 FLOORS = {"prob_diff_std": 1e-6, "k3": 1e-15}
 FLOOR = 1e-12
-BIN = 1 / 32  # of a histogram: a quantile is as exact
 # Of a product of float32 factors. Kernels round exp otherwise in whole vectors than in the rest of a block, so that a
 # weight's last bits depend on its token's place.
 ROUNDING = 2e-6
@@ -40,8 +39,7 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         floor = next((floor for part, floor in FLOORS.items() if part in name.split("/")), FLOOR)
-        rel = BIN if name.endswith(("_p95", "_p99")) else REL
-        assert found[name] == pytest.approx(value, rel=rel, abs=floor), name
+        assert found[name] == pytest.approx(value, rel=REL, abs=floor), name
 
 
 def same_weights(found, expected):

@@ -4,6 +4,7 @@ import json
 import signal
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,15 +13,20 @@ from verl_ext import cli
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import compose
 from verl_ext.probe import engines
+from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.sweep import (
     CHANGES,
+    GroupGap,
     SweepResult,
     changes_of,
+    layers_sentences,
     matters,
     ranked_by_gap,
+    sensitive_layers,
     sweep_sentence,
     with_change,
 )
+from verl_ext.upstream.fake_quantization import EVERYTHING
 
 LAUNCH = ["recipe=cpu_smoke", "precision=bf16"]
 CHANGED = {"rollout.max_num_seqs=1": {"k3": 2e-3}, "precision=fp32": {"k3": 1e-8}}  # of the first pair
@@ -164,3 +170,42 @@ def test_a_sweep_of_a_launch_that_is_not_finite_says_what_is():
     assert "finite" not in sweep_sentence([base, broken])
     assert [one.name for one in ranked_by_gap([base, broken, fine])] == ["fp32", "", "a"]
     assert not matters(fine, base)
+
+
+def groups(*excesses, base=1e-4, error=1e-6):
+    """Layers that raise k3 by so much, and all of them."""
+    layers = [GroupGap(f"layer {i}", base + x, error, (f"layers.{i}.mlp",)) for i, x in enumerate(excesses)]
+    return [GroupGap("", base, error), GroupGap(EVERYTHING, base + sum(excesses), error), *layers]
+
+
+def test_layers_that_stand_out_are_listed_for_the_quantization_config():
+    found = groups(1e-4, 9e-4, 1e-4, 1e-4, 6e-4)
+    assert [one.group for one in sensitive_layers(found)] == ["layer 1"]
+    found = groups(1e-4, 9e-4, 1e-4, 1e-4, 1e-4, 1e-4, 9e-4)
+    assert [one.group for one in sensitive_layers(found)] == ["layer 1", "layer 6"]
+    assert '"ignored_layers": ["layers.1.mlp", "layers.6.mlp"]' in layers_sentences(found)[1]
+
+
+def test_layers_that_are_alike_or_within_the_error_are_not_listed():
+    assert sensitive_layers(groups(2e-4, 2.5e-4, 1.5e-4)) == []
+    assert sensitive_layers(groups(0.0, 9e-7, 0.0, 0.0)) == []
+    assert layers_sentences(groups(2e-4, 2.5e-4, 1.5e-4))[0].startswith("No layer stands out")
+
+
+def test_a_layer_without_a_number_is_listed_first():
+    found = [*groups(1e-4, 1e-4, 1e-4), GroupGap("layer 3", None, None)]
+    assert [one.group for one in sensitive_layers(found)] == ["layer 3"]
+    assert layers_sentences(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["actor_rollout_ref.model.lora_rank=8"], "LoRA"),
+        (["actor_rollout_ref.rollout.quantization=fp8"], r"rollout\.quantization=null"),
+    ],
+)
+def test_weights_that_are_not_sent_in_16_bits_cannot_be_swept(given, said):
+    config, _ = compose(["recipe=cpu_smoke", *given])
+    with pytest.raises(ConfigError, match=said):
+        probe_overrides(config, 8, Path(), layers="fp8")

@@ -1,5 +1,6 @@
 """Weights that are rounded on their way into vLLM's model, recognised by their names on Hugging Face."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,18 @@ from torch import nn
 from tests.support.routing_families import EXPERTS, FAMILIES, build
 from verl_ext.base.patching import PatchError
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.upstream.fake_quantization import HEAD, LINEAR, ROUTER, kind_of, report, round_while_loading
+from verl_ext.upstream.fake_quantization import (
+    EVERYTHING,
+    HEAD,
+    LINEAR,
+    ROUTER,
+    SentRounding,
+    groups_of,
+    kind_of,
+    module_of,
+    report,
+    round_while_loading,
+)
 
 FP4 = {"format": "fp4", "group": 16, "router": False, "head": False}
 
@@ -130,3 +142,34 @@ def test_a_model_that_loads_in_another_way_is_refused():
         round_while_loading(Other(), FP4)
     with pytest.raises(PatchError, match="missing"):
         round_while_loading(nn.Module(), FP4)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "module"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", ("all attention", "layer 3"), "model.layers.3.self_attn.q_proj"),
+        ("model.layers.3.mlp.experts.7.up_proj.weight", ("all experts", "layer 3"), "model.layers.3.mlp.experts"),
+        ("model.layers.3.mlp.experts.down_proj", ("all experts", "layer 3"), "model.layers.3.mlp.experts"),
+        ("model.layers.12.mlp.up_proj.weight", ("all experts", "layer 12"), "model.layers.12.mlp.up_proj"),
+        ("model.layers.3.mlp.gate.weight", None, "model.layers.3.mlp.gate"),
+        ("lm_head.weight", None, "lm_head"),
+    ],
+)
+def test_groups_and_modules_by_name(name, groups, module):
+    kept = {None: (f"all {kind_of(name, torch.zeros(2, 2))}s",)}
+    assert groups_of(name, torch.zeros(2, 2)) == kept.get(groups, (EVERYTHING, *(groups or ())))
+    assert module_of(name) == module
+    assert groups_of("model.embed_tokens.weight", torch.zeros(2, 2)) == ()
+
+
+def test_a_sync_sends_one_group_rounded_and_the_others_as_they_are(weights):
+    rounding = SentRounding()
+    send = partial(rounding, lambda **named: (iter(weights.items()), named))
+    sent, named = send(base_sync_done=True)
+    assert all(torch.equal(value, weights[name]) for name, value in sent) and named == {"base_sync_done": True}
+    for group in [*rounding.modules]:
+        rounding.group, rounding.format = group, "fp4"
+        for name, value in send()[0]:
+            before = weights[name]
+            expected = fake_quantized(before, "fp4", "channel") if group in groups_of(name, before) else before
+            assert torch.equal(value, expected), (group, name)

@@ -52,9 +52,6 @@ GAP = Section(
         divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
         divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", NATS),
         divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", NATS),
-        divergence(
-            "vllm_kl/log_ratio_abs_{p95,p99}", "its 95 % and 99 % quantiles over the tokens, to a relative 3 %", NATS
-        ),
         Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
         divergence("vllm_kl/chi2", "mean of k^2, less 1"),
         divergence(
@@ -63,7 +60,6 @@ GAP = Section(
             NATS,
         ),
         divergence("vllm_kl/sequence_gap_max", "largest |mean of l_infer - l_old over a response|", NATS),
-        divergence("vllm_kl/sequence_gap_{p95,p99}", "its quantiles over the responses, to a relative 3 %", NATS),
         Metric(
             "vllm_kl/filled",
             "responses with an l_infer that no sampler gives: above 0, or exactly 0 where exp(l_old) is below 0.5",

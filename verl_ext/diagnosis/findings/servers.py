@@ -75,12 +75,12 @@ def _excesses(axis: str, of_server: Mapping[str, Series]) -> list[Excess]:
             continue
         late = ratios[-LEVEL_READINGS:]
         level = float(late.mean())
-        if level > np.log(FURTHER) and _p(late) * len(of_server) < FALSE_ALARMS:
+        if level > np.log(FURTHER) and _chance_of_noise(late) * len(of_server) < FALSE_ALARMS:
             found.append(Excess(f"{axis} {bucket}", Series(np.array(steps)[seen], ratios), level))
     return found
 
 
-def _p(values: np.ndarray) -> float:
+def _chance_of_noise(values: np.ndarray) -> float:
     """Returns the probability that noise makes a mean of this size."""
     error = level_error(values, len(values))
     return student_p(float(values.mean()) / error, len(values) - 1) if error else 0.0
