@@ -9,7 +9,7 @@ from tests.stack.probing import BATCHES, CAUSES
 from tests.stack.running import SMALL, run
 from verl_ext.launch.command_line import compose
 from verl_ext.probe.overrides import OUT, probe_overrides
-from verl_ext.probe.readings import Stage
+from verl_ext.probe.readings import FLOORS, Stage
 from verl_ext.probe.sweep import GroupGap
 from verl_ext.probe.verdict import ProbeResult
 from verl_ext.upstream.fake_quantization import EVERYTHING
@@ -51,7 +51,7 @@ def test_engines_that_compute_the_same_agree(found):
     assert (conclusion.cause, conclusion.start) == ("none", "")
     pairs = {(pair["one"], pair["other"]): pair for pair in found["nothing"]["pairs"]}
     from_decode = {("decode", other) for other in ("train", "prefill", "replayed", "packed")}
-    assert set(pairs) == {*from_decode, ("prefill", "train")}
+    assert set(pairs) == {*from_decode, ("prefill", "train"), *FLOORS}
     assert all(pair["k3"] < 1e-9 for pair in pairs.values())
     places = found["nothing"]["places"]
     assert (places[0]["point"], places[-1]["point"], len(places)) == ("embedding", "norm", 2 + 4 * 4)
@@ -90,10 +90,8 @@ def test_each_group_of_weights_is_rounded_by_itself(found):
     assert base.k3 < 1e-9 < 1e-6 < min(k3.values()), "nothing rounded: the engines agree"
     assert k3[EVERYTHING] > max(k3[name] for name in layers)
     modules = {one.group: one.modules for one in groups}
-    assert modules["layer 2"] == [
-        *(f"model.layers.2.self_attn.{name}_proj" for name in "qkvo"),
-        "model.layers.2.mlp.experts",
-    ]
+    attention = {f"model.layers.2.self_attn.{name}_proj" for name in "qkvo"}
+    assert set(modules["layer 2"]) == {*attention, "model.layers.2.mlp.experts"}
     assert modules["all heads"] == ["lm_head"]
 
 

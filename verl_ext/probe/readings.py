@@ -3,7 +3,8 @@
 A reading is the log-probabilities of the tokens by one engine in one way. `decode`: the rollout as it sampled them;
 `prefill`: the same engine, given all of them at once; `train`: the training engine, with its own routing; `replayed`:
 the training engine with the experts of the rollout; `packed`: the training engine, several sequences in one pass;
-`base`: the training engine without its LoRA.
+`base`: the training engine without its LoRA. `prefill_again`, `train_again`: a second time, the rollout in another
+order; how far they are from the first time is the noise floor.
 
 Shape legend: N response tokens, F sign flips; n tokens of a sequence, E experts, K of them chosen, P positions, d
 width.
@@ -22,7 +23,17 @@ from verl_ext.core.routing import expert_overlap
 from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
 
 DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
-PAIRS = ((DECODE, TRAIN), (DECODE, PREFILL), (PREFILL, TRAIN), (DECODE, REPLAYED), (DECODE, PACKED), (DECODE, BASE))
+PREFILL_AGAIN, TRAIN_AGAIN = "prefill_again", "train_again"
+FLOORS = ((PREFILL, PREFILL_AGAIN), (TRAIN, TRAIN_AGAIN))
+PAIRS = (
+    (DECODE, TRAIN),
+    (DECODE, PREFILL),
+    (PREFILL, TRAIN),
+    (DECODE, REPLAYED),
+    (DECODE, PACKED),
+    (DECODE, BASE),
+    *FLOORS,
+)
 SIGN_FLIPS = 999
 SIGN_TOKENS = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
 SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it

@@ -64,6 +64,10 @@ def _setting_above_1(setting: str) -> Fits:
     return lambda config: OmegaConf.select(config, setting) > 1
 
 
+def _could_be_2(setting: str) -> Fits:
+    return lambda config: OmegaConf.select(config, setting) == 1 and config.trainer.n_gpus_per_node % 2 == 0
+
+
 def _on_gpu(fits: Fits) -> Fits:
     return lambda config: config.trainer.device != "cpu" and fits(config)
 
@@ -111,10 +115,18 @@ CHANGES = (
     ),
     SettingChange("one_at_a_time", (f"{SEQUENCES}=1",), _setting_above_1(SEQUENCES)),
     SettingChange("tensor_parallel_1", (f"{TENSOR}=1",), _setting_above_1(TENSOR)),
-    SettingChange(
-        "tensor_parallel_2",
-        (f"{TENSOR}=2",),
-        lambda config: OmegaConf.select(config, TENSOR) == 1 and config.trainer.n_gpus_per_node % 2 == 0,
+    SettingChange("tensor_parallel_2", (f"{TENSOR}=2",), _could_be_2(TENSOR)),
+    *(
+        SettingChange(f"training_{short}_{size}", (f"{ACTOR}.megatron.{name}={size}",), _on_megatron(fits))
+        for short, name in (
+            ("tp", "tensor_model_parallel_size"),
+            ("ep", "expert_model_parallel_size"),
+            ("cp", "context_parallel_size"),
+        )
+        for size, fits in (
+            (1, _setting_above_1(f"{ACTOR}.megatron.{name}")),
+            (2, _could_be_2(f"{ACTOR}.megatron.{name}")),
+        )
     ),
     SettingChange("no_quantization", (f"{QUANTIZED}=null",), _setting_is_not(QUANTIZED, None)),
     SettingChange("no_speculation", (f"{DRAFTS}=false",), _setting_is(DRAFTS, True)),

@@ -22,9 +22,11 @@ from verl_ext.probe.readings import (
     DECODE,
     PACKED,
     PREFILL,
+    PREFILL_AGAIN,
     REPLAYED,
     SYNC,
     TRAIN,
+    TRAIN_AGAIN,
     UPDATE,
     compare_readings,
     compare_stage,
@@ -111,6 +113,7 @@ class ProbeTrainer(StabilityTrainerSync):
         compared = CanaryTrajectories(batch, sequences * ranks, ranks)
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
+        readings[PREFILL_AGAIN] = scores.score_in_servers([server], backwards=True)[0]
         engine_states.begin_states(server)
         # Each is a pass by itself, however many the engine would take at once.
         compared.pass_through_server(server, MOST_ROWS)
@@ -118,6 +121,7 @@ class ProbeTrainer(StabilityTrainerSync):
         self.on_sample_end()
         print_progress("the training engine scores them")
         readings[TRAIN] = scores.score_in_workers(workers, replays=False)
+        readings[TRAIN_AGAIN] = scores.score_in_workers(workers, replays=False)
         if replayed_field(self.stability_run.features.config) is not None:
             print_progress("and with the experts of the rollout")
             readings[REPLAYED] = scores.score_in_workers(workers)

@@ -12,7 +12,22 @@ from rich.text import Text
 
 from verl_ext.base.printable import number_table, wide_console
 from verl_ext.diagnosis.causes import CAUSES, Cause
-from verl_ext.probe.readings import BASE, DECODE, PACKED, PREFILL, REPLAYED, SYNC, TRAIN, UPDATE, Pair, Place, Stage
+from verl_ext.probe.readings import (
+    BASE,
+    DECODE,
+    FLOORS,
+    PACKED,
+    PREFILL,
+    PREFILL_AGAIN,
+    REPLAYED,
+    SYNC,
+    TRAIN,
+    TRAIN_AGAIN,
+    UPDATE,
+    Pair,
+    Place,
+    Stage,
+)
 from verl_ext.probe.sweep import (
     LAUNCH,
     GroupGap,
@@ -42,7 +57,8 @@ AMPLIFIED_RATIO = 1e4  # times the squared error of the last state that k3 may b
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
 WIDER_RATIO, ARRIVED_SHARE = 2.0, 0.5  # times the gap before; share of the training engine's movement
 WHOLE_SHARE = (0.8, 1.25)  # the same share, where all of an update arrives
-SIDES = dict.fromkeys((DECODE, PREFILL), "rollout") | dict.fromkeys((TRAIN, REPLAYED, PACKED, BASE), "training")
+SIDES = dict.fromkeys((DECODE, PREFILL, PREFILL_AGAIN), "rollout")
+SIDES |= dict.fromkeys((TRAIN, TRAIN_AGAIN, REPLAYED, PACKED, BASE), "training")
 READING_WORDS = {
     "decode": "rollout, sampling",
     "prefill": "rollout, all at once",
@@ -50,7 +66,10 @@ READING_WORDS = {
     "replayed": "training, the rollout's experts",
     "packed": "training, several in a pass",
     "base": "training, without its LoRA",
+    "prefill_again": "the same again, in another order",
+    "train_again": "the same again",
 }
+FLOOR_SHARE = 0.1  # share of the gap from which the noise of an engine is worth a sentence
 HARMS = {  # reading -> verdict if it is further from the rollout than `train`, what is wrong, what to do
     REPLAYED: (
         "replay",
@@ -163,6 +182,7 @@ class ProbeResult:
         start = self.conclusion.start
         where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
         said = [f"{self.conclusion.sentence}{where}", *([batches_sentence(self.batches)] if self.batches else [])]
+        said += floor_sentences(self.pairs)
         said += dtype_sentences(self.places, self.head)
         said += map(stage_sentence, self.stages)
         if self.causes:
@@ -274,6 +294,18 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
         start,
         _look_at(start, dtype),
     )
+
+
+def floor_sentences(pairs: Sequence[Pair]) -> list[str]:
+    """Returns a sentence for each engine that differs from itself, scoring the same twice, by much of the gap."""
+    whole = pairs[0].k3 or 0.0
+    floors = [(pair.one, pair.k3) for pair in pairs if (pair.one, pair.other) in FLOORS and pair.k3 is not None]
+    return [
+        f"Noise floor: {READING_WORDS[one]}, scored twice, differs from itself by a k3 of {k3:.1e}. What is not larger "
+        "is noise."
+        for one, k3 in floors
+        if k3 > max(FLOOR_SHARE * whole, ROUNDED_NATS)
+    ]
 
 
 def dtype_sentences(places: Sequence[Place], head: Sequence[str] = ("", "")) -> list[str]:

@@ -89,15 +89,19 @@ class CanaryTrajectories:
         data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
         return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
 
-    def score_in_servers(self, handles: Sequence[Any]) -> list[Tensor]:
+    def score_in_servers(self, handles: Sequence[Any], *, backwards: bool = False) -> list[Tensor]:
         """Returns the scores [N] of each rollout engine with its present weights.
+
+        Args:
+            backwards: ask for the last trajectory first, so that an engine puts them into other batches.
 
         Raises:
             HookError: an engine does not answer.
         """
         import ray
 
-        asked = [[_ask_server(handle, ids) for ids in self.ids] for handle in handles]
+        order = slice(None, None, -1 if backwards else 1)
+        asked = [[_ask_server(handle, ids) for ids in self.ids[order]][order] for handle in handles]
         try:
             answers = [ray.get(each, timeout=TIMEOUT_S) for each in asked]
         except ray.exceptions.RayError as error:
