@@ -457,8 +457,8 @@ def by_probability(run: Readings) -> dict[str, float] | None:
 def gap_by_probability(run: Readings) -> Seen:
     """Whether tokens of one probability move alike.
 
-    Tilted: unlikely tokens move one way and likely ones the other, all tokens of a bucket alike. Another layer's
-    weights may also move nearly certain tokens the other way; but they move all others alike.
+    Tilted: unlikely tokens move one way and likely ones the other, and all tokens of a bucket alike. Wrong weights in a
+    layer may also move nearly certain tokens the other way, but they move all others alike.
     """
     found, k3 = by_probability(run), run.late(K3)
     if found is None or k3 is None or k3 <= AGREE:

@@ -13,7 +13,9 @@ SAME = (
     0.05  # spread of the tokens' shares over their median: up to 0.05 for multiplied updates, 0.054 and more for parts
 )
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
-STILL = 0.01  # movement of the rollout's scores over training's: in the lab 0 after a lost sync, about 0.1 after a partial one
+STILL = (
+    0.01  # movement of the rollout's scores over training's: in the lab 0 after a lost sync, 0.1 after a partial one
+)
 LOW, HIGH = "sync/arrived_low", "sync/arrived_high"
 
 
