@@ -1,1 +1,1 @@
-"""The shared vocabulary: errors, methods, names of fields and metrics, and how foreign code is changed."""
+"""Shared definitions: errors, methods, names of fields and metrics, and how foreign code is changed."""

@@ -1,4 +1,4 @@
-"""What the parsers of the `verl-ext` commands share."""
+"""Argument types and options that the parsers of the `verl-ext` commands share."""
 
 import argparse
 import re
@@ -30,7 +30,7 @@ def positive(text: str) -> int:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Parses names with commas between them."""
+    """Parses names separated by commas."""
     names = tuple(dict.fromkeys(text.split(",")))
     if wrong := [name for name in names if not NAME.fullmatch(name)]:
         raise argparse.ArgumentTypeError(f"{printable(wrong[0])!r} is not a name; separate names by commas")

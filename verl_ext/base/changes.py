@@ -1,14 +1,13 @@
-"""Every place where foreign code is changed or calls ours, in one table; `cpu.changes` adds those of CPU runs.
+"""Every place where foreign code is changed or calls ours, in one table; `cpu.changes` adds the places of CPU runs.
 
-Plain data, so that the doctor and the tools read it without verl, vLLM or torch. `patching.patch` and `wrap` take the
-name of a change. `python tools/upstream_page.py > docs/upstream.md` writes the page, `python tools/needs.py` compares
-the needs with a verl's sources.
+The table is plain data, so that the doctor and the tools read it without verl, vLLM or torch. `patching.patch` and
+`wrap` take the name of a change. `python tools/upstream_page.py > docs/upstream.md` writes the page, `python
+tools/needs.py` compares the needs with the sources of a verl version.
 
-A need is one line about a dotted name in verl:
+A need is one line about a dotted name that must exist in verl:
 
-    a.b.C.method(self, batch)     it is there, with these parameters; `...` for more that may follow
-    a.b.C.method: first, second   it is there, and its body names these: it calls our override, or reads what we set
-    a.b.NAME                      it is there
+    a.b.C.method(self, batch) with these parameters; `...` if more may follow a.b.C.method: first, second with these
+    names in its body: it calls our override, or reads what we set a.b.NAME of any kind
 """
 
 from collections.abc import Mapping
@@ -27,10 +26,10 @@ ROLLOUT = "verl.workers.rollout"
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
-    """A place where verl calls something of ours: a subclass, a registered function, a change.
+    """A place where verl calls our code: a subclass, a registered function, a change.
 
     Attributes:
-        name: of the change, or a description.
+        name: the change's name, or a description.
         file: our file, within `verl_ext`.
         needs: lines as above. Each file also needs what it imports from verl.
     """
@@ -46,11 +45,11 @@ class Change(Hook):
 
     Attributes:
         name: the function, class or module that makes the change.
-        target: modules and attributes that are changed; the source names their last parts.
+        target: modules and attributes that are changed; `file` contains their last parts.
         why: the reason, in a sentence.
         when: the setting that asks for the change, or always.
-        versions: distribution -> versions that the change was written for; of several, whichever is installed.
-        test: the test that fails if the target has changed.
+        versions: distribution -> versions that the change was written for; of alternatives, the installed one counts.
+        test: the test that fails if the target changes.
         without: how to run without the change, if that is possible.
     """
 
@@ -81,9 +80,9 @@ TABLE = add_changes(
     Change(
         name="stability_trainers",
         target="`sync`, `colocate_async`, `separate_async` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="our trainers replace verl's: its register_trainer refuses a name that is taken, and its trainer compares "
-        "the mode's name",
-        when="a launch by `verl_ext.main_ppo` with anything of `stability` on",
+        why="our trainers replace verl's under the same names: verl's register_trainer refuses a name that is taken, "
+        "and its trainer compares the mode's name",
+        when="a launch by `verl_ext.main_ppo` with any feature of `stability` on",
         versions=VERL,
         file="trainer/trainers.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
@@ -112,7 +111,7 @@ TABLE = add_changes(
     Change(
         name="probe_trainer",
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
-        why="a trainer that scores a batch and keeps nothing replaces ours",
+        why="the probe's trainer, which scores a batch and keeps nothing, replaces ours",
         when="`verl-ext probe`",
         versions=VERL,
         file="probe/trainer.py",
@@ -146,7 +145,8 @@ TABLE = add_changes(
     Change(
         name="replica_fetch",
         target="`_meta_to_realdata` of `verl.utils.transferqueue_utils`",
-        why="each rank of a model replica fetches a part of the routing and gathers the rest; in verl each fetches all",
+        why="each rank of a model replica fetches a part of the routing and gathers the rest; in verl each rank "
+        "fetches all",
         when="with `stability_workers`, where a replica of the actor has several ranks and a batch has routing",
         versions=VERL,
         file="workers/replica_fetch.py",
@@ -190,7 +190,7 @@ TABLE = add_changes(
         name="mini_batch_gate",
         target="`train_mini_batch` of the actor's training worker, `train_batch` and `optimizer_step` of its engine",
         why="all ranks decide together, between backward pass and optimizer, whether a mini-batch's step is taken; in "
-        "bypass mode the first of an update decides for all of them",
+        "bypass mode the first mini-batch of an update decides for all of them",
         when="with `stability_workers`",
         versions=VERL,
         file="workers/gate.py",
@@ -228,7 +228,8 @@ TABLE = add_changes(
         when="router agreement, R2 or R3 under FSDP",
         versions=VERL,
         file="routing/fsdp.py",
-        test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
+        test=""
+        "tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
         needs=(
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"
@@ -240,7 +241,8 @@ TABLE = add_changes(
     Change(
         name="megatron_replay",
         target="`forward_step` of the actor's Megatron engine; `get_replay_topk` of its routers' `RouterReplay`",
-        why="verl replays or records; with R3 the router's own choice and the experts in use are recorded as well",
+        why="verl either replays or records; with R3, the router's own choice and the experts in use are recorded as "
+        "well",
         when="router agreement with R3 on Megatron",
         versions=VERL,
         file="routing/megatron.py",
@@ -259,7 +261,7 @@ TABLE = add_changes(
     Change(
         name="expert_choices",
         target="`forward` of the model's routers, or `route_tokens_to_experts` of its MoE blocks",
-        why="records the experts of its one top-k, and replaces them if routing is replayed",
+        why="records the experts that the router's top-k chooses, and replaces them if routing is replayed",
         when="router agreement, R2 or R3 under FSDP; a check before Ray starts shows that it fits the model",
         versions={"transformers": ">=5.5.3,<5.11"},  # what verl 0.9.1 takes
         file="routing/choices.py",
@@ -272,10 +274,10 @@ TABLE = add_changes(
         "`verl.workers.rollout.vllm_rollout.vllm_async_server`; `LLMServerClient.generate` and "
         "`._acquire_server` of `verl.workers.rollout.llm_server`; `rollout_trace_attr` and "
         "`AgentLoopOutput.as_dict` of `verl.experimental.agent_loop.agent_loop`",
-        why="what a rollout sends along with its tokens: expert ids of one byte stay one byte (verl makes them int16); "
-        "only a share of the trajectories sends ids (verl sends all); each turn sends only its own, with a checksum "
-        "(engines return those of all turns); the most likely tokens at each place are added (verl asks for none); "
-        "each trajectory brings the server that generated it, and whether it ends in a loop",
+        why="changes what a rollout sends with its tokens: expert ids of one byte stay one byte (verl makes them "
+        "int16); only a share of the trajectories sends ids (verl sends all); each turn sends only its own ids, with "
+        "a checksum (engines return those of all turns); the most likely tokens at each place are added (verl asks "
+        "for none); each trajectory includes the server that generated it, and whether it ends in a loop",
         when="router agreement or R3 (one byte); `stability.router_agreement_share` below 1; a rollout returns routing "
         "(turns and checksum); `stability.top_tokens.k`, truncated sampling, score centering (most likely tokens); a "
         "measured gap (server and loop). The launch sets `VERL_EXT_AGENT_LOOP`, which asks for each part",
@@ -315,11 +317,11 @@ TABLE = add_changes(
     Change(
         name="sglang_server",
         target="`SGLangHttpServer.generate` and `set_global_state` of "
-        "`verl.workers.rollout.sglang_rollout.async_sglang_server`, and by that `generate_request` of the tokenizer "
-        "manager that verl asks",
+        "`verl.workers.rollout.sglang_rollout.async_sglang_server`, and through these `generate_request` of the "
+        "tokenizer manager that verl calls",
         why="SGLang returns expert ids as base64 and verl expects a tensor: the rollout would end with an "
-        "AttributeError; what `agent_loop` asks of a server is asked of SGLang, whose log-probabilities are of the "
-        "whole vocabulary and are normalised over what it kept",
+        "AttributeError; `agent_loop`'s requests to a server are passed to SGLang; its log-probabilities are of the "
+        "whole vocabulary, and are normalised over the tokens that it kept",
         when="always, in verl's SGLang servers; it acts with `rollout.enable_rollout_routing_replay`, and if "
         "`agent_loop` asks for something",
         versions=VERL | SGLANG,
@@ -330,9 +332,10 @@ TABLE = add_changes(
     Change(
         name="sglang_processes",
         target="`_launch_subprocesses` of `Engine` and `_check_processes` of `SubprocessWatchdog` in "
-        "`sglang.srt.entrypoints.engine`; in the processes that it starts, `psutil` of "
+        "`sglang.srt.entrypoints.engine`; in the processes that these start, `psutil` of "
         "`sglang.srt.managers.scheduler` and of `detokenizer_manager`",
-        why="a process of SGLang that fails ends verl's actor without a reason; now it leaves its reason first",
+        why="a process of SGLang that fails ends verl's actor without a reason; with the change it writes its reason "
+        "first",
         when="always, in verl's SGLang servers",
         versions=VERL | SGLANG,
         file="upstream/sglang_processes.py",
@@ -340,10 +343,10 @@ TABLE = add_changes(
     ),
     Change(
         name="engine_calls",
-        target="`vllm.v1.worker.worker_base.WorkerBase`, which gets a method more",
+        target="`vllm.v1.worker.worker_base.WorkerBase`, which gets an additional method",
         why="the start-up check asks the running engine for its actual settings; `verl-ext probe` compares its hidden "
         "states with the training engine's",
-        when="always, in vLLM's workers; it acts only if it is called",
+        when="always, in vLLM's workers; has no effect until it is called",
         versions=VLLM,
         file="upstream/engine_calls.py",
         test="tests/stack/test_runs.py::test_cascade_attention_that_the_engine_does_not_run_stops_the_run",
@@ -356,7 +359,7 @@ TABLE = add_changes(
         name="sglang_calls",
         target="`get_internal_state` of `Scheduler` in `sglang.srt.managers.scheduler`",
         why="the same as `engine_calls`",
-        when="always, in SGLang's schedulers; it acts only if it is called",
+        when="always, in SGLang's schedulers; has no effect until it is called",
         versions=VERL | SGLANG,
         file="upstream/engine_calls.py",
         test="tests/stack/test_sglang_engine.py::test_log_probs_experts_and_updated_weights_are_those_of_transformers",
@@ -406,7 +409,7 @@ TABLE = add_changes(
     ),
     Change(
         name="settings_alone",
-        target="`sys.modules`, which for a moment has hollow modules for verl, torch and transformers",
+        target="`sys.modules`, which for a moment has empty modules for verl, torch and transformers",
         why="lets verl validate a config without the seconds that its imports take",
         when="`verl-ext doctor` and `plan`, before anything has imported verl",
         versions=VERL,

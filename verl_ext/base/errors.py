@@ -8,14 +8,15 @@ from verl_ext.base.printable import one_line
 
 
 class UserError(Exception):
-    """A setting or an input that cannot work. Its text is `MESSAGE; set FIX, or OTHERWISE`.
+    """An error of a setting or an input that cannot work. Its text is `MESSAGE; set FIX, or OTHERWISE`.
 
     Args:
         message: names the setting or input, and gives the reason.
-        fix: Hydra overrides that, applied together, make this error go away; () where none are known.
+        fix: Hydra overrides that together remove this error; () if none are known.
         otherwise: another remedy, in words.
-        gives_way: Hydra overrides that leave out what cannot work. They are applied instead of the error where a preset
-            asked for it (`features.fit`). () where the user has to decide; None leaves it to `giving_way`.
+        gives_way: Hydra overrides that turn off the part that cannot work. If a preset asked for that part, they are
+            applied instead of raising the error (`features.fit`). () if the user has to decide; None leaves it to
+            `giving_way`.
     """
 
     def __init__(
@@ -23,20 +24,20 @@ class UserError(Exception):
     ) -> None:
         overrides = f"set {' and '.join(fix)}" if fix else ""
         remedy = ", or ".join(filter(None, (overrides, otherwise)))
-        super().__init__(f"{message}; {remedy}" if remedy else message)  # the text alone: Ray pickles by `args`
+        super().__init__(f"{message}; {remedy}" if remedy else message)  # only the text: Ray pickles by `args`
         self.fix, self.gives_way, self.why = fix, gives_way, message
 
 
 class ConfigError(UserError, ValueError):
-    """Found in the configuration, before anything is started."""
+    """An error in the configuration, found before anything is started."""
 
 
 class SettingError(ConfigError):
-    """An error of a settings dataclass. It lacks its place in the config, which `verl_ext.base.methods.build` adds.
+    """An error of a settings dataclass, without its place in the config, which `verl_ext.base.methods.build` adds.
 
     Args:
         name, said: the setting, and what is wrong with it; the text is `NAME SAID`.
-        fix, otherwise: as of UserError, the fix without the place.
+        fix, otherwise: as in UserError; the fix lacks the place too.
     """
 
     def __init__(self, name: str, said: str = "", fix: tuple[str, ...] = (), otherwise: str = "") -> None:
@@ -44,7 +45,7 @@ class SettingError(ConfigError):
         self.name, self.said, self.otherwise = name, said, otherwise
 
     def at(self, where: str) -> ConfigError:
-        """The error as the user sees it, every setting with its place."""
+        """Returns the error that the user sees, each setting with its place."""
         return ConfigError(
             f"{where}.{self.name}{self.said}", tuple(f"{where}.{one}" for one in self.fix), self.otherwise
         )
@@ -52,7 +53,7 @@ class SettingError(ConfigError):
 
 @contextmanager
 def giving_way(*overrides: str) -> Iterator[None]:
-    """Context of checks whose errors give way by these overrides, unless they name their own."""
+    """Runs checks whose errors give way by these overrides, unless they name their own."""
     try:
         yield
     except UserError as error:
@@ -62,7 +63,7 @@ def giving_way(*overrides: str) -> Iterator[None]:
 
 
 class HookError(UserError, RuntimeError):
-    """The started engines do not run with what the config asks for."""
+    """The started engines do not run with the settings that the config asks for."""
 
 
 class BatchError(UserError, ValueError):
@@ -70,7 +71,7 @@ class BatchError(UserError, ValueError):
 
 
 class GuardStopError(UserError, RuntimeError):
-    """The guard ended the run; the entry point exits with a code of its own."""
+    """The guard ended the run; the entry point exits with a separate code."""
 
 
 class WorkerDiedError(UserError, RuntimeError):

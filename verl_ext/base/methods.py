@@ -1,8 +1,8 @@
 """Methods that users name: a function, the dataclass of its settings, and the traits of its kind.
 
-A method is registered where it is written, by its kind's decorator (`register_correction`, `register_batch_filter`,
-`register_estimator`); whatever knows methods by name reads the kind's registry. A function takes its settings as
-keyword arguments. Torch is not needed to read settings: `verl_ext.core`.
+The decorator of its kind (`register_correction`, `register_batch_filter`, `register_estimator`) adds a method to the
+kind's registry, where it is looked up by name. A function takes its settings as keyword arguments. Settings can be read
+without torch (`verl_ext.core`).
 """
 
 import difflib
@@ -44,7 +44,7 @@ class Registry(dict[str, M]):
 
 @dataclass(frozen=True)
 class Chosen(Generic[M]):
-    """A method with its validated settings, as a run uses it; as text, a line of the start-up table."""
+    """A method with its validated settings, as a run uses it; `str` gives a line of the start-up table."""
 
     method: M
     settings: Any
@@ -58,7 +58,7 @@ class Chosen(Generic[M]):
 
 
 def described(name: str, settings: Mapping[str, Any]) -> str:
-    """`icepop, alpha 0.5, beta 5`"""
+    """Returns text such as `icepop, alpha 0.5, beta 5`."""
     return ", ".join([name, *(f"{key} {_shown(value)}" for key, value in settings.items())])
 
 
@@ -71,7 +71,7 @@ def settings_of(function: Callable[..., Any], *besides: str) -> type:
     """Builds the settings dataclass of a function that has none: its keyword-only arguments, with types and defaults.
 
     Args:
-        besides: keyword-only arguments that are no settings.
+        besides: keyword-only arguments that are not settings.
     """
     arguments = inspect.signature(function).parameters.values()
     kept = [one for one in arguments if one.kind is one.KEYWORD_ONLY and one.name not in besides]
@@ -92,7 +92,7 @@ def _default(value: Any) -> Field:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Name -> default of each setting, of nested dataclasses too; None for a setting that must be given."""
+    """Returns name -> default of each setting, nested dataclasses included; None for a setting that must be given."""
     found: dict[str, Any] = {}
     for one in fields(kind):
         value = one.default if one.default_factory is MISSING else one.default_factory()
@@ -105,8 +105,8 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
     """Builds the dataclass `kind` from the settings given, nested ones included.
 
     Raises:
-        ConfigError: a setting is not known, missing, of another type, or refused by the dataclass; it names the
-            setting by its place in the config, `where`. A field may say in its metadata what to try, "for example".
+        ConfigError: a setting is not known, missing, of another type, or refused by the dataclass; it names the setting
+            by its place in the config, `where`. A field may give a value to try in its metadata, under "for example".
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given} must be a mapping of its settings, {{}} for none")
@@ -158,7 +158,7 @@ def _converted(hint: Any, value: Any, setting: str) -> Any:
 
 @cache
 def _schema(hint: Any) -> Any:
-    """One setting of this type, as OmegaConf reads it."""
+    """Returns a config of one setting of this type, for OmegaConf."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(make_dataclass("Setting", [("value", hint)]))
@@ -171,7 +171,8 @@ def _raise_missing(one: Field, setting: str) -> NoReturn:
 
 
 def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> None:
-    """Raises SettingError, `name=value rule`, unless it holds; for a `__post_init__`. `remedy` is as of ConfigError."""
+    """Raises SettingError, `name=value rule`, unless it holds; for a `__post_init__`. `remedy`: arguments of
+    ConfigError."""
     if not holds:
         raise SettingError(name, f"={_shown(getattr(settings, name))} {rule}", **remedy)
 

@@ -1,8 +1,8 @@
-"""Names that several processes know: the fields of a batch, the files of a run, the buckets of a breakdown.
+"""Names that several processes share: the fields of a batch, the files of a run, the buckets of a breakdown.
 
-Fields have the names by which TransferQueue and the workers know them. They are jagged, one row per trajectory, [B, r]
-over its response tokens unless said otherwise; n of all its tokens, L MoE layers of the training engine, L' layers as
-the rollout ships them, K experts per token, H of the sampler's most likely tokens.
+Fields have the names that TransferQueue and the workers use. They are jagged, one row per trajectory, [B, r] over its
+response tokens unless stated otherwise; n of all its tokens, L MoE layers of the training engine, L' layers as the
+rollout sends them, K experts per token, H of the sampler's most likely tokens.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import Any
 PROMPTS = "prompts"  # token ids of the prompt
 RESPONSES = "responses"  # token ids
 RESPONSE_MASK = "response_mask"  # 1 on tokens that the model generated
-LOSS_MASK = "loss_mask"  # a copy of it, made at the rollout; verl divides token means by its sum
+LOSS_MASK = "loss_mask"  # a copy of the response mask from the rollout; verl divides token means by its sum
 REWARDS = "rm_scores"
 ROLLOUT_LOG_PROBS = "rollout_log_probs"  # l_infer
 ROLLOUT_ROUTES = "routed_experts"  # [B, n, L', K]
-ROUTE_SUM = "routed_experts_sum"  # ours: [B, 1] int64, the checksum of the row, made where it was captured; 0 for none
+ROUTE_SUM = "routed_experts_sum"  # ours: [B, 1] int64, checksum of the row, computed where it was captured; 0 for none
 LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 
 # From the rollout: ours.
@@ -31,9 +31,9 @@ ENTROPY = "entropy"
 AGREEMENT = "router_agreement"  # share of a token's experts that both engines chose, mean over layers
 ROUTER_SUMS = "router_sums"  # [B, *], a trajectory's sums by layer, for the metrics
 TOP_TOKEN_SUMS = "top_token_sums"  # [B, *], a trajectory's sums over its top tokens, for the metrics
-OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], the experts that it used, for R2
-SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: what the router chose,
-SHIFT_SCORES = "router_scores"  # and the log-probabilities that it gave them
+OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], the experts that this pass used, for R2
+SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: the experts that the router chose,
+SHIFT_SCORES = "router_scores"  # and their log-probabilities
 
 # From the trainer: verl's names.
 ADVANTAGES = "advantages"
@@ -46,7 +46,7 @@ LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.tokens.Lag` 
 # Within a worker's update.
 DEVIATION = "router_deviation"  # the input of the loss router_shift
 # Not fields: arguments of the update.
-OWN_ROUTES = "own_routes"  # true: a run that replays routing leaves this pass to its routers
+OWN_ROUTES = "own_routes"  # true: routers choose in this pass, although the run replays routing
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
 UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
 FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update
@@ -57,40 +57,47 @@ TRAJECTORIES = ".trajectories.jsonl"
 
 
 def older_part(trajectories: Path) -> Path:
-    """Returns the name of the older part: `run.trajectories.jsonl` -> `run.trajectories.1.jsonl`."""
+    """Returns the path of the older part: `run.trajectories.jsonl` -> `run.trajectories.1.jsonl`."""
     return trajectories.with_suffix(".1.jsonl")
 
 
 def metrics_path(project: str, experiment: str) -> Path:
-    """The file that verl 0.9.1's file logger writes."""
+    """Returns the file that verl 0.9.1's file logger writes."""
     if path := os.getenv("VERL_FILE_LOGGER_PATH"):
         return Path(path)
     return Path(os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", ".")), project, f"{experiment}.jsonl")
 
 
 def events_path(config: Any) -> Path:
-    """The metrics file's path with .guard.jsonl for .jsonl; `config` is the run's."""
+    """Returns the metrics file's path with .guard.jsonl for .jsonl; `config` is the run's."""
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(EVENTS)
 
 
 def trajectories_path(config: Any) -> Path:
-    """The metrics file's path with .trajectories.jsonl for .jsonl; `config` is the run's."""
+    """Returns the metrics file's path with .trajectories.jsonl for .jsonl; `config` is the run's."""
     return metrics_path(config.trainer.project_name, config.trainer.experiment_name).with_suffix(TRAJECTORIES)
 
 
-PROMPT_EFFECT = "reward/prompt_effect"  # a metric that the controller, the lab and the diagnosis know
+PROMPT_EFFECT = "reward/prompt_effect"  # a metric that the controller, the lab and the diagnosis use
 
 # The buckets of a breakdown, as metrics name them.
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
 TURNS = 8  # the last bucket holds all later turns
-REPLICAS = 64  # of the rollout, and its nodes, that have a bucket each
-LAG_EDGES = (0, 1, 2, 3, 4, 8)  # of weight versions behind the policy; trajectories of several versions have their own
+REPLICAS = 64  # servers of the rollout, and nodes, that have a bucket each
+LAG_EDGES = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    8,
+)  # weight versions behind the policy; trajectories of several versions have their own bucket
 
 
 def bucket_names(edges: tuple[float, ...]) -> list[str]:
-    """`low-high` for each bucket; the last one is open: `low-`."""
+    """Returns `low-high` for each bucket; the last bucket is open: `low-`."""
     ends = [f"{edge:g}" for edge in edges[1:]] + [""]
     return [f"{low:g}-{high}" for low, high in zip(edges, ends, strict=True)]
 

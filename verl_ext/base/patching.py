@@ -1,6 +1,7 @@
 """The two ways in which foreign code is changed, each with an undo: `patch` and `wrap`.
 
-`change` is a name in `changes.py`, which says why, and for which versions. No import of what is changed.
+`change` is a name in `changes.py`, which gives the reason and the versions. This module imports none of the changed
+code.
 """
 
 import functools
@@ -22,12 +23,12 @@ class PatchError(RuntimeError):
 
 
 def patch(change: str, owner: Any, name: str, value: Any, *, new: bool = False) -> Undo:
-    """Replaces an attribute of a module or a class, or an entry of a registry (a dict), by `value`.
+    """Replaces an attribute of a module or a class, or an entry of a registry (a dict), with `value`.
 
     Args:
         new: the attribute need not exist.
 
-    Returns a function that restores it, or removes it if there was none or it was inherited.
+    Returns a function that restores the original, or removes the attribute if there was none or it was inherited.
 
     Raises:
         PatchError: the attribute does not exist.
@@ -66,7 +67,7 @@ def wrap(change: str, owner: Any, method: str, around: Callable[..., Any], param
 
 
 def together(*patches: Callable[[], Undo]) -> Undo:
-    """Apply all patches; if one raises, undo those before it. The result undoes them in reverse order."""
+    """Applies all patches; if one raises, undoes those before it. The result undoes them in reverse order."""
     undos: list[Undo] = []
 
     def undo() -> None:
@@ -83,7 +84,7 @@ def together(*patches: Callable[[], Undo]) -> Undo:
 
 
 def expect(change: str, owner: Any, name: str, parameters: str | None = None) -> Any:
-    """Returns `owner.name`, which must exist and take these parameters, if any are given.
+    """Returns `owner.name`, which must exist and take the parameters, if these are given.
 
     Args:
         owner: an object, or the name of a module.
@@ -109,10 +110,10 @@ def expect(change: str, owner: Any, name: str, parameters: str | None = None) ->
 
 
 def expect_lookup(change: str, function: Any, *names: str) -> None:
-    """Checks that `function` looks these names up when it is called, or replacing them would have no effect on it.
+    """Checks that `function` looks these names up when it is called; otherwise replacing them would have no effect.
 
     Raises:
-        PatchError: it does not look one of them up.
+        PatchError: it does not look up one of them.
     """
     for name in names:
         if name not in function.__code__.co_names:
@@ -144,5 +145,5 @@ def runs_on_cpu() -> bool:
 
 
 def actor_class(remote_class: Any) -> type:
-    """The class behind Ray's `ray.remote(cls)`."""
+    """Returns the class behind Ray's `ray.remote(cls)`."""
     return remote_class.__ray_metadata__.modified_class.__ray_actor_class__

@@ -1,7 +1,7 @@
-"""Text that others wrote (in files, folder names, command lines), safe to show in a terminal, on a page, in a figure.
+"""Makes foreign text (from files, folder names, command lines) safe to show in a terminal, on a page, in a figure.
 
 A terminal obeys ESC and the C1 controls; a lone surrogate (a JSON escape, a file name that is not UTF-8) can be neither
-printed nor written; XML, and with it every figure, has no NUL and no U+FFFF; U+202E turns the text around.
+printed nor written; XML, and so every SVG figure, allows no NUL and no U+FFFF; U+202E reverses the text.
 """
 
 import sys
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-MOST = 400  # characters of a name; none that a person gave is longer
+MOST = 400  # characters of a name; no name that a person chose is longer
 WIDTH = 120  # columns
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
@@ -22,8 +22,8 @@ def printable(text: str, most: int | None = MOST) -> str:
     """Returns the text in one line, unchanged if it only has visible characters and spaces.
 
     Every other character becomes Python's escape for it (`\\x1b`, `\\n`, `\\u202e`, `\\udc80`), so that different names
-    stay different. Of more than `most` characters, the middle is left out;
-    None keeps all. The result is valid UTF-8 and XML text. It is not escaped for HTML, nor for rich's markup.
+    stay different. If there are more than `most` characters, the middle is left out; None keeps all. The result is
+    valid UTF-8 and XML text. It is not escaped for HTML, nor for rich's markup.
     """
     if most is not None and len(text) > most:
         half = (most - 3) // 2
@@ -41,14 +41,14 @@ def one_line(text: str) -> str:
 
 
 def wide_console() -> "Console":
-    """A console of WIDTH columns where the output is not a terminal: a file, a log of CI."""
+    """Returns a console, with WIDTH columns if the output is not a terminal (a file, a log of CI)."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
 def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "Table":
-    """A table for rich. The first `labels` columns are text, the others are numbers."""
+    """Returns a table for rich. The first `labels` columns are text, the others are numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def no_grad(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Works as `torch.no_grad()` as a decorator, without importing torch."""
+    """Decorates as `torch.no_grad()` does, without importing torch."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:

@@ -68,7 +68,7 @@ def group_ids(names: Sequence[object]) -> list[int]:
 
 
 def prompt_effect(rewards_B: Tensor, keys: Sequence[str]) -> float | None:
-    """Returns F, the variance of the reward between prompts over the variance within them, of a batch.
+    """Returns a batch's F, the variance of the reward between prompts over the variance within them.
 
     One-way analysis of variance: F = [sum over prompts of n (mean - total mean)^2 / (G - 1)] / [sum over sessions of
     (reward - mean of the prompt)^2 / (S - G)]. Its expectation is near 1 where the reward does not depend on the
@@ -114,8 +114,8 @@ def register_estimator(
     """Registers a function of one reward per session, which becomes `algorithm.adv_estimator=NAME`.
 
     Args:
-        settings: the dataclass of `algorithm.NAME`, a field a keyword argument of the function; by default the
-            function's keyword-only arguments themselves, but for `norm_by_std`.
+        settings: the dataclass of `algorithm.NAME`; each field is a keyword argument of the function. By default, the
+            fields are the function's keyword-only arguments, except `norm_by_std`.
 
     Raises:
         ValueError: the name is taken.
@@ -191,7 +191,8 @@ def quantile_baselines(rewards_S: Tensor, group_S: Tensor, k: float) -> Tensor:
     """Returns [S] float64, the K-quantile inf{x : F(x) >= k} of each session's group, with F its empirical
     distribution.
 
-    Always one of the group's rewards. With rewards 0 and 1 and a share p of ones it is 0 where p <= 1 - k, else 1.
+    It is always one of the group's rewards. With rewards 0 and 1 and a share p of ones it is 0 where p <= 1 - k, else
+    1.
     """
     rewards_S = rewards_S.double()
     by_reward = rewards_S.argsort(stable=True)
@@ -223,17 +224,17 @@ class Qae:
 
 @register_estimator("qae", Qae)
 def quantile_baseline_advantages(rewards_S: Tensor, group_S: Tensor, *, k: float, norm_by_std: bool = True) -> Tensor:
-    """(R - b_K) / (std + 1e-6), with the group's K-quantile as the baseline b_K instead of its mean.
+    """Returns (R - b_K) / (std + 1e-6): the baseline b_K is the group's K-quantile instead of its mean.
 
     "Quantile Advantage Estimation" (QAE, arXiv 2509.22611, eq. 3 and 4), K = 0.4. Hard groups, p <= 1 - K, reinforce
     their rare successes only, easy ones punish their rare failures only. The authors' code (junkangwu/QAE) interpolates
-    between rewards (`torch.quantile`), so that a baseline may lie between 0 and 1 and both kinds are updated; this
-    follows the paper. std is the sample standard deviation, as in their code and in verl's GRPO.
+    between rewards (`torch.quantile`), so that a baseline may lie between 0 and 1 and both kinds of group are updated;
+    this function follows the paper. std is the sample standard deviation, as in their code and in verl's GRPO.
 
-    A group of one has advantage 0, its only reward being every quantile of it; so have all-equal groups.
+    A group of one has advantage 0, because its only reward is its every quantile. So has a group of equal rewards.
 
     Args:
-        rewards_S: [S] float, one reward a session.
+        rewards_S: [S] float, one reward per session.
         group_S: [S] int64, 0 <= id < G, any order.
         k: 0 < k < 1.
         norm_by_std: divide by the standard deviation, as the paper does.
@@ -271,10 +272,10 @@ def grpo_positive_advantages(
     """Returns GRPO's advantage (R - mean) / (std + 1e-6); negative ones are multiplied by `negative_scale`.
 
     With 0, responses below their group's mean are not pushed down: +1 and -1 become +1 and 0. With 1 it is verl's GRPO
-    (`compute_grpo_outcome_advantage`), its rule for a group of one included: mean 0 and std 1, so the reward itself
-    is the advantage, as of REINFORCE without a baseline. All-equal groups have advantage 0 exactly.
+    (`compute_grpo_outcome_advantage`), including the rule for a group of one: mean 0 and std 1, so the advantage is the
+    reward itself, as in REINFORCE without a baseline. All-equal groups have advantage 0 exactly.
 
-    Args, returns and errors as of `quantile_baseline_advantages`; negative_scale >= 0.
+    Args, returns and errors as in `quantile_baseline_advantages`; negative_scale >= 0.
     """
     rewards_S = rewards_S.double()
     size, centred, std = _group_statistics(rewards_S, group_S)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SERVER, LOOPED, LAST = range(3)  # columns of the facts
-LOOP_TOKENS, LOOP_TIMES = 64, 4  # an answer ends in a loop if so many tokens repeat a period, and so many times
+LOOP_TOKENS, LOOP_TIMES = 64, 4  # the least length of a loop, and the least number of its periods
 LONGEST_PERIOD = 256  # tokens
 
 
@@ -29,7 +29,7 @@ def answer_facts(servers: Collection[str], tokens: Sequence[int]) -> list[int]:
     """Returns the facts of one trajectory: the number of its server, the tokens of its loop, and its last token.
 
     Args:
-        servers: the addresses of those that generated it.
+        servers: the addresses of the servers that generated it.
         tokens: the response, tool output included.
     """
     server = server_number(next(iter(servers))) if len(servers) == 1 else 0
@@ -44,7 +44,7 @@ def server_number(address: str) -> int:
 def looped_tail(tokens: Sequence[int]) -> int:
     """Returns how many tokens at the end repeat one period, the first time included; 0 if they are too few for a loop.
 
-    A loop has LOOP_TOKENS or more, and its period LOOP_TIMES or more.
+    A loop has at least LOOP_TOKENS tokens and at least LOOP_TIMES periods.
     """
     tail: np.ndarray = np.asarray(tokens[-LOOP_TIMES * LONGEST_PERIOD :], dtype=np.int64)
     for period in (np.flatnonzero(tail[-2::-1][:LONGEST_PERIOD] == tail[-1]) + 1).tolist() if len(tail) else ():
@@ -58,14 +58,14 @@ def looped_tail(tokens: Sequence[int]) -> int:
 def answer_metrics(
     facts: Tensor, lengths: Sequence[int], added: Collection[int], limit: int, end_ids: Collection[int]
 ) -> dict[str, float]:
-    """Returns the shares of answers that end in a loop, and that were cut at the limit of their length.
+    """Returns the shares of answers that end in a loop, and of answers that were cut at the length limit.
 
     Args:
         facts: [B, 3] int64, of `answer_facts`.
         lengths: of the responses, in tokens.
         added: the rows that verl has added to fill the batch.
         limit: the largest length.
-        end_ids: tokens that end an answer: one that has the largest length and ends is complete.
+        end_ids: tokens that end an answer: an answer of the largest length that ends with one is complete.
     """
     rows = [row for row in range(len(lengths)) if row not in added]
     if not rows:
@@ -76,7 +76,7 @@ def answer_metrics(
 
 
 class Servers:
-    """The rollout's servers, numbered in verl's order, and their nodes, in that of their first servers.
+    """The rollout's servers, numbered in verl's order, and their nodes, in the order of their first servers.
 
     Args:
         addresses: `HOST:PORT` each.
@@ -93,7 +93,7 @@ class Servers:
         """Returns `replica` and `node` -> [B] int64, the places of the trajectories' servers in BUCKETS; {} if there is
         one server.
 
-        A trajectory of several servers, or of one that started later, is in the last bucket.
+        The last bucket has trajectories of several servers, or of a server that started later.
 
         Args:
             facts: [B, 3] int64.

@@ -45,7 +45,7 @@ class Scratch:
 
 @dataclass(frozen=True)
 class Block:
-    """The tokens that count of some trajectories: masked in, and both log-probabilities finite.
+    """Some trajectories' tokens that count: masked in, and both log-probabilities finite.
 
     Attributes:
         span: the trajectories' place in the batch, p tokens.
@@ -55,7 +55,7 @@ class Block:
         places: [n] int64, the places in `span` of the tokens that count; None if all of them count.
         l_infer, l_old: [n], in their original dtype.
         entropy: [n] float64, NaN as 0; None where it was not computed.
-        agreement: [n] float64, NaN where it was not compared; None where it was not for any token.
+        agreement: [n] float64, NaN where it was not compared; None if no token was compared.
         buckets: axis of a breakdown -> [b] int64, each trajectory's place in `BUCKETS[axis]`.
     """
 
@@ -79,8 +79,8 @@ class Block:
 
 
 def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
-    """Yields the blocks in which any token counts, of `size` tokens or one trajectory; each is valid until the next
-    one."""
+    """Yields the blocks in which any token counts, each of at most `size` tokens or one trajectory; a block is valid
+    until the next."""
     buckets = {**tokens.buckets, **({} if tokens.lag is None else {"lag": tokens.lag.buckets()})}
     for span, rows in blocks(tokens.offsets, size):
         scratch.next_block()
@@ -127,7 +127,7 @@ def _select(places: Tensor | None, values: Tensor) -> Tensor:
 
 
 Sums = dict[str, Tensor]
-"""Name -> what is added up over blocks, of any shape; over blocks, what begins with LARGEST takes the largest."""
+"""Name -> a value of any shape, which is added up over blocks; a name that begins with LARGEST takes the largest."""
 LARGEST = "largest/"
 
 

@@ -4,7 +4,7 @@ that sampled it, and by the server that generated it.
 Shape legend: p tokens of a block, n of these that count, C runs of tokens, S buckets of one axis, M measures.
 
 Probability and entropy change from token to token: their sums are products with indicators. Position and turn are
-constant over runs of tokens, whose sums serve both; age and server are constant over trajectories.
+constant over runs of tokens, so sums over runs serve both; age and server are constant over trajectories.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
 
 
 def row_bucket_sums(block: Block, measures: dict[str, Tensor]) -> Sums:
-    """Returns the same sums by the axes that are constant over a trajectory; by server, only those of the gap."""
+    """Returns the same sums by the axes that are constant over a trajectory; by server, only the sums in OF_SERVERS."""
     rows = (segment_sums(row, block.lengths).double() for row in measures.values())
     sums_bM = torch.stack([block.lengths.double(), *rows], 1)
     found: Sums = {}
@@ -63,7 +63,7 @@ def _indicate(inside_Sn: Tensor, values: Tensor, edges: Sequence[float]) -> Tens
     """Returns 1 in the row of a value's bucket, else 0."""
     for row, upper in zip(inside_Sn, [*edges[1:], torch.inf], strict=True):
         torch.lt(values, upper, out=row)
-    # The last bucket first. Differences of sums would lose the digits of a bucket next to an outlier's.
+    # Starts with the last bucket. Differences of sums would lose the digits of a bucket next to an outlier's.
     for bucket in range(len(edges) - 1, 0, -1):
         inside_Sn[bucket].sub_(inside_Sn[bucket - 1])
     return inside_Sn
@@ -81,7 +81,7 @@ def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, T
     rises = torch.empty_like(mask)
     torch.gt(mask[1:], mask[:-1], out=rises[1:])
     firsts = begin[begin < end]
-    rises[firsts] = mask[firsts]  # whatever the trajectory before ended with
+    rises[firsts] = mask[firsts]  # however the trajectory before ended
     turn_starts = rises.nonzero().squeeze(1)
     by_position = begin[:, None] + begin.new_tensor(POSITION_EDGES)
     starts = torch.cat([by_position[by_position < end[:, None]], turn_starts]).unique()
@@ -116,7 +116,7 @@ def bucket_metrics(sums: Sums) -> dict[str, Tensor]:
 
 
 def agreement_measures(agreement: Tensor) -> dict[str, Tensor]:
-    """Returns the agreement as a measure of buckets, [n], NaN as 0; and the tokens for which it is known."""
+    """Returns two measures of buckets, [n] each: the agreement, NaN as 0; and 1 where it is known, else 0."""
     known = agreement.isfinite()
     return {AGREEMENT: torch.where(known, agreement, 0.0), COMPARED: known.double()}
 
@@ -133,19 +133,20 @@ def origin_of(agreement: Tensor, log_k: Tensor) -> Origin | None:
 def agreement_sums(agreement: Tensor, log_k: Tensor, origin: Origin | None) -> Sums:
     """Returns sums over the compared tokens of one block, [n] float64 each; the gap is |log k|.
 
-    The sums of the correlation (`offset`) are relative to one token's values: 0 if a measure is constant, and in
-    squares at most n times those of differences from the mean, whose digits they keep.
+    The sums of the correlation (`offset`) are of differences from one token's values. They are 0 if a measure is
+    constant, and keep the digits of the variance: the sum of squares is at most n times that of differences from the
+    mean.
 
     Args:
         origin: None if no token of this block, nor of earlier ones, was compared.
     """
-    if not bool(agreement.sum().isfinite()):  # then one of them is not
+    if not bool(agreement.sum().isfinite()):  # then one of the terms is not
         compared = agreement.isfinite()
         agreement, log_k = agreement[compared], log_k[compared]
     if origin is None:
         origin = agreement.new_zeros(()), agreement.new_zeros(())
     gap, equal = log_k.abs(), (agreement == 1).double()
-    # Neither sum of the gap is computed as the rest of the other: a far smaller one would lose all digits.
+    # Both sums of the gap are computed directly: as total minus the other, a far smaller one would lose all digits.
     gap_equal, gap_differs = torch.dot(equal, gap), torch.dot(1 - equal, gap)
     agreement, gap = agreement - origin[0], gap.sub_(origin[1])
     return {

@@ -1,10 +1,10 @@
-"""Corrections: a weight on the policy-gradient loss, made from the mismatch between the engines.
+"""Corrections: weights on the policy-gradient loss, computed from the mismatch between the engines.
 
-Each is a pure function of its settings and of the quantities that its registration names. `core.measure.weigh` computes
-these quantities, multiplies the weights of all corrections that are switched on, and counts their effects. Weights are
-detached constants. A token weighted 0 leaves the numerator of the loss; the trainer chooses the denominator
-(`stability.denominator`). A correction that acts in the update, on the policy being updated, is a function from a
-LossBatch to a LossChange, like a policy loss (`core.losses`); `opsm` is registered as both.
+Each correction is a pure function of its settings and of the quantities that its registration names.
+`core.measure.weigh` computes these quantities, multiplies the weights of all corrections that are switched on, and
+counts their effects. Weights are detached constants. A token weighted 0 leaves the numerator of the loss; the trainer
+chooses the denominator (`stability.denominator`). A correction that acts in the update, on the policy being updated, is
+a function from a LossBatch to a LossChange, like a policy loss (`core.losses`); `opsm` is registered as both.
 
 Shape legend, in the update: B trajectories, T response tokens (padded).
 
@@ -34,7 +34,7 @@ TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
 IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # optional fields of a LossBatch
 CLAMP_P = 1e-6
-UNCUT = 1e4  # a cap from here on is out of reach: M2PO's preset has it, and the paper does not cut
+UNCUT = 1e4  # a cap of at least this cuts nothing: M2PO's preset sets it, because the paper does not cut
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Weights:
     """The weights of a correction, and which values are outside its bounds; shape and dtype are those of its input.
 
     A value is below the bounds, above them or inside. NaN is neither below nor above, and weighs 0; an infinite value
-    weighs the limit of the formula. If a correction only bends the weight, as `tis` does, a value is outside from where
-    the weight bends, or never.
+    weighs the limit of the formula. If a correction caps the weight instead of dropping tokens, as `tis` does, values
+    above the cap are outside.
     """
 
     weight: Tensor
@@ -57,14 +57,14 @@ class Correction(Method):
 
     Attributes:
         reads: the quantities, or the optional fields of the batch.
-        by_ratio: it weighs a token by its ratio, or a function from the settings to that. Two such corrections would
-            count the ratio twice.
-        as_mask: the override under its settings with which it does not weigh by the ratio; empty if there is none.
-        is_ratio: a function from the settings to whether the weight is the token's ratio k itself, never cut. A loss
-            that has this ratio already, as in verl's bypass mode, needs no such correction.
-        drops: it also drops tokens. In verl's bypass mode the loss has the ratio k already, so only the drops have an
-            effect there; a correction that weighs by the ratio and drops nothing has none.
-        in_update: it acts inside each update step, on the policy being updated, and not before the update.
+        by_ratio: whether it weighs a token by its ratio, or a function from the settings to that. Two such corrections
+            would count the ratio twice.
+        as_mask: the override of its settings that stops it from weighing by the ratio; empty if there is none.
+        is_ratio: a function from the settings to whether the weight is the token's ratio k itself, without a cap. A
+            loss that already has this ratio, as in verl's bypass mode, needs no such correction.
+        drops: whether it also drops tokens. In verl's bypass mode the loss already has the ratio k, so only the drops
+            have an effect there.
+        in_update: whether it acts inside each update step, on the policy being updated, and not before the update.
     """
 
     reads: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ def register_correction(
 
 
 def below(value: Tensor, bound: float | Tensor) -> Tensor:
-    """Returns 1 where value < bound, else 0, also for NaN; a float tensor, which torch writes faster than bools."""
+    """Returns 1 where value < bound, else 0, also for NaN, as a float tensor, which torch writes faster than bools."""
     return torch.lt(value, bound, out=torch.empty_like(value))
 
 
@@ -146,7 +146,7 @@ class Tis:
 
 @register_correction("tis", Tis, reads=("k",), by_ratio=True, is_ratio=lambda settings: settings.cap >= UNCUT)
 def tis(k: Tensor, cap: float) -> Weights:
-    """min(k, cap): truncated importance sampling, per token.
+    """Returns min(k, cap): truncated importance sampling, per token.
 
     "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025), cap C = 2.
     """
@@ -169,7 +169,8 @@ class TisSequence:
 
 @register_correction("tis_sequence", TisSequence, reads=("log_rho",), by_ratio=True)
 def tis_sequence(log_rho: Tensor, cap: float) -> Weights:
-    """min(rho, cap) on every token of a sequence, rho = the product of its k. The same source as `tis`."""
+    """Returns min(rho, cap), the weight of every token of a sequence; rho is the product of its k. Source: as for
+    `tis`."""
     return tis(_exp(log_rho), cap)
 
 
@@ -195,10 +196,10 @@ class IcePop:
 
 @register_correction("icepop", IcePop, reads=("k",), by_ratio=True, drops=True)
 def icepop(k: Tensor, alpha: float, beta: float) -> Weights:
-    """k where alpha <= k <= beta, else 0.
+    """Returns k where alpha <= k <= beta, else 0.
 
-    "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!" (Ring-mini-2.0), the function
-    M(k) of the objective, with its defaults alpha 0.5 and beta 5; there, 1 to 2 tokens in a thousand were outside.
+    "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop!" (Ring-mini-2.0), the function M(k) of the
+    objective, with its defaults alpha 0.5 and beta 5; in that work, 1 to 2 tokens in a thousand were outside.
 
     Args:
         k: float tensor of any shape, exp(l_old - l_infer).
@@ -223,13 +224,13 @@ class KPop:
 
 @register_correction("kpop", KPop, reads=("k", "p_infer", "p_old"), by_ratio=True, drops=True)
 def kpop(k: Tensor, p_infer: Tensor, p_old: Tensor, phi: float) -> Weights:
-    """k where the binary KL between the engines is at most phi in both directions, else 0.
+    """Returns k where the binary KL between the engines is at most phi in both directions, else 0.
 
     D(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q)) over "this token or any other", probabilities clamped to
-    [1e-6, 1 - 1e-6]. The bound is wide in ratio for rare tokens and tight for confident ones. IcePop's successor, by
-    its authors: "KPop" (Ring team, 2026), phi 0.1; implemented in prime-rl PR 3283 and AReaL PR 1405 too. As AReaL
-    does, this takes the training engine's l_old; prime-rl takes the policy being updated. A KL of phi itself is kept,
-    as in prime-rl, in verl PR 6800 and in AReaL's `_check_bounds`; a draft of AReaL's had a strict bound.
+    [1e-6, 1 - 1e-6]. The bound is wide in ratio for rare tokens and tight for confident ones. Source: "KPop" (Ring
+    team, 2026), by IcePop's authors, phi 0.1; also in prime-rl PR 3283 and AReaL PR 1405. p_old is the training
+    engine's before the update, as in AReaL; prime-rl takes the policy being updated. A KL of phi itself is kept, as in
+    prime-rl, in verl PR 6800 and in AReaL's `_check_bounds`; a draft of AReaL's had a strict bound.
 
     Args:
         p_infer, p_old: float64: in float32, 1 - 1e-6 leaves two digits of 1 - p.
@@ -259,11 +260,11 @@ class Ipo:
 
 @register_correction("ipo", Ipo, reads=("k", "p_infer", "p_old"), by_ratio=True, drops=True)
 def ipo(k: Tensor, p_infer: Tensor, p_old: Tensor, eps: float) -> Weights:
-    """k where |p_old - p_infer| <= eps, else 0: the total variation of "this token or any other", whatever A is.
+    """Returns k where |p_old - p_infer| <= eps, else 0: the total variation of "this token or any other", for any A.
 
     INTELLECT Policy Optimization, prime-rl's default since its PR 3418, with eps 0.3 since PR 3586, which also set the
     squared log-ratio that it once added (1e-3) to 0. prime-rl takes the policy being updated for p_old, as this does in
-    bypass mode. The mask of DPPO (arXiv 2602.04879), which verl has as the loss `dppo_tv`, looks at the sign of A too.
+    bypass mode. The mask of DPPO (arXiv 2602.04879), verl's loss `dppo_tv`, also depends on the sign of A.
     """
     gap = p_old - p_infer
     return _zero_outside(k, below(gap, -eps), above(gap, eps))
@@ -271,7 +272,7 @@ def ipo(k: Tensor, p_infer: Tensor, p_old: Tensor, eps: float) -> Weights:
 
 @dataclass(frozen=True)
 class Mis:
-    """The bound of masked importance sampling on sequences, and the weight of what is kept.
+    """The bound of masked importance sampling on sequences, and the weight of kept tokens.
 
     Attributes:
         cap: drop a response whose rho, the product of its k, is above this.
@@ -290,7 +291,7 @@ class Mis:
     "mis", Mis, reads=("log_rho",), by_ratio=lambda settings: settings.weight == "ratio", as_mask="weight=one"
 )
 def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
-    """rho <= cap keeps a sequence, else 0; kept tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`).
+    """Keeps a sequence where rho <= cap; its tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`), others 0.
 
     Masked importance sampling on sequences: "When Speed Kills Stability: Demystifying RL Collapse from the
     Training-Inference Mismatch" (Liu et al., 2025), which gives no number for the cap; `ratio` is also TRL's
@@ -318,10 +319,10 @@ class GeoMask:
 
 @register_correction("geo_mask", GeoMask, reads=("log_g",))
 def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
-    """1 where low <= g <= high, else 0, on every token of a sequence; g = exp(mean log k), its geometric mean.
+    """Returns 1 where low <= g <= high, else 0, for every token of a sequence; g = exp(mean log k), its geometric mean.
 
-    "When Speed Kills Stability", part 3 (there as Geo-Mask); with k as the weight of the kept tokens, which is
-    `correction=[geo_mask, tis]` with a cap out of reach, NeMo-RL's `seq-mask-tis` and its bounds 0.999 and 1.002.
+    Source: "When Speed Kills Stability", part 3 (Geo-Mask). NeMo-RL's `seq-mask-tis`, with bounds 0.999 and 1.002,
+    weighs kept tokens by k: `correction=[geo_mask, tis]` with a cap out of reach.
     """
     g = _exp(log_g)
     return _zero_outside(_one(g), below(g, low), above(g, high))
@@ -329,7 +330,7 @@ def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
 
 @dataclass(frozen=True)
 class SequenceDivergence:
-    """Per sequence, means over its m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
+    """Means over each sequence's m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
 
     Attributes:
         mismatch: mean(l_infer - l_old), the disagreement of the two engines.
@@ -355,7 +356,7 @@ def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: T
     """
     chosen = mask.bool()
     n = chosen.sum(-1).clamp(min=1)
-    # torch.where, not a product: whatever stands in padding, NaN included, stays out of the mean.
+    # torch.where, not a product: padding, even NaN, stays out of the mean.
     mismatch = torch.where(chosen, l_infer.double() - l_old, 0.0).sum(-1) / n
     staleness = torch.where(chosen, l_old.double() - l_theta, 0.0).sum(-1) / n
     return SequenceDivergence(mismatch, staleness)
@@ -367,24 +368,25 @@ class Opsm:
 
     Attributes:
         delta: drop a response of negative advantage whose mean of l_infer - l_theta is above this many nats per token.
-            Any sign works: the mean can be negative. The paper gives no value, so it has to be set. `stability=opsm`
-            has 0.1; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
-        stale_only: keep all trajectories that the policy's own weights sampled; in the `sync` mode these are all.
+            It may be negative, as the mean may. The paper gives no value, so it has to be set. `stability=opsm` has
+            0.1; a report finds 0.05 to 0.2 reasonable (Trinity-RFT PR 420).
+        stale_only: keep all trajectories that the policy's own weights sampled; in the `sync` mode, that is all of
+            them.
     """
 
     delta: float = field(metadata={"for example": 0.1})
     stale_only: bool = False
 
     def __post_init__(self) -> None:
-        require(self, "delta", math.isfinite(self.delta), "must be a finite number of nats a token")
+        require(self, "delta", math.isfinite(self.delta), "must be a finite number of nats per token")
 
 
 def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
-    """Off-policy sequence masking: 0 where A < 0 and the sequence's divergence passes delta, else 1.
+    """Returns 0 where A < 0 and the sequence's divergence is above delta, else 1: off-policy sequence masking.
 
     DeepSeek-V3.2 (arXiv 2512.02556) eq. 9. Its pi_old "denotes the sampling probability directly returned by the
     inference framework", so the divergence is mean(l_infer - l_theta), with l_theta of the current update step.
-    A sequence whose divergence is NaN counts as past delta. TRL has the same as `off_policy_mask_threshold`.
+    A divergence of NaN counts as above delta. TRL's `off_policy_mask_threshold` is the same.
 
     Args:
         divergence: [B], `SequenceDivergence.whole`.
@@ -400,15 +402,15 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
 
 @register_correction("opsm", Opsm, reads=("l_infer", "lag"), in_update=True)
 def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossChange:
-    """Weight 0 on the tokens of stale or mismatched sequences of negative advantage: `opsm_mask`.
+    """Gives weight 0 to stale or mismatched sequences of negative advantage (`opsm_mask`).
 
     `stale_only` is ours. If the engines disagree much, masking by their disagreement ended every run of the lab
     (docs/lab.md); with `stale_only`, only stale sequences can be masked. Without lags, no sequence is stale.
 
     Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
     staleness, the two parts of the divergence, means over those sequences. If rollouts can be older than the policy,
-    `mismatch` includes the policy's movement since then. So sequences_dropped and mismatch are also logged by lag, as
-    the contribution of each.
+    `mismatch` includes the policy's movement since then, so sequences_dropped and mismatch are also logged by lag, as
+    each lag's contribution.
     """
     parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
     keep = opsm_mask(parts.whole, batch.advantages, delta)
@@ -425,7 +427,7 @@ def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossCha
     }
     if batch.lag is not None:
         for index, name in enumerate(BUCKETS["lag"]):
-            # Parts of a mean, not means: verl averages over micro-batches and ranks, all of which must have all names.
+            # Parts of a mean, not means: verl averages over micro-batches and ranks, and each must log every name.
             of_lag = rows & (batch.lag.amax(-1) == index)
             metrics[f"mismatch/lag/{name}"] = masked_mean(torch.where(of_lag, parts.mismatch, 0.0), rows)
             metrics[f"sequences_dropped/lag/{name}"] = masked_share(dropped.any(-1) & of_lag, rows)
@@ -449,21 +451,21 @@ class M2po:
 
 @register_correction("m2po", M2po, reads=("l_infer",), in_update=True)
 def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
-    """Weight 0 on the tokens that an update moves further from the rollout, largest (log r)^2 first, until the mean of
-    the rest is at most `threshold`; r = exp(l_theta - l_infer).
+    """Gives weight 0 to the tokens that an update moves further from the rollout, largest (log r)^2 first, until the
+    mean of the rest is at most `threshold`; r = exp(l_theta - l_infer).
 
     M2PO, "Prosperity before Collapse" (ICLR 2026, arXiv 2510.01161), algorithm 1, whose threshold is 0.04. It considers
-    the tokens with A > 0 and r > 1, or A < 0 and r < 1, as PPO's clip does. Its objective weighs the others by r; here
-    `tis` does that, or the loss in bypass mode. The mean is of a micro-batch, as in the authors' code
-    (Infini-AI-Lab/M2PO), which clips PPO's ratio at the resulting bound. AReaL's `m2_threshold` takes all tokens, for
-    either sign of A, and l_old instead of l_theta. NaN weighs 0.
+    the tokens with A > 0 and r > 1, or A < 0 and r < 1, as PPO's clip does. Its objective weighs the kept tokens by r;
+    here `tis` does that, or the loss in bypass mode. The mean is over a micro-batch, as in the authors' code
+    (Infini-AI-Lab/M2PO), which clips PPO's ratio at the resulting bound. AReaL's `m2_threshold` considers all tokens,
+    whatever the sign of A, and l_old instead of l_theta. NaN weighs 0.
 
     Metrics: dropped, share of the tokens; second_moment, the mean before any is dropped.
     """
     log_r = (batch.l_theta.double() - batch.require("l_infer")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     moved = batch.mask & (batch.advantages.sign() * log_r > 0)  # false for NaN
     squares, order = log_r[moved].square().sort()
-    # The running mean of sorted values never falls, so what is within the bound is a prefix.
+    # The running mean of sorted values never falls, so the values within the bound are a prefix.
     within = squares.cumsum(0) <= threshold * torch.arange(1, len(squares) + 1, device=squares.device)
     keep = (~log_r.isnan()).float()
     keep[moved] = within.float()[order.argsort()]

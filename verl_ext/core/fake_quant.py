@@ -1,6 +1,6 @@
-"""Weights rounded to the values of a narrow format and back: the numbers of a quantised rollout, in any engine.
+"""Rounds weights to the values of a narrow format and back: the numbers of a quantised rollout, in any engine.
 
-Shape legend: [..., out, in], as nn.Linear keeps a weight; [E, out, in] where E experts are one tensor.
+Shape legend: [..., out, in], as in nn.Linear; [E, out, in] where E experts are one tensor.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ def _e4m3(x: Tensor) -> Tensor:
 
 
 def _e2m1(x: Tensor) -> Tensor:
-    """0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6."""
+    """Rounds to 0, 0.5, 1, 1.5, 2, 3, 4, 6 or their negatives: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)).to(x.dtype)
     return (x / step).round() * step
 
 
-# The largest value of each format, and rounding of values up to that one. torch rounds ties to even: in fp4, where the
-# quotient by the step is even just where the bit of the mantissa is 0, that is the tie rule of the format itself.
+# The largest value of each format, and the function that rounds values up to it. torch rounds ties to even. That is
+# also fp4's own tie rule: the quotient by the step is even exactly where the mantissa's bit is 0.
 FORMATS: dict[str, tuple[float, Callable[[Tensor], Tensor]]] = {
     "fp8": (448, _e4m3),
     "int8": (127, torch.round),
@@ -35,30 +35,31 @@ def fake_quantized(weight: Tensor, format: str, group: int | str) -> Tensor:
 
     The grid of a group is the format's values times a scale that puts its largest magnitude at the format's largest
     value; ties go to even, in the integers too. A group of zeros stays zero; NaN or infinity makes all of its group
-    NaN. The scale keeps full precision; MXFP4 uses a power of two and NVFP4 an e4m3 under one float32 per tensor, and
-    their further loss is not simulated. The grid is computed in float32; a bfloat16 weight gets its points rounded to
-    bfloat16, as where a kernel multiplies in bfloat16.
+    NaN. The scale keeps full precision; MXFP4's is a power of two and NVFP4's an e4m3 number under one float32 per
+    tensor; the loss that this adds is not simulated. The grid is computed in float32; for a bfloat16 weight its points
+    are rounded to bfloat16, as in a kernel that multiplies in bfloat16.
 
     Args:
         weight: [..., out, in] floating point.
         format: `fp8` (e4m3, up to 448), `int8` (-127 to 127), `int4` (-7 to 7), `fp4` (e2m1, up to 6).
-        group: the values that share a scale: `tensor` a matrix [out, in], each expert by itself; `channel` a row, an
-            output; a number that many consecutive inputs of a row (NVFP4 has 16, MXFP4 32, int4 of GPTQ and AWQ 128).
+        group: the values that share a scale. `tensor`: a matrix [out, in], each expert by itself; `channel`: a row (an
+            output); a number: that many consecutive inputs of a row (NVFP4 16, MXFP4 32, GPTQ's and AWQ's int4 128).
 
     Raises:
-        ValueError: the group does not divide the number of inputs. Kernels refuse that too, as vLLM's Marlin
+        ValueError: the group does not divide the number of inputs. Kernels refuse that too, for example vLLM's Marlin
             (`marlin_utils.py:verify_marlin_supports_shape`).
 
     Sources: OCP Microscaling Formats (MX) 1.0 for e4m3, e2m1 and ties to even; NVFP4's values as in vLLM
-    (`nvfp4_emulation_utils.py:cast_to_fp4`); one fp8 scale a matrix or a row as in `vllm/_custom_ops.py:
-    scaled_fp8_quant`; int8 by 127 as in `int8_utils.py`. Int4 is symmetric too; some kernels use a -8 besides.
+    (`nvfp4_emulation_utils.py:cast_to_fp4`); one fp8 scale per matrix or row as in
+    `vllm/_custom_ops.py:scaled_fp8_quant`; int8 by 127 as in `int8_utils.py`. Int4 is symmetric too; some kernels also
+    use -8.
     """
     largest_of_format, rounded = FORMATS[format]
     groups = _group_values(weight.to(torch.promote_types(weight.dtype, torch.float32)), group)
     largest = groups.abs().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == 0, 1)
-    # Divides by `largest` itself, not by a scale made of it: the largest value then comes back bit by bit, so a second
-    # rounding finds the same grid.
+    # Divides by `largest` itself, not by a scale computed from it: the largest value is then unchanged to the bit, so a
+    # second rounding finds the same grid.
     points = rounded(groups / largest * largest_of_format) / largest_of_format * largest
     return points.reshape(weight.shape).to(weight.dtype)
 

@@ -1,9 +1,9 @@
-"""Batch filters: they leave generated tokens and trajectories out of the update.
+"""Batch filters leave generated tokens and trajectories out of the update.
 
 A filter takes tokens out of the response mask, as if they had not been sampled: the loss is the mean over the remaining
 tokens, whereas a correction's weight of 0 does not change the divisor. Filters run one after another, each on the
-tokens that the former ones kept. Your own filter is a function under `@register_batch_filter`, its settings keyword
-arguments:
+tokens that the former ones kept. To add one, decorate a function with `@register_batch_filter`; its keyword arguments
+are its settings:
 
     @register_batch_filter("long_only")
     def long_only(batch: FilterBatch, *, length: int) -> Tensor:
@@ -51,10 +51,10 @@ class FilterBatch:
         responses_N: [N] int64 token ids.
         max_response_length: tokens after which the rollout cuts a response (verl's `data.max_response_length`).
         eos_ids: token ids that end a response.
-        agreement_N: [N] float in 0..1, share of a token's experts that training and rollout chose in common.
-        decode, encode: of the rollout's tokenizer, special tokens kept by the one and not added by the other.
-        kept_N: [N] bool, the generated tokens that the former filters kept; for the first, all of them, or those that a
-            correction kept (`stability.denominator=kept`).
+        agreement_N: [N] float in 0..1, share of a token's experts that both training and rollout chose.
+        decode, encode: of the rollout's tokenizer; decode keeps special tokens, encode adds none.
+        kept_N: [N] bool, the generated tokens that the former filters kept; for the first filter, all of them, or those
+            that the corrections kept (`stability.denominator=kept`).
     """
 
     tokens: Tokens
@@ -78,7 +78,9 @@ class FilterBatch:
             expected["agreement_N"] = tokens
         wrong = [f"{name} {len(getattr(self, name))}" for name, n in expected.items() if len(getattr(self, name)) != n]
         if wrong:
-            raise ValueError(f"a batch of {rows} trajectories and {tokens} tokens, but of other length: {wrong}")
+            raise ValueError(
+                f"a batch of {rows} trajectories and {tokens} tokens has fields of another length: {wrong}"
+            )
 
     @property
     def lag(self) -> Lag | None:
@@ -98,10 +100,10 @@ class FilterResult:
     """The result of a filter that also returns metrics.
 
     Attributes:
-        keep_N: [N] bool, true = keep; its value for tokens that are not kept already does not matter.
+        keep_N: [N] bool, true = keep; ignored for tokens that a former filter dropped.
         metrics: logged as `filter/<name>/<metric>`. They are means over the trajectories that have kept tokens, so
-            that the metrics of a large batch can be combined from those of its blocks. verl combines steps by words in
-            a metric's name (max, min, sum, total): avoid these.
+            that the metrics of a large batch can be combined from those of its blocks. verl chooses how to combine
+            steps by words in a metric's name (max, min, sum, total): avoid these words.
     """
 
     keep_N: Tensor
@@ -119,9 +121,9 @@ class BatchFilter(Method):
         needs_agreement: whether it reads `agreement_N`.
         needs_l_old: whether it reads the tokens' l_old, which in bypass mode is not known before the update.
         needs_lag: whether it reads `lag`.
-        sees_tokens: whether what it keeps depends on which tokens were sampled: on their ids, probabilities or number.
-            Rewards, advantages, ages and the routing of the pass that predicts a token do not count. Score centering
-            holds only for filters that do not.
+        sees_tokens: whether its choice depends on which tokens were sampled: on their ids, probabilities or number.
+            Rewards, advantages, ages and the routing of the pass that predicts a token do not count. Score centering is
+            valid only with filters for which this is false.
     """
 
     needs_agreement: bool = False
@@ -139,8 +141,8 @@ def register_batch_filter(
     """Registers a function of a FilterBatch and settings; `traits` are attributes of BatchFilter.
 
     Args:
-        settings: a dataclass, a field a keyword argument of the function; by default the function's keyword-only
-            arguments themselves.
+        settings: a dataclass whose fields are the keyword arguments of the function; by default it is made from the
+            function's keyword-only arguments.
 
     Raises:
         ValueError: the name is taken.
@@ -154,7 +156,7 @@ def register_batch_filter(
 
 
 def get_batch_filter(name: str) -> BatchFilter:
-    """Returns the filter registered under `name`; ConfigError, listing the known ones, if there is none."""
+    """Returns the filter registered under `name`; raises a ConfigError that lists the known names if there is none."""
     if name not in BATCH_FILTERS:
         raise ConfigError(f"stability.filters.{name} is not known; choose from: {', '.join(BATCH_FILTERS)}")
     return BATCH_FILTERS[name]
@@ -162,13 +164,13 @@ def get_batch_filter(name: str) -> BatchFilter:
 
 @dataclass(frozen=True)
 class FilterTally:
-    """The effect of all filters on a batch, or on a part of it; `merge_tallies` merges those of parts.
+    """The effect of all filters on a batch or on a part of it; `merge_tallies` merges the tallies of parts.
 
     Attributes:
         tokens, trajectories: generated tokens, and trajectories that have one; `kept_*`: how many of them remain.
-        seen: filter -> trajectories that the former ones left tokens.
-        dropped: filter -> tokens that it dropped of those that the former ones kept, and trajectories that lost their
-            last tokens to it.
+        seen: filter -> trajectories that still had tokens before it ran.
+        dropped: filter -> tokens that it dropped among those that the former filters kept, and trajectories that lost
+            their last tokens to it.
         own: (filter, metric) -> the filters' own metrics, means over the trajectories that the filter saw.
         examples: filter -> id of the first trajectory that lost a token to it.
     """
@@ -200,13 +202,13 @@ class FilterTally:
     @property
     def scale(self) -> float:
         """Trajectories with tokens over trajectories kept. A loss that divides by the tokens of its mask
-        (`token-mean`) is the mean over the remaining tokens; one that divides by a configured number of trajectories
-        (`seq-mean-*`) becomes it if that number is divided by this. 1 if nothing is left."""
+        (`token-mean`) is the mean over the remaining tokens; for a loss that divides by a configured number of
+        trajectories (`seq-mean-*`), divide that number by this scale. 1 if nothing is left."""
         return self.trajectories / self.kept_trajectories if self.kept_trajectories else 1.0
 
     @property
     def reason(self) -> str:
-        """The reason why there is nothing to train on; empty if there is something."""
+        """The reason why there is nothing to train on; empty if a token is left."""
         if not self.tokens:
             return "no trajectory has a token that the model generated"
         if self.kept_trajectories:
@@ -282,7 +284,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         before_B, left_B = left_B, tokens.row_sums(kept) > 0
         seen[name] = int(before_B.sum())
         dropped[name] = int(dropped_N.sum()), int((before_B & ~left_B).sum())
-        if seen[name]:  # else its metrics are means over nothing
+        if seen[name]:  # else its metrics are means over no trajectory
             own |= {(name, metric): value for metric, value in result.metrics.items()}
         if dropped_N.any():
             examples[name] = batch.keys[int(tokens.row_of_token()[int(dropped_N.byte().argmax())])]
@@ -308,12 +310,12 @@ def first_drift(
     """Returns the place where encode(decode(ids)) first differs from the ids of a response; None if all are equal.
 
     Each run of generated tokens is encoded by itself: the agent loop tokenised the text in between. If a run encodes to
-    itself and more, the index is the run's end, which may be the response's.
+    itself and more tokens, the index is the run's end, which may be the response's end.
 
     Args:
         ids: the response's token ids.
         generated: of the same length, true on tokens the model generated.
-        decode, encode: of the rollout's tokenizer, special tokens kept by the one and not added by the other.
+        decode, encode: of the rollout's tokenizer; decode keeps special tokens, encode adds none.
     """
     start = 0
     for is_generated, group in groupby(generated):
@@ -329,10 +331,10 @@ def first_drift(
 
 @register_batch_filter("overlong")
 def overlong(batch: FilterBatch) -> Tensor:
-    """Drop responses that hit `max_response_length` without ending in an end-of-sequence token that the model wrote.
+    """Drops responses that hit `max_response_length` without an end-of-sequence token that the model wrote.
 
     Overlong filtering, DAPO (arXiv 2503.14476, section 3.4). verl's tool loop leaves out a tool's answer that would
-    pass the limit; such a response ends with the model's call, below the limit, and is not dropped.
+    exceed the limit; such a response ends with the model's call, below the limit, and is not dropped.
     """
     tokens = batch.tokens
     lengths = tokens.offsets.diff()
@@ -346,11 +348,11 @@ def overlong(batch: FilterBatch) -> Tensor:
 
 @register_batch_filter("zero_variance", sees_tokens=False)
 def zero_variance(batch: FilterBatch) -> Tensor:
-    """Drop groups (prompts) whose sessions all have exactly the same reward: they have no advantage.
+    """Drops groups (prompts) whose sessions all have exactly the same reward: they have no advantage.
 
     Dynamic sampling of DAPO (arXiv 2503.14476, section 3.2) without the refill. A session counts by its final output,
     and counts even where a former filter dropped its tokens: its reward is part of the group's advantages. A group of
-    one session is kept: it has nothing to be equal to, and verl's GRPO gives it its reward as the advantage.
+    one session is kept: in verl's GRPO, its advantage is its reward.
 
     Raises:
         BatchError: a reward is NaN or infinite.
@@ -372,8 +374,8 @@ class LowAgreement:
     """The bound of `low_agreement`.
 
     Attributes:
-        threshold: drop a token if the share of its experts that training and rollout have in common is below this, from
-            0 to 1.
+        threshold: drop a token if the share of its experts that both training and rollout chose is below this, from 0
+            to 1.
     """
 
     threshold: float
@@ -384,8 +386,9 @@ class LowAgreement:
 
 @register_batch_filter("low_agreement", LowAgreement, needs_agreement=True, sees_tokens=False)
 def low_agreement(batch: FilterBatch, *, threshold: float) -> Tensor:
-    """Drop tokens for which training and rollout chose less than this share of experts in common."""
-    # ~(a < b), not a >= b, here and below: NaN is no reason to drop; the guard refuses log-probabilities that are one.
+    """Drops tokens of which less than this share of experts was chosen by both training and rollout."""
+    # ~(a < b), not a >= b, here and below: NaN is no reason to drop; the guard refuses batches with NaN
+    # log-probabilities.
     return ~(batch.require("agreement_N", "low_agreement") < threshold)
 
 
@@ -405,7 +408,7 @@ class LowProbability:
 
 @register_batch_filter("low_probability", LowProbability)
 def low_probability(batch: FilterBatch, *, threshold: float) -> Tensor:
-    """Drop tokens that the rollout sampled at a probability below this: they carry most of the mismatch."""
+    """Drops tokens that the rollout sampled at a probability below this: they have most of the mismatch."""
     return ~(batch.tokens.l_infer.double().exp() < threshold)
 
 
@@ -426,11 +429,11 @@ class OffPolicyNegative:
 
 @register_batch_filter("off_policy_negative", OffPolicyNegative, needs_l_old=True)
 def off_policy_negative(batch: FilterBatch, *, delta: float) -> Tensor:
-    """Drop tokens with A < 0 of trajectories whose mean of l_infer - l_old passes `delta` nats per token.
+    """Drops tokens with A < 0 of trajectories whose mean of l_infer - l_old is above `delta` nats per token.
 
-    Off-policy sequence masking, DeepSeek-V3.2 (arXiv 2512.02556, eq. 9), before the update: l_theta is l_old, so that
-    it sees the mismatch of the engines (and in asynchronous modes the age of the rollout), not the policy's movement
-    within the step. The mean is over the tokens kept so far; one that is NaN counts as past delta, as in `opsm_mask`.
+    Off-policy sequence masking, DeepSeek-V3.2 (arXiv 2512.02556, eq. 9), before the update: l_theta is l_old, so it
+    measures the mismatch of the engines (and in asynchronous modes the age of the rollout), not the policy's movement
+    within the step. The mean is over the tokens kept so far; NaN counts as above delta, as in `opsm_mask`.
     """
     tokens = batch.tokens
     log_k = torch.where(batch.kept_N, tokens.l_old.double() - tokens.l_infer.double(), 0.0)
@@ -444,7 +447,7 @@ class TooStale:
 
     Attributes:
         versions: drop a trajectory whose oldest token is more than this many weight versions behind the policy, at
-            least 0. It needs an asynchronous mode.
+            least 0; only in asynchronous modes.
     """
 
     versions: int = field(metadata={"for example": 4})
@@ -455,22 +458,22 @@ class TooStale:
 
 @register_batch_filter("too_stale", TooStale, needs_lag=True, sees_tokens=False)
 def too_stale(batch: FilterBatch, *, versions: int) -> Tensor:
-    """Drop trajectories that weights more than `versions` versions behind the policy's began.
+    """Drops trajectories that were begun by weights more than `versions` versions behind the policy's.
 
-    Of one that spans versions, the oldest counts. verl's `trainer.v1.sampler.max_off_policy_threshold` drops whole
-    prompts before the batch is made, by when they were handed out.
+    If a trajectory spans versions, the oldest counts. verl's `trainer.v1.sampler.max_off_policy_threshold` drops whole
+    prompts before the batch is made, by the version at which they were handed out.
     """
     return (batch.require("lag", "too_stale").oldest <= versions)[batch.tokens.row_of_token()]
 
 
 @register_batch_filter("retokenization_drift")
 def retokenization_drift(batch: FilterBatch) -> FilterResult:
-    """Drop each trajectory from the first token on that encode(decode(ids)) does not give back: `first_drift`.
+    """Drops each trajectory's tokens from the first that encode(decode(ids)) changes (`first_drift`).
 
-    Trajectories of which nothing is kept are passed over. A response cut inside a character drifts at its end.
+    Trajectories without kept tokens are not checked. A response cut inside a character drifts at its end.
 
     Metric:
-        drifted: share of the trajectories with kept tokens that encode otherwise.
+        drifted: share of the trajectories with kept tokens whose encoding differs.
     """
     decode = batch.require("decode", "retokenization_drift")
     encode = batch.require("encode", "retokenization_drift")

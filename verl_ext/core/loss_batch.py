@@ -1,4 +1,4 @@
-"""A method that acts in the update: the batch that it reads, and the changes to the loss that it returns.
+"""The input and output of a method that acts in the update: the batch that it reads, and its changes to the loss.
 
 Policy losses (`core.losses`) and the corrections of `core.corrections` that act in the update are such methods.
 
@@ -22,16 +22,16 @@ READABLE = ("k", "l_infer", "entropy", "router_agreement", "router_deviation", "
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The inputs of a policy loss, [B, T] each. An optional one is given if the loss is registered to read it.
+    """The inputs of a policy loss, [B, T] each. An optional input is given if the loss is registered to read it.
 
     Attributes:
         l_theta: with gradient.
         mask: m, bool.
         k: the mismatch ratio exp(l_old - l_infer), 0 where it is not a number.
-        entropy: of the training policy before the update, in nats.
+        entropy: the training policy's before the update, in nats.
         router_agreement: share of a token's experts that both engines chose, mean over layers.
         router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers.
-        lag: int, the trajectory's bucket of `Lag`; None, though a method reads it, in synchronous training.
+        lag: int, the trajectory's bucket of `Lag`; None in synchronous training, even if a method reads it.
     """
 
     l_theta: Tensor
@@ -49,13 +49,13 @@ class LossBatch:
         """Returns the optional tensor `name`; raises ValueError if the registration does not name it."""
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"the batch comes without {name}: register the function with reads=({name!r},)")
+            raise ValueError(f"the batch has no {name}: register the function with reads=({name!r},)")
         return value
 
 
 @dataclass(frozen=True)
 class LossChange:
-    """The changes to the base loss; None leaves a part as it is.
+    """The changes to the base loss; None means no change.
 
     Attributes:
         weight: [B, T], multiplied into the tokens' weights; always detached.

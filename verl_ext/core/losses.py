@@ -1,4 +1,4 @@
-"""The policy losses, and the parts of them and of the workers' loss: penalties, a KL estimate, a factor by router.
+"""The policy losses and their parts: penalties, a KL estimate, a factor from the router's shift.
 
 Shape legend: B trajectories, T response tokens (padded), N tokens, L MoE layers, K experts per token.
 Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. A tensor carries a gradient only if its description says so.
@@ -32,8 +32,8 @@ class Loss(Method):
 
     Attributes:
         reads: optional fields of LossBatch.
-        rescales: it gives a log_factor, so the base must have a ratio.
-        needs_l_old: l_old must be the training engine's own; in bypass mode it is the rollout's.
+        rescales: whether it returns a log_factor, so that the base must have a ratio.
+        needs_l_old: whether l_old must be the training engine's own; in bypass mode it is the rollout's.
     """
 
     reads: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ GATES = ("action", "response")
 
 @register_loss("icepop", IcePop, reads=("k",))
 def icepop_loss(batch: LossBatch, *, alpha: float, beta: float) -> LossChange:
-    """Each token weighted by IcePop's M(k), the correction `icepop`: a loss of its own for plain verl.
+    """Weighs each token by IcePop's M(k), as the correction `icepop` does: a loss for plain verl.
 
     Metrics: dropped_low, dropped_high, the shares of tokens below and above the band.
     """
@@ -92,21 +92,21 @@ register_loss("opsm", Opsm, reads=("l_infer", "lag"))(opsm)
 
 
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:
-    """Returns max(0, l_old - l_theta) on the tokens of preserved actions or responses whose likelihood falls as a
-    whole.
+    """Returns max(0, l_old - l_theta) on tokens of preserved actions or responses whose total likelihood falls.
 
     LLDS of "On GRPO Collapse in Search-R1: The Lazy Likelihood-Displacement Death Spiral" (arXiv 2512.04220). Tokens
     with A >= 0 are preserved (Y_pre); the gate is 1 where the sum of l_old - l_theta over the whole is positive. The
     paper adds lambda times the mean over all response tokens, preserved or not, with lambda 0.1. So does the authors'
     code (vengdeng/LLDS-On-Group-Relative-Policy-Optimization-Collapse-in-Search-R1, dp_actor.py: a masked mean over
-    response_mask), where `gate` "action" is `chunk_noreduce`; their model card: the action-level gate performs best. A
-    later revision of the paper has lambda 0.2, and seems to divide by only the tokens of the preserved responses.
+    response_mask), where `gate` "action" is `chunk_noreduce`; their model card says that the action-level gate performs
+    best. A later revision of the paper has lambda 0.2, and seems to divide by the tokens of the preserved responses
+    only.
 
     Args:
         l_theta: [B, T] with gradient.
         l_old, advantages, mask: [B, T].
-        gate: "response" sums over a response; "action" over a run of m = 1 tokens, which tool output ends, and so does
-            a token that a batch filter took out.
+        gate: "response" sums over a response; "action" over a run of m = 1 tokens, which ends at tool output or at a
+            token that a batch filter dropped.
 
     Returns:
         [B, T] float32, 0 outside the penalised tokens; its gradient is -1 on them. An action or response with a NaN is
@@ -138,7 +138,7 @@ class Llds:
 
     Attributes:
         coef: the factor of the penalty, the paper's lambda.
-        gate: the unit whose likelihood has to fall as a whole: `action` or `response`.
+        gate: the unit whose total likelihood has to fall: `action` or `response`.
     """
 
     coef: float = 0.1
@@ -153,7 +153,7 @@ class Llds:
 def llds(batch: LossBatch, *, coef: float, gate: str) -> LossChange:
     """Adds coef times the mean of `llds_penalty` over all response tokens, for any weights (arXiv 2512.04220).
 
-    Metrics: penalised, share of the tokens; penalty, its mean.
+    Metrics: penalised, share of the tokens; penalty, the mean of the penalty.
     """
     penalty = llds_penalty(batch.l_theta, batch.l_old, batch.advantages, batch.mask, gate)
     metrics = {"penalised": masked_share(penalty > 0, batch.mask), "penalty": masked_mean(penalty.detach(), batch.mask)}
@@ -161,7 +161,7 @@ def llds(batch: LossBatch, *, coef: float, gate: str) -> LossChange:
 
 
 def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor) -> Tensor:
-    """r' (x - log x - 1), x = pi_ref / pi_theta, r' = pi_theta / pi_sampled: k3, importance-weighted, per token.
+    """Returns importance-weighted k3 per token: r' (x - log x - 1), x = pi_ref / pi_theta, r' = pi_theta / pi_sampled.
 
     DeepSeek-V3.2 (arXiv 2512.02556) eq. 7. The gradient passes through r' as well, which makes it
     r' (l_theta - l_ref) per token, the unbiased gradient of KL(pi_theta || pi_ref); plain k3 has 1 - x
@@ -175,21 +175,22 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
         mask: [B, T].
 
     Returns:
-        [B, T] float32, 0 outside the mask for any value there. In the value, both log-ratios are clamped to +-20. In
-        the gradient only r' is clamped, as an importance weight, so that it points to the reference from any distance.
-        (verl clamps its k3 to +-10 as well: no gradient past log x = 2.6, where the KL is largest. Its `k3+` has the
-        gradient of k2, l_theta - l_ref, unclamped.) A value under the mask that is not finite gives NaN.
+        [B, T] float32, 0 outside the mask for any value there. The value has both log-ratios clamped to +-20. The
+        gradient has only r' clamped, as an importance weight, so that it points to the reference from any distance.
+        (verl clamps its k3 to +-10 as well, so it has no gradient past log x = 2.6, where the KL is largest. The
+        gradient of its `k3+` is that of k2, l_theta - l_ref, unclamped.) A value under the mask that is not finite
+        gives NaN.
     """
     chosen = mask.bool()
-    # torch.where on what goes in: on what comes out, it would leave a gradient of 0 * NaN.
+    # torch.where on the inputs: on the result, it would leave a gradient of 0 * NaN.
     theta = torch.where(chosen, l_theta.double(), 0.0)
     ref = torch.where(chosen, l_ref.detach().double(), 0.0)
     sampled = torch.where(chosen, l_sampled.detach().double(), 0.0)
     fixed = theta.detach()
     ratio = (fixed - sampled).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     log_x = (ref - fixed).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    # The gradient in closed form. Autograd's is a difference of two terms with x in both: where a clamp cuts one of
-    # them off, the other stays, 1e8 times too large and of the wrong sign.
+    # The gradient in closed form. Autograd's is a difference of two terms that both have x: where a clamp cuts off one,
+    # the other remains, 1e8 times too large and of the wrong sign.
     slope = ratio * (fixed - ref)
     return (ratio * (torch.expm1(log_x) - log_x) + slope * (theta - fixed)).float()
 
@@ -210,7 +211,7 @@ def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
 
     RSPO ("Towards Stable and Effective Reinforcement Learning for Mixture-of-Experts", arXiv 2510.23027): gamma =
     exp(-1/L sum_l 1/K sum_k |log r_theta - log r_old|), over the experts that were active under the old policy.
-    Version 2 and the ACL 2026 text multiply it into the ratio before clipping; version 1 after. NaN gives the floor.
+    Version 2 and the ACL 2026 text multiply it into the ratio before clipping; version 1 after it. NaN gives the floor.
 
     Args:
         deviation: `router_deviation` averaged over the layers, any shape.
@@ -235,7 +236,7 @@ class RouterShift:
 
 @register_loss("router_shift", RouterShift, reads=("router_deviation",), rescales=True)
 def router_shift(batch: LossBatch, *, floor: float) -> LossChange:
-    """Each token's ratio multiplied by its `router_shift_factor`; on `geo_mean` it is the paper's own combination.
+    """Multiplies each token's ratio by its `router_shift_factor`; with `geo_mean` as the base it is the paper's method.
 
     Metrics: factor, its mean; floored, the share of tokens at the floor.
     """

@@ -1,7 +1,7 @@
 """The mismatch of a batch, and the weights that the corrections give its tokens.
 
-Shape legend: N response tokens of all trajectories, n tokens of a block that count, b its trajectories, C corrections,
-r response tokens of a trajectory.
+Shape legend: N response tokens of all trajectories, n tokens of a block that count, b trajectories of a block, C
+corrections, r response tokens of a trajectory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +32,12 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Weighed:
-    """The result of the corrections on the tokens of a block that count.
+    """The weights that the corrections give the tokens of a block that count.
 
     Attributes:
-        weight: [n] float32, the product of their weights.
-        dropped: [n] float32, 1 where it is 0, else 0.
-        low: [n] float32, 1 where a token is dropped and any of them found it, or its trajectory, below its bounds.
+        weight: [n] float32, the product of the corrections' weights.
+        dropped: [n] float32, 1 where the weight is 0, else 0.
+        low: [n] float32, 1 where a token is dropped and a correction found it, or its trajectory, below the bounds.
         high: [n] float32, 1 where a token is dropped for another reason.
         outside: [C, 2], the number of tokens, or trajectories, that each correction found below and above its bounds.
     """
@@ -52,7 +52,7 @@ class Weighed:
 def weigh(
     block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch, as_mask: bool = False
 ) -> Weighed:
-    """Applies the corrections, of which there is at least one; as a mask, tokens that they keep have weight 1."""
+    """Applies the corrections, at least one; with `as_mask`, the tokens that they keep have weight 1."""
     quantities = _quantities(block, mismatch, corrections)
     used = block.lengths > 0
     weights, lows, outside = [], [], []
@@ -80,7 +80,7 @@ def weigh(
 
 
 def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
-    """Returns the quantities that a correction may read (`core.corrections`), [n] of tokens and [b] of trajectories."""
+    """Returns the quantities that a correction may read (`core.corrections`): [n] per token or [b] per trajectory."""
     quantities = {"k": mismatch.k, "log_rho": mismatch.log_rho, "log_g": mismatch.log_rho / block.lengths.clamp(min=1)}
     if any({"p_infer", "p_old"} & {*CORRECTIONS[name].reads} for name in corrections):
         quantities["p_infer"], quantities["p_old"] = probabilities(block)
@@ -94,7 +94,7 @@ def correction_sums(block: Block, weighed: Weighed) -> Sums:
         "weight": total(weighed.weight),
         "low": total(weighed.low),
         "high": total(weighed.high),
-        "trajectories_dropped": ((block.lengths > 0) & (dropped == block.lengths)).sum(),  # that kept no token
+        "trajectories_dropped": ((block.lengths > 0) & (dropped == block.lengths)).sum(),  # no token kept
         "outside": weighed.outside,
     }
     if block.entropy is not None:
@@ -138,8 +138,9 @@ class Measured:
     Attributes:
         weight: [N] float32, the product of the corrections' weights, 0 where the mask is; None without corrections.
         metrics: `vllm_kl/*`, `correction/*` and `router/*`; {} when no token counts.
-        tokens, kept: tokens masked in, and those of them with a weight (all, without corrections).
-        non_finite: tokens masked in whose l_infer or l_old is NaN or infinite: they weigh 0 and count in no metric.
+        tokens, kept: tokens masked in, and how many of these have a weight (without corrections, all that count).
+        non_finite: tokens masked in whose l_infer or l_old is NaN or infinite: their weight is 0, and no metric counts
+            them.
     """
 
     weight: Tensor | None
@@ -164,10 +165,10 @@ def measure(
         breakdown: also give metrics by probability, entropy, position and turn.
         block: tokens taken at a time, in whole trajectories (default: TOKENS_AT_ONCE, or TOKENS_AT_ONCE_ON_GPU).
 
-    The metrics are in `verl_ext.base.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, of the
-    tokens where that is not NaN: which were compared. Means are over tokens with m = 1; what is a mean over none is
-    left out, as are a correlation with what does not vary and an axis with a single bucket in use. With `tokens.lag`
-    and `tokens.buckets`, they come by these too, whatever `breakdown` says: the guard goes by the lag.
+    The metrics are in `verl_ext.base.metrics.ours`: GAP, CORRECTIONS and, with `tokens.agreement`, ROUTING, over the
+    tokens that were compared (agreement not NaN). Means are over tokens with m = 1. Left out are means over no token,
+    correlations with a constant, and axes with a single bucket in use. The breakdowns by `tokens.lag` and
+    `tokens.buckets` do not depend on `breakdown`: the guard reads those by lag.
     """
     weight, gathered = gather(tokens, corrections or {}, breakdown=breakdown, block=block)
     return put_together([gathered], corrections or {}, weight)
@@ -203,11 +204,11 @@ def gather(
     as_mask: bool = False,
     origin: Origin | None = None,
 ) -> tuple[Tensor | None, Gathered]:
-    """Returns the weights as in `Measured`, and the sums of the metrics; arguments as for `measure`.
+    """Returns the weights as in `Measured`, and the sums of the metrics; other arguments as for `measure`.
 
     Args:
         as_mask: tokens with a weight get weight 1, for a loss that has the ratio already.
-        origin: that of an earlier part, if the routers' agreement was compared.
+        origin: an earlier part's, if its routers' agreement was compared.
     """
     device = tokens.mask.device
     size = block or (TOKENS_AT_ONCE if device.type == "cpu" else TOKENS_AT_ONCE_ON_GPU)
@@ -230,7 +231,7 @@ def put_together(
 ) -> Measured:
     """Returns the metrics of all parts as if they had been measured together, with the weights given.
 
-    Parts with the routers' agreement have one `origin`.
+    All parts with the routers' agreement must have the same `origin`.
     """
     whole = merge(parts)
     sums, masked = whole.sums, whole.tokens
@@ -282,14 +283,14 @@ def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
     """Returns `vllm_kl/engine/*` and `vllm_kl/stale/*`, which add up to the gap of these trajectories.
 
     l_version is the training engine's log-probability under the weights that sampled the tokens. The engines' part is
-    the gap of l_infer and l_version; the rest of the gap of l_infer and l_old is the policy's own movement. For k1,
-    that is mean(l_version - l_old); for k3, the change of the estimate by the movement, which may be negative.
+    the gap between l_infer and l_version; the rest of the gap between l_infer and l_old is the policy's own movement.
+    For k1, the rest is mean(l_version - l_old); for k3, it is the change of the estimate, which may be negative.
 
     Args:
         tokens: of the rescored trajectories, in their order.
-        l_version: of each its response tokens, [r].
+        l_version: [r] for each trajectory.
 
-    Returns {} where no token counts: not masked in, or one of the three not finite.
+    Returns {} where no token counts: masked in, with three finite log-probabilities.
     """
     then = torch.cat(list(l_version))
     mask = tokens.mask & tokens.l_infer.isfinite() & tokens.l_old.isfinite() & then.isfinite()

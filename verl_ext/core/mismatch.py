@@ -1,4 +1,4 @@
-"""The mismatch of two engines on the same tokens, also by the sign of the advantage.
+"""The mismatch of two engines on the same tokens, in total and by the sign of the advantage.
 
 Shape legend: N response tokens of a batch, n tokens of a block that count, B trajectories of a batch, b of a block.
 `l_infer` and `l_old` are log-probabilities of the sampled tokens under the same weights: the rollout engine's and the
@@ -24,7 +24,7 @@ def mismatch_ratio(l_infer: Tensor, l_old: Tensor) -> Tensor:
 
 
 def k3_of(log_ratio: Tensor) -> Tensor:
-    """Returns r - log r - 1 of [n] log-ratios, clamped to +-20; NaN where one is not finite."""
+    """Returns r - log r - 1 for [n] log-ratios, clamped to +-20; NaN where one is not finite."""
     x = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return torch.where(log_ratio.isfinite(), torch.expm1(x) - x, torch.nan)
 
@@ -36,7 +36,7 @@ def count_non_finite(tensor: Tensor, mask: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Both engines on the tokens of a block that count.
+    """The mismatch of both engines on the tokens of a block that count.
 
     float64 keeps the digits of k - log k - 1, which is log(k)^2 / 2 for a small log k; values that are only compared
     with bounds or added up are float32. k, k - 1 and k3 are of log k clamped to +-20.
@@ -78,7 +78,8 @@ def probabilities(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
-    """Sums over the tokens of one block that count, and over its trajectories that have any; and the largest values."""
+    """Returns sums over the tokens of one block that count, sums over its trajectories that have any, and the largest
+    values."""
     k, k_minus_1, log_k_abs = mismatch.k, mismatch.k_minus_1, mismatch.log_k.abs()
     furthest = log_k_abs.amax()
     if bool(furthest <= LOG_RATIO_BOUND):  # p_old - p_infer, at less cost than an exact p_old
@@ -111,10 +112,10 @@ def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
 
 
 def _impossible(block: Block) -> Tensor:
-    """Returns True for tokens whose l_infer no sampler has given, [n].
+    """Returns [n] bool: tokens whose l_infer cannot come from a sampler.
 
-    A zero is certainty, which float32 reaches for likely tokens; for a token that the training engine finds unlikely,
-    it stands for a value that did not come (NeMo-RL 4218).
+    A zero means certainty, which float32 reaches for likely tokens; for a token that the training engine finds
+    unlikely, it means that the value is missing (NeMo-RL 4218).
     """
     zero = (block.l_infer == 0) & (block.l_old < math.log(CERTAIN))
     return zero | (block.l_infer > ABOVE_ZERO)
@@ -135,9 +136,9 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
         "vllm_kl/prob_diff_std": (sums["difference_squared"] / n - difference**2).clamp(min=0).sqrt(),
         "vllm_kl/log_ratio_abs_mean": sums["log_k_abs"] / n,
         "vllm_kl/log_ratio_abs_max": sums[f"{LARGEST}log_k_abs"],
-        # Not from k - 1: n + sum (k - 1) has no digits left of a sum k that is small against n.
+        # Not from k - 1: if sum k is far below n, n + sum (k - 1) has none of its digits left.
         "vllm_kl/ess": sums["k"] ** 2 / sums["k_squared"] / n,
-        # mean(k^2) - 1, by k^2 - 1 = (k - 1)^2 + 2 (k - 1): it keeps its digits where k is close to 1.
+        # mean(k^2) - 1, from k^2 - 1 = (k - 1)^2 + 2 (k - 1), which keeps its digits where k is close to 1.
         "vllm_kl/chi2": (sums["k_minus_1_squared"] + 2 * sums["k_minus_1"]) / n,
         "vllm_kl/sequence_gap_mean": sums["trajectory_gap"] / sums["trajectories"],
         "vllm_kl/sequence_gap_max": sums[f"{LARGEST}trajectory_gap"],
@@ -152,9 +153,10 @@ ROW_TOKENS_AT_ONCE = 1 << 17  # tokens, in whole trajectories: their temporaries
 
 @torch.no_grad()
 def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
-    """Returns [3, 3] float64: for tokens with A > 0, with A < 0, and all, the number that count, and their k1 and k3.
+    """Returns [3, 3] float64, a row each for A > 0, A < 0 and all tokens: the number of tokens that count, and the sums
+    of their k1 and k3; the last row has only the number.
 
-    A token counts with m = 1 and finite log-probabilities; sums of several parts add up.
+    A token counts if m = 1 and its log-probabilities are finite; the sums of several parts add up.
 
     Args:
         advantages_N: any float dtype; 0 belongs to neither sign.
@@ -173,8 +175,8 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sums_by_row(tokens: Tokens) -> Tensor:
-    """Returns [B, 4] float64 for each trajectory: the number of tokens that count (as in `sums_by_sign`), their k1 and
-    k3, and its number of generated tokens."""
+    """Returns [B, 4] float64: each trajectory's number of tokens that count (as in `sums_by_sign`), the sums of their
+    k1 and k3, and its number of generated tokens."""
     sums = torch.zeros(len(tokens.offsets) - 1, 4, dtype=torch.float64, device=tokens.mask.device)
     for part, rows in blocks(tokens.offsets, ROW_TOKENS_AT_ONCE):
         mask, lengths = tokens.mask[part], tokens.offsets[rows.start : rows.stop + 1].diff()
@@ -188,15 +190,15 @@ def sums_by_row(tokens: Tokens) -> Tensor:
 
 @torch.no_grad()
 def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int]]:
-    """Returns `sums_by_sign` of the trajectories whose generated tokens all have A > 0, all A < 0, or all A = 0; and
-    the other trajectories, whose tokens have to be read.
+    """Returns `sums_by_sign` over the trajectories whose generated tokens all have A > 0, all A < 0, or all A = 0; and
+    the rows of the other trajectories, whose tokens have to be read.
 
     Args:
         sums_B4: of `sums_by_row`.
         advantages: nested [B, r], 0 where no token was generated.
     """
     values, offsets, found = advantages.values(), advantages.offsets(), torch.zeros(3, 3, dtype=torch.float64)
-    left = torch.zeros(len(sums_B4), dtype=torch.bool)  # also of what has no tokens
+    left = torch.zeros(len(sums_B4), dtype=torch.bool)  # false also for trajectories without tokens
     for part, rows in blocks(offsets, ROW_TOKENS_AT_ONCE):
         lengths, of_row = offsets[rows.start : rows.stop + 1].diff(), sums_B4[rows]
         above = segment_sums((values[part] > 0).double(), lengths).cpu()
@@ -211,8 +213,8 @@ def signs_of_rows(sums_B4: Tensor, advantages: Tensor) -> tuple[Tensor, list[int
 
 
 def advantage_metrics(sums: Tensor) -> dict[str, float]:
-    """`vllm_kl/{share,k1,k3}/advantage/{positive,negative}` and `vllm_kl/advantage_skew`, of `sums_by_sign`; means over
-    no token are left out."""
+    """Returns `vllm_kl/{share,k1,k3}/advantage/{positive,negative}` and `vllm_kl/advantage_skew` from `sums_by_sign`;
+    means over no token are left out."""
     *by_sign, (counted, _, _) = sums.tolist()
     metrics: dict[str, float] = {}
     k1_of = {}

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PAIRS_OF_PROGRAM = 128  # one a thread
+PAIRS_OF_PROGRAM = 128  # one per thread
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def count_common(
     token, layer = pair // L, pair % L
     train_at = train_NLK + token * train_token_stride + layer * train_layer_stride
     infer_at = infer_NLK + token * infer_token_stride + layer * infer_layer_stride
-    train = ()  # type: tuple  # a comment, for Triton would compile an annotation
+    train = ()  # type: tuple  # a type comment, because Triton would compile an annotation
     for k in tl.static_range(K):
         train += (tl.load(train_at + k * train_id_stride, mask=exists),)
     common = tl.zeros([SIZE], tl.uint8)
@@ -46,7 +46,8 @@ def count_common(
 
 
 def fused_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
-    """`blockwise_overlap` in one pass, for tensors of one shape on one GPU; any strides and integer dtypes."""
+    """Computes `blockwise_overlap` in one pass, for tensors of one shape on one GPU, with any strides and integer
+    dtypes."""
     N, L, K = train_NLK.shape
     overlap_NL = torch.empty(N, L, dtype=torch.uint8, device=train_NLK.device)
     if overlap_NL.numel() == 0:

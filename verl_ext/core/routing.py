@@ -14,16 +14,16 @@ from verl_ext.core.blocks import Scratch
 from verl_ext.core.tokens import blocks
 
 TOKENS_AT_ONCE = 32_768  # tokens taken at a time: 25 MB per temporary for 94 layers
-PAIRS_AT_ONCE, PAIRS_AT_ONCE_ON_GPU = 2**16, 2**20  # of a token and a layer, a block: on a CPU it stays near the core
-COMPARISONS_AT_ONCE = 2**22  # of ids at a time, a byte each
+PAIRS_AT_ONCE, PAIRS_AT_ONCE_ON_GPU = 2**16, 2**20  # pairs of token and layer in a block, which fits a CPU core's cache
+COMPARISONS_AT_ONCE = 2**22  # comparisons of ids at a time, a byte each
 WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))  # bytes, and a dtype of that size
 
 
 def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
     """Returns |T and I| per token and layer, [N, L] uint8: how many of the K expert ids are in both sets.
 
-    The order of the ids inside a set does not matter; ids within one set are distinct, as top-k's are. The two may
-    differ in integer dtype. K is at most 255.
+    The order of the ids inside a set does not matter; ids within one set are distinct, as top-k's are. The integer
+    dtypes may differ. K is at most 255.
 
     Raises:
         ValueError: the two tensors differ in shape.
@@ -41,10 +41,10 @@ def expert_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
 
 
 def blockwise_overlap(train_NLK: Tensor, infer_NLK: Tensor) -> Tensor:
-    """`expert_overlap` in plain torch, on any device; its temporaries do not grow with N.
+    """Computes `expert_overlap` in plain torch, on any device; its temporaries do not grow with N.
 
-    Most sets are equal, and in the same order, because both engines sort by score: comparing the bytes of a whole set
-    as one word finds them. Only the ids of the others are compared with each other.
+    Most sets are equal, and in the same order, because both engines sort by score. Comparing the bytes of whole sets as
+    words finds these; only in the other sets are the ids compared with each other.
     """
     N, L, K = train_NLK.shape
     dtype = torch.promote_types(train_NLK.dtype, infer_NLK.dtype)
@@ -77,8 +77,8 @@ def _view_words(train_PK: Tensor, infer_PK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_common(train_PK: Tensor, infer_PK: Tensor, scratch: Scratch) -> Tensor:
-    """[P] uint8 by K * K comparisons, the ids of a set K planes apart: both they and their sum are vector instructions
-    along contiguous memory."""
+    """Returns [P] uint8 by K * K comparisons. Each of the K ids has its own plane, so that comparisons and sums are
+    vector instructions along contiguous memory."""
     (P, K), dtype = train_PK.shape, train_PK.dtype
     # In three dimensions: torch's copy of a transposed matrix is several times slower.
     train_KP = scratch.empty(K, P, 1, dtype=dtype).copy_(train_PK.T.unsqueeze(2)).squeeze(2)
@@ -94,8 +94,7 @@ class RouterSums:
     """Sums over the compared tokens of each trajectory, float64: float32 would stop counting at 2^24.
 
     A token is compared if the model generated it and the rollout's routing of it is known, and not refused.
-    Trajectories whose routing was left out on the way have only `left_out`; those without generated tokens have
-    nothing.
+    Trajectories whose routing was not sent have only `left_out`; trajectories without generated tokens have all sums 0.
 
     Attributes:
         agree: [B, L], of |T and I| / K.
@@ -103,11 +102,11 @@ class RouterSums:
         first: [B, L], tokens whose first differing layer this is.
         own: [B, L], of the agreement of the experts that the training router would have chosen by itself; equal to
             `agree` unless routing is replayed.
-        margin_equal, margin_differs: [B, 1], over tokens and layers with T = I and with T != I, of the router's margin:
-            the gap between the k-th and the (k+1)-th of the scores that its top-k is taken of.
+        margin_equal, margin_differs: [B, 1], of the router's margin over tokens and layers with T = I, and with T != I.
+            The margin is the gap between the k-th and the (k+1)-th of the scores from which the top-k is taken.
         tokens, unknown: [B, 1], tokens compared; generated tokens whose routing the rollout did not return.
         left_out: [B, 1], generated tokens of a trajectory that was not to be compared.
-        refused: [B, R], generated tokens whose routing cannot be what routers chose, for each of the R REASONS.
+        refused: [B, R], generated tokens whose routing cannot come from a router, for each of the R REASONS.
     """
 
     agree: Tensor
@@ -150,12 +149,12 @@ def agreement(
     Args:
         overlap_NL: integer, |T and I| (`expert_overlap`) with T the experts that the training engine used.
         mask_N: bool, tokens that the model generated.
-        known_N: bool, tokens whose routing the rollout returned and is not refused; the others count as unknown, or
-            as refused, and as agreeing in the result per token.
+        known_N: bool, tokens whose routing the rollout returned and which is not refused; the others count as unknown
+            or refused, and as agreeing in the result per token.
         offsets: [B + 1] int64, where each trajectory starts; the last entry is N.
         left_out_B: bool, trajectories that are not to be compared: their tokens are neither known nor unknown, and NaN
             in the result per token.
-        refused_N: uint8, the reason for which a token's routing is refused, as of `refused_rows`; 0 where it is not.
+        refused_N: uint8, the reason why a token's routing is refused, from `refused_rows`; 0 where it is not.
         margin_NL: the router's margin, any float; 0 where it is left out.
         own_NL: the overlap of the experts that the training router would have chosen, where others were replayed.
         block: tokens taken at a time, in whole trajectories.
@@ -219,8 +218,8 @@ def agreement(
 def router_metrics(packed_BC: Tensor) -> dict[str, float]:
     """Returns the `router/*` metrics from the trajectories' packed `RouterSums`; {} if the model generated no token.
 
-    They are in `verl_ext.base.metrics.ours.ROUTING`; what is a mean over none is left out, and so are margins where the
-    engine's adapter does not see them, and the error of a share where all trajectories were compared.
+    They are described in `verl_ext.base.metrics.ours.ROUTING`. Left out are means over no token, margins if the
+    engine's adapter does not record them, and the sampling error if all trajectories were compared.
     """
     packed_BC = packed_BC.double()
     sampled, sums = _sampling_error(RouterSums.unpack(packed_BC)), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
@@ -255,16 +254,15 @@ def router_metrics(packed_BC: Tensor) -> dict[str, float]:
 
 
 def _sampling_error(sums: RouterSums) -> dict[str, float]:
-    """Returns the error of `router/agreement` if m of M trajectories with generated tokens were compared; {} if all
-    were.
+    """Returns the error of `router/agreement` if m of M trajectories with generated tokens were compared; {} if m = M.
 
-    The agreement is a ratio, R = sum a / sum n of the m compared: of a trajectory, a is the sum over its tokens of the
-    mean over layers, n its tokens. Its standard error, where those m were drawn at random:
+    The agreement is a ratio R = sum a / sum n over the m compared trajectories: n is a trajectory's tokens, a the sum
+    over them of the mean over layers. Its standard error, if the m were drawn at random:
 
         sqrt((1 - m / M) m / (m - 1) sum (a - R n)^2) / sum n
 
-    Cochran, Sampling Techniques, 3rd ed., ch. 6: the ratio is taken as linear around the batch's, so that it is too
-    small for few trajectories. A systematic sample along what matters, as in upstream/agent_loop.py, errs less.
+    Cochran, Sampling Techniques, 3rd ed., ch. 6: the ratio is linearised around the batch's, so the error is too small
+    for few trajectories. A systematic sample, as in upstream/agent_loop.py, has a smaller error.
     """
     compared_B = (sums.tokens + sums.unknown + sums.refused.sum(1, keepdim=True))[:, 0] > 0
     m = int(compared_B.sum())
@@ -285,22 +283,22 @@ WORD, PLACE, TOKEN = -7046029254386353131, -4658895280553007687, -77235922931107
 
 
 def route_terms(routes_TLK: Tensor, tokens_T: Tensor, places_T: Tensor) -> Tensor:
-    """[T] int64, whose sum over a trajectory (modulo 2^64) is the checksum of its routes.
+    """Returns [T] int64 terms, whose sum over a trajectory (modulo 2^64) is the checksum of its routes.
 
-    A row's term is (sum over words w = 1, 2, ... of word_w WORD^w) times an odd number of its place and its token. The
-    checksum changes if an id changes, moves to another layer or token, or belongs to another token. It does not depend
-    on the dtype of the ids, and a row of zeros adds nothing.
+    A row's term is (sum over words w = 1, 2, ... of word_w WORD^w) times an odd number computed from its place and
+    token. The checksum changes if an id changes, moves to another layer or token, or belongs to another token. It does
+    not depend on the dtype of the ids, and a row of zeros adds nothing.
 
     Args:
         routes_TLK: any integers of at most 16 bits.
-        tokens_T, places_T: int64, of each row's token: its id, and its place in prompt and response.
+        tokens_T, places_T: int64, each row's token id, and its place in prompt and response.
     """
     ids_TI = routes_TLK.to(torch.int16).flatten(1)
-    if ids_TI.shape[1] % 4 or ids_TI.storage_offset() % 4:  # a word is four ids, and starts at a multiple of its width
+    if ids_TI.shape[1] % 4 or ids_TI.storage_offset() % 4:  # a word is four ids, and must be aligned
         ids_TI = torch.nn.functional.pad(ids_TI, (0, -ids_TI.shape[1] % 4)).clone()
     words_TW = ids_TI.contiguous().view(torch.int64)
     powers_W = torch.full_like(words_TW[0], WORD).cumprod(0) if len(words_TW) else words_TW.new_zeros(words_TW.shape[1])
-    # On a CPU the product of matrices is four times as fast; on a GPU torch has none of integers.
+    # On a CPU a matrix product is four times as fast; on a GPU torch has none for integers.
     rows_T = (words_TW * powers_W).sum(1) if words_TW.is_cuda else words_TW @ powers_W
     return rows_T * ((places_T * PLACE + tokens_T * TOKEN) | 1)
 
@@ -320,10 +318,9 @@ WITNESS_TOKENS = 4  # of these, looked at first
 
 
 def known_rows(routes_TLK: Tensor) -> Tensor:
-    """Returns [T] bool: rows whose routing the rollout returned. It leaves zeros in the others: never forwarded, or
-    lost.
+    """Returns [T] bool: rows whose routing the rollout returned. The other rows are zeros: never forwarded, or lost.
 
-    A row of top-1 experts that are number 0 in every layer counts as unknown too.
+    With top-1, a row of expert 0 in every layer counts as unknown too.
     """
     return routes_TLK.flatten(1).any(1).bool()  # any() of uint8 is uint8
 
@@ -336,8 +333,8 @@ def refused_rows(routes_TLK: Tensor, experts: int, offsets: Tensor) -> Tensor:
     every pass over it, in any micro-batch, refuses the same rows.
 
     Args:
-        routes_TLK: any integers, of the MoE layers alone: a dense layer's zeros would be refused.
-        experts: the model's; ids are below this.
+        routes_TLK: any integers, of the MoE layers only: a dense layer's zeros would be refused.
+        experts: the model's number of experts; ids are below this.
         offsets: [B + 1] int64, where each trajectory starts; the last entry is T.
     """
     T, L, K = routes_TLK.shape
@@ -346,7 +343,7 @@ def refused_rows(routes_TLK: Tensor, experts: int, offsets: Tensor) -> Tensor:
         return refused_T
     known_T = torch.empty(T, dtype=torch.bool, device=routes_TLK.device)
     size = max(1, (PAIRS_AT_ONCE_ON_GPU if routes_TLK.is_cuda else PAIRS_AT_ONCE) // L)
-    narrow = torch.uint8 if experts <= 256 else routes_TLK.dtype  # for ids in range, and faster
+    narrow = torch.uint8 if experts <= 256 else routes_TLK.dtype  # holds all ids in range, and is faster
     for part in (slice(start, start + size) for start in range(0, T, size)):
         routes_tLK = routes_TLK[part]
         known_T[part] = known_rows(routes_tLK)
@@ -363,7 +360,7 @@ def refused_rows(routes_TLK: Tensor, experts: int, offsets: Tensor) -> Tensor:
 
 
 def _repeats(ids_pK: Tensor) -> Tensor:
-    """Returns [p] bool, whether two of the K ids are the same; each pair of them is compared, K planes apart."""
+    """Returns [p] bool, whether two of the K ids are the same; each id has its own plane, and each pair is compared."""
     p, K = ids_pK.shape
     # In three dimensions: torch's copy of a transposed matrix is several times slower.
     planes_Kp = ids_pK.new_empty(K, p, 1).copy_(ids_pK.T.unsqueeze(2)).squeeze(2)
@@ -377,7 +374,8 @@ def _repeats(ids_pK: Tensor) -> Tensor:
 
 
 def _out_of_range(routes_tLK: Tensor, experts: int) -> Tensor | None:
-    """[t] bool; None where the dtype holds no such id. All rows, where it cannot hold the ids of so many experts."""
+    """Returns [t] bool; None if the dtype cannot hold such an id. True for all rows if the dtype is too narrow for the
+    ids of `experts` experts."""
     limits = torch.iinfo(routes_tLK.dtype)
     if limits.max < experts - 1:
         return torch.ones(len(routes_tLK), dtype=torch.bool, device=routes_tLK.device)

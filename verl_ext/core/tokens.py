@@ -1,4 +1,4 @@
-"""The response tokens of a batch, packed: what every measure, correction and filter reads.
+"""The response tokens of a batch, packed: the input of every measure, correction and filter.
 
 Shape legend: N response tokens of all trajectories, n tokens of a block, B trajectories, T columns of a padded batch.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lag:
-    """Versions behind the weights that l_old is of: 0 is the same version.
+    """The number of versions by which the sampling weights are behind the weights of l_old; 0 is the same version.
 
     Attributes:
-        newest, oldest: [B] int64, of the weights that sampled the last token of a trajectory, and its first.
+        newest, oldest: [B] int64, of the weights that sampled a trajectory's last token, and its first.
     """
 
     newest: Tensor
     oldest: Tensor
 
     def buckets(self) -> Tensor:
-        """[B] int64, where each stands in `BUCKETS["lag"]`: by its lag, or at the end where it spans versions."""
+        """Returns [B] int64, each trajectory's place in `BUCKETS["lag"]`: by its lag, or last if it spans versions."""
         edges = torch.tensor(LAG_EDGES[1:], device=self.oldest.device)
         spans = self.newest != self.oldest
         return torch.where(spans, len(LAG_EDGES), torch.bucketize(self.oldest, edges, right=True))
@@ -39,13 +39,14 @@ class Lag:
         return Lag(self.newest[list(rows)], self.oldest[list(rows)])
 
 
-EXACT_COUNT = 2**24  # up to here float32 counts, and stops
-# Response tokens of a batch that the controller holds: of a step's fields 120 MB, and as much again on their way.
+EXACT_COUNT = 2**24  # float32 counts exactly up to here, and then stops
+# Response tokens that the controller holds at a time: 120 MB of a step's fields, and as much again in transfer.
 BLOCK_TOKENS = 2**22
 
 
 def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
-    """Tokens and trajectories of each block: as many whole trajectories as `size` tokens hold, at least one."""
+    """Yields the tokens and trajectories of each block: as many whole trajectories as fit in `size` tokens, at least
+    one."""
     starts = offsets.tolist()
     first, count = 0, len(starts) - 1
     while first < count:
@@ -56,7 +57,7 @@ def blocks(offsets: Tensor, size: int) -> Iterator[tuple[slice, slice]]:
 
 
 def total(values: Tensor) -> Tensor:
-    """Returns the float64 sum of [n] values; sums float32 in parts that it counts exactly, at the cost of float32."""
+    """Returns the float64 sum of [n] values; adds float32 in parts that it counts exactly, at float32's cost."""
     return torch.stack([part.sum().double() for part in values.split(EXACT_COUNT)]).sum()
 
 
@@ -68,7 +69,7 @@ def segment_sums(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def expand(values: Tensor, lengths: Tensor) -> Tensor:
-    """[n]: each run's value on all of its tokens."""
+    """Returns [n]: each run's value for all of its tokens."""
     return values.index_select(0, torch.repeat_interleave(lengths.int()))
 
 
@@ -77,19 +78,20 @@ LOG_RATIO_BOUND = 20.0
 
 
 def jagged(values: Tensor, offsets: Tensor) -> Tensor:
-    """Packed values, [N, ...], as the nested tensor [B, r, ...] that verl keeps; offsets: [B + 1]."""
+    """Returns packed values [N, ...] as a nested tensor [B, r, ...], as verl keeps them; offsets: [B + 1]."""
     # Without max_seqlen, torch 2.13 pads each row to the length of all rows together.
     return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
 
 
 def fill_added_rows(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
-    """[N, ...] of a nested field [B, n, ...], with zeros in the rows that verl has added to fill a batch.
+    """Returns the values [N, ...] of a nested field [B, n, ...], with zeros in the rows that verl added to fill the
+    batch.
 
-    Such a row is a copy of a trajectory in which verl shortens the fields that it knows, and takes the mask away; of a
-    field of ours it keeps the length of what it copied (padding_utils.py of verl 0.9.1).
+    Such a row is a copy of a trajectory. verl shortens the fields that it knows and removes the mask, but a field of
+    ours keeps the length of the copied trajectory (padding_utils.py of verl 0.9.1).
 
     Args:
-        lengths: [B] int64, of the rows as they ought to be; one of a trajectory that has another length stays.
+        lengths: [B] int64, the length that each row ought to have; a trajectory of another length is not changed.
         generated: nested [B, r], 1 on tokens that the model generated: nowhere in a row that verl has added.
     """
     if torch.equal(field.offsets().diff().cpu(), lengths.cpu()):
@@ -106,13 +108,13 @@ def fill_added_rows(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor
 def left_out_rows(field: Tensor, lengths: Tensor) -> Tensor:
     """Returns [B] bool: the rows of a nested field [B, n, ...] that are empty although `lengths`, [B] int64, is not 0.
 
-    They are trajectories whose routing was not sent (upstream/agent_loop.py).
+    Their routing was not sent (upstream/agent_loop.py).
     """
     return (field.offsets().diff().to(lengths.device) == 0) & (lengths > 0)
 
 
 def fill_gaps(values: Tensor, lengths: Tensor, left_out_B: Tensor) -> Tensor:
-    """Returns [N, ...] from the packed values of the rows that are there, with zeros for the tokens of the others."""
+    """Returns [N, ...]: the packed values of the rows that have any, and zeros for the tokens of the left-out rows."""
     if not left_out_B.any():
         return values
     there = (~left_out_B).repeat_interleave(lengths)
@@ -133,9 +135,10 @@ class Tokens:
         entropy: [N] entropy of the training policy in nats, or None where it was not computed.
         agreement: [N] float, share of a token's experts that both engines chose, mean over layers: 1 where all are the
             same, and where the rollout's routing is unknown; NaN in a trajectory whose routing was not compared. None
-            where that of none was.
+            if no routing was compared.
         lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
-        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`; the lag has its own.
+        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`; the axis `lag` is not
+            among them.
     """
 
     l_infer: Tensor
@@ -150,13 +153,15 @@ class Tokens:
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape) for name, value in self.per_token().items()}
         if len(set(shapes.values())) > 1 or self.mask.dim() != 1:
-            raise ValueError(f"every response token needs one value in each of these [N] tensors, which have {shapes}")
+            raise ValueError(
+                f"every response token needs one value in each of these [N] tensors; their shapes are {shapes}"
+            )
 
     @classmethod
     def from_padded(
         cls, l_infer_BT: Tensor, l_old_BT: Tensor, mask_BT: Tensor, entropy_BT: Tensor | None = None
     ) -> Tokens:
-        """Rows of a padded batch, padding included as tokens that the mask leaves out: views, no copies."""
+        """Returns the tokens of a padded batch as views; padding becomes tokens that the mask leaves out."""
         B, T = mask_BT.shape
         offsets = torch.arange(0, (B + 1) * T, T, device=mask_BT.device) if T else mask_BT.new_zeros(B + 1).long()
         return cls(
@@ -173,20 +178,20 @@ class Tokens:
         return int(self.mask.count_nonzero())
 
     def per_token(self) -> dict[str, Tensor]:
-        """The [N] tensors by name."""
+        """Returns the [N] tensors by name."""
         named = {name: value for name, value in vars(self).items() if name not in ("offsets", "lag", "buckets")}
         return {name: value for name, value in named.items() if value is not None}
 
     def row_of_token(self) -> Tensor:
-        """[N] int64, the trajectory each token belongs to."""
+        """Returns [N] int64, the trajectory of each token."""
         return torch.repeat_interleave(self.offsets.diff(), output_size=len(self.mask))
 
     def row_sums(self, values: Tensor) -> Tensor:
-        """[B] float64 sums over each trajectory of [N] values; 0 for one without tokens."""
+        """Returns [B] float64 sums of [N] values over each trajectory; 0 for a trajectory without tokens."""
         return segment_sums(values.double(), self.offsets.diff())
 
     def of_rows(self, rows: Sequence[int]) -> tuple[Tokens, Tensor]:
-        """Returns some trajectories, in this order, and the places of their tokens among the N."""
+        """Returns the trajectories `rows`, in this order, and the places of their tokens among the N."""
         ends = self.offsets.tolist()
         places = torch.cat([torch.arange(ends[row], ends[row + 1]) for row in rows])
         lengths = self.offsets.diff()[list(rows)]
@@ -199,7 +204,7 @@ class Tokens:
         return picked, places
 
     def log_k_sums(self) -> tuple[Tensor, Tensor]:
-        """Returns two [B] tensors in float64: the sum of |log k| over a trajectory's generated tokens, inf if one is
-        not a number; and the number of these tokens."""
+        """Returns two [B] float64 tensors: the sum of |log k| over a trajectory's generated tokens, inf if a value is
+        NaN; and the number of these tokens."""
         log_k = (self.l_old.double() - self.l_infer.double()).abs_().nan_to_num_(torch.inf)
         return self.row_sums(log_k.masked_fill_(~self.mask, 0.0)), self.row_sums(self.mask)

@@ -1,7 +1,7 @@
 """The sampler's most likely tokens ("top tokens"), and the training engine's log-probabilities of the same tokens.
 
-With each token, the rollout returns the K most likely tokens of its place, and their log-probabilities log q. The
-training engine's log-probabilities of the same tokens give l_theta over the tokens that the sampler could take, a KL
+For each token, the rollout returns the K most likely tokens at its place, and their log-probabilities log q. From the
+training engine's log-probabilities of the same tokens come l_theta over the tokens that the sampler could take, a KL
 between the engines without sampling noise, and score centering.
 
 Shape legend: N places, K top tokens of a place, V tokens of the vocabulary, or this rank's part of it.
@@ -20,10 +20,10 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.tokens import LOG_RATIO_BOUND, segment_sums
 
 LOGITS_AT_ONCE = 2**22  # logits that are in float32 at once: 16 MB
-LEAST_TAIL = 1e-6  # the least mass outside the top tokens that is told from rounding (score centering, appendix A.3)
+LEAST_TAIL = 1e-6  # smaller mass outside the top tokens may be rounding (score centering, appendix A.3)
 
-# The weight of tokens by (k, p_infer, p_old), as in a correction; both probabilities are 0 for the tail, which has no
-# tokens.
+# Computes the weight of tokens from (k, p_infer, p_old), as a correction does; both probabilities are 0 for the tail,
+# which has no tokens.
 WeightOf = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -33,8 +33,8 @@ class TopTokens:
 
     Attributes:
         ids: [N, K] int64.
-        log_q: [N, K] float32, normalised over all that the sampler could take; -inf where there is no token, in all K
-            of a place without top tokens.
+        log_q: [N, K] float32, normalised over all that the sampler could take; -inf where there is no token, and in all
+            K if the place has no top tokens.
     """
 
     ids: Tensor
@@ -59,7 +59,7 @@ class Reading:
         l_own: [N], of the token that was sampled.
         l_top: [N, K], of the top tokens.
         entropy: [N], of the distribution over the tokens that the sampler could take, in nats; NaN at places without
-            top tokens, where it is the vocabulary's, which is not computed here. None if no place is truncated.
+            top tokens, where it would be the vocabulary's, which is not computed here. None if no place is truncated.
     """
 
     l_own: Tensor
@@ -108,13 +108,14 @@ class _LogProbsAt(torch.autograd.Function):
 
 
 def log_probs_at(logits: Tensor, ids: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """[N, K] float32 log-probabilities of the tokens `ids` [N, K], a token may come twice; with gradient.
+    """Returns [N, K] float32 log-probabilities of the tokens `ids` [N, K], with gradient; a token may occur twice in
+    `ids`.
 
-    In float32 by blocks of rows, so that no second copy of the logits is made; their gradient is one.
+    Computes in float32 by blocks of rows: only the gradient is as large as the logits.
 
     Args:
         logits: [N, V], of any float dtype, not to be changed before the backward pass.
-        group: the ranks that have the other parts of the vocabulary, in the order of the ranks; all must enter.
+        group: the ranks that hold the vocabulary, in the order of its parts; all must call this.
     """
     return _LogProbsAt.apply(logits, ids, group)
 
@@ -132,7 +133,7 @@ def read(
     Args:
         truncated: the sampler chose only from the top tokens (top-k, top-p), and log q is normalised over them. Then
             the log-probabilities here are, too: otherwise every ratio would include the mass of the cut tokens ("keep
-            sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that is not among them,
+            sampling mask", DeepSeek-V3.2, arXiv 2512.02556, section 3.1). A sampled token that is not a top token,
             because it ties with the last, counts as one. Places without top tokens use the whole vocabulary.
     """
     l_all = log_probs_at(logits, torch.cat([sampled[:, None], top.ids], 1), group)
@@ -155,8 +156,8 @@ class Divergence:
     """The divergence of two distributions at N places, float64; 0 where there are no top tokens.
 
     Attributes:
-        kl: KL(q || p) in nats, with all other tokens as one: a lower bound of the KL over the vocabulary, and all of it
-            where the top tokens hold the mass. Without sampling noise: it does not look at the sampled token.
+        kl: KL(q || p) in nats, with all other tokens as one: a lower bound of the KL over the vocabulary, and equal to
+            it where the top tokens hold all mass. It has no sampling noise, because it does not use the sampled token.
         mass: the probability that the sampler gives to the top tokens.
         differs: 1.0 where p and q differ in the most likely of the top tokens.
     """
@@ -188,19 +189,20 @@ def divergence(reading: Reading, top: TopTokens, *, truncated: bool) -> Divergen
 
 
 def centering(reading: Reading, top: TopTokens, weight_of: WeightOf, *, truncated: bool) -> Tensor:
-    """[N] float32, whose gradient is the score that the sampler expects, weighted as the sampled token's is:
+    """Returns [N] float32 whose gradient is the expected score under the sampler, weighted as the sampled token's
+    score:
 
         sum over v of q(v) w(v) grad log p(v),   w(v) = weight_of(p(v) / q(v), ...)
 
-    Subtracted from w(y) grad log p(y) it leaves a mean of 0 under the sampler, so that the drift E_q[A] E_q[w grad log
+    Subtracted from w(y) grad log p(y), it leaves a mean of 0 under the sampler, so that the drift E_q[A] E_q[w grad log
     p] of a policy gradient vanishes: "Score Centering Stabilizes Off-policy Reinforcement Learning" (Marek and
     Ryabinin, arXiv 2609.20807). Outside the top tokens, q is taken to be p times rho = (1 - Q) / (1 - P), with Q and P
-    the mass of the top tokens; by sum p grad log p = 0 that tail is a term of the top tokens too, and what is left is
+    the mass of the top tokens; because sum p grad log p = 0, the tail can be written with the top tokens as well:
 
         sum over the top tokens of [q w(p / q) - rho w(1 / rho) p] grad log p
 
-    in which the brackets are constants. It is exact where the top tokens are all that the sampler could take, and
-    where the tails are proportional. 0 where there are no top tokens.
+    in which the brackets are constants. The result is exact where the top tokens are all that the sampler could take,
+    and where the tails are proportional. 0 where there are no top tokens.
     """
     with torch.no_grad():
         taken = top.taken
@@ -218,7 +220,8 @@ def centering(reading: Reading, top: TopTokens, weight_of: WeightOf, *, truncate
 
 
 def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
-    """Returns the product of corrections of single tokens, by name and settings; 1 without any."""
+    """Returns a function that multiplies the weights of corrections of single tokens, by name and settings; 1 without
+    any."""
 
     def weight(k: Tensor, p_infer: Tensor, p_old: Tensor) -> Tensor:
         quantities = {"k": k, "p_infer": p_infer, "p_old": p_old}
@@ -240,8 +243,8 @@ class Call:
     """One call of the rollout engine: a turn, or a part of one that was interrupted.
 
     Attributes:
-        prompt: the tokens that it continued, those of earlier turns among them.
-        tokens: the n that it generated.
+        prompt: the tokens that it continued, including those of earlier turns.
+        tokens: the n tokens that it generated.
         ids: [n, K] int32.
         log_q: [n, K] float32.
     """
@@ -258,9 +261,9 @@ def top_tokens_of(
     """Returns ids [r, K] int32 and log q [r, K] float32 of a trajectory's response. log q is -inf if no call generated
     the token: tool output, a template's token, or one that the agent loop has replaced.
 
-    A call belongs to a trajectory that begins with its prompt, so that each trajectory of an agent loop that returns
-    several gets its own calls. Its top tokens belong to the tokens up to the first that the trajectory lacks: later
-    tokens were sampled after other ones.
+    A call belongs to a trajectory that begins with its prompt, so that if an agent loop returns several trajectories,
+    each gets its own calls. The call's top tokens are used up to the first token that the trajectory lacks: later
+    tokens were sampled after a different text.
     """
     sequence = [*prompt, *response]
     ids: np.ndarray = np.zeros((len(response), k), np.int32)

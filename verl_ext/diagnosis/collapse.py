@@ -1,7 +1,7 @@
-"""The rule for a reward that is dead, and what moved before it fell.
+"""The rule for a dead reward, and the metrics that moved before it fell.
 
-The guard judges a run with it while the run trains. Therefore it is stricter than `findings.reward`, whose `Course`
-judges what has been logged: a reward is dead only if it lost nine tenths of its best level and stays there.
+The guard applies it while a run trains. Therefore it is stricter than `findings.reward.Course`, which judges what has
+been logged: a reward is dead only if it lost nine tenths of its best level and stays there.
 """
 
 from bisect import bisect_right
@@ -14,10 +14,10 @@ from statistics import median
 from verl_ext.diagnosis.growth import scatter
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
 
-STRETCH, STAYS = 8, 24  # readings of a level; at the bottom, before that counts as staying there
+STRETCH, STAYS = 8, 24  # readings of a level; readings at the bottom that count as staying there
 NINE_TENTHS = 0.9  # of the scale
-KNOWN = -2.0  # rewards below it have a scale that is not known: DAPO's penalty of overlong answers reaches -2
-BEFORE = 64  # readings before the fall in whose earlier half a series is taken to be calm
+KNOWN = -2.0  # the scale of a reward below this is unknown: DAPO's penalty for overlong answers reaches -2
+BEFORE = 64  # readings before the fall; a series is taken to be calm in the earlier half of these
 DEVIATIONS = 3.0
 LEAST_MOVE = 0.1  # of the calm level; smaller moves do not break a run
 HARMLESS_GAP = 1e-3  # k3 below this is harmless: a hundredth of the boundary
@@ -72,7 +72,7 @@ class Collapse:
         back = f"go back to a checkpoint from before step {self.since}"
         if self.gap_first:
             return f"The engines came apart first: {back}, and close their gap, or lower the learning rate."
-        return f"Nothing says that the engines came apart first: {back}, and lower the learning rate."
+        return f"The engines did not come apart first, as far as is logged: {back}, and lower the learning rate."
 
     def __str__(self) -> str:
         before = [str(move) for move in self.moves if move.step < self.step]
@@ -84,7 +84,7 @@ class Collapse:
 
 
 def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
-    """Returns the collapse of a reward that is dead at its last reading, for the guard of a run that still trains.
+    """Returns the collapse of a reward that is dead at its last reading; for a run that still trains.
 
     It is dead if it has lost nine tenths of its best level and stays there. A level is the mean of STRETCH readings in
     a row (docs/report.md lists the rule's false alarms):
@@ -106,7 +106,7 @@ def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
     if early < STRETCH:
         return None
     values = [value for _, value in reward]
-    levels = _means(values, STRETCH)  # each from that reading on
+    levels = _means(values, STRETCH)  # index i: the level that begins at reading i
     at = max(range(early - STRETCH + 1), key=levels.__getitem__)
     best, calm = levels[at], values[at : at + STRETCH]
     bottom = 0.0 if min(values) >= 0 else -1.0
@@ -116,7 +116,9 @@ def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
     high = [i for i, level in enumerate(levels) if level > bottom + 2 * tenth]
     if not high or high[-1] >= early or min(_means(values[high[-1] + 1 :], STAYS)) > bottom + tenth:
         return None
-    low = median(calm) - min(DEVIATIONS * scatter(calm), (best - bottom) / 2)  # its scatter may be as wide as the fall
+    low = median(calm) - min(
+        DEVIATIONS * scatter(calm), (best - bottom) / 2
+    )  # the scatter of calm readings may be as wide as the fall
     left = _leaves(values[at + STRETCH :], lambda value: value < low)
     began = early if left is None else min(at + STRETCH + left, early)
     until = reward[high[-1] + STRETCH][0]
@@ -127,8 +129,8 @@ def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
 def what_moved(series: Mapping[str, Pairs], began: int, until: int) -> tuple[Move, ...]:
     """Returns the series other than the reward that left their calm before `until`, the earliest first.
 
-    A series leaves its calm at the first reading that is followed by a move: of it and the next ones, STRETCH in all,
-    all but one lie on the same side of the calm level, by more than DEVIATIONS times the scatter of the calm readings.
+    A series leaves its calm at the first reading that begins a move: of STRETCH readings from there, all but one lie on
+    the same side of the calm level, by more than DEVIATIONS times the scatter of the calm readings.
 
     Args:
         series: name of a metric -> its readings; those of RECORDED that were logged.
@@ -163,12 +165,12 @@ def _move(name: str, readings: Pairs, began: int, until: int) -> Move | None:
 
 
 def _means(values: Sequence[float], count: int) -> list[float]:
-    """Returns the mean of each reading and the next ones, `count` in all; empty if there are fewer readings."""
+    """Returns the means of `count` readings in a row, from each reading on; empty if there are fewer readings."""
     sums = [0.0, *accumulate(values)]
     return [(later - sooner) / count for sooner, later in zip(sums, sums[count:], strict=False)]
 
 
 def _leaves(values: Sequence[float], outside: Callable[[float], bool]) -> int | None:
-    """Returns the index of the first reading outside that begins STRETCH readings of which at most one is not."""
+    """Returns the index of the first reading outside that begins STRETCH readings with at most one inside."""
     out = [outside(value) for value in values]
     return next((i for i in range(len(out) - STRETCH + 1) if out[i] and sum(out[i : i + STRETCH]) >= STRETCH - 1), None)

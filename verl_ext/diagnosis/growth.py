@@ -1,4 +1,4 @@
-"""Growth of a mismatch that is more than noise.
+"""Estimates the growth of a mismatch, and whether it is more than noise.
 
 IcePop's appendix shows that past a critical size the mismatch delta grows at least geometrically, delta_{t+1} >=
 (1 + eta mu) delta_t ("Small Leak Can Sink a Great Ship", compounding lemma). log delta against the step is then a
@@ -8,8 +8,8 @@ counts:
 
 - Sen's interval, from the variance of Kendall's S, widened if the readings of neighbouring steps depend on each other
   (after Hamed and Rao, 1998). It finds a weak trend under strong noise.
-- SCATTERS times the scatter around the line, divided by the length of the window. It finds a strong trend whose curve
-  Sen's interval takes for dependence.
+- SCATTERS times the scatter around the line, divided by the length of the window. It finds a strong trend whose
+  curvature Sen's interval mistakes for dependence.
 """
 
 import math
@@ -20,14 +20,14 @@ from itertools import combinations, pairwise
 from statistics import median, pstdev
 
 NORMAL_MAD = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
-HORIZON = 1000  # steps; further away than this is the same as not in sight
-FLOOR = 1e-12  # a mismatch below this is 0 for the logarithm
+HORIZON = 1000  # steps; a boundary further away than this is not in sight
+FLOOR = 1e-12  # smaller mismatches are raised to this before the logarithm
 HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
 FEWEST_FOR_GROWTH = 8  # readings before there is an estimate of growth
-GROWTH_READINGS = 32  # the last ones, to which a line is fitted by default
+GROWTH_READINGS = 32  # the latest readings, to which a line is fitted by default
 SEN_DEVIATIONS = 4.0  # half-width of Sen's interval in standard deviations; test_growth.py counts false alarms
 SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it
-ROUNDING = 1e-9  # residuals below this are the arithmetic's, not the run's
+ROUNDING = 1e-9  # smaller residuals come from the arithmetic, not from the run
 LARGEST_AUTOCORRELATION = 0.9
 
 
@@ -77,11 +77,11 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
     slopes = sorted((later - earlier) / (t - s) for (s, earlier), (t, later) in combinations(points, 2))
     rate = median(slopes)
     last = points[-1][0]
-    at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, by each reading
+    at_last = [y - rate * (t - last) for t, y in points]  # the line's height at the last step, from each reading
     level = median(at_last)
     residuals = [y - level for y in at_last]
     n = len(points)
-    # The variance of Kendall's S, rising pairs less falling ones, for independent readings.
+    # The variance of Kendall's S, rising pairs minus falling ones, for independent readings.
     variance = n * (n - 1) * (2 * n + 5) / 18
     outside = (len(slopes) - SEN_DEVIATIONS * math.sqrt(variance * _inflation(residuals))) / 2
     low = slopes[int(outside)] if outside >= 0 else -math.inf
@@ -102,13 +102,15 @@ def estimate_growth(readings: Iterable[tuple[int, float]], boundary: float) -> G
 def is_seen_enough(steps: list[int], now: int, window: int) -> bool:
     """Returns True if there are enough readings, and recent ones.
 
-    Rescoring is rare. So the last reading may be as far back as the last few readings took, or one window.
+    Rescoring is rare, so the last reading may be older: by up to one window, or the span of the last FEWEST_FOR_GROWTH
+    readings.
     """
     return len(steps) >= FEWEST_FOR_GROWTH and now - steps[-1] <= max(window, steps[-1] - steps[-FEWEST_FOR_GROWTH])
 
 
 def _inflation(residuals: Sequence[float]) -> float:
-    """Returns the factor, at least 1, by which first-order dependence of neighbouring readings widens that variance."""
+    """Returns the factor, at least 1, by which first-order dependence of neighbouring readings widens the variance of
+    S."""
     n = len(residuals)
     if max(map(abs, residuals)) < ROUNDING:
         return 1.0

@@ -1,7 +1,7 @@
 """Judges a run: the state of the learning, the state of the engines, what the numbers show, and the likeliest causes.
 
-The learning is judged without any gap, and the engines without any reward (docs/report.md lists the states). The
-sentences here are all that is said of either; nothing edits them later.
+The learning is judged without the gap, and the engines without the reward (docs/report.md lists the states). The
+sentences about both are written here; nothing edits them later.
 """
 
 import math
@@ -21,7 +21,7 @@ from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, beginning_label,
 
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
-# Findings that say that the metrics of the learning itself blow up, the strongest first.
+# Findings of exploding metrics of the learning itself, the strongest first.
 BLOWS_UP = (
     "entropy_exploded.exploded",
     "reference_kl_grew.grew",
@@ -29,13 +29,13 @@ BLOWS_UP = (
     "gradient_grew.grew",
     "stride.far",
 )
-# Findings that say that the gap grows.
+# Findings of a growing gap.
 GROWS = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows", "gap_grew.grew")
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One of the two states, with its reason as a clause in numbers and the step at which it began, if it has one."""
+    """One of the two states, its reason as a clause with numbers, and the step at which it began, if known."""
 
     state: LearningState | EnginesState
     text: str
@@ -44,14 +44,14 @@ class Judged:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is known of a run.
+    """The judgement of a run.
 
     Attributes:
         learning, engines: the two states.
         findings: everything that the metrics show, by name.
         suspects: the likeliest causes, the first one first.
-        question: the metric that would tell the first two causes apart; None if none would.
-        moe: the model is a mixture of experts, by its metrics.
+        question: the metric that would decide between the first two causes; None if no metric would.
+        moe: whether the model is a mixture of experts, by its metrics.
     """
 
     learning: Judged
@@ -67,7 +67,7 @@ class Judgement:
         return self.suspects[0] if self.suspects and not self.suspects[0].harmless else None
 
     def has(self, *marks: str) -> bool:
-        """Returns True if one of these `finding.level` was seen."""
+        """Returns True if one of these marks (`finding.level`) was found."""
         return any(each.mark in marks for each in self.findings.values())
 
 
@@ -75,7 +75,7 @@ def judge(run: Readings, causes: Iterable[Cause] = ()) -> Judgement:
     """Returns the judgement of a run, from all its readings.
 
     Args:
-        causes: those to choose from; all known ones by default.
+        causes: the causes to choose from; all known ones by default.
     """
     chosen = list(causes) or list(known_causes().values())  # before the findings: a package may bring both
     found = find_all(run)
@@ -121,7 +121,7 @@ def _too_few_rewards(run: Readings) -> str:
 
 
 def _judge_rise(course: "reward.Course", now: str, *, at_ceiling: bool) -> Judged:
-    """Returns the state of a reward that fell in no way and is not disturbed."""
+    """Returns the state of a reward that did not fall, in a run without exploding metrics."""
     moved = f"{beginning_of(course.series):.3g} ({beginning_label(course.series)}) to {now}"
     if course.rise >= reward.SURE:
         return Judged("learns", f"the reward rose from {moved}")
@@ -152,12 +152,12 @@ def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
     return Judged("close", level.text)
 
 
-LOOK_EVERY, LOOKS = 5, 3  # steps between looks in a run; looks in a row that find the same cause before it is reported
+LOOK_EVERY, LOOKS = 5, 3  # steps between two looks; looks in a row that must find the same cause before it is reported
 FIRST_KEPT, LAST_KEPT = 20, 512  # readings of a metric that a running diagnosis keeps
 
 
 class RunningDiagnosis:
-    """The diagnosis of a run while it runs. It names a cause each time that the likeliest one changes.
+    """The diagnosis of a run while it trains. It reports a cause each time that the likeliest one changes.
 
     Attributes:
         reported: the name of the cause that was reported last; "" for none.
@@ -171,7 +171,7 @@ class RunningDiagnosis:
         self._last: dict[str, list[tuple[int, float]]] = {}
         self._seen: list[str] = []
         self.reported = ""
-        known_causes()  # one that cannot be used must be found before the run has trained
+        known_causes()  # an unusable file must be found before the run has trained
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Suspect | None:
         """Takes the metrics of a step, and returns the likeliest cause if it is not the one reported last.

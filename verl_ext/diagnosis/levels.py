@@ -1,6 +1,6 @@
-"""The levels of k3 that published runs stay below, by model family and by the format of the rollout, in one table.
+"""A table of the levels of k3 that published runs stay below, by model family and format of the rollout.
 
-Guard, doctor, report and docs/guard.md take them from here.
+Guard, doctor, report and docs/guard.md read it.
 
 The sources are limits and measurements of other projects, read in November 2026. None of them was measured here.
 NeMo-RL's `gen_kl_error` is the k3 of l_infer against l_old, as `vllm_kl/k3` is (`ClippedPGLossFn`,
@@ -10,7 +10,7 @@ entry here and its row in docs/guard.md, which a test compares.
 
 from dataclasses import dataclass
 
-# Formats of the rollout's weights. bf16 stands for fp16 and fp32 too; the last two are NVFP4, by quantised training.
+# Formats of the rollout's weights. bf16 includes fp16 and fp32; the last two are NVFP4, from quantised training.
 BFLOAT16, FP8, W4A16, W4A4 = "bf16", "fp8", "w4a16", "w4a4"
 
 
@@ -23,8 +23,8 @@ class Level:
         model_type: the model_type of its transformers config.
         format: the format of the rollout's weights.
         k3: published runs stay below it.
-        source: where it was read.
-        hidden_size: the model's, if other models have the same model_type; None for all of them.
+        source: the file or page that has it.
+        hidden_size: the model's, if other models have the same model_type; None if the level is for all of them.
     """
 
     model: str

@@ -37,10 +37,10 @@ class Alias:
     """A name under which frameworks log a quantity, or a family of such names.
 
     Attributes:
-        name: in a family's, `*` stands for one part, `**` for any number of parts, `{a,b}` for a or b.
-        frameworks: who logs it; () if that is not known.
+        name: in the name of a family, `*` matches one part, `**` any number of parts, `{a,b}` a or b.
+        frameworks: the frameworks that log it; () if unknown.
         scale, offset: the quantity is `scale * logged + offset`.
-        exceptions: names and families within this family that are something else.
+        exceptions: names and families within this family that measure something else.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Alias:
 
 @dataclass(frozen=True)
 class Quantity:
-    """What metrics of several frameworks measure alike.
+    """A quantity that several frameworks log, under different names.
 
     Attributes:
         name: the canonical name: ours, else verl's, else that of a framework which logs it.
@@ -108,9 +108,9 @@ def quantity_of(logged_name: str) -> Quantity | None:
 
 
 def by_quantity(logged_names: Iterable[str]) -> dict[str, dict[str, Alias]]:
-    """Returns canonical name -> logged name -> the alias that it is, in order of preference.
+    """Returns canonical name -> logged name -> its alias, in order of preference.
 
-    A metric that is no known quantity, or belongs to a quantity of many series such as a validation, has its own name.
+    A metric of no known quantity, or of a quantity with many series such as a validation, keeps its own name.
     """
     found: dict[str, dict[str, Alias]] = {}
     for name in logged_names:
@@ -124,7 +124,7 @@ def by_quantity(logged_names: Iterable[str]) -> dict[str, dict[str, Alias]]:
 
 @lru_cache(maxsize=1 << 16)
 def _alias_of(logged_name: str) -> tuple[str, Alias, int]:
-    """Returns the canonical name of a metric, which alias it is, and its place among them."""
+    """Returns the canonical name of a metric, its alias, and the alias's place in the order of preference."""
     quantity = quantity_of(logged_name)
     if quantity is None or quantity.aliases[0].is_family:
         return logged_name, Alias(logged_name), 0
@@ -166,7 +166,7 @@ def _families() -> tuple[tuple[Alias, Quantity], ...]:
 
 
 def read_table(text: str) -> tuple[Quantity, ...]:
-    """Reads a table in the form of `names.toml`; `test_names.py` checks the one that is shipped."""
+    """Reads a table in the form of `names.toml`; `test_names.py` checks the shipped table."""
     table = tomllib.loads(text)
     prefixes = table.pop("prefixes", {})
     return tuple(_quantity(name, entry, prefixes) for name, entry in table.items())

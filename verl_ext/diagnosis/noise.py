@@ -6,11 +6,11 @@ for the variance). Two places need a standard error of a mean, and their reading
 
 - A level within a run (`level_error`): the run may rise, fall and jump around it. The noise is taken from the
   differences of neighbours, or from short stretches of the run, each around its own mean.
-- The end of a run (`final`), to compare two runs: it should stand still. rho from a short window comes out too small
-  and scatters: it is corrected (Marriott and Pope, 1954), and CAUTION standard errors are added, because a slow wave
-  looks like a level. Single spikes hide the dependence of the readings between them, so rho is estimated from
-  residuals that are cut. Two means are compared by Welch's t, all comparisons of one table by Holm's procedure (1979).
-  `python tools/compare_alarms.py` counts how often differences are found, and falsely.
+- The end of a run (`final`), to compare two runs: the metric should not move there. rho from a short window is too
+  small and scatters: it is corrected (Marriott and Pope, 1954), and CAUTION standard errors are added, because a slow
+  wave looks like a level. Single spikes hide the dependence of the readings between them, so rho is estimated from
+  residuals that are cut. Two means are compared by Welch's t; Holm's procedure (1979) covers all comparisons of one
+  table. `python tools/compare_alarms.py` counts how often differences are found, and falsely.
 """
 
 import math
@@ -24,7 +24,7 @@ from verl_ext.base.metrics.metric import Scale
 from verl_ext.diagnosis.growth import FLOOR, LARGEST_AUTOCORRELATION, NORMAL_MAD
 from verl_ext.diagnosis.series import Series
 
-ENOUGH = 32  # readings whose stretches show the correlation of neighbours
+ENOUGH = 32  # from so many readings on, stretches show the correlation of neighbours
 STRETCHES = 8  # parts of a run, each around its own mean, in which its noise is measured
 
 TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
@@ -49,8 +49,8 @@ ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 def difference_noise(values: np.ndarray) -> float:
     """Returns the standard deviation of one reading around a slow course, from the differences of neighbours.
 
-    The largest tenth of the differences is left out, because the readings may have jumped there. Neighbours that depend
-    on each other make it too small.
+    The largest tenth of the differences is left out, because the readings may have jumped there. If neighbours depend
+    on each other, the result is too small.
     """
     squares = np.sort(np.square(np.diff(values)))
     kept = squares[: len(squares) - max(len(squares) // 10, len(squares) > 2)]
@@ -60,8 +60,8 @@ def difference_noise(values: np.ndarray) -> float:
 def level_error(values: np.ndarray, count: int) -> float:
     """Returns the standard error of the mean of `count` of these readings in a row.
 
-    From ENOUGH readings on, it includes that neighbours depend on each other. Fewer readings do not show it, and their
-    differences say little of their size: for these it is a little larger.
+    From ENOUGH readings on, it includes the dependence of neighbours. Fewer readings do not show that, and give a poor
+    estimate of the noise: for these it is a little larger.
     """
     error = difference_noise(values) / count**0.5
     if len(values) >= ENOUGH:
@@ -86,7 +86,9 @@ def mean_error(
     if power == 0:
         return 0.0
     rho: float = sum(float(np.mean(part[1:] * part[:-1])) for part in parts) / len(parts) / power
-    rho += (1 + 3 * max(rho, 0.0)) / length + caution / float(np.sqrt(length * len(parts)))  # short parts hide some
+    rho += (1 + 3 * max(rho, 0.0)) / length + caution / float(
+        np.sqrt(length * len(parts))
+    )  # short parts hide some of it
     rho = min(max(rho, 0.0), LARGEST_AUTOCORRELATION)
     return float(np.sqrt(power / count * (1 + rho) / (1 - rho)))
 
@@ -97,8 +99,8 @@ class Final:
 
     Attributes:
         mean: the mean of the window, in the metric's unit; the geometric mean on the log scale; NaN without a reading.
-        error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. An
-            upper estimate, because the correlation is. None if the window has less information than FEWEST_EFFECTIVE
+        error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. It is
+            an upper estimate, as the correlation is. None if the window has less information than FEWEST_EFFECTIVE
             independent readings, or fewer than FEWEST_FOR_ERROR readings.
         readings: finite values in the window.
         effective: the equivalent number of independent readings; None without an error.
@@ -106,7 +108,7 @@ class Final:
         drift: the rise of a straight line from the first to the last step of the window, on the scale; 0 if it is
             within noise. Otherwise the metric is still moving, and the scatter is measured around the line.
         steps: the first and the last step of the window; None without a reading.
-        scale: "log" compares ratios: for metrics that single tokens move by tens of times.
+        scale: "log" compares ratios: for metrics that single tokens change tenfold or more.
     """
 
     mean: float
@@ -207,7 +209,7 @@ def compare_finals(a: Final, b: Final) -> Difference:
     if abs(change) <= ROUNDING * max(abs(a.centre), abs(b.centre)):
         change = 0.0
     error = math.hypot(a.error, b.error)
-    # The share of the variance that is a's, not the variances: their squares could underflow.
+    # a's share of the variance, instead of the variances, whose squares could underflow.
     share = (a.error / error) ** 2 if error else 0.0
     freedom = 1 / (share**2 / a.freedom + (1 - share) ** 2 / b.freedom) if error else math.inf
     p = _p(change, error, freedom)
@@ -266,9 +268,9 @@ def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
     if power == 0:
         return _Scatter(0.0, n, n - fitted)
     cut = CUT * NORMAL_MAD * float(np.median(np.abs(residuals)))
-    kept = np.clip(residuals, -cut, cut) if cut else residuals  # most are equal: nothing says what a spike is
+    kept = np.clip(residuals, -cut, cut) if cut else residuals  # cut is 0 if most are equal: nothing defines a spike
     rho = float(kept[1:] @ kept[:-1]) / float(kept @ kept)
-    rho += (fitted + 4 * max(rho, 0.0)) / n  # the fit reduces it by this
+    rho += (fitted + 4 * max(rho, 0.0)) / n  # the fit reduces rho by this
     rho += CAUTION * max(math.sqrt(max(1 - rho * rho, 0.0)), LEAST_SCATTER) / math.sqrt(n)
     rho = min(max(rho, 0.0), LARGEST_CORRELATION)
     effective = n * (1 - rho) / (1 + rho)

@@ -1,9 +1,9 @@
-"""Ranks the causes of a run by its findings, and asks which metric would decide between the first two.
+"""Ranks the causes of a run by its findings, and finds the metric that would decide between the first two.
 
-A cause gets points for each finding whose level its file lists (`causes.WORDS`). Findings of one family say the same in
-other numbers, so only the strongest of them for a cause and the strongest against it count. What is not logged adds
-nothing. A cause is named if it has LEAST points, or SECOND points as the alternative to the first, and shows nothing
-that never comes with it. docs/diagnosis.md shows how often the right cause comes first.
+A cause gets points for each finding whose level its file lists (`causes.WORDS`). Findings of one family show the same
+in other numbers, so only the strongest of them for a cause and the strongest against it count. Metrics that are not
+logged add nothing. A cause is named if it has LEAST points, or SECOND points as the alternative to the first, and no
+finding has a level that its file lists as "never". docs/diagnosis.md shows how often the right cause comes first.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ from verl_ext.diagnosis.names import setting_for
 from verl_ext.diagnosis.series import Readings
 
 SECOND = 1.5  # points from which the alternative to the first cause is shown
-DECIDED = 2.0  # points by which two causes are decided, and by which a finding has to move them against each other
+DECIDED = 2.0  # lead in points that decides between two causes, and that a finding must be able to change
 MOST_NAMED = 3  # causes that are named
-# Beginnings of the settings that measure and change nothing of the training.
+# Prefixes of the settings that only measure, and do not change the training.
 MEASURES = tuple(f"stability.{name}" for name in ("metrics", "breakdown", "router_agreement", "sync_canary"))
 
 
@@ -33,10 +33,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class OpenQuestion:
-    """Two causes that the metrics of a run leave open.
+    """Two causes between which the metrics of a run do not decide.
 
     Attributes:
-        setting: switches on a metric that the run does not log and that would decide between them.
+        setting: switches on a metric that the run does not log and that would decide.
     """
 
     first: Cause
@@ -45,7 +45,7 @@ class OpenQuestion:
 
     @property
     def sentence(self) -> str:
-        return f'{self.setting} would tell whether it is "{self.first.title}" or "{self.second.title}"'
+        return f'{self.setting}  would show whether it is "{self.first.title}" or "{self.second.title}"'
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Suspect:
 
     Attributes:
         evidence: for the cause and against it, the strongest for it first.
-        harmless: it is rounding, and no larger than in runs that were sound.
-        moe: the run's model is a mixture of experts, by its metrics.
-        question: for the first suspect, if a metric that is not logged would tell it from the next cause.
+        harmless: whether it is rounding, and no larger than in sound runs.
+        moe: whether the run's model is a mixture of experts, by its metrics.
+        question: only of the first suspect, if a metric that is not logged would decide between it and the next cause.
     """
 
     cause: Cause
@@ -96,10 +96,10 @@ def name_causes(
     run: Readings, found: Mapping[str, Finding], causes: Iterable[Cause]
 ) -> tuple[list[Suspect], OpenQuestion | None]:
     """Returns the causes with at least LEAST points, the likeliest first, and the question that would decide between
-    the first two, also if none has LEAST.
+    the first two, even if no cause has LEAST.
 
-    The second one needs only SECOND points: it is shown as the alternative. Nothing comes after harmless rounding: a
-    cause behind an explanation that is not a fault would accuse a sound run.
+    The second one needs only SECOND points: it is shown as the alternative. No cause is named after harmless rounding,
+    because the run may be sound.
 
     Args:
         found: the findings of the run, by name.
@@ -115,7 +115,7 @@ def name_causes(
         for place, suspect in enumerate(ranked)
         if suspect.points >= (SECOND if place == 1 and not suspect.harmless else LEAST)
     ]
-    others = [suspect for suspect in named if suspect.cause.about != "run"]  # what ended a run is said anyway
+    others = [suspect for suspect in named if suspect.cause.about != "run"]  # the report shows anyway what ended a run
     named = others if others and others[0].points >= LEAST else named
     harmless = next((place for place, suspect in enumerate(named) if suspect.harmless), len(named))
     named = named[: min(harmless + 1, MOST_NAMED)]
@@ -127,8 +127,8 @@ def name_causes(
 def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) -> list[Suspect]:
     """Returns the causes that nothing rules out, the one with the most points first.
 
-    Rounding of a harmless size explains a gap, and no reward that falls. If it is the likeliest cause of the gap, the
-    causes in the learning that are named come first.
+    Rounding of a harmless size explains a gap, but no falling reward. If it is the likeliest cause of the gap, causes
+    in the learning with at least LEAST points come first.
     """
     close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
     judged = [
@@ -144,13 +144,14 @@ def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) ->
 
 
 def _may_be(run: Readings, found: Mapping[str, Finding], cause: Cause) -> bool:
-    """Returns True if a metric that can be switched on may show what this cause is named by."""
+    """Returns True if a metric that can be switched on may show a level that this cause requires (`only_with`)."""
     names = {mark.partition(".")[0] for mark in cause.only_with} - found.keys()
     return any(_setting(run, RULES[name]) for name in names)
 
 
 def evidence_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Evidence, ...]:
-    """Returns the evidence for and against a cause, the strongest for it first: of each family, one of either."""
+    """Returns the evidence for and against a cause, the strongest for it first; at most one of each kind from a
+    family."""
     best: dict[tuple[str, bool], Evidence] = {}
     for name, seen in found.items():
         if points := cause.points(name, seen.level):
@@ -163,7 +164,7 @@ def evidence_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Evidence, .
 def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Suspect]) -> OpenQuestion | None:
     """Returns the question for the finding whose possible levels move the first cause and another one furthest apart.
 
-    A finding counts only if one of its levels would turn the order of the two and another one confirm it.
+    A finding counts only if one of its levels would reverse the order of the two and another would confirm it.
     """
     if not possible or possible[0].harmless:
         return None

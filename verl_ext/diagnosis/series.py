@@ -1,4 +1,4 @@
-"""A run as the diagnosis sees it: canonical name of a quantity -> its steps and values."""
+"""The readings of a run for the diagnosis: canonical name of a quantity -> its steps and values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import numpy as np
 from verl_ext.diagnosis.names import Alias
 
 LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
-NOW_READINGS = 5  # a median of so many is the value now: two odd ones do not move it, three show a change
-FIRST_READINGS = 3  # of the first updates
-LEVEL_READINGS = 20  # a mean of so many is the level at the beginning or at the end
+NOW_READINGS = 5  # the value now is a median of so many: two odd readings do not move it, three show a change
+FIRST_READINGS = 3  # readings of the first updates
+LEVEL_READINGS = 20  # the level at the beginning or at the end is a mean of so many
 
 Answer = TypeVar("Answer")
 
@@ -28,7 +28,7 @@ class Series:
         return self.within(np.inf)
 
     def within(self, largest: float) -> "Series":
-        """Returns the readings that are smaller than this, of either sign."""
+        """Returns the readings whose absolute value is smaller than this."""
         keep = np.abs(self.values) < largest
         return Series(self.steps[keep], self.values[keep])
 
@@ -42,18 +42,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended by itself: the step up to which it came, and the error in one line."""
+    """How a run ended by itself: its last step, and the error in one line."""
 
     step: int
     reason: str
 
 
 class NotLoggedError(Exception):
-    """A run lacks what a finding needs: it is not seen. `findings.registry` catches it."""
+    """A run lacks the metrics that a finding needs. `findings.registry` catches it."""
 
 
 def needed(found: Answer | None) -> Answer:
-    """Returns what a finding needs of a run. Raises NotLoggedError if there is none."""
+    """Returns the argument. Raises NotLoggedError if it is None."""
     if found is None:
         raise NotLoggedError
     return found
@@ -69,7 +69,7 @@ class Readings:
 
     def __init__(self, series: Mapping[str, Series], ending: Ending | None = None):
         self.ending = ending
-        self.answers: dict[Callable[..., Any], Any] = {}  # of functions that are `once_a_run`
+        self.answers: dict[Callable[..., Any], Any] = {}  # results of functions that are `once_a_run`
         self._logged = {name: found for name, found in series.items() if found.steps.size}
         finite = {name: found.within(LARGEST) for name, found in self._logged.items()}
         self._finite = {name: found for name, found in finite.items() if found.steps.size}
@@ -115,12 +115,12 @@ class Readings:
         return float(found.mean()) if found.size else None
 
     def early(self, *names: str) -> float | None:
-        """Returns the mean of the first LEVEL_READINGS readings, of at most half of all."""
+        """Returns the mean of the first LEVEL_READINGS readings, but of at most half of all."""
         found = self.values(*names)
         return float(found[: max(min(LEVEL_READINGS, len(found) // 2), 1)].mean()) if found.size else None
 
     def joined(self, *names: str) -> np.ndarray:
-        """Returns [steps, 1 + names] the steps at which all these metrics are finite, and their readings."""
+        """Returns [steps, 1 + names]: the steps at which all these metrics are finite, and their readings."""
         series = [self._finite.get(name) for name in names]
         if any(found is None for found in series):
             return np.empty((0, 1 + len(names)))
@@ -132,7 +132,7 @@ class Readings:
 
 
 def once_a_run(function: Callable[[Readings], Answer]) -> Callable[[Readings], Answer]:
-    """Decorates a function of a run whose answer several findings use: it is computed once for each run."""
+    """Decorates a function of a run whose result several findings use, so that it is computed once for each run."""
 
     @wraps(function)
     def answer(run: Readings) -> Answer:
@@ -144,7 +144,7 @@ def once_a_run(function: Callable[[Readings], Answer]) -> Callable[[Readings], A
 
 
 def holds_from(holds: np.ndarray, share: float) -> int:
-    """Returns the first index that holds and from which on at least this share does; their number if there is none."""
+    """Returns the first index that holds and from which at least this share holds; the length if there is none."""
     shares = holds[::-1].cumsum()[::-1] / np.arange(len(holds), 0, -1)
     begins = holds & (shares >= share)
     return int(np.argmax(begins)) if begins.any() else len(holds)

@@ -1,11 +1,11 @@
-"""Forecasts a run: growth or a jump of the engines' gap, a mask that misses the growth, a reward that collapses.
+"""Forecasts a run, and warns: growth or a jump of the engines' gap, a mask that misses the growth, a collapsed reward.
 
 The statistics are `diagnosis.growth` and `diagnosis.collapse`, which the report applies to finished runs. The guard
 uses these two and the names of metrics, but no findings and no causes.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
-same, the difference is the engines' part of the gap. If the rollout's weights are older, it also holds the movement of
-the policy since then. Trajectories of lag 0, and those that were rescored with the weights that sampled them, show only
+same, the difference is the engines' part of the gap. If the rollout's weights are older, it also includes the policy's
+movement since then. Trajectories of lag 0, and those that were rescored with the weights that sampled them, show only
 the engines' part.
 """
 
@@ -18,19 +18,18 @@ from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_
 from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD, engines_names
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
-# A jump is one of the mean |log k|, to which all tokens contribute alike; a single token can move k3.
+# Jumps are looked for in the mean |log k|, to which all tokens contribute alike; a single token can move k3.
 JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
 JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
-JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before there is a jump; how many of the last ones count
+JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before a jump can be reported; latest readings that it is compared with
 REMEMBERED = 512  # readings in which a collapse is looked for
-# The engines' part of the gap.
 ENGINES = "vllm_kl/"  # begins the name of every metric of the gap
 BY_LAG = "vllm_kl/share/lag/"  # shares of the batch by age: logged if rollouts can be older than the policy
 FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
-AGE_IN_IT = " (the age of the rollouts is in it)"
-# In names of metrics that are one part of the gap.
+AGE_IN_IT = "  (includes the age of the rollouts)"
+# The name of a metric that covers only a part of the gap has one of these.
 PARTS = ("/lag/", "/engine/", "/stale/", "/share/", "/replica/", "/node/")
 
 
@@ -43,7 +42,7 @@ def foresee(
 
     Args:
         mask: the metric of the share of tokens that a mask with a fixed band drops; "" for none.
-        signals: finite values; a step with several updates counts once, with the first.
+        signals: finite values; a step with several updates counts once, with the signals of the first.
 
     guard/steps_to_boundary is 0 past the boundary, and HORIZON if the boundary is not in sight. It forecasts the
     engines' part of the gap if that is seen often enough, otherwise the whole gap.
@@ -75,14 +74,14 @@ def foresee(
 
 
 def _append(readings: list[tuple[int, float]], step: int, value: float | None, window: int) -> list[tuple[int, float]]:
-    """Returns the last `window` readings, with the reading of this step if it has one that is not there yet."""
+    """Appends the reading of this step, if it has one that is not there yet; returns the last `window` readings."""
     if value is None or (readings and readings[-1][0] >= step):
         return readings
     return [*readings, (step, value)][-window:]
 
 
 def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None:
-    """Keeps the signals of a step that show how a collapse came about; finite values, each signal once per step."""
+    """Records the signals of a step that show how a collapse came about: finite values, each signal once per step."""
     for name in RECORDED:
         readings = state.record.get(name, [])
         if name in signals and (not readings or readings[-1][0] < step):
@@ -90,7 +89,8 @@ def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None
 
 
 def _is_mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: int, growth: Growth | None) -> bool:
-    """Returns True from when the gap surely grows while the mask surely drops fewer tokens, until either trend turns.
+    """Returns True from the step at which the gap surely grows and the mask surely drops fewer tokens, until a trend
+    turns.
 
     KPop's authors saw this with IcePop's fixed band before training became unstable (ringtech.notion.site/kpop,
     figure 1).
@@ -133,7 +133,8 @@ def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> 
 
 
 def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[Event, ...]:
-    """Reports once that the run is dead, and once when it has got back half of the reward that it lost."""
+    """Reports once that the reward has collapsed, and once that the run has regained half of the reward that it
+    lost."""
     if not state.collapsed:
         found = find_collapse(state.record)
         if found is None:
@@ -143,13 +144,13 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
         state.good = [saved for saved in state.good if saved < found.since]
         reason = f"{found} {found.remedy}"
         if found.gap_first and old_rollouts:
-            reason += " Rollouts are older than the policy: k3 has its own movement in it."
+            reason += "  Rollouts are older than the policy: k3 includes the policy's own movement."
         return (Event(step, "collapse", REWARD, found.now, None, "warn", reason),)
     level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH
     if level <= state.recovers_at:
         return ()
     state.collapsed = False
-    reason = f"{REWARD} is back at {level:.3g}, half of what it had lost"
+    reason = f"{REWARD} is back at {level:.3g}: half of the loss is regained"
     return (Event(step, "collapse", REWARD, level, state.recovers_at, "recover", reason),)
 
 
@@ -161,20 +162,21 @@ def engines_part(signal: str, signals: Mapping[str, float]) -> tuple[str, float]
 def holds_age(signal: str, signals: Mapping[str, float]) -> bool:
     """Returns True if the metric includes the policy's movement since the rollouts.
 
-    That is so for a metric of the whole gap, if some trajectories of the batch are older than the policy.
+    A metric of the whole gap does, if some trajectories of the batch are older than the policy.
     """
     of_all = signal.startswith(ENGINES) and not any(part in signal for part in PARTS)
     return of_all and any(name.startswith(BY_LAG) and name != f"{BY_LAG}0" for name in signals)
 
 
 def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
-    """Returns a clause for a reason about `signal`: is it the engines' gap, or also the rollouts' age; "" if clear."""
+    """Returns a clause on whether `signal` is only the engines' gap or includes the rollouts' age; "" if that is
+    clear."""
     if signal.startswith(FORECAST) and MIXED in signals:
-        return AGE_IN_IT if signals[MIXED] else " (of the engines alone)"
+        return AGE_IN_IT if signals[MIXED] else "  (engines only)"
     if not holds_age(signal, signals):
         return ""
     if part := engines_part(signal, signals):
-        return f" (of the engines alone: {part[0]}={part[1]:.3g})"
+        return f"  (engines only: {part[0]}={part[1]:.3g})"
     return AGE_IN_IT
 
 
@@ -186,7 +188,7 @@ def engines_value(signal: str, signals: Mapping[str, float]) -> float | None:
 
 
 def place_clause(signal: str, threshold: float, signals: Mapping[str, float]) -> str:
-    """Returns a clause about where a gap begins; "" if neither of the two is logged.
+    """Returns a clause about where a gap begins; "" if nothing is logged that shows it.
 
     It names the first layer whose routers disagree, and the first positions of the response at which `signal` is above
     `threshold`.

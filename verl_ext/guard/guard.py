@@ -3,7 +3,7 @@
 The guard is a state machine without clock, files or verl: the trainer feeds it scalars and carries out its decisions.
 The same signals in the same order give the same decisions, also across `state_dict` and `load_state_dict`. In a step:
 
-    begin -> (foresee -> judge -> count) for each update -> judge_late -> close -> judge_late on what is logged last
+    begin -> (foresee -> judge -> count) for each update -> judge_late -> close -> judge_late on the last logged metrics
 """
 
 import math
@@ -39,16 +39,16 @@ Limit = tuple[str, str, float]  # a signal, the side on which it is bad, and its
 
 @dataclass(eq=False)
 class Guard:
-    """The rules with their state.
+    """The rules and their state.
 
     Attributes:
         rules: judged in this order.
         stop_after: steps in a row without a good update after which the run stops; None never stops for that reason.
         max_rollbacks: after this many rollbacks, the next one stops the run.
-        cooldown: steps after a rollback, or after an undo of an earlier step's update, in which another one only skips
-            the batch, because the batch may still come from the weights that were given up.
-        lower_lr: by how much the learning rate is lowered if a rule asks for it.
-        boundary: the extrapolation.
+        cooldown: for this many steps after a rollback, or after an undo of an earlier step's update, another rollback
+            or undo only skips the batch, because the batch may still come from the weights that were given up.
+        lower_lr: how the learning rate is lowered if a rule asks for it.
+        boundary: the settings of the extrapolation.
         mask: the metric of the share of tokens that a mask with a fixed band drops; "" for none.
         unread: rules whose signal has not been logged yet.
     """
@@ -80,7 +80,8 @@ class Guard:
 
     @property
     def level(self) -> float | None:
-        """The level of k3 above which the guard warns; None if it has no such rule, or knows no level yet."""
+        """The level of k3 above which the guard warns; None without such a rule, or while the level is not known
+        yet."""
         rule = next((rule for rule in self.rules if rule.name == levels.NAME), None)
         return None if rule is None else threshold_of(rule, self.state.rules[rule.name].history, rule.bound)
 
@@ -102,7 +103,7 @@ class Guard:
         return not self.state.in_a_row and not self.state.collapsed and not any(state.streak for state in acting)
 
     def begin(self, step: int) -> None:
-        """Begins a step. All signals of the step before have been judged, including those that are logged last."""
+        """Begins a step. All signals of the step before must have been judged, including those that are logged last."""
         self._prove(step)
         self.step = step
         self._judged = set()
@@ -133,10 +134,10 @@ class Guard:
         self.state.updated |= not refused
 
     def judge_late(self, signals: Mapping[str, float]) -> Decision:
-        """Judges the signals that come with the update, or after it.
+        """Judges the signals that are logged with the update, or after it.
 
         Raises:
-            ConfigError: a rule would skip an update by a signal that comes with it.
+            ConfigError: a rule would skip the update because of a signal that is logged with it.
         """
         new = {name: value for name, value in signals.items() if name not in self._judged}
         remember(self.state, self.step, _finite(new))
@@ -155,7 +156,7 @@ class Guard:
         return Decision(tuple(events))
 
     def close(self) -> Decision:
-        """Decides, after the updates of a step, whether the run continues as it is."""
+        """Decides, after the updates of a step, whether the learning rate changes and whether the run stops."""
         self.state.in_a_row = 0 if self.state.updated and not self._failed else self.state.in_a_row + 1
         events = []
         firing = self._fires("lower_lr")
@@ -170,18 +171,18 @@ class Guard:
         return Decision(tuple(events))
 
     def saved(self, step: int) -> None:
-        """Notes that a checkpoint was written. The next step measures its weights and shows whether they are good."""
+        """Records that a checkpoint was written. The next step measures its weights and shows whether they are good."""
         self.state.unproven.append((step, step))
 
     def rolled_back(self, to: int) -> Event:
-        """Notes that the weights are those of the checkpoint of step `to` again."""
+        """Records that the weights of the checkpoint of step `to` were restored."""
         self.state.rollbacks += 1
         # This checkpoint has to be proven again: if it was not good after all, the next rollback goes further back.
         self.state.good = [step for step in self.state.good if step < to]
         self.state.unproven = [(to, self.step)]
         self.state.rollback_due = self.state.undo_due = ""
         self._give_up(after=to + 1)
-        reason = f"weights and optimizer of step {to} restored; the data goes on"
+        reason = f"weights and optimizer of step {to} restored; the data continues"
         return Event(self.step, "rollback", "", None, None, "restored", reason)
 
     def restart_state(self, to: int) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class Guard:
         return asdict(self.state.as_of(to, self.step))
 
     def undone(self, of: int | None) -> Event:
-        """Notes that the updates of step `of` were taken back; None if none was kept."""
+        """Records that the updates of step `of` were taken back; `of` is None if no update was kept."""
         self.state.undo_due = ""
         if of is None:
             reason = "no update was kept that could be taken back: none since the start, a rollback or an undo"
@@ -200,7 +201,7 @@ class Guard:
         if of < self.step:  # the rollout has had these weights
             self._give_up(after=of)
         self.state.given_up = self.step
-        reason = f"the update of step {of} taken back, weights and optimizer; the data goes on"
+        reason = f"the update of step {of} taken back, weights and optimizer; the data continues"
         return Event(self.step, "undo", "", None, None, "restored", reason)
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,7 +290,7 @@ class Guard:
         if rule.action != "rollback":
             return rule.action, reason
         if self.step < self.state.calm_from:
-            return ("skip" if early else "warn"), f"{reason} (soon after a rollback: no other one yet)"
+            return ("skip" if early else "warn"), f"{reason}  (soon after a rollback: no other rollback yet)"
         if self.state.rollbacks >= self.max_rollbacks:
             return "stop", f"{reason}, after {self.state.rollbacks} rollbacks (stability.guard.max_rollbacks)"
         return "rollback", reason

@@ -9,12 +9,12 @@ from verl_ext.guard.rules import Rule
 
 NAME = "level"
 SETTING = "stability.guard.level"
-# A reading is the batch of one update: one per step, parameter_sync_step of them in a step of separate_async.
-OWN_READINGS, OWN_FACTOR = 20, 2.0  # the run's first, and the level over their mean
+# There is one reading per update: one per step, or parameter_sync_step per step of separate_async.
+OWN_READINGS, OWN_FACTOR = 20, 2.0  # the run's first readings, and the ratio of the level to their mean
 LEAST = 0.001  # the lowest level of the table, and the least that a run's own level can be
-RECOVERS = 0.75  # of the level, so that a run at its level is not reported again and again
+RECOVERS = 0.75  # times the level, so that a run at its level is not reported again and again
 PATIENCE = 3  # readings in a row, because single tokens move k3 by tens of times
-ADVICE = "docs/guard.md#normal-levels lists what published runs have"
+ADVICE = "docs/guard.md#normal-levels lists the levels of published runs"
 
 
 def level_rules(level: float | None) -> tuple[Rule, ...]:

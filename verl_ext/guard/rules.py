@@ -1,4 +1,4 @@
-"""Rules on one logged signal each: when a rule fires, and when it stops; the learning rate that rules may lower."""
+"""Rules on one logged signal each: when a rule fires and stops firing; and the learning rate that rules may lower."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ FEWEST_FOR_ZSCORE = 8  # readings before an adaptive rule judges
 
 @dataclass(frozen=True)
 class Rule:
-    """Fire when `signal` has been past `bound` for `patience` readings in a row, until it is back past `recover`.
+    """Fires when `signal` has been past `bound` for `patience` readings in a row, until it is back past `recover`.
 
     Attributes:
         name: the rule's name in the event log.
@@ -27,16 +27,16 @@ class Rule:
         action: what to do while the rule fires: `warn`, `tighten`, `lower_lr`, `skip`, `undo`, `rollback` or `stop`
             (docs/guard.md#rules).
         recover: the value (or distance, like the bound) at which a rule that fires stops firing. null takes the bound.
-            Where `least` is the threshold, the rule recovers at the same share of it as of the bound.
+            If `least` is the threshold, the ratio of `recover` to the bound is applied to it.
         patience: how many readings in a row must be past the bound before the rule fires.
         advice: what to do, in a clause; printed with the reason.
         zscore_window: how many readings the median and the median absolute deviation are taken from, at least 8. null
             makes the threshold fixed.
-        baseline: the bound counts means of the signal's first `baseline` readings, and the rule judges from then on.
-            null makes the threshold fixed.
+        baseline: the threshold is `bound` times the mean of the signal's first `baseline` readings, and the rule judges
+            from then on. null makes the threshold fixed.
         least: with `baseline`, the threshold is never below this.
-        engines_only: judge the gap of the engines without the age of the rollouts: of trajectories of lag 0, or
-            rescored. A batch that has old rollouts and neither of the two is not judged.
+        engines_only: judge only the engines' part of the gap, from trajectories of lag 0 or rescored ones. A batch of
+            old rollouts without such trajectories is not judged.
         locate: add to the reason the first layer whose routers disagree and the first positions past the bound.
         setting: where the user finds the bound, for messages.
     """
@@ -67,8 +67,9 @@ class RuleState:
     Attributes:
         signal: the signal of the rule.
         streak: readings in a row past the bound.
-        firing: the rule fires.
-        history: the readings that the threshold is made of: the last ones (`zscore_window`) or the first (`baseline`).
+        firing: whether the rule fires.
+        history: the readings from which the threshold is computed: the last (`zscore_window`) or the first
+            (`baseline`).
     """
 
     signal: str = ""
@@ -129,7 +130,7 @@ def threshold_of(rule: Rule, history: Sequence[float], bound: float) -> float | 
         return None
     middle, deviation = spread(history)
     if deviation == 0:
-        return None  # a signal that never moved has no scale to judge a first move by
+        return None  # a signal that never moved gives no scale for its first move
     return middle + (bound if rule.side == "above" else -bound) * deviation
 
 
@@ -152,10 +153,10 @@ def describe(rule: Rule, value: float, threshold: float, about: str = "") -> str
 
 @dataclass(frozen=True)
 class LowerLr:
-    """Settings by which all rules with action=lower_lr together lower the learning rate, and raise it again.
+    """How all rules with action=lower_lr together lower the learning rate, and raise it again.
 
-    After arXiv 2602.01826, whose runs were saved by a decay that the response length sets off: the gap between the
-    engines grows with the size of the updates. There the rate stays low; here it may recover.
+    Source: arXiv 2602.01826, whose runs were saved by a decay that the response length triggers: the gap between the
+    engines grows with the size of the updates. In the paper the rate stays low; here it may recover.
 
     Attributes:
         factor: multiply the schedule's learning rate by this each time a rule with `action: lower_lr` lowers it.
@@ -178,8 +179,8 @@ class LowerLr:
 
 @dataclass
 class LrState:
-    """The part that survives a restart: how many times the rate is lowered, and the step of the last change or of the
-    last recovery."""
+    """The part that survives a restart: how many times the rate is lowered, and the step of the last change or
+    recovery."""
 
     lowered: int = 0
     since: int = 0

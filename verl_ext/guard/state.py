@@ -40,7 +40,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Decision:
-    """All events of one judgement, mild and strong."""
+    """All events of one judgement, whatever their action."""
 
     events: tuple[Event, ...] = ()
 
@@ -50,7 +50,7 @@ class Decision:
 
     @property
     def refusal(self) -> Event | None:
-        """The event that forbids the batch to update the weights; None if it may."""
+        """The event that forbids the batch to update the weights; None if there is none."""
         return self.first(*REFUSING)
 
 
@@ -79,22 +79,22 @@ class GuardState:
 
     Attributes:
         skips, in_a_row: updates skipped so far, and the number of steps in a row, up to now, without a good update.
-        rollbacks, undos: the number of each so far.
+        rollbacks, undos: how many there were so far.
         calm_from: the first step at which another rollback or undo may follow.
         given_up: the last step at whose end a rollback or an undo gave up the weights.
         lr: the state of the learning rate.
         rules: name -> state.
-        growth, growth_of: (step, delta), the window of the extrapolation, and the signal that delta is.
+        growth, growth_of: the window of the extrapolation, (step, value) each, and the signal of these values.
         growth_alone: the same for the engines' part, if rollouts are older than the policy.
-        dropped, mask_blind: (step, share) of tokens that the mask drops; it drops fewer while delta grows.
+        dropped, mask_blind: (step, share) of tokens that the mask drops; whether it drops fewer while the gap grows.
         record: name -> (step, value), the readings that are searched for a collapse of the reward.
-        collapsed, recovers_at: the reward has collapsed, and the level of the reward above which that is over.
-        gaps, gaps_alone, jumped: the last readings of the mean |log k|, those of its engines' part, and whether a jump
-            was reported and is not over.
+        collapsed, recovers_at: whether the reward has collapsed, and the reward above which it has recovered.
+        gaps, gaps_alone, jumped: the last readings of the mean |log k|, those of its engines' part, and whether a
+            reported jump still lasts.
         good: steps of checkpoints whose weights have been measured and found good, ascending.
         unproven: (step of a checkpoint, step at whose end the run had its weights), until a later step measures them.
-        updated: the last step made an update.
-        rollback_due, undo_due: the reason of one that is not carried out yet; else empty.
+        updated: whether the last step made an update.
+        rollback_due, undo_due: the reason of a rollback or undo that is not carried out yet; else empty.
     """
 
     skips: int = 0
@@ -123,10 +123,10 @@ class GuardState:
     undo_due: str = ""
 
     def as_of(self, to: int, now: int) -> "GuardState":
-        """Returns the state with which a restart continues from step `to`, to which the run went back in step `now`.
+        """Returns the state for a restart from step `to`, to which the run went back in step `now`.
 
-        The run itself counts on from `now`, and the restart from `to`: what has to wait a number of steps waits as many
-        in both. Counts, a lowered learning rate and the windows of the rules stay.
+        The run itself counts on from `now`, and the restart from `to`, so steps to wait for are moved to keep their
+        distance. Counts, a lowered learning rate and the windows of the rules stay.
         """
         state = copy.deepcopy(self)
         state.forget(after=to)
@@ -151,21 +151,21 @@ def _keep_until(step: int, readings: list[tuple[int, float]]) -> list[tuple[int,
 
 
 def read_state(saved: Mapping[str, Any]) -> GuardState:
-    """Returns the state whose `asdict` was saved; entries that it lacks are as at the start of a run.
+    """Returns the state whose `asdict` was saved; missing entries are as at the start of a run.
 
     Raises:
-        ValueError: an entry is unknown, not of its field's type, or not in the order of its steps; names the entry.
+        ValueError: an entry is unknown, not of its field's type, or not in the order of its steps; the text names it.
     """
     state: GuardState = _restore(GuardState, saved)
     series = {name: getattr(state, name) for name in ("growth", "growth_alone", "dropped")}
     for name, readings in (series | {f"record.{name}": each for name, each in state.record.items()}).items():
         if any(earlier >= later for (earlier, _), (later, _) in pairwise(readings)):
-            raise ValueError(f"{name} does not ascend in its steps")
+            raise ValueError(f"the steps of {name} do not ascend")
     return state
 
 
 def _restore(kind: Any, value: Any, path: str = "") -> Any:
-    """Returns a value of this type from JSON that may be half written, or by another version or program.
+    """Returns a value of this type from JSON, which may be incomplete, or written by another version or program.
 
     Types may be int (0 to 2^63 - 1), float (finite), bool, str, dataclasses, and lists, pairs and mappings of these.
     """
@@ -176,7 +176,7 @@ def _restore(kind: Any, value: Any, path: str = "") -> Any:
         raise ValueError(f"{where} is not {NAMES[outer]}")
     if hints:
         if unknown := [key for key in value if key not in hints]:
-            raise ValueError(f"{where} has an entry {unknown[0]}, which is not known here")
+            raise ValueError(f"{where} has an unknown entry {unknown[0]}")
         return kind(**{key: _restore(hints[key], each, f"{path}.{key}".lstrip(".")) for key, each in value.items()})
     if outer is list:
         return [_restore(inner[0], each, path) for each in value]

@@ -27,7 +27,7 @@ from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
 from verl_ext.trainer.logs import LineFile
 
-WARM_UPS = "warm-ups"  # a folder next to those of the arms
+WARM_UPS = "warm-ups"  # a folder next to the arms' folders
 MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
 
 NO_AGREEMENT = "stability.router_agreement=false"  # bypass mode refuses =true
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "bypass": ("stability=none", f"{BYPASS}=true", NO_AGREEMENT),
     "dppo_tv": ("stability=dppo_tv", "stability.batch_skip.threshold=null", NO_AGREEMENT),
 }
-# Files about the guard. The others are used without their batch skip, which would hide the effect of their method.
+# Presets of the guard. Other presets are used without their batch skip, which would hide the effect of their method.
 KEEP_SKIP = ("guard",)
 # Settings of verl and of ours that the lab does not support -> the value that switches them off.
 ABSENT_SETTINGS: dict[str, Any] = {
@@ -75,7 +75,7 @@ class Arm:
 
 
 def variants() -> tuple[str, ...]:
-    """Returns the variants that need no overrides by the user."""
+    """Returns the variants that need no overrides from the user."""
     return (*VARIANTS, *(name for name in stability_choices() if name not in VARIANTS))
 
 
@@ -98,7 +98,9 @@ def arms_of(
     arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
     wanted = {name: _overrides_of(name) for name in names if name != "exact"}
     for name, text in added.items():
-        presets = any(word.startswith("stability=") for word in text.split())  # else it starts from `none`
+        presets = any(
+            word.startswith("stability=") for word in text.split()
+        )  # without one, the variant starts from `none`
         wanted[name] = (*(() if presets else VARIANTS["none"]), *text.split())
     arms += [
         Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))
@@ -139,7 +141,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
     """Trains, and writes metrics.jsonl in the form of verl's file logger, the guard's events, and console.log.
 
     Args:
-        folder: OUT/<arm>/seed<k>. All arms share the warm-up weights, which are in OUT too.
+        folder: OUT/<arm>/seed<k>. All arms share the warm-up weights, which are also in OUT.
         on_step: called with the number of each finished step.
 
     Raises:

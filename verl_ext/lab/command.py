@@ -28,9 +28,9 @@ The exact rollout is always included.
 """
 EXAMPLES = """\
 Each run is kept in OUT/VARIANT/seedN; `verl-ext report OUT/VARIANT/seedN` reports on it. After Ctrl-C, the same command
-continues where it stopped. Runs whose settings have changed run again.
+continues where it stopped. Runs whose settings have changed are repeated.
 
-exit code: 0; 1 if runs failed; 2 for wrong usage and settings that cannot work; 130 after Ctrl-C.
+exit code: 0; 1 if runs failed; 2 for wrong usage or settings that cannot work; 130 after Ctrl-C.
 
 examples:
   verl-ext lab --list                                    list the regimes, what each imitates, and the variants

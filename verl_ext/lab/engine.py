@@ -1,4 +1,4 @@
-"""The lab's training engine and the worker that drives it, with the interfaces of verl's.
+"""The lab's training engine and the worker that drives it, with the interfaces of verl's engine and worker.
 
 A worker takes a batch through its mini-batches; an engine takes a mini-batch through forward and backward pass and the
 optimizer step. The workers' `Gate` can therefore wrap them as it wraps verl's (`workers/engine_workers.py` and
@@ -53,11 +53,11 @@ class Scores:
 
 
 class LabEngine:
-    """The policy, its optimizer and schedule; the passes that score and train it.
+    """The policy with its optimizer and schedule, and the passes that score and train it.
 
     Attributes:
         module: the weights, under their names in `verl_ext.lab.model`.
-        weights: the same as a dictionary, as the model takes them; they require gradients.
+        weights: the same as a dictionary for the model; they require gradients.
         use: the use of the sampler's top tokens; None if the rollout need not return them.
     """
 
@@ -80,7 +80,7 @@ class LabEngine:
     def score_old(self, prompts: Tensor, responses: Tensor, replayed: Tensor | None, top: TopTokens | None) -> Scores:
         """Returns the scores of compute_log_prob; see `score`.
 
-        They have a gradient: if the update's first mini-batch has the same trajectories, it reuses this forward pass.
+        They have a gradient: an update whose first mini-batch has the same trajectories reuses this forward pass.
         """
         scores = self._score(prompts, responses, replayed, top)
         self._kept = responses, scores
@@ -126,7 +126,7 @@ class LabEngine:
         return {"model_output": output, "metrics": metrics}
 
     def optimizer_step(self) -> float:
-        """Takes the step, as in verl only if the gradient's norm is finite; returns this norm before clipping."""
+        """Takes the step if the gradient norm is finite, as verl does; returns this norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self._clip)
         if norm.isfinite():
             self.optimizer.step()
@@ -158,7 +158,7 @@ class LabEngine:
         return score(self.weights, self._model, prompts, responses, replayed, top, truncated, self._trains_entropy)
 
     def _take_kept(self, responses: Tensor) -> Scores | None:
-        """Returns the scores of `score_old`, once, if they belong to these trajectories."""
+        """Returns the scores of `score_old` if they belong to these trajectories; only once."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and torch.equal(kept[0], responses) else None
 

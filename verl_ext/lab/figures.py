@@ -1,7 +1,7 @@
-"""The lab's page in the look of the report: the table, the findings, and the curves of all variants.
+"""The lab's page in the style of the report: the table, the findings, and the curves of all variants.
 
-A curve's line is the mean over the seeds, its band reaches from the lowest to the highest. Both end where the first run
-of the variant ended: after that they would cover only the remaining runs.
+A curve's line is the mean over the seeds; its band reaches from the lowest seed to the highest. Both end where the
+first run of the variant ended: after that they would cover only the remaining runs.
 """
 
 import warnings
@@ -95,7 +95,7 @@ def variant_looks(names: Sequence[str]) -> dict[str, Look]:
 
 
 def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.LayerChart | None:
-    """Draws the panel's metric for every variant that has it; None if none has it."""
+    """Draws the panel's metric for every variant that has it; returns None if no variant has it."""
     found = {name: [s for run in each if (s := run.get(panel.metric)) is not None] for name, each in runs.items()}
     found = {name: each for name, each in found.items() if each}
     if not found:
@@ -124,14 +124,14 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
 
 
 def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns mean, least and largest of [seeds, points], without NaN seeds; NaN where all are NaN.
+    """Returns mean, smallest and largest value over the seeds of [seeds, points], ignoring NaN; NaN where all are NaN.
 
-    On a logarithmic axis only of values above 0, with the geometric mean.
+    For a logarithmic axis, only values above 0 count, and the mean is geometric.
     """
     if log:
         values = np.where(values > 0, values, np.nan)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of points where all are NaN
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of points where all are NaN
         middle = np.exp(np.nanmean(np.log(values), axis=0)) if log else np.nanmean(values, axis=0)
         return middle, np.nanmin(values, axis=0), np.nanmax(values, axis=0)
 

@@ -1,4 +1,5 @@
-"""The runs of an experiment: a process each, forked from one that has the packages. Finished ones are not repeated."""
+"""The runs of an experiment: one process each, forked from a process that has imported the packages. Finished runs are
+not repeated."""
 
 import json
 import multiprocessing
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 METRICS, DONE, LOG = "metrics.jsonl", "done.json", "errors.log"
 RUN_FILES = ("metrics.*", DONE, LOG)  # written by a run, and removed before the next one in its folder
 # torch reads the first when it is imported. glibc reads the others when a process starts: without them it asks the
-# kernel for the memory of each tensor above 128 KiB, which the kernel clears. That took a tenth of a step.
+# kernel for the memory of each tensor above 128 KiB, and the kernel clears it, which took a tenth of a step.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
@@ -114,7 +115,7 @@ class GridResult:
 
 
 def run_missing(cells: Sequence[GridCell], out: Path, jobs: int | None, console: "Console") -> GridResult:
-    """Makes the runs that `out` does not have yet with these settings, and shows the progress.
+    """Runs the cells that `out` does not have yet with these settings, and shows the progress.
 
     Args:
         jobs: runs at a time; None for one per core.
@@ -167,8 +168,8 @@ class RunEnd:
 def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Generator[RunStep | RunEnd, None, None]:
     """Runs the cells, `jobs` at a time, and yields each step and each end as it comes.
 
-    A failing run does not stop the others. Close the iterator (`contextlib.closing`) to stop early: no process is left
-    then. Interrupted runs count as unfinished.
+    A failing run does not stop the others. To stop early, close the iterator (`contextlib.closing`): it ends all
+    processes. Interrupted runs count as unfinished.
 
     Args:
         run: `verl_ext.lab.arms.run_arm`, or another function of a module: the processes import it from there.
@@ -205,7 +206,7 @@ def _show_progress(
     """Shows the events of a grid until it ends: a bar in a terminal, elsewhere a line for each finished run.
 
     Args:
-        left: number of runs that the grid makes, of `runs` in total; the others were done before.
+        left: number of runs to make, of `runs` in total; the others were done before.
         steps: steps of a run.
     """
     from rich import progress
@@ -261,7 +262,7 @@ def _receive(events: Connection, cell: GridCell, process: ForkServerProcess) -> 
 
 
 def _prepare(run: RunArm) -> None:
-    """Starts the process that the runs are forked from. It imports the packages while the first run waits.
+    """Starts the process from which the runs are forked. It imports the packages while the first run waits.
 
     The runs have ENVIRONMENT and ignore Ctrl-C: the command decides which ones end.
     """

@@ -1,6 +1,6 @@
-"""The lab's actor: it does the work of a run's actor workers, with the lab's engine.
+"""The lab's actor, which does the work of a run's actor workers with the lab's engine.
 
-It converts a rollout and the training engine's scores to the forms that the plugin's step and the workers take.
+It converts a rollout and the training engine's scores to the inputs of the plugin's step and workers.
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them, P tokens of a prompt,
 L layers, K experts per token.
@@ -45,7 +45,7 @@ class LabBatch:
         prompts: [B, P].
         sampled: the rollout's result.
         rewards: [B].
-        keys: verl's ids of trajectories, `{uid}_{session}_{index}`.
+        keys: verl's trajectory ids, `{uid}_{session}_{index}`.
         lag: the age of the weights that sampled them, if the rollout reports it.
     """
 
@@ -62,20 +62,20 @@ class LabBatch:
         return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
     def packed(self, values: Tensor) -> Tensor:
-        """Returns [N, ...] of [B, T, ...]."""
+        """Returns the generated tokens' values, [N, ...], from [B, T, ...]."""
         return values[self.sampled.mask]
 
     def padded(self, values: Tensor) -> Tensor:
-        """Returns [B, T] of [N], 0 past the end."""
+        """Returns [B, T] from [N] values, 0 past the end."""
         return values.new_zeros(self.sampled.mask.shape).masked_scatter(self.sampled.mask, values)
 
     def token_rewards(self) -> Tensor:
-        """Returns [B, T], each reward on the response's last token, as verl has it."""
+        """Returns [B, T]: each reward on the response's last token, as in verl."""
         last = self.sampled.mask.sum(1, keepdim=True) - 1
         return torch.zeros(self.sampled.mask.shape).scatter(1, last, self.rewards.unsqueeze(1))
 
     def tokens(self, scored: Scores, agreement_N: Tensor | None) -> Tokens:
-        """Returns the response tokens as the plugin measures, weighs and filters them."""
+        """Returns the response tokens for the plugin to measure, weigh and filter."""
         return Tokens(
             l_infer=self.packed(self.sampled.l_infer),
             l_old=self.packed(scored.log_probs.detach()),
@@ -123,7 +123,7 @@ class Learner:
         self._reference = {name: value.detach().clone() for name, value in weights.items()}
 
     def score_old(self, batch: LabBatch) -> Scores:
-        """Returns the scores of compute_log_prob, under the present weights."""
+        """Returns the scores of compute_log_prob under the current weights."""
         replayed = batch.sampled.experts if self._replay_mode == "R3" else None
         return self.engine.score_old(batch.prompts, batch.sampled.responses, replayed, batch.sampled.top_tokens)
 
@@ -148,7 +148,8 @@ class Learner:
     def update_data(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
-        """Returns the batch that a run sends to its workers to update, as `LabWorker.train_mini_batch` wants it."""
+        """Returns the batch that a run sends to its workers for the update, in the form that
+        `LabWorker.train_mini_batch` takes."""
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),
@@ -195,7 +196,7 @@ class Learner:
 def compare_routing(batch: LabBatch, scored: Scores) -> tuple[Tensor, Tensor]:
     """Compares the experts of both engines at the response tokens: agreement [N], and the packed `RouterSums`."""
     P, T = batch.prompts.shape[1], batch.sampled.mask.shape[1]
-    rows = slice(P - 1, P - 1 + T)  # rows of the passes that predict them
+    rows = slice(P - 1, P - 1 + T)  # the passes that predict the response tokens
     rollout, used, own = (
         batch.packed(experts[:, rows])
         for experts in (batch.sampled.experts, scored.routing.stacked(), torch.stack(scored.routing.own, 2))

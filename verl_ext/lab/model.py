@@ -2,8 +2,8 @@
 
 The model is a function of a dictionary of weights, so that many versions of it can be kept. It is a pre-norm
 transformer with learned positions and experts in every layer. Weights have the layout of nn.Linear and of
-transformers' fused experts, so that rounding treats them as it would there. The rollout samples with a cache and
-records each token's experts.
+transformers' fused experts, so that rounding has the same effect as there. The rollout samples with a cache and records
+each token's experts.
 
 Shape legend: B rows (prompts), P tokens of a prompt, T of a response, S tokens of a pass, V vocabulary, L layers,
 E experts, K experts per token, d width, H heads, h width of a head, f width of an expert.
@@ -68,7 +68,7 @@ class ModelSettings:
 def init_weights(
     model: ModelSettings, vocabulary: int, positions: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """Returns random weights in float32; those that add to the residual stream are smaller the deeper the model is."""
+    """Returns random weights in float32; weights that add to the residual stream are smaller in deeper models."""
     d, f, E = model.hidden, model.expert_hidden, model.experts
     deep = math.sqrt(2 * model.layers)
 
@@ -96,12 +96,12 @@ def init_weights(
 
 @dataclass(frozen=True)
 class Faults:
-    """Ways in which a rollout engine computes another function than the training engine.
+    """Faults by which a rollout engine computes another function than the training engine.
 
     Attributes:
         router_dtype: dtype of the routers' weights, inputs and logits; None for the same as elsewhere.
         router_bias: [L, E], added to a router's logits for the choice of experts, but not for their weights.
-        positions_off: how much too large the position ids of a response's tokens are.
+        positions_off: by how much the position ids of a response's tokens are too large.
         leaks: whether a response also attends to the sequence before it in the batch, as in packing without a mask.
     """
 
@@ -157,12 +157,12 @@ def forward(
     It computes in the dtype of the weights.
 
     Args:
-        cache: the tokens before these; these are added to it.
+        cache: the earlier tokens; `tokens` are added to it.
         replayed: [B, S, L, K] experts to use. Their weights still come from the router, with gradient (R3).
     """
     start = cache.length if cache else 0
     places: slice | Tensor = slice(start, start + tokens.shape[1])
-    if faults.positions_off and start:  # only of the response, as after a prompt padded by one too many
+    if faults.positions_off and start:  # only for the response, as after a prompt with too much padding
         off = torch.arange(start, start + tokens.shape[1]) + faults.positions_off
         places = off.clamp(max=len(weights["positions"]) - 1)
     x = F.embedding(tokens, weights["embedding"]) + weights["positions"][places]
@@ -187,8 +187,8 @@ class RolloutEngine:
         lag: how many versions the newest and the oldest of `parts` are behind the policy; None if it is not reported.
         temperature, top_k, top_p: of the sampled distribution; top_k 0 means none.
         reported: the temperature of the returned log-probabilities; None for that of the sampled distribution.
-        respelled: share of the sampled tokens that are replaced by others for training.
-        misrouted: whether the returned experts of a trajectory are those of another one.
+        respelled: share of the sampled tokens that other tokens replace in training.
+        misrouted: whether a trajectory's returned experts are those of another trajectory.
         faults: the faults of its passes.
     """
 
@@ -285,7 +285,7 @@ def truncate_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
         descending, order = logits.softmax(-1).sort(-1, descending=True)
-        above = descending.cumsum(-1) - descending >= top_p  # the larger ones already reach it
+        above = descending.cumsum(-1) - descending >= top_p  # the larger ones already reach top_p
         logits = logits.masked_fill(torch.zeros_like(above).scatter(-1, order, above), -torch.inf)
     return logits
 
@@ -298,7 +298,8 @@ def _sample_loop(
     choose: Callable[[int, Tensor], Tensor],
     top_tokens: int = 0,
 ) -> Samples:
-    """Samples with a cache. `choose` takes t and the [B, V] log-probabilities of response token t; returns [B] ids."""
+    """Samples with a cache. `choose` takes t and the [B, V] log-probabilities of response token t, and returns [B]
+    ids."""
     B, P = prompts.shape
     # Allocated outside: a tensor made in inference_mode cannot be trained on.
     responses = torch.full((B, length), END)
@@ -333,7 +334,7 @@ def _sample_loop(
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
-    # Instead of rms_norm, which is seven kernels on a CPU; this is one.
+    # layer_norm instead of rms_norm: one kernel on a CPU instead of seven.
     return F.layer_norm(x, weight.shape, weight)
 
 

@@ -1,4 +1,4 @@
-"""The regimes: gaps between the training engine and the rollout. Each is a change of a `RolloutEngine`.
+"""The regimes: gaps between the training engine and the rollout. Each changes a `RolloutEngine`.
 
 A regime is a frozen dataclass. Its fields are the settings `lab.NAME` of the config, and `apply(engine, history)`
 returns the changed engine. Several regimes can be applied one after another.
@@ -21,7 +21,7 @@ MOST_MISSED = 1000  # updates whose weights are kept
 
 
 class History:
-    """The weights after each update, the newest last; as many as any regime needs."""
+    """The weights after each update, the newest last; it keeps as many as any regime needs."""
 
     def __init__(self, reach: int):
         self._versions: deque[Weights] = deque(maxlen=reach + 1)
@@ -88,7 +88,7 @@ def regimes_named(text: str) -> list[str]:
     """Parses `stale+quantized` into names; `exact` gives none.
 
     Raises:
-        ConfigError: one is not known.
+        ConfigError: a name is not known.
     """
     names = [name for name in text.split("+") if name != "exact"]
     for name in names:
@@ -139,7 +139,7 @@ class MissedSync(Regime):
 
     Attributes:
         update: the last update that reaches the rollout.
-        count: how many updates do not reach it; later ones do again. 0: no later update reaches it.
+        count: the number of updates that do not reach it, before updates arrive again; 0 for all later updates.
     """
 
     stands_for: ClassVar[str] = "a weight sync that does not arrive: a LoRA under the wrong name, a lost replica"
@@ -202,7 +202,7 @@ class PartialSync(Regime):
 @register_regime("scaled_update")
 @dataclass(frozen=True)
 class ScaledUpdate(Regime):
-    """The change of the weights by training arrives in the rollout multiplied by a factor."""
+    """The change of the weights in training arrives in the rollout multiplied by a factor."""
 
     stands_for: ClassVar[str] = "a LoRA that is merged or served with another alpha / rank than it was trained with"
 
@@ -276,7 +276,7 @@ class Truncated(Regime):
 
     Attributes:
         top_p, top_k: as in vLLM; top_k 0 means none.
-        known: the training engine knows the tokens that were kept, and normalises over them, as in a run with verl_ext.
+        known: whether the training engine normalises over the tokens that sampling kept, as in a run with verl_ext.
     """
 
     stands_for: ClassVar[str] = "top-p or top-k in the rollout, unknown to the training engine"
@@ -332,7 +332,7 @@ class RawLogProbs(Regime):
 @register_regime("router_dtype")
 @dataclass(frozen=True)
 class RouterDtype(Regime):
-    """The rollout's routers compute in bfloat16, all else in float32."""
+    """The rollout's routers compute in bfloat16, everything else in float32."""
 
     stands_for: ClassVar[str] = "routers in bfloat16 in one engine and in float32 in the other"
 
@@ -363,7 +363,7 @@ class RouterBias(Regime):
 @register_regime("wrong_weights")
 @dataclass(frozen=True)
 class WrongWeights(Regime):
-    """The experts of a layer are in another order, or a layer has the experts of its neighbour.
+    """In the rollout, the experts of a layer are in another order, or a layer has the experts of its neighbour.
 
     Attributes:
         layer: the number of the layer.
@@ -395,7 +395,7 @@ class WrongWeights(Regime):
 @register_regime("packed_leak")
 @dataclass(frozen=True)
 class PackedLeak(Regime):
-    """Tokens of a response also attend to the sequence before theirs."""
+    """Tokens of a response also attend to the previous sequence of the batch."""
 
     stands_for: ClassVar[str] = "packed sequences without a mask between them; a prefix cache of another prompt"
 
@@ -419,7 +419,7 @@ class PositionsOff(Regime):
 @register_regime("respelled")
 @dataclass(frozen=True)
 class Respelled(Regime):
-    """Training sees other tokens for a share of the sampled ones."""
+    """Training reads other tokens instead of a share of the sampled ones."""
 
     stands_for: ClassVar[str] = "retokenisation: text that is decoded and encoded again between rollout and training"
 
@@ -437,7 +437,7 @@ class Respelled(Regime):
 class Misrouted(Regime):
     """Each trajectory has the experts of another one, half a batch away."""
 
-    stands_for: ClassVar[str] = "routes that are replayed for other tokens: rows in another order, a cut that is off"
+    stands_for: ClassVar[str] = "routes that are replayed for other tokens: rows in another order, a slice that is off"
 
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, misrouted=True)

@@ -1,7 +1,7 @@
-"""The outcome of runs in numbers: one run, the seeds of a variant together, and all runs of an experiment.
+"""The outcome of runs in numbers: of one run, of a variant over its seeds, and of all runs of an experiment.
 
-A run has collapsed if the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards are 0
-and above. If the guard stopped a run early, before a collapse, its outcome is unknown: it has neither survived nor
+A run has collapsed if the mean of the reward over 20 steps is below half of the highest such mean so far. Rewards are
+at least 0. If the guard stopped a run early, before a collapse, its outcome is unknown: it has neither survived nor
 collapsed.
 """
 
@@ -38,7 +38,7 @@ COVERAGE = 0.95  # coverage of intervals over the seeds
 
 @dataclass(frozen=True)
 class Summary:
-    """One run. None means that the run did not log it, or was too short for it.
+    """One run in numbers. None means that the run did not log it, or was too short for it.
 
     Attributes:
         steps: the last step.
@@ -49,7 +49,7 @@ class Summary:
         k3_start, k3_before: mean k3 over the first steps, and shortly before the collapse, or at the end without one.
         dropped: mean share of tokens that the correction drops.
         dropped_with_k3: Spearman's rank correlation of this share with k3, over stretches of STRETCH_STEPS steps: 1 if
-            a mask drops more for a larger gap, below 0 if it drops less.
+            a mask drops more the larger the gap is, below 0 if it drops less.
         grad_norm_median, grad_norm_max: over the run.
         warned: the first step with a warning.
         warning: steps from `warned` to the step at which the reward began to fall; negative if the warning came late.
@@ -125,7 +125,8 @@ class Variant:
         return {seed: value for seed, run in self.runs.items() if (value := getattr(run, measure)) is not None}
 
     def mean(self, measure: str) -> Interval | None:
-        """Returns the mean over the seeds; no final reward if the guard stopped runs: the others are a selection."""
+        """Returns the mean over the seeds. None for the final reward if the guard stopped runs: the others are a
+        selection."""
         if measure == "final" and self.stopped:
             return None
         return interval(list(self.by_seed(measure).values()))
@@ -160,7 +161,7 @@ class Variant:
 
     @property
     def false_alarms(self) -> list[int]:
-        """The seeds that were warned, trained to their end, and did not collapse."""
+        """The seeds whose runs had a warning, trained to their end, and did not collapse."""
         return [seed for seed, run in self.runs.items() if run.false_alarm]
 
 
@@ -230,7 +231,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
 
 
 def ranked_variants(variants: Sequence[Variant]) -> list[Variant]:
-    """Returns the exact variant, then the others, the highest final reward first; those without one (stopped) last."""
+    """Returns the exact variant, then the others by final reward, the highest first; variants without one come last."""
 
     def place(variant: Variant) -> tuple[bool, float]:
         final = variant.mean("final")
@@ -255,7 +256,8 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def levels(series: Series) -> Series | None:
-    """Returns the mean of the last LEVEL_STEPS finite readings, from the WINDOWth on; None if there are fewer."""
+    """Returns the means of LEVEL_STEPS finite readings in a row, each at its last step; None if there are fewer
+    readings."""
     series = series.finite()
     if len(series.steps) < LEVEL_STEPS:
         return None

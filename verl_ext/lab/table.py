@@ -112,7 +112,7 @@ def legend(variants: Sequence[Variant]) -> str:
 
 
 def findings_of(variants: Sequence[Variant]) -> list[str]:
-    """Returns the findings in sentences, also if the seeds show nothing."""
+    """Returns the findings in sentences; there are some even if the seeds show no difference."""
     order = ranked_variants(variants)
     exact, none = variant_named(order, EXACT), variant_named(order, NONE)
     others = [variant for variant in order if variant.name not in (EXACT, NONE)]
@@ -132,7 +132,7 @@ def findings_of(variants: Sequence[Variant]) -> list[str]:
 
 
 def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: Sequence[str]) -> dict[str, Any]:
-    """Returns everything in the table, and the runs of every seed, for JSON; `about` comes first.
+    """Returns the contents of the table and the runs of every seed, for JSON; `about` comes first.
 
     A mean over seeds is {mean, low, high, seeds}, without low and high if there is one seed; null means not logged. A
     run that the guard stopped early is under `ended_early`; `collapsed` covers the runs whose outcome is known.
@@ -258,7 +258,7 @@ def _warning_cell(variant: Variant) -> str:
 
 
 def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
-    """Yields a line on the reward that the gap costs: what a method could win back."""
+    """Yields a line on the reward that the gap costs, which a method could win back."""
     if exact is None or none is None or (cost := exact.difference_to(none)) is None:
         return
     if cost.sure and cost.mean > 0:

@@ -47,7 +47,7 @@ class GraderSettings:
 
     Attributes:
         noise: share of the rewards that are replaced by a random one from 0 to 1.
-        length: added to the reward of a response of full length, right or wrong; to a shorter one in proportion.
+        length: a bonus for a response of full length, right or wrong; shorter ones get it in proportion.
         constant: whether every response gets the same reward.
     """
 
@@ -59,7 +59,7 @@ class GraderSettings:
         require(self, "noise", 0 <= self.noise <= 1, "must be from 0 to 1")
 
     def grade(self, right: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-        """Returns the rewards [B] that training gets instead of the `right` ones.
+        """Returns the rewards [B] that training gets instead of `right`.
 
         Args:
             lengths: [B], as shares of the longest response.

@@ -1,8 +1,8 @@
 """GRPO on a task of the lab: verl's step, with the same functions, in one process.
 
-The lab's engines sample, score and update. Measuring, judging, weighing, filtering and the loss are those of
-`verl_ext.trainer.run` and `verl_ext.workers.actor`: the same `Step`, `worker_loss`, in bypass mode `FirstPass`, the
-guard and its actions.
+The lab's engines sample, score and update. The code that measures, judges, weighs and filters, and the loss, are those
+of `verl_ext.trainer.run` and `verl_ext.workers.actor`: `Step`, `worker_loss`, in bypass mode `FirstPass`, the guard and
+its actions.
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them.
 """
@@ -62,10 +62,10 @@ class Setup:
 
 @dataclass
 class StepBatch:
-    """A batch as the step takes it (`verl_ext.trainer.step.Batch`): one block of tensors in memory.
+    """The batch that the step takes (`verl_ext.trainer.step.Batch`): one block of tensors in memory.
 
     Attributes:
-        tokens: the tokens as they were sampled and scored.
+        tokens: the tokens, sampled and scored.
         fields: the update's inputs by name, [B, T]; the step adds to them.
     """
 
@@ -200,7 +200,7 @@ class Training:
         return fields
 
     def advantages(self, batch: LabBatch) -> Tensor:
-        """Returns advantages [B, T] by the estimator that verl has registered under algorithm.adv_estimator."""
+        """Returns advantages [B, T] from the estimator that is registered in verl as algorithm.adv_estimator."""
         algorithm = self.setup.config.algorithm
         grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
         with session_keys(batch.keys):
@@ -227,7 +227,7 @@ class Training:
         return metrics
 
     def _canary_scores(self, batch: LabBatch) -> tuple[Tensor, list[Tensor]]:
-        """Returns both engines' log-probabilities, with their present weights, of the first trajectories of a batch."""
+        """Returns both engines' log-probabilities of a batch's first trajectories, with their current weights."""
         rows = slice(self.setup.stability.sync_canary.trajectories)
         prompts, responses, mask = (x[rows] for x in (batch.prompts, batch.sampled.responses, batch.sampled.mask))
         model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)

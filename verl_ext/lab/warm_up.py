@@ -15,7 +15,7 @@ from verl_ext.base.methods import require
 from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
 from verl_ext.lab.tasks import VOCABULARY, GraderSettings, TaskSettings, draw, rewards
 
-LOOK_EVERY, SAMPLED = 10, 128  # steps between two measurements of the reward, and answers that one uses
+LOOK_EVERY, SAMPLED = 10, 128  # steps between two measurements of the reward, and answers per measurement
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class WarmUpSettings:
         reward: the reward at which it ends.
         lr, batch: learning rate of Adam, and examples per step.
         balance: coefficient of the load-balancing loss, as in Switch Transformers (arXiv 2101.03961, eq. 4).
-        most_steps: a longer warm-up is an error.
+        most_steps: the number of steps after which a warm-up fails.
     """
 
     reward: float = 0.4
@@ -53,7 +53,7 @@ def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str,
     """Returns the weights that RL begins with, float32; from a file of `folder`, if an earlier run left them.
 
     Args:
-        length: the most tokens of a response.
+        length: the largest number of tokens of a response.
 
     Raises:
         ConfigError: the reward was not reached.

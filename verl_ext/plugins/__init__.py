@@ -1,1 +1,1 @@
-"""The plugins that verl and vLLM load in each of their processes, by the entry points of setup.py."""
+"""The plugins that verl and vLLM load in each of their processes, through the entry points of setup.py."""

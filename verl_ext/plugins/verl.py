@@ -1,7 +1,7 @@
 """The plugin that the `verl.plugins` entry point loads, in every process that imports verl.
 
-Most of these processes never compute a loss or build an engine, so nothing is imported here that verl has
-not imported already: each registration waits until the module that owns the registry is imported.
+Most of these processes never compute a loss or build an engine, so nothing is imported here that verl has not imported
+already. Each registration waits until the module that has the registry is imported.
 """
 
 import logging
@@ -22,8 +22,8 @@ SGLANG_SERVER = "verl.workers.rollout.sglang_rollout.async_sglang_server"
 
 
 def load() -> None:
-    """Installs the hooks; those of the agent loop and of the CPU platform only if the environment asks for them."""
-    # Importing these registers them; they may themselves be in the middle of being imported, by way of verl's registry.
+    """Installs the hooks; the hooks of the agent loop and of the CPU platform only if the environment asks for them."""
+    # Importing our losses registers them. verl's registry may have begun to import them already.
     register_post_import_hook(lambda _: import_module("verl_ext.workers.losses"), "verl.trainer.ppo.core_algos")
     register_post_import_hook(lambda _: register_estimators(), "verl.trainer.ppo.core_algos")
     agent_loop.install_changes()

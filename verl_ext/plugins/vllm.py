@@ -9,11 +9,12 @@ QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 
 
 def register() -> None:
-    """Installs calls of ours, a load format and, on CPU cores, the patches of `cpu.vllm`.
+    """Installs our engine calls, a load format and, on CPU cores, the patches of `cpu.vllm`.
 
-    All wait for the module they change or need, which only vLLM's worker processes import (but for a method of its
-    config, on CPU cores); a front-end process pays for nothing. A patch that no longer fits the installed vLLM raises
-    a `PatchError` out of that import, so that no engine starts without it. A second call in a process changes nothing.
+    Each waits for the module that it changes or needs. Only vLLM's worker processes import these modules (except vLLM's
+    config, which is patched on CPU cores), so a front-end process has no cost. A patch that no longer fits the
+    installed vLLM raises a `PatchError` from that import, so that no engine starts without it. A second call in a
+    process changes nothing.
     """
     engine_calls.answer_in_workers()
     register_post_import_hook(

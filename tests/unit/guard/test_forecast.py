@@ -137,13 +137,13 @@ def test_older_rollouts_are_no_missed_weight_sync_where_the_engines_part_is_seen
 @pytest.mark.parametrize(
     ("signal", "more", "said"),
     [
-        (K3, {"vllm_kl/k3/lag/0": 0.012}, " (of the engines alone: vllm_kl/k3/lag/0=0.012)"),
-        (K3, {"vllm_kl/engine/k3": 0.02}, " (of the engines alone: vllm_kl/engine/k3=0.02)"),
+        (K3, {"vllm_kl/k3/lag/0": 0.012}, " (engines only: vllm_kl/k3/lag/0=0.012)"),
+        (K3, {"vllm_kl/engine/k3": 0.02}, " (engines only: vllm_kl/engine/k3=0.02)"),
         (K3, {}, AGE_IN_IT),
         ("vllm_kl/prob_diff_mean", {}, AGE_IN_IT),
         ("vllm_kl/k3/lag/2", {}, ""),
         ("vllm_kl/engine/k3", {}, ""),
-        ("guard/steps_to_boundary", {MIXED: 0.0}, " (of the engines alone)"),
+        ("guard/steps_to_boundary", {MIXED: 0.0}, " (engines only)"),
         ("guard/growth_rate", {MIXED: 1.0}, AGE_IN_IT),
         ("guard/steps_to_boundary", {}, ""),
         ("critic/score/mean", {}, ""),
@@ -237,7 +237,7 @@ def test_it_is_over_when_half_of_what_was_lost_is_back():
     signals = {REWARD: death()[REWARD] + [0.24] * 20 + [0.4] * 20}
     _, events = walk(Guard(), signals)
     assert [event.action for event in events] == ["warn", "recover"]
-    assert events[-1].reason == "critic/score/mean is back at 0.28, half of what it had lost"
+    assert events[-1].reason == "critic/score/mean is back at 0.28: half of the loss is regained"
 
 
 def test_long_after_its_best_is_forgotten_the_run_is_still_dead():

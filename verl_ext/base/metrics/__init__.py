@@ -1,7 +1,7 @@
-"""Every metric once: name, meaning, unit, which way is better, who logs it and when.
+"""Every metric once: its name, meaning and unit, which direction is better, who logs it and when.
 
-Labels, units and directions in the report come from here, and so do the guard's checks of signals and the tables of
-docs/metrics.md.
+The report's labels, units and directions, the guard's checks of signals, and the tables of docs/metrics.md come from
+here.
 """
 
 from difflib import get_close_matches
@@ -20,7 +20,7 @@ OURS = tuple(prefix for prefix in _PREFIXES if prefix != "actor/")
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> Metric | None:
-    """The metric of this name, or the first family that it belongs to."""
+    """Returns the metric of this name, or the first family that has it; None if there is none."""
     return METRICS.get(name) or next((each for each in METRICS.values() if each.pattern.fullmatch(name)), None)
 
 

@@ -9,7 +9,7 @@ Scale = Literal["linear", "log"]
 Better = Literal["higher", "lower", ""]
 Worst = Literal["highest", "lowest", "largest", ""]
 When = Literal["before", "after", "validation", ""]
-NATS = "nats per token"  # the unit of every metric that is made of log-probabilities
+NATS = "nats per token"  # the unit of every metric that is computed from log-probabilities
 
 
 @dataclass(frozen=True)
@@ -17,16 +17,16 @@ class Metric:
     """A metric, or a family of them.
 
     Attributes:
-        name: as it is logged; in a family's, `*` stands for one part, `**` for all that follows, `{a,b}` for a or b.
+        name: as it is logged. In the name of a family, `*` matches one part, `**` all that follows, `{a,b}` a or b.
         meaning: a few words.
-        unit: "" for a number without one.
+        unit: "" for a number without a unit.
         better: which direction is better for the level of a run; "" if neither is.
         worst: which single reading of a run is the worst, "largest" by absolute value; "" if none is.
-        scale: "log" where runs are compared by their ratio, because single tokens move it by tens of times.
-        when: "before" the guard judges the batch, "after" that (with or after the update), or with a "validation";
-            "" where the members of a family differ.
-        rare: may be absent for many steps, so that a rule waits for it.
-        finite: the guard refuses to continue if it is NaN or infinite, with or without a rule.
+        scale: "log" if runs are compared by their ratio, because single tokens change the metric tenfold or more.
+        when: "before" the guard judges the batch, "after" that (with or after the update), or with a "validation"; ""
+            if the members of a family differ.
+        rare: whether it may be absent for many steps, so that a rule waits for it.
+        finite: whether the guard acts if it is NaN or infinite, even without a rule.
         label: its name in tables.
     """
 
@@ -53,7 +53,7 @@ class Section:
     """Metrics that are logged together.
 
     Attributes:
-        logged: which part logs them and when, in a paragraph.
+        logged: a paragraph about which part logs them and when.
         override: the setting that makes a run log them.
     """
 

@@ -9,7 +9,7 @@ AXES = "{prob,entropy,position,turn}"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
-# Not at every step: a batch may have no advantage of a sign, no trajectory of a lag, none that is rescored.
+# Not at every step: a batch may have no advantage of a sign, no trajectory of a lag, no rescored trajectory.
 rare = partial(Metric, rare=True)
 rare_after = partial(after, rare=True)
 rare_divergence = partial(divergence, rare=True)
@@ -17,7 +17,7 @@ rare_divergence = partial(divergence, rare=True)
 GAP = Section(
     "The gap between the engines",
     "Logged with `stability.metrics=true`, or if a feature reads them: a correction, a filter, a threshold, a rule, "
-    "dumped trajectories. They cover the response tokens that the model generated (m = 1).\n\n"
+    "a trajectory dump. They cover the response tokens that the model generated (m = 1).\n\n"
     "- **By bucket**, with `stability.breakdown=true` (the default), if more than one bucket of an axis is in use: "
     "`/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`. By the sign of the advantage too, except in bypass "
     "mode.\n"
@@ -25,7 +25,7 @@ GAP = Section(
     "how far the policy has moved since. The lag is the number of weight versions in between: `/lag/0` is the engines' "
     "part, `/lag/span` covers trajectories that several versions sampled.\n"
     "- **By server**, if the rollout has several: `/replica/00` to `/replica/63`, in the order that is printed at the "
-    "start, and `/node/00` alike.\n"
+    "start, and likewise `/node/00`.\n"
     "- **In bypass mode** they cover the first mini-batch of a step, after batch filters. They are logged with the "
     "update and not split by lag or server.",
     (
@@ -53,7 +53,7 @@ GAP = Section(
         divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", NATS),
         divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", NATS),
         Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
-        divergence("vllm_kl/chi2", "mean of k^2, less 1"),
+        divergence("vllm_kl/chi2", "mean of k^2, minus 1"),
         divergence(
             "vllm_kl/sequence_gap_mean",
             "mean of |mean of l_infer - l_old over a response|, which `geo_mask` and `opsm` bound",
@@ -62,7 +62,7 @@ GAP = Section(
         divergence("vllm_kl/sequence_gap_max", "largest |mean of l_infer - l_old over a response|", NATS),
         Metric(
             "vllm_kl/filled",
-            "responses with an l_infer that no sampler gives: above 0, or exactly 0 where exp(l_old) is below 0.5",
+            "responses with an l_infer that no sampler returns: above 0, or exactly 0 where exp(l_old) is below 0.5",
             "share",
             "lower",
         ),
@@ -72,7 +72,7 @@ GAP = Section(
         rare("vllm_kl/share/advantage/{positive,negative}", "tokens with an advantage of this sign", "share"),
         rare("vllm_kl/k1/advantage/{positive,negative}", "k1 of these tokens", NATS),
         rare_divergence("vllm_kl/k3/advantage/{positive,negative}", "k3 of these tokens", NATS),
-        rare("vllm_kl/advantage_skew", "k1 of positive advantages less k1 of negative ones", NATS, worst="largest"),
+        rare("vllm_kl/advantage_skew", "k1 of positive advantages minus k1 of negative ones", NATS, worst="largest"),
         rare("vllm_kl/share/lag/*", "tokens of trajectories that are this many versions old", "share"),
         rare("vllm_kl/k1/lag/*", "k1 of these tokens", NATS),
         rare_divergence("vllm_kl/k3/lag/*", "k3 of these tokens", NATS),
@@ -88,8 +88,10 @@ GAP = Section(
         rare_divergence("vllm_kl/engine/k3", "k3 of l_infer and l: the engines' part", NATS),
         rare_divergence("vllm_kl/engine/log_ratio_abs_mean", "mean |l_infer - l|", NATS),
         rare("vllm_kl/stale/k1", "mean of l - l_old: how far the policy has moved since", NATS),
-        rare("vllm_kl/stale/k3", "by how much that raises k3; it may lower it", NATS),
-        rare("vllm_kl/rescored", "trajectories measured by these five; engine and stale add up to their k1 and k3"),
+        rare("vllm_kl/stale/k3", "by how much that movement raises k3; negative if it lowers it", NATS),
+        rare(
+            "vllm_kl/rescored", "trajectories that these five metrics cover; engine and stale add up to their k1 and k3"
+        ),
     ),
     override="stability.metrics=true",
 )
@@ -103,8 +105,8 @@ TOP_TOKENS = Section(
     (
         divergence(
             "vllm_kl/head",
-            "KL(rollout || training) over the top tokens, all others as one: what k1 and k3 estimate, or a little "
-            "less, without their noise; with truncated sampling over the kept tokens",
+            "KL(rollout || training) over the top tokens, with all others as one. k1 and k3 estimate the same KL (or a "
+            "slightly larger one) with noise. With truncated sampling it is over the kept tokens",
             NATS,
             worst="highest",
             label="engine KL, top tokens",
@@ -113,7 +115,7 @@ TOP_TOKENS = Section(
         Metric(
             "vllm_kl/head_differs", "places where the training engine has another most likely token", "share", "lower"
         ),
-        Metric("vllm_kl/head_missing", "tokens of the model that came without top tokens", "share", "lower"),
+        Metric("vllm_kl/head_missing", "generated tokens without top tokens", "share", "lower"),
         after("actor/score_centering", "the term that centers the score, in the loss"),
     ),
     override="stability.top_tokens.k=32",
@@ -121,7 +123,7 @@ TOP_TOKENS = Section(
 
 CORRECTIONS = Section(
     "Corrections",
-    "Logged with a correction; in bypass mode with the update, as the gap is. IcePop's authors saw 1 to 2 per mille of "
+    "Logged with a correction; in bypass mode with the update, like the gap. IcePop's authors saw 1 to 2 per mille of "
     "the tokens dropped, rising during training ([their post](https://ringtech.notion.site/icepop), figure 10), and "
     "later a share that fell while the gap grew ([KPop](https://ringtech.notion.site/kpop)).",
     (
@@ -170,13 +172,13 @@ ROUTING = Section(
         ),
         Metric(
             "router/agreement/error",
-            "with `stability.router_agreement_share` below 1: its standard error as the agreement of the whole batch, "
-            "which lies within two of them in about 95% of steps",
+            "with `stability.router_agreement_share` below 1: standard error of the agreement as an estimate for the "
+            "whole batch, which lies within two of these in about 95% of steps",
             "share",
             "lower",
             label="standard error",
         ),
-        Metric("router/sampled", "with such a share: compared trajectories, of those with generated tokens", "share"),
+        Metric("router/sampled", "with such a share: compared trajectories among those with generated tokens", "share"),
         Metric("router/agreement/layer_*", "the agreement in one layer", "share", "higher", worst="lowest"),
         Metric(f"router/agreement/{AXES}/*", "the agreement of the bucket's tokens", "share", "higher"),
         rare(
@@ -199,8 +201,8 @@ ROUTING = Section(
         Metric("router/first_differs/layer_*", "tokens of which this layer is the first that differs", "share"),
         Metric(
             "router/margin_equal",
-            "gap between the k-th and the next score of the router's top-k, where T = I; if the engine's adapter sees "
-            "the scores",
+            "gap between the k-th and the next score of the router's top-k, where T = I; if the engine's adapter "
+            "records the scores",
         ),
         Metric("router/margin_differs", "the same where T != I"),
         Metric(
@@ -221,15 +223,15 @@ ROUTING = Section(
         ),
         Metric(
             "router/checked",
-            "trajectories whose routes have a checksum, made in the rollout's server; the workers compare it with what "
-            "arrives",
+            "trajectories whose routes have a checksum from the rollout's server; the workers compare it with the "
+            "routes that arrive",
             "share",
             "higher",
         ),
         Metric(
             "router/retracted",
             "with SGLang, trajectories that it retracted because its KV cache was full, and continued later: their "
-            "experts are from the pass that read their tokens again",
+            "experts come from the pass that read their tokens again",
             "share",
             "lower",
             label="retracted",
@@ -247,7 +249,8 @@ ANSWERS = Section(
     (
         Metric(
             "answers/looped",
-            "responses that end in a loop: their last 64 tokens or more repeat up to 256 tokens, four times or more",
+            "responses that end in a loop: at least their last 64 tokens repeat a period of up to 256 tokens, at "
+            "least four times",
             "share",
             "lower",
         ),
@@ -295,7 +298,7 @@ GUARD = Section(
     (
         after(
             "guard/skipped",
-            "updates skipped in this step: 0 or 1, where it has one",
+            "updates skipped in this step: 0 or 1, if it has one update",
             "share",
             "lower",
             label="updates skipped",
@@ -303,7 +306,7 @@ GUARD = Section(
         after("guard/skips", "updates skipped so far, over restarts", "updates", "lower"),
         after("guard/rollbacks", "rollbacks so far, over restarts", "rollbacks", "lower"),
         rare_after(
-            "guard/undos", "updates taken back so far, over restarts, where a rule can do that", "updates", "lower"
+            "guard/undos", "updates taken back so far, over restarts, if a rule can do that", "updates", "lower"
         ),
         rare_after("guard/lr_scale", "factor on the schedule's learning rate, if a rule can lower it"),
         rare_after("guard/threshold", "`stability.batch_skip.threshold`"),
@@ -311,23 +314,24 @@ GUARD = Section(
         rare_after(
             "guard/level", "the k3 above which the guard warns: `stability.guard.level`, once it is known", NATS
         ),
-        rare_after("guard/tightened", "1 while IcePop's band is narrowed, where a rule can do that"),
+        rare_after("guard/tightened", "1 while IcePop's band is narrowed, if a rule can do that"),
         rare("guard/growth_rate", "slope of log k3 over its last readings, from 8 on", "nats per step", "lower"),
         rare("guard/growth_rate_low", "lower end of the slope's interval", "nats per step"),
         rare("guard/growth_rate_high", "upper end of the slope's interval", "nats per step"),
         Metric(
             "guard/steps_to_boundary",
-            "until k3 passes the boundary, if it keeps growing like this; 0 past it, 1000 if no crossing is in sight",
+            "steps until k3 passes the boundary, if it keeps growing like this; 0 past it, 1000 if no crossing is in "
+            "sight",
             "steps",
             "higher",
         ),
         rare(
             "guard/growth_mixed",
-            "0 if that growth is only the engines' (lag 0, or rescored), 1 if it includes the rollouts' age",
+            "0 if that growth is of the engines' part only (lag 0, or rescored), 1 if it includes the rollouts' age",
         ),
         rare(
             "guard/mask_blind",
-            "1 while k3 grows significantly and fewer and fewer tokens are dropped, if `icepop` is a correction",
+            "with `icepop` as a correction, 1 while k3 grows significantly and fewer and fewer tokens are dropped",
             better="lower",
         ),
         rare("guard/collapsed", "1 while the reward has lost nine tenths of its best and stays there", better="lower"),
@@ -336,10 +340,10 @@ GUARD = Section(
 
 SYNC = Section(
     "The weight sync",
-    "Logged if the sync canary is on, after each checked sync, for the worst of the rollout engines. Training's "
-    "log-probabilities have moved since the last sync that arrived. The metrics are the share of that change that the "
-    "rollout's show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to rounding, 0 if nothing "
-    "arrived.",
+    "Logged if the sync canary is on, after each checked sync, for the worst of the rollout engines. Since the last "
+    "sync that arrived, training's log-probabilities have moved. The metrics give the share of that change that the "
+    "rollout's log-probabilities show too ([docs/guard.md](guard.md#a-weight-sync-that-did-not-happen)): 1 up to "
+    "rounding, 0 if nothing arrived.",
     (
         rare_after("sync/moved", "root mean square of the change in training, per token", NATS),
         rare_after("sync/arrived_low", "lower end of the share's interval", "share", "higher"),
@@ -353,20 +357,20 @@ SYNC = Section(
         ),
         rare_after(
             "sync/arrived_median",
-            "share of the median token, among the half of the tokens that training moved most; of the rollout engine "
+            "share of the median token, among the half of the tokens that training moved most; from the rollout engine "
             "where it is furthest from 1",
             "share",
         ),
         rare_after(
             "sync/arrived_spread",
-            "median distance of these tokens' shares from it: small if every token got the same share, as from an "
-            "update that was multiplied",
+            "median distance of these tokens' shares from that median: small if every token got the same share, as "
+            "when the update was multiplied",
             "share",
         ),
         rare_after(
             "sync/followed",
             "median movement of a token's score in the rollout since the last check, over that in training: 0 if its "
-            "weights stayed the same and its scores repeat exactly; the smallest of the rollout engines",
+            "weights stayed the same and its scores repeat exactly; of the rollout engine where it is smallest",
             "share",
         ),
     ),
@@ -387,9 +391,9 @@ UPDATE = Section(
             "k3 of l_infer against that policy; both over a few trajectories of the batch",
             NATS,
         ),
-        after("actor/gate/grad_norm", "the gradient's norm before clipping, if it has a limit"),
+        after("actor/gate/grad_norm", "the gradient norm before clipping, if the gate has a limit for it"),
         after("actor/icepop/dropped_low", "tokens below the band", "share"),
-        after("actor/icepop/dropped_high", "tokens above it", "share"),
+        after("actor/icepop/dropped_high", "tokens above the band", "share"),
         after("actor/opsm/dropped", "tokens dropped", "share"),
         after("actor/opsm/sequences_dropped", "responses dropped", "share"),
         after("actor/opsm/mismatch", "l_infer - l_old over a response: between the engines (bypass: 0)", NATS),
@@ -400,9 +404,13 @@ UPDATE = Section(
         after("actor/m2po/dropped", "tokens dropped", "share"),
         after("actor/m2po/second_moment", "mean of (l_theta - l_infer)^2 over tokens that move away", NATS),
         after("actor/llds/penalised", "tokens penalised", "share"),
-        after("actor/llds/penalty", "mean of max(0, l_old - l_theta) over all tokens, 0 where it does not count", NATS),
+        after(
+            "actor/llds/penalty",
+            "mean of max(0, l_old - l_theta) over all tokens, with 0 for tokens that are not penalised",
+            NATS,
+        ),
         after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
-        after("actor/router_shift/floored", "tokens at its floor", "share"),
+        after("actor/router_shift/floored", "tokens at the factor's floor", "share"),
         after("actor/filter_scale", "factor on sequence means, if filters dropped whole responses"),
         after("actor/router_own_agreement", "`router/own_agreement` of the update's own pass", "share", "higher"),
     ),

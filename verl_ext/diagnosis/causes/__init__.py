@@ -1,8 +1,8 @@
-"""The causes of a run's problems, one TOML file each. The report, the guard, `verl-ext probe` and `verl-ext doctor`
-name a cause in its words.
+"""The causes of a run's problems, one TOML file each. The report, the guard, `verl-ext probe` and `verl-ext doctor` use
+its texts.
 
-A file says how often each level of a finding comes with its cause, in words (`rank.WORDS`). docs/extend.md shows a
-file, and how a package brings its own.
+A file gives, for its cause, how often each level of a finding is seen, as a word (`WORDS`). docs/extend.md shows a
+file, and how a package adds its own.
 """
 
 import sys
@@ -28,20 +28,20 @@ ENTRY_POINTS = "verl_ext.causes"  # each names a package; its *.toml are causes,
 WORDS = {"always": 3.0, "often": 1.5, "sometimes": 0.0, "rarely": -1.5, "never": -4.0}  # points
 SUBJECTS = ("gap", "learning", "run")
 LEAST = 3.0  # points from which a cause is named
-APART = 2.0  # points by which two causes must differ in a level of some finding, unless they are listed as alike
+APART = 2.0  # points by which two causes must differ in some level of a finding, unless they are listed as alike
 
 
 class CauseError(UserError, ValueError):
-    """A file of a cause cannot be used; the message is one line and names the file."""
+    """The file of a cause cannot be used; the message is one line and names the file."""
 
 
 @dataclass(frozen=True)
 class ProbeReading:
-    """Something that `verl-ext probe` shows.
+    """An observation that `verl-ext probe` can make.
 
     Attributes:
         shows: the object of "it shows".
-        options: what the command needs for it, besides the overrides of the launch.
+        options: options that the command needs for it, in addition to the overrides of the launch.
     """
 
     shows: str
@@ -74,20 +74,19 @@ class Cause:
 
     Attributes:
         name: the name of its file.
-        title: what is wrong, a sentence without its dot.
-        about: "gap" if it makes the engines differ, "learning" if it is in the learning itself, "run" for the rest.
+        title: what is wrong, a sentence without the full stop.
+        about: "gap" if it makes the engines differ, "learning" if it concerns the learning itself, else "run".
         check: the one thing to look at.
         override: what to try, as overrides of `python -m verl_ext.main_ppo`; "" if no setting helps.
         moe_override: what to try in a mixture of experts; "" if that is `override` too.
         why: what the override does, a clause.
-        probe: names of the PROBE_READINGS that it may have; () if the probe cannot find it.
+        probe: names of the PROBE_READINGS that may show it; () if the probe cannot find it.
         doctor: the doctor's checks that find it in the settings of a launch.
-        harmless_if_close: it is rounding, which is no fault while the gap is as small as in sound runs.
-        a_correction_helps: a correction of the importance weights or replay makes the run sound again. It does not
-            repair other faults.
-        only_with: levels of findings, as `finding.level`; the cause is named only if one of them is seen. () if it
-            may be named by any evidence.
-        alike: other causes that no finding tells it from.
+        harmless_if_close: whether it is rounding, which is no fault while the gap is as small as in sound runs.
+        a_correction_helps: whether a correction of the importance weights, or replay, makes the run sound again.
+        only_with: levels of findings, as `finding.level`; the cause is named only if one of them is seen. () if any
+            evidence may name it.
+        alike: causes that no finding can separate from it.
         shows: finding -> level -> a word of WORDS.
     """
 
@@ -120,7 +119,7 @@ class Cause:
         return f"check {self.check}" + (f"; try {override}" if override else "")
 
     def points(self, finding: str, level: str) -> float:
-        """Returns the points of a level for this cause; a level that it does not list says nothing."""
+        """Returns the points of a level for this cause; 0 for a level that the cause does not list."""
         return WORDS[self.shows.get(finding, {}).get(level, "sometimes")]
 
 
@@ -136,7 +135,7 @@ TYPES = {str: "a text", list: "a list of texts", bool: "true or false"}
 
 
 def read_cause(file: Path) -> Cause:
-    """Reads the file of a cause, which is named after it.
+    """Reads the file of a cause; the file's name is the cause's.
 
     Raises:
         CauseError: the file cannot be read, a key is missing, unknown or of another type, or a finding, level or word
@@ -204,7 +203,8 @@ def _most_points(cause: Cause) -> float:
 
 
 def check_apart(causes: Sequence[Cause]) -> None:
-    """Raises CauseError if two causes differ by less than APART points in every level, and do not say that they do."""
+    """Raises CauseError if two causes differ by less than APART points in every level, and neither lists the other as
+    alike."""
     for one, other in combinations(causes, 2):
         if other.name in one.alike or one.name in other.alike:
             continue
@@ -255,9 +255,10 @@ def _installed_causes() -> Iterable[Path]:
 
 
 def settling_sentence(first: Cause, second: Cause | None = None) -> str:
-    """Returns the command that decides between two causes, and what it shows for each; "" if none decides.
+    """Returns the command that decides between two causes, and what it shows for each; "" if no command does.
 
-    The probe decides if the two have no reading in common; else the doctor, if one of its checks finds one of them.
+    The probe decides if the two have no reading in common; otherwise the doctor does, if one of its checks finds one of
+    them.
     """
     others = second.probe if second is not None else ()
     if first.probe and not set(first.probe) & set(others):

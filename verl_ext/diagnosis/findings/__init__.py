@@ -1,4 +1,4 @@
-"""What the numbers of a run show: one file a subject, each a row of small functions that `registry.finding` registers.
+"""Findings from the metrics of a run: one file per subject, with small functions that `registry.finding` registers.
 
 find_all(readings)["entropy_gone"]    Finding(level="gone", text="the entropy is 4% of what it was", step=31)
 """

@@ -1,4 +1,4 @@
-"""What the answers show: whether they grow or shrink, are cut at the limit, or pay by their length."""
+"""Findings about the answers: whether they grow or shrink, are cut at the limit, loop, or are rewarded for length."""
 
 import numpy as np
 
@@ -32,11 +32,11 @@ LASTING = 0.8  # share of the readings from the step on at which something began
 
 @once_a_run
 def cut_share(run: Readings) -> Series | None:
-    """Returns the share of answers that were cut at the limit of their length; verl's counts those as long as the
-    longest of their batch.
+    """Returns the share of answers that were cut at the length limit; verl's metric counts those as long as the longest
+    of their batch.
 
-    A run that does not log it shows it if all its answers have one length: the longest and the shortest, or the mean in
-    every step. No model ends its answers so.
+    If it is not logged, all answers of a step count as cut if the longest and the shortest have one length, the run's
+    largest; or if the mean length is the same in nearly all steps. No model ends its answers like that.
     """
     for name in (SURELY_CUT, CUT):
         if (logged := run.get(name)) is not None:
@@ -56,7 +56,7 @@ def cut_share(run: Readings) -> Series | None:
 
 @finding("answers_cut", "most many | few", family="cut", needs=(CUT,))
 def answers_cut(run: Readings) -> Seen:
-    """Answers are cut at the limit of their length, before they have said the result."""
+    """Answers are cut at the length limit, before they have given the result."""
     series = needed(cut_share(run))
     now = now_of(series)
     level = "most" if now >= MOST_CUT else "many" if now >= MANY_CUT else "few"
@@ -92,10 +92,10 @@ def cut_began(run: Readings) -> Seen:
 
 @finding("cut_and_low", "| yes no", family="cut_low", needs=(CUT, REWARD))
 def cut_and_low(run: Readings) -> Seen:
-    """Most answers are cut, and the reward is low: they are cut before they have said the result.
+    """Most answers are cut, and the reward is low: they are cut before they have given the result.
 
-    Answers of one length may all reach the limit and be complete. Low is the lowest quarter of the scale, which reaches
-    to the best reward of an answer, or to 1 if none is logged.
+    Answers of one length may all reach the limit and be complete. Low means the lowest quarter of the scale, whose top
+    is the best reward of an answer, or at least 1 if that is not logged.
     """
     cut, course = cut_share(run), course_of(run)
     if cut is None or course is None:
@@ -112,12 +112,12 @@ def cut_and_low(run: Readings) -> Seen:
 
 @once_a_run
 def _lengths(run: Readings) -> tuple[Series, float, float, float] | None:
-    """Returns the length, its first level, its shortest one before the end, and the level now."""
+    """Returns the length, its first level, its lowest level, and the level now."""
     series, reward = run.get(LENGTH), run.get(REWARD)
     if series is None or len(series.steps) < FEWEST_LENGTHS:
         return None
     if reward is not None and (reward.steps < series.steps[0]).mean() > 0.05:
-        return None  # a length that is logged only later says nothing of its growth
+        return None  # a length that is logged only later does not show its growth
     width = min(max(len(series.values) // 10, 1), 10)
     levels = np.lib.stride_tricks.sliding_window_view(series.values, width).mean(axis=1)
     if levels.min() <= 0:
@@ -127,9 +127,9 @@ def _lengths(run: Readings) -> tuple[Series, float, float, float] | None:
 
 @finding("length_exploded", "exploded | grew steady", family="length", needs=(LENGTH,))
 def length_exploded(run: Readings) -> Seen:
-    """Answers have grown to a multiple, while the reward does not grow with them or they are cut.
+    """Answers have grown to a multiple, and the reward did not rise with them or they are cut.
 
-    A sound run may think longer as it learns: its reward rises with the length.
+    In a sound run, answers may grow as it learns: the reward rises with the length.
     """
     found = needed(_lengths(run))
     series, first, shortest, now = found
@@ -148,7 +148,7 @@ def length_exploded(run: Readings) -> Seen:
 
 @finding("length_collapsed", "collapsed | no", family="length", needs=(LENGTH,))
 def length_collapsed(run: Readings) -> Seen:
-    """Answers have become very short, while the reward did not gain by it, or nothing is left of them."""
+    """Answers have become very short without a gain in reward, or nothing is left of them."""
     series, first, _, now = needed(_lengths(run))
     course = course_of(run)
     gained = course is not None and not course.falls and course.rise >= SURE
@@ -160,7 +160,7 @@ def length_collapsed(run: Readings) -> Seen:
 
 @finding("reward_pays_length", "| yes no", family="length_pays", needs=(LENGTH, REWARD, CUT))
 def reward_pays_length(run: Readings) -> Seen:
-    """Answers grow to the limit, and the reward with them: step by step, it follows the length."""
+    """Answers grow to the limit, and the reward follows their length step by step."""
     both = run.joined(LENGTH, REWARD)
     cut = run.get(CUT)
     if len(both) < 20 or cut is None:

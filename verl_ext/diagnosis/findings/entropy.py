@@ -1,4 +1,4 @@
-"""What the entropy of the policy shows."""
+"""Findings about the entropy of the policy."""
 
 import numpy as np
 
@@ -9,12 +9,12 @@ from verl_ext.diagnosis.series import Readings, Series, beginning_of, needed, no
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
 EXPLODED, ROSE = 3.0, 1.2  # times the lowest level, and times the start
-FLAT_ENTROPY = 1.0  # nats a token: an entropy above it, risen from below, is that of no language
+FLAT_ENTROPY = 1.0  # nats per token: an entropy that has risen above this is that of no language
 
 
 @finding("entropy_gone", "gone | low kept", family="entropy", needs=(ENTROPY,))
 def entropy_gone(run: Readings) -> Seen:
-    """The entropy is a small part of what it was, so that answers are alike."""
+    """The entropy is a small part of what it was: answers become alike."""
     series, start, now = _start_and_now(run)
     share = now / start
     text = f"the entropy is {share:.0%} of what it was ({start:.2g} to {now:.2g})"
@@ -25,7 +25,7 @@ def entropy_gone(run: Readings) -> Seen:
 
 @finding("sure_of_wrong", "| yes no", needs=(ENTROPY, REWARD, REWARD_MAX))
 def sure_of_wrong(run: Readings) -> Seen:
-    """Whether the policy has become sure while most of its answers are wrong: below half of what the best ones get."""
+    """Whether the policy has become sure while the mean reward is below half of what the best answers get."""
     series, reward, most = run.get(ENTROPY), run.late(REWARD), run.late(REWARD_MAX)
     if series is None or reward is None or most is None or most <= 0 or (start := beginning_of(series)) <= 0:
         return None

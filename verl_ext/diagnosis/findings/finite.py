@@ -1,4 +1,4 @@
-"""Whether the numbers are numbers, whether a correction is on, and what ended the run."""
+"""Findings about NaN and infinite numbers, about missing log-probabilities, corrections, and the end of the run."""
 
 import numpy as np
 
@@ -15,7 +15,7 @@ CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rol
 
 @finding("not_finite", "training rollout once | no", family="finite")
 def numbers_finite(run: Readings) -> Seen:
-    """Metrics are NaN or infinite: those of training, or only those that compare with the rollout."""
+    """Metrics are NaN or infinite: training's own, or only the metrics that compare it with the rollout."""
     training, gap = _bad(run, TRAINING), _bad(run, GAP)
     if not training and not gap:
         logged = [name for name in (*TRAINING, *GAP) if run.logged(name) is not None]
@@ -34,17 +34,17 @@ def numbers_finite(run: Readings) -> Seen:
 
 @finding("log_probs_filled", "some | none", family="filled", needs=(FILLED,))
 def log_probs_filled(run: Readings) -> Seen:
-    """Responses have values in place of log-probabilities that did not come."""
+    """Responses have filler values instead of missing log-probabilities."""
     series = run.need(FILLED)
     recent = series.values[-LEVEL_READINGS:]
     if not recent.any():
-        return "none", "every l_infer may be of a sampler"
+        return "none", "every l_infer may come from a sampler"
     text = f"{recent.mean():.2g} of the responses have an l_infer of 0 for an unlikely token, or above 0"
     return "some", text, int(series.steps[np.argmax(series.values > 0)])
 
 
 def lost_gap(run: Readings) -> tuple[str, int] | None:
-    """Returns the metric of the gap that was not a number first, and the step, if one is none in most of the last
+    """Returns the metric of the gap that was not finite first, and the step, if one is not finite in most of the last
     readings."""
     bad = _bad(run, GAP)
     return _earliest(bad) if any(_share_of_last(series) > OFTEN for series in bad.values()) else None

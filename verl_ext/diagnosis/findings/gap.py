@@ -1,9 +1,9 @@
-"""What compares the engines: how large the gap is, when it began and how it moves, which tokens have it.
+"""Findings about the gap: how large it is, when it began and how it moves, which tokens have it.
 
-The strongest fact is the mean of k. If l_infer is the log-probability with which a token was sampled, the mean of
-k = exp(l_old - l_infer) over the sampled tokens is 1, whatever else is wrong: old weights, rounding, another router.
-The metrics hold it as 1 + k3 - k1. A mean that is not 1 says that the rollout returned log-probabilities of another
-distribution than it sampled from, or that training reads other tokens than were sampled.
+The strongest fact is the mean of k. If l_infer is the log-probability with which a token was sampled, the mean of k =
+exp(l_old - l_infer) over the sampled tokens is 1, whatever else is wrong: old weights, rounding, another router. The
+metrics contain it as 1 + k3 - k1. If it is not 1, the rollout returned log-probabilities of another distribution than
+it sampled from, or training reads other tokens than the sampled ones.
 """
 
 from dataclasses import dataclass
@@ -29,21 +29,24 @@ from verl_ext.diagnosis.series import (
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LEVEL = "guard/level"
 STALENESS = "training/off_policy/trajectory_staleness/mean"
-LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` knows the models that have more
+LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` has the models with more
 BROKEN = 1.0  # k3 of engines that do not compute the same function
-AGREE = 1e-7  # k3 that float32 does not leave by itself
+AGREE = 1e-7  # larger k3 does not come from float32 rounding
 NOISE_ERRORS = 4.0  # standard errors that the noise of a mean stays below
-FROZEN, MOVED = 0.2, 0.05  # share of the gap in the first steps: there at once from FROZEN on, by updates up to MOVED
+FROZEN, MOVED = (
+    0.2,
+    0.05,
+)  # share of the gap in the first steps: from FROZEN on it was there at once, up to MOVED updates made it
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
-ONE_WAY = 0.1  # k3 below which rounding is to both sides; above it, it also makes sampled tokens less likely
+ONE_WAY = 0.1  # k3 below which rounding acts to both sides; above it, rounding also makes sampled tokens less likely
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
 SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
 RARE = 20.0  # times the mean gap of a trajectory
-LONG_AFTER = 20  # readings before a jump that no first weight sync explains
-WHOLE = 2.0  # nats a token over a whole trajectory: these are not the log-probs of its tokens
+LONG_AFTER = 20  # readings before a jump that the first weight sync cannot explain
+WHOLE = 2.0  # nats per token over a whole trajectory: such values are not the log-probs of its tokens
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
-RELATED = 0.5  # correlation of the probabilities that engines which compute the same function do not stay below
+RELATED = 0.5  # correlation of the probabilities; it is higher for engines that compute the same function
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,10 @@ class Measure:
     """A metric that compares the engines.
 
     Attributes:
-        words: what it is called in a sentence.
-        apart, broken: its values from which rounding no longer explains the gap, and from which the engines cannot
+        words: its name in a sentence.
+        apart, broken: the values from which rounding no longer explains the gap, and from which the engines cannot
             compute the same function.
-        power: of a value that makes it grow as k3 does.
+        power: the exponent that makes it grow as k3 does.
     """
 
     name: str
@@ -65,7 +68,7 @@ class Measure:
 
 
 # In order of preference. A gap of x in every token leaves |log k| = x and k3 = x^2 / 2. Rounding leaves larger tails:
-# sound runs of others have a mean |log k| of 0.003 to 0.023, and a mean difference of probabilities of 0.0013 to 0.006.
+# published sound runs have a mean |log k| of 0.003 to 0.023, and a mean difference of probabilities of 0.0013 to 0.006.
 MEASURES = (
     Measure(K3, "k3", LARGE, BROKEN),
     Measure(K1, "k1", LARGE, BROKEN),
@@ -79,12 +82,12 @@ SIZES = ("broken", "apart", "close", "none")  # of a gap, the worst first
 
 @dataclass(frozen=True)
 class Gap:
-    """The readings that the size of the gap is judged by.
+    """The readings by which the size of the gap is judged.
 
     Attributes:
-        measure: what was logged of MEASURES.
-        name: what it is called in sentences.
-        alone: whether it covers only the engines, in a run whose rollouts are older than the policy.
+        measure: the one of MEASURES that was logged.
+        name: its name in sentences.
+        alone: whether it covers only the engines' part, in a run whose rollouts are older than the policy.
     """
 
     series: Series
@@ -102,8 +105,8 @@ class Gap:
 def sound_level(run: Readings) -> float:
     """Returns the k3 that rounding stays below in sound runs: LARGE, or the level published for the model.
 
-    The guard logs its level. A level that is not in the table is the user's, or made from this run's own first steps,
-    and shows nothing about other runs. Some logs keep values in float32.
+    The guard logs its level. A level that is not in the table is the user's, or computed from this run's own first
+    steps, and shows nothing about other runs. The comparison is not exact, because some logs store float32.
     """
     logged = run.values(LEVEL)[-1:]
     return max((level for level in PUBLISHED if np.isclose(logged, level, rtol=1e-6, atol=0).any()), default=LARGE)
@@ -139,7 +142,7 @@ def _number(value: float) -> str:
 
 @finding("gap_level", "broken apart | close none", needs=(K3,))
 def gap_level(run: Readings) -> Seen:
-    """How large the gap is now, by the measure that speaks the clearest."""
+    """How large the gap is now, by the measure that shows it most clearly."""
     gap = gap_of(run)
     if gap is None:
         correlation = run.get(CORRELATION)
@@ -149,7 +152,7 @@ def gap_level(run: Readings) -> Seen:
         level = "broken" if now < RELATED else "apart" if now < 0.95 else "close"
         return level, f"the probabilities of the engines have a correlation of {now:.3g}"
     gaps = [gap] if gap.alone else _logged_gaps(run)
-    worst = min(gaps, key=lambda each: SIZES.index(_level_of(each, run)))  # of several, the first one
+    worst = min(gaps, key=lambda each: SIZES.index(_level_of(each, run)))  # the first of equal ones
     return _level_of(worst, run), f"{worst.name} is {_number(now_of(worst.series))} ({now_label(worst.series)})"
 
 
@@ -197,8 +200,8 @@ def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
 
 @finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(LOG_RATIO,))
 def gap_started(run: Readings) -> Seen:
-    """Whether the gap was there before the weights moved. Then the engines compute differently from the same weights.
-    If it came with the updates, the weights of the updates did not arrive."""
+    """Whether the gap was there before the weights moved. If so, the engines compute differently from the same weights.
+    If it came with the updates, these did not arrive in the rollout."""
     gap = gap_of(run)
     if gap is None or abs(now_of(gap.series)) ** gap.measure.power <= AGREE:
         return None
@@ -211,7 +214,7 @@ def gap_started(run: Readings) -> Seen:
         return "at_once", f"{size} was there before the weights moved, {left}"
     most, mean = run.late("vllm_kl/sequence_gap_max"), run.late("vllm_kl/sequence_gap_mean")
     if most is not None and mean and most > RARE * mean:
-        return None  # so few trajectories make it that the first steps may have had none of them
+        return None  # so few trajectories have the gap that the first steps may have had none of them
     text = f"{size} came with the updates: in the first steps it was {share:.1%} of what it is"
     if share > MOVED:
         return "in_part", text
@@ -220,12 +223,12 @@ def gap_started(run: Readings) -> Seen:
 
 @once_a_run
 def beginning(run: Readings) -> tuple[str, float] | None:
-    """Returns the size that shows best how a run began, and its first readings as a share of the last ones; None in a
-    resumed run.
+    """Returns the quantity that shows best how a run began, and its first readings as a share of the last ones; None in
+    a resumed run.
 
-    A policy that becomes certain closes its gap, or opens it, with equal weights. The routers' disagreement does not
-    depend on that. It counts if it is now more than rounding leaves. If it began at the level of rounding, the smaller
-    of the two shares counts.
+    As a policy becomes certain, its gap shrinks or grows even with equal weights. The routers' disagreement does not
+    depend on that. It is used if it is now larger than rounding leaves. If it began at the level of rounding, the
+    smaller of the two shares is used.
     """
     gap = None
     for name, power in ((LOG_RATIO, 1.0), (PROB_DIFF, 1.0), (K3, 0.5), (K1, 0.5)):
@@ -245,11 +248,11 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
     """Returns the first of these readings, [steps, 2], as a share of the last ones; None if it is not known.
 
     Steps whose rollouts are older than the policy are left out, because their gap includes the policy's own movement.
-    If all first steps are such steps, it is None unless even their gap was small. If the second or third reading is far
-    larger than those before it, the update before it made the gap.
+    If all first steps are such steps, the result is None unless even their gap was small. If the second or third
+    reading is far larger than those before it, the update before it made the gap.
 
     Args:
-        power: of the share, so that it is one of a mean |log k|.
+        power: the exponent that makes the readings grow as a mean |log k| does.
     """
     first = readings[:FIRST_READINGS][readings[:FIRST_READINGS, 0] <= FIRST_READINGS]
     stale = stale_steps(run)
@@ -319,7 +322,7 @@ def _largest_jump(heights: np.ndarray, floor: float) -> int | None:
 
 @finding("gap_grew", "grew | steady", needs=(K3,))
 def gap_grew(run: Readings) -> Seen:
-    """The gap is a multiple of what it was, and more than rounding; it grows, or has risen and stays."""
+    """The gap is a multiple of its first level, and more than rounding; it grows, or has risen and stays."""
     gap = needed(gap_of(run))
     if len(gap.heights) < 8:
         return None
@@ -349,7 +352,7 @@ def gap_spike(run: Readings) -> Seen:
     spikes = heights > max(SPIKE * usual, apart)
     if spikes.mean() > 0.34:
         return "none", "no single step has a far larger gap"
-    for i in np.flatnonzero(spikes):  # of those around it, too
+    for i in np.flatnonzero(spikes):  # it must also be far above the readings around it
         spikes[i] = heights[i] > SPIKE * np.median(np.delete(heights[max(i - 3, 0) : i + 4], min(i, 3)))
     if not spikes.any():
         return "none", "no single step has a far larger gap"
@@ -361,11 +364,11 @@ def gap_spike(run: Readings) -> Seen:
 
 
 def in_errors(values: np.ndarray) -> float | None:
-    """Returns the mean in its standard errors; None for too few values."""
+    """Returns the mean in units of its standard error; None for too few values."""
     if len(values) < 8:
         return None
     error = float(values.std(ddof=1)) / len(values) ** 0.5
-    scatters = error > 1e-12 * float(np.abs(values).max())  # by more than the rounding of equal readings
+    scatters = error > 1e-12 * float(np.abs(values).max())  # more than the rounding of equal readings
     return float(values.mean()) / error if scatters else 0.0
 
 
@@ -395,7 +398,7 @@ def mean_of_k(run: Readings) -> Seen:
 
 @finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, LOG_RATIO))
 def k1_sign(run: Readings) -> Seen:
-    """The sign of k1: a KL is not negative."""
+    """The sign of k1, which estimates a KL: a KL is not negative."""
     sign = in_errors(run.values(K1)[-4 * LEVEL_READINGS :])
     k3 = run.get(K3)
     if sign is None or (k3 is not None and now_of(k3) <= AGREE):
@@ -419,7 +422,7 @@ def leaning(run: Readings) -> float | None:
 
 @finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, LOG_RATIO))
 def gap_side(run: Readings) -> Seen:
-    """To which side the gap is: a sampled token less likely in training, or more."""
+    """The side of the gap: sampled tokens are less likely in training, or more likely."""
     side, k3 = leaning(run), run.late(K3)
     if side is None or k3 is None or k3 <= AGREE:
         return None
@@ -433,8 +436,8 @@ def gap_side(run: Readings) -> Seen:
 def by_probability(run: Readings) -> dict[str, float] | None:
     """Returns bucket of probability -> k1 / sqrt(2 k3): 1 or -1 if all its tokens move alike, 0 for noise.
 
-    Each is the mean of the last steps, whose ratios count as ALIKE at most: one token with other experts would decide a
-    batch, and a bucket with one token has a ratio of 1 or -1 whatever moves it.
+    Each value is a mean over the last steps, whose ratios are cut at ALIKE. Otherwise one token with other experts
+    would decide a batch.
     """
     found = {}
     for bucket in BUCKETS["prob"]:
@@ -454,8 +457,8 @@ def by_probability(run: Readings) -> dict[str, float] | None:
 def gap_by_probability(run: Readings) -> Seen:
     """Whether tokens of one probability move alike.
 
-    Tilted: unlikely tokens move one way and likely ones the other, all tokens of a bucket alike. Another layer's
-    weights may also move nearly certain tokens the other way; but they move all others alike.
+    Tilted: unlikely tokens move one way and likely ones the other, and all tokens of a bucket alike. Wrong weights in a
+    layer may also move nearly certain tokens the other way, but they move all others alike.
     """
     found, k3 = by_probability(run), run.late(K3)
     if found is None or k3 is None or k3 <= AGREE:
@@ -476,7 +479,7 @@ def gap_tokens(run: Readings) -> Seen:
     size, k3 = run.late(LOG_RATIO), run.late(K3)
     if not size or k3 is None or k3 <= AGREE:
         return None
-    ratio = k3 / size / size  # the square may be out of range
+    ratio = k3 / size / size  # dividing twice: the square may be out of range
     level = "few" if ratio >= 5 else "many"
     return level, f"{level} tokens make it: k3 is {ratio:.2g} times the squared mean |log k|"
 
@@ -490,7 +493,7 @@ def gap_tokens(run: Readings) -> Seen:
 def gap_trajectories(run: Readings) -> Seen:
     """Whether a few trajectories make the gap: the largest gap of a trajectory over the mean one.
 
-    Whole: over all tokens of a trajectory, the log-probs are off by WHOLE nats, while most trajectories are sound.
+    Whole: the log-probs of a trajectory are off by a mean of WHOLE nats per token, while most trajectories are sound.
     """
     most, mean = (run.late(f"vllm_kl/sequence_gap_{kind}") for kind in ("max", "mean"))
     k3 = run.late(K3)
@@ -505,7 +508,7 @@ def gap_trajectories(run: Readings) -> Seen:
 
 @finding("tokens_drifted", "some | none", family="drift", needs=("filter/retokenization_drift/drifted",))
 def tokens_drifted(run: Readings) -> Seen:
-    """Whether trajectories encode otherwise than they were sampled."""
+    """Whether trajectories encode to other tokens than the sampled ones."""
     drifted = needed(run.late("filter/retokenization_drift/drifted"))
     return ("some" if drifted > 0 else "none"), f"{drifted:.1%} of the trajectories encode otherwise than sampled"
 

@@ -1,4 +1,4 @@
-"""What the size of the updates shows: the gradient's norm, the policy's stride in a step, its way from the
+"""Findings about the size of the updates: the gradient norm, the policy's movement in a step, and its distance from the
 reference."""
 
 import numpy as np
@@ -8,19 +8,19 @@ from verl_ext.diagnosis.names import GRADIENT
 from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of, step_from
 
 REFERENCE, STRIDE, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/lr"
-LARGE = 100.0  # a norm that a mean over tokens does not have: the loss is a sum, or the gradient is wrong
+LARGE = 100.0  # larger than the norm of a mean over tokens: the loss is a sum, or the gradient is wrong
 SPIKE = 10.0  # times the median
 GREW = 10.0  # times the level before
-FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01, those of others below 0.008
-RUNAWAY = 3.0  # nats a token from the reference; sound runs of others stay below 1
-HIGH_RATE = 2e-4  # also of a LoRA; sound runs of others have 1e-7 to 1e-4
+FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01, published ones below 0.008
+RUNAWAY = 3.0  # nats per token from the reference; published sound runs stay below 1
+HIGH_RATE = 2e-4  # also for a LoRA; published sound runs have 1e-7 to 1e-4
 NOTHING = 1e-6
 FEWEST_KL = 5  # readings
 
 
 @finding("gradient_large", "large | usual", family="gradient", needs=(GRADIENT,))
 def gradient_large(run: Readings) -> Seen:
-    """The gradient's norm is far above what a mean over tokens leaves."""
+    """The gradient norm is far above that of a mean over tokens."""
     series = run.need(GRADIENT)
     now = now_of(series)
     text = f"the gradient's norm is {now:.3g}"
@@ -44,12 +44,12 @@ def gradient_grew(run: Readings) -> Seen:
 
 @finding("gradient_spike", "spike | none", needs=(GRADIENT,))
 def gradient_spike(run: Readings) -> Seen:
-    """Single gradients are many times the usual one."""
+    """Single gradients have many times the usual norm."""
     series = run.need(GRADIENT, fewest=4)
     sizes = np.abs(series.values)
     usual = float(np.median(sizes[sizes > NOTHING])) if (sizes > NOTHING).any() else 0.0
     past = sizes > SPIKE * usual
-    past[:2] = False  # an optimizer that warms up begins with some
+    past[:2] = False  # an optimizer that warms up may begin with large gradients
     if usual == 0 or not past.any() or past.mean() > 0.25:
         return "none", f"no gradient is more than {SPIKE:g} times the usual norm of {usual:.2g}"
     at = int(np.argmax(np.where(past, sizes, 0)))
@@ -84,10 +84,10 @@ def reference_kl_grew(run: Readings) -> Seen:
 
 @finding("stride", "far | near", needs=(STRIDE,))
 def stride(run: Readings) -> Seen:
-    """The policy moves far within a step, as the KL that verl logs of its updates.
+    """The policy moves far within a step, by the KL that verl logs in its updates.
 
-    With one update a step it has not moved when it is measured, and the KL is 0. In bypass mode, the KL is the gap of
-    the engines: steady from the first step.
+    With one update per step, the policy has not moved yet when it is measured, and the KL is 0. In bypass mode, the KL
+    is the gap of the engines, and is steady from the first step.
     """
     series = run.get(STRIDE)
     if series is None or not np.abs(series.values).any() or len(series.steps) < 5:

@@ -1,4 +1,4 @@
-"""What a finding is, and the table of all of them."""
+"""The definition of a finding, and the table of all findings."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from verl_ext.diagnosis.series import NotLoggedError, Readings
 
 @dataclass(frozen=True)
 class Finding:
-    """What the numbers of a run show in one respect.
+    """What the metrics of a run show in one respect.
 
     Attributes:
-        name: of the function that found it.
+        name: the name of its rule.
         level: one of the levels of this finding.
         text: the fact in numbers, a clause.
         step: the step at which it began or was largest; None if it has none.
-        notable: whether a reader should hear of it by itself; what is as usual only speaks for or against causes.
+        notable: whether it is worth reporting by itself; usual levels are only evidence for or against causes.
     """
 
     name: str
@@ -39,10 +39,10 @@ class FindingRule:
     """A function that finds something, as it was registered.
 
     Attributes:
-        family: findings of one family say the same in other numbers; only the strongest of them counts.
-        needs: the metrics that it is made of; it is asked for what is not logged.
+        family: findings of one family show the same in other numbers; only the strongest of them counts.
+        needs: the metrics that it is computed from; a report may ask for those that are not logged.
         levels: everything that it can find.
-        usual: the levels that are as in a sound run.
+        usual: the levels of a sound run.
     """
 
     name: str
@@ -63,9 +63,9 @@ def finding(
     returns None or raises NotLoggedError.
 
     Args:
-        levels: separated by blanks; those behind a `|` are as in a sound run, or say nothing by themselves.
-        family: of findings that say the same in other numbers; its own by default.
-        needs: the metrics that it is made of.
+        levels: separated by blanks; those after a `|` are as in a sound run, or mean nothing by themselves.
+        family: shared by findings that show the same in other numbers; its own by default.
+        needs: the metrics that it is computed from.
 
     Raises:
         ValueError: the name is taken.
@@ -108,6 +108,6 @@ def find_all(run: Readings) -> dict[str, Finding]:
 
 
 def notable(found: Mapping[str, Finding]) -> list[Finding]:
-    """Returns the findings that a reader should hear of, those with the earliest step first."""
+    """Returns the findings that are worth reporting, the earliest step first."""
     told = [each for each in found.values() if each.notable]
     return sorted(told, key=lambda each: (each.step is None, each.step or 0))

@@ -1,9 +1,9 @@
-"""What the reward shows: whether it rose, stands, fell or is the same for all answers.
+"""Findings about the reward: whether it rose, did not move, fell, or is the same for all answers.
 
 A level is the mean of WIDTHS readings in a row. Heights are measured from the bottom of the scale. The bottom is 0 if
 no reading is negative, the least reward of an answer if the run logs it, else the lowest level before the best.
 
-One rule judges a fall, in grades. It compares the level now with the best one:
+One rule with two grades judges a fall. It compares the level now with the best one:
 
     falls       the reward lost FALLS of its height and a quarter of what it had gained, by more than noise
     collapsed   it lost half of its height, and has not come back to BACK of it
@@ -36,13 +36,13 @@ SPREAD = "critic/score/std"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
 FEWEST_REWARDS = 5  # readings without which a reward cannot be judged
 SURE, LIKELY = 3.0, 2.0  # standard errors of a rise, and of a small rise
-# Standard errors of a loss, beyond what the best of so many levels exceeds the others by itself; of a long run, which
-# loses more surely.
+# Standard errors of a loss, beyond the excess that the best of so many levels has by chance; the second is for long
+# runs.
 LOST_SURE, LOST_SURER = 1.6, 2.2
 WIDTHS = (1, 2, 5, 10, 20)  # readings of a level
 FALLS, HALF, BACK = 0.2, 0.5, 0.8  # shares of the height
 OF_GAIN = 0.25  # share of what was gained
-FEW = 12  # readings up to which the order of the readings decides, because noise cannot be measured
+FEW = 12  # up to so few readings, their order decides, because noise cannot be measured
 SAME = 1e-6  # of the scale; a smaller spread is rounding
 SMALL = 0.05  # spread of the rewards, as a share of their mean: too little to learn from
 CEILING = 0.9  # share of what the best answers get
@@ -84,29 +84,30 @@ class Course:
 
     @property
     def label(self) -> str:
-        """What its levels are of, for the text next to the numbers."""
+        """What its levels are means of, for the text next to the numbers."""
         return f"means of {self.width} readings" if self.width > 1 else "single readings"
 
     @property
     def lost(self) -> float:
-        """What was lost since the best level, as a share of its height."""
+        """The loss since the best level, as a share of the height."""
         return (self.best - self.now) / self.height
 
     @property
     def of_gain(self) -> float:
-        """What was lost, as a share of what had been gained before."""
+        """The loss, as a share of the gain before it."""
         return (self.best - self.now) / max(self.best - self.lowest, self.height / 4)
 
     @property
     def surely(self) -> float:
-        """The loss, over what noise may make of the best of so many levels; it is lost from 1 on."""
+        """The loss over the largest loss that noise explains, given that the best of so many levels is high by
+        chance."""
         best_of_many = (2 * math.log(max(len(self.series.values) / self.width, 1))) ** 0.5
         sure = LOST_SURE if len(self.series.values) < ENOUGH else LOST_SURER
         return (self.best - self.now) / max((sure + best_of_many) * self.noise, SAME * self.height)
 
     @property
     def is_lost(self) -> bool:
-        """True if noise does not explain the loss; of few readings, whose noise is not known, by their order."""
+        """True if noise does not explain the loss. For few readings, whose noise is not known, their order decides."""
         values = self.series.values
         before, after = np.split(values, [int(np.argmax(values)) + 1])
         in_order = len(values) <= FEW and len(before) > 1 and len(after) >= FEWEST_REWARDS - 2
@@ -126,8 +127,8 @@ class Course:
 def course_of(run: Readings) -> Course | None:
     """Returns the course of the reward; None if there are too few readings.
 
-    Of several widths of a level, the one with the largest loss that is sure counts: a run may have died within a few
-    steps, or lose a little in many.
+    Among several widths of a level, the one with the largest sure loss counts: a run may have died within a few steps,
+    or lose a little over many.
     """
     series = run.get(REWARD)
     if series is None or len(series.steps) < FEWEST_REWARDS:
@@ -149,10 +150,14 @@ def _course(series: Series, run: Readings, width: int) -> Course:
         least = run.get(REWARD_MIN)
         bottom = min(float(np.median(least.values)), lowest) if least is not None else min(lowest, best - abs(best))
     around = values[max(at - 2, 0) : at + max(width, 3) + 2]
-    if np.median(around) - bottom < HALF * (around.mean() - bottom):  # seldom above the bottom: high by chance
+    if np.median(around) - bottom < HALF * (
+        around.mean() - bottom
+    ):  # rarely above the bottom: the level is high by chance
         noise = max(noise, float(around.std()) / width**0.5)
     edged = np.concatenate([values[:1], values, values[-1:]])
-    short = np.median([edged[:-2], values, edged[2:]], axis=0)  # of three readings: an odd one is no return
+    short = np.median(
+        [edged[:-2], values, edged[2:]], axis=0
+    )  # medians of three readings: a single high one is not a recovery
     above = np.flatnonzero(short >= (best + now) / 2)
     fell = min(int(above[-1]) + 1, len(values) - 1) if above.size else at + width - 1
     return Course(
@@ -178,8 +183,8 @@ def _level_means(values: np.ndarray, width: int) -> np.ndarray:
 def _rise(values: np.ndarray) -> float:
     """Returns the surest rise from the first readings to the last third, in its standard errors.
 
-    A run that learns at once shows it in its first reading only, a noisy one in thirds. Because two places are looked
-    at, and one reading may be odd, a single reading has to be surer.
+    A run that learns at once shows it only in its first readings, a noisy run in thirds. Because two starts are tried,
+    and few readings may be odd, the shorter start has to be surer.
     """
     n = len(values)
     third = max(n // 3, 1)
@@ -195,7 +200,7 @@ def _rise(values: np.ndarray) -> float:
 
 @finding("reward_constant", "constant | varies", family="reward_spread", needs=(REWARD_MAX, REWARD_MIN))
 def reward_constant(run: Readings) -> Seen:
-    """All answers get the same reward, so that nothing can be learnt from it: at any level but the highest one seen."""
+    """All answers get the same reward, below the highest one seen, so that nothing can be learnt from it."""
     series, rows = run.get(REWARD), _rows_of_spread(run)
     if series is None or not len(rows):
         return None
@@ -210,8 +215,8 @@ def reward_constant(run: Readings) -> Seen:
 
 
 def _rows_of_spread(run: Readings) -> np.ndarray:
-    """Returns [steps, 2] a step, and the spread of the rewards of its answers. If nothing logs a spread, that of the
-    steps' means around their median; no rows for too few steps."""
+    """Returns [steps, 2]: a step, and the spread of the rewards of its answers. If no spread is logged, it is the
+    distance of the step's mean from the median of all; no rows for too few steps."""
     bounds = run.joined(REWARD_MAX, REWARD_MIN)
     if len(bounds):
         return np.column_stack([bounds[:, 0], bounds[:, 1] - bounds[:, 2]])
@@ -237,7 +242,7 @@ def reward_fell(run: Readings) -> Seen:
 
 @finding("reward_peaked", "peaked | still_best", family="reward", needs=(REWARD,))
 def reward_peaked(run: Readings) -> Seen:
-    """The best level came in the middle of the run, and is lost again."""
+    """The best level was reached during the run, and is lost again."""
     course = needed(course_of(run))
     if course.falls and course.best - course.first > FALLS * course.height:
         return "peaked", f"the reward was best at step {course.best_step}, at {course.best:.2g}", course.best_step
@@ -246,7 +251,7 @@ def reward_peaked(run: Readings) -> Seen:
 
 @finding("fall_came_back", "| yes no", needs=(REWARD,))
 def fall_came_back(run: Readings) -> Seen:
-    """The reward once fell to less than half of its best level, and came back in part."""
+    """The reward once fell below half of its best level, and came back in part."""
     course = course_of(run)
     if course is None or len(course.series.values) < 20 or course.series.values.min() < 0:
         return None
@@ -279,7 +284,7 @@ def reward_flat(run: Readings) -> Seen:
 
 @finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, REWARD_MAX))
 def reward_gain(run: Readings) -> Seen:
-    """How much of what the best answers get was gained."""
+    """How much of the possible gain, up to the reward of the best answers, was made."""
     early, late, best = run.early(REWARD), run.late(REWARD), run.late(REWARD_MAX)
     if early is None or late is None or best is None or best <= early:
         return None
@@ -325,10 +330,10 @@ def groups_dead(run: Readings) -> Seen:
 
 @finding("group_size", "small | enough", needs=(DEAD_GROUPS, REWARD))
 def group_size(run: Readings) -> Seen:
-    """The groups are too small for the rate of success: so many have no spread though the prompts are neither always
-    nor never solved.
+    """The groups are too small for the success rate: most have no spread, although prompts are neither always nor never
+    solved.
 
-    With a rate of success p, a group of n independent answers has no spread with probability p^n + (1 - p)^n.
+    With a success rate p, a group of n independent answers has no spread with probability p^n + (1 - p)^n.
     """
     share, reward, most, least = (run.late(name) for name in (DEAD_GROUPS, REWARD, REWARD_MAX, REWARD_MIN))
     if share is None or reward is None or most is None or least is None or most <= least:
@@ -350,11 +355,11 @@ def advantages(run: Readings) -> Seen:
 
 @finding("prompts_matter", "no | unclear yes", family="prompts", needs=(PROMPT_EFFECT,))
 def prompts_matter(run: Readings) -> Seen:
-    """Whether rewards depend on the prompt: those of a grader that does not tell right from wrong do not.
+    """Whether rewards depend on the prompt. They do not if the grader cannot separate right answers from wrong ones.
 
-    F of the rewards by prompt is 1 if they do not. Without it, batches are compared with coin tosses: prompts are not
-    equally hard, so that the mean of a batch scatters more than the rewards of single answers explain (1.3 to 3 times
-    in the lab).
+    F of the rewards by prompt is then 1. If F is not logged, batches are compared with coin tosses: prompts are not
+    equally hard, so the mean of a batch scatters more than the rewards of single answers explain (1.3 to 3 times in the
+    lab).
     """
     effect = run.values(PROMPT_EFFECT)
     if len(effect) >= 2 * LEVEL_READINGS:
@@ -367,7 +372,7 @@ def prompts_matter(run: Readings) -> Seen:
 
 
 def _reward_scatter(run: Readings) -> float | None:
-    """Returns the variance of the batches' mean reward, as a share of that of coin tosses."""
+    """Returns the variance of the batches' mean reward, as a multiple of that of coin tosses."""
     rewards, tokens = run.values(REWARD), run.values("router/tokens")
     most, least, length = run.values(REWARD_MAX), run.values(REWARD_MIN), run.values(LENGTH)
     if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * LEVEL_READINGS:

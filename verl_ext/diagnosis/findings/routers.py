@@ -1,8 +1,8 @@
-"""What the routers of both engines chose: how much they disagree, from which layer on, and which tokens that costs.
+"""Findings about the routers of both engines: how much they disagree, from which layer on, and which tokens it affects.
 
-Rounding moves routers and probabilities both a little. Another function (another layer's weights, positions, a mask)
-moves probabilities much further than it moves routers. If the routers agree, the difference lies behind the last of
-them: the head, the temperature, a cut of the distribution.
+Rounding moves both routers and probabilities a little. A different function (wrong weights in a layer, positions, a
+mask) moves probabilities much further than routers. If the routers agree, the difference lies behind the last router:
+the head, the temperature, a truncated distribution.
 """
 
 from itertools import pairwise
@@ -14,8 +14,8 @@ from verl_ext.diagnosis.series import Readings, needed, once_a_run
 
 AGREEMENT, OWN, LAYERS = "router/agreement", "router/own_agreement", "router/agreement/layer_"
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
-SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 where only choices differ, at least 4.4 for positions
-ROUTER = "router/"  # begins the name of every metric of a mixture of experts' routers
+SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 if only choices differ, at least 4.4 for other positions
+ROUTER = "router/"  # begins the name of every metric of routers
 
 
 def is_moe(run: Readings) -> bool:
@@ -65,7 +65,7 @@ def routers_differ(run: Readings) -> Seen:
     """How many experts the routers of the two engines choose differently."""
     share = differ(run)
     if share is None or (replayed(run) and share > 0.3) or (share <= 0 and run.get(OWN) is None):
-        return None  # experts that were all replayed agree, and nothing shows what the router would have chosen
+        return None  # replayed experts all agree, and nothing shows what the router would have chosen
     text = f"routers choose {share:.2%} of the experts differently"
     if share > ROUNDED:
         return ("much" if share > 0.2 else "in_part" if share >= 0.05 else "a_little"), text
@@ -79,7 +79,7 @@ def routers_differ(run: Readings) -> Seen:
     needs=(LAYERS + "00", LAYERS + "01"),
 )
 def routers_depth(run: Readings) -> Seen:
-    """Whether routers differ in the first layer already, or more the deeper the layer."""
+    """Whether routers differ already in the first layer, or more in deeper layers."""
     layers = by_layer(run)
     if len(layers) < 2 or layers[-1] <= ROUNDED or differ(run) is None:
         return None
@@ -114,7 +114,7 @@ def routers_start(run: Readings) -> Seen:
 
 @finding("gap_per_choice", "| small usual large", family="per_choice", needs=(AGREEMENT, K3))
 def gap_per_choice(run: Readings) -> Seen:
-    """How large the gap is for the disagreement of the routers."""
+    """How large the gap is compared with the disagreement of the routers."""
     ratio = per_choice(run)
     if ratio is None or (replayed(run) and (differ(run) or 0) > 0.3):
         return None
@@ -128,7 +128,7 @@ def gap_per_choice(run: Readings) -> Seen:
 def gap_alike(run: Readings) -> Seen:
     """The share of the gap that belongs to tokens with the same experts in all layers.
 
-    A token that replaces the sampled one is predicted from the same states, by the same experts. A cause that changes
+    If a token replaces the sampled one, it is predicted from the same states, by the same experts. A cause that changes
     the states also changes some experts.
     """
     differs, equal, size = run.late("router/any_layer_differs"), run.late("router/gap_equal"), run.late(LOG_RATIO)

@@ -14,13 +14,13 @@ from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, Series
 
 FURTHER = 2.0  # times the k3 of the others
 FEWEST = 8  # readings
-FALSE_ALARMS = 1e-3  # of all servers together
-SAME = 0.8  # of a server's excess, in its whole node: then it is the node
+FALSE_ALARMS = 1e-3  # probability, for all servers together
+SAME = 0.8  # share of a server's excess: if its whole node has more than this, the node is named
 
 
 @dataclass(frozen=True)
 class Excess:
-    """The k3 of a server, or of a node, over the others'.
+    """How far the k3 of a server, or of a node, is above the others'.
 
     Attributes:
         ratios: for each step, log(its k3 / the median of the others').
@@ -34,10 +34,10 @@ class Excess:
 
 @finding("server_differs", "one | alike", needs=(f"{K3}/replica/01",))
 def server_differs(run: Readings) -> Seen:
-    """One server's tokens, or one node's, have a far larger gap than the others', by more than noise.
+    """The tokens of one server or node have a far larger gap than the others', by more than noise.
 
-    All servers get prompts at random, so their gaps have one level. A few servers that differ are told apart from the
-    median of the others.
+    All servers get prompts at random, so their gaps have one level. A server is compared with the median of the others,
+    which a few deviating servers do not move.
     """
     replicas, nodes = _by_server(run, "replica"), _by_server(run, "node")
     if len(replicas) < 2:
@@ -49,7 +49,7 @@ def server_differs(run: Readings) -> Seen:
     if node is not None and node.level > SAME * furthest.level:
         furthest = node
     text = f"k3 of {furthest.where} is {np.exp(furthest.level):,.1f} times that of the others"
-    # It begins where the sum of what follows, less half of the excess in each step, is largest.
+    # It begins at the step from which the sum of (ratio minus half of the excess) is largest.
     after = np.cumsum((furthest.ratios.values - furthest.level / 2)[::-1])[::-1]
     return "one", text, int(furthest.ratios.steps[after.argmax()])
 

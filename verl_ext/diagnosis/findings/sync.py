@@ -1,4 +1,4 @@
-"""What the checks of the weight syncs show: which share of an update arrives in the rollout."""
+"""Findings from the checks of the weight syncs: which share of an update arrives in the rollout."""
 
 import numpy as np
 
@@ -6,10 +6,16 @@ from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import LOG_RATIO
 from verl_ext.diagnosis.series import FIRST_READINGS, Readings
 
-OFTEN = 0.1  # share of the looks that find more than a whole update; one can, if many tokens change their experts
-SAME = 0.05  # spread of the tokens' shares over their median: up to 0.05 of multiplied updates, 0.054 and more of parts
+OFTEN = (
+    0.1  # share of the checks that find more than a whole update; a single one can, if many tokens change their experts
+)
+SAME = (
+    0.05  # spread of the tokens' shares over their median: up to 0.05 for multiplied updates, 0.054 and more for parts
+)
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
-STILL = 0.01  # movement of the rollout's scores over training's: 0 in the lab after a lost sync, 0.1 or so for a part
+STILL = (
+    0.01  # movement of the rollout's scores over training's: in the lab 0 after a lost sync, 0.1 after a partial one
+)
 LOW, HIGH = "sync/arrived_low", "sync/arrived_high"
 
 
@@ -17,7 +23,7 @@ LOW, HIGH = "sync/arrived_low", "sync/arrived_high"
     "updates_arrived", "multiplied part scattered none nothing_moves | all unclear", family="sync", needs=(LOW, HIGH)
 )
 def updates_arrived(run: Readings) -> Seen:
-    """The share of the last updates that arrived: the median of the last three looks."""
+    """The share of the last updates that arrived: the median of the last three checks."""
     looks = run.joined(LOW, HIGH)[:, 1:]
     if not len(looks):
         return None
@@ -37,11 +43,10 @@ def updates_arrived(run: Readings) -> Seen:
 
 
 def scaled(run: Readings, looks: np.ndarray) -> float | None:
-    """Returns the share of an update that arrived for every token alike, if that is not 1.
+    """Returns the share of an update that arrived, if all tokens got the same share and it is not 1.
 
-    Only multiplied updates arrive by more than 1. A share below 1 is judged by the first looks, when updates are
-    small: a multiplied update then moves each token by the same share, whereas a part of an update moves some tokens
-    and not others. Looks before which training had not moved are left out.
+    Only multiplied updates arrive with a share above 1. A share below 1 is judged by the first checks, when updates are
+    small: a multiplied update then moves each token by the same share, whereas a partial update moves only some tokens.
     """
     more = looks[looks[:, 0] > 1.1]
     if len(more) > OFTEN * len(looks) and (len(more) > 1 or len(looks) <= FIRST_READINGS):
@@ -53,7 +58,7 @@ def scaled(run: Readings, looks: np.ndarray) -> float | None:
 
 
 def _scatters(run: Readings) -> bool:
-    """Returns True if tokens get different shares of the updates since one last arrived, and ever more so.
+    """Returns True if tokens get different shares of the updates since one last arrived, and the differences grow.
 
     If the rollout's weights stay the same, the spread in nats is noise, and noise does not grow.
     """
@@ -66,9 +71,9 @@ def _scatters(run: Readings) -> bool:
 
 
 def _is_still(run: Readings) -> bool:
-    """Returns True if the rollout gives the same tokens the same scores as at the check before.
+    """Returns True if the rollout gives the same tokens the same scores as at the previous check.
 
-    Only looks at which the updates had moved more than the gap may hide are counted.
+    Only checks after updates that moved more than the gap may hide are counted.
     """
     followed = run.joined("sync/followed", HIGH)[-FIRST_READINGS:, 1]
     return bool(len(followed)) and float(np.median(followed)) < STILL
