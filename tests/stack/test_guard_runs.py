@@ -145,5 +145,8 @@ def test_a_server_that_rounds_its_weights_is_named(with_faults):
         assert step["vllm_kl/share/replica/00"] + step["vllm_kl/share/replica/01"] == pytest.approx(1)
         assert step["vllm_kl/k3/replica/01"] > 2 * step["vllm_kl/k3/replica/00"]
         assert step["router/agreement/replica/01"] < step["router/agreement/replica/00"]
+    for step in run.steps:
+        assert step["answers/looped"] == step["vllm_kl/filled"] == 0
+        assert 0 < step["answers/cut"] <= step["response_length/clip_ratio"], "some of the longest end by themselves"
     assert not any("/node/" in name for name in run.steps[-1]), "there is one"
     assert suspected_causes(run)[0] == "one_server"

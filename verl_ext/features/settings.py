@@ -323,8 +323,8 @@ class Switches:
             The launch writes it.
         metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
             or dumped trajectories turn them on too.
-        breakdown: log `vllm_kl/*` by probability, entropy, position and turn too. In every asynchronous mode they are
-            logged by lag as well, whatever this is.
+        breakdown: log `vllm_kl/*` by probability, entropy, position, turn and server of the rollout too. In every
+            asynchronous mode they are logged by lag as well, whatever this is.
         batch_skip: when to skip the update of a batch.
         guard: rules on logged signals, and the guard's other actions.
         kl_denominator: the policy that `actor.kl_loss_type=unbiased` assumes sampled the tokens: `infer`, the rollout
