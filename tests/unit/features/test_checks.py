@@ -218,7 +218,7 @@ def rule(action):
         ),
         (
             ["stability=none", "stability.filters={too_stale:{versions:2}}"],
-            "filters.too_stale drops by the age of the rollouts, and trainer.v1.trainer_mode=sync has none",
+            "filters.too_stale drops rollouts by their lag, which is always 0 with trainer.v1.trainer_mode=sync",
         ),
         (
             ["stability=none", "stability.rescoring.every=5"],
