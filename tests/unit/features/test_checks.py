@@ -165,7 +165,7 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.kl_denominator=old"],
-            "stability.kl_denominator=old is only for the unbiased KL",
+            "stability.kl_denominator=old acts only with the unbiased KL",
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
         (
@@ -223,7 +223,7 @@ def rule(action):
         (
             ["stability=none", "stability.rescoring.every=5"],
             "stability.rescoring.every=5 scores rollouts again that are older than the policy, and "
-            "trainer.v1.trainer_mode=sync has none older than that",
+            "trainer.v1.trainer_mode=sync has no older rollouts",
         ),
         (
             ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
@@ -259,7 +259,7 @@ def rule(action):
         ),
         (["stability=none", "stability.guard.slow_step_s=5"], "nothing of stability.* is on; set"),
         (["stability=none", "stability.plugins=[json]"], "nothing of stability.* is on; set stability.plugins=[]"),
-        (["stability=none", "stability.kl_denominator=old"], "is only for the unbiased KL"),
+        (["stability=none", "stability.kl_denominator=old"], "acts only with the unbiased KL"),
         (
             ["stability=none", "stability.router_agreement=true", f"{BYPASS}=true"],
             "stability.router_agreement=true compares the experts of compute_log_prob, which does not run",
@@ -309,8 +309,8 @@ def test_rescoring_where_verl_copies_weights(compose, models):
     check(compose, f"actor_rollout_ref.model.path={models}/moe", "actor_rollout_ref.rollout.name=vllm", *separate)
     config = compose(*separate)
     for setting, value, said in (
-        ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights where algorithm.rollout_correction"),
-        ("actor_rollout_ref.actor.strategy", "torchtitan", "verl copies no weights of actor.strategy=torchtitan"),
+        ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights with algorithm.rollout_correction"),
+        ("actor_rollout_ref.actor.strategy", "torchtitan", "verl copies no weights with actor.strategy=torchtitan"),
     ):
         changed = config.copy()
         OmegaConf.update(changed, setting, value)
