@@ -95,7 +95,7 @@ def hooks(context: Context) -> Iterable[CheckResult]:
         return
     features = features_of(context.config)
     if not features.demands:
-        yield note("nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
+        yield note("no feature of stability.* is switched on", "verl runs unchanged; see docs/methods.md")
     for line in table_lines(features):
         yield ok(f"{line.name}: {line.setting} ({line.where})")
     for row in left_out(features):

@@ -23,7 +23,7 @@ def sizes(context: Context) -> Iterable[CheckResult]:
     Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
     if context.strategy not in STRATEGIES:
-        why = f"batches, lengths and ranks were not checked: sizes are known only of {', '.join(STRATEGIES)}"
+        why = f"batches, lengths and ranks were not checked: sizes are known only for {', '.join(STRATEGIES)}"
         yield note(f"{ACTOR}.strategy={context.strategy}", why)
         return
     shape = context.shape

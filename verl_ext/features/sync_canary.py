@@ -28,7 +28,7 @@ def canary_settings(run: RunFeatures) -> SyncCanarySettings:
     speculative decoding, where vLLM gave wrong prompt log-probs (vLLM issue 53488).
 
     Source: `PPOTrainerSeparateAsync` of verl 0.9.1 refuses the naive transfer; the other trainers use only that. In
-    verl issue 7495, no sync of `separate_async` delivered a LoRA; in PR 7014, a merged LoRA arrived without its adapter.
+    verl issue 7495, no sync of `separate_async` delivered a LoRA; in verl PR 7014, a merged one lacked its adapter.
     """
     asked = run.stability.sync_canary
     if asked.trajectories is not None:

@@ -148,7 +148,7 @@ def test_the_machine_of_the_run_lacks_a_package(findings):
 
 def test_with_kernels_transformers_goes_on_without_flash_attention(findings):
     (found,) = findings("imports", LOGGER, gpu=H100, **has("vllm", "peft", "kernels"))
-    assert found.level == "warning" and "fetches a kernel from the Hub" in found.why
+    assert found.level == "warning" and "downloads a kernel from the Hub" in found.why
 
 
 def test_its_override_makes_the_finding_go_away(findings):

@@ -257,8 +257,8 @@ def rule(action):
             ["stability=router_shift_loss", *NOT_MEASURED, "stability.guard.boundary.window=9"],
             "stability.guard.boundary.window=9 has no effect: the gap is not measured",
         ),
-        (["stability=none", "stability.guard.slow_step_s=5"], "nothing of stability.* is on; set"),
-        (["stability=none", "stability.plugins=[json]"], "nothing of stability.* is on; set stability.plugins=[]"),
+        (["stability=none", "stability.guard.slow_step_s=5"], "no feature of stability.* is on; set"),
+        (["stability=none", "stability.plugins=[json]"], "no feature of stability.* is on; set stability.plugins=[]"),
         (["stability=none", "stability.kl_denominator=old"], "acts only with the unbiased KL"),
         (
             ["stability=none", "stability.router_agreement=true", f"{BYPASS}=true"],
