@@ -1,7 +1,7 @@
 """The installed engines' switches for reproducible results, for runs that expect no mismatch at all.
 
-With its switch, an engine's results do not depend on what else is in a batch. `stability=zero_mismatch` measures whether
-both engines then compute the same.
+With its switch, an engine's results do not depend on what else is in a batch. `stability=zero_mismatch` measures
+whether both engines then compute the same.
 """
 
 from collections.abc import Iterable

@@ -224,7 +224,7 @@ def test_the_table_says_whether_it_fits_and_what_is_largest(command, capsys):
 def test_without_the_plugin_there_is_one_line_on_how_to_see_what_it_takes(command, capsys):
     assert command("recipe=qwen3_30b_a3b") == 0
     printed = capsys.readouterr().out
-    assert "no feature of the plugin is switched on; to see its cost, add what you would switch on" in printed
+    assert "no feature of the plugin is switched on; to see its cost, add the features" in printed
     assert "costs less" not in printed and "controller" not in printed
     assert command("recipe=qwen3_30b_a3b", "--json") == 0
     assert json.loads(capsys.readouterr().out)["plugin"]["helps"] == []
