@@ -1,8 +1,8 @@
-"""Drop-in for `verl.trainer.main_ppo`: the same overrides, and the group `stability=`.
+"""Replaces `verl.trainer.main_ppo`: takes the same overrides, and `stability=`.
 
     python -m verl_ext.main_ppo stability=icepop <your overrides for verl.trainer.main_ppo>
 
-With nothing of `stability` switched on, it runs verl's own entry point unchanged.
+If no feature of `stability` is on, verl runs unchanged.
 """
 
 import hydra

@@ -1,7 +1,7 @@
 """A launch: runs all checks that need no GPU, then verl trains with our task runner.
 
-verl, Ray and torch take seconds to import. They come after the checks that do not need them, so that a wrong setting is
-reported in one or two seconds.
+verl, Ray and torch take seconds to import, so they are imported after the checks that do not need them. A wrong setting
+is reported in one or two seconds.
 """
 
 import io
@@ -71,7 +71,7 @@ def run_or_stop(config: DictConfig, task_runner: Callable[[], type]) -> None:
 
 
 def _underlying(error: Exception, config: DictConfig) -> Exception:
-    """Returns the error that ended the run, without the errors of Ray that carried it here."""
+    """Returns the error that ended the run, without Ray's errors around it."""
     if "ray" not in sys.modules:
         return error
     from ray.exceptions import RayActorError, RayTaskError
@@ -85,7 +85,7 @@ def _underlying(error: Exception, config: DictConfig) -> Exception:
 
 
 def _who_died(said: str) -> str:
-    """Returns name, process and node, and the cause if Ray knows it, from Ray's long message."""
+    """Returns the actor's name, process and node from Ray's long message, and the cause if it has one."""
     properties = dict(re.findall(r"^\t(\w+): (.+)$", said, flags=re.MULTILINE))
     who = ", ".join(f"{key} {properties[key]}" for key in ("name", "pid", "ip") if key in properties)
     cause = said.splitlines()[-1].partition(" Some common causes")[0].strip(" .")
@@ -93,7 +93,7 @@ def _who_died(said: str) -> str:
 
 
 def stop(error: UserError) -> NoReturn:
-    """Ends with the error's one line instead of a stack trace of frames that are not the user's."""
+    """Ends the process with a one-line error instead of a stack trace."""
     if ray := sys.modules.get("ray"):
         ray.shutdown()
     print(f"verl_ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -103,8 +103,8 @@ def stop(error: UserError) -> NoReturn:
 def start(entry: Callable[[], None]) -> None:
     """Calls Hydra's entry point with our changes to the arguments.
 
-    Python buffers lines that go into a file or a pipe, and Ray's driver prints those of the workers
-    (`ray._private.worker.print_worker_logs`). A hanging run prints little, so each line is flushed at once.
+    Flushes each line at once: Python buffers lines that go into a file or a pipe, the workers' too, which Ray's driver
+    prints (`ray._private.worker.print_worker_logs`). The last lines of a hanging run would be missing.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)

@@ -1,8 +1,8 @@
-"""`verl-ext submit`: runs on a Ray cluster, through Ray's job API.
+"""`verl-ext submit`: submits runs to a Ray cluster through Ray's job API.
 
-The files of a job must outlive the cluster's temporary folders, so every run has a folder of its own (`--run-dir`, on
-a file system that the nodes share): checkpoints, metrics, the guard's events and Hydra's output go there. A job that is
-submitted again with the same folder resumes from its last whole checkpoint.
+A run's files must outlive the cluster's temporary folders. Checkpoints, metrics, the guard's events and Hydra's output
+therefore go to `--run-dir`, a folder per run on a file system that all nodes share. A run that is submitted again with
+the same folder resumes from its last complete checkpoint.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from verl_ext.base.printable import printable
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes; a name of
-# letters can also be one of its constants.
+# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
+# is one of the grammar's constants.
 PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
 CONSTANTS = ("null", "true", "false", "inf", "nan")
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
@@ -120,9 +120,9 @@ def add_submit_parser(commands: Any) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """The request to Ray: the command of the driver, the environment of every process, and metadata.
+    """The request to Ray: the driver's command, the environment of every process, and metadata.
 
-    `elsewhere` lists what the run writes outside of its folder; "" if nothing.
+    `elsewhere` lists what the run writes outside its folder; "" if nothing.
     """
 
     entrypoint: str
@@ -140,15 +140,15 @@ def build_job(
     image: str | None = None,
     env: Sequence[str] = (),
 ) -> Job:
-    """Builds the job of one run.
+    """Builds a run's job.
 
     Args:
         overrides: as for `python -m verl_ext.main_ppo`.
         run_dir: an absolute path, the same on every node.
-        working_dir: a local folder that is sent to every node and becomes the current one there; None sends nothing.
+        working_dir: a local folder that is sent to every node and becomes the current folder there; None sends nothing.
         pip: requirements to install on every node; `${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}` is the folder sent.
-        image: a container image with verl and verl_ext in it.
-        env: KEY=VALUE, or KEY for the value that it has here. Every process gets exactly this value.
+        image: a container image that has verl and verl_ext.
+        env: KEY=VALUE, or KEY for its value on this machine. Every process gets exactly this value.
 
     Raises:
         ConfigError: an argument cannot work.
@@ -186,21 +186,21 @@ def build_job(
 
 
 def shown(job: Job, env: Sequence[str]) -> dict[str, Any]:
-    """Returns the request without the values that the user gave with `env`: they may be secrets."""
+    """Returns the request to print, without the values of `env`, which may be secrets."""
     hidden = {item.partition("=")[0]: "(hidden)" for item in env}
     runtime_env = job.runtime_env | {"env_vars": job.runtime_env["env_vars"] | hidden}
     return {"entrypoint": job.entrypoint, "runtime_env": runtime_env}
 
 
 def _check_text(run_dir: str) -> None:
-    if "$" in run_dir:  # Ray expands variables in what it sets for a process, OmegaConf interpolations in the overrides
+    if "$" in run_dir:  # Ray expands variables in the environment, OmegaConf interpolations in the overrides
         raise ConfigError(f"--run-dir={run_dir} must be the folder itself, without a $: Ray and Hydra would replace it")
     if run_dir.encode(errors="ignore").decode() != run_dir or "\0" in run_dir:
         raise ConfigError(f"--run-dir={printable(run_dir)} must be a path in UTF-8; choose another name")
 
 
 def _settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Key -> value of the overrides, without Hydra's plus signs."""
+    """Returns key -> value of the overrides, without Hydra's plus signs."""
     pairs = (override.partition("=") for override in overrides)
     return {key.lstrip("+"): value for key, _, value in pairs}
 
@@ -212,26 +212,26 @@ def _elsewhere(given: dict[str, str]) -> str:
 def _variable(item: str) -> tuple[str, str]:
     key, equals, value = item.partition("=")
     if not key:
-        raise ConfigError("--env needs a name: --env KEY=VALUE, or --env KEY for the value that it has here")
+        raise ConfigError("--env needs a name: --env KEY=VALUE, or --env KEY for its value on this machine")
     if not equals:
         if key not in os.environ:
-            raise ConfigError(f"--env {key} has no value here; give one: --env {key}=VALUE")
+            raise ConfigError(f"--env {key} has no value on this machine; give one: --env {key}=VALUE")
         value = os.environ[key]
     if REFERENCE.search(value):
         raise ConfigError(
-            f"--env {key}: Ray would replace a part of its value, which has a $ before a name or a brace; set {key} on "
-            f"every node before `ray start`, and leave out --env {key}"
+            f"--env {key}: its value has a $ before a name or a brace, which Ray would replace; set {key} on every "
+            f"node before `ray start`, and leave out --env {key}"
         )
     return key, value
 
 
 def connect(address: str) -> "JobSubmissionClient":
-    """Returns the cluster's client, with this user's token if there is one, as `ray start` has it.
+    """Returns the cluster's client. Uses this user's token if there is one, as `ray start` does.
 
     Raises:
-        ConfigError: no job server answers there, or it requires a token that this machine lacks.
+        ConfigError: no job server answers at the address, or it requires a token that this machine lacks.
     """
-    malformed = f"--address {address} is not a dashboard's address; it has the form http://HOST:8265"
+    malformed = f"--address {address} is not a dashboard's address, which has the form http://HOST:8265"
     if not address.startswith(("http://", "https://")):
         raise ConfigError(malformed)
     token = Path.home() / ".ray" / "auth_token"
@@ -247,7 +247,7 @@ def connect(address: str) -> "JobSubmissionClient":
             f"the Ray head at {address} requires a token: copy ~/.ray/auth_token of the machine that started it to "
             f"{token}, or set RAY_AUTH_TOKEN and RAY_AUTH_MODE=token"
         ) from error
-    except ValueError as error:  # requests and urllib3 raise it for a host or port that cannot be one
+    except ValueError as error:  # from requests and urllib3, for an impossible host or port
         raise ConfigError(malformed) from error
     except (ConnectionError, RuntimeError) as error:
         raise ConfigError(
@@ -257,7 +257,7 @@ def connect(address: str) -> "JobSubmissionClient":
 
 
 def follow(client: "JobSubmissionClient", job_id: str) -> int:
-    """Prints the job's log until it ends; returns the exit code of its driver. Ctrl-C leaves the job running."""
+    """Prints the job's log until the job ends; returns its driver's exit code. Ctrl-C leaves the job running."""
     try:
         asyncio.run(_print_log(client, job_id))
         return _exit_code(client, job_id)
@@ -326,7 +326,7 @@ def _run(arguments: argparse.Namespace) -> int:
         env=arguments.env,
     )
     if job.elsewhere:
-        print(f"verl-ext submit: written outside of {arguments.run_dir}: {job.elsewhere}", file=sys.stderr)
+        print(f"verl-ext submit: not in {arguments.run_dir}: {job.elsewhere}", file=sys.stderr)
     if arguments.dry_run:
         print(json.dumps(shown(job, arguments.env), indent=2))
         return 0
@@ -338,7 +338,7 @@ def _submit(client: "JobSubmissionClient", job: Job, job_id: str | None, detach:
         entrypoint=job.entrypoint, runtime_env=job.runtime_env, metadata=job.metadata, submission_id=job_id
     )
     what = "everything else that" if job.elsewhere else "everything"
-    folder = printable(job.metadata[RUN_DIR])  # for `resume`, as the cluster has it
+    folder = printable(job.metadata[RUN_DIR])  # `resume` has it from the cluster
     print(f"verl-ext submit: {job_id} submitted; {what} it writes goes to {folder}", file=sys.stderr)
     return 0 if detach else follow(client, job_id)
 
@@ -383,7 +383,7 @@ def _resume(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.job} was not submitted by verl-ext submit")
     if info.status not in DONE:
         raise ConfigError(f"{arguments.job} is {info.status}; stop it first: verl-ext submit stop {arguments.job}")
-    # The folder that was sent with the first submission is still in the cluster under the URI in its metadata.
+    # The cluster still has the working folder of the first submission, under the URI in runtime_env.
     job = Job(info.entrypoint, dict(info.runtime_env or {}), dict(info.metadata))
     return _submit(client, job, None, arguments.detach)
 
@@ -394,10 +394,10 @@ def _first_line(message: str | None) -> str:
 
 
 def override(key: str, value: str) -> str:
-    """Returns `key=value` that Hydra reads back as this string: no list, number, null, function or sweep.
+    """Returns `key=value`, quoted if Hydra would otherwise read the value as a list, number, null, function or sweep.
 
-    OmegaConf runs after Hydra, and reads `${...}` as an interpolation even in quotes. No escape survives: verl resolves
-    its config in place, which undoes the escape, and reads it again. Callers refuse such a value before.
+    Callers refuse a value with `${...}`. OmegaConf interpolates it even in quotes, and no escape survives: verl
+    resolves its config in place, which undoes the escape, and reads it again.
     """
     if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
         return f"{key}={value}"

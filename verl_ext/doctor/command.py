@@ -1,4 +1,4 @@
-"""`verl-ext doctor`: its options, and what it prints. The checks are imported when it runs: --help must not wait."""
+"""`verl-ext doctor`: its options and its output. The checks are imported only when it runs, so that --help is fast."""
 
 import argparse
 import json
@@ -18,15 +18,15 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green
 COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
 DOCTOR = """\
-Check this installation and, with overrides, the run that they describe, before anything starts: versions, plugins,
-hooks of verl_ext that attach or fail, and settings that are known to make rollout and training disagree. It starts
-neither Ray nor vLLM, and reads the model's config and tokenizer if they are on this machine. It runs code that the
-config names only with --trust.
+Check this installation and, with overrides, the run that they describe, before anything starts: versions, plugins, the
+hooks of verl_ext, and settings that are known to make rollout and training disagree. The command starts neither Ray nor
+vLLM. It reads the model's config and tokenizer if they are on this machine, and runs code that the config names only
+with --trust.
 """
 DOCTOR_EXAMPLES = """\
 levels:
   error    the run would stop, or the installation cannot work
-  warning  the run would start, and may go wrong silently
+  warning  the run would start, but may go wrong silently
   note     information; nothing to do
   ok       checked, nothing wrong
 
@@ -48,7 +48,7 @@ def add_doctor_parser(commands: Any) -> None:
     parser = add_command(commands, "doctor", brief, DOCTOR, DOCTOR_EXAMPLES)
     add_arguments(parser)
     parser.add_argument("--gpu", type=_gpu, metavar="NAME", help="GPU of the rollout, such as A100, H100, H200 or L20")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on warnings, too")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 also for warnings")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--fix", action="store_true", help="print only the overrides that fix findings, one per line")
     output.add_argument("--json", action="store_true", help="print the findings as a JSON list")
@@ -118,6 +118,6 @@ def print_mended(overrides: Sequence[str], left: "Sequence[CheckResult]") -> Non
         return
     errors = sum(finding.level == "error" for finding in left)
     after = f"{errors} error(s) are left" if errors else "the launch has no error"
-    print(f" with these overrides (--fix prints them alone) {after}:")
+    print(f" with these overrides (--fix prints only them) {after}:")
     for override in overrides:
         print(f"   {override}")

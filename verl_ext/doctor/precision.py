@@ -1,4 +1,4 @@
-"""Number formats of the two engines, and rollouts and training in fewer bits than the weights have."""
+"""Number formats of the two engines, quantised rollouts and quantised training."""
 
 from collections.abc import Iterable
 
@@ -38,7 +38,7 @@ def dtype_name(value: object) -> str:
 
 
 def training_dtype(context: Context) -> str | None:
-    """Returns the dtype of the training engine; None where it was not read (VeOmni, TorchTitan, Automodel).
+    """Returns the dtype of the training engine; None if its code was not read (VeOmni, TorchTitan, Automodel).
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py and `param_dtype` of
     verl/workers/engine/megatron/transformer_impl.py (0.9.1).
@@ -51,7 +51,7 @@ def training_dtype(context: Context) -> str | None:
 
 
 def _ignored_dtype(context: Context) -> str | None:
-    """fsdp_config.dtype where it asks for something that the FSDP engine does not do."""
+    """Returns fsdp_config.dtype if the FSDP engine computes in another; else None."""
     if not context.on_fsdp or context.get(PARAM_DTYPE) is not None:
         return None
     asked = dtype_name(context.get(f"{FSDP}.dtype", BFLOAT16))
@@ -63,11 +63,11 @@ def ignored_dtype(context: Context) -> Iterable[CheckResult]:
     """`fsdp_config.dtype`, which the FSDP engine does not read.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
-    only mixed_precision.param_dtype, and takes bfloat16 if there is none.
+    only mixed_precision.param_dtype, and uses bfloat16 if it is not set.
     """
     if (asked := _ignored_dtype(context)) is None:
         return
-    why = "verl's FSDP engine takes its dtype from mixed_precision.param_dtype, and computes in bfloat16 without one"
+    why = "verl's FSDP engine reads its dtype from mixed_precision.param_dtype, and computes in bfloat16 without it"
     fix = (f"++{PARAM_DTYPE}={asked}",) if asked in DTYPES else ()
     yield warning(f"actor.fsdp_config.dtype={asked} has no effect", why, *fix)
 
@@ -76,7 +76,7 @@ def ignored_dtype(context: Context) -> Iterable[CheckResult]:
 def dtypes_differ(context: Context) -> Iterable[CheckResult]:
     """bf16 on one side and fp16 on the other.
 
-    Source: "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788, on rounding as the mismatch's cause.
+    Source: "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788: rounding causes the mismatch.
     """
     training = training_dtype(context)
     setting, value = context.engine_argument("dtype")
@@ -91,7 +91,7 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
     elif FLOAT32 in (rollout, wanted):
         yield note(f"rollout in {rollout}, training in {wanted}", "the engines round differently")
     else:
-        why = "the engines round differently at every operation, which is mismatch before anything else is"
+        why = "the engines round differently at every operation, which alone makes a gap"
         fix = (f"{setting}={wanted}",) if wanted in DTYPES else ()
         yield warning(f"rollout in {rollout}, training in {wanted}", why, *fix)
 
@@ -102,11 +102,11 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
     model.
 
     Source: `TopKRouter.gating` of megatron/core/transformer/moe/router.py (0.16.1) computes in the dtype of its input
-    unless `moe_router_dtype` is fp32 or fp64, and `TransformerConfig` warns of that from 32 experts on; which of
-    Megatron-Bridge's models set it (0.3.1, 0.5.2): FLOAT32_ROUTERS. mbridge is not judged. Megatron-LM PR 5694 went to
-    float32 for parity with the rollout. transformers and vLLM compute the router of Qwen3-MoE in the model's dtype
+    unless `moe_router_dtype` is fp32 or fp64; from 32 experts on, `TransformerConfig` warns about it. FLOAT32_ROUTERS
+    are the models for which Megatron-Bridge (0.3.1, 0.5.2) sets it. mbridge is not judged. Megatron-LM PR 5694 changed
+    to float32 to agree with the rollout. transformers and vLLM compute the router of Qwen3-MoE in the model's dtype
     (models/qwen3_moe/modeling_qwen3_moe.py of 5.10, model_executor/models/qwen3_moe.py of 0.27); `verl-ext probe` shows
-    what the running engines compute in.
+    the dtypes of the running engines.
     """
     model = context.model_config
     if not context.on_megatron or context.get(f"{ACTOR}.megatron.vanilla_mbridge"):
@@ -118,15 +118,15 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
     elif model.model_type in FLOAT32_ROUTERS:
         yield ok(f"Megatron-Bridge computes the routers of {model.model_type} in fp32")
     else:
-        why = "experts whose scores are closer than half precision shows are chosen by rounding, in each engine its own"
+        why = "if scores are closer than half precision can show, rounding chooses the experts, differently per engine"
         found = f"moe_router_dtype is not set: routers in {training_dtype(context)}"
         yield warning(found, why, f"++{ROUTER_DTYPE}=fp32")
 
 
 @check("head dtype", needs="engine")
 def head_dtype(context: Context) -> Iterable[CheckResult]:
-    """An LM head in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half precision in
-    training.
+    """An LM head that is in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half
+    precision in training.
 
     Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
     another; `enable_fp32_lm_head` of sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of
@@ -147,14 +147,14 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
 def loss_scaling(context: Context) -> Iterable[CheckResult]:
     """Weights in fp16 without a scaled loss.
 
-    Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler for mixed_precision.param_dtype=fp16 only;
+    Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler only for mixed_precision.param_dtype=fp16;
     verl/utils/megatron/optimizer.py (0.9.1) sets an initial loss scale of 32768 for fp16.
     """
     training = training_dtype(context)
     stored = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32))
     if context.on_fsdp and stored == FLOAT16 and training != FLOAT16:
         found = f"actor.fsdp_config.model_dtype=fp16 with computation in {training}"
-        why = "weights and gradients are kept in fp16, and verl scales the loss only where it computes in fp16"
+        why = "weights and gradients are in fp16, but verl scales the loss only if it computes in fp16"
         yield warning(found, why, f"{FSDP}.model_dtype=fp32")
     elif training == FLOAT16:
         yield ok("training in fp16, with verl's loss scaling")
@@ -164,10 +164,9 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
 def logprob_precision(context: Context) -> Iterable[CheckResult]:
     """A note: on CPU, training log-probs and entropy are in bfloat16.
 
-    Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) takes them under autocast, where
-    CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and
-    the CPU's stay in bfloat16 (tried, torch 2.13). With flash-attn, log-probs come from its own kernel, which was not
-    read.
+    Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) computes them under autocast, where
+    CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and the
+    CPU's in bfloat16 (tried, torch 2.13). With flash-attn, log-probs come from its own kernel, which was not read.
     """
     if not context.on_fsdp or training_dtype(context) == FLOAT32:
         return
@@ -180,16 +179,16 @@ def logprob_precision(context: Context) -> Iterable[CheckResult]:
 
 @check("quantized rollout", needs="engine")
 def quantized_rollout(context: Context) -> Iterable[CheckResult]:
-    """Weights or KV cache in fp8 and the like, and no correction.
+    """A rollout with quantised weights or an fp8 KV cache, without a correction.
 
-    Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); verl PR 4415, where
-    an fp8 rollout follows bf16 with token-level TIS at cap 2. `launch_server` of async_sglang_server.py (0.9.1) raises
-    for rollout.quantization other than fp8.
+    Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); in verl PR 4415, an
+    fp8 rollout with token-level TIS at cap 2 learns like bf16. `launch_server` of async_sglang_server.py (0.9.1) raises
+    an error for any rollout.quantization except fp8.
     """
     _, weights = context.engine_argument("quantization")
     _, cache = context.engine_argument("kv_cache_dtype")
     if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
-        why = "verl supports only fp8 with SGLang, and stops"
+        why = "verl supports only fp8 with SGLang, and the run would stop"
         yield error(f"rollout.quantization={asked} with SGLang", why, f"{QUANTIZATION}=null")
         return
     quantized = [f"quantization={weights}"] if weights else []
@@ -198,34 +197,34 @@ def quantized_rollout(context: Context) -> Iterable[CheckResult]:
         return
     found = f"rollout with {' and '.join(quantized)}"
     if _corrected(context):
-        yield note(found, "the gap to training is larger than in bf16; the correction's share dropped shows it")
+        yield note(found, "the gap to training is larger than in bf16; so is the share that the correction drops")
     else:
-        why = "the rollout samples from a coarser model than the one trained, and nothing corrects the loss for it"
+        why = "the rollout samples from a coarser model than the trained one, and nothing corrects the loss for it"
         yield warning(found, why, "stability.correction=tis")
 
 
 @check("quantized sync", needs="with_vllm")
 def quantized_sync(context: Context) -> Iterable[CheckResult]:
-    """A `rollout.quantization` that verl refuses; torchao's int4 and int8, whose weight syncs verl 0.9.1 does not
-    prepare.
+    """A `rollout.quantization` that verl refuses; torchao's int4 and int8, for which verl 0.9.1 does not prepare weight
+    syncs.
 
-    Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) takes these names,
-    makes fp8 block by block (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py of the
-    same folder) prepares a sync where `is_quantized_model` (utils/vllm/vllm_quant_utils.py) says so: for fp8, not for
-    torchao, whose weights vLLM quantises once they are loaded (`process_weights_after_loading` of
+    Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) accepts these names,
+    quantises to fp8 in blocks (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py of the
+    same folder) prepares a sync if `is_quantized_model` (utils/vllm/vllm_quant_utils.py) is true: for fp8, but not for
+    torchao, whose weights vLLM quantises after loading (`process_weights_after_loading` of
     model_executor/layers/quantization/torchao.py, 0.27). Read, not run.
     """
     _, asked = context.engine_argument("quantization")
     if not asked:
         return
     if asked not in OF_VERL:
-        why = f"verl's rollout server takes {', '.join(OF_VERL)}"
+        why = f"verl's rollout server accepts only {', '.join(OF_VERL)}"
         yield error(f"rollout.quantization={asked}", why, f"{QUANTIZATION}=fp8")
     elif asked == "torchao":
-        why = "verl 0.9.1 loads each sync into weights that are int4 or int8 already; it prepares a sync only for fp8"
+        why = "verl 0.9.1 prepares a sync only for fp8; here it would load new weights into int4 or int8"
         yield warning("weight syncs with rollout.quantization=torchao", why, f"{QUANTIZATION}=null")
         if context.get(f"{ROLLOUT}.quantization_config_file") is None:
-            why = "a file says whether torchao makes the weights int4 or int8: rollout.quantization_config_file"
+            why = "rollout.quantization_config_file must name a file that chooses torchao's int4 or int8"
             yield warning("rollout.quantization=torchao without a config", why, f"{QUANTIZATION}=null")
 
 
@@ -233,17 +232,17 @@ def quantized_sync(context: Context) -> Iterable[CheckResult]:
 def quantized_training(context: Context) -> Iterable[CheckResult]:
     """fp8 tensorwise on Megatron, whose gap grows (verl PR 7519); `qat.mode=w4a4`.
 
-    Source: verl PR 7519 (DAPO, Megatron, 32 steps; `rollout_corr/kl` of bf16 0.0063 to 0.0089, of fp8 tensorwise 0.0100
-    to 0.0313, 40 to 50 % more every eight steps, of mxfp8 0.0095 to 0.0087). xtuner PR 2044 (fp8 of the float32 masters
-    with a rollout that gets them in bf16: k3 25 times as large after one update; 1.1 times where both are rounded to
-    bf16 first). verl 0.9.1 rounds first: under QAT `QATQuantizer` casts to mixed_precision.param_dtype, in which FSDP
-    computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
+    Source: verl PR 7519 (DAPO, Megatron, 32 steps): `rollout_corr/kl` was 0.0063 to 0.0089 in bf16, 0.0100 to 0.0313 in
+    fp8 tensorwise (40 to 50 % more every eight steps), 0.0095 to 0.0087 in mxfp8. xtuner PR 2044: if training rounds
+    the float32 weights to fp8 and the rollout gets them in bf16, k3 is 25 times as large after one update; 1.1 times if
+    both round to bf16 first. verl 0.9.1 rounds first: under QAT, `QATQuantizer` casts to mixed_precision.param_dtype,
+    in which FSDP computes (utils/qat/quantizer.py). `qat.mode`: the comment in trainer/config/engine/fsdp.yaml.
     """
     recipe = str(context.get(f"{LAYERS}.fp8_recipe", "delayed"))
     if context.on_megatron and context.get(f"{LAYERS}.fp8"):
         found = f"training in fp8, fp8_recipe={recipe}"
         if recipe == "tensorwise":
-            why = "its gap was seen to grow by 40 to 50 % every eight steps, where mxfp8's stayed (verl PR 7519)"
+            why = "its gap grew by 40 to 50 % every eight steps, while mxfp8's did not (verl PR 7519)"
             yield warning(found, why)
         else:
             yield note(found, "watch guard/growth_rate: stability=quantized warns of growth")
@@ -251,7 +250,7 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
     if not context.get(f"{qat}.enable"):
         return
     if context.get(f"{qat}.mode") == "w4a4":
-        why = "verl itself names its divergence from the rollout, and recommends w4a16"
+        why = "verl warns that it diverges from the rollout, and recommends w4a16"
         yield warning("qat.mode=w4a4", why, f"{qat}.mode=w4a16")
     else:
         yield ok("quantisation-aware training: both engines quantise weights in the dtype of training")
@@ -261,7 +260,7 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
 def normal_level(context: Context) -> Iterable[CheckResult]:
     """`stability.guard.level=0`; otherwise prints the k3 above which the guard warns, with its source.
 
-    Source: the table of verl_ext/diagnosis/levels.py, each level with where it was read.
+    Source: the table of verl_ext/diagnosis/levels.py, which has each level's source.
     """
     if context.plugin_modules or errors_once(context):
         return
@@ -272,10 +271,10 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
     if level == 0:
         yield note("stability.guard.level=0", "nothing warns of a gap that is large for this model")
     elif level is not None:
-        yield ok(f"the guard warns where k3 stays above {level:g} (stability.guard.level)")
+        yield ok(f"the guard warns if k3 stays above {level:g} (stability.guard.level)")
     elif published is not None:
         said = f"published for {published.model} in {published.format} ({published.source})"
-        yield ok(f"the guard warns where k3 stays above {published.k3:g}, {said}")
+        yield ok(f"the guard warns if k3 stays above {published.k3:g}, {said}")
     else:
         model = model_json(context.config).get("model_type", "this model")
         missing = f"no level is published for {model} in {rollout_format(context.config)}"
@@ -290,7 +289,7 @@ def fake_quantization(context: Context) -> Iterable[CheckResult]:
     Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
     """
     if (asked := context.get(f"{FAKE}.format", "none")) != "none":
-        why = "it plants a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
+        why = "it adds a gap between the engines on purpose, for an experiment, and saves neither time nor memory"
         yield note(f"{FAKE}.format={asked}", why)
 
 

@@ -17,16 +17,16 @@ DETERMINISM = f"{ROLLOUT}.full_determinism"
 @check("truncated sampling", needs="engine")
 def truncated_sampling(context: Context) -> Iterable[CheckResult]:
     """Top-p or top-k that the training engine does not know. vLLM's `processed_logprobs` are then over the kept tokens;
-    its `raw_logprobs`, SGLang's and the training engine's are over all tokens.
+    its `raw_logprobs`, SGLang's log-probs and the training engine's are over all tokens.
 
-    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979, by
-    which such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed log-probs are taken
-    after top-p and top-k, raw ones before; SGLang's are taken before (srt/layers/sampler.py, 0.5.12), and with top
-    tokens our change to verl's server normalises them over what was kept. verl 0.9.1 passes rollout.top_p and top_k on
-    (verl/trainer/ppo/v1/agent_loop_tq.py), and its training engines know neither. With `stability.top_tokens` the kept
-    tokens come with each token, and log-probs of both engines are of them (TRL issue 7269).
+    Source: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1, "Keep Sampling Mask"; verl issue 6240; prime-rl PR 2979,
+    which reports that such runs collapse. `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27): processed
+    log-probs are computed after top-p and top-k, raw ones before. SGLang computes them before (srt/layers/sampler.py,
+    0.5.12); with top tokens, our change to verl's server normalises them over the kept tokens. verl 0.9.1 passes
+    rollout.top_p and top_k to the rollout (verl/trainer/ppo/v1/agent_loop_tq.py), but not to its training engines. With
+    `stability.top_tokens` the rollout returns the kept tokens, and both engines normalise over them (TRL issue 7269).
     """
-    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # features/top_tokens.py says so
+    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # found by features/top_tokens.py
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:
@@ -37,9 +37,9 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
         return
     _, mode = context.engine_argument("logprobs_mode")
     if context.with_vllm and mode == "processed_logprobs":
-        why = "vLLM's log-probs count the kept tokens only and the training engine's all, so every ratio is biased"
+        why = "vLLM's log-probs are over the kept tokens, the training engine's over all, so every ratio is biased"
     else:
-        why = "tokens are drawn from the kept ones only, and no log-prob of either engine says so, so ratios are biased"
+        why = "only the kept tokens are sampled, but the log-probs of both engines are over all, so ratios are biased"
     if context.engine and mode == "processed_logprobs" and top_k > 0:
         yield warning(f"rollout.top_p={top_p}, top_k={top_k}", why, f"stability.top_tokens.k={top_k}")
         return
@@ -58,9 +58,9 @@ def _knows_kept_tokens(context: Context) -> bool:
 def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
     """Raw log-probs with a temperature other than 1; logits instead of log-probs.
 
-    Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose own default is raw_logprobs, before the
-    temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies it. Of
-    SGLang: `verl_ext.features.mismatch.raw_log_probs`.
+    Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose default is raw_logprobs, before the
+    temperature; `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) applies the
+    temperature. For SGLang: `verl_ext.features.mismatch.raw_log_probs`.
     """
     if context.with_sglang:
         yield from _sglang_log_probs(context)
@@ -70,7 +70,7 @@ def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
     mode, temperature = mode or "raw_logprobs", context.get(f"{ROLLOUT}.temperature", 1)
     fix = f"{setting}=processed_logprobs"
     if mode not in ("raw_logprobs", "processed_logprobs"):
-        yield warning(f"logprobs_mode={mode}", "the rollout returns logits, and log-probs are compared", fix)
+        yield warning(f"logprobs_mode={mode}", "the rollout returns logits, but log-probs are compared", fix)
     elif mode == "raw_logprobs" and temperature != 1:
         why = "vLLM's log-probs leave out the temperature, which the training engine applies"
         yield warning(f"logprobs_mode=raw_logprobs with rollout.temperature={temperature}", why, fix)
@@ -94,9 +94,9 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
 
     Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
     to the logits' dtype (a logit of 20.5 at 0.7 becomes 29.375 in bfloat16 instead of 29.286); `Sampler.forward` of
-    vllm/v1/sample/sampler.py (0.27) divides in float32, and so does SGLang, whose logits are float32 from
-    srt/layers/logits_processor.py on (0.5.12). miles PR 1554 saw the gap grow by the same division. With fused
-    kernels, and on Megatron and VeOmni, the division is elsewhere and was not read.
+    vllm/v1/sample/sampler.py (0.27) divides in float32. So does SGLang, whose logits are float32 from
+    srt/layers/logits_processor.py on (0.5.12). In miles PR 1554 the same division increased the gap. The division of
+    fused kernels, Megatron and VeOmni is elsewhere and was not read.
     """
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     if not context.on_fsdp or temperature == 1:
@@ -104,8 +104,8 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
     if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
         return
     found = f"rollout.temperature={temperature} with logits in {training_dtype(context)}"
-    why = f"verl divides the logits by it in their own precision and {context.engine or 'vLLM'} in float32"
-    yield warning(found, f"{why}; in bfloat16 that moves each logit by up to 0.4%", f"{ROLLOUT}.temperature=1")
+    why = f"verl divides the logits by it in their own dtype, {context.engine or 'vLLM'} in float32"
+    yield warning(found, f"{why}; bfloat16 changes each logit by up to 0.4%", f"{ROLLOUT}.temperature=1")
 
 
 @check("one answer for all", needs="with_vllm")
@@ -113,17 +113,17 @@ def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
     """`rollout.full_determinism` with several responses: all get one seed.
 
     Source: `generate` of workers/rollout/vllm_rollout/vllm_async_server.py and workers/rollout/router.py: with
-    full_determinism every request of trainer V1 has the same id and seed (verl PR 6857 names it for SGLang).
+    full_determinism every request of trainer V1 has the same id and seed (verl PR 6857 reports it for SGLang).
     """
     if context.get(DETERMINISM) and context.get(f"{ROLLOUT}.n", 1) > 1:
-        why = "all responses to a prompt get the same seed and are the same: no group has an advantage"
+        why = "all responses to a prompt get the same seed and are identical: no group has an advantage"
         fix = f"{DETERMINISM}=False"
         yield warning("rollout.full_determinism=True", f"{why}; VLLM_BATCH_INVARIANT=1 repeats results without it", fix)
 
 
 @check("validation", needs="config")
 def validation(context: Context) -> Iterable[CheckResult]:
-    """Several answers of a validation prompt at temperature 0, all the same.
+    """Several answers per validation prompt at temperature 0, which are identical.
 
     Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
     """
@@ -131,7 +131,7 @@ def validation(context: Context) -> Iterable[CheckResult]:
     several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
     if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
         asked = f"n={several}" if several > 1 else "do_sample=True"
-        why = "verl decodes greedily at temperature 0: every answer of a prompt is the same"
+        why = "verl decodes greedily at temperature 0: all answers to a prompt are identical"
         yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
 
 
@@ -139,8 +139,8 @@ def validation(context: Context) -> Iterable[CheckResult]:
 def bypass_mode(context: Context) -> Iterable[CheckResult]:
     """A correction that verl would leave out in its bypass mode (verl issue 4912).
 
-    Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction there, and
-    only `compute_policy_loss_bypass_mode` makes up for it, from `policy_loss.rollout_correction`.
+    Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction in bypass mode;
+    only the loss `compute_policy_loss_bypass_mode` applies it, from `policy_loss.rollout_correction`.
     """
     if not context.get(f"{CORRECTION}.bypass_mode"):
         return
@@ -149,7 +149,7 @@ def bypass_mode(context: Context) -> Iterable[CheckResult]:
     if not ignored or context.get(f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
         yield ok("bypass mode, and no correction that verl would leave out")
         return
-    why = "verl 0.9.1's trainer does not correct there (verl issue 4912); its bypass loss does, and so do our masks"
+    why = "verl 0.9.1's trainer skips the correction (verl issue 4912); its bypass loss and our masks do not"
     fix = [f"{CORRECTION}.{name}={'null' if value is None else value}" for name, value in USUAL.items()]
-    found = f"{CORRECTION}: {', '.join(ignored)} do nothing in bypass mode"
+    found = f"{CORRECTION}: no effect in bypass mode: {', '.join(ignored)}"
     yield warning(found, why, *fix, "stability.correction=icepop")

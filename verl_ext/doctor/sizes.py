@@ -1,4 +1,4 @@
-"""Batches, lengths and ranks against each other, the model and the machines."""
+"""Checks batches, lengths and ranks against each other, the model and the machines."""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from verl_ext.launch.models import ModelShape
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.sizes import check_sizes
 
-LARGE = 0.01  # nats; 1% in every ratio of a model that never learnt to avoid the padding
+LARGE = 0.01  # nats; 1% in every ratio, if the model has not learnt to avoid the ids of the padding
 
 
 @check("sizes", needs="engine")
@@ -20,10 +20,10 @@ def sizes(context: Context) -> Iterable[CheckResult]:
     """Batches, lengths and ranks that contradict each other, or the model if it is one of `verl_ext/launch/models.py`.
     A note: a size that is not set, or a strategy other than `fsdp`, `fsdp2` and `megatron`, whose sizes are not known.
 
-    Source: the comments there, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
+    Source: the comments in verl_ext/launch/sizes.py, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
     if context.strategy not in STRATEGIES:
-        why = f"batches, lengths and ranks were not checked: sizes are known only of {', '.join(STRATEGIES)}"
+        why = f"batches, lengths and ranks were not checked: sizes are known only for {', '.join(STRATEGIES)}"
         yield note(f"{ACTOR}.strategy={context.strategy}", why)
         return
     shape = context.shape
@@ -33,7 +33,7 @@ def sizes(context: Context) -> Iterable[CheckResult]:
         return
     if failure:
         _, fix = apply_fix(context.config, failure, lambda fixed: _sizes_error(fixed, shape))
-        yield error(str(failure), "the workers would stop with it, or leave part of the machines idle", *fix)
+        yield error(str(failure), "the workers would stop, or part of the machines would be idle", *fix)
         return
     beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
     yield ok(f"batches, lengths and ranks fit each other{beside}")
@@ -46,18 +46,17 @@ def gpu(context: Context) -> Iterable[CheckResult]:
     Source: `torch.cuda.is_available`, and --gpu.
     """
     if context.get("trainer.device") == "cuda" and context.gpu is None:
-        yield note("trainer.device=cuda, and no GPU is seen here", "give --gpu: cascade attention depends on it")
+        yield note("trainer.device=cuda, and no GPU is found here", "give --gpu: cascade attention depends on it")
 
 
 @check("vocabulary", needs="with_vllm")
 def vocabulary(context: Context) -> Iterable[CheckResult]:
-    """Ids above the tokenizer's length, which verl masks in the rollout and not in training.
+    """Ids above the tokenizer's length, which verl masks in the rollout but not in training.
 
     Source: `monkey_patch_compute_logits` of verl/workers/rollout/vllm_rollout/utils.py (0.9.1) masks ids from
-    `len(tokenizer)` on in vLLM; verl/workers/engine/fsdp/transformer_impl.py has no such mask. Training then sees less
-    probability, by what the model gives to those ids: log(vocab_size / len(tokenizer)) where they are as likely as any
-    other (0.24 was measured for 128 rows and 101 tokens, with random weights), next to nothing where the model has
-    learnt that they never come.
+    `len(tokenizer)` on in vLLM; verl/workers/engine/fsdp/transformer_impl.py has no such mask. Training's log-probs are
+    lower by the probability of those ids: log(vocab_size / len(tokenizer)) if they are as likely as any other (0.24 was
+    measured for 128 rows and 101 tokens, with random weights), almost 0 if the model has learnt to avoid them.
     """
     if context.model_config is None or context.tokenizer_length is None:
         return
@@ -67,12 +66,12 @@ def vocabulary(context: Context) -> Iterable[CheckResult]:
         return
     found = f"vocab_size={rows}, len(tokenizer)={tokens}"
     if rows < tokens:
-        yield warning(found, "ids past the vocabulary have no embedding; use the model's own tokenizer")
+        yield warning(found, "ids above the vocabulary have no embedding; use the model's own tokenizer")
     elif rows == tokens:
-        yield ok(f"vocab_size={rows}, as many as the tokenizer has")
+        yield ok(f"vocab_size={rows}, equal to len(tokenizer)")
     else:
         log_k = math.log(rows / tokens)
-        why = f"verl masks the ids between in vLLM and not in training: about {log_k:.2g} nats in every log-ratio"
+        why = f"verl masks the extra ids in vLLM but not in training: about {log_k:.2g} nats in every log-ratio"
         level = warning if log_k > LARGE else note
         yield level(found, f"{why}, for a model that has not learnt to avoid them")
 

@@ -1,4 +1,4 @@
-"""The training engines: what an update does to the weights, in which precision, over which ranks, and what is kept.
+"""The training engines: precision and gradients of an update, what only training does, and checkpoints.
 
 The files of verl are those of 0.9.1; megatron-core was read in 0.12 to 0.19, Megatron-Bridge in 0.3.1 and 0.5.2.
 """
@@ -15,23 +15,23 @@ from verl_ext.features.verl_config import ACTOR, MODEL, trains_lora
 from verl_ext.launch.packages import ATTENTION, LAYERS, MEGATRON
 from verl_ext.launch.sizes import ulysses_size, world_size
 
-OWN_GROUPS = "0.19"  # megatron-core that gives experts process groups of their own wherever they need them
+OWN_GROUPS = "0.19"  # from this megatron-core on, experts have their own process groups whenever they need them
 MENDED = "Megatron-LM PR 5916"
-UNMARKED = "2.13"  # Transformer Engine that no longer marks grouped weights as split
+UNMARKED = "2.13"  # from this Transformer Engine on, grouped weights are no longer marked as split
 BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.moe_router_bias_update_rate"
-ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that knows the transformers that dropped an argument
+ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that works without an argument, transformers that dropped the argument
 OVERLAP = f"{MEGATRON}.override_ddp_config.overlap_param_gather"
 PACKED = f"{MODEL}.use_remove_padding"
 LORA_DROPOUT = f"{MODEL}.lora.dropout"
 USUAL_BETAS = [0.9, 0.999]
-FORCED = "a switch for benchmarks: the routers choose experts without looking at the token"
-DROPS = "the update drops a part of the model, and the pass that gives l_old does not"
+FORCED = "a switch for benchmarks: the routers choose experts without reading the token"
+DROPS = "the update drops a part of the model, but the pass that computes l_old does not"
 # Settings of Megatron's layers that act in training passes only -> what they do, and the value that switches them off.
 TRAINING_ONLY = {
     "moe_router_force_load_balancing": (FORCED, "null"),
     "moe_router_force_biased": (FORCED, "null"),
     "moe_expert_capacity_factor": (
-        "tokens past an expert's capacity skip it in training, and not in the rollout",
+        "tokens above an expert's capacity skip the expert in training, but not in the rollout",
         "null",
     ),
     "moe_z_loss_coeff": (
@@ -47,18 +47,18 @@ TRAINING_ONLY = {
 def gradient_reduction(context: Context) -> Iterable[CheckResult]:
     """FSDP1 with `fsdp_size=1` on several GPUs, which sums no gradients (verl issue 7493).
 
-    Source: verl issue 7493 (closed). `create_device_mesh` of workers/engine/fsdp/utils.py makes a mesh of (N, 1), whose
-    shard group of one rank torch clamps to NO_SHARD, and reduces inside that group only
+    Source: verl issue 7493 (closed). `create_device_mesh` of workers/engine/fsdp/utils.py makes a mesh of (N, 1). torch
+    changes its shard group of one rank to NO_SHARD, and reduces only inside that group
     (torch/distributed/fsdp/_init_utils.py). FSDP2 reduces over the mesh.
     """
     if context.strategy == "fsdp" and context.get(f"{FSDP}.fsdp_size") == 1 and world_size(context.config) > 1:
-        why = "verl's FSDP1 sums no gradients over the ranks then: each trains a model of its own (verl issue 7493)"
+        why = "verl's FSDP1 then does not sum gradients: each rank trains its own model (verl issue 7493)"
         yield warning("fsdp_config.fsdp_size=1 on several GPUs", why, f"{FSDP}.fsdp_size=-1")
 
 
 @check("master weights", needs="on_fsdp")
 def master_weights(context: Context) -> Iterable[CheckResult]:
-    """FSDP with weights in bfloat16: AdamW's steps of 1e-6 are lost in most of them.
+    """FSDP with weights in bfloat16: AdamW's steps of 1e-6 are lost in most weights.
 
     Source: `_build_module` and `_build_optimizer` of workers/engine/fsdp/transformer_impl.py; AReaL PRs 1369 and 1634.
     A bfloat16 has 8 bits: a step of 1e-6 is lost in each weight above 5e-4.
@@ -70,7 +70,7 @@ def master_weights(context: Context) -> Iterable[CheckResult]:
         return
     setting = f"{FSDP}.model_dtype"
     if dtype_name(context.get(setting, "fp32")) == BFLOAT16:
-        why = "AdamW steps the bfloat16 weights themselves, and steps of 1e-6 are lost in all but the smallest of them"
+        why = "AdamW updates the bfloat16 weights themselves; steps of 1e-6 are lost in all but the smallest weights"
         yield warning("actor.fsdp_config.model_dtype=bfloat16", why, f"{setting}=fp32")
 
 
@@ -78,29 +78,29 @@ def master_weights(context: Context) -> Iterable[CheckResult]:
 def sharded_attention(context: Context) -> Iterable[CheckResult]:
     """Ulysses with attention other than FlashAttention, or with gpt-oss.
 
-    Source: `apply_monkey_patch` of models/transformers/monkey_patch.py replaces `_flash_attention_forward` alone. For
-    gpt-oss it hands over the sinks of all heads, which the kernel refuses (verl PR 4551, open).
+    Source: `apply_monkey_patch` of models/transformers/monkey_patch.py replaces only `_flash_attention_forward`. For
+    gpt-oss it passes the sinks of all heads, which the kernel refuses (verl PR 4551, open).
     """
     if (ranks := ulysses_size(context.config)) == 1:
         return
     found, off = f"ulysses_sequence_parallel_size={ranks}", f"{ACTOR}.ulysses_sequence_parallel_size=1"
     kind = str(context.get(ATTENTION, "flash_attention_2"))
     if context.model_type == "gpt_oss":
-        why = "verl hands a rank the sinks of all heads, and the kernel stops (verl PR 4551)"
+        why = "verl passes each rank the sinks of all heads, which the kernel refuses (verl PR 4551)"
         yield error(f"{found} with gpt-oss", why, off, f"{FSDP}.ulysses_sequence_parallel_size=1")
     elif "flash" not in kind:
-        why = "verl splits the sequence for FlashAttention only: here each rank attends to its own part"
+        why = "verl supports split sequences only with FlashAttention: here each rank attends only to its own part"
         yield warning(f"{found} with attn_implementation={kind}", why, f"++{ATTENTION}=flash_attention_2")
 
 
 @check("recurrent layers", needs="config")
 def recurrent_layers(context: Context) -> Iterable[CheckResult]:
-    """Packed or sharded sequences of a model with Mamba's or other recurrent layers, outside the plan's table.
+    """Packed or sharded sequences of a model with Mamba's or other recurrent layers that is not in the plan's table.
 
-    Source: the layers of RECURRENT in transformers 5.10 want `seq_idx` or `cu_seqlens`, which verl's FSDP engine does
-    not pass (verl PR 6660 passes them to Qwen3.5). Under Ulysses each rank begins with an empty state
-    (accelerate PR 4177). Megatron's Mamba layers build `seq_idx` where `total_tokens` is given (mcore 0.18,
-    packed_seq_params.py), which verl's models/mcore/util.py does not give. `sizes` judges the models of its table.
+    Source: the layers of RECURRENT in transformers 5.10 need `seq_idx` or `cu_seqlens`, which verl's FSDP engine does
+    not pass (verl PR 6660 passes them to Qwen3.5). Under Ulysses each rank starts with an empty state (accelerate PR
+    4177). Megatron's Mamba layers build `seq_idx` only from `total_tokens` (mcore 0.18, packed_seq_params.py), which
+    verl's models/mcore/util.py does not pass. The check `sizes` judges the models of the plan's table.
     """
     if not (context.on_fsdp or context.on_megatron):
         return
@@ -108,7 +108,7 @@ def recurrent_layers(context: Context) -> Iterable[CheckResult]:
         return
     packed, sharded = context.get(PACKED), context.on_fsdp and ulysses_size(context.config) > 1
     if packed or sharded:
-        why = "the state of one sequence goes on into the next, or is cut at each rank: verl does not pass their ends"
+        why = "verl does not pass the sequences' ends: a state continues into the next sequence, or is cut at each rank"
         fix = [f"{PACKED}=false"] if packed else []
         if sharded:
             fix += [f"{ACTOR}.ulysses_sequence_parallel_size=1", f"{FSDP}.ulysses_sequence_parallel_size=1"]
@@ -117,18 +117,18 @@ def recurrent_layers(context: Context) -> Iterable[CheckResult]:
 
 @check("expert gradients", needs="has_experts")
 def expert_gradients(context: Context) -> Iterable[CheckResult]:
-    """Megatron with `expert_model_parallel_size=1` and experts that are split in another way than the dense layers,
-    such as tensor parallelism 2 with `expert_tensor_parallel_size=1`: megatron-core before 0.19 reduces their gradients
-    over the wrong ranks (Megatron-LM PR 5916). A note: with tensor parallelism and Transformer Engine 2.13 or newer,
-    its gradient norm leaves experts out.
+    """Megatron with `expert_model_parallel_size=1` and experts that are split differently from the dense layers, such
+    as tensor parallelism 2 with `expert_tensor_parallel_size=1`: megatron-core before 0.19 reduces their gradients over
+    the wrong ranks (Megatron-LM PR 5916). A note: with tensor parallelism and Transformer Engine 2.13 or newer, its
+    gradient norm leaves experts out.
 
     Source: megatron-core 0.12 to 0.18.2 set `allreduce = not expert_model_parallel_size > 1` on the weights of experts
-    (extensions/transformer_engine.py lines 644 and 1551 and tensor_parallel/layers.py line 886 in 0.16.1), so that
-    without expert parallelism DDP reduces them over the data-parallel ranks of the dense layers. These are not the
-    ranks that hold the same expert, unless experts are split as the dense layers are. 0.19.0 looks at that too
-    (PR 5916), and mends the norm: `GroupedLinear` of Transformer Engine marks expert weights as split over ranks in
-    2.12, and no longer in 2.13 and 2.16.1 (pytorch/module/grouped_linear.py), and what is not marked
-    `param_is_not_tensor_parallel_duplicate` counts on the first tensor-parallel rank only. Read, not tried.
+    (extensions/transformer_engine.py lines 644 and 1551 and tensor_parallel/layers.py line 886 in 0.16.1). Without
+    expert parallelism, DDP then reduces them over the data-parallel ranks of the dense layers, which hold the same
+    expert only if experts are split like the dense layers. 0.19.0 fixes this and the norm (PR 5916). The norm counts
+    weights that `param_is_not_tensor_parallel_duplicate` rejects only on the first tensor-parallel rank, and
+    `GroupedLinear` of Transformer Engine marks expert weights as split in 2.12, but no longer in 2.13 and 2.16.1
+    (pytorch/module/grouped_linear.py). Read, not tried.
     """
     installed = context.version("megatron-core")
     if installed is not None and Version(installed) >= Version(OWN_GROUPS):
@@ -154,25 +154,24 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
 
 @check("LoRA of experts", needs="on_megatron")
 def lora_of_experts(context: Context) -> Iterable[CheckResult]:
-    """A LoRA on Megatron with tensor parallelism and overlapped shared experts, or experts in parts (Megatron-Bridge
-    issue 5634).
+    """A LoRA on Megatron with tensor parallelism and overlapped shared experts, or split experts (Megatron-Bridge issue
+    5634).
 
-    Source: Megatron-Bridge issues 5634 and 5635 (open): with `moe_shared_expert_overlap` the linear layer gives up its
-    own reduction, and the adapter's counts once for each tensor-parallel rank; with expert tensor parallelism, the
-    adapters of routed experts miss the terms of other ranks. null takes the tensor parallelism
-    (megatron/core/parallel_state.py).
+    Source: Megatron-Bridge issues 5634 and 5635 (open). With `moe_shared_expert_overlap` the linear layer does not
+    reduce, and the adapter counts once per tensor-parallel rank. With expert tensor parallelism, the adapters of routed
+    experts miss the terms of other ranks; null means the size of tensor parallelism (megatron/core/parallel_state.py).
     """
     tensor = context.get(f"{MEGATRON}.tensor_model_parallel_size", 1)
     if not trains_lora(context.config) or tensor == 1 or not context.has_experts:
         return
     asked, overlap = context.get(f"{LAYERS}.moe_shared_expert_overlap"), f"++{LAYERS}.moe_shared_expert_overlap=false"
     if asked or (asked is None and context.model_type in OVERLAPPED):
-        why = "the adapter of the shared experts counts once for each tensor-parallel rank (Megatron-Bridge issue 5634)"
+        why = "the adapter of the shared experts counts once per tensor-parallel rank (Megatron-Bridge issue 5634)"
         yield warning("a LoRA with moe_shared_expert_overlap and tensor parallelism", why, overlap)
     split = f"{MEGATRON}.expert_tensor_parallel_size"
     if context.get(split, tensor) > 1:
         why = "the adapters of routed experts miss the terms of the other ranks (Megatron-Bridge issue 5635)"
-        parallel = context.get(f"{MEGATRON}.expert_model_parallel_size", 1) > 1  # else `expert gradients` wants it back
+        parallel = context.get(f"{MEGATRON}.expert_model_parallel_size", 1) > 1  # else `expert gradients` would undo it
         fix = [f"{split}=1"] if parallel else []
         said = why if parallel else f"{why}; use expert parallelism"
         yield warning(f"a LoRA of experts in {context.get(split, tensor)} parts", said, *fix)
@@ -183,12 +182,13 @@ def router_training(context: Context) -> Iterable[CheckResult]:
     """An auxiliary loss (`moe_router_load_balancing_type`) or a router bias that moves (`moe_router_bias_update_rate`,
     0.001 by default), on Megatron.
 
-    Source: Megatron-LM PR 5694: an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
-    policy's loss. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, and
-    override_transformer_config goes over it (workers/engine/megatron/transformer_impl.py). `_update_router_expert_bias`
-    of megatron/core/distributed/finalize_model_grads.py (0.16.1) moves the bias of sigmoid routers after every backward
-    pass, by `moe_router_bias_update_rate` (0.001), where the update is skipped too. FSDP adds transformers' auxiliary
-    loss only where a model is given labels, and verl gives none; a bias is a buffer there, which nothing trains.
+    Source: in Megatron-LM PR 5694, an auxiliary loss of 0.001 over all tokens gave 3.4 times the gradient norm of the
+    policy's loss. verl 0.9.1 sets `moe_router_load_balancing_type=none` for Megatron-Bridge, but
+    override_transformer_config overrides it (workers/engine/megatron/transformer_impl.py). `_update_router_expert_bias`
+    of megatron/core/distributed/finalize_model_grads.py (0.16.1) moves the bias of sigmoid routers by
+    `moe_router_bias_update_rate` (0.001) after every backward pass, even if the update is skipped. On FSDP,
+    transformers adds its auxiliary loss only if a model gets labels, which verl does not pass, and the bias is a buffer
+    that is not trained.
     """
     if not context.experts:
         return
@@ -196,11 +196,11 @@ def router_training(context: Context) -> Iterable[CheckResult]:
     found = False
     if balancing != "none":
         found = True
-        why = "an auxiliary loss over all tokens trains the routers with the policy's (3.4 times the gradient: PR 5694)"
+        why = "an auxiliary loss over all tokens also trains the routers (3.4 times the policy's gradient: PR 5694)"
         yield warning(f"moe_router_load_balancing_type={balancing}", why, f"++{BALANCING}=none")
     if rate if rate is not None else context.model_type in BIASED:
         found = True
-        why = "megatron-core moves the routers' bias after every backward pass, also where the update is skipped"
+        why = "megatron-core moves the routers' bias after every backward pass, even if the update is skipped"
         said = "not set (0.001)" if rate is None else rate
         yield warning(f"moe_router_bias_update_rate: {said}", why, f"++{BIAS_RATE}=0.0")
     if not found and context.model_config is not None:
@@ -209,13 +209,13 @@ def router_training(context: Context) -> Iterable[CheckResult]:
 
 @check("training alone", needs="on_megatron")
 def training_alone(context: Context) -> Iterable[CheckResult]:
-    """Settings of Megatron that act in training passes only: z-loss, expert capacity, dropout, switches for benchmarks;
-    a gather of weights that comes after they were sent.
+    """Settings of Megatron that act only in training passes: z-loss, expert capacity, dropout, switches for benchmarks;
+    a gather of weights after they were sent.
 
-    Source: megatron/core/transformer/moe/router.py (0.16.1) for the switches of benchmarks and the z-loss, whose
-    gradient comes with every token of every pass; transformer_config.py for the capacity, past which tokens skip their
-    expert. verl scores in eval mode, and updates in train mode, with dropout. NeMo-RL PR 4086: the gather of weights
-    that is left to the next forward pass has not happened when verl sends them to the rollout.
+    Source: megatron/core/transformer/moe/router.py (0.16.1) for the switches for benchmarks and the z-loss, whose
+    gradient is added for every token of every pass; transformer_config.py for the capacity, above which tokens skip
+    their expert. verl scores in eval mode, and updates in train mode, with dropout. NeMo-RL PR 4086: with the overlap,
+    weights are gathered in the next forward pass, after verl has sent them to the rollout.
     """
     for name, (why, off) in TRAINING_ONLY.items():
         if value := context.get(f"{LAYERS}.{name}"):
@@ -223,7 +223,7 @@ def training_alone(context: Context) -> Iterable[CheckResult]:
     if trains_lora(context.config) and (share := context.get(LORA_DROPOUT)):
         yield warning(f"{LORA_DROPOUT}={share}", DROPS, f"++{LORA_DROPOUT}=0.0")
     if context.get(OVERLAP):
-        why = "verl sends the weights before they are gathered: each rank has its own new part, and old ones"
+        why = "verl sends the weights before they are gathered: each rank has only its own part of the new weights"
         yield warning("overlap_param_gather=true", f"{why} (NeMo-RL PR 4086)", f"++{OVERLAP}=false")
 
 
@@ -233,9 +233,9 @@ def resumed_schedule(context: Context) -> Iterable[CheckResult]:
     verl's default: the schedule starts again whenever the run resumes.
 
     Source: verl 0.9.1. `MegatronCheckpointManager` (utils/checkpoint/megatron_checkpoint_manager.py) saves the schedule
-    and loads it only with `use_checkpoint_opt_param_scheduler`, whose default is False. Without it
-    `OptimizerParamScheduler` (megatron-core, optimizer_param_scheduler.py) counts from step 0. Seen in a run on CPU
-    cores: 3e-4 before the checkpoint, 1e-4 after it. verl's FSDP engine always loads its schedule.
+    but loads it only with `use_checkpoint_opt_param_scheduler`, whose default is False. Without it,
+    `OptimizerParamScheduler` (megatron-core, optimizer_param_scheduler.py) counts from step 0. In a run on CPU cores,
+    the rate was 3e-4 before the checkpoint and 1e-4 after it. verl's FSDP engine always loads its schedule.
     """
     for role in _trained_by_megatron(context):
         optim = f"{role}.optim"
@@ -255,7 +255,7 @@ def resumed_schedule(context: Context) -> Iterable[CheckResult]:
 def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
     """`optim.betas` on Megatron.
 
-    Source: `init_megatron_optim_config` of utils/megatron/optimizer.py hands over lr, min_lr, clip_grad and
+    Source: `init_megatron_optim_config` of utils/megatron/optimizer.py passes only lr, min_lr, clip_grad and
     weight_decay (verl PR 4214, open).
     """
     betas, override = context.get(f"{ACTOR}.optim.betas"), f"{ACTOR}.optim.override_optimizer_config"
@@ -270,14 +270,14 @@ def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
 
 @check("checkpoints", needs="config")
 def checkpoints(context: Context) -> Iterable[CheckResult]:
-    """Asynchronous checkpoints outside Megatron, which no restart finds (verl issue 7952).
+    """Asynchronous checkpoints on engines other than Megatron, which a restart does not find (verl issue 7952).
 
-    Source: verl issue 7952, PR 7955 (open): outside Megatron nobody writes the file that names the last checkpoint
-    (trainer/ppo/v1/trainer_base.py), so that a restarted run begins at step 0.
+    Source: verl issue 7952, PR 7955 (open): the file that names the last checkpoint is written only for Megatron
+    (trainer/ppo/v1/trainer_base.py), so a restarted run starts at step 0.
     """
     setting = f"{ACTOR}.checkpoint.async_save"
     if context.get(setting) and not context.on_megatron:
-        yield warning(f"{setting}=True on {context.strategy}", "a restart begins at step 0 again", f"{setting}=False")
+        yield warning(f"{setting}=True on {context.strategy}", "a restart begins again at step 0", f"{setting}=False")
 
 
 @check("VeOmni version", needs="config")
@@ -286,8 +286,8 @@ def veomni_version(context: Context) -> Iterable[CheckResult]:
     fails. Install VeOmni 0.1.12.
 
     Source: VeOmni 0.1.11, which verl 0.9.1 pins in an extra, passes `cache_position` to `create_causal_mask` (its Qwen3
-    models in veomni/models/transformers). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the
-    argument: seen with 5.10.4, a TypeError in the first forward pass. 0.1.12 leaves it out there.
+    models in veomni/models/transformers). transformers 5.9, which verl 0.9.1 pins for vLLM, dropped the argument: the
+    first forward pass ended with a TypeError (tried with 5.10.4). VeOmni 0.1.12 does not pass it.
     """
     found, transformers = context.version("veomni"), context.version("transformers")
     if context.strategy != "veomni" or not found or not transformers:

@@ -1,7 +1,7 @@
-"""The switches of the installed engines for repeatable results, for runs that expect no mismatch at all.
+"""The installed engines' switches for reproducible results, for runs that expect no mismatch at all.
 
-A switch makes one engine repeat its results, whatever else is in a request's batch. No setting shows if both engines
-then compute the same: `stability=zero_mismatch` measures it.
+With its switch, an engine's results do not depend on what else is in a batch. `stability=zero_mismatch` measures
+whether both engines then compute the same.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from verl_ext.doctor.precision import FSDP
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, SGLANG_ARGUMENTS
 from verl_ext.launch.packages import LAYERS, source
 
-INVARIANT = f"{RUNTIME}.VLLM_BATCH_INVARIANT"  # full_determinism sets it too, and gives all responses one seed
+INVARIANT = f"{RUNTIME}.VLLM_BATCH_INVARIANT"  # full_determinism sets it too, but gives all responses one seed
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Switch:
     """A switch of an engine.
 
     Attributes:
-        engines: the values of rollout.name or actor.strategy of the runs that it concerns.
-        package, file: the package that has it, and the file in it.
+        engines: the values of rollout.name or actor.strategy for which the switch exists.
+        package, file: the package and the file in it that have the switch.
         name: its name in that file.
-        setting: the setting that switches it on in a run of verl.
+        setting: the setting of a verl run that turns it on.
         does: its effect, a clause.
-        value: the setting's value that switches it on.
+        value: the setting's value that turns it on.
     """
 
     engines: tuple[str, ...]
@@ -69,7 +69,7 @@ SWITCHES = (
         "srt/server_args.py",
         "rl_on_policy_target",
         f"{SGLANG_ARGUMENTS}.rl_on_policy_target",
-        "with the value fsdp, SGLang also rounds as transformers' modules do (dense Qwen3 and a few others)",
+        "with the value fsdp, SGLang also rounds as transformers does (dense Qwen3 and a few other models)",
         value="fsdp",
     ),
     Switch(
@@ -86,7 +86,7 @@ SWITCHES = (
         "model_parallel_config.py",
         "deterministic_mode",
         f"{LAYERS}.deterministic_mode",
-        "megatron-core picks deterministic code; Transformer Engine asks for NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
+        "megatron-core picks deterministic code; Transformer Engine needs NVTE_ALLOW_NONDETERMINISTIC_ALGO=0",
     ),
     Switch(
         ("megatron",),
@@ -94,15 +94,15 @@ SWITCHES = (
         "transformer/transformer_config.py",
         "batch_invariant_mode",
         f"{LAYERS}.batch_invariant_mode",
-        "attention takes one split; the kernels of matrix products need set_batch_invariant_mode, which verl 0.9.1 "
-        "does not call",
+        "attention uses one split; the kernels of matrix products need set_batch_invariant_mode, which verl 0.9.1 does "
+        "not call",
     ),
 )
 
 
 @check("zero mismatch", needs="config")
 def zero_mismatch(context: Context) -> Iterable[CheckResult]:
-    """The switches of the installed engines for results that repeat, each on or off, for `stability=zero_mismatch`
+    """The installed engines' switches for reproducible results, each on or off, for `stability=zero_mismatch`
     (`VLLM_BATCH_INVARIANT`, `enable_deterministic_inference`, `rl_on_policy_target`, training's `full_determinism`,
     `deterministic_mode`, `batch_invariant_mode`).
 
@@ -110,13 +110,13 @@ def zero_mismatch(context: Context) -> Iterable[CheckResult]:
     vllm/model_executor/layers/batch_invariant.py (0.27.1); `_handle_deterministic_inference` of
     sglang/srt/server_args.py (0.5.12), whose `rl_on_policy_target` has one value, `fsdp`; `enable_full_determinism` of
     verl/workers/engine/utils.py (0.9.1); verl's Megatron engine reads no such setting; megatron-core 0.16.1, where only
-    `set_batch_invariant_mode` puts the kernels in. verl PR 7688 got a k3 of 0 for DeepSeek-V4 with changes to vLLM (PR
-    54955) and Megatron-LM (PR 7050) that no release has.
+    `set_batch_invariant_mode` installs the kernels. verl PR 7688 reached a k3 of 0 for DeepSeek-V4 with unreleased
+    changes to vLLM (PR 54955) and Megatron-LM (PR 7050).
     """
     if not any(rule.get("locate") for rule in context.guard_rules):
         return
     if context.get("trainer.device") == "cpu":
-        why = "none of the engines' switches acts there; in float32 both engines agree up to rounding (precision=fp32)"
+        why = "the engines have no switches for CPU; in float32 both agree up to rounding (precision=fp32)"
         yield note("zero mismatch on CPU cores", why)
         return
     running = (context.get(f"{ROLLOUT}.name"), context.strategy)

@@ -1,4 +1,4 @@
-"""Advantage estimators: those of `verl_ext.core.advantages` under verl's `register_adv_est` (the signature is verl's).
+"""Registers the advantage estimators of `verl_ext.core.advantages` with verl, whose signature they get here.
 
     algorithm.adv_estimator=qae            +algorithm.qae.k=0.4
     algorithm.adv_estimator=grpo_positive  +algorithm.grpo_positive.negative_scale=0.0
@@ -48,7 +48,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def check(run: RunFeatures) -> None:
-    """Checks the estimator's settings, and that no other one has any: `stability=qae` without QAE, for example."""
+    """Checks the estimator's settings; refuses settings of estimators that are not chosen."""
     algorithm = run.config.algorithm
     if (method := ESTIMATORS.get(algorithm.adv_estimator)) is not None:
         estimator_settings(method, algorithm)
@@ -66,12 +66,12 @@ ESTIMATOR = Feature(needs, check, lines=lines)
 
 @contextmanager
 def session_keys(keys: Sequence[str]) -> Iterator[None]:
-    """Gives the estimators the rows that are outputs of one session, while verl computes advantages.
+    """Passes the session of each row to the estimators, while verl computes advantages.
 
-    verl passes an estimator only the uid of each row, and treats the several outputs of a session specially only for
-    its own GRPO (`compute_advantage_for_multi_trajectories` in trainer/ppo/v1/utils.py). Inside this context our
-    estimators do the same: the reward of a session's final output counts once in its group, and its advantage goes to
-    all of the session's rows.
+    A session can have several outputs, each a row. verl handles that only in its own GRPO
+    (`compute_advantage_for_multi_trajectories` in trainer/ppo/v1/utils.py) and passes an estimator only the uids. In
+    this context our estimators do the same: a session's final reward counts once in its group, and its advantage goes
+    to all of the session's rows.
 
     Args:
         keys: [B] trajectory ids `{uid}_{session}_{index}`, in the order of the rows.
@@ -92,9 +92,9 @@ def estimate(
 ) -> tuple[Tensor, Tensor]:
     """Computes advantages with a registered estimator and the settings of `algorithm.NAME`.
 
-    They are divided by the group's standard deviation, as in the papers, unless
-    `algorithm.norm_adv_by_std_in_grpo=false`. Under plain verl, without `session_keys`, every row is a session of its
-    own: with agent loops that return several outputs, those count several times in their group.
+    Advantages are divided by the group's standard deviation, as in the papers, unless
+    `algorithm.norm_adv_by_std_in_grpo=false`. Under plain verl, without `session_keys`, every row counts as a session:
+    an agent loop's several outputs then count several times in their group.
 
     Args:
         token_level_rewards, response_mask: [B, T], as verl passes them; a row's reward is the sum over its tokens.
@@ -105,7 +105,7 @@ def estimate(
 
     Raises:
         BatchError: a reward is NaN or infinite, or the keys of `session_keys` do not fit the batch.
-        ConfigError: a setting of `algorithm.NAME`.
+        ConfigError: a setting of `algorithm.NAME` is not valid.
     """
     norm_by_std = config is None or bool(config.get("norm_adv_by_std_in_grpo", True))
     settings = asdict(estimator_settings(method, config))
@@ -117,7 +117,7 @@ def estimate(
 
 
 def register_estimators() -> None:
-    """Registers our estimators with verl's `register_adv_est`; called again after a plugin has added more."""
+    """Registers our estimators with verl. It is called again after a plugin has added more."""
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, register_adv_est
 
     for name, method in ESTIMATORS.items():

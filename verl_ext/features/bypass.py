@@ -1,8 +1,8 @@
-"""Refuses settings without a meaning in verl's bypass mode: they need compute_log_prob, or would count r twice.
+"""Refuses settings that have no meaning in verl's bypass mode: they need compute_log_prob, or would count r twice.
 
-The sources: verl's own bypass loss (0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py), with masks next to
-either of its losses, and weights with REINFORCE but not with a clipped ratio; rllm PR 741 and prime-rl PR 3526,
-IcePop's band on exp(l_theta - l_infer) with that ratio once; prime-rl PR 3283, KPop's on the same two policies.
+Sources: verl 0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py, allows masks with both of its losses, but
+weights only with REINFORCE, not with a clipped ratio. rllm PR 741 and prime-rl PR 3526 apply IcePop's band to
+exp(l_theta - l_infer) and have that ratio once. prime-rl PR 3283 applies KPop's to the same two policies.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", gives_way: tuple[str, ...] = ()) -> None:
-    """Raises the error of a setting, with a fix that keeps corrections and loss: by default, bypass mode is left."""
+    """Refuses a setting, with a fix that keeps corrections and loss: by default, the fix turns bypass mode off."""
     otherwise = otherwise or (f"set {OFF}" if fix else "")
     said = f"{setting} {why} in bypass mode ({BYPASS}=True)"
     raise ConfigError(said, fix=fix or (OFF,), otherwise=otherwise, gives_way=gives_way or fix)
@@ -56,7 +56,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityC
     if stability.denominator == "kept":
         _forbid(
             "stability.denominator=kept",
-            "would divide by what is kept before the update knows it",
+            "needs the number of kept tokens before the update, which computes it",
             otherwise="divide by all tokens, stability.denominator=full",
             gives_way=("stability.denominator=full",),
         )
@@ -113,7 +113,7 @@ def _check_loss(config: DictConfig) -> None:
 
 
 def _check_ratio(config: DictConfig, stability: StabilityConfig) -> None:
-    """Refuses a correction that only weighs, where the loss has r already: there a correction can only drop."""
+    """Refuses a correction that only weighs if the loss has r already: with such a loss, a correction can only drop."""
     if not loss_has_ratio(config):
         return
     for chosen in stability.before_update:
@@ -137,7 +137,7 @@ def _check_rules(config: DictConfig, stability: StabilityConfig) -> None:
             off = (f"{where}=null",)
             _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true", gives_way=off)
         if "/advantage" in rule.signal:
-            off, instead = (f"{where}=null",), "take vllm_kl/k3"
+            off, instead = (f"{where}=null",), "use vllm_kl/k3"
             _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise=instead, gives_way=off)
         if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
             _forbid(

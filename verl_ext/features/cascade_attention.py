@@ -1,4 +1,4 @@
-"""vLLM's cascade attention, on or off: its shared-prefix kernel computes other log-probabilities than the usual one."""
+"""vLLM's cascade attention: its kernel for shared prefixes computes other log-probabilities than the usual kernel."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def check(run: RunFeatures) -> None:
         raise ConfigError(f"{asked} is a setting of vLLM, not of {ROLLOUT}.name={name}", fix=OFF)
     disabled = OmegaConf.select(run.config, DISABLED)
     if disabled is not None and disabled != (setting == "off"):
-        raise ConfigError(f"{DISABLED}={disabled} contradicts {asked}; leave the former out")
+        raise ConfigError(f"{DISABLED}={disabled} contradicts {asked}; leave {DISABLED} out")
 
 
 def apply(run: RunFeatures) -> None:
@@ -48,8 +48,8 @@ def _confirmed(setting: str, engines: Engines) -> str:
     if any(value != (setting == "on") for value in running):
         state = "on" if running[0] else "off"
         raise HookError(
-            f"stability.cascade_attention={setting}, but vLLM runs with it {state}: this engine or device does not "
-            "support the setting",
+            f"stability.cascade_attention={setting}, but cascade attention is {state} in vLLM: this engine or device "
+            "does not support the setting",
             fix=OFF,
         )
     return f"confirmed by {len(running)} vLLM worker(s)"

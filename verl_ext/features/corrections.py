@@ -1,7 +1,7 @@
-"""Corrections: weights on the loss of a token, or a response, by its gap.
+"""Corrections: they weigh the loss of a token or a response by its gap.
 
-`stability.correction` names them, and their settings are next to their functions (core/corrections.py). Most act before
-the update; those that need l_theta act in the workers' loss.
+`stability.correction` names them. Their settings and functions are in core/corrections.py. Most act before the update;
+those that need l_theta act in the workers' loss.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,16 @@ from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableL
 from verl_ext.features.losses import LOSS, foreign_loss, loss_has_ratio, loss_mode, reads_k
 from verl_ext.features.verl_config import bypasses, ignores_weights
 
-# Filters and denominator=kept can leave a mini-batch without a token, for which verl's own loss divides 0 by 0.
+# Filters and denominator=kept can leave a mini-batch without a token; verl's own loss would divide 0 by 0.
 MASKED = frozenset({Need.MEASURED_BATCHES, Need.OUR_LOSS, Need.LOSS_MASK})
-NEEDS_OURS = ("geo_mean",)  # losses of verl that cannot take a weight per token by themselves
+NEEDS_OURS = ("geo_mean",)  # losses of verl that take no weight per token without ours
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
     stability = run.stability
     weighs = {Need.MEASURED_BATCHES, Need.TOKEN_WEIGHTS}
-    # verl's geo_mean takes no weight per token: the workers run our loss, if they can. In bypass mode it weighs.
+    # The workers run our loss if they can, because verl's geo_mean takes no weight per token. In bypass mode our loss
+    # also computes the weights.
     if bypasses(run.config) or not foreign_loss(run.config):
         weighs.add(Need.OUR_LOSS)
     for chosen in stability.before_update:
@@ -66,8 +67,8 @@ def check(run: RunFeatures) -> None:
         )
     if (why := foreign_loss(run.config)) and mode in NEEDS_OURS:
         raise ConfigError(
-            f"{ours} weighs tokens, which {LOSS}.loss_mode={mode} takes only from the plugin's loss in the workers: "
-            f"{why}",
+            f"{ours} weighs tokens, and {LOSS}.loss_mode={mode} takes weights only from the plugin's loss in the "
+            f"workers: {why}",
             fix=without,
             gives_way=without,
         )

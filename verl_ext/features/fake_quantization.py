@@ -1,4 +1,4 @@
-"""A gap between the engines, planted on purpose: the rollout's weights are rounded as a quantised rollout has them."""
+"""Makes a gap between the engines on purpose: the rollout's weights are rounded as in a quantised rollout."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ ARGUMENTS = {"vllm": VLLM_ARGUMENTS, "sglang": SGLANG_ARGUMENTS}
 MODEL_OVERRIDES = f"{SGLANG_ARGUMENTS}.json_model_override_args"
 SETTING = "stability.fake_quantization"
 OFF = f"{SETTING}.format={NONE}"
-OTHER_SYNC = "delta_sharded"  # verl patches the loaded weights with it, and asks no load_weights
+OTHER_SYNC = "delta_sharded"  # with it, verl patches the loaded weights and does not call load_weights
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
@@ -45,8 +45,8 @@ def check(run: RunFeatures) -> None:
             )
     if OmegaConf.select(config, f"{ROLLOUT}.checkpoint_engine.backend") == OTHER_SYNC:
         raise ConfigError(
-            f"{said} rounds weights as they are loaded, and {ROLLOUT}.checkpoint_engine.backend={OTHER_SYNC} changes "
-            "those that are loaded already",
+            f"{said} rounds weights while they are loaded, and {ROLLOUT}.checkpoint_engine.backend={OTHER_SYNC} "
+            "changes weights that are already loaded",
             fix=(OFF,),
         )
     if run.read_model and (hf_config := hf_config_of(config.actor_rollout_ref.model)) is not None:
@@ -56,7 +56,7 @@ def check(run: RunFeatures) -> None:
 def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> None:
     text = hf_config.get_text_config()
     if getattr(hf_config, "quantization_config", None):
-        raise ConfigError(f"{said} rounds weights that are not quantised yet, as the model's are", fix=(OFF,))
+        raise ConfigError(f"{said} needs weights that are not quantised, and the model's already are", fix=(OFF,))
     if asked.head and text.tie_word_embeddings:
         raise ConfigError(
             f"{SETTING}.head=true has no head to round: the model's is its embedding (tie_word_embeddings)",
@@ -74,8 +74,7 @@ def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> 
 
 
 def _inputs(text: Any) -> Iterator[tuple[str, int]]:
-    """Yields the inputs of weights that every model has; others, such as MLA's low ranks, are checked when they are
-    loaded."""
+    """Yields name and size of the inputs that every model has; others, such as MLA's low ranks, are checked on load."""
     yield "hidden_size", text.hidden_size
     width = "moe_intermediate_size" if getattr(text, "moe_intermediate_size", None) else "intermediate_size"
     if isinstance(inputs := getattr(text, width, None), int):
@@ -83,7 +82,7 @@ def _inputs(text: Any) -> Iterator[tuple[str, int]]:
 
 
 def apply(run: RunFeatures) -> None:
-    """Passes the settings to the engine. vLLM's load format loads with the format that was asked for."""
+    """Passes the settings to the engine. vLLM gets our load format, which loads with the format that the user set."""
     if not (asked := run.stability.fake_quantization).active:
         return
     from verl_ext.upstream.fake_quantization import LOAD_FORMAT, OURS
@@ -100,12 +99,12 @@ def apply(run: RunFeatures) -> None:
 
 
 def _model_overrides(config: DictConfig) -> dict[str, Any]:
-    """Returns the entries of the model's config that the user gives SGLang."""
+    """Returns the entries of the model's config that the user overrides for SGLang."""
     given = OmegaConf.select(config, MODEL_OVERRIDES) or "{}"
     try:
         return dict(json.loads(given))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{MODEL_OVERRIDES}={given} is not an object in JSON", otherwise="quote it") from error
+        raise ConfigError(f"{MODEL_OVERRIDES}={given} is not a JSON object", otherwise="quote it") from error
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
@@ -115,17 +114,17 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
-    """Returns how many weights of each kind each worker has rounded: the first sync is over by now."""
+    """Returns how many weights of each kind each worker has rounded. It is called after the first sync."""
     from verl_ext.upstream.fake_quantization import report as rounded
 
     reports = engines.ask(rounded)
     for report in reports or [None]:
         if report is None or report["settings"] != asdict(asked):
-            raise HookError(f"{SETTING}.format={asked.format}, but a rollout worker loads with {report}", fix=(OFF,))
+            raise HookError(f"{SETTING}.format={asked.format}, but a rollout worker reports {report}", fix=(OFF,))
         for kind, count in report["rounded"].items():
             if count == 0:
                 raise HookError(
-                    f"{SETTING} rounds {kind} weights, and the rollout received none with a known name", fix=(OFF,)
+                    f"{SETTING} rounds {kind} weights, but the rollout received none with a known name", fix=(OFF,)
                 )
     counts = ", ".join(f"{count} {kind}" for kind, count in reports[0]["rounded"].items())
     return f"{counts} weights in {len(reports)} worker(s) of the rollout"

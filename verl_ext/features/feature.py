@@ -1,4 +1,4 @@
-"""What a feature is: what it needs of a run's processes, its lines of the start-up table, and its functions."""
+"""The parts of a feature: its needs of a run's processes, its lines of the start-up table, and its functions."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.verl_config import replay_mode
 
-# Places in a line's `at`, and their names before the engines run.
+# Place in a line's `at` -> its name before the engines run.
 PLACES = {
     "loss": "worker_loss on every training rank",
     "routers": "routers of the training engine",
@@ -27,7 +27,7 @@ class Need(Enum):
 
     ROLLOUT_LOG_PROBS = auto()  # every batch has l_infer
     MEASURED_BATCHES = auto()  # l_infer of every batch is compared with the training engine's log-probabilities
-    MEASURED_IN_UPDATE = auto()  # the workers do that, in the update: in bypass mode there is no compute_log_prob
+    MEASURED_IN_UPDATE = auto()  # the workers compare them in the update: bypass mode has no compute_log_prob
     TOKEN_WEIGHTS = auto()  # the loss weighs tokens
     LOSS_MASK = auto()  # tokens are taken out of the loss's mask
     OUR_LOSS = auto()  # the workers run our loss around verl's
@@ -35,7 +35,7 @@ class Need(Enum):
     OLD_VERSIONS = auto()  # the workers keep weights of earlier steps, and score with them
     HOOKED_ROUTERS = auto()
     COMPARED_ROUTERS = auto()  # the experts of both engines are compared
-    TOP_TOKENS = auto()  # the rollout returns the most likely tokens of each place, and the workers read them
+    TOP_TOKENS = auto()  # the rollout returns the most likely tokens at each place, and the workers read them
     TOP_TOKENS_IN_UPDATE = auto()  # the update reads them too, in addition to compute_log_prob
 
 
@@ -45,7 +45,7 @@ class Demand:
 
     Attributes:
         setting: the setting, as an error names it.
-        needs: none if it acts in the trainer itself, or in the rollout engine.
+        needs: empty if it acts in the trainer itself or in the rollout engine.
         off: overrides that leave it out; () if only the user can decide that.
     """
 
@@ -60,8 +60,8 @@ class RunFeatures:
 
     Attributes:
         config, stability: the run's config, and its `stability` node parsed.
-        demands: those of all features; () if the run is verl's own.
-        read_model: whether checks may read the model's files. transformers runs code of theirs if the config trusts it.
+        demands: the demands of all features; () if the run is verl's own.
+        read_model: whether checks may read the model's files. transformers runs their code if the config trusts it.
     """
 
     config: DictConfig
@@ -75,27 +75,27 @@ class RunFeatures:
 
     @property
     def compares_top_tokens(self) -> bool:
-        """Returns True if compute_log_prob compares the rollout's top tokens, and leaves sums in the batch."""
+        """Returns True if compute_log_prob compares the rollout's top tokens and leaves sums in the batch."""
         return Need.TOP_TOKENS in self.needs and Need.MEASURED_IN_UPDATE not in self.needs
 
     @property
     def own_workers(self) -> bool:
-        """Returns True if the actor's worker classes are ours: something of ours runs in them."""
+        """Returns True if the actor's worker classes are ours, because some of our code runs in them."""
         ours = {Need.HOOKED_ROUTERS, Need.OUR_LOSS, Need.OLD_VERSIONS}
         return not ours.isdisjoint(self.needs) or replay_mode(self.config) != "disabled"
 
 
 @dataclass(frozen=True)
 class TableLine:
-    """A line of the start-up table: something of a feature that is on.
+    """A line of the start-up table: a feature that is on, or a part of one.
 
     Attributes:
         name: what is on.
         setting: what it is set to.
         at: the place where it acts; `{loss}`, `{routers}` and `{trainer}` stand for PLACES.
-        in_loss: whether it is in a worker's loss, read from the result of `configure_loss` there.
-        proof: asks the started engines for it and returns the place where it was found, which replaces `at`. A feature
-            that acts in the trainer itself needs neither this nor `in_loss`.
+        in_loss: returns True if a worker's loss has it, from the result of `configure_loss` there.
+        proof: returns the place where the started engines have it, which replaces `at`. A feature that acts in the
+            trainer itself needs neither this nor `in_loss`.
     """
 
     name: str
@@ -106,7 +106,7 @@ class TableLine:
 
     @property
     def where(self) -> str:
-        """The place, before any engine runs."""
+        """The place as it is named before any engine runs."""
         return self.at.format(**PLACES)
 
 
@@ -126,7 +126,7 @@ class Engines:
 
     @cached_property
     def losses(self) -> list[dict[str, Any]]:
-        """Installs the workers' loss; returns what is active in it, by rank."""
+        """Installs the workers' loss; returns what is active in it on each rank."""
         return self.workers.configure_loss(self._loss_settings)
 
     @cached_property
@@ -143,7 +143,7 @@ class Engines:
         return f"{count} x {name} on {len(per_rank)} rank(s)"
 
     def ask(self, function: Callable[..., Any]) -> list[Any]:
-        """Returns the answers of `upstream.engine_calls.call` of all servers."""
+        """Returns the answers of all servers to `upstream.engine_calls.call`."""
         from verl_ext.upstream import engine_calls
 
         return [answer for server in self.servers for answer in engine_calls.call(server, function)]
@@ -151,13 +151,13 @@ class Engines:
 
 @dataclass(frozen=True)
 class Effect:
-    """Settings that act only while something is on. A run that changes one of them without that is refused.
+    """Settings that act only under a condition. A run that changes one of them without it is refused.
 
     Attributes:
         settings: the names under `stability`, such as "rescoring.versions".
-        met: returns True if they act in the run.
-        why: the reason why they do not act otherwise, as a clause.
-        switch: an override with which they act.
+        met: returns True if the settings act in the run.
+        why: the reason if they do not, as a clause.
+        switch: an override that meets the condition.
     """
 
     settings: tuple[str, ...]
@@ -171,12 +171,12 @@ class Feature:
     """One feature, as its file defines it.
 
     Attributes:
-        needs: what it demands; none if it is off. Where it depends on what other features need, it reads
-            `RunFeatures.needs`: it is asked again until nothing new is needed.
+        needs: yields its demands; none if it is off. If they depend on what other features need, it reads
+            `RunFeatures.needs`; it is called again until no demand is new.
         check: raises ConfigError for settings that it cannot work with.
         apply: sets the feature in verl's config.
-        agent_loop: its requests to verl's agent loop: fields of `upstream.agent_loop.Extras`.
-        loss_settings: its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
+        agent_loop: returns its requests to verl's agent loop: fields of `upstream.agent_loop.Extras`.
+        loss_settings: returns its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
         lines: its lines of the start-up table.
         prove: raises HookError if the started engines lack something that no line shows.
         effects: its settings that act only while something is on.

@@ -10,7 +10,7 @@ from verl_ext.features.verl_config import MODE, is_asynchronous
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
     for chosen in run.stability.filters:
-        off = ("stability.filters=null",)  # all of them need the same
+        off = ("stability.filters=null",)  # all filters need the same
         yield Demand(f"stability.filters.{chosen.name}", MASKED, off)
 
 
@@ -18,8 +18,8 @@ def check(run: RunFeatures) -> None:
     for chosen in run.stability.filters:
         if chosen.method.needs_lag and not is_asynchronous(run.config):
             raise ConfigError(
-                f"stability.filters.{chosen.name} drops by the age of the rollouts, and {MODE}=sync has none that are "
-                "older than the policy; leave the filter out, or train in an asynchronous mode",
+                f"stability.filters.{chosen.name} drops rollouts by their lag, which is always 0 with {MODE}=sync; "
+                "leave the filter out, or train in an asynchronous mode",
                 gives_way=run.stability.without_filter(chosen.name),
             )
 

@@ -1,8 +1,8 @@
-"""Fits a preset to a run: what this engine, trainer mode or model cannot do is left out, with the reason.
+"""Fits a preset to a run: leaves out what this engine, trainer mode or model cannot do, and keeps the reason.
 
-A check that refuses a setting knows which overrides leave it out (`UserError.gives_way`). Where a preset, a recipe or a
-config file asked for the setting, they are applied, and `stability.left_out` keeps the reason for the start-up table.
-What the user wrote under `stability.` on the command line is refused.
+A check that refuses a setting knows which overrides leave it out (`UserError.gives_way`). If the setting comes from a
+preset, a recipe or a config file, these overrides are applied, and `stability.left_out` keeps the reason for the
+start-up table. If the user wrote it under `stability.` on the command line, the run is refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,13 +22,13 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
     """Returns the features that a run switches on and can have.
 
     Args:
-        config: what cannot work is left out of it, in place.
+        config: changed in place: what cannot work is left out.
         overrides: the command line.
         read_model: whether checks may read the model's files.
 
     Raises:
-        UserError: something cannot work, and the user wrote it, it is the preset's method (`stability.expects`), or
-            no override is known that leaves it out.
+        UserError: a setting cannot work, and the user wrote it, or it is the preset's method (`stability.expects`), or
+            no override leaves it out.
     """
     written, tried = _keys(overrides), set[tuple[str, ...]]()
     while True:
@@ -44,7 +44,7 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
             method = set(config.stability.get("expects") or {})
             if method & _keys(way):
                 fix = tuple(one for one in error.fix if not method & _keys([one]))
-                raise ConfigError(error.why, fix, "choose another preset: this one is nothing without it") from error
+                raise ConfigError(error.why, fix, "choose another preset: this setting is its method") from error
             tried.add(way)
             _apply(config, way, error.why)
 
@@ -54,7 +54,7 @@ def _keys(overrides: Iterable[str]) -> set[str]:
 
 
 def _is_written(key: str, written: Iterable[str]) -> bool:
-    """Returns True if the user wrote this setting of ours, one above it or one below."""
+    """Returns True if the user wrote this setting of ours, one that contains it, or one inside it."""
     return key.startswith(OURS) and any(
         other.startswith(OURS) and (f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}."))
         for other in written

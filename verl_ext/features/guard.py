@@ -1,4 +1,4 @@
-"""The guard: rules on logged signals, and its other actions (docs/guard.md).
+"""The guard: its rules on logged signals, the mini-batch gate and the pass after the update (docs/guard.md).
 
 stability:
   guard:
@@ -35,12 +35,12 @@ AFTER_RULE = {
     "rollback": "end of the step",
     "stop": "before the next step",
 }
-KNOWN = ("fsdp2", "megatron", "veomni")  # values of actor.strategy whose gradients and optimizers `workers` can read
+KNOWN = ("fsdp2", "megatron", "veomni")  # actor.strategy whose gradients and optimizers `workers` can read
 IN_GATE = ("lower_lr", "undo")  # actions that the workers carry out, around the optimizer's step
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
-    """The gate and the rules. A normal level of k3 needs nothing: it is judged if the gap is measured."""
+    """Yields the demands of the gate and the rules. A normal level has none: it is judged if the gap is measured."""
     settings = run.stability.guard
     judged = frozenset({Need.MEASURED_BATCHES, Need.RULES})
     if settings.mini_batch.active:
@@ -81,15 +81,15 @@ def check(run: RunFeatures) -> None:
                 _check_engine(run.config, f"{where}: action=undo", otherwise=instead)
         if rule.signal.startswith("actor/after_update/") and not settings.after_update.trajectories:
             raise ConfigError(
-                f"{where}: {rule.signal} needs trajectories that are scored again",
+                f"{where}: {rule.signal} needs trajectories that are scored again after the update",
                 fix=(f"{again}=16",),
                 gives_way=(f"{where}=null",),
             )
 
 
 def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-    """Refuses engines other than FSDP2, VeOmni without expert parallelism, and megatron-core's own optimizers, for
-    settings that read the engine itself."""
+    """Refuses settings that read the engine itself, except on FSDP2, VeOmni without expert parallelism, and
+    megatron-core's own optimizers."""
     strategy, known = strategy_of(config), f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
     sharded, experts = f"{ACTOR}.megatron.use_megatron_fsdp", f"{ACTOR}.veomni.expert_parallel_size"
     if strategy not in KNOWN:
@@ -104,7 +104,7 @@ def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), oth
 
 
 def _check_rollback(config: DictConfig, asked: str) -> None:
-    """Checks that there will be a complete checkpoint to roll back to, before the last one, which is not proven yet."""
+    """Checks that a rollback will have a complete checkpoint to load, one before the last, which is not proven yet."""
     trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
     if trainer.save_freq < 1:
         raise ConfigError(f"{asked} has no checkpoint to go back to; set trainer.save_freq")
@@ -179,13 +179,13 @@ def _bound(rule: Rule) -> str:
 
 
 def set_level(run: RunFeatures) -> None:
-    """Sets the level that is published for the run's model and format; without one, the guard finds the run's own."""
+    """Sets the published level of the run's model and format; if there is none, the guard finds the run's own."""
     if run.stability.guard.level is None and (level := published_level(run.config)) is not None:
         OmegaConf.update(run.config, levels.SETTING, level.k3, force_add=True)
 
 
 def published_level(config: DictConfig) -> Level | None:
-    """Returns the level that is published for a run's model, if the model's config.json is on this machine."""
+    """Returns the published level of a run's model and format; None without the model's config.json on this machine."""
     return published(model_json(config), rollout_format(config))
 
 

@@ -1,7 +1,7 @@
-"""The policy loss: one of ours, its settings flat in verl's `actor.policy_loss` next to `loss_mode` and `base`; and the
-unbiased KL to the reference.
+"""Our policy losses, and the unbiased KL to the reference.
 
-Nothing of verl is imported: a launch and doctor check the settings without it. Written for verl 0.9.1.
+A loss's settings are flat in verl's `actor.policy_loss`, next to `loss_mode` and `base`. verl is not imported, so that
+a launch and doctor can check the settings without it. Written for verl 0.9.1.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -33,17 +33,17 @@ VERLS_SETTINGS = (
     "dro_beta",
     "rollout_correction",
 )
-RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # l_old enters only through the ratio
+RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # they use l_old only in the ratio
 BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
-WITHOUT_RATIO = ("gpg",)  # of verl's losses; -log pi_theta A, which has no l_old
-UNBIASED = "unbiased"  # our actor.kl_loss_type, next to verl's
+WITHOUT_RATIO = ("gpg",)  # verl's losses without l_old: -log pi_theta A
+UNBIASED = "unbiased"  # our value of actor.kl_loss_type
 
 
 def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
     """Returns our loss that `loss_mode` names, with its validated settings.
 
     Raises:
-        ConfigError: a setting is unknown, missing or refused, or the loss cannot build upon `base`.
+        ConfigError: a setting is unknown, missing or out of range, or the loss cannot build upon `base`.
     """
     method, base = LOSSES[policy_loss["loss_mode"]], base_of(policy_loss)
     if method.rescales and base not in RATIO_BASES:
@@ -53,7 +53,7 @@ def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
 
 
 def reads_k(loss_mode: str) -> bool:
-    """Returns True if the policy loss makes the tokens' weights itself, from the mismatch ratio k, as icepop does."""
+    """Returns True if the policy loss itself computes the tokens' weights from the mismatch ratio k, as icepop does."""
     return loss_mode in LOSSES and "k" in LOSSES[loss_mode].reads
 
 
@@ -76,8 +76,7 @@ def loss_mode(config: DictConfig) -> str:
 
 
 def loss_has_ratio(config: DictConfig) -> bool:
-    """Returns True if the policy loss, or the one that it builds upon, weighs by r; a user's own loss counts as
-    such."""
+    """Returns True if the policy loss, or its `base`, weighs by r. A user's own loss counts as one that does."""
     node = OmegaConf.select(config, LOSS) or {}
     mode = node.get("loss_mode")
     return (base_of(node) if mode in LOSSES else mode) not in WITHOUT_RATIO
@@ -86,7 +85,7 @@ def loss_has_ratio(config: DictConfig) -> bool:
 def foreign_loss(config: DictConfig) -> str:
     """Returns why the workers cannot run our loss around verl's, as a clause; "" if they can.
 
-    Source: `actor_worker` of verl/workers/engine_workers.py (0.9.1), whose loss is `distillation_ppo_loss` then.
+    Source: with distillation, `actor_worker` of verl/workers/engine_workers.py (0.9.1) has `distillation_ppo_loss`.
     """
     if (strategy := strategy_of(config)) not in ENGINES:
         return f"they have no adapter for {ACTOR}.strategy={strategy} (they have: {', '.join(ENGINES)})"
@@ -110,8 +109,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 
 
 def check(run: RunFeatures) -> None:
-    """Checks that our loss accepts its settings and has its inputs, and that another loss has no such settings next
-    to it."""
+    """Checks the settings and inputs of our loss; refuses settings of our losses if another loss is chosen."""
     node: Any = OmegaConf.to_container(OmegaConf.select(run.config, LOSS), resolve=True)
     name, target = node.get("loss_mode"), str(node.get("_target_"))
     _check_overridden(name, target, node)
@@ -123,7 +121,7 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
-    """Refuses another loss_mode with `stability=icepop_loss`: it would silently leave IcePop out."""
+    """Refuses an override of a preset's loss_mode, which would silently leave out IcePop in `stability=icepop_loss`."""
     if target != TARGET:
         return
     own = {ours: set(defaults(method.settings)) for ours, method in LOSSES.items()}
@@ -131,17 +129,16 @@ def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
     ours = name if name in LOSSES else with_settings
     if ours in (None, name):
         return
-    # The loss that ours builds upon: not one of ours, and a name, because anybody may have written the config.
+    # Our losses build upon others, not upon each other. `name` may be any text of the user's.
     is_base = str(name).isidentifier() and name not in (*LOSSES, "bypass_mode")
     raise ConfigError(
-        f"{LOSS}.loss_mode={name} overrides the loss {ours}, whose settings are next to it and which builds upon "
-        f"{LOSS}.base",
+        f"{LOSS}.loss_mode={name} overrides the loss {ours}, whose settings are set and which builds upon {LOSS}.base",
         fix=(f"{LOSS}.loss_mode={ours}", *([f"{LOSS}.base={name}"] if is_base else [])),
     )
 
 
 def _check_unused(name: Any, node: Mapping[str, Any]) -> None:
-    """Refuses settings of our losses next to a loss of verl, whose class ends with a stack trace at them."""
+    """Refuses settings of our losses with a loss of verl, whose settings class would raise a stack trace."""
     owners = {"base": next(iter(LOSSES))}
     owners |= {setting: ours for ours, method in LOSSES.items() for setting in defaults(method.settings)}
     for setting, ours in owners.items():
@@ -157,12 +154,12 @@ def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any
     stability, asked = run.stability, f"{LOSS}.loss_mode={name}"
     if target not in (VERLS_TARGET, TARGET):
         raise ConfigError(
-            f"{asked} needs the class that builds its settings, and {LOSS}._target_={target} is another",
+            f"{asked} needs the class that builds its settings, and {LOSS}._target_={target} is another class",
             fix=(f"{LOSS}._target_={TARGET}",),
             otherwise="leave it out",
         )
     reads = chosen_loss(node).method.reads
-    if not (stability.plugins or OmegaConf.select(run.config, EXTERNAL_LIB)):  # which may bring a base of their own
+    if not (stability.plugins or OmegaConf.select(run.config, EXTERNAL_LIB)):  # these may register a base of their own
         require_base(base_of(node))
     if "router_agreement" in reads and not stability.router_agreement:
         raise ConfigError(f"{asked} needs the routers' agreement", fix=(AGREEMENT,))
@@ -173,13 +170,13 @@ def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any
 
 
 def _check_router_shift(run: RunFeatures, asked: str) -> None:
-    """Refuses engines whose router shift cannot be read: it needs the scores of all routers on a rank, for whole
+    """Refuses engines whose router shift cannot be read: each rank needs the scores of all routers, for whole
     sequences."""
     actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
     if actor.strategy == "megatron":
         _check_megatron_shift(run.config, asked, otherwise)
         return
-    if actor.strategy not in (*HOOKED, "veomni"):  # whose models have the routers of transformers
+    if actor.strategy not in (*HOOKED, "veomni"):  # their models have the routers of transformers
         known = ", ".join((*HOOKED, "veomni", "megatron"))
         raise ConfigError(
             f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
@@ -193,13 +190,14 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
 
 
 def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> None:
-    """Refuses a pipeline: the loss, on the last stage, would need the routers of every other stage."""
+    """Refuses settings of Megatron under which the loss cannot have all scores. With a pipeline, for example, the loss
+    is on the last stage and the routers on every stage."""
     megatron = f"{ACTOR}.megatron"
     required = {
         f"{megatron}.pipeline_model_parallel_size": (1, "cannot gather the routers' scores over"),
         f"{megatron}.dynamic_context_parallel": (False, "cannot gather the routers' scores over"),
-        f"{megatron}.pad_to_length": (False, "does not find the tokens under"),
-        f"{megatron}.override_transformer_config.moe_expert_capacity_factor": (None, "compares dropped experts under"),
+        f"{megatron}.pad_to_length": (False, "does not find the tokens with"),
+        f"{megatron}.override_transformer_config.moe_expert_capacity_factor": (None, "compares dropped experts with"),
     }
     for setting, (usual, why) in required.items():
         if (value := OmegaConf.select(config, setting)) not in (usual, None):
@@ -218,14 +216,13 @@ def _check_kl(run: RunFeatures) -> None:
         )
     if denominator != "infer" and not uses_unbiased_kl(run.config):
         raise ConfigError(
-            f"stability.kl_denominator={denominator} is only for the unbiased KL",
+            f"stability.kl_denominator={denominator} acts only with the unbiased KL",
             fix=(f"{ACTOR}.kl_loss_type={UNBIASED}", f"{ACTOR}.use_kl_loss=true"),
         )
 
 
 def apply(run: RunFeatures) -> None:
-    """Makes verl build a loss's settings, and import in every worker the modules that register the user's own
-    methods."""
+    """Makes verl build the settings of our loss, and import the user's plugins in every worker."""
     if loss_mode(run.config) in LOSSES:
         OmegaConf.update(run.config, f"{LOSS}._target_", TARGET)
     if run.stability.plugins:

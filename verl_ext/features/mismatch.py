@@ -1,4 +1,4 @@
-"""The metrics of the gap, `vllm_kl/*`: l_infer next to the training engine's log-probabilities, in every batch."""
+"""The metrics of the gap, `vllm_kl/*`: they compare l_infer with the training engine's log-probs in every batch."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -10,21 +10,21 @@ from verl_ext.features.feature import IN_THE_STEP, Demand, Effect, Feature, Need
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-RAW_SETTING = f"{RUNTIME}.{RAW}"  # overrides the launching shell's
+RAW_SETTING = f"{RUNTIME}.{RAW}"  # overrides the value of the launching shell
 
 
 def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns True if SGLang's log-probs are those before the temperature.
+    """Returns True if SGLang computes log-probs before the temperature.
 
-    Source: srt/layers/sampler.py of SGLang 0.5.12. By default they are of the whole vocabulary, after the temperature
-    and before top-p and top-k, whatever `rollout.logprobs_mode` is.
+    By default it computes them after the temperature and before top-p and top-k, over the whole vocabulary, whatever
+    `rollout.logprobs_mode` is. Source: srt/layers/sampler.py of SGLang 0.5.12.
     """
     given = OmegaConf.select(config, RAW_SETTING)
     return str(environ.get(RAW, "") if given is None else given).lower() in ("1", "true")
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
-    """Measuring, if it is asked for or anything else needs it."""
+    """Yields the demand to measure, if `metrics` is on or another feature needs it."""
     if not (run.stability.metrics or Need.MEASURED_BATCHES in run.needs):
         return
     needed = {Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES}
@@ -40,7 +40,7 @@ def check(run: RunFeatures) -> None:
     rollout = run.config.actor_rollout_ref.rollout
     if not rollout.calculate_log_probs:
         raise ConfigError(
-            f"{ROLLOUT}.calculate_log_probs=False leaves stability.* nothing to compare",
+            f"{ROLLOUT}.calculate_log_probs=False returns no log-probs, which stability.* compares",
             fix=(asked := (f"{ROLLOUT}.calculate_log_probs=True",)),
             gives_way=asked,
         )
@@ -48,7 +48,7 @@ def check(run: RunFeatures) -> None:
         _check_temperature(run.config)
         return
     mode, setting = logprobs_mode(run.config)
-    if mode == "processed_logprobs":  # of the kept tokens, where there is top-k: top tokens
+    if mode == "processed_logprobs":  # with top-k, over the kept tokens only: the feature top_tokens handles it
         return
     if mode != "raw_logprobs":
         raise ConfigError(
@@ -85,7 +85,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def while_measured(*settings: str) -> Effect:
-    """Returns that these settings act only where the gap is measured."""
+    """Returns the effect of settings that act only if the gap is measured."""
     return Effect(
         settings,
         met=lambda run: Need.MEASURED_BATCHES in run.needs,

@@ -1,4 +1,4 @@
-"""Scoring a few trajectories again, with the weights that sampled them."""
+"""Rescoring: scores a few trajectories again with the weights that sampled them."""
 
 from collections.abc import Iterator
 
@@ -15,23 +15,22 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 
 
 def check(run: RunFeatures) -> None:
-    """Checks that verl keeps copies of earlier weights: only in separate_async, and not if it uses l_infer for
-    l_old."""
+    """Checks that verl keeps copies of earlier weights: only in separate_async, and not in bypass mode."""
     if not run.stability.rescoring.every:
         return
     where, never = f"stability.rescoring.every={run.stability.rescoring.every}", ("stability.rescoring=null",)
     if (mode := trainer_mode(run.config)) != "separate_async":
         keeps_none = "keeps no copy of the weights that sampled them"
-        why = keeps_none if is_asynchronous(run.config) else "has none older than that"
+        why = keeps_none if is_asynchronous(run.config) else "has no older rollouts"
         raise ConfigError(
             f"{where} scores rollouts again that are older than the policy, and {MODE}={mode} {why}: verl copies "
             "weights only in separate_async",
             fix=never,
         )
     if bypasses(run.config):
-        raise ConfigError(f"{where}: verl copies no weights where {BYPASS}=True", fix=never)
+        raise ConfigError(f"{where}: verl copies no weights with {BYPASS}=True", fix=never)
     if (strategy := strategy_of(run.config)) not in COPIED:
-        raise ConfigError(f"{where}: verl copies no weights of actor.strategy={strategy}", fix=never)
+        raise ConfigError(f"{where}: verl copies no weights with actor.strategy={strategy}", fix=never)
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:

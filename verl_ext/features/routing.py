@@ -1,6 +1,6 @@
-"""Routing: the experts of both engines are compared, in all trajectories or a share of them, and replayed.
+"""Routing: compares the experts of both engines, in all trajectories or a share of them, and replays them.
 
-torch, transformers and verl are imported where a check needs them: `verl-ext plan` needs only the settings.
+torch, transformers and verl are imported inside the checks, because `verl-ext plan` needs only the settings.
 """
 
 from collections.abc import Iterator
@@ -39,11 +39,11 @@ RETURNED = f"{ROLLOUT}.enable_rollout_routing_replay"
 SHARE = "stability.router_agreement_share"
 LOAD_BALANCE = f"{ROLLOUT}.moe_load_balance_metrics_interval"
 DRAFTED = f"{MTP}.enable_rollout"
-SGLANG_NEEDS = {  # setting -> the value that SGLang's routed experts need, and why
-    f"{ROLLOUT}.skip_tokenizer_init": (True, "verl then imports their decoder from where SGLang had it once"),
-    DISAGGREGATED: (False, "the decoding server has no routing of the prompt, which another server read"),
+SGLANG_NEEDS = {  # setting -> the value that SGLang's routed experts need, and the problem with another value
+    f"{ROLLOUT}.skip_tokenizer_init": (True, "verl then imports their decoder from a module that SGLang has moved"),
+    DISAGGREGATED: (False, "the decoding server has no routing of the prompt, which another server processed"),
     DRAFTED: (False, "the draft model's routing overwrites the model's, in SGLang before 0.5.15"),
-    f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache": (False, "keys come back from the host without their routing"),
+    f"{SGLANG_ARGUMENTS}.enable_hierarchical_cache": (False, "KV entries come back from the host without routing"),
 }
 REPLAYS = {"R2": "R2: update_actor as compute_log_prob", "R3": "R3: both as the rollout"}
 
@@ -62,7 +62,7 @@ def replayed_field(config: DictConfig) -> str | None:
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
-    """The comparison, and the replay if it is ours or asked for by `stability.replay`."""
+    """Yields the demands of the comparison, and of a replay that is ours or set by `stability.replay`."""
     if _compares(run):
         yield Demand("stability.router_agreement", frozenset({Need.HOOKED_ROUTERS, Need.COMPARED_ROUTERS}))
     if replays_here(run.config):
@@ -74,14 +74,14 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 def _compares(run: RunFeatures) -> bool:
     """Returns True if the experts of both engines are compared.
 
-    Under FSDP R3 always is: its agreement is 1 if the rollout's experts are really used. Bypass mode compares nothing,
-    because there is no compute_log_prob.
+    R3 under FSDP always compares them: the agreement is 1 if the rollout's experts are really used. Bypass mode
+    compares nothing, because it has no compute_log_prob.
     """
     return reads_routes(run) and not bypasses(run.config)
 
 
 def check(run: RunFeatures) -> None:
-    """Checks what agreement and replay need. verl checks the other needs of its own replay, on Megatron and VeOmni."""
+    """Checks what agreement and replay need. verl itself checks what else its replay needs on Megatron and VeOmni."""
     config, agreement = run.config, run.stability.router_agreement
     setting, mode, strategy = replay_setting(config), replay_mode(config), strategy_of(config)
     require_choice(setting, mode, REPLAY_MODES)
@@ -101,7 +101,7 @@ def check(run: RunFeatures) -> None:
     else:
         asked, off = f"{setting}={mode}", f"{setting}=disabled"
     reads = run.read_model and (agreement or (mode != "disabled" and strategy in HOOKED))
-    model = hf_config_of(config.actor_rollout_ref.model) if reads else None  # an error in it is no preset's
+    model = hf_config_of(config.actor_rollout_ref.model) if reads else None  # its errors leave no setting out
     with giving_way(*((off,) if off.startswith("stability.") else ())):
         _check_routes(run, asked, off, model)
     if run.stability.router_agreement_share < 1:
@@ -109,11 +109,11 @@ def check(run: RunFeatures) -> None:
 
 
 def _check_routes(run: RunFeatures, asked: str, off: str, model: Any) -> None:
-    """Checks what the agreement needs, or the replay alone.
+    """Checks what the agreement or the replay needs.
 
     Args:
-        asked, off: the setting that asks for it, and the override that leaves it out.
-        model: its transformers config; None leaves the checks of it out.
+        asked, off: the setting that switches it on, and the override that leaves it out.
+        model: the model's transformers config; None skips its checks.
     """
     config, agreement, mode = run.config, run.stability.router_agreement, replay_mode(run.config)
     strategy, on = strategy_of(config), agreement or mode != "disabled"
@@ -125,14 +125,14 @@ def _check_routes(run: RunFeatures, asked: str, off: str, model: Any) -> None:
         _check_recording(config, asked, off)
     if agreement or mode == "R3":
         _check_returned_experts(config, asked, off)
-    elif sglang_returns_routing(config):  # the user has it return its experts, and nothing of ours reads them
+    elif sglang_returns_routing(config):  # the user asked for the experts, and none of our features reads them
         _check_sglang(config, f"{RETURNED}=true", f"{RETURNED}=false")
     if model is not None:
         _check_experts(config, model, asked, off)
 
 
 def _check_share(config: DictConfig, share: float) -> None:
-    """Refuses features that read the routing of all trajectories, where only that of a share travels."""
+    """Refuses features that read the routing of all trajectories: only a share of it reaches the workers."""
     whole = (f"{SHARE}=1",)
     if (mode := replay_mode(config)) != "disabled":
         raise ConfigError(
@@ -141,8 +141,8 @@ def _check_share(config: DictConfig, share: float) -> None:
         )
     if (interval := OmegaConf.select(config, LOAD_BALANCE) or 0) > 0:
         raise ConfigError(
-            f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count them "
-            "for expert 0",
+            f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count their "
+            "tokens for expert 0",
             fix=(f"{LOAD_BALANCE}=0",),
             otherwise=f"set {whole[0]}",
         )
@@ -152,8 +152,8 @@ def _check_recording(config: DictConfig, asked: str, off: str) -> None:
     """Checks what verl's own recording needs, on Megatron and VeOmni."""
     if replay_mode(config) == "R3" and not ENGINES[strategy_of(config)].compares_r3:
         raise ConfigError(
-            f"{asked} has nothing to measure with {replay_setting(config)}=R3: verl makes the training engine use the "
-            "rollout's experts and does not report which ones it would have chosen",
+            f"{asked} cannot measure anything with {replay_setting(config)}=R3: verl makes the training engine use the "
+            "rollout's experts and does not report the engine's own choice",
             fix=(off,),
         )
     if not config.actor_rollout_ref.model.use_remove_padding:
@@ -194,9 +194,9 @@ def sglang_returns_routing(config: DictConfig) -> bool:
 
 
 def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
-    """Refuses settings that make SGLang return other routing than that of the model that sampled.
+    """Refuses settings under which SGLang's routing is missing, unreadable or not that of the model that sampled.
 
-    Read in SGLang 0.5.12, which verl 0.9.1 pins, and in verl/workers/rollout/sglang_rollout.
+    Source: SGLang 0.5.12, which verl 0.9.1 pins, and verl/workers/rollout/sglang_rollout.
     """
     for setting, (needed, why) in SGLANG_NEEDS.items():
         is_on = drafts(config) if setting == DRAFTED else bool(OmegaConf.select(config, setting))
@@ -237,7 +237,7 @@ def check_sglang_model(text_config: Any, path: str, asked: str, off: str) -> Non
 
 
 def apply(run: RunFeatures) -> None:
-    """Makes the rollout return its experts, and verl build the settings of a replay under FSDP."""
+    """Makes the rollout return its experts, and sets verl's replay mode; under FSDP, verl then builds its settings."""
     config = run.config
     if reads_routes(run) or replay_mode(config) == "R3":
         OmegaConf.update(config, RETURNED, True)
@@ -268,7 +268,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def prove(run: RunFeatures, engines: Engines) -> None:
-    """Checks that SGLang's servers decode the experts that they return, whoever reads them. Raises HookError."""
+    """Raises HookError if an SGLang server returns experts that verl cannot decode."""
     from verl_ext.upstream import sglang_server
 
     returns = sglang_returns_routing(run.config)

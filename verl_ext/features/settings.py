@@ -1,7 +1,7 @@
 """The settings of the `stability` node, as frozen dataclasses that validate themselves.
 
-Defaults are only here; a method's settings are next to its function in `core`. `features.stability` reads the node, and
-`python tools/settings_page.py > docs/settings.md` makes the page of all settings.
+Their defaults are only here; a method's settings are next to its function in `core`. `features.stability` reads the
+node. `python tools/settings_page.py > docs/settings.md` writes the page of all settings.
 """
 
 import json
@@ -46,7 +46,7 @@ class BatchSkip:
         metric: the metric that is compared: `vllm_kl/k3`, `vllm_kl/k1`, or `vllm_kl/head`, which needs
             `stability.top_tokens.k`.
         threshold: skip the update of a batch whose metric is above this. Weights, optimizer and learning-rate schedule
-            stay, and training continues. null never skips.
+            stay as they are, and training continues. null never skips.
     """
 
     metric: str = "vllm_kl/k3"
@@ -67,8 +67,8 @@ class MiniBatchGate:
             the policy at this mini-batch.
         policy_kl: refuse the optimizer step if k3 of l_old against l_theta is above this. It measures how far the
             step's earlier mini-batches have moved the policy.
-        grad_norm: refuse the optimizer step if the norm of the gradient before clipping is above this (FSDP2
-            and Megatron).
+        grad_norm: refuse the optimizer step if the gradient's norm before clipping is above this (FSDP2, Megatron, and
+            VeOmni without expert parallelism).
     """
 
     vllm_kl: float | None = None
@@ -95,7 +95,7 @@ class AfterUpdate:
 
     Attributes:
         trajectories: how many trajectories of a batch are scored again after its update, for `actor/after_update/*`.
-            Each costs a forward pass. FSDP2 and Megatron; 0 scores none.
+            Each costs a forward pass. For FSDP2, Megatron, and VeOmni without expert parallelism. 0 scores none.
     """
 
     trajectories: int = 0
@@ -112,7 +112,7 @@ def check_signal(where: str, signal: str) -> None:
     if near or signal.startswith(OURS):
         raise ConfigError(
             f"{where}.signal={signal} is not known; similar names: {', '.join(near) or 'none'}. A metric of your own "
-            f"may have any name that is not like one of these, outside of {', '.join(OURS)}: mine/NAME, for example"
+            f"needs a name unlike these, and without the prefixes {', '.join(OURS)}: mine/NAME, for example"
         )
 
 
@@ -122,19 +122,18 @@ class GuardSettings:
 
     Attributes:
         stop_after: stop the run after this many steps in a row without an update; null never stops it.
-        slow_step_s: report a step that takes longer than this many seconds, and three times as long as the median
-            step, and how to see what it waits for. null never reports it.
+        slow_step_s: report a step that takes longer than this many seconds and three times as long as the median
+            step, with the way to find out what it waits for. null never reports it.
         tighten_factor: narrow IcePop's band by this factor, in logarithms, while a rule with `action: tighten` fires.
         max_rollbacks: after this many rollbacks, the next one stops the run instead.
-        rollback_cooldown: for this many steps after a rollback, another one only skips the update. The same holds after
-            an undo of weights that the rollout has had.
+        rollback_cooldown: for this many steps after a rollback, another rollback only skips the update. The same holds
+            after an undo of weights that the rollout has had.
         lower_lr: what rules with `action: lower_lr` do to the learning rate.
         after_update: score a few trajectories of each batch again after its update.
-        level: warn where the engines' k3 stays above this. null takes the level that is published for the model and the
-            rollout's format, or else twice the mean of the run's first 20 readings (docs/guard.md#normal-levels). 0
-            never warns.
+        level: warn if the engines' k3 stays above this. null takes the published level of the model and the rollout's
+            format, or else twice the mean of the run's first 20 readings (docs/guard.md#normal-levels). 0 never warns.
         mini_batch: refuse single optimizer steps, in the workers.
-        boundary: the signal that is extrapolated, and the value it is extrapolated to.
+        boundary: the signal that the forecast extrapolates, and the value to which it counts down.
     """
 
     stop_after: int | None = 10
@@ -163,10 +162,10 @@ class GuardSettings:
 
 @dataclass(frozen=True)
 class TopTokenSettings:
-    """The most likely tokens that the rollout returns with each token.
+    """The most likely tokens that the rollout returns at each place.
 
     Attributes:
-        k: how many of the rollout's most likely tokens come with each token, with their log-probabilities, 8 bytes
+        k: how many of its most likely tokens the rollout returns at each place, with their log-probabilities, 8 bytes
             each. Sets vLLM's `max_logprobs`. With 0, a feature that needs top tokens sets the number: truncated
             sampling (`top_k`) or score centering (128). More in docs/methods.md#top-tokens.
     """
@@ -182,22 +181,22 @@ class Rescoring:
     """Rescoring is for `separate_async`, where a batch may have no trajectory of the policy's own weights.
 
     A few trajectories are scored again with the weights that sampled them. This separates the engines' part of the gap
-    from what the policy has moved since (docs/reading-metrics.md#old-rollouts).
+    from the policy's own movement (docs/reading-metrics.md#old-rollouts).
 
-    What it costs: verl copies the weights to the host at the start of every step of `separate_async`. The first version
-    is that copy, kept until the next one. Each further version is one more copy, of which each rank keeps its shard
-    (the bytes of the parameters, no optimizer). A step that rescores copies the present weights once more and loads
-    each version that it needs. It computes log-probabilities of that version's trajectories and of a few others, so
-    that every rank has as many (one trajectory per pass, or micro-batches by tokens). Then it loads the present weights
-    again. The time is logged as `timing_s/rescore`.
+    The cost: verl copies the weights to the host at the start of every step of `separate_async`. The first version is
+    that copy, kept until the next one. Each further version is one more copy; each rank keeps its shard (the bytes of
+    the parameters, no optimizer). A step that rescores copies the current weights once more and loads each version that
+    it needs. It computes log-probabilities of that version's trajectories, and of a few others so that every rank has
+    equally many (one trajectory per pass, or micro-batches by tokens). Then it loads the current weights again. The
+    time is logged as `timing_s/rescore`.
 
-    Trajectories that are older than the versions kept, or that several versions sampled, are not rescored. The other
-    modes keep no copies, nor does bypass mode; rescoring is refused there.
+    Trajectories that are older than the kept versions, or that several versions sampled, are not rescored. The other
+    modes and bypass mode keep no copies, so rescoring is refused there.
 
     Attributes:
         every: rescore every this many steps; 0 never does.
-        trajectories: how many trajectories of a batch are rescored, at random among those that a single kept version
-            sampled.
+        trajectories: how many trajectories of a batch are rescored, chosen at random from those that a single kept
+            version sampled.
         versions: how many old versions of the weights are kept in the host's memory.
     """
 
@@ -217,16 +216,15 @@ class Rescoring:
 
 @dataclass(frozen=True)
 class TrajectoryDump:
-    """A few trajectories of each step are written token by token, for the report (docs/report.md#trajectories).
+    """Writes a few trajectories per step, token by token, for the report (docs/report.md#trajectories).
 
     Attributes:
-        per_step: how many trajectories are written per step: half of them (rounded up) those with the largest mean
-            |log k|, the others at random. 0 writes none; any other number turns `vllm_kl/*` on.
+        per_step: how many trajectories are written per step. Half of them (rounded up) have the largest mean |log k|,
+            the others are chosen at random. 0 writes none; any other number turns `vllm_kl/*` on.
         every: write every this many steps.
-        max_tokens: how many tokens of a response are written; of a longer one, half from its start and half from its
-            end.
-        max_megabytes: the size on disk, in two files. Past it the older file is dropped; the newest half is always
-            there.
+        max_tokens: how many tokens of a response are written. A longer response loses its middle.
+        max_megabytes: the size on disk, in two files. Above it, the older file is deleted; the newest half is always
+            kept.
     """
 
     per_step: int = 0
@@ -242,12 +240,12 @@ class TrajectoryDump:
 
 @dataclass(frozen=True)
 class SyncCanarySettings:
-    """The trajectories that show if a weight sync happened, and how often they are checked.
+    """Checks with a few trajectories if a weight sync happened.
 
     Attributes:
         trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
             the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
-            `separate_async`, whose weight transfer is not verl's naive one, and 0 elsewhere. 0 turns the check off.
+            `separate_async`, whose weight transfer is not verl's naive one, and 0 otherwise. 0 turns the check off.
         every: check the first three syncs, and then every this many.
     """
 
@@ -262,16 +260,16 @@ class SyncCanarySettings:
 
 @dataclass(frozen=True)
 class FakeQuantization:
-    """An experiment's switch: the rollout's weights are rounded as a quantised rollout has them, at the engine's start
-    and at each weight sync. Everything else stays as it is. The gap of fp4 can so be studied without an fp4 kernel,
-    also on a CPU, and a correction or replay can be tried against it. It saves neither time nor memory.
+    """For experiments: the rollout's weights are rounded as in a quantised rollout, at the engine's start and at each
+    weight sync. Everything else stays as it is. This shows the gap of fp4 without an fp4 kernel, even on a CPU, and how
+    a correction or replay handles it. It saves neither time nor memory.
 
     Activations and the KV cache are not rounded, and scales keep full precision. A LoRA's base is rounded, its adapter
     is not. verl_ext/core/fake_quant.py has the grid of each format.
 
-    The start-up table shows how many weights each worker of the rollout has rounded. If it is none, the run stops.
-    The run is refused with `rollout.quantization`, with a model that is quantised already, and with
-    `checkpoint_engine.backend=delta_sharded`, which changes weights that are loaded. To see it on a laptop:
+    The start-up table shows how many weights each worker of the rollout has rounded. If there are none, the run stops.
+    The run is refused with `rollout.quantization`, with a model that is already quantised, and with
+    `checkpoint_engine.backend=delta_sharded`, which changes weights that are already loaded. To try it on a laptop:
     `bash tools/quickstart.sh stability.fake_quantization.format=fp4`.
 
     Attributes:
@@ -310,29 +308,29 @@ class FakeQuantization:
 
 @dataclass(frozen=True)
 class Switches:
-    """The settings that are not a method's.
+    """All settings except those of the methods.
 
     Attributes:
         denominator: `full` keeps tokens of weight 0 in the loss's divisor, as in IcePop's objective. `kept` takes them
-            out of the mask, and so out of the divisor and of every other term of the loss.
-        plugins: modules to import first. They register corrections, filters, losses and estimators of your own
+            out of the mask, and so out of the divisor and every other term of the loss.
+        plugins: modules to import first. They register your own corrections, filters, losses and estimators
             (docs/extend.md).
-        expects: settings that the preset sets and does not work without, each with the value, or the list of values,
-            that it may have. Another value stops the run; null expects nothing.
-        left_out: overrides that the launch applied because the preset cannot work here as it is, each with the reason.
-            The launch writes it.
+        expects: settings that the preset needs, each with the value, or the list of values, that it may have. Another
+            value stops the run; null expects nothing.
+        left_out: overrides with which the launch adapted the preset to this run, each with the reason. Only the launch
+            sets it.
         metrics: log `vllm_kl/*` each step, even if nothing else needs them. A correction, a filter, a threshold, a rule
             or dumped trajectories turn them on too.
-        breakdown: log `vllm_kl/*` by probability, entropy, position, turn and server of the rollout too. In every
-            asynchronous mode they are logged by lag as well, whatever this is.
+        breakdown: log `vllm_kl/*` also by probability, entropy, position, turn and server of the rollout. Asynchronous
+            modes always log them by lag too.
         batch_skip: when to skip the update of a batch.
         guard: rules on logged signals, and the guard's other actions.
         kl_denominator: the policy that `actor.kl_loss_type=unbiased` assumes sampled the tokens: `infer`, the rollout
             engine (the paper's), or `old`, the training engine before the update.
         router_agreement: compare the experts of `compute_log_prob` with those of the rollout. Turns on
             `rollout.enable_rollout_routing_replay`, which turns on `enable_return_routed_experts` of vLLM or SGLang.
-        router_agreement_share: compare them in this share of the trajectories, above 0. The experts of the others are
-            not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
+        router_agreement_share: compare experts in this share of the trajectories, above 0. The experts of the other
+            trajectories are not sent to the workers (docs/routing.md#a-share-of-the-trajectories).
         replay: routing replay, on every training engine: `R2`, `R3` or `disabled`. null leaves the engine's own
             `router_replay.mode` as it is.
         top_tokens: the rollout's K most likely tokens at each place.
@@ -340,10 +338,10 @@ class Switches:
             one update per step.
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
         trajectories: write a few trajectories per step, token by token, for the report.
-        cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. It is checked
-            against what vLLM's workers run with.
+        cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. The setting of
+            the started vLLM workers is checked.
         sync_canary: check that weight syncs reach the rollout.
-        fake_quantization: round the rollout's weights as a quantised rollout has them.
+        fake_quantization: round the rollout's weights as in a quantised rollout.
     """
 
     denominator: str = "full"
@@ -377,23 +375,23 @@ class Switches:
 
 
 def _usual_text(value: Any) -> str:
-    """Returns a default as an override has it; null for a group of settings, which takes its own defaults."""
+    """Returns a default as the value of an override; null for a group of settings, which sets the group's defaults."""
     return "null" if is_dataclass(value) else json.dumps(value)
 
 
 def _drops(chosen: Chosen[Correction]) -> bool:
-    """Returns True if a correction may drop tokens; one whose registration only lets it weigh by the ratio may not."""
+    """Returns True if a correction may drop tokens; a correction that is registered to weigh by the ratio may not."""
     method = chosen.method
     return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
 
 
 @dataclass(frozen=True)
 class StabilityConfig(Switches):
-    """Everything the plugin adds to a run; all of it is off by default.
+    """Everything that the plugin adds to a run. All of it is off by default.
 
     Attributes:
         correction: the name of a correction, or a list of names whose weights multiply.
-        filters: batch filters, run in this order: a list of names, or a mapping from name to settings.
+        filters: batch filters in the order in which they run: a list of names, or a mapping from name to settings.
         rules: a mapping from a name to a rule of the guard. `batch_skip` is the first rule.
     """
 
@@ -443,22 +441,22 @@ class StabilityConfig(Switches):
         full = ("stability.denominator=full",)
         if inside := [chosen.name for chosen in self.in_update]:
             raise ConfigError(
-                f"stability.denominator=kept cannot count what {' and '.join(inside)} drops inside the update",
+                f"stability.denominator=kept cannot count the tokens that {' and '.join(inside)} drops in the update",
                 fix=full,
                 otherwise="use stability.filters.off_policy_negative",
                 gives_way=full,
             )
         if not any(_drops(chosen) for chosen in self.correction):
             raise ConfigError(
-                "stability.denominator=kept counts what stability.correction keeps before the update, and "
-                f"stability.correction={','.join(self.correction_names) or 'none'} drops nothing there",
+                "stability.denominator=kept counts the tokens that stability.correction keeps before the update, and "
+                f"stability.correction={','.join(self.correction_names) or 'none'} drops none there",
                 fix=full,
                 otherwise="name a correction that drops tokens, such as icepop",
                 gives_way=full,
             )
 
     def _check_guard(self) -> None:
-        """Refuses a setting of the guard whose action no rule has."""
+        """Refuses a setting of an action that no rule has."""
         usual, actions = GuardSettings(), {rule.action for rule in self.rules}
         for name, readers in READ_BY.items():
             if getattr(self.guard, name) != getattr(usual, name) and actions.isdisjoint(readers):
@@ -481,7 +479,7 @@ class StabilityConfig(Switches):
                 (low, least), (high, most) = asdict(chosen.settings).items()
                 if not least <= 1 <= most:
                     raise ConfigError(
-                        f"{where}: action=tighten narrows the band towards 1, which lies outside "
+                        f"{where}: action=tighten narrows the band towards 1, which is outside "
                         f"stability.{chosen.name}.{low}={least:g} to {high}={most:g}"
                     )
         if rule.signal.startswith("router/") and not self.router_agreement:
@@ -491,7 +489,7 @@ class StabilityConfig(Switches):
 
     @property
     def needs_every_agreement(self) -> str:
-        """The clause of an error about a feature that reads the agreement token by token."""
+        """The clause of an error about a feature that reads every token's agreement."""
         return (
             "reads the routers' agreement of every token, and "
             f"stability.router_agreement_share={self.router_agreement_share:g} compares only some trajectories"
@@ -507,7 +505,7 @@ class StabilityConfig(Switches):
         return _correction_override(self.correction_names)
 
     def without(self, *names: str) -> tuple[str, ...]:
-        """Returns the overrides that leave these corrections out, with their settings, which nothing else uses."""
+        """Returns the overrides that leave out these corrections and reset their settings."""
         left_out = [chosen for chosen in self.correction if chosen.name in names]
         changed = [one.name for one in left_out if asdict(one.settings) != defaults(one.method.settings)]
         rest = _correction_override([name for name in self.correction_names if name not in names])
@@ -530,14 +528,14 @@ class StabilityConfig(Switches):
 
     @property
     def bands(self) -> tuple[Chosen[Correction], ...]:
-        """The corrections that keep tokens in a fixed band of k, as icepop does: their settings can be `narrowed`."""
+        """The corrections that keep tokens in a fixed band of k, as icepop does. Their settings have `narrowed`."""
         return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
 
     def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
         """Returns name -> settings of `before_update`, for `core.measure`.
 
         Args:
-            tightened: with bands narrowed, in logarithms, by guard.tighten_factor.
+            tightened: whether bands are narrowed, in logarithms, by guard.tighten_factor.
         """
         found = {}
         for chosen in self.before_update:

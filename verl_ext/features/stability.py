@@ -1,6 +1,6 @@
 """Reads the `stability` node, once, into a frozen `features.settings.StabilityConfig`.
 
-Each preset of `configs/stability/*.yaml` has only its differences from the defaults.
+A preset of `configs/stability/*.yaml` has only the settings that differ from the defaults.
 """
 
 import inspect
@@ -22,13 +22,12 @@ from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE, BatchSkip, Stabil
 from verl_ext.guard import levels
 from verl_ext.guard.rules import ACTIONS, FEWEST_FOR_ZSCORE, SIDES, Rule
 
-# The keys that a user writes in a rule, in addition to its bound: the arguments of Rule except those that the parser
-# sets.
+# The keys of a rule in the config, in addition to its bound: the arguments of Rule that the parser does not set.
 RULE_SETTINGS = tuple(
     name for name in inspect.signature(Rule).parameters if name not in ("name", "bound", "side", "setting")
 )
 RULE_NEEDS = ("signal", "action")  # in addition to one of SIDES
-OWN_EFFECT = "correction/"  # metrics that tightening itself moves
+OWN_EFFECT = "correction/"  # metrics that the action tighten itself changes
 
 
 def stability_config(node: Any) -> StabilityConfig:
@@ -43,12 +42,12 @@ def stability_config(node: Any) -> StabilityConfig:
     given["plugins"] = _names("stability.plugins", given.get("plugins"))
     for module in given["plugins"]:
         if not module or module.startswith("."):
-            raise ConfigError(f"stability.plugins={given['plugins']} must have the full names of modules")
+            raise ConfigError(f"stability.plugins={given['plugins']} must be full names of modules")
         try:
             import_module(module)
         except ImportError as error:
             raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
-    if isinstance(cascade := given.get("cascade_attention"), bool):  # YAML reads a bare `on` and `off` so
+    if isinstance(cascade := given.get("cascade_attention"), bool):  # YAML reads an unquoted `on` or `off` as a bool
         given["cascade_attention"] = "on" if cascade else "off"
     guard = given.get("guard")
     rules: tuple[Rule, ...] = ()
@@ -142,7 +141,7 @@ def _batch_skip_rule(skip: BatchSkip, rules: tuple[Rule, ...]) -> tuple[Rule, ..
 
 def parse_rules(given: Any) -> tuple[Rule, ...]:
     """Parses `stability.guard.rules`, name -> {signal, above or below, action, recover, patience, zscore_window,
-    advice} as in `guard.rules.Rule`, in the order written. null leaves a preset's rule out.
+    advice, ...} as in `guard.rules.Rule`, in the order of the config. null leaves a preset's rule out.
 
     Raises:
         ConfigError: a setting is unknown, missing or out of range, or an action cannot follow its signal.
@@ -192,13 +191,13 @@ def _check_rule(rule: Rule, where: str) -> None:
         raise ConfigError(f"{where}.action={rule.action} is not known; choose one of: {', '.join(ACTIONS)}")
     if rule.zscore_window is not None and rule.bound <= 0:
         raise ConfigError(
-            f"{where}: with zscore_window, {rule.side}={rule.bound:g} counts robust standard deviations from the "
-            "median to that side, and must be above 0"
+            f"{where}: with zscore_window, {rule.side}={rule.bound:g} is a number of robust standard deviations from "
+            "the median to that side, and must be above 0"
         )
     if rule.zscore_window is not None and rule.baseline is not None:
         raise ConfigError(f"{where}: zscore_window and baseline are two ways to find the threshold; keep one of them")
     if rule.least and rule.baseline is None:
-        raise ConfigError(f"{where}.least={rule.least:g} needs baseline, which counts the first readings")
+        raise ConfigError(f"{where}.least={rule.least:g} needs baseline, a number of first readings")
     for key in ("engines_only", "locate"):
         if getattr(rule, key) and not rule.signal.startswith("vllm_kl/"):
             raise ConfigError(f"{where}.{key}=true needs a metric of the gap, vllm_kl/*, and {rule.signal} is none")

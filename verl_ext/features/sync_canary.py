@@ -1,4 +1,4 @@
-"""The sync canary: a few trajectories that both engines score again at weight syncs, to check that updates arrive."""
+"""The sync canary: both engines score a few trajectories again at weight syncs, to check that updates arrive."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,20 +16,19 @@ from verl_ext.features.verl_config import (
     trains_lora,
 )
 
-DEFAULT = 8  # trajectories, where the canary is on by itself
-NAMED = 4  # names that an error lists, of those that vLLM did not use
+DEFAULT = 8  # trajectories, if the canary turns itself on
+NAMED = 4  # how many of the names that vLLM did not use an error lists
 AFTER_SYNC = "{trainer}.on_step_end"
 
 
 def canary_settings(run: RunFeatures) -> SyncCanarySettings:
     """Returns the settings with a number of trajectories.
 
-    The canary is on by itself only where the gap is measured anyway. It then leaves out speculative decoding, of which
-    vLLM was seen to give wrong prompt log-probs (vLLM issue 53488).
+    The canary turns itself on if the gap is measured anyway, for a LoRA and in `separate_async`, but not with
+    speculative decoding, where vLLM gave wrong prompt log-probs (vLLM issue 53488).
 
-    Source: `PPOTrainerSeparateAsync` of verl 0.9.1 refuses the naive transfer, and the other trainers use no other one.
-    verl issue 7495 is a LoRA that no sync of `separate_async` delivered, verl PR 7014 a merged one that arrived without
-    its adapter.
+    Source: `PPOTrainerSeparateAsync` of verl 0.9.1 refuses the naive transfer; the other trainers use only that. In
+    verl issue 7495, no sync of `separate_async` delivered a LoRA; in verl PR 7014, a merged one lacked its adapter.
     """
     asked = run.stability.sync_canary
     if asked.trajectories is not None:
@@ -55,7 +54,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 
 def _confirmed_adapter(engines: Engines) -> str:
-    """Returns how many modules of the model have weights of the LoRA: the first sync is over by now."""
+    """Returns how many modules of the model have weights of the LoRA. It is called after the first sync."""
     from verl_ext.upstream.engine_settings import adapter
 
     reports = engines.ask(adapter)

@@ -1,8 +1,8 @@
-"""All features: the functions that a launch, doctor, plan and the trainer call on them together, and the start-up
+"""The list of features, functions that a launch, doctor, plan and the trainer call for all of them, and the start-up
 table.
 
-The table shows what is on and where it acts. A feature that acts in a worker or a rollout engine was found there, or
-the run stops; a feature that acts in the trainer is part of the class that draws the table.
+The table shows what is on and where it acts. The run stops if a feature that acts in a worker or a rollout engine is
+not found there. A feature of the trainer needs no such check: it is in the class that prints the table.
 """
 
 import json
@@ -58,12 +58,12 @@ def read_features(config: DictConfig, stability: StabilityConfig, *, read_model:
     """Returns the features that a run's config switches on, from the config alone.
 
     Raises:
-        ConfigError: none is on, and a setting asks for something.
+        ConfigError: no feature is on, but a setting has been changed.
     """
     run, asked = RunFeatures(config, stability, read_model=read_model), None
-    while asked != run.demands:  # a need of one feature may be another one's reason
+    while asked != run.demands:  # a feature's need may switch another feature on
         asked, run = run.demands, replace(run, demands=tuple(_demands(run)))
-    if not run.demands:  # the run is verl's own, and is not checked otherwise
+    if not run.demands:  # verl runs unchanged, and `check_run` is not called
         _check_nothing_on(run)
     return run
 
@@ -74,7 +74,7 @@ def _demands(run: RunFeatures) -> Iterator[Demand]:
 
 
 def check_run(run: RunFeatures) -> None:
-    """Raises ConfigError for a combination of settings that cannot work: one line that names the remedy."""
+    """Raises ConfigError for settings that cannot work together: one line that names the remedy."""
     if not run.config.trainer.use_v1:
         raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
     for feature in FEATURES:
@@ -89,7 +89,7 @@ def check_run(run: RunFeatures) -> None:
 
 
 def _check_loss_runs(run: RunFeatures) -> None:
-    """Refuses what needs our loss, where the workers cannot run it."""
+    """Refuses features that need our loss if the workers cannot run it."""
     if not (why := foreign_loss(run.config)):
         return
     for demand in run.demands:
@@ -107,21 +107,21 @@ def _check_loss_runs(run: RunFeatures) -> None:
 
 
 def _check_nothing_on(run: RunFeatures) -> None:
-    """Refuses each setting that was changed, where no feature is on."""
+    """Refuses each changed setting, because no feature is on."""
     _check_expected(run)
     ESTIMATOR.check(run)
     if run.stability == replace(USUAL, expects=run.stability.expects, left_out=run.stability.left_out):
         return
-    for feature in FEATURES:  # an error that knows the setting says more
+    for feature in FEATURES:  # their errors are more precise
         feature.check(replace(run, read_model=False))
     _check_effects(run)
     for name in _names_of(USUAL):
         if name not in ("expects", "left_out"):
-            _require_usual(run, name, "nothing of stability.* is on", "stability=moe or another preset")
+            _require_usual(run, name, "no feature of stability.* is on", "stability=moe or another preset")
 
 
 def _names_of(settings: Any, prefix: str = "") -> Iterator[str]:
-    """Yields the names of all settings of a dataclass, with those of nested ones."""
+    """Yields the names of all settings of a dataclass and its nested dataclasses."""
     for one in fields(settings):
         value = getattr(settings, one.name)
         if is_dataclass(value):
@@ -139,7 +139,7 @@ def _check_effects(run: RunFeatures) -> None:
 
 
 def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
-    """Refuses a setting without an effect, unless it has its default, or switches off what is off."""
+    """Refuses a setting that has no effect, unless it has its default or switches something off."""
     value, usual = (attrgetter(name)(stability) for stability in (run.stability, USUAL))
     if value != usual and value not in OFF:
         raise ConfigError(
@@ -151,7 +151,7 @@ def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
 
 
 def _check_expected(run: RunFeatures) -> None:
-    """Refuses an override of verl's settings that leaves a preset without its method."""
+    """Refuses an override that leaves a preset without its method."""
     for setting, expected in (run.stability.expects or {}).items():
         choices = expected if isinstance(expected, list) else [expected]
         given = OmegaConf.select(run.config, setting)
@@ -165,13 +165,12 @@ def _check_expected(run: RunFeatures) -> None:
 
 
 def _as_yaml(value: Any) -> str:
-    """Returns a value as an override has it."""
+    """Returns a value as it is written in an override."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def apply_engine_settings(run: RunFeatures) -> None:
-    """Sets the engines' arguments that the features need, and makes the rollout's processes send only what the
-    features read."""
+    """Sets the engines' arguments that the features need, and has the rollout send only what the features read."""
     from verl_ext.upstream import agent_loop
 
     wanted: dict[str, Any] = {}
@@ -203,8 +202,8 @@ class StartupRow(NamedTuple):
 
 
 def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[StartupRow]:
-    """Returns the lines of the run's features, each with the place where it was found on the started engines; then what
-    `features.fit` left out, with the reasons.
+    """Returns the lines of the run's features, each with its place on the started engines, then what `features.fit`
+    left out, with the reasons.
 
     Raises:
         HookError: a feature is not hooked.
@@ -226,7 +225,7 @@ def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[Star
 
 
 def left_out(run: RunFeatures) -> Iterator[StartupRow]:
-    """Yields what was left out of the run's preset, and what was set for it, with the reasons."""
+    """Yields what was left out of the run's preset or set differently, with the reasons."""
     for overrides, why in (run.stability.left_out or {}).items():
         yield StartupRow("left out" if overrides.startswith("stability.") else "set", f"now {overrides}", why)
 

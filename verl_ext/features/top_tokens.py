@@ -1,4 +1,4 @@
-"""The sampler's top tokens, K at each place, which truncated sampling and score centering need."""
+"""The sampler's K top tokens at each place, which truncated sampling and score centering need."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -31,16 +31,16 @@ from verl_ext.features.verl_config import (
 FUSED = f"{MODEL}.use_fused_kernels"
 MAX = f"{VLLM_ARGUMENTS}.max_logprobs"
 USUAL_TOP_K = 512  # prime-rl's
-CENTERED_K = 128  # top tokens that score centering asks for: the paper's
-PREFILLED_K = 128  # top tokens that SGLang's prefill server hands on (`MetadataBuffers`, disaggregation/utils.py)
+CENTERED_K = 128  # top tokens for score centering, as in the paper
+PREFILLED_K = 128  # top tokens that SGLang's prefill server passes on (`MetadataBuffers`, disaggregation/utils.py)
 CENTERED = "stability.score_centering=true"
 LINEAR = ("vanilla", "gpg")  # losses whose gradient at the first update of a batch is the weighted score
 
 
 def top_token_count(run: RunFeatures) -> int:
-    """Returns how many tokens of each place the rollout is asked for; 0 for none.
+    """Returns how many top tokens the rollout returns at each place; 0 for none.
 
-    Truncated sampling needs top tokens only where something compares the engines' log-probabilities.
+    Truncated sampling needs top tokens only if a feature compares the engines' log-probabilities.
     """
     if run.stability.top_tokens.k:
         return run.stability.top_tokens.k
@@ -72,7 +72,7 @@ def check(run: RunFeatures) -> None:
         return
     asked = f"the {k} most likely tokens ({_asking(run)})"
     if (name := rollout_name(config)) not in ROLLOUTS:
-        raise ConfigError(f"{asked}: verl returns none from {ROLLOUT}.name={name}", fix=(f"{ROLLOUT}.name=vllm",))
+        raise ConfigError(f"{asked}: verl returns none with {ROLLOUT}.name={name}", fix=(f"{ROLLOUT}.name=vllm",))
     if name == "vllm":
         most = OmegaConf.select(config, MAX)
         if most is not None and -1 != most < k:
@@ -83,9 +83,7 @@ def check(run: RunFeatures) -> None:
         raise ConfigError(f"{asked} are read from logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
     for name in ("fsdp_config.pad_to_length", "megatron.pad_to_length", "megatron.dynamic_context_parallel"):
         if OmegaConf.select(config, setting := f"{ACTOR}.{name}"):
-            raise ConfigError(
-                f"{asked}: verl returns nothing but logits with {setting}=True", fix=(f"{setting}=False",)
-            )
+            raise ConfigError(f"{asked}: verl returns only logits with {setting}=True", fix=(f"{setting}=False",))
     if run.read_model:
         _check_vocabulary(run, asked, k)
 
@@ -110,7 +108,7 @@ def _check_truncated(config: DictConfig, k: int) -> None:
     asked = f"{asked} and top_k={rollout.top_k}"
     if rollout.top_k == 1:
         raise ConfigError(
-            f"{asked} keep one token, whose l_old and l_theta are then always 0, and so is the gradient",
+            f"{asked} keep one token: its l_old and l_theta are always 0, and so is the gradient",
             fix=(f"{ROLLOUT}.top_k={USUAL_TOP_K}",),
         )
     if 0 < k < rollout.top_k:
@@ -121,7 +119,7 @@ def _check_truncated(config: DictConfig, k: int) -> None:
     for setting in (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward"):
         if OmegaConf.select(config, setting):
             raise ConfigError(
-                f"{asked}: l_theta is then of the kept tokens, and {setting}=True compares it with a reference over "
+                f"{asked} normalise l_theta over the kept tokens, and {setting}=True compares it with a reference over "
                 "the whole vocabulary",
                 fix=(f"{setting}=False",),
                 otherwise=f"{ROLLOUT}.top_p=1 and top_k=-1",
@@ -129,11 +127,11 @@ def _check_truncated(config: DictConfig, k: int) -> None:
 
 
 def _check_centering(run: RunFeatures) -> None:
-    """Checks the loss: centering cancels the mean of its gradient, which is known for A w grad log p, but not for a
+    """Checks that the gradient's mean, which centering subtracts, is known: it is for A w grad log p, but not for a
     clipped ratio."""
     config = run.config
     if bypasses(config):
-        _refuse("has no old log-probs to weigh by", f"{BYPASS}=True", f"{BYPASS}=False")
+        _refuse("needs l_old for its weights", f"{BYPASS}=True", f"{BYPASS}=False")
     if cuts(config) and not truncates(config):
         _refuse(
             "needs the distribution that tokens are drawn from",
@@ -142,11 +140,11 @@ def _check_centering(run: RunFeatures) -> None:
         )
     setting = f"{ACTOR}.policy_loss.loss_mode"
     if (mode := loss_mode(config)) not in LINEAR:
-        _refuse("centers A w grad log p, and not what this makes of it", f"{setting}={mode}", f"{setting}=vanilla")
+        _refuse("centers A w grad log p, which is not this loss's gradient", f"{setting}={mode}", f"{setting}=vanilla")
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     if batch != mini:
         _refuse(
-            "centers the first update of a batch, where the policy is still l_old",
+            "centers the first update of a batch, while l_theta is still l_old",
             f"{ACTOR}.ppo_mini_batch_size={mini} of {batch}",
             f"{ACTOR}.ppo_mini_batch_size={batch}",
         )
@@ -159,16 +157,16 @@ def _check_centering(run: RunFeatures) -> None:
 
 
 def _check_centered_weights(run: RunFeatures) -> None:
-    """Refuses weights and masks that are not known for every top token, but only for the sampled token.
+    """Refuses weights and masks that are known only for the sampled token, not for every top token.
 
-    The weights of corrections that weigh a single token are known. Anything else that depends on the sampled tokens
-    would leave the weighted score with a mean that centering does not subtract.
+    Corrections that weigh single tokens have weights for every top token. Anything else that depends on the sampled
+    tokens would give the weighted score a mean that centering does not subtract.
     """
     stability = run.stability
     for chosen in (*stability.before_update, *stability.in_update):
         if chosen.method.in_update or chosen.method.per_sequence:
             _refuse(
-                "knows the weight of each token that might have been sampled, and not of each response",
+                "knows the weight of each token that might have been sampled, but not of each response",
                 f"stability.correction={chosen.name}",
                 otherwise="choose tis, icepop, kpop or ipo, or set stability.score_centering=false",
             )
@@ -203,16 +201,16 @@ def _check_signals(run: RunFeatures, k: int) -> None:
             raise ConfigError(
                 f"{setting}: {signal} comes from compute_log_prob, which does not run with {BYPASS}=True",
                 fix=(f"{BYPASS}=False",),
-                otherwise="take vllm_kl/k3",
+                otherwise="use vllm_kl/k3",
             )
 
 
 def _check_sglang_top_tokens(run: RunFeatures, asked: str, k: int) -> None:
-    """Refuses settings that make SGLang sample from other tokens than its top tokens. Read in SGLang 0.5.12."""
+    """Refuses settings under which SGLang's top tokens are too few, or not those that it sampled from (0.5.12)."""
     config = run.config
     if k > PREFILLED_K and OmegaConf.select(config, DISAGGREGATED):
         raise ConfigError(
-            f"{asked}: with {DISAGGREGATED}=true the first token of a response has no more than {PREFILLED_K}",
+            f"{asked}: with {DISAGGREGATED}=true the first token of a response has at most {PREFILLED_K} of them",
             fix=(f"{DISAGGREGATED}=false",),
         )
     if not truncates(config):
@@ -224,7 +222,7 @@ def _check_sglang_top_tokens(run: RunFeatures, asked: str, k: int) -> None:
         )
     if drafts(config):
         raise ConfigError(
-            f"{asked} show which tokens SGLang kept, and {MTP}.enable_rollout=true verifies tokens against another cut",
+            f"{asked} show which tokens SGLang kept, and {MTP}.enable_rollout=true keeps other tokens when it verifies",
             fix=(f"{MTP}.enable_rollout=false",),
         )
 
@@ -240,7 +238,7 @@ def _check_vocabulary(run: RunFeatures, asked: str, k: int) -> None:
 
 
 def apply(run: RunFeatures) -> None:
-    """Makes vLLM allow this many log-probabilities; SGLang allows them anyway."""
+    """Makes vLLM allow this many log-probabilities; SGLang has no limit."""
     if (k := top_token_count(run)) and rollout_name(run.config) == "vllm" and OmegaConf.select(run.config, MAX) is None:
         OmegaConf.update(run.config, MAX, k, force_add=True)
 

@@ -1,6 +1,6 @@
-"""Reads verl's own settings from a run's config, and checks what verl asserts of them without a message.
+"""Reads verl's own settings from a run's config, and checks what verl and megatron-core assert without a message.
 
-Neither torch nor verl is imported: a launch, doctor and plan ask without computing. Written for verl 0.9.1.
+Neither torch nor verl is imported, so that a launch, doctor and plan are fast. Written for verl 0.9.1.
 """
 
 import json
@@ -15,7 +15,7 @@ from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-ROLLOUTS = {"vllm": "vLLM", "sglang": "SGLang"}  # those that the plugin knows, by rollout.name, as they call themselves
+ROLLOUTS = {"vllm": "vLLM", "sglang": "SGLang"}  # rollout.name -> proper name of the engines that the plugin supports
 VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
 SGLANG_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
 DISAGGREGATED = f"{ROLLOUT}.disaggregation.enabled"
@@ -25,7 +25,7 @@ FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its 
 REPLAY = "stability.replay"  # the same for every engine
 REPLAY_MODES = ("disabled", "R2", "R3")
 MTP = f"{MODEL}.mtp"
-RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # of the workers
+RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
 
@@ -35,16 +35,16 @@ def key_of(override: str) -> str:
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Returns the setting of a Hydra override, and its value."""
+    """Returns the setting of a Hydra override and its value."""
     key = key_of(override)
     return key, OmegaConf.select(OmegaConf.from_dotlist([f"{key}={override.partition('=')[2]}"]), key)
 
 
 def bypasses(config: DictConfig) -> bool:
-    """Returns True if verl takes the rollout's log-probabilities for the training engine's.
+    """Returns True if verl uses the rollout's log-probabilities as the training engine's.
 
-    Its trainer copies `rollout_log_probs` to `old_log_probs` and leaves compute_log_prob out. The policy loss stays
-    that of `policy_loss.loss_mode`. So r = exp(l_theta - l_infer), which is k in the first pass of the update.
+    Its trainer copies `rollout_log_probs` to `old_log_probs` and does not call compute_log_prob. The policy loss is
+    still that of `policy_loss.loss_mode`, so r = exp(l_theta - l_infer), which is k in the first pass of the update.
     """
     return bool(OmegaConf.select(config, BYPASS))
 
@@ -56,7 +56,7 @@ def ignores_advantages(config: DictConfig) -> bool:
 
 
 def ignores_weights(config: DictConfig) -> bool:
-    """Returns True if its loss takes no weights of tokens either."""
+    """Returns True if the loss uses neither a reward nor weights of tokens."""
     return ignores_advantages(config) and not config.distillation.distillation_loss.use_policy_gradient
 
 
@@ -76,11 +76,10 @@ def rollout_name(config: DictConfig) -> str:
 def logprobs_mode(config: DictConfig) -> tuple[str, str]:
     """Returns the `logprobs_mode`, and the setting that decides it.
 
-    It is an argument of vLLM, which verl does not give to SGLang. Our change to verl's server handles
-    `processed_logprobs` as vLLM does, and leaves SGLang's log-probabilities unchanged with another mode
-    (upstream/sglang_server.py).
+    It is an argument of vLLM; verl does not pass it to SGLang. For SGLang, our change to verl's server handles
+    `processed_logprobs` as vLLM does; other modes leave the log-probabilities unchanged (upstream/sglang_server.py).
     """
-    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # overrides rollout's own
+    setting = f"{VLLM_ARGUMENTS}.logprobs_mode"  # overrides rollout.logprobs_mode
     if rollout_name(config) == "vllm" and (above := OmegaConf.select(config, setting)):
         return above, setting
     return OmegaConf.select(config, f"{ROLLOUT}.logprobs_mode") or "", f"{ROLLOUT}.logprobs_mode"
@@ -97,8 +96,8 @@ def cuts(config: DictConfig) -> bool:
 
 
 def truncates(config: DictConfig) -> bool:
-    """Returns True if the rollout's log-probabilities are normalised over that part, so that the training engine's must
-    be."""
+    """Returns True if the rollout's log-probabilities are normalised over the part of the vocabulary that it samples
+    from. The training engine's must then be, too."""
     return rollout_name(config) in ROLLOUTS and cuts(config) and logprobs_mode(config)[0] == "processed_logprobs"
 
 
@@ -127,7 +126,7 @@ def replay_mode(config: DictConfig) -> str:
 
 
 def replays_here(config: DictConfig) -> bool:
-    """Returns True if we replay the routing; on Megatron and VeOmni verl does it."""
+    """Returns True if we replay the routing, not verl, which does it on Megatron and VeOmni."""
     return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
 
 
@@ -140,7 +139,7 @@ def trains_lora(config: DictConfig) -> bool:
 
 
 def sends_adapter(config: DictConfig, engine: str = "vllm") -> bool:
-    """Returns True if a LoRA goes to this rollout engine as an adapter: `lora_as_adapter` of verl's servers."""
+    """Returns True if verl sends a LoRA to this rollout engine as an adapter: `lora_as_adapter` of verl's servers."""
     used = OmegaConf.select(config, f"{ROLLOUT}.name") == engine
     return used and trains_lora(config) and not OmegaConf.select(config, f"{MODEL}.lora.merge")
 
@@ -153,7 +152,7 @@ def json_of_model(path: str, name: str) -> dict[str, Any]:
     if not file.parent.is_dir():
         try:
             file = try_to_load_from_cache(path, name)
-        except ValueError:  # no name of a model
+        except ValueError:  # not a model's name
             return {}
     if not isinstance(file, str | Path):
         return {}
@@ -171,7 +170,7 @@ def model_json(config: DictConfig) -> dict[str, Any]:
 
 
 def rollout_format(config: DictConfig) -> str:
-    """Returns the format of the rollout's weights, as `guard.levels` names it, or verl's name of another format."""
+    """Returns the format of the rollout's weights, as `diagnosis.levels` names it, or verl's name for other formats."""
     training = "megatron" if strategy_of(config) == "megatron" else "fsdp_config"
     qat = OmegaConf.select(config, f"{ACTOR}.{training}.qat")
     if qat and qat.get("enable"):
@@ -193,7 +192,7 @@ def hf_config_of(model: DictConfig) -> Any:
         check_folder(model)
         raise ConfigError(
             f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: this version does not "
-            f"know the architecture, or it comes with its own code, which {MODEL}.trust_remote_code=true allows"
+            f"know the architecture, or the model includes its own code, which {MODEL}.trust_remote_code=true allows"
         ) from error
 
 
@@ -210,8 +209,8 @@ def check_folder(model: Any) -> None:
     if os.path.isdir(path):
         if not model.get("hf_config_path") and not os.path.isfile(os.path.join(path, "config.json")):
             raise ConfigError(
-                f"{MODEL}.path={model.path} has no config.json: it is not the folder of a model in Hugging Face's "
-                "format; correct the path"
+                f"{MODEL}.path={model.path} has no config.json, so it is not a model folder in Hugging Face's format; "
+                "correct the path"
             )
     elif "://" not in path and (path.count("/") > 1 or path.startswith((".", "/"))):  # the Hub has NAME and OWNER/NAME
         raise ConfigError(f"{MODEL}.path={model.path} does not exist; correct the path")
@@ -238,7 +237,7 @@ def check_model_files(model: DictConfig) -> None:
 
 
 def check_overlong(config: DictConfig) -> None:
-    """Checks what verl's reward manager `dapo` asserts once it runs."""
+    """Checks what verl's reward manager `dapo` would assert only when it runs."""
     prefix = "reward.reward_kwargs"
     if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
         return
@@ -253,7 +252,7 @@ def check_overlong(config: DictConfig) -> None:
 
 
 def check_warmup(config: DictConfig) -> None:
-    """Checks what megatron-core asserts without a message: the warm-up ends before the learning-rate schedule does."""
+    """Checks that the warm-up ends before the learning-rate schedule: megatron-core asserts it without a message."""
     actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
     warmup = actor.optim.get("lr_warmup_steps") or 0
     if actor.strategy != "megatron" or steps is None or actor.optim.get("lr_decay_steps") is not None:

@@ -172,11 +172,11 @@ def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
     """Returns a clause on whether `signal` is only the engines' gap or includes the rollouts' age; "" if that is
     clear."""
     if signal.startswith(FORECAST) and MIXED in signals:
-        return AGE_IN_IT if signals[MIXED] else "  (engines only)"
+        return AGE_IN_IT if signals[MIXED] else " (engines only)"
     if not holds_age(signal, signals):
         return ""
     if part := engines_part(signal, signals):
-        return f"  (engines only: {part[0]}={part[1]:.3g})"
+        return f" (engines only: {part[0]}={part[1]:.3g})"
     return AGE_IN_IT
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the commands that look at a run, and the config of the run that they describe."""
+"""Arguments that describe a run, for doctor, plan and probe, and the config that they give."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Returns the arguments that were given, as `verl_ext.main_ppo` takes them."""
+    """Returns the given arguments in the form that `verl_ext.main_ppo` takes."""
     values = {flag: getattr(arguments, flag.replace("-", "_")) for flag in FLAGS}
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
@@ -71,10 +71,10 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfi
 
 
 def required_config(arguments: argparse.Namespace) -> DictConfig:
-    """Returns the config that the arguments describe, fitted to the run, for a command that needs one.
+    """Returns the config that the arguments describe, fitted to the run.
 
     Raises:
-        ConfigError: there is none, or it would import modules without --trust.
+        ConfigError: the config cannot be composed, or it would import modules without --trust.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
         config, failure = compose(given_arguments(arguments), trust=arguments.trust)
@@ -84,25 +84,25 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
         raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")
     from verl_ext.features.fit import fit_run
 
-    with contextlib.suppress(Exception):  # a launch would stop with it; a plan can be made all the same
+    with contextlib.suppress(Exception):  # a launch would stop at the error; a plan is still possible
         fit_run(config, arguments.overrides, read_model=False)
     return config
 
 
 def plugins(config: DictConfig | None) -> list[str]:
-    """Returns the modules that verl_ext imports because a config names them."""
+    """Returns the modules of stability.plugins, which verl_ext imports."""
     try:
         given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
-    except OmegaConfBaseException:  # `stability_config` raises it before it imports any
+    except OmegaConfBaseException:  # `stability_config` raises it before it imports a module
         return []
     names = OmegaConf.to_container(given) if OmegaConf.is_list(given) else [given] if given else []
     return [str(name) for name in names]
 
 
 def _packages(primary: Path, overrides: Sequence[str]) -> list[str]:
-    """Returns the entries of hydra.searchpath that name packages, which Hydra imports, except those of verl.
+    """Returns the packages of hydra.searchpath, which Hydra imports, except verl's and ours.
 
-    It is read only from the primary config and the command line: `_process_config_searchpath` of
+    Hydra reads it only from the primary config and the command line: `_process_config_searchpath` of
     hydra/_internal/config_loader_impl.py (1.3).
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser

@@ -1,4 +1,4 @@
-"""Composes a run with Hydra: the config that verl's entry point would read, with our groups added to it."""
+"""Composes a run's config with Hydra: the config that verl's entry point would read, plus our groups."""
 
 import os
 from collections.abc import Sequence
@@ -27,14 +27,14 @@ MAY_LACK = {FSDP_REPLAY, *(f"{LOSS}.{name}" for name in ("base", *own_settings()
 
 
 class OurConfigs(SearchPathPlugin):
-    """Lets Hydra find the groups `stability`, `recipe` and `precision`, whatever the primary config is."""
+    """Lets Hydra find the groups `stability`, `recipe` and `precision` with any primary config."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
 
 
-# The start of every file of the group; the underscore keeps it out of the choices. It is a plain node, because a
-# method of the user's own adds settings to it; `stability_config` checks names and types.
+# Every file of the group starts from this node; the underscore keeps it out of the choices. It is not a structured
+# config, because a user's own method adds settings to it; `stability_config` checks names and types.
 ConfigStore.instance().store(group="stability", name="_schema", node=default_node())
 Plugins.instance().register(OurConfigs)
 
@@ -46,15 +46,15 @@ def stability_choices() -> tuple[str, ...]:
 
 
 def prepare(arguments: Sequence[str]) -> list[str]:
-    """Returns the command-line arguments for Hydra, from those that the user gave.
+    """Returns the user's command-line arguments as Hydra needs them.
 
-    A group that the primary config does not list in its defaults has to be added rather than overridden, which Hydra
-    writes as `+stability=icepop`. The plus is added there, and to settings that a node may lack: FSDP_REPLAY, the
-    settings of our policy losses next to verl's, and those of `stability`, where a user's own method has new ones. A
-    relative --config-path is read as verl's entry point reads it, from that file's folder.
+    Hydra adds a group or setting that a config lacks only with a plus sign: `+stability=icepop`. The sign is put before
+    our groups if the primary config does not list them in its defaults. It is also put before settings that a node may
+    lack: FSDP_REPLAY, the settings of our policy losses, and those of `stability`, where a user's own method has new
+    ones. A relative --config-path is read from the folder of verl's entry point, as verl does.
 
     Raises:
-        ConfigError: `stability=` names no file of the group, or the primary config is no YAML.
+        ConfigError: `stability=` names no file of the group, or the primary config is not YAML.
     """
     arguments = list(arguments)
     folder, name = VERL_CONFIGS, PRIMARY
@@ -85,7 +85,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
 
 
 def _groups_in_defaults(file: Path) -> set[str]:
-    """Returns the groups that a primary config lists; none if there is no such file, which Hydra reports itself."""
+    """Returns the groups that a primary config lists; none if the file is missing, which Hydra reports."""
     if not file.is_file():
         return set()
     try:

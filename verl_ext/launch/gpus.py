@@ -8,9 +8,9 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Memory, dense bfloat16 arithmetic and memory bandwidth of a GPU; of the SXM module if there are several.
+    """A GPU's memory, dense bfloat16 arithmetic and memory bandwidth; for the SXM module if there are several.
 
-    Memory is the amount that CUDA reports, a little less than in the GPU's name.
+    Memory is the amount that CUDA reports, a little less than the GPU's name says.
     """
 
     memory_gib: float

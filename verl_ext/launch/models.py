@@ -1,9 +1,8 @@
 """Published model shapes, and numbers derived from them: parameters, active parameters, bytes of KV cache per token.
 
-Numbers are those of the config.json on Hugging Face. That file itself was not at hand for any model: `source` names the
-copy that was read instead. tests/unit/recipes/test_cluster_recipes.py compares the resulting parameters with the
-published ones. Norms and biases are left out, below 0.1 %, and so are the layers for multi-token prediction, which the
-recipes do not train.
+The numbers are copies of those in each model's config.json on Hugging Face; `source` names where the copy was read.
+tests/unit/recipes/test_cluster_recipes.py compares the resulting parameters with the published ones. Not counted are
+norms and biases, below 0.1 %, and the layers for multi-token prediction, which the recipes do not train.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ class Mla:
     """Multi-head latent attention; the cache holds the compressed keys and values and one rotary part for all heads.
 
     Attributes:
-        q_lora_rank: None where queries are not compressed.
+        q_lora_rank: None if queries are not compressed.
     """
 
     q_lora_rank: int | None
@@ -60,12 +59,12 @@ class ModelShape:
 
     Attributes:
         source: the Hugging Face repository, and where its numbers were read.
-        dense_layers: the first layers, which have no router; all layers of a dense model.
-        head_dim: of queries, keys and values; unused with `mla`.
-        moe_intermediate: of one routed expert.
-        shared_experts: of the same size as a routed one.
-        dense_intermediate: of the dense layers, 0 where there are none.
-        window_layers: of sliding-window attention, whose cache stops growing at the window.
+        dense_layers: number of first layers without a router; all layers of a dense model.
+        head_dim: size of a head's queries, keys and values; unused with `mla`.
+        moe_intermediate: width of one routed expert.
+        shared_experts: number of shared experts, each as large as a routed expert.
+        dense_intermediate: width of the dense layers; 0 if there are none.
+        window_layers: number of layers with sliding-window attention, whose cache stops growing at the window.
         output_gate: attention multiplies its output by a gate as large as the queries.
     """
 
@@ -94,7 +93,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Input and output; once if they are the same."""
+        """Parameters of the input and output embeddings, counted once if they are tied."""
         return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
 
     @property
@@ -182,8 +181,7 @@ SHAPES = {
         output_gate=True,
     ),
     "GLM-4.5-Air": ModelShape(
-        # head_dim is not among the defaults of Glm4MoeConfig, and hidden / heads is no integer: 128 is what gives the
-        # published total.
+        # Glm4MoeConfig has no default for head_dim, and hidden / heads is no integer; 128 gives the published total.
         source="zai-org/GLM-4.5-Air; transformers 5.10, defaults of Glm4MoeConfig",
         layers=46,
         dense_layers=1,
@@ -231,7 +229,7 @@ SHAPES = {
         dense_intermediate=5120,
     ),
     "Moonlight-16B-A3B": ModelShape(
-        # MoonlightModelProvider16B of Megatron-Bridge agrees but for a vocabulary of 163842.
+        # MoonlightModelProvider16B of Megatron-Bridge agrees except for a vocabulary of 163842.
         source="moonshotai/Moonlight-16B-A3B; slime, scripts/models/moonlight.sh",
         layers=27,
         dense_layers=1,
@@ -248,7 +246,7 @@ SHAPES = {
         mla=Mla(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     ),
     "gpt-oss-20b": ModelShape(
-        # GptOssConfig of transformers 5.10 agrees; its 36 layers of 128 experts are those of gpt-oss-120b.
+        # GptOssConfig of transformers 5.10 agrees, except for gpt-oss-120b's 36 layers of 128 experts.
         source="openai/gpt-oss-20b; slime's model arguments for it",
         layers=24,
         hidden=2880,
@@ -280,13 +278,13 @@ def shape_of(path: str, setting: str = f"{MODEL}.path") -> ModelShape:
     """Returns the shape of a model folder or Hugging Face name, such as Qwen/Qwen3-30B-A3B-Base.
 
     Raises:
-        ConfigError: the table has no model whose name its last part starts with; names the setting.
+        ConfigError: the path's last part starts with no name of the table.
     """
     name = path.rstrip("/").rsplit("/", 1)[-1].lower()
     for known, shape in SHAPES.items():
         if name.startswith(known.lower()):
             return shape
     raise ConfigError(
-        f"{setting}={path} is not a model of verl_ext/launch/models.py, so its sizes are not known, nor is any vision "
-        f"tower's; it has: {', '.join(SHAPES)}"
+        f"{setting}={path} is not in verl_ext/launch/models.py, so the sizes of the model, and of a vision tower, are "
+        f"not known; the file has: {', '.join(SHAPES)}"
     )

@@ -1,7 +1,8 @@
-"""The packages that a config makes a run import: a table of settings, the packages each needs, and how to avoid them.
+"""The packages that a config makes a run import: a table of settings, the packages that each needs, and overrides that
+avoid them.
 
-The imports were read in the sources of verl 0.9.1; versions and extras are verl's own metadata (`verl_pins`). The table
-leaves out packages that verl imports only if they are installed (`trl`, `nvtx`), and those that the data need.
+The imports were read in the source of verl 0.9.1; versions and extras come from verl's metadata (`verl_pins`). The
+table leaves out packages that verl imports only if they are installed (`trl`, `nvtx`), and packages for the data.
 """
 
 import ast
@@ -28,7 +29,7 @@ ATTENTION = f"{MODEL}.override_config.attn_implementation"
 
 FSDP = ("fsdp", "fsdp2")
 SDPA, FLASH = "_supports_sdpa", "_compatible_flash_implementations"  # attributes of transformers' models
-# Package -> the module to import, where the names differ.
+# Package -> the module to import, if the names differ.
 MODULES = {
     "checkpoint-engine": "checkpoint_engine",
     "cupy-cuda13x": "cupy",
@@ -45,7 +46,7 @@ MODULES = {
     "volcengine-ml-platform": "volcengine_ml_platform",
 }
 BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # packages that pip does not find
-# Packages that a run on CPU cores does without: cpu/transformer_engine.py has the layers of the first, and verl needs
+# Packages that a run on CPU cores does not need: cpu/transformer_engine.py has the layers of the first, and verl uses
 # no module of Megatron-Bridge 0.3.1 (requirements/cpu-megatron.txt) that imports the second.
 NOT_ON_CPU = ("transformer-engine", "nvidia-modelopt")
 # Our extras -> the extras of verl that each includes. If several have a package, the first is named.
@@ -57,8 +58,8 @@ class Import:
     """One row of the table.
 
     Attributes:
-        value: the setting's value that asks for the packages; of a list, one of its entries.
-        usual: verl's value if the setting is not given.
+        value: the value that needs the packages; if the setting is a list, one of its entries.
+        usual: verl's default.
         engines: the values of `actor.strategy` that the row applies to; () for all.
         instead: overrides that avoid the package; () if there are none.
         unless: a package that avoids the error; `unless_why` describes what happens then.
@@ -78,7 +79,7 @@ TABLE = (
     # verl/workers/engine/*/transformer_impl.py import these at their top, and verl/workers/engine/__init__.py skips an
     # engine that does not import: the run ends later, with "unknown backend".
     *(Import(STRATEGY, engine, ("peft",)) for engine in FSDP),
-    # The layers of Megatron-Bridge and mbridge are Transformer Engine's: megatron-core's own take no packed sequences
+    # Megatron-Bridge and mbridge use the layers of Transformer Engine; megatron-core's own take no packed sequences
     # (assert in its dot_product_attention.py).
     Import(STRATEGY, "megatron", ("megatron-core", "transformer-engine")),
     Import(STRATEGY, "veomni", ("veomni",)),
@@ -87,7 +88,7 @@ TABLE = (
     # verl/models/mcore/bridge.py, mbridge.py. Megatron-Bridge imports modelopt (verl's pyproject.toml, extra megatron).
     Import(BRIDGE, False, ("megatron-bridge", "nvidia-modelopt"), usual=False, engines=("megatron",)),
     Import(BRIDGE, True, ("mbridge",), engines=("megatron",), instead=(f"{BRIDGE}=false",)),
-    # attention_backend=flash makes megatron-core leave Transformer Engine only flash-attn (language_module.py).
+    # With attention_backend=flash, megatron-core lets Transformer Engine use only flash-attn (language_module.py).
     Import(f"{LAYERS}.attention_backend", "flash", ("flash-attn",), usual="flash", engines=("megatron",)),
     # ColumnParallelLinear raises without apex's fused_weight_gradient_mlp_cuda (tensor_parallel/layers.py).
     Import(FUSION, True, ("apex",), engines=("megatron",), instead=(f"++{FUSION}=false",)),
@@ -107,7 +108,7 @@ TABLE = (
         engines=FSDP,
         instead=(f"++{ATTENTION}=sdpa",),
         unless="kernels",
-        unless_why="transformers then fetches a kernel from the Hub instead, with the package kernels",
+        unless_why="transformers then downloads a kernel from the Hub instead, with the package kernels",
     ),
     # `load_valuehead_model` of verl/utils/model.py, whatever attn_implementation says.
     Import("critic.enable", True, ("flash-attn",), engines=FSDP),
@@ -118,7 +119,7 @@ TABLE = (
     Import(f"{ROLLOUT}.name", "vllm", ("vllm",)),
     Import(f"{ROLLOUT}.name", "sglang", ("sglang",)),
     Import(f"{ROLLOUT}.name", "trtllm", ("tensorrt-llm",)),
-    # verl/checkpoint_engine/*.py: send the weights to rollout engines on other GPUs
+    # verl/checkpoint_engine/*.py: sends the weights to rollout engines on other GPUs
     *(
         Import(f"{ROLLOUT}.checkpoint_engine.backend", backend, packages)
         for backend, packages in {
@@ -152,7 +153,7 @@ TABLE = (
 
 
 def imported(config: DictConfig) -> Iterator[Import]:
-    """Yields the rows of the table that this config asks for, with what its model and its device change of them."""
+    """Yields the rows of the table that apply to this config, adapted to its model and device."""
     strategy = OmegaConf.select(config, STRATEGY) or "fsdp"
     for row in TABLE:
         if row.engines and strategy not in row.engines:
@@ -171,11 +172,11 @@ def _for_device(row: Import, config: DictConfig) -> Import:
 
 
 def _for_model(row: Import, config: DictConfig) -> Import:
-    """Adapts the row of the attention to the implementations that transformers has of it for this model.
+    """Adapts the attention row to the implementations that transformers has for this model.
 
-    Source: `_check_and_adjust_attn_implementation` of transformers/modeling_utils.py (5.10). It replaces FlashAttention
-    by the first of FLASH, a kernel from the Hub, where a model has such a list without the one that was asked for
-    (gpt-oss, whose attention has sinks). It refuses `sdpa` where SDPA is not True, and takes `eager` for all models.
+    Source: `_check_and_adjust_attn_implementation` of transformers/modeling_utils.py (5.10). If a model's list FLASH
+    lacks the chosen FlashAttention (gpt-oss, whose attention has sinks), it is replaced by the first of the list, a
+    kernel from the Hub. `sdpa` is refused if SDPA is not True; `eager` works for all models.
     """
     traits = attention_traits(model_type(config))
     kernels = traits.get(FLASH)
@@ -187,7 +188,7 @@ def _for_model(row: Import, config: DictConfig) -> Import:
 
 
 def model_type(config: DictConfig) -> str:
-    """Returns the model's type in transformers; of a model that is not here, the longest that its name begins with."""
+    """Returns the model's type in transformers; without its files, the longest type that its name starts with."""
     if found := model_json(config).get("model_type"):
         return str(found)
     path = str(OmegaConf.select(config, f"{MODEL}.path") or "")
@@ -206,8 +207,7 @@ def pinned(package: str) -> str:
 
 
 def remedy(package: str, config: DictConfig) -> str:
-    """Returns how to install a package for this config's engines: with one of our extras if it has the package, else
-    by itself."""
+    """Returns how to install a package: with one of our extras, that of this config's engines first, or by itself."""
     if package in BUILT:
         return BUILT[package]
     extra = _extra_with(package, config)
@@ -215,7 +215,7 @@ def remedy(package: str, config: DictConfig) -> str:
 
 
 def _extra_with(package: str, config: DictConfig) -> str:
-    """Returns our extra that has the package, the one for this config's engines first; "" if none has it."""
+    """Returns our extra that has the package, preferably that of this config's engines; "" if none has it."""
     megatron = OmegaConf.select(config, STRATEGY) == "megatron"
     sglang = OmegaConf.select(config, f"{ROLLOUT}.name") == "sglang"
     fitting = "gpu-megatron" if megatron else "gpu-sglang" if sglang else "gpu-fsdp"
@@ -255,7 +255,7 @@ def _classes(text: str) -> Iterator[ast.ClassDef]:
 
 @cache
 def _modeling_files() -> dict[str, Path]:
-    """Returns the type of each model of transformers, and the file that has its classes."""
+    """Returns model type -> the file with its classes, for all models of transformers."""
     folder = package_folder("transformers")
     files = folder.glob("models/*/modeling_*.py") if folder else ()
     return {file.parent.name: file for file in files if file.stem == f"modeling_{file.parent.name}"}
@@ -263,8 +263,8 @@ def _modeling_files() -> dict[str, Path]:
 
 @cache
 def attention_traits(model_type: str) -> dict[str, Any]:
-    """Returns SDPA and FLASH of transformers' base class of a model, where the class sets them; {} if transformers does
-    not have the model."""
+    """Returns the attributes SDPA and FLASH of a model's base class, if it sets them; {} if transformers does not have
+    the model."""
     if (file := _modeling_files().get(model_type)) is None:
         return {}
     classes = _classes(file.read_text(encoding="utf-8"))
@@ -290,7 +290,7 @@ def verl_pins() -> dict[str, dict[str, str]]:
 
 
 def _asked_by(extra: str, asked: list[Requirement]) -> dict[str, str]:
-    """Returns the requirements of an extra, including those of the extras of verl that it names."""
+    """Returns the requirements of an extra, including those of verl's extras that it includes."""
     found: dict[str, str] = {}
     for one in asked:
         if one.marker is None or one.marker.evaluate({"extra": ""}) or not one.marker.evaluate({"extra": extra}):
@@ -318,7 +318,7 @@ def sglang_arguments() -> frozenset[str]:
     """Returns the names that `engine_kwargs.sglang` may use: the fields of SGLang's ServerArgs; none if SGLang is not
     installed.
 
-    Source: sglang/srt/server_args.py (0.5.12), a dataclass that verl builds from them.
+    Source: sglang/srt/server_args.py (0.5.12), a dataclass.
     """
     return _fields("sglang", "srt/server_args.py", "ServerArgs")
 

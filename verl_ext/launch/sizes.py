@@ -1,7 +1,7 @@
-"""Checks that the sizes of a run fit each other and its model, on the launching machine instead of on a cluster.
+"""Checks that a run's sizes fit each other and its model, before a cluster starts.
 
-Most rules are asserted by verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 once their workers are up. The
-others prevent wasted work or wrong results that none of them checks. The comments name the source.
+Most rules are asserted by verl 0.9.1, megatron-core 0.16, transformers or vLLM 0.27 once their workers run. The others
+prevent wasted work or wrong results that no library checks. The comments name the source.
 """
 
 import math
@@ -16,27 +16,26 @@ from verl_ext.launch.models import ModelShape
 from verl_ext.launch.packages import LAYERS, MEGATRON, sglang_arguments, vllm_arguments
 
 ARP = "actor_rollout_ref"
-# Values of actor.strategy. verl's others (veomni, torchtitan, automodel, fsdp_turbo) split a model by settings of their
-# own, which nothing here reads.
+# Values of actor.strategy. verl's other engines (veomni, torchtitan, automodel, fsdp_turbo) have their own settings of
+# parallelism, which are not read here.
 STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _get = OmegaConf.select
 
 
 class MissingSizeError(ConfigError):
-    """A size that a config does not have, such as Megatron's in a config that was composed for FSDP."""
+    """A config lacks a size, such as Megatron's in a config that was composed for FSDP."""
 
 
 def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
-    """Runs all checks; those that need a model are left out if `shape` is None.
+    """Runs all checks; if `shape` is None, those that need no model.
 
     Raises:
         MissingSizeError: a size is not set.
-        ConfigError: the strategy's sizes are not known; sizes contradict each other, or do not fit the model. The
-            message names the setting.
+        ConfigError: the strategy's sizes are not known, contradict each other, or do not fit the model.
     """
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in STRATEGIES:
-        raise ConfigError(f"{ACTOR}.strategy={strategy}: sizes are known only of {', '.join(STRATEGIES)}")
+        raise ConfigError(f"{ACTOR}.strategy={strategy}: sizes are known only for {', '.join(STRATEGIES)}")
     if strategy == "megatron":
         _check_megatron(config, shape)
     else:
@@ -69,7 +68,7 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     if first is None and last is None:
         accounted = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
         extra = [int(bool(_get(config, f"{LAYERS}.{setting}"))) for setting in accounted]
-        _divide(stages, layers + sum(extra), split, f"the model's {layers} layers, {sum(extra)} more accounted for")
+        _divide(stages, layers + sum(extra), split, f"the model's {layers} layers plus {sum(extra)} accounted for")
         size = (layers + sum(extra)) // stages
         counts = [size] * stages
         counts[0] -= extra[0]
@@ -148,7 +147,7 @@ def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
     packed = config.actor_rollout_ref.model.use_remove_padding
     if sequence > 1 and shape is not None and shape.linear:
         raise ConfigError(
-            f"{ranks} splits sequences, and this model's linear attention would begin anew on each rank",
+            f"{ranks} splits sequences, and this model's linear attention would start from an empty state on each rank",
             fix=(f"{ACTOR}.ulysses_sequence_parallel_size=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1"),
         )
     if sequence > 1 and not packed:
@@ -157,9 +156,9 @@ def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
         return
     _check_heads(shape, sequence, ranks)
     if shape.linear and packed:
-        raise ConfigError(  # verl/models/transformers/qwen3_5.py does it only for Qwen3.5
+        raise ConfigError(  # verl/models/transformers/qwen3_5.py passes them, only for Qwen3.5
             f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not pass their ends to this model's "
-            "linear attention, so that one sequence would continue from the state of another",
+            "linear attention, so each sequence would continue from the state of the one before it",
             fix=(f"{ARP}.model.use_remove_padding=false",),
         )
 
@@ -259,7 +258,7 @@ def _divide(divisor: int, number: int, setting: str, what: str, fix: tuple[str, 
 
 
 def ulysses_size(config: DictConfig) -> int:
-    """Returns the sequence parallel size; verl reads it from either place."""
+    """Returns the size of Ulysses sequence parallelism; verl reads it from either of two settings."""
     places = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
     return max(_get(config, f"{ACTOR}.{place}") or 1 for place in places)
 

@@ -1,4 +1,4 @@
-"""The table and the JSON of `verl-ext plan`."""
+"""`verl-ext plan`: its options, tables and JSON."""
 
 import argparse
 import json
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROUGH = "rough roofline estimates, without weight sync, rewards and tools"
-NOTHING_ON = (
-    "no feature of the plugin is switched on; to see its cost, add what you would switch on, such as stability=icepop"
-)
+NOTHING_ON = "no feature of the plugin is switched on; to see its cost, add the features, such as stability=icepop"
 
 
 def add_plan_parser(commands: Any) -> None:
@@ -27,10 +25,10 @@ def add_plan_parser(commands: Any) -> None:
         "plan",
         help="estimate memory, step time and the plugin's cost of a run",
         description="Estimate a run's memory per GPU in the update and in the rollout, with the largest part; rough "
-        "shares of a step's time; and the cost of the plugin's features at this size. It computes from "
+        "shares of a step's time; and the cost of the plugin's features at this size. The command computes from "
         "the config only and starts nothing.",
         epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 if "
-        "it fits, 1 if it does not, 2 if it cannot be planned.",
+        "the run fits, 1 if it does not, 2 if it cannot be planned.",
     )
     command_line.add_arguments(parser)
     known = ", ".join(planned_gpus())
@@ -43,7 +41,7 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument(
         "--scale-batch",
         action="store_true",
-        help="with --nodes: keep the config's trajectories per GPU (default: keep its total)",
+        help="with --nodes: keep the config's trajectories per GPU (default: keep their total)",
     )
     parser.add_argument(
         "--model", help="a model of the table, if actor_rollout_ref.model.path does not end in its name"
@@ -181,7 +179,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
 
 
 def _print_costs(console: "Console", plan: Plan) -> None:
-    """Prints the seconds that a step waits for the active features, and those that the generation hides."""
+    """Prints the seconds that a step waits for the active features, and the seconds that the generation hides."""
     hides = any(cost.hidden for cost in plan.on)
     columns = ["switched on", "who", "GB", "seconds", "share"]
     table = number_table(*columns, *(["hidden"] if hides else []), labels=2)
@@ -194,7 +192,7 @@ def _print_costs(console: "Console", plan: Plan) -> None:
     table.add_section()
     table.add_row("all", "", "", _seconds_text(plan.seconds), f"{plan.share(plan.seconds):.2%}")
     console.print(table)
-    also = "; hidden: seconds while the rollout generates, for which it does not wait" if hides else ""
+    also = "; hidden: seconds during generation, for which the step does not wait" if hides else ""
     console.print(f"seconds that a step waits, at the rates of two CPU cores{also}", soft_wrap=True)
 
 
@@ -213,7 +211,7 @@ def advice_lines(plan: Plan) -> list[str]:
 
 
 def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
-    """Returns one line if it fits, else one for each phase that does not."""
+    """Returns one line if the run fits, else one for each phase that does not."""
     room = sizes.gpu.memory_gib * GIB
     lines = []
     if memory.update.total > room:

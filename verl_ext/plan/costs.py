@@ -1,7 +1,7 @@
 """The cost of the plugin's features per step: bytes through TransferQueue, and seconds that a process waits for them.
 
 A transfer takes as long as its slowest part: the clients (the processes that transfer at the same time, each with its
-own copies), the storage units, or the machines' network. docs/plan.md has the formulas, and the tables of the rates
+own copies), the storage units, or the machines' network. docs/plan.md has the formulas and the tables of the rates
 below. The rates were measured on two CPU cores that clients and units share, so they are low for a training machine.
 """
 
@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from verl_ext.core.tokens import BLOCK_TOKENS
 from verl_ext.plan.sizes import Sizes, Usage
 
-# Measured, GB/s of expert ids (docs/routing.md): one client with one unit; one unit with the most clients.
+# Measured, GB/s of expert ids (docs/routing.md): one client with one unit; one unit with the largest number of clients.
 CLIENT_PUT, CLIENT_GET = 1.1, 0.82
 UNIT_PUT, UNIT_GET = 1.2, 0.90
-# Short rows, two units: microseconds that a client needs for each row of each field, however short.
+# Microseconds that a client needs per row and field, measured with short rows and two units.
 VALUE_PUT_US, VALUE_GET_US = 43.0, 19.0
-# An assumption: 100 Gbit/s of Ethernet per node, which TransferQueue's sockets use.
+# Assumed: 100 Gbit/s of Ethernet per node, which TransferQueue's sockets use.
 NODE_GB_S = 12.5
 
-CORRECTION_NS = 17.0  # of the controller, per response token: python tools/bench_correction.py
-GUARD_MS = 0.5  # of the controller, per step: measured (docs/guard.md)
+CORRECTION_NS = 17.0  # in the controller, per response token: python tools/bench_correction.py
+GUARD_MS = 0.5  # in the controller, per step: measured (docs/guard.md)
 
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
 READ_SHARE = 0.005  # share of a step that the training ranks may wait for the storage units
 
 GB = 1e9
-BYTE_IDS = 256  # experts up to which vLLM returns uint8; uint16 above
-VERLS_ID_BYTES = 2  # of an expert id, which verl sends in int16 for every engine but vLLM
+BYTE_IDS = 256  # up to this number of experts, vLLM returns uint8; above, uint16
+VERLS_ID_BYTES = 2  # per expert id, which verl sends in int16 for every engine except vLLM
 TOP_TOKEN_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
-# Bytes per response token and number of fields that our trainers read and write (trainer/batch.py). Before verl
+# (bytes per response token, number of fields) of what our trainers read and write (trainer/batch.py). Before verl
 # computes advantages: rewards; log-probabilities of both engines, mask and entropy. Afterwards: the advantages, or all
-# fields that the filters need. A batch of one block still has the earlier fields by then. A larger batch reads them
-# again, for filters and for advantages that differ in sign within a trajectory.
+# fields that the filters need. A batch of one block still has the earlier fields then. A larger batch reads them again,
+# for filters and for advantages that differ in sign within a trajectory.
 REWARDS, FIELDS, ADVANTAGES = (4, 1), (20, 4), (4, 1)
 FILTERS, FILTERS_AGAIN, SIGNS_AGAIN = (24, 4), (44, 8), (20, 4)
 READ_AGREEMENT = (4, 1)
@@ -52,9 +52,9 @@ class Cost:
 
     Attributes:
         who, how: the processes that do it, and "computes", "reads" or "writes".
-        gb: through TransferQueue, all processes together.
+        gb: gigabytes through TransferQueue, all processes together.
         seconds: its duration.
-        hidden: the part of these seconds that passes while the rollout generates.
+        hidden: the part of these seconds that falls into the generation.
     """
 
     feature: str
@@ -80,10 +80,10 @@ def transfer_seconds(how: str, gb: float, values: float, clients: int, units: in
 
     Args:
         how: "reads" or "writes".
-        gb: all clients together.
+        gb: gigabytes, all clients together.
         values: rows x fields, all clients together; each has a fixed cost.
-        clients, units: processes that transfer at the same time, and storage units.
-        nodes: machines whose network they share.
+        clients, units: numbers of processes that transfer at the same time, and of storage units.
+        nodes: number of machines whose network they share.
     """
     reads = how == "reads"
     client, unit = (CLIENT_GET, UNIT_GET) if reads else (CLIENT_PUT, UNIT_PUT)
@@ -95,19 +95,19 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
     """Returns the costs of all features, on or off, in the order of the table.
 
     Args:
-        mean_response: tokens.
-        generation: its seconds, during which the agent loops write.
+        mean_response: mean length of a response in tokens.
+        generation: seconds of the generation, during which the agent loops write.
     """
     found: list[Cost] = []
     rows, ranks = sizes.sequences, sizes.replica_ranks
     tokens = rows * mean_response
 
     def passes(feature: str, who: str, how: str, on: bool, gb: float, values: float) -> None:
-        writing = max(1, sizes.gpus // ranks)  # of the ranks with the same trajectories, one writes
+        writing = max(1, sizes.gpus // ranks)  # one of the ranks with the same trajectories writes
         clients = {CONTROLLER: 1, LOOPS: usage.workers, RANKS: sizes.gpus if how == "reads" else writing}[who]
         nodes = min(clients, sizes.nodes)
         seconds = transfer_seconds(how, gb, values, clients, usage.units, nodes)
-        # All fields of a trajectory are written together: the features that are on share the generation's time.
+        # All fields of a trajectory are written together, so the active features share the generation's time.
         before = sum(cost.hidden for cost in found if cost.on)
         hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
         found.append(Cost(feature, who, how, on, gb, seconds, hidden))
@@ -161,8 +161,8 @@ def engine_id_bytes(experts: int) -> int:
 
 
 def id_bytes(sizes: Sizes) -> int:
-    """Returns the bytes of a token's expert ids as the agent loops write them: of all layers, because vLLM returns
-    ids for dense layers too."""
+    """Returns the bytes of a token's expert ids that the agent loops write, for all layers: vLLM returns ids for dense
+    layers too."""
     shape = sizes.shape
     each = engine_id_bytes(shape.routed_experts) if sizes.engine == "vLLM" else VERLS_ID_BYTES
     return shape.layers * shape.top_k * each
@@ -176,8 +176,8 @@ def _sum_bytes(sizes: Sizes) -> int:
 def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: float, step: float) -> int:
     """Returns the number of storage units that the run should have.
 
-    With it, the training ranks wait at most READ_SHARE of a step, the generation hides the agent loops' writes, and
-    each machine has UNITS_A_NODE. Units that the clients or the network could not keep busy are left out.
+    The training ranks then wait at most READ_SHARE of a step, the generation hides the agent loops' writes, and each
+    machine has UNITS_A_NODE. Units that the clients or the network could not keep busy are not counted.
     """
     most = min(CLIENT_GET * sizes.gpus, NODE_GB_S * sizes.nodes) / UNIT_GET
     on = [cost for cost in costs if cost.on]

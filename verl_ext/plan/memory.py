@@ -1,6 +1,6 @@
 """Memory of a GPU in the update and in the rollout, and the plugin's memory on a machine.
 
-docs/plan.md explains each line. `RESERVE` covers what libraries decide (workspaces, fragmentation): it is rough.
+docs/plan.md explains each line. `RESERVE` is a rough allowance for libraries: workspaces, fragmentation.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from verl_ext.plan.costs import AGREEMENT, GB, LOOPS, REPLAY, TOP_TOKENS, Cost, 
 from verl_ext.plan.sizes import GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
-ENGINE_RESERVE = 3 * GIB  # the rollout engine's own activations and graphs: within vLLM's share, on top of SGLang's
+ENGINE_RESERVE = 3 * GIB  # the rollout engine's activations and graphs: inside vLLM's share, in addition to SGLang's
 # Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
 LAYER_BYTES = 34
 LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
@@ -37,7 +37,7 @@ class Memory:
 
     Attributes:
         kv_tokens: tokens that the KV cache of one rollout replica holds.
-        kv_sequences: sequences of the full length among them.
+        kv_sequences: how many sequences of full length these tokens are.
     """
 
     update: Phase
@@ -74,8 +74,8 @@ def plan_memory(sizes: Sizes) -> Memory:
 
 
 def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -> dict[str, float]:
-    """Returns the bytes that active features keep on a machine, in addition to verl's: old weights, and ids that
-    wait in TransferQueue and in vLLM."""
+    """Returns the bytes that active features keep in a machine's memory: old weights, and ids in TransferQueue and
+    vLLM."""
     lines = {}
     if usage.undoes:
         weights, _, optimizer = _state(sizes)  # workers/undo.py copies these

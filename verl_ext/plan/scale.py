@@ -14,9 +14,9 @@ from verl_ext.plan.memory import Memory, plan_memory
 from verl_ext.plan.sizes import UNITS, WORKERS, Sizes, Usage, as_config_errors, read_sizes, read_usage
 
 MFU = 0.25  # for an MoE's update; dense models reach more
-BANDWIDTH = 0.6  # share of the data sheet's, in decoding
+BANDWIDTH = 0.6  # share of the data sheet's bandwidth that decoding reaches
 SMALL_SHARE = 0.05  # of the trajectories, enough to see the routers drift
-WORTH = 0.1  # share of the plugin's seconds that a setting must save to be named
+WORTH = 0.1  # share of the plugin's seconds that a setting must save to be listed
 MOST_REMEDIES = 3
 
 
@@ -33,7 +33,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting that helps, and the plugin's seconds per step with this setting and those listed before it."""
+    """A setting that helps, and the plugin's seconds per step with this setting and the remedies listed before it."""
 
     setting: str
     seconds: float
@@ -41,7 +41,7 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is computed for one run at one size."""
+    """All results for one run at one size."""
 
     sizes: Sizes
     memory: Memory
@@ -95,7 +95,7 @@ class Plan:
         return replace(self, usage=replace(self.usage, **changes))
 
     def remedies(self) -> list[Remedy]:
-        """Returns the settings that help, the most helpful first; each is computed on top of those before it."""
+        """Returns the settings that help, the most helpful first; each is computed with the previous ones applied."""
         found: list[Remedy] = []
         now = self
         while len(found) < MOST_REMEDIES:
@@ -129,7 +129,7 @@ def read_plan(
     """Plans a composed config, and writes `nodes` into it if given.
 
     Raises:
-        ConfigError: it cannot be planned.
+        ConfigError: the config cannot be planned.
     """
     sizes = read_sizes(config, gpu, nodes, model)
     mean = _mean_response(mean_response, sizes)
@@ -140,11 +140,11 @@ def read_plan(
 def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
     """Returns roofline estimates of each stage, without weight synchronisation, rewards and tools."""
     shape = sizes.shape
-    length = sizes.prompt / 2 + mean_response  # prompts are rarely as long as they may be
+    length = sizes.prompt / 2 + mean_response  # the mean prompt is assumed to be half of its limit
     replicas = sizes.rollout_gpus / sizes.rollout_tensor
     waiting = sizes.sequences / replicas
     concurrent = max(1, int(min(waiting, memory.kv_tokens / length, sizes.max_num_seqs)))
-    # Of the parameters that a GPU holds, those that it reads to decode a token of each sequence.
+    # The parameters that a GPU reads to decode one token of each sequence.
     weights = (shape.parameters - shape.expert_parameters) / sizes.rollout_tensor
     if shape.moe_layers:
         routed = concurrent * sizes.rollout_data  # all ranks of data-parallel attention send the experts their tokens
@@ -152,7 +152,7 @@ def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
         weights += needed * shape.expert_parameters / (sizes.rollout_tensor * sizes.rollout_data)
     read = sizes.rollout_bytes * weights + concurrent * length / 2 * sizes.kv_bytes
     step = read / (BANDWIDTH * sizes.gpu.gb_per_s * 1e9)
-    # The longest response decodes to its end, however few others are left.
+    # The longest response takes this many steps, however few others are left.
     steps = max(waiting * mean_response / concurrent, float(sizes.response))
     flops = sizes.gpus * sizes.gpu.tflops * 1e12 * MFU
     tokens = sizes.sequences * length

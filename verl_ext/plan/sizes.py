@@ -1,4 +1,4 @@
-"""The parts of a composed config that the plan computes with: the run's sizes, and its use of the plugin."""
+"""The parts of a composed config that the plan needs: the run's sizes, and its use of the plugin."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
 CACHE_BYTES = {**BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-LARGEST = 10**12  # the largest value of a setting: a product of several still fits a float
+LARGEST = 10**12  # the largest value of a setting, so that products of several settings still fit a float
 # Settings that the checks of sizes divide by.
 COUNTED = (
     "trainer.nnodes",
@@ -36,7 +36,7 @@ BACKEND = "transfer_queue.backend.storage_backend"
 BY_TOKEN = ("gae", "reinforce_plus_plus")
 WORKERS = f"{ROLLOUT}.agent.num_workers"
 USUAL_UNITS, USUAL_WORKERS = 8, 8  # verl's defaults
-USUAL_TOP_TOKENS = 32  # a place, if the config asks for none
+USUAL_TOP_TOKENS = 32  # per place, if the config asks for none
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Sizes:
     """The sizes of a run, of its model and of its GPUs.
 
     Attributes:
-        gpus: GPUs that train; rollout_gpus: GPUs that generate, the same ones unless the run is separate_async.
-        shared: whether they are the same ones.
-        engine: the rollout engine's name, as it spells it.
-        micro_tokens: tokens of one micro-batch on one training rank, at most.
+        gpus: GPUs that train; rollout_gpus: GPUs that generate, the same GPUs unless the run is separate_async.
+        shared: whether they are the same GPUs.
+        engine: the rollout engine's proper name.
+        micro_tokens: maximum number of tokens in one micro-batch on one training rank.
         rollout_tensor: ranks that share the attention of a sequence.
-        rollout_data: groups of these ranks, each with sequences of its own, that share the experts.
-        cache_bytes: of a number in the KV cache.
-        per_node: GPUs of a machine.
+        rollout_data: groups of these ranks, each with its own sequences, that share the experts.
+        cache_bytes: bytes of a number in the KV cache.
+        per_node: GPUs per machine.
     """
 
     shape: ModelShape
@@ -87,35 +87,35 @@ class Sizes:
 
     @property
     def nodes(self) -> int:
-        """Machines, including those that only generate."""
+        """Number of machines, including those that only generate."""
         return -(-(self.gpus if self.shared else self.gpus + self.rollout_gpus) // self.per_node)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a token in the KV cache of one GPU."""
+        """Bytes per token in the KV cache of one GPU."""
         return self.cache_bytes * self.shape.cached_numbers(self.rollout_tensor)
 
     @property
     def replica_ranks(self) -> int:
-        """Training ranks that work on the same trajectories, each of which fetches them."""
+        """Number of training ranks that work on the same trajectories; each of them fetches them."""
         return self.tensor * self.pipeline * self.context if self.megatron else self.ulysses
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The parts of the plugin that a config switches on, as far as the cost depends on them.
+    """The parts of the plugin that a config switches on and that cost something.
 
     Attributes:
         measures, weighs, guards, compares, has_top_tokens: the parts of the plugin that are on.
-        filters: tokens are taken out of the loss's mask.
-        splits: the gap is split by the sign of the advantages.
-        signs: advantages may differ in sign within a trajectory.
-        top_tokens: number of the sampler's top tokens at a place, or the usual number.
-        top_token_reads: stages that read them.
+        filters: whether tokens are taken out of the loss's mask.
+        splits: whether the gap is split by the sign of the advantages.
+        signs: whether advantages may differ in sign within a trajectory.
+        top_tokens: number of the sampler's top tokens per place, or the usual number.
+        top_token_reads: number of stages that read them.
         agreement_share: share of the trajectories whose expert ids are sent for router agreement.
         replay: `disabled`, R2 or R3, by verl or by us; replay_setting: its setting.
         lag: whether the age of each token's weights is sent with its weight.
-        simple: whether TransferQueue stores in its own units; units: how many of them.
+        simple: whether TransferQueue uses its own storage units; units: their number.
         workers: number of agent loops.
         undoes: whether the state before each update is kept, to undo it; versions: number of old weights kept.
     """
@@ -162,7 +162,7 @@ def read_usage(config: DictConfig) -> Usage:
     """Reads the use of the plugin from a composed config.
 
     Raises:
-        ConfigError: its `stability` node is wrong, or the number of storage units or of agent loops is not a number.
+        ConfigError: its `stability` node is wrong, or the setting for storage units or agent loops is not a number.
     """
     from verl_ext.features.feature import Need
     from verl_ext.features.stability import stability_config
@@ -198,10 +198,10 @@ def read_usage(config: DictConfig) -> Usage:
 
 
 def planned_gpu(given: str) -> tuple[str, DataSheet]:
-    """Returns the name and the data sheet of the GPU `given`.
+    """Returns the name and the data sheet of a GPU.
 
     Raises:
-        ConfigError: there is no data sheet of it.
+        ConfigError: the GPU has no data sheet.
     """
     gpu = named(given)
     if gpu is None or gpu.sheet is None:
@@ -215,7 +215,7 @@ def planned_gpus() -> list[str]:
 
 
 def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
-    """Runs `check_recipe` on a config that nothing has checked before.
+    """Runs `check_recipe` on a config that may have any values.
 
     Raises:
         ConfigError: the sizes contradict each other, or cannot be read.
@@ -230,7 +230,7 @@ def whole(config: DictConfig, key: str, usual: int | None = None) -> int:
     """Returns the number at `key`, or `usual` if there is none.
 
     Raises:
-        ConfigError: it is not a number, or too large to plan with.
+        ConfigError: the value is not a whole number above 0, or too large.
     """
     value = OmegaConf.select(config, key)
     if value is None and usual is not None:
@@ -251,7 +251,7 @@ def _fraction(config: DictConfig, key: str) -> float:
 
 @contextlib.contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Turns every error that an unknown config may raise into a ConfigError of one line."""
+    """Turns every error of an unchecked config into a one-line ConfigError."""
     try:
         yield
     except UserError:
@@ -329,7 +329,7 @@ def _bytes(dtype: str) -> int:
 
 
 def _cache_bytes(rollout: DictConfig) -> int:
-    """Returns the bytes of a number in the KV cache, which has the rollout's dtype unless kv_cache_dtype names one."""
+    """Returns the bytes of a number in the KV cache, whose dtype is kv_cache_dtype, or else the rollout's."""
     setting = f"engine_kwargs.{rollout.name}.kv_cache_dtype"
     dtype = OmegaConf.select(rollout, setting)
     if dtype in (None, "auto"):

@@ -1,4 +1,4 @@
-"""`verl-ext probe`: starts a run's engines, has both score the same tokens, and finds where they come apart."""
+"""`verl-ext probe`: starts a run's engines, lets both score the same tokens, and finds where they diverge."""
 
 import argparse
 import json
@@ -20,18 +20,19 @@ FAILED = 1  # exit code
 
 DESCRIPTION = """\
 Compares a run's rollout engine with its training engine before the run. Starts both as the run would and samples a few
-answers. The rollout engine scores them once more; the training engine scores them with its own routing, with the
-rollout's, and several in one pass. Hidden states are compared layer by layer. All of it is repeated after a weight sync
-and after an update with made-up advantages, of which nothing is kept. Most of the time is the start.
+answers. The rollout engine scores the answers once more; the training engine scores them with its own routing, with the
+rollout's routing, and with several answers in one pass. Hidden states are compared layer by layer. The scores are
+repeated after a weight sync and after an update with made-up advantages, which is not kept. Most of the time is spent
+on starting the engines.
 """
 EPILOG = f"""\
-settings of --sweep (`all` takes those that fit the run):
+settings of --sweep (`all` means all that fit the run):
   {", ".join(NAMES[:9])},
   {", ".join(NAMES[9:])}
 --sweep {LAYERS} rounds one group of the rollout's weights at a time, within one start: which layers to keep in 16 bits
 
-exit code: 0; with --fail-above, 1 if k3 is above it or a value is NaN or infinite; 2 if the probe cannot run; 130
-after Ctrl-C: the same command then continues a sweep.
+exit code: 0; with --fail-above, 1 if k3 is above the limit or a value is NaN or infinite; 2 if the probe cannot run;
+130 after Ctrl-C: the same command then continues a sweep.
 
 examples:
   verl-ext probe recipe=qwen3_30b_a3b ...                      the overrides of a launch
@@ -100,7 +101,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
 
 def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the measurements; with "sweep" if one was asked for."""
+    """Returns the measurements, with the key "sweep" if settings were swept."""
     from rich.console import Console
 
     config = required_config(arguments)
@@ -153,7 +154,7 @@ def _result_of(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) 
     from verl_ext.probe.verdict import NOT_FINITE, ProbeResult
 
     result, seconds = ProbeResult.read(found), found.get("seconds", 0.0)
-    if result.conclusion.cause == NOT_FINITE:  # k3 over what is left of the tokens is not compared with k3 over all
+    if result.conclusion.cause == NOT_FINITE:  # k3 over only the finite tokens is not comparable
         return SweepResult(name, overrides, seconds=seconds, error=result.conclusion.sentence)
     whole, sampling, rest = result.pairs[:3]  # in the order of readings.PAIRS
     assert whole.k3 is not None and whole.k3_error is not None and sampling.k3 is not None and rest.k3 is not None

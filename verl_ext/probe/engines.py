@@ -1,6 +1,6 @@
-"""The process that starts a run's engines for a probe: how it is started and followed, and what it runs.
+"""The process that starts a run's engines for a probe, and the functions that start and follow it.
 
-The process writes DIR/probe.json and DIR/console.log.
+It writes DIR/probe.json; its output goes to DIR/console.log.
 """
 
 import json
@@ -28,27 +28,27 @@ def start_engines(overrides: Sequence[str], out: Path, tell: Tell) -> dict[str, 
     """Starts the engines with the overrides of a launch and of the probe; returns the measurements.
 
     Raises:
-        ConfigError: nothing was measured; it has the error of the run, if there is one.
+        ConfigError: nothing was measured. It has the run's error, if there is one.
     """
     out.mkdir(parents=True, exist_ok=True)
     file, console = out / FOUND_FILE, out / CONSOLE_FILE
     file.unlink(missing_ok=True)
     begin = time.monotonic()
-    # Ray's workers that are forked (tools/prefork.py) belong to a job that only a forked driver has.
+    # Only a forked driver can use Ray's forked workers, which belong to its job (tools/prefork.py).
     python = os.environ.get("PREFORK_PYTHON", sys.executable)
     command = [python, "-m", "verl_ext.probe.engines", *overrides, f"+{OUT}={file}"]
     error = follow_engines(command, console, tell)
     if not file.exists():
-        raise ConfigError(error or f"the engines found nothing; everything they said: {console}")
+        raise ConfigError(error or f"nothing was measured; the engines' output: {console}")
     found = json.loads(file.read_text()) | {"error": error}
-    if not error:  # it is whole
+    if not error:  # the result is complete
         found |= {"seconds": time.monotonic() - begin} | _made_with(overrides)
         file.write_text(json.dumps(found, indent=2))
     return found
 
 
 def kept_result(overrides: Sequence[str], out: Path) -> dict[str, Any] | None:
-    """Returns what an earlier call with the same overrides and packages left in `out`; None if it is not complete."""
+    """Returns the complete result of an earlier call with the same overrides and packages, if `out` has one."""
     try:
         found = json.loads((out / FOUND_FILE).read_text())
     except (OSError, ValueError):
@@ -65,7 +65,7 @@ def _made_with(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
-    """Runs the command, writes its output to `console`, and returns its error, "" for none. Ctrl-C ends it too."""
+    """Runs the command, writes its output to `console`, and returns its error; "" for none. Ctrl-C also ends it."""
     error = ""
     with (
         console.open("w", buffering=1) as log,
@@ -80,12 +80,12 @@ def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
             if ERROR in line:
                 error = line.partition(ERROR)[2].strip()
     if process.returncode and not error:
-        return f"the engines ended with exit code {process.returncode}; everything they said: {console}"
+        return f"the engines ended with exit code {process.returncode}; their output: {console}"
     return error
 
 
 def run_engines() -> None:
-    """Runs `verl_ext.main_ppo` with the probe's trainer: the process that `start_engines` starts."""
+    """Runs `verl_ext.main_ppo` with the probe's trainer, in the process that `start_engines` starts."""
     import hydra
 
     from verl_ext import start

@@ -1,4 +1,4 @@
-"""The overrides that make a run a probe, and progress lines; the command and the process of the engines share them."""
+"""The overrides that make a run a probe, and names that the command and the engines' process share."""
 
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,21 @@ from verl_ext.routing.engines import ACTOR, ENGINES, TOP_KS, first_of
 
 VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 DYNAMIC_CONTEXT = f"{ACTOR}.megatron.dynamic_context_parallel"
-PROGRESS = "verl_ext: probe: "  # begins a line of the process that says how far it is
+PROGRESS = "verl_ext: probe: "  # start of the process's progress lines
 # Settings of the run's config: the file for what is found, the number of batches, the format of rounded layers.
 OUT, BATCHES, LAYERS = "probe_out", "probe_batches", "probe_layers"
 
 
 def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1, layers: str = "") -> list[str]:
-    """Returns the overrides that turn a run into a probe of it, to be given after its own.
+    """Returns the overrides that turn a run into a probe, to be given after the run's own.
 
     Args:
-        prompts: rounded up so that each rank of the training engine has as many, enough to put two into each pass.
+        prompts: rounded up so that all ranks of the training engine get equally many, at least two per pass.
         batches: how many are scored before the update.
         layers: the format that groups of weights are rounded to, one at a time; "" for no such sweep.
 
     Raises:
-        ConfigError: the run's engines are not ones that are probed, or its weights cannot be rounded.
+        ConfigError: the probe does not support the run's engines, or its weights cannot be rounded.
     """
     _check_engines(config)
     if layers:
@@ -96,7 +96,7 @@ def _check_engines(config: Any) -> None:
         raise ConfigError(f"the probe reads {' and '.join(ROLLOUTS.values())}, and this run samples with {rollout}")
     if strategy == "megatron" and OmegaConf.select(config, DYNAMIC_CONTEXT):
         raise ConfigError(
-            f"the probe cannot put sequences together that {DYNAMIC_CONTEXT}=true splits",
+            f"the probe cannot put together the sequences that {DYNAMIC_CONTEXT}=true splits",
             fix=(f"{DYNAMIC_CONTEXT}=false",),
         )
 
@@ -113,14 +113,14 @@ def _check_rounds(config: Any) -> None:
 
 
 def passes_at_once(config: Any) -> int:
-    """Returns the number whose multiples of passes the training engine takes: Megatron's stages, with virtual ones."""
+    """Returns the number that the passes must be a multiple of: Megatron's stages with virtual ones, else 1."""
     if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL):
         return 1
     return int(config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)
 
 
 def _reads_agreement(config: Any) -> bool:
-    """Returns whether the update reads the routers' agreement of each token."""
+    """Returns True if the update reads the routers' agreement of each token."""
     stability = stability_config(config.stability)
     loss = LOSSES.get(OmegaConf.select(config, f"{LOSS}.loss_mode"))
     methods = [one.method for one in stability.in_update] + ([loss] if loss else [])
@@ -128,7 +128,7 @@ def _reads_agreement(config: Any) -> bool:
 
 
 def experts_of(config: Any) -> int:
-    """Returns how many experts a token uses; 0 for a dense model or if this machine cannot read its config."""
+    """Returns how many experts a token uses; 0 for a dense model, or if this machine cannot read the model's config."""
     from verl_ext.features.verl_config import hf_config_of
 
     model = hf_config_of(config.actor_rollout_ref.model)

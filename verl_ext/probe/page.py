@@ -1,4 +1,4 @@
-"""The page of a probe: tables, their explanations, and figures over names; in the look of the report."""
+"""The page of a probe, in the style of the report: tables with explanations, and figures over names."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,36 +22,37 @@ from verl_ext.report.figures.charts import (
 from verl_ext.report.figures.panels import Panel
 from verl_ext.report.page import write_page
 
-K3 = "k3, nats a token"
+K3 = "k3, nats per token"
 PANELS = (  # key, title, how to read it
     (
         "states",
         "Hidden states",
-        "Relative error from the embedding on, rollout against training. A jump is where a cause sits; a slow climb is "
-        "rounding.",
+        "Relative error from the embedding on, rollout against training. A jump shows the place of a cause; a slow "
+        "climb is rounding.",
     ),
     (
         "probability",
         "The gap by probability",
-        "k3 between sampling and training, by what the rollout gave the token. Rare tokens hold most of what rounding "
-        "leaves.",
+        "k3 between sampling and training, by the token's probability in the rollout. With rounding, most of the gap "
+        "is in rare tokens.",
     ),
     (
         "position",
         "The gap by position",
-        "k3 between sampling and training, by the token's place in its response. A climb compounds over the length.",
+        "k3 between sampling and training, by the token's place in its response. If it climbs, errors compound over "
+        "the length.",
     ),
     (
         "sweep",
         "Settings, one changed at a time",
-        "k3 with each setting; a bar shows two standard errors to both sides. A setting closes the gap if "
-        "it is lower than the launch as it is and the bars do not overlap.",
+        "k3 with each setting; a bar shows two standard errors to both sides. A setting narrows the gap if its k3 is "
+        "below the unchanged launch's and the bars do not overlap.",
     ),
 )
 
 
 def write_probe_page(result: ProbeResult, out: Path) -> Path:
-    """Write `report.html`, `report.png` and the figures to `out`."""
+    """Writes `report.html`, `report.png` and the figures to `out`."""
     pair, conclusion = result.pairs[0], result.conclusion
     charts = (
         states_chart(result.places, conclusion.start),
@@ -75,19 +76,19 @@ def write_probe_page(result: ProbeResult, out: Path) -> Path:
 
 
 def states_chart(places: Sequence[Place], start: str) -> alt.LayerChart | None:
-    """Relative error at each point of the computation, in its order."""
+    """Draws the relative error at each point, in the order of the computation."""
     points = [(place.point, place.error or 0.0, VERMILION if place.point == start else BLUE) for place in places]
     return _dots(points, "relative error", line=True)
 
 
 def bucket_chart(buckets: Mapping[str, float]) -> alt.LayerChart | None:
-    """k3 of each bucket; None for a single one, which is the whole."""
+    """Draws k3 of each bucket; returns None for a single bucket, which has all tokens."""
     points = [(name, k3, BLUE) for name, k3 in buckets.items()]
     return _dots(points, K3, line=True) if len(points) > 1 else None
 
 
 def sweep_chart(swept: Sequence[SweepResult]) -> alt.LayerChart | None:
-    """k3 with each setting changed, the least first; a bar reaches two standard errors to both sides."""
+    """Draws k3 with each changed setting, the smallest first, with two standard errors to both sides."""
     measured = [one for one in ranked_by_gap(swept) if not one.error]
     points = [(one.name or LAUNCH, one.k3, BLUE if one.name else ORANGE) for one in measured]
     return _dots(points, K3, errors={one.name or LAUNCH: 2 * one.k3_error for one in measured})
@@ -100,7 +101,7 @@ def _dots(
     line: bool = False,
     errors: Mapping[str, float] | None = None,
 ) -> alt.LayerChart | None:
-    """(name, value, colour) over the names, on a logarithmic axis; values of 0 are left out; None where all are."""
+    """Draws (name, value, colour) over the names, on a logarithmic axis, without values of 0; None if all are 0."""
     drawn = [point for point in points if point[1] > 0]
     if not drawn:
         return None

@@ -1,10 +1,10 @@
-"""The measurements of a probe: readings of the same tokens, the same readings later on, and hidden states on the way.
+"""The measurements of a probe: readings of the same tokens, also after a sync and an update, and hidden states.
 
-A reading is the log-probabilities of the tokens by one engine in one way. `decode`: the rollout as it sampled them;
-`prefill`: the same engine, given all of them at once; `train`: the training engine, with its own routing; `replayed`:
-the training engine with the experts of the rollout; `packed`: the training engine, several sequences in one pass;
-`base`: the training engine without its LoRA. `prefill_again`, `train_again`: a second time, the rollout in another
-order; how far they are from the first time is the noise floor.
+A reading is the tokens' log-probabilities, computed by one engine in one way. `decode`: the rollout while sampling;
+`prefill`: the rollout, given all tokens at once; `train`: the training engine with its own routing; `replayed`: the
+training engine with the rollout's experts; `packed`: the training engine with several sequences in one pass; `base`:
+the training engine without its LoRA; `prefill_again`, `train_again`: the same a second time, the rollout in the reverse
+order. The distance of the second time from the first is the noise floor.
 
 Shape legend: N response tokens, F sign flips; n tokens of a sequence, E experts, K of them chosen, P positions, d
 width.
@@ -35,8 +35,8 @@ PAIRS = (
     *FLOORS,
 )
 SIGN_FLIPS = 999
-SIGN_TOKENS = 1 << 12  # tokens whose signs are drawn at once: 32 MB of them
-SYNC, UPDATE = "sync", "update"  # a weight sync of the same weights; one update, and the sync after it
+SIGN_TOKENS = 1 << 12  # tokens whose signs are drawn at once, in 32 MB
+SYNC, UPDATE = "sync", "update"  # a sync of the same weights; one update and the sync after it
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Pair:
     """The distance between two readings, in float64, over the tokens that are finite in both.
 
     Attributes:
-        one, other: their names; `one` is the one that is sampled from.
-        k3: mean over the tokens, in nats. This and the next three are None where no token is finite in both.
-        k3_error: its standard error, as of tokens that do not depend on each other.
-        largest: of |log p - log q|.
+        one, other: names of the readings; k3 takes the tokens as sampled from `one`.
+        k3: mean over the tokens, in nats. This and the next three are None if no token is finite in both.
+        k3_error: its standard error, as if tokens were independent.
+        largest: the largest |log p - log q|.
         equal: share of tokens whose log-probabilities are equal bit for bit.
         by_probability, by_position: bucket -> k3 of its tokens, for buckets with tokens.
-        tokens: how many both readings have, finite or not.
-        not_finite: tokens left out, because either reading is NaN or infinite there.
-        one_not_finite, other_not_finite: tokens where that reading is NaN or infinite.
-        chance: p-value of the difference between this k3 and that of sampling against training, see `chance_of`.
+        tokens: number of tokens, finite or not.
+        not_finite: tokens left out because one of the readings is NaN or infinite.
+        one_not_finite, other_not_finite: tokens for which that reading is NaN or infinite.
+        chance: p-value of the difference between this k3 and the k3 of (decode, train), see `chance_of`.
     """
 
     one: str
@@ -73,15 +73,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class Stage:
-    """The same tokens once more, after something has happened to the weights.
+    """The same tokens scored again after a sync or an update.
 
     Attributes:
         name: SYNC or UPDATE.
-        before, after: k3 between the rollout engine, given all tokens at once, and the training engine; over the tokens
-            that are finite in both, as the next two, and None if there are none.
+        before, after: k3 between the rollout engine, given all tokens at once, and the training engine. This and the
+            next two are means over the finite tokens, and None if there are none.
         rollout_moved, train_moved: mean of |log p after - log p before|, in nats.
         tokens: how many were scored.
-        rollout_not_finite, train_not_finite: tokens whose log-probability is NaN or infinite after it, in each engine.
+        rollout_not_finite, train_not_finite: tokens whose log-probability is then NaN or infinite, in each engine.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Place:
 
     Attributes:
         point: see `recorder.point_of`.
-        error: the norm of the difference divided by the norm of the training engine's. At an indexer, the share of the
-            training engine's positions that the rollout did not choose. Over the tokens that are finite in both
-            engines; None if there are none.
-        differs: share of the tokens whose experts differ, at a router, or whose positions do, at an indexer; else None.
-        weight_gap: total variation between the weights of the chosen experts, a mean over the tokens, at a softmax
-            router; else None.
-        rollout_not_finite, train_not_finite: tokens whose state is NaN or infinite somewhere, in each engine.
-        rollout_dtype, train_dtype: dtype of the state in each engine, such as `bfloat16`; of a router, of its logits.
+        error: the norm of the difference divided by the norm of the training engine's state. At an indexer, the share
+            of the training engine's positions that the rollout did not choose. Computed over the tokens that are finite
+            in both engines; None if there are none.
+        differs: share of the tokens whose experts (at a router) or positions (at an indexer) differ; else None.
+        weight_gap: at a router, total variation between the softmax weights of the chosen experts, a mean over the
+            tokens; else None.
+        rollout_not_finite, train_not_finite: tokens whose state has NaN or infinity, in each engine.
+        rollout_dtype, train_dtype: dtype of the state in each engine, such as `bfloat16`; at a router, of its logits.
     """
 
     point: str
@@ -133,7 +133,7 @@ def compare_readings(readings: Mapping[str, Tensor], positions_N: Tensor) -> lis
 
     Args:
         readings: name -> [N] float32 log-probabilities of the tokens.
-        positions_N: of each in its response, from 0.
+        positions_N: each token's position in its response, from 0.
     """
     return [_pair_of(readings, one, other, positions_N) for one, other in PAIRS if {one, other} <= readings.keys()]
 
@@ -154,11 +154,11 @@ def compare_stage(name: str, before: tuple[Tensor, Tensor], after: tuple[Tensor,
 
 
 def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], top_k: int = 0) -> list[Place]:
-    """Compares every place that both have, in the order of the computation.
+    """Compares every place that both engines have, in the order of the computation.
 
     Args:
         rollout, train: point -> [n, d], [n, E] logits at routers, or [n, P] positions at indexers (-1 for none).
-        top_k: experts of a token; 0 for a dense model.
+        top_k: experts per token; 0 for a dense model.
 
     Raises:
         HookError: the engines did not record the same tokens, or the same width.
@@ -187,7 +187,7 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
 
 
 def head_dtypes(*engines: Passes) -> list[str]:
-    """Returns the dtype that each engine computed its logits in; "" if it recorded none."""
+    """Returns the dtype of each engine's logits; "" if it recorded none."""
     return [_dtype_of(passes[HEAD][0]) if HEAD in passes else "" for passes in engines]
 
 
@@ -212,7 +212,7 @@ def chance_of(k3_N: Tensor, others_N: Tensor) -> float:
     sums_F = -difference_N.sum().repeat(SIGN_FLIPS)  # with every sign negative
     for block in difference_N.split(SIGN_TOKENS):
         sums_F += 2 * torch.randint(2, (SIGN_FLIPS, len(block)), generator=generator, dtype=torch.float64) @ block
-    observed = difference_N.sum().abs() * (1 - 1e-9)  # the same terms in another order must not come out as less
+    observed = difference_N.sum().abs() * (1 - 1e-9)  # the same terms in another order must not count as smaller
     return (1 + int((sums_F.abs() >= observed).sum())) / (SIGN_FLIPS + 1)
 
 
@@ -251,7 +251,7 @@ def _finite_mean(values_N: Tensor) -> float | None:
 
 
 def _place_numbers(point: str, ours: Tensor, theirs: Tensor, top_k: int) -> tuple[float, float | None, float | None]:
-    """`error`, `differs` and `weight_gap` of a Place."""
+    """Returns `error`, `differs` and `weight_gap` of a Place."""
     if point.endswith(INDEXER):
         return *_attended(ours.long(), theirs.long()), None
     error = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
@@ -259,11 +259,12 @@ def _place_numbers(point: str, ours: Tensor, theirs: Tensor, top_k: int) -> tupl
 
 
 def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:
-    """Returns the share of their positions that ours lack, and of tokens that lack any, over tokens with a choice."""
+    """Returns the share of `theirs` that is not in `ours`, and the share of tokens that lack any. Both are over the
+    tokens with a choice."""
     most = int(max(ours_nP.max(), theirs_nP.max())) + 1
     ours, theirs = (_marked(one, most) for one in (ours_nP, theirs_nP))
     count_n = theirs.sum(1)
-    chose_n = (count_n == count_n.max()) & (ours.sum(1) > 0)  # earlier tokens have fewer positions than K, and took all
+    chose_n = (count_n == count_n.max()) & (ours.sum(1) > 0)  # earlier tokens have fewer positions than K, and use all
     lacking_n = (theirs & ~ours).sum(1)[chose_n] / count_n.max().clamp(min=1)
     if not len(lacking_n):
         return 0.0, 0.0
@@ -271,9 +272,9 @@ def _attended(ours_nP: Tensor, theirs_nP: Tensor) -> tuple[float, float]:
 
 
 def _marked(positions_nP: Tensor, most: int) -> Tensor:
-    """[n, most] bool: which positions are among each token's."""
+    """Returns [n, most] bool, True at each token's positions."""
     marked = torch.zeros(len(positions_nP), most + 1, dtype=torch.bool)
-    return marked.scatter(1, positions_nP % (most + 1), True)[:, :most]  # -1 is the last column, which goes
+    return marked.scatter(1, positions_nP % (most + 1), True)[:, :most]  # drops the last column, which is that of -1
 
 
 def _router_gap(ours_nE: Tensor, theirs_nE: Tensor, top_k: int) -> tuple[float, float]:

@@ -44,7 +44,7 @@ class SettingChange:
     Attributes:
         name: the name of the change in tables and folders; a change for another engine may have the same name.
         overrides: given after the launch's own.
-        fits: whether the launch lacks the setting and its engine knows it.
+        fits: returns True if the launch does not have these values yet and its engine knows the setting.
     """
 
     name: str
@@ -84,13 +84,13 @@ def _on_transformers(fits: Fits) -> Fits:
     return lambda config: strategy_of(config) != "megatron" and fits(config)
 
 
-WHOLE_TOKENS = 1 << 16  # tokens of a pass, more than any answer has
+WHOLE_TOKENS = 1 << 16  # tokens per pass, more than any answer has
 MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
 NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
 CHANGES = (
     SettingChange("fp32", ("precision=fp32",), _on_transformers(_setting_is_not(ROLLOUT_DTYPE, "float32"))),
     SettingChange("fp16", ("precision=fp16",), _on_transformers(_setting_is_not(ROLLOUT_DTYPE, "float16"))),
-    SettingChange(  # elsewhere verl refuses it
+    SettingChange(  # verl refuses it on GPUs
         "fp32",
         (f"{MEGATRON_DTYPE}=float32", f"{ROLLOUT_DTYPE}=float32"),
         _on_megatron(
@@ -102,8 +102,8 @@ CHANGES = (
     SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
     SettingChange("whole_prefill", (f"{CHUNKED}=false",), _in("vllm", _setting_is(CHUNKED, True))),
     SettingChange("no_prefix_cache", (f"{CACHED}=false",), _in("vllm", _setting_is(CACHED, True))),
-    # verl does not pass these two settings on to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
-    # as few tokens in a pass as there may be requests, and its scheduler fails (state_capturer/routed_experts.py).
+    # verl does not pass CHUNKED and CACHED to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
+    # only as many tokens per pass as it allows requests, and its scheduler fails (state_capturer/routed_experts.py).
     SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE_TOKENS}",), _in("sglang", _setting_is_not(CHUNK, WHOLE_TOKENS))),
     SettingChange(
         "no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _in("sglang", _setting_is_not(NO_RADIX_CACHE, True))
@@ -147,19 +147,19 @@ NAMES = tuple(dict.fromkeys(change.name for change in CHANGES))
 
 
 def changes_of(config: Any, names: Sequence[str], added: Mapping[str, str]) -> list[SettingChange]:
-    """Returns the changes named that fit, all that fit for ALL, and the user's own; LAYERS is none.
+    """Returns the named changes that fit (for ALL, all that fit), and the user's own. LAYERS is no change.
 
     Raises:
-        ConfigError: a name is not known, is one already, or does not fit.
+        ConfigError: a name is unknown, its change does not fit, or an added name is taken.
     """
     for name in names:
         require_choice("--sweep", name, (ALL, LAYERS, *NAMES))
     names = [name for name in names if name != LAYERS]
     found = [change for change in CHANGES if (change.name in names or ALL in names) and change.fits(config)]
     if wrong := [name for name in names if name not in (ALL, *(change.name for change in found))]:
-        raise ConfigError(f"--sweep {wrong[0]}: this run has it so already, or its engine does not know it")
+        raise ConfigError(f"--sweep {wrong[0]}: this run already has this setting, or its engine does not know it")
     if twice := [name for name in added if name in NAMES]:
-        raise ConfigError(f"--add {twice[0]}: there is a setting of this name", otherwise="choose another name")
+        raise ConfigError(f"--add {twice[0]}: there is already a setting of this name", otherwise="choose another name")
     return [*found, *(SettingChange(name, tuple(text.split())) for name, text in added.items())]
 
 
@@ -175,10 +175,10 @@ class SweepResult:
     """The gap of the launch with one change.
 
     Attributes:
-        name: of the change; "" for the launch as it is.
-        k3, k3_error: between sampling and training.
-        sampling, rest: k3 of the rollout engine against itself, and of its prefill against training.
-        seconds: that it took.
+        name: name of the change; "" for the launch as it is.
+        k3, k3_error: k3 between sampling and training, and its standard error.
+        sampling, rest: k3 between decode and prefill of the rollout engine, and between its prefill and training.
+        seconds: duration of the measurement.
         error: one line, if it could not be measured; else "".
     """
 
@@ -198,7 +198,7 @@ def ranked_by_gap(swept: Sequence[SweepResult]) -> list[SweepResult]:
 
 
 def matters(one: SweepResult, base: SweepResult) -> bool:
-    """Returns whether it changes the gap by more than twice the error of the difference, and by a tenth of the gap."""
+    """Returns True if `one` changes the gap by more than twice the difference's error and a tenth of the gap."""
     error = (one.k3_error**2 + base.k3_error**2) ** 0.5
     return not (one.error or base.error) and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
 

@@ -1,4 +1,4 @@
-"""The probe on verl's stack: a batch is sampled and scored in several ways, again after a sync and after an update."""
+"""The probe on verl's stack: samples a batch and scores it in several ways, again after a sync and after an update."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -43,8 +43,8 @@ from verl_ext.trainer.watch import watch_of
 from verl_ext.upstream import engine_states
 from verl_ext.workers.actor import LOSS_WORKERS
 
-SEQUENCES = 4  # whose hidden states are compared
-TOKENS_AT_ONCE = "log_prob_max_token_len_per_gpu"  # of a pass, where the launch puts sequences together
+SEQUENCES = 4  # sequences whose hidden states are compared
+TOKENS_AT_ONCE = "log_prob_max_token_len_per_gpu"  # tokens per pass, if the launch puts sequences together
 
 
 class ProbeTrainer(StabilityTrainerSync):
@@ -52,24 +52,24 @@ class ProbeTrainer(StabilityTrainerSync):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if not self.stability_run.features.own_workers:  # ours record hidden states and fill adapters
+        if not self.stability_run.features.own_workers:  # our workers record hidden states and fill adapters
             replace_workers(self.role_worker_mapping, LOSS_WORKERS)
 
     def fit(self, agent_loop_manager: Any) -> None:
         with watch_of(self, agent_loop_manager):
-            super(StabilityMixin, self).fit(agent_loop_manager)  # without the files of a run
+            super(StabilityMixin, self).fit(agent_loop_manager)  # without a run's files
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         self.fill_adapters()
         print_progress("sampling")
         batch = self.sampled()
         out = Path(self.config[OUT])
-        for found in self.looks(batch):  # an error in the next look leaves the file of the looks before
+        for found in self.looks(batch):  # after an error, the file has the measurements before it
             out.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
         return batch
 
     def looks(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
-        """Yields the measurements so far, more of them each time."""
+        """Yields the measurements so far, after each of its parts."""
         found = self.probe(batch)
         yield found
         for batches in self.batches():
@@ -92,7 +92,7 @@ class ProbeTrainer(StabilityTrainerSync):
         return self._balance_batch(batch, metrics={})
 
     def fill_adapters(self) -> None:
-        """Gives a new LoRA weights that change the model: its B is zero, so nobody would notice if it is left out."""
+        """Gives a new LoRA weights that change the model: its B is zero, so a missing LoRA would not show."""
         if self.ref_in_actor and all(self.actor_rollout_wg.fill_adapters()):
             self.checkpoint_manager.sleep_replicas()
             self.checkpoint_manager.update_weights(self.global_steps)
@@ -104,18 +104,18 @@ class ProbeTrainer(StabilityTrainerSync):
         pass
 
     def probe(self, batch: KVBatchMeta) -> dict[str, Any]:
-        """Compares the readings and the hidden states of a batch; returns what JSON can hold."""
+        """Compares the readings and the hidden states of a batch; returns plain values for JSON."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
         ranks = self.ranks
         self.scores = scores = CanaryTrajectories(batch, len(batch), ranks)
-        group = passes_at_once(self.config)  # of which --prompts is a multiple
+        group = passes_at_once(self.config)  # --prompts is a multiple of it
         sequences = min(-(-SEQUENCES // group) * group, len(batch) // ranks)
         compared = CanaryTrajectories(batch, sequences * ranks, ranks)
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
         readings[PREFILL_AGAIN] = scores.score_in_servers([server], backwards=True)[0]
         engine_states.begin_states(server)
-        # Each is a pass by itself, however many the engine would take at once.
+        # One sequence per pass.
         compared.pass_through_server(server, MOST_ROWS)
         rollout = engine_states.end_states(server)
         self.on_sample_end()
@@ -136,7 +136,7 @@ class ProbeTrainer(StabilityTrainerSync):
         train = {point: passes for of_rank in workers.record_states(False) for point, passes in of_rank.items()}
         head = head_dtypes(rollout, train)
         lengths = [min(len(ids), MOST_ROWS) for ids in compared.ids[: len(compared.ids) // ranks]]  # of the first rank
-        # The rollout's states of the first rank's sequences: all ranks of the training engine have as many.
+        # The rollout's states of the first rank's sequences.
         rollout_rows = {point: rows[: sum(lengths)] for point, rows in joined_passes(rollout).items()}
         places = compare_states(rollout_rows, joined_passes(train, lengths), experts_of(self.config))
         self.now = readings[PREFILL], readings[TRAIN]
@@ -152,11 +152,11 @@ class ProbeTrainer(StabilityTrainerSync):
 
     @property
     def ranks(self) -> int:
-        """Returns how many ranks share a batch. verl has asked the workers for it, to balance the batch."""
+        """How many ranks share a batch; verl has fetched it from the workers to balance the batch."""
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Yields the gap of each batch so far: new answers each time, after a sync of the same weights."""
+        """Yields the gaps of all batches so far; each has new answers, sampled after a sync of the same weights."""
         found = [asdict(self.gap)]
         for number in range(2, 1 + self.config.get(BATCHES, 1)):
             print_progress(f"batch {number} with the same weights")
@@ -209,18 +209,18 @@ class ProbeTrainer(StabilityTrainerSync):
             yield found
 
     def synced(self) -> tuple[Tensor, Tensor]:
-        """Syncs the weights, and returns the scores of the rollout engine and of the training engine after it."""
+        """Syncs the weights, then returns the scores of the rollout engine and of the training engine."""
         return self.synced_rollout(), self.scores.score_in_workers(self.actor_rollout_wg, replays=False)
 
     def synced_rollout(self) -> Tensor:
-        """Syncs the weights, and returns the scores of the rollout engine after it."""
+        """Syncs the weights, then returns the scores of the rollout engine."""
         self.checkpoint_manager.update_weights(self.global_steps)
         rollout = self.scores.score_in_servers([self._rollout_server_managers()[-1].server_handles[0]])[0]
         self.on_sample_end()
         return rollout
 
     def update(self, batch: KVBatchMeta) -> None:
-        """Makes one update, with advantages of 1 and -1 in turn: a few answers may all have earned the same."""
+        """Makes one update with advantages of 1 and -1 in turn, because a few answers may all have the same reward."""
         verls: Any = super(StabilityMixin, self)
         metrics: dict[str, Any] = {}
         log_probs = get_fields(batch, [ROLLOUT_LOG_PROBS])[ROLLOUT_LOG_PROBS]

@@ -1,4 +1,4 @@
-"""The result of a probe in words and tables: the cause of the gap, and what to try."""
+"""The result of a probe in sentences and tables: the cause of the gap, and the next step."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,21 +42,21 @@ from verl_ext.probe.sweep import (
 )
 from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER
 
-ROUNDED_NATS = 1e-9  # nats a token: what float32 leaves
-CAUSE_SHARE = 0.5  # share of the gap from which a cause is called the cause
-# Times the gap to training that the rollout engine's gap to itself must be, to be its own fault. If all three readings
-# are equally noisy it is 1, if only the rollout's two are it is 2.
+ROUNDED_NATS = 1e-9  # nats per token: the gap that float32 leaves
+CAUSE_SHARE = 0.5  # share of the gap that a cause must explain
+# The sampling path is the cause if the rollout engine's gap to itself is this many times its gap to training. The ratio
+# is 1 if all three readings are equally noisy, and 2 if only the rollout's two readings are noisy.
 OWN_RATIO = 1.5
 NOISE_P = 0.05  # p-value above which two k3 of the same tokens differ by no more than noise
 NOT_FINITE, UNDECIDED = "not finite", "undecided"
 # Relative error that a dtype leaves in hidden states.
 ROUNDING_ERROR = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
-JUMP_RATIO = 8.0  # times the error of the place before
-CLOSED_SHARE = 0.1  # share of the gap that a replay may leave where nothing but the choice of experts differs
-AMPLIFIED_RATIO = 1e4  # times the squared error of the last state that k3 may be, were the head the same
+JUMP_RATIO = 8.0  # times the error of the previous place
+CLOSED_SHARE = 0.1  # share of the gap that a replay may leave if only the choice of experts differs
+AMPLIFIED_RATIO = 1e4  # k3 with equal heads is at most this many times the squared error of the last state
 AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
-WIDER_RATIO, ARRIVED_SHARE = 2.0, 0.5  # times the gap before; share of the training engine's movement
-WHOLE_SHARE = (0.8, 1.25)  # the same share, where all of an update arrives
+WIDER_RATIO, ARRIVED_SHARE = 2.0, 0.5  # times the earlier gap; share of the training engine's movement
+WHOLE_SHARE = (0.8, 1.25)  # range of this share if the whole update arrives
 SIDES = dict.fromkeys((DECODE, PREFILL, PREFILL_AGAIN), "rollout")
 SIDES |= dict.fromkeys((TRAIN, TRAIN_AGAIN, REPLAYED, PACKED, BASE), "training")
 READING_WORDS = {
@@ -70,23 +70,23 @@ READING_WORDS = {
     "train_again": "the same again",
 }
 FLOOR_SHARE = 0.1  # share of the gap from which the noise of an engine is worth a sentence
-HARMS = {  # reading -> verdict if it is further from the rollout than `train`, what is wrong, what to do
+HARMS = {  # reading that is further from the rollout than `train` -> verdict, sentence, advice
     REPLAYED: (
         "replay",
-        "The rollout's experts do harm: with them replayed, k3 rises from {whole:.1e} to {other:.1e}.",
+        "Replaying the rollout's experts does harm: k3 rises from {whole:.1e} to {other:.1e}.",
         CAUSES["wrong_routes"].advice_for(moe=True),
     ),
     PACKED: (
         "packing",
-        "Sequences of one forward pass change each other in the training engine: with several in a pass, k3 rises from "
-        "{whole:.1e} to {other:.1e}.",
+        "In the training engine, sequences in the same forward pass change each other: with several in a pass, k3 "
+        "rises from {whole:.1e} to {other:.1e}.",
         "check what the layers carry from one sequence to the next: attention's cu_seqlens, the states of linear "
         "attention and convolutions, position ids",
     ),
 }
-FEWEST_BATCHES = 4  # from which growth is named
+FEWEST_BATCHES = 4  # with fewer, growth is not reported
 LOOK_FOR_NAN = (
-    "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows whether it is the dtype"
+    "look on that side for weights that did not arrive and for an overflow; --sweep fp32 shows if the dtype causes it"
 )
 
 
@@ -97,9 +97,9 @@ class Conclusion:
     Attributes:
         cause: "not finite", "none", "adapter", "replay", "packing", "sampling path", "routing", "arithmetic", or
             "undecided" between causes.
-        sentence: what it is, and how much of the gap.
-        start: the place where the two engines come apart by more than rounding, `head` behind the last state; else "".
-        advice: overrides, or what else to do; "" for none.
+        sentence: the cause in words, and its part of the gap.
+        start: where the two engines come apart by more than rounding, `head` if after the last state; "" if nowhere.
+        advice: overrides, or other things to do; "" for none.
     """
 
     cause: str
@@ -113,9 +113,9 @@ class ProbeTable:
     """A table of text, for the terminal and for the page.
 
     Attributes:
-        columns: the first `labels` of them are text, the others numbers.
-        rows: a text for each column.
-        marked: number of the row that stands out, if one does.
+        columns: the headers; the first `labels` columns are text, the others numbers.
+        rows: one text per column.
+        marked: number of the highlighted row, if there is one.
     """
 
     title: str
@@ -130,11 +130,11 @@ class ProbeResult:
     """Everything that a probe wrote to its file.
 
     Attributes:
-        head: dtype of the logits in the rollout and in training, "" where it was not recorded.
-        batches: between sampling and training, of each batch with the same weights; [] if there was one only.
-        swept: results of a sweep, the launch as it is first; [] without one.
-        layers: the gap with each group of weights rounded, with none first; [] without this sweep.
-        error: what ended the probe before it had found all; else "".
+        head: dtype of the logits in the rollout and in training, "" if it was not recorded.
+        batches: the gap between sampling and training for each batch with the same weights; [] if there was only one.
+        swept: results of a sweep, starting with the launch as it is; [] without a sweep.
+        layers: the gap with each group of weights rounded, starting with none; [] without this sweep.
+        error: the error that ended the probe early; else "".
     """
 
     tokens: int
@@ -166,19 +166,19 @@ class ProbeResult:
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        """The causes of diagnosis/causes that it points to, by reading in order; of a reading, special ones first."""
+        """The causes of diagnosis/causes to which the probe points, in the order of readings, special causes first."""
         shown = (*readings_of(self.conclusion, self.pairs, self.places), *map(_stage_reading, self.stages))
         special = sorted(CAUSES.values(), key=lambda cause: len(cause.probe))
         return tuple(dict.fromkeys(cause for reading in shown for cause in special if reading in cause.probe))
 
     def agrees(self, limit: float) -> bool:
-        """Returns True if k3 of sampling and training is at most `limit`, and all is finite, in the stages too."""
+        """Returns True if k3 between sampling and training is at most `limit` and all values are finite."""
         finite = self.conclusion.cause != NOT_FINITE and not any(stage.not_finite for stage in self.stages)
         batches = (self.pairs[0], *self.batches)
         return finite and all(not one.not_finite and one.k3 is not None and one.k3 <= limit for one in batches)
 
     def sentences(self) -> list[str]:
-        """All that is said of it in words, the verdict first."""
+        """The result in sentences, the verdict first."""
         start = self.conclusion.start
         where = f" They come apart at {start}." if start and self.conclusion.cause != "none" else ""
         said = [f"{self.conclusion.sentence}{where}", *([batches_sentence(self.batches)] if self.batches else [])]
@@ -191,13 +191,13 @@ class ProbeResult:
         said += [sweep_sentence(self.swept)] if self.swept else []
         said += layers_sentences(self.layers) if self.layers else []
         said += [f"{one.name} could not be measured: {one.error}" for one in self.swept[1:] if one.error]
-        return said + ([f"What came then could not be measured: {self.error}"] if self.error else [])
+        return said + ([f"The rest could not be measured: {self.error}"] if self.error else [])
 
     def tables(self) -> list[ProbeTable]:
-        """The tables that have a row.
+        """The tables that have rows.
 
-        "NaN or inf" counts tokens of the first / the second engine or reading; "dtype" is that of both engines, or of
-        the first / the second.
+        "NaN or inf" counts tokens in the first / the second engine or reading; "dtype" is the dtype of both engines, or
+        of the first / the second.
         """
         every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self))
         more = (
@@ -212,13 +212,13 @@ class ProbeResult:
 def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float32") -> Conclusion:
     """Judges the pairs of `readings.compare_readings` and the places of `readings.compare_states`.
 
-    A cause is named only where the difference between two k3 is more than noise by the paired test of
-    `readings.chance_of`: replacing one reading by another takes at least CAUSE_SHARE of the gap away (prefill for
-    decode, or the rollout's experts for the training engine's, or no LoRA for one), or decode is OWN_RATIO times as far
-    from prefill as from training.
+    A cause is named only if the difference between two k3 is more than noise by the paired test of
+    `readings.chance_of`. It is named if replacing one reading by another (decode by prefill, the training engine's
+    experts by the rollout's, the LoRA by none) removes at least CAUSE_SHARE of the gap, or if decode is OWN_RATIO times
+    as far from prefill as from training.
 
     Args:
-        dtype: the coarser one of the engines.
+        dtype: the coarser of the two engines' dtypes.
     """
     start = start_of(places, dtype)
     if words := _not_finite_sentences(pairs, places):
@@ -244,7 +244,7 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
         if other > max(whole / CAUSE_SHARE, ROUNDED_NATS) and chance[DECODE, reading] <= NOISE_P:
             return Conclusion(cause, words.format(whole=whole, other=other), start, advice)
     if max(whole, sampling) < ROUNDED_NATS:
-        return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats a token.", start)
+        return Conclusion("none", f"The engines agree: k3 is {whole:.1e} nats per token.", start)
     claims = (
         (sampling >= OWN_RATIO * whole, (DECODE, PREFILL), f"{sampling:.1e} within the rollout engine"),
         (
@@ -263,8 +263,8 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     if certain and certain[0] != (DECODE, REPLAYED):
         return Conclusion(
             "sampling path",
-            "The rollout engine does not agree with itself: k3 between what it said as it sampled and what it says of "
-            f"the same tokens at once is {sampling:.1e}. Its gap to training is {whole:.1e} as it sampled, and "
+            "The rollout engine does not agree with itself: k3 between its log-probs while sampling and its log-probs "
+            f"for the same tokens at once is {sampling:.1e}. Its gap to training is {whole:.1e} while sampling, and "
             f"{rest:.1e} at once.",
             start,
             "look at prefix caching, chunked prefill, speculative decoding and the attention backend, one at a time",
@@ -290,7 +290,7 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     replay = "" if replayed is None else f", and with the rollout's experts replayed {replayed:.1e}"
     return Conclusion(
         "arithmetic",
-        f"The two engines compute differently from the same tokens: k3 is {whole:.1e}{within}{replay}.",
+        f"The two engines compute different results from the same tokens: k3 is {whole:.1e}{within}{replay}.",
         start,
         _look_at(start, dtype),
     )
@@ -309,7 +309,7 @@ def floor_sentences(pairs: Sequence[Pair]) -> list[str]:
 
 
 def dtype_sentences(places: Sequence[Place], head: Sequence[str] = ("", "")) -> list[str]:
-    """Returns a sentence for the logits, and for each part of a layer, whose dtype is another in each engine."""
+    """Returns a sentence for each part of a layer, and for the logits, whose dtypes differ between the engines."""
     differing = Counter(
         (place.point.rpartition(".")[2], place.rollout_dtype, place.train_dtype)
         for place in places
@@ -325,7 +325,7 @@ def dtype_sentences(places: Sequence[Place], head: Sequence[str] = ("", "")) -> 
 
 
 def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
-    """Returns the first place that is not finite, or whose error is no rounding and JUMP_RATIO times the one before."""
+    """Returns the first place that is not finite, or whose error is above rounding and JUMP_RATIO times the last."""
     least = ROUNDING_ERROR[dtype]
     before = least / JUMP_RATIO
     for place in places:
@@ -336,10 +336,10 @@ def start_of(places: Sequence[Place], dtype: str = "float32") -> str:
 
 
 def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[Place]) -> tuple[str, ...]:
-    """Returns the names of the PROBE_READINGS that a conclusion holds.
+    """Returns the names of the PROBE_READINGS that a conclusion shows.
 
-    Other weights change which experts are chosen as well, so that a replay closes most of their gap: a choice by itself
-    is named only where it closes nearly all, and states come apart at experts first.
+    Different weights also change the choice of experts, so a replay closes most of their gap too. "choice" is named
+    only if a replay closes nearly all of the gap, and states come apart at experts first.
     """
     told = {"replay": ("replay",), "sampling path": ("decode",)}
     if conclusion.cause in told:
@@ -362,7 +362,7 @@ def readings_of(conclusion: Conclusion, pairs: Sequence[Pair], places: Sequence[
 
 
 def _stage_reading(one: Stage) -> str:
-    """The name of the PROBE_READING that a stage shows; "" where all is well, or not known."""
+    """Returns the name of the PROBE_READING that a stage shows; "" if nothing is wrong, or it is not known."""
     if one.name != UPDATE or one.before is None or one.after is None:
         return ""
     if not one.train_moved or one.rollout_moved is None or one.after <= WIDER_RATIO * max(one.before, ROUNDED_NATS):
@@ -374,7 +374,7 @@ def _stage_reading(one: Stage) -> str:
 
 
 def batches_sentence(batches: Sequence[Pair]) -> str:
-    """Returns whether the gap grows from batch to batch while the weights stay the same, in a sentence.
+    """Returns a sentence on whether the gap grows from batch to batch while the weights stay the same.
 
     It grows if each batch of the second half has a larger k3 than each of the first, and their mean is WIDER_RATIO
     times as large. By chance, the first happens in 1 of 6 cases with 4 batches, in 1 of 20 with 6, in 1 of 70 with 8.
@@ -388,19 +388,19 @@ def batches_sentence(batches: Sequence[Pair]) -> str:
     if len(k3) >= FEWEST_BATCHES and min(last) > max(first) and means[1] > WIDER_RATIO * max(means[0], ROUNDED_NATS):
         return (
             f"The gap grows while the weights stay the same: k3 is {means[0]:.1e} over the first {half} of {len(k3)} "
-            f"batches and {means[1]:.1e} over the last {half}. Check what a weight sync changes besides the weights, "
-            "and what the engines keep from batch to batch: scales, caches, buffers."
+            f"batches and {means[1]:.1e} over the last {half}. Check what else a weight sync changes, and what the "
+            "engines keep from batch to batch: scales, caches, buffers."
         )
     return f"Over {len(k3)} batches with the same weights, k3 is {min(k3):.1e} to {max(k3):.1e}: no growth is seen."
 
 
 def stage_sentence(one: Stage) -> str:
-    """Returns what a stage shows, in a sentence."""
+    """Returns a sentence on what a stage shows."""
     if one.not_finite:
         words = not_finite_words({PREFILL: one.rollout_not_finite, TRAIN: one.train_not_finite}, one.tokens)
         return f"After {AFTER[one.name]}, {words}."
     if one.before is None or one.after is None or one.rollout_moved is None or one.train_moved is None:
-        return f"Before {AFTER[one.name]}, no token was finite in both engines: what it changed is not known."
+        return f"Before {AFTER[one.name]}, no token was finite in both engines, so the change is not known."
     return _STAGE_SENTENCES[one.name](one.before, one.after, one.rollout_moved, one.train_moved)
 
 
@@ -415,7 +415,7 @@ def print_probe(result: ProbeResult) -> None:
 
 
 def _not_finite_sentences(pairs: Sequence[Pair], places: Sequence[Place]) -> str:
-    """Says which readings and states hold NaN or infinity, or that nothing was scored; "" where all is finite."""
+    """Returns sentences on readings and states with NaN or infinity, or on no scored token; "" if all is finite."""
     counts: dict[str, int] = {}
     for pair in pairs:
         for name, count in ((pair.one, pair.one_not_finite), (pair.other, pair.other_not_finite)):
@@ -433,7 +433,7 @@ def _not_finite_sentences(pairs: Sequence[Pair], places: Sequence[Place]) -> str
 
 
 def not_finite_words(counts: Mapping[str, int], tokens: int) -> str:
-    """Says how many of the tokens are not finite in which reading, from reading -> count; "" where none is."""
+    """Returns in words how many tokens are not finite in each reading, from reading -> count; "" if all are finite."""
     words = [
         f"{count} of {tokens}{'' if number else ' tokens have a log-probability of NaN or infinity'} "
         f"on the {SIDES[name]} side ({name})"
@@ -444,11 +444,11 @@ def not_finite_words(counts: Mapping[str, int], tokens: int) -> str:
 
 def _look_at(start: str, dtype: str) -> str:
     if not start:
-        return f"nothing stands out: this is what {dtype} leaves, layer by layer; precision=fp16 leaves less"
+        return f"no layer stands out: this is the rounding of {dtype}; precision=fp16 rounds less"
     if start == HEAD:
         return (
-            "look behind the last norm: the head's weights, the temperature, the logits' dtype, and the ids past the "
-            "tokenizer's, which verl masks only in vLLM"
+            "look behind the last norm: the head's weights, the temperature, the logits' dtype, and the ids above the "
+            "tokenizer's length, which verl masks only in vLLM"
         )
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"
 
@@ -456,26 +456,26 @@ def _look_at(start: str, dtype: str) -> str:
 def _sync_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
     if after > WIDER_RATIO * max(before, ROUNDED_NATS):
         return (
-            f"A weight sync widens the gap: k3 was {before:.1e} and is {after:.1e}. What it sends is not what "
-            "the rollout held."
+            f"A weight sync widens the gap: k3 was {before:.1e} and is {after:.1e}. It sends weights other than those "
+            "that the rollout had."
         )
     if rollout_moved**2 > WIDER_RATIO * max(before, ROUNDED_NATS):
-        return f"A sync of the same weights moves the rollout by {rollout_moved:.1e} nats a token."
-    return "A weight sync changes nothing that was right."
+        return f"A sync of the same weights moves the rollout by {rollout_moved:.1e} nats per token."
+    return "A weight sync does not widen the gap."
 
 
 def _update_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
     if train_moved == 0:
-        return "The update moved nothing: its learning rate is 0, or its gradients are."
+        return "The update changed nothing: its learning rate is 0, or its gradients are."
     if rollout_moved < ARRIVED_SHARE * train_moved and after > WIDER_RATIO * max(before, ROUNDED_NATS):
         return (
-            f"The update does not arrive in the rollout: training moved by {train_moved:.1e} nats a token, the "
+            f"The update does not arrive in the rollout: training moved by {train_moved:.1e} nats per token, the "
             f"rollout by {rollout_moved:.1e}."
         )
     if after > WIDER_RATIO * max(before, ROUNDED_NATS):
         return f"One update widens the gap: k3 was {before:.1e} and is {after:.1e}."
     return (
-        f"An update moves training by {train_moved:.1e} nats a token, the rollout by {rollout_moved:.1e}; "
+        f"An update moves training by {train_moved:.1e} nats per token, the rollout by {rollout_moved:.1e}; "
         f"k3 is {after:.1e}."
     )
 
@@ -502,7 +502,7 @@ def _readings_table(result: ProbeResult) -> ProbeTable:
         )
         for pair in result.pairs
     )
-    columns = ("one", "other", "k3, nats a token", "max |log p - log q|", "equal", "NaN or inf")
+    columns = ("one", "other", "k3, nats per token", "max |log p - log q|", "equal", "NaN or inf")
     return ProbeTable(f"the same {result.tokens} tokens", columns, rows, labels=2)
 
 
@@ -548,7 +548,7 @@ def _batches_table(batches: Sequence[Pair]) -> ProbeTable:
         )
         for number, one in enumerate(batches, 1)
     )
-    columns = ("batch", "tokens", "k3, nats a token", "max |log p - log q|", "NaN or inf")
+    columns = ("batch", "tokens", "k3, nats per token", "max |log p - log q|", "NaN or inf")
     return ProbeTable("sampling and training, a weight sync between batches", columns, rows)
 
 
@@ -570,7 +570,7 @@ def _k3_text(pair: Pair) -> str:
 
 
 def _formatted(number: float | None, form: str) -> str:
-    """Formats a mean over the finite tokens; "none" where there are none."""
+    """Formats a mean over the finite tokens; "none" if there are none."""
     return "none" if number is None else format(number, form)
 
 

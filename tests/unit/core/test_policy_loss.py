@@ -26,7 +26,7 @@ def changed(function, **traits):
 
 
 def test_what_is_not_registered_to_be_read_is_not_there():
-    with pytest.raises(ValueError, match=r"without l_infer: register the function with reads=\('l_infer',\)"):
+    with pytest.raises(ValueError, match=r"no l_infer: register the function with reads=\('l_infer',\)"):
         changed(lambda batch: LossChange(weight=batch.require("l_infer")))
 
 

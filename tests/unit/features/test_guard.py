@@ -76,7 +76,7 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "action": "skip", "signal": "rollout_corr/kl"}, "comes with the update"),
         ({"above": 1, "signal": "vllm_kl/k33"}, "r.signal=vllm_kl/k33 is not known; similar names: vllm_kl/k3, "),
         ({"above": 1, "signal": "corrections/dropped"}, "similar names: correction/dropped, "),
-        ({"above": 1, "signal": "guard/x"}, "A metric of your own may have any name"),
+        ({"above": 1, "signal": "guard/x"}, "A metric of your own needs a name unlike these"),
         ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
         ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
         ({"above": 1, "signal": "router/agreement"}, "set stability.router_agreement=true"),

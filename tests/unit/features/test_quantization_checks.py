@@ -70,7 +70,7 @@ def test_sglang_gets_it_as_a_part_of_the_models_config(check):
 def test_what_sglang_is_given_already_has_to_be_json(check):
     given = f"++{ROLLOUT}.engine_kwargs.sglang.json_model_override_args=rope"
     config = check(f"{ROLLOUT}.name=sglang", f"{FAKE}.format=fp4", f"{FAKE}.group=16", given)
-    with pytest.raises(ConfigError, match="json_model_override_args=rope is not an object in JSON"):
+    with pytest.raises(ConfigError, match="json_model_override_args=rope is not a JSON object"):
         apply_engine_settings(read_features(config, stability_config(config.stability)))
 
 
@@ -106,7 +106,7 @@ def test_what_it_cannot_go_with(check, overrides, said):
     [
         ("tied", [f"{FAKE}.head=true"], "head=true has no head to round"),
         ("narrow", [], "group=32 does not divide the model's moe_intermediate_size=48"),
-        ("quantized", [], "rounds weights that are not quantised yet"),
+        ("quantized", [], "needs weights that are not quantised"),
     ],
 )
 def test_models_that_it_cannot_round(check, shapes, model, overrides, said):

@@ -136,7 +136,7 @@ def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
         ([f"{FSDP}=R2"], f"without routing, which {FSDP}=R2 replays; set stability.router_agreement_share=1"),
         ([f"{FSDP}=R3"], f"without routing, which {FSDP}=R3 replays"),
         (["model_engine=megatron", "actor_rollout_ref.actor.megatron.router_replay.mode=R2"], "mode=R2 replays"),
-        ([f"{LOAD_BALANCE}=10"], f"{LOAD_BALANCE}=10 would count them for expert 0; set {LOAD_BALANCE}=0, or set stab"),
+        ([f"{LOAD_BALANCE}=10"], f"{LOAD_BALANCE}=10 would count their tokens for expert 0; set {LOAD_BALANCE}=0"),
     ],
 )
 def test_what_reads_the_routing_of_all_trajectories_does_not_go_with_a_share(checked, overrides, message):

@@ -46,10 +46,10 @@ def check(compose, models):
         (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token, whose l_old"),
         ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
         ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
-        ([*ASKED, f"{ROLLOUT}.name=hf"], f"verl returns none from {ROLLOUT}.name=hf"),
+        ([*ASKED, f"{ROLLOUT}.name=hf"], f"verl returns none with {ROLLOUT}.name=hf"),
         (
             [*CENTERED, SGLANG, f"{K}=200", f"{ROLLOUT}.disaggregation.enabled=true"],
-            f"the first token of a response has no more than 128; set {ROLLOUT}.disaggregation.enabled=false",
+            f"the first token of a response has at most 128 of them; set {ROLLOUT}.disaggregation.enabled=false",
         ),
         (
             [*KEPT, SGLANG, f"+{ROLLOUT}.engine_kwargs.sglang.rl_on_policy_target=fsdp"],
@@ -57,7 +57,7 @@ def check(compose, models):
         ),
         (
             [*KEPT, SGLANG, "actor_rollout_ref.model.mtp.enable=true", f"{MTP}.enable_rollout=true"],
-            f"verifies tokens against another cut; set {MTP}.enable_rollout=false",
+            f"keeps other tokens when it verifies; set {MTP}.enable_rollout=false",
         ),
         ([*KEPT, SGLANG, f"{K}=32"], f"keep more tokens than {K}=32; set {K}=64"),
         (["stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),

@@ -224,7 +224,7 @@ def test_the_table_says_whether_it_fits_and_what_is_largest(command, capsys):
 def test_without_the_plugin_there_is_one_line_on_how_to_see_what_it_takes(command, capsys):
     assert command("recipe=qwen3_30b_a3b") == 0
     printed = capsys.readouterr().out
-    assert "no feature of the plugin is switched on; to see its cost, add what you would switch on" in printed
+    assert "no feature of the plugin is switched on; to see its cost, add the features" in printed
     assert "costs less" not in printed and "controller" not in printed
     assert command("recipe=qwen3_30b_a3b", "--json") == 0
     assert json.loads(capsys.readouterr().out)["plugin"]["helps"] == []
@@ -283,7 +283,7 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["recipe=cpu_smoke"], "is not a model of verl_ext/launch/models.py"),
+        (["recipe=cpu_smoke"], "is not in verl_ext/launch/models.py"),
         (["recipe=cpu_smoke"], "; name a model of the same shape with --model"),
         (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is not a model"),
         (["recipe=nope"], "Could not find 'recipe/nope'"),
@@ -303,10 +303,10 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
         ([*KNOWN, f"{ROLLOUT}.dtype=auto"], "dtype=auto cannot be planned"),
         ([*KNOWN, f"++{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=nvfp4"], "kv_cache_dtype=nvfp4 cannot be planned"),
         *(
-            ([*KNOWN, f"actor_rollout_ref.actor.strategy={name}"], f"actor.strategy={name}: sizes are known only of")
+            ([*KNOWN, f"actor_rollout_ref.actor.strategy={name}"], f"actor.strategy={name}: sizes are known only for")
             for name in ("foo", "FSDP2", "fsdp_turbo", "veomni", "torchtitan", "automodel")
         ),
-        ([*KNOWN, "actor_rollout_ref.actor.strategy=null"], "sizes are known only of fsdp, fsdp2, megatron"),
+        ([*KNOWN, "actor_rollout_ref.actor.strategy=null"], "sizes are known only for fsdp, fsdp2, megatron"),
         ([*KNOWN, "model_engine=veomni"], "actor.fsdp_config.fsdp_size is not set"),
         ([*KNOWN, "actor_rollout_ref.actor.strategy=megatron"], "megatron.tensor_model_parallel_size is not set"),
         ([*KNOWN, "--mean-response", "0"], "--mean-response=0 must be above 0"),

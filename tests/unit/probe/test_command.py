@@ -154,7 +154,7 @@ def test_the_error_of_the_run_is_its_own(probe, capsys):
 
 def test_engines_that_end_without_a_word_leave_a_console(probe, capsys):
     assert probe("recipe=cpu_smoke", says=["Killed"], found=None) == 2
-    assert "everything they said: " in capsys.readouterr().err
+    assert "; their output: " in capsys.readouterr().err
 
 
 def test_a_dense_model_is_probed_without_its_routing(tmp_path):

@@ -277,7 +277,7 @@ def test_where_it_starts_is_more_than_the_rounding_of_a_dtype(changed, dtype, st
     places = [replace(place, error=changed.get(index, place.error)) for index, place in enumerate(PLACES)]
     found = judge_gap(pairs_of(1e-3, 0.0, 1e-3), places, dtype)
     assert (found.cause, found.start) == ("arithmetic", start)
-    assert (start or "nothing stands out") in found.advice or (start == HEAD and "temperature" in found.advice)
+    assert (start or "no layer stands out") in found.advice or (start == HEAD and "temperature" in found.advice)
 
 
 def stage_oracle(before, after):
@@ -325,7 +325,7 @@ def test_a_stage_against_the_oracle(before, after):
         (Stage(UPDATE, 1e-4, 1.1e-4, 0.1, 0.1), "moves training by 1.0e-01"),
         (Stage(SYNC, 1e-4, None, None, 0.0, 9, rollout_not_finite=9), "9 of 9 tokens have a log-probability of NaN"),
         (Stage(UPDATE, 1e-4, 1e-4, 0.1, 0.1, 9, train_not_finite=1), "1 of 9 tokens have a log-probability of NaN"),
-        (Stage(SYNC, None, 1e-4, None, 0.0, 9), "what it changed is not known"),
+        (Stage(SYNC, None, 1e-4, None, 0.0, 9), "so the change is not known"),
         (Stage(UPDATE, 1e-2, 1e-2, 1e-6, 1e-5), "moves training by 1.0e-05"),  # less than the gap can show
     ],
 )

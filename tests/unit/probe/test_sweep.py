@@ -97,8 +97,8 @@ def test_a_setting_that_the_engines_refuse_does_not_stop_the_others(sweep, capsy
     ("arguments", "said"),
     [
         (("--sweep", "bf61"), "--sweep=bf61"),
-        (("--sweep", "no_quantization"), "--sweep no_quantization: this run has it so already"),
-        (("--add", "fp32=a=b"), "--add fp32: there is a setting of this name"),
+        (("--sweep", "no_quantization"), "--sweep no_quantization: this run already has this setting"),
+        (("--add", "fp32=a=b"), "--add fp32: there is already a setting of this name"),
     ],
 )
 def test_a_setting_that_cannot_be_swept_is_one_line(sweep, capsys, arguments, said):

@@ -171,7 +171,7 @@ def test_a_rank_without_outputs_returns_none(lora):
 
 
 def test_an_engine_that_records_nothing_is_an_error():
-    with pytest.raises(HookError, match=r"verl returned no routed_experts from compute_log_prob"):
+    with pytest.raises(HookError, match=r"compute_log_prob returned no routed_experts"):
         adapter("disabled").compute(
             lambda data: TensorDict({}, batch_size=len(LENGTHS)), batch(routed=as_rollout(some_routes()))
         )
