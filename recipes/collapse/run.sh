@@ -19,7 +19,7 @@ fi
 remedy() { # the overrides of an arm
   case $1 in
     exact | none) echo stability=none stability.metrics=true ;;
-    # The preset. 32 batches wait: after one refused update, those of the next 32 steps may be refused as well.
+    # The preset. 32 batches wait: after one refused update, the updates of the next 32 steps may be refused as well.
     guard) echo stability=guard stability.guard.stop_after=50 ;;
     # The same, and above the bound it restores the last good checkpoint, but not again before the waiting batches are
     # used up.

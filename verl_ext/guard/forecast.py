@@ -28,7 +28,7 @@ BY_LAG = "vllm_kl/share/lag/"  # shares of the batch by age: logged if rollouts 
 FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
-AGE_IN_IT = "  (includes the age of the rollouts)"
+AGE_IN_IT = " (includes the age of the rollouts)"
 # The name of a metric that covers only a part of the gap has one of these.
 PARTS = ("/lag/", "/engine/", "/stale/", "/share/", "/replica/", "/node/")
 

@@ -29,7 +29,7 @@ LONGEST_DICTIONARY = 1 << 20  # characters of a dictionary
 @register_format(
     "printed dictionaries (TRL, ms-swift, slime, miles)",
     remarks="`{'loss': '0.1', 'reward': 0.5}`: lines of TRL have no step, so they are counted from 1. `step 3: {...}`: "
-    "what slime logs of a rollout belongs to the first optimizer step on it",
+    "slime's metrics of a rollout are assigned to the first optimizer step on it",
     order=2,
 )
 class PrintedDicts:
@@ -57,7 +57,7 @@ class PrintedDicts:
 @register_format(
     "trainer_state.json (or a list of its log entries)",
     example="trainer_state.json",
-    remarks="TRL and transformers. Of a folder of checkpoints, the last one's",
+    remarks="TRL and transformers. In a folder of checkpoints, the last checkpoint's file is read",
     document=True,
     endings=("trainer_state.json",),
     order=4,

@@ -104,7 +104,7 @@ register_kind(
         title="JSON lines of verl's file logger, or of another one, with a step",
         example="X.jsonl, metrics.jsonl",
         remarks="verl's with `trainer.logger=[console,file]`; `X.guard.jsonl` and `X.trajectories.jsonl` of the same "
-        "folder are read too. Others have one object a step. The step is `step`, `global_step`, "
+        "folder are read too. Others have one object per step. The step is `step`, `global_step`, "
         "`training/global_step`, `trainer/global_step`, `iteration` or `_step`; nested objects are joined by `/`",
         order=1,
         open=lambda path, which: JsonlSource(path),

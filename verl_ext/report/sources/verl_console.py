@@ -14,8 +14,8 @@ SCALED = re.compile(r"(.+)\((\d+e-?\d+)\)")  # actor/lr(1e-4):0.010, before verl
 @register_format(
     "verl's console output",
     example="run.log, slurm-1.out slurm-2.out, -",
-    remarks="of any version, whole or cut; with colours, Ray's prefixes, a progress bar, lines of other processes "
-    "between. Several logs of one run are given together, in any order",
+    remarks="of any version, whole or cut; may contain colours, Ray's prefixes, a progress bar and lines of other "
+    "processes. Give several logs of one run together, in any order",
     order=1,
 )
 class VerlConsole:
