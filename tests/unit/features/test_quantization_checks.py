@@ -91,7 +91,7 @@ def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
             ["actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
             "or set actor_rollout_ref.actor.fsdp_config.qat.enable",
         ),
-        ([f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"], "changes those that are loaded already"),
+        ([f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"], "that are already loaded"),
         ([f"{FAKE}.group=100"], "group=100 does not divide the model's hidden_size=2048; set"),
     ],
 )

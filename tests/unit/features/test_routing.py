@@ -79,7 +79,7 @@ def test_the_presets_replay_and_compare_on_each_engine(checked, preset, mode, en
 
 def test_on_veomni_a_preset_asks_to_leave_the_agreement_out(checked):
     run = partial(checked, "stability=moe", "model_engine=veomni")
-    with pytest.raises(ConfigError, match=r"nothing to measure with stability.replay=R3") as error:
+    with pytest.raises(ConfigError, match=r"cannot measure anything with stability.replay=R3") as error:
         run()
     assert_fixed(error.value, run)
     config = run(*error.value.fix)

@@ -38,7 +38,7 @@ def test_everything_is_off_by_default():
         ),
         ({"denominator": "kept"}, "stability.correction=none drops none there"),
         ({"denominator": "kept", "correction": "tis"}, "stability.correction=tis drops none there"),
-        ({"denominator": "kept", "correction": ["tis_sequence"]}, "stability.correction=tis_sequence drops nothing"),
+        ({"denominator": "kept", "correction": ["tis_sequence"]}, "stability.correction=tis_sequence drops none"),
         ({"icepop": {"beta": 2.0}}, "stability.icepop is set, and stability.correction=none does not use it"),
         ({"correction": {"icepop": {"alpha": 0.9}}}, "must be a name or a list of names"),
         ({"correction": 5}, "stability.correction=5 must be a name or a list of names"),

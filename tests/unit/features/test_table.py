@@ -158,11 +158,11 @@ def test_the_rounded_weights_are_counted(rounding_of):
         ([], {}, "a rollout worker reports None"),
         ([{"linear": 24, "router": 2}, None], {}, "a rollout worker reports None"),
         ([{"linear": 24, "router": 2}], {"settings": {"format": "fp8"}}, "reports {'settings': {'format': 'fp8'}"),
-        ([{"linear": 24, "router": 0}], {}, "rounds router weights, and the rollout received none"),
+        ([{"linear": 24, "router": 0}], {}, "rounds router weights, but the rollout received none"),
         (
             [{"linear": 24, "router": 2}, {"linear": 0, "router": 0}],
             {},
-            "rounds linear weights, and",
+            "rounds linear weights, but",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def check(compose, models):
         (["stability=icepop", f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
         ([*KEPT, f"{K}=32"], f"keep more tokens than {K}=32; set {K}=64"),
         (["stability=tis", f"{ROLLOUT}.top_k=1"], f"and so is the gradient; set {ROLLOUT}.top_k=512"),
-        (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token, whose l_old"),
+        (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token"),
         ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
         ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
         ([*ASKED, f"{ROLLOUT}.name=hf"], f"verl returns none with {ROLLOUT}.name=hf"),

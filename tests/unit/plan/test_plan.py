@@ -199,7 +199,7 @@ def test_sizes_come_from_the_composed_config(compose):
     assert read_sizes(config, "H100", nodes=4).gpus == 32
     with pytest.raises(ConfigError, match="--gpu=H1 is not known; choose one of: A100, A800"):
         read_sizes(config, "H1")
-    with pytest.raises(ConfigError, match=r"model\.path=some/other is not a model"):
+    with pytest.raises(ConfigError, match=r"model\.path=some/other is not in verl_ext/launch/models.py"):
         read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.model.path=some/other"), "H100")
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=3 .*must divide the rollout"):
         read_sizes(compose("recipe=qwen3_30b_a3b", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"), "H100")
@@ -285,7 +285,7 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
     [
         (["recipe=cpu_smoke"], "is not in verl_ext/launch/models.py"),
         (["recipe=cpu_smoke"], "; name a model of the same shape with --model"),
-        (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is not a model"),
+        (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is not in verl_ext/launch/models.py"),
         (["recipe=nope"], "Could not find 'recipe/nope'"),
         (["foo bar"], "foo bar"),
         ([*KNOWN, "trainer.nnnodes=2"], "Could not override 'trainer.nnnodes'"),

@@ -133,7 +133,7 @@ def test_json_has_no_nan(probe, capsys):
         (["recipe=cpu_smoke", "actor_rollout_ref.rollout.name=hf"], "vLLM and SGLang, and this run samples with hf"),
         (
             ["recipe=cpu_megatron", f"{MEGATRON}.dynamic_context_parallel=true"],
-            f"together that {MEGATRON}.dynamic_context_parallel=true splits; set",
+            f"sequences that {MEGATRON}.dynamic_context_parallel=true splits; set",
         ),
         (["recipe=nothing"], "recipe/nothing"),
         (["recipe=cpu_smoke", "stability.plugins=[mine]"], "would be imported; --trust allows it"),
@@ -154,7 +154,7 @@ def test_the_error_of_the_run_is_its_own(probe, capsys):
 
 def test_engines_that_end_without_a_word_leave_a_console(probe, capsys):
     assert probe("recipe=cpu_smoke", says=["Killed"], found=None) == 2
-    assert "; their output: " in capsys.readouterr().err
+    assert "output: " in capsys.readouterr().err
 
 
 def test_a_dense_model_is_probed_without_its_routing(tmp_path):

@@ -140,7 +140,7 @@ def test_each_change_composes_and_then_fits_no_more(change):
     given = launch_of(change)
     config, failure = compose(with_change(given, change))
     assert config is not None, failure
-    with pytest.raises(ConfigError, match="so already"):
+    with pytest.raises(ConfigError, match="already has this setting"):
         changes_of(config, [change.name], {})
 
 
