@@ -1,4 +1,4 @@
-"""Write what a small recipe trains on: its model, the tokenizer that all of them share, and its prompts.
+"""Writes the assets of a small recipe: its model, the shared tokenizer, and its prompts.
 
     python recipes/make_assets.py RECIPE [--out FOLDER]
 
@@ -46,7 +46,7 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
     vocabulary = {token: index for index, token in enumerate(SPECIAL_TOKENS + CHARACTERS)}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    # A dot would not match the newline, which is a character like any other here.
+    # A dot would not match the newline, which is an ordinary character here.
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -115,9 +115,9 @@ def warm_up(
 ) -> None:
     """Trains `model` on worked examples until answers sampled from it at temperature 1 would earn `until` on average.
 
-    The mean is computed without sampling. An answer earns the share of its places before the first wrong one, so the
-    mean is that over places of the probability that all up to this place are right. Every batch is new when it is
-    measured.
+    The mean is computed without sampling. An answer earns the share of its places before the first wrong one, so its
+    mean reward is the mean, over places, of the probability that all places up to this one are right. It is measured on
+    each batch before the model trains on it.
 
     Args:
         copying: share of the examples that copy the prompt instead of the right answer: a habit that RL has to break.
@@ -169,14 +169,14 @@ def draw_sums(count: int, draw: random.Random) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Assets:
-    """What one recipe trains on.
+    """The assets of one recipe.
 
     Attributes:
         folder: where its config looks for them.
-        sizes: of the model; one without `num_experts` is dense.
-        dtype: of the weights. verl's optimizer keeps float32.
+        sizes: the model's sizes; a model without `num_experts` is dense.
+        dtype: the dtype of the weights. verl's optimizer keeps float32.
         warm_up: whether the model is trained on worked examples first.
-        data_source: the name of the data, by which verl's reward manager could choose a reward.
+        data_source: the name of the data; verl's reward manager can choose a reward by it.
         draw: returns prompts with their answers.
     """
 
@@ -248,10 +248,10 @@ def write_rows(file: Path, rows: list[dict]) -> None:
 def make_assets(
     recipe: str, out: Path, force: bool = False, seed: int = 0, warm: float = WARM, copying: float = 0.0
 ) -> list[Path]:
-    """Writes `model/`, `train.parquet` and `val.parquet` under `out`; returns the ones written now.
+    """Writes `model/`, `train.parquet` and `val.parquet` under `out`; returns the paths that it wrote.
 
-    Existing ones stay, unless `force`. Each gets its name only when it is complete, so that a later run does not take
-    the part that an interrupted one has written for the whole.
+    Existing files stay, unless `force`. Each gets its name only when it is complete, so that a later run never reads a
+    half-written file.
 
     Args:
         warm: the mean reward to warm up to, if the recipe's model is warmed up.

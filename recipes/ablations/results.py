@@ -3,7 +3,7 @@
     python recipes/ablations/results.py                    write them into docs/lab.md
     python recipes/ablations/results.py --keep .lab/stale  first add its results.json to docs/lab/stale.json
 
---keep adds new variants, and does not change those that are there. The table between `<!-- lab/stale -->` and
+--keep adds new variants, and does not change existing ones. The table between `<!-- lab/stale -->` and
 `<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json
 (run.py). The one after `<!-- forecast/all -->` shows how early the guard warned, in all of these runs and those of
 recipes/collapse.
@@ -99,7 +99,7 @@ def ablations(grids: list[Row]) -> str:
 
 
 def forecasts() -> str:
-    """Returns a row for the runs of each regime: how early collapses were warned of, and how often other runs were."""
+    """Returns a row for the runs of each regime: how early collapses had a warning, and how many other runs had one."""
     rows = [["runs", "collapsed", f"warned {EARLY} steps or more before the fall", "1 to 19", "not before it"]]
     rows[0] += ["exact: warnings in steps", "others that lived", "of them warned", "ended by the guard"]
     for title, runs in _forecast_runs():

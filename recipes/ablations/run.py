@@ -1,6 +1,6 @@
 """The ablations of docs/lab.md: the lab's regimes with one thing changed at a time.
 
-python recipes/ablations/run.py            make the missing runs in .lab/ablations, add them to docs/lab/ablations.json
+python recipes/ablations/run.py            do the missing runs in .lab/ablations, add them to docs/lab/ablations.json
 python recipes/ablations/run.py stale      only these families
 python recipes/ablations/run.py --list     print the commands
 """

@@ -1,6 +1,6 @@
 """verl's replay buffer, polled ten times a second.
 
-verl checks every 2 s whether the rollout is done. That is nothing for a real rollout, but half of a step here.
+verl checks every 2 s whether the rollout is done. That is short for a real rollout, but half of a step here.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The reward of recipe=cpu_tool: shaped, so that a random model sees a difference within a few steps."""
+"""The reward of recipe=cpu_tool, shaped so that a random model learns within a few steps."""
 
 FOR_A_DIGIT = 0.3
 FOR_BEING_CLOSE = 0.4

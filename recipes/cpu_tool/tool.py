@@ -26,10 +26,10 @@ def double(digit: int) -> str:
 
 @ToolParser.register("digit")
 class DigitToolParser(ToolParser):
-    """A turn that ends with a digit calls the tool with it.
+    """A parser of calls: a turn that ends with a digit calls the tool with this digit.
 
-    JSON between two tags, as verl's other parsers ask for, never comes from random weights. A digit does, in one token
-    of ten. It also ends the turn, as a closing tag does for Gemma: no token follows the call.
+    Random weights never generate JSON between two tags, which verl's other parsers require, but one of ten tokens is a
+    digit. The digit also ends the turn, as a closing tag does for Gemma: no token follows the call.
     """
 
     @property
