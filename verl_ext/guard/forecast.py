@@ -28,7 +28,7 @@ BY_LAG = "vllm_kl/share/lag/"  # shares of the batch by age: logged if rollouts 
 FORECAST = ("guard/steps_to_boundary", "guard/growth_rate")
 MIXED = "guard/growth_mixed"
 LAYERS = "router/agreement/layer_"
-AGE_IN_IT = "  (includes the age of the rollouts)"
+AGE_IN_IT = " (includes the age of the rollouts)"
 # The name of a metric that covers only a part of the gap has one of these.
 PARTS = ("/lag/", "/engine/", "/stale/", "/share/", "/replica/", "/node/")
 
@@ -144,7 +144,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
         state.good = [saved for saved in state.good if saved < found.since]
         reason = f"{found} {found.remedy}"
         if found.gap_first and old_rollouts:
-            reason += "  Rollouts are older than the policy: k3 includes the policy's own movement."
+            reason += " Rollouts are older than the policy: k3 includes the policy's own movement."
         return (Event(step, "collapse", REWARD, found.now, None, "warn", reason),)
     level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH
     if level <= state.recovers_at:
@@ -172,11 +172,11 @@ def owner_clause(signal: str, signals: Mapping[str, float]) -> str:
     """Returns a clause on whether `signal` is only the engines' gap or includes the rollouts' age; "" if that is
     clear."""
     if signal.startswith(FORECAST) and MIXED in signals:
-        return AGE_IN_IT if signals[MIXED] else "  (engines only)"
+        return AGE_IN_IT if signals[MIXED] else " (engines only)"
     if not holds_age(signal, signals):
         return ""
     if part := engines_part(signal, signals):
-        return f"  (engines only: {part[0]}={part[1]:.3g})"
+        return f" (engines only: {part[0]}={part[1]:.3g})"
     return AGE_IN_IT
 
 
