@@ -79,7 +79,7 @@ class FilterBatch:
         wrong = [f"{name} {len(getattr(self, name))}" for name, n in expected.items() if len(getattr(self, name)) != n]
         if wrong:
             raise ValueError(
-                f"a batch of {rows} trajectories and {tokens} tokens has fields of another length: {wrong}"
+                f"a batch of {rows} trajectories and {tokens} tokens, with fields of another length: {wrong}"
             )
 
     @property

@@ -45,7 +45,7 @@ class OpenQuestion:
 
     @property
     def sentence(self) -> str:
-        return f'{self.setting}  would show whether it is "{self.first.title}" or "{self.second.title}"'
+        return f'{self.setting} would show whether it is "{self.first.title}" or "{self.second.title}"'
 
 
 @dataclass(frozen=True)

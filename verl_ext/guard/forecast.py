@@ -144,7 +144,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
         state.good = [saved for saved in state.good if saved < found.since]
         reason = f"{found} {found.remedy}"
         if found.gap_first and old_rollouts:
-            reason += "  Rollouts are older than the policy: k3 includes the policy's own movement."
+            reason += " Rollouts are older than the policy: k3 includes the policy's own movement."
         return (Event(step, "collapse", REWARD, found.now, None, "warn", reason),)
     level = sum(value for _, value in state.record[REWARD][-STRETCH:]) / STRETCH
     if level <= state.recovers_at:

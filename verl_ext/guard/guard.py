@@ -290,7 +290,7 @@ class Guard:
         if rule.action != "rollback":
             return rule.action, reason
         if self.step < self.state.calm_from:
-            return ("skip" if early else "warn"), f"{reason}  (soon after a rollback: no other rollback yet)"
+            return ("skip" if early else "warn"), f"{reason} (soon after a rollback: no other rollback yet)"
         if self.state.rollbacks >= self.max_rollbacks:
             return "stop", f"{reason}, after {self.state.rollbacks} rollbacks (stability.guard.max_rollbacks)"
         return "rollback", reason
