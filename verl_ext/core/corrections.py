@@ -404,8 +404,9 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
 def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossChange:
     """Gives weight 0 to stale or mismatched sequences of negative advantage (`opsm_mask`).
 
-    `stale_only` is ours. If the engines disagree much, masking by their disagreement lets runs collapse: 7 of 8
-    with an fp4 rollout in the lab (docs/lab.md). With `stale_only`, only stale sequences can be masked. Without lags, no sequence is stale.
+    `stale_only` is ours. If the engines disagree much, masking by their disagreement lets runs collapse: 7 of 8 with an
+    fp4 rollout in the lab (docs/lab.md). With `stale_only`, only stale sequences can be masked. Without lags, no
+    sequence is stale.
 
     Metrics: dropped and sequences_dropped, shares of the tokens and of the sequences with a token; mismatch and
     staleness, the two parts of the divergence, means over those sequences. If rollouts can be older than the policy,

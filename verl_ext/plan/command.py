@@ -211,7 +211,7 @@ def advice_lines(plan: Plan) -> list[str]:
 
 
 def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
-    """Returns one line if the run fits, else one for each phase that does not."""
+    """Returns one line if the run fits, else one for each reason why it does not."""
     room = sizes.gpu.memory_gib * GIB
     lines = []
     if memory.update.total > room:
