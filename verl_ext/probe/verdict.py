@@ -290,7 +290,7 @@ def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "floa
     replay = "" if replayed is None else f", and with the rollout's experts replayed {replayed:.1e}"
     return Conclusion(
         "arithmetic",
-        f"The two engines compute different results from the same tokens: k3 is {whole:.1e}{within}{replay}.",
+        f"The two engines compute differently from the same tokens: k3 is {whole:.1e}{within}{replay}.",
         start,
         _look_at(start, dtype),
     )
