@@ -6,8 +6,9 @@ tools/needs.py` compares the needs with the sources of a verl version.
 
 A need is one line about a dotted name that must exist in verl:
 
-    a.b.C.method(self, batch) with these parameters; `...` if more may follow a.b.C.method: first, second with these
-    names in its body: it calls our override, or reads what we set a.b.NAME of any kind
+    a.b.C.method(self, batch)     with these parameters; `...` if more may follow
+    a.b.C.method: first, second   with these names in its body: it calls our override, or reads what we set
+    a.b.NAME                      of any kind
 """
 
 from collections.abc import Mapping
@@ -228,8 +229,7 @@ TABLE = add_changes(
         when="router agreement, R2 or R3 under FSDP",
         versions=VERL,
         file="routing/fsdp.py",
-        test=""
-        "tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
+        test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
         needs=(
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"

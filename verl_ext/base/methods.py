@@ -171,8 +171,8 @@ def _raise_missing(one: Field, setting: str) -> NoReturn:
 
 
 def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> None:
-    """Raises SettingError, `name=value rule`, unless it holds; for a `__post_init__`. `remedy`: arguments of
-    ConfigError."""
+    """Raises SettingError, `name=value rule`, unless it holds; for a `__post_init__`. `remedy` is passed to the
+    error."""
     if not holds:
         raise SettingError(name, f"={_shown(getattr(settings, name))} {rule}", **remedy)
 

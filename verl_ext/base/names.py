@@ -86,14 +86,8 @@ ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
 TURNS = 8  # the last bucket holds all later turns
 REPLICAS = 64  # servers of the rollout, and nodes, that have a bucket each
-LAG_EDGES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    8,
-)  # weight versions behind the policy; trajectories of several versions have their own bucket
+# Weight versions behind the policy; trajectories of several versions have their own bucket.
+LAG_EDGES = (0, 1, 2, 3, 4, 8)
 
 
 def bucket_names(edges: tuple[float, ...]) -> list[str]:

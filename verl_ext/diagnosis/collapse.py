@@ -116,9 +116,8 @@ def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
     high = [i for i, level in enumerate(levels) if level > bottom + 2 * tenth]
     if not high or high[-1] >= early or min(_means(values[high[-1] + 1 :], STAYS)) > bottom + tenth:
         return None
-    low = median(calm) - min(
-        DEVIATIONS * scatter(calm), (best - bottom) / 2
-    )  # the scatter of calm readings may be as wide as the fall
+    # The scatter of calm readings may be as wide as the fall.
+    low = median(calm) - min(DEVIATIONS * scatter(calm), (best - bottom) / 2)
     left = _leaves(values[at + STRETCH :], lambda value: value < low)
     began = early if left is None else min(at + STRETCH + left, early)
     until = reward[high[-1] + STRETCH][0]

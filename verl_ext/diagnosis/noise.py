@@ -41,7 +41,7 @@ FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the lin
 CAUTION = 1.9  # standard errors that are added to the correlation
 LEAST_SCATTER = 0.4  # of sqrt(1 - rho^2): near rho = 1 the standard error is no estimate
 LARGEST_CORRELATION = 0.99
-FEWEST_EFFECTIVE = 3.0  # independent readings without which nothing can be told
+FEWEST_EFFECTIVE = 3.0  # independent readings ; fewer give no verdict
 CUT = 1.5  # robust standard deviations at which residuals are cut before they are correlated
 ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 
@@ -86,9 +86,8 @@ def mean_error(
     if power == 0:
         return 0.0
     rho: float = sum(float(np.mean(part[1:] * part[:-1])) for part in parts) / len(parts) / power
-    rho += (1 + 3 * max(rho, 0.0)) / length + caution / float(
-        np.sqrt(length * len(parts))
-    )  # short parts hide some of it
+    # Short parts hide some of it.
+    rho += (1 + 3 * max(rho, 0.0)) / length + caution / float(np.sqrt(length * len(parts)))
     rho = min(max(rho, 0.0), LARGEST_AUTOCORRELATION)
     return float(np.sqrt(power / count * (1 + rho) / (1 - rho)))
 

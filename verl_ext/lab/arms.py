@@ -98,9 +98,8 @@ def arms_of(
     arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
     wanted = {name: _overrides_of(name) for name in names if name != "exact"}
     for name, text in added.items():
-        presets = any(
-            word.startswith("stability=") for word in text.split()
-        )  # without one, the variant starts from `none`
+        # Without a preset, the variant starts from `none`.
+        presets = any(word.startswith("stability=") for word in text.split())
         wanted[name] = (*(() if presets else VARIANTS["none"]), *text.split())
     arms += [
         Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))

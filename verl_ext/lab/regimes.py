@@ -135,7 +135,7 @@ class Stale(Regime):
 @register_regime("missed_sync")
 @dataclass(frozen=True)
 class MissedSync(Regime):
-    """After one update, the rollout's weights do not change.
+    """Weight syncs after an update do not arrive: the rollout's weights stay as they are.
 
     Attributes:
         update: the last update that reaches the rollout.

@@ -33,13 +33,13 @@ LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` h
 BROKEN = 1.0  # k3 of engines that do not compute the same function
 AGREE = 1e-7  # larger k3 does not come from float32 rounding
 NOISE_ERRORS = 4.0  # standard errors that the noise of a mean stays below
-FROZEN, MOVED = (
-    0.2,
-    0.05,
-)  # share of the gap in the first steps: from FROZEN on it was there at once, up to MOVED updates made it
+# Share of the gap in the first steps: from FROZEN on it was there at once, up to MOVED updates made it.
+FROZEN, MOVED = 0.2, 0.05
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
-ONE_WAY = 0.1  # k3 below which rounding acts to both sides; above it, rounding also makes sampled tokens less likely
+ONE_WAY = (
+    0.1  # k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely
+)
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
 SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
 RARE = 20.0  # times the mean gap of a trajectory

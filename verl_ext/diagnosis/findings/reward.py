@@ -155,9 +155,8 @@ def _course(series: Series, run: Readings, width: int) -> Course:
     ):  # rarely above the bottom: the level is high by chance
         noise = max(noise, float(around.std()) / width**0.5)
     edged = np.concatenate([values[:1], values, values[-1:]])
-    short = np.median(
-        [edged[:-2], values, edged[2:]], axis=0
-    )  # medians of three readings: a single high one is not a recovery
+    # Medians of three readings: a single high one is not a recovery.
+    short = np.median([edged[:-2], values, edged[2:]], axis=0)
     above = np.flatnonzero(short >= (best + now) / 2)
     fell = min(int(above[-1]) + 1, len(values) - 1) if above.size else at + width - 1
     return Course(
