@@ -122,7 +122,7 @@ def test_an_actor_that_cannot_be_reached_is_asked_again(server, monkeypatch):
 
 def test_an_error_is_blamed_on_who_does_not_need_to_be_asked_before(dead):
     watched = Watch(dict, "checkpoints", answerable=lambda: {"training worker": [dead]}, every_s=0.1)
-    with pytest.raises(WorkerDiedError, match=r"^training worker 0 has died\. Checkpoints"), watched:
+    with pytest.raises(WorkerDiedError, match=r"^training worker 0 has died\. The checkpoints"), watched:
         raise RuntimeError("gloo: connection reset by peer")
 
 
