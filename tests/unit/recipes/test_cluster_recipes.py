@@ -111,7 +111,7 @@ def test_a_recipe_fits_80_gb_as_the_table_in_the_readme_says(compose, name):
 def test_a_model_is_found_by_the_start_of_its_name():
     assert shape_of("Qwen/Qwen3-30B-A3B-Base") is SHAPES["Qwen3-30B-A3B"]
     assert shape_of("/models/gpt-oss-20b-bf16/") is SHAPES["gpt-oss-20b"]
-    with pytest.raises(ConfigError, match=r"model\.path=some/model is not a model"):
+    with pytest.raises(ConfigError, match=r"model\.path=some/model is not in verl_ext/launch/models\.py"):
         shape_of("some/model")
 
 
