@@ -67,12 +67,13 @@ def answer_metrics(
         limit: the largest length.
         end_ids: tokens that end an answer: an answer of the largest length that ends with one is complete.
     """
-    rows = [row for row in range(len(lengths)) if row not in added]
-    if not rows:
+    answers = enumerate(zip(facts.tolist(), lengths, strict=True))
+    real = [(fact, length) for row, (fact, length) in answers if row not in added]
+    if not real:
         return {}
-    looped = sum(int(facts[row, LOOPED]) > 0 for row in rows)
-    cut = sum(lengths[row] >= limit and int(facts[row, LAST]) not in end_ids for row in rows)
-    return {"answers/looped": looped / len(rows), "answers/cut": cut / len(rows)}
+    looped = sum(fact[LOOPED] > 0 for fact, _ in real)
+    cut = sum(length >= limit and fact[LAST] not in end_ids for fact, length in real)
+    return {"answers/looped": looped / len(real), "answers/cut": cut / len(real)}
 
 
 class Servers:

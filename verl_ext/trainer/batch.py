@@ -131,7 +131,8 @@ class QueueBatch:
         data = dict(get_fields(self._batch, asked).items()) if asked else {}
         self._numbers = {name: row_matrix(data[name]) for name in numbers if name in data}
         if whole:
-            self._tokens, self._rewards = self._response_tokens(data), data[names.REWARDS]
+            self._tokens = self._response_tokens(data, self._parts[0].rows)
+            self._rewards = data[names.REWARDS]
 
     def numbers(self, name: str) -> Tensor | None:
         """Returns [B, n] of a field that `start` has read; None if the batch does not have it."""
@@ -249,8 +250,7 @@ class QueueBatch:
         weight = data[names.WEIGHTS].values() if self._is_weighed else None
         return self._response_tokens(data, rows), weight
 
-    def _response_tokens(self, data: Mapping[str, Tensor], rows: Sequence[int] | None = None) -> Tokens:
-        rows = range(len(self._batch.keys)) if rows is None else rows
+    def _response_tokens(self, data: Mapping[str, Tensor], rows: Sequence[int]) -> Tokens:
         buckets = {axis: of_row[list(rows)] for axis, of_row in self._buckets.items()}
         return response_tokens(data, self._lag_of(rows), buckets)
 

@@ -1,5 +1,7 @@
 """Findings about the answers: whether they grow or shrink, are cut at the limit, loop, or are rewarded for length."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
@@ -57,25 +59,23 @@ def cut_share(run: Readings) -> Series | None:
 @finding("answers_cut", "most many | few", family="cut", needs=(CUT,))
 def answers_cut(run: Readings) -> Seen:
     """Answers are cut at the length limit, before they have given the result."""
-    series = needed(cut_share(run))
+    return _share_seen(needed(cut_share(run)), {"most": MOST_CUT, "many": MANY_CUT}, "are cut at the limit")
+
+
+def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen:
+    """Returns the first level whose limit the share of answers reaches, and the step at which it began; else `few`."""
     now = now_of(series)
-    level = "most" if now >= MOST_CUT else "many" if now >= MANY_CUT else "few"
-    text = f"{now:.0%} of the answers are cut at the limit"
-    if level == "few":
-        return level, text
-    return level, text, step_from(series, series.values >= (MOST_CUT if level == "most" else MANY_CUT), LASTING)
+    text = f"{now:.0%} of the answers {words}"
+    for level, limit in limits.items():
+        if now >= limit:
+            return level, text, step_from(series, series.values >= limit, LASTING)
+    return "few", text
 
 
 @finding("answers_loop", "many some | few", family="loops", needs=(LOOPS,))
 def answers_loop(run: Readings) -> Seen:
     """Answers end in a loop of the same few tokens."""
-    series = run.need(LOOPS)
-    now = now_of(series)
-    level = "many" if now >= MANY_LOOP else "some" if now >= SOME_LOOP else "few"
-    text = f"{now:.0%} of the answers end in a loop"
-    if level == "few":
-        return level, text
-    return level, text, step_from(series, series.values >= (MANY_LOOP if level == "many" else SOME_LOOP), LASTING)
+    return _share_seen(run.need(LOOPS), {"many": MANY_LOOP, "some": SOME_LOOP}, "end in a loop")
 
 
 @finding("cut_began", "| at_once later", family="cut", needs=(CUT,))
