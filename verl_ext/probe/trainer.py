@@ -1,6 +1,6 @@
 """The probe on verl's stack: samples a batch and scores it in several ways, again after a sync and after an update."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -178,23 +178,26 @@ class ProbeTrainer(StabilityTrainerSync):
         """
         if not (rounds_to := self.config.get(LAYERS)):
             return
-        workers, (_, train_N) = self.actor_rollout_wg, self.now
+        workers = self.actor_rollout_wg
+        print_progress("nothing rounded")
         workers.round_sent("", rounds_to)
-        found, modules, waiting = list[dict[str, Any]](), dict[str, list[str]](), [""]
-        while waiting:
-            group = waiting.pop(0)
-            print_progress(f"{group or 'nothing'} in {rounds_to}, {len(waiting)} to go")
-            workers.round_sent(group, rounds_to)
-            readings = {DECODE: self.synced_rollout(), TRAIN: train_N}
-            if not group:
-                modules = workers.round_sent("", rounds_to)[0]
-                waiting = list(modules)
-            pair = compare_readings(readings, self.scores.positions_N)[0]
-            found.append(asdict(GroupGap(group, pair.k3, pair.k3_error, modules.get(group, []))))
-            yield found
-        workers.round_sent(None, rounds_to)
+        found = [self.group_gap("", ())]
+        yield found
+        modules = workers.round_sent("", rounds_to)[0]
         if not modules:
             raise HookError(f"{self.config.actor_rollout_ref.actor.strategy} sent no weights that could be rounded")
+        for number, (group, names) in enumerate(modules.items(), 1):
+            print_progress(f"{group} in {rounds_to}, {number} of {len(modules)}")
+            workers.round_sent(group, rounds_to)
+            found.append(self.group_gap(group, names))
+            yield found
+        workers.round_sent(None, rounds_to)
+
+    def group_gap(self, group: str, modules: Sequence[str]) -> dict[str, Any]:
+        """Syncs the weights, with this group rounded, and compares the rollout with training's scores before it."""
+        readings = {DECODE: self.synced_rollout(), TRAIN: self.now[1]}
+        pair = compare_readings(readings, self.scores.positions_N)[0]
+        return asdict(GroupGap(group, pair.k3, pair.k3_error, modules))
 
     def stages(self, batch: KVBatchMeta) -> Iterator[list[dict[str, Any]]]:
         """Scores the same tokens after a sync of the same weights, and after an update and its sync."""
