@@ -298,5 +298,5 @@ def test_no_filter_keeps_everything():
 
 
 def test_a_field_of_another_length_is_named():
-    with pytest.raises(ValueError, match=r"1 trajectories and 2 tokens .*rewards_B 2.*responses_N 1"):
+    with pytest.raises(ValueError, match=r"1 trajectories and 2 tokens.*rewards_B 2.*responses_N 1"):
         make_batch([[{}, {}]], rewards_B=torch.zeros(2), responses_N=torch.zeros(1))
