@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.findings import levels_of, line, run_of, seen_as, then
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import answers, entropy, finite, gradient
-from verl_ext.diagnosis.findings.answers import CUT, LONGEST, LOOPS, SHORTEST, SURELY_CUT
+from verl_ext.diagnosis.findings.answers import CUT, EMPTY, LONGEST, LOOPS, SHORTEST, SURELY_CUT
 from verl_ext.diagnosis.findings.finite import FILLED
 from verl_ext.diagnosis.findings.gradient import RATE, REFERENCE, STRIDE
 from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
@@ -95,6 +95,9 @@ CASES = [
     ("answers_loop.many", 21, {LOOPS: then(0.0, 0.4)}),
     ("answers_loop.some", 21, {LOOPS: then(0.0, 0.1)}),
     ("answers_loop.few", None, {LOOPS: [0.01] * 10}),
+    ("answers_empty.many", 21, {EMPTY: then(0.0, 0.4)}),
+    ("answers_empty.some", 21, {EMPTY: then(0.0, 0.1)}),
+    ("answers_empty.few", None, {EMPTY: [0.0] * 10}),
     ("answers_cut.few", None, {SURELY_CUT: [0.0] * 10, CUT: [0.9] * 10}),  # the longest end by themselves
     ("log_probs_filled.some", 21, {FILLED: then(0.0, 0.02)}),
     ("log_probs_filled.none", None, {FILLED: [0.02] + [0.0] * 39}),

@@ -21,9 +21,11 @@ from verl_ext.diagnosis.series import (
 CUT = "response_length/clip_ratio"
 SURELY_CUT = "answers/cut"  # ours: at the limit, without an end token
 LOOPS = "answers/looped"
+EMPTY = "response/aborted_ratio"  # verl's: without a token, not even an end token
 LONGEST, SHORTEST = "response_length/max", "response_length/min"
 MOST_CUT, MANY_CUT = 0.5, 0.2  # shares of the answers
 MANY_LOOP, SOME_LOOP = 0.2, 0.05
+MANY_EMPTY, SOME_EMPTY = 0.2, 0.02
 EXPLODED = 2.5  # times the shortest level before
 GREW = 1.5  # times the length at the start
 SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
@@ -76,6 +78,12 @@ def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen
 def answers_loop(run: Readings) -> Seen:
     """Answers end in a loop of the same few tokens."""
     return _share_seen(run.need(LOOPS), {"many": MANY_LOOP, "some": SOME_LOOP}, "end in a loop")
+
+
+@finding("answers_empty", "many some | few", family="empty", needs=(EMPTY,))
+def answers_empty(run: Readings) -> Seen:
+    """Answers have no token. An answer that the model itself ends has at least an end token."""
+    return _share_seen(run.need(EMPTY), {"many": MANY_EMPTY, "some": SOME_EMPTY}, "have no token")
 
 
 @finding("cut_began", "| at_once later", family="cut", needs=(CUT,))
