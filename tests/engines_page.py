@@ -309,6 +309,7 @@ def _others() -> Iterator[Row]:
     yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)
     yield Row("fake quantization", (rounded,), lambda run: run.stability.fake_quantization.active)
+    yield Row("`float32_head`", ("stability.float32_head=true",), lambda run: run.stability.float32_head)
     for value in ("off", "on"):
         yield Row(f"`cascade_attention={value}`", (f"stability.cascade_attention={value}",), sets_cascade(value))
 

@@ -125,9 +125,7 @@ def run_of(filters: bool) -> StabilityRun:
     }
     config = {"stability": settings, "actor_rollout_ref": parts, "algorithm": {"adv_estimator": "grpo"}}
     config["trainer"] = {"default_local_dir": "/no/such/folder"}
-    run = StabilityRun(OmegaConf.create(config), stability_config(settings))
-    run._routing_dtype_told = True  # it asks TransferQueue for the dtype of ids, which there are none of
-    return run
+    return StabilityRun(OmegaConf.create(config), stability_config(settings))
 
 
 def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:

@@ -213,6 +213,7 @@ def changing_syncs(worker_class: type) -> type:
     from verl.single_controller.base.decorator import Dispatch, register
 
     from verl_ext.core.fake_quant import fake_quantized
+    from verl_ext.upstream.fake_quantization import LINEAR, kind_of
 
     class ChangingWorker(worker_class):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -226,9 +227,8 @@ def changing_syncs(worker_class: type) -> type:
                     case "weights", "lost":
                         weights = (each for each in weights if each[0] == "model.norm.weight")
                     case "weights", "rounded" if torch.distributed.get_rank() == 1:  # of its own server
-                        linear = ("_proj.weight", "_proj")
                         weights = (
-                            (name, fake_quantized(weight, "fp4", 32) if name.endswith(linear) else weight)
+                            (name, fake_quantized(weight, "fp4", 32) if kind_of(name, weight) == LINEAR else weight)
                             for name, weight in weights
                         )
                     case "adapter", "doubled":

@@ -17,6 +17,7 @@ from tests.stack.run_files import (
 )
 from tests.stack.running import (
     ASYNC_BUFFER,
+    FLOAT32_HEADS,
     SMALL,
     assert_documented,
     forked_command,
@@ -91,12 +92,13 @@ def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_
     """In step 2 every expert id is one too high: the gap jumps, and the batch is skipped. In step 3 the gradient
     overflows fp16."""
     replay = ("stability=moe", "stability.batch_skip.threshold=1.0e-3", "stability.cascade_attention=off")
-    settings = (*FLOAT16, *SAVES, model)
+    settings = (*FLOAT16, *SAVES, model, "stability.float32_head=true")
     finished = with_faults("shifted experts and an overflow", *replay, *settings, recipe=RECIPE[0], steps=4)
     assert finished.code == 0, finished.tail
     right, wrong, overflow, after = finished.steps
     assert wrong["guard/skipped"] == 1
     assert re.search(r"routing replay +│ R3: both as the rollout +│ verl's training engine", finished.console)
+    assert re.search(rf"float32 logits +{FLOAT32_HEADS.format(1)}", finished.console)
     assert all(step["router/agreement"] == 1 for step in finished.steps), "of the experts in use"
     own = [step["router/own_agreement"] for step in finished.steps]
     assert own.pop(1) < 0.9 < min(own), "of those that the training router would have chosen"
@@ -119,12 +121,14 @@ def test_the_guard_restores_weights_optimizer_and_rollout(with_faults):
     bf16 = f"{MEGATRON}.dtype=bfloat16"
     settings = ("stability=icepop", "stability.router_agreement=true", bf16, CANARY, *saves, rules(*RESTORING))
     settings += ("stability.fake_quantization.format=int8",)  # rounds no more than bf16
+    settings += ("stability.float32_head=true",)
     settings += tuple(f"stability.guard.{setting}" for setting in guard)
     recipe = {"recipe": "recipe=cpu_megatron_sglang", "forked_from": "sglang_stack"}
     finished = with_faults("restored", *settings, steps=9, **recipe)
     assert finished.code == 3, finished.tail
     folder, steps = finished.folder, finished.steps
     assert re.search(r"fake quantization +│ int8, group 32 +│ [1-9]\d* linear weights in 1 worker", finished.console)
+    assert re.search(rf"float32 logits +{FLOAT32_HEADS.format(1)}", finished.console)
     assert logged_events(folder) == DECIDED_RESTORED
     reasons = {event["step"]: event["reason"] for event in events(folder)}
     assert "name an expert twice" in reasons[5] and "They are not compared." in reasons[5]

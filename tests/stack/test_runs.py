@@ -7,6 +7,7 @@ import pytest
 
 from tests.stack.running import (
     ASYNC_BUFFER,
+    FLOAT32_HEADS,
     SEPARATE_ASYNC,
     assert_documented,
     assert_k1_is_verls,
@@ -201,6 +202,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
         "stability.correction=icepop",
         "reward.reward_kwargs.overlong_buffer_cfg.len=8",
         "stability.fake_quantization.format=fp4",
+        "stability.float32_head=true",
         ROUTING,
         "trainer.n_gpus_per_node=2",
         "ray_kwargs.ray_init.num_gpus=2",
@@ -213,6 +215,7 @@ def test_dapo_on_two_ranks_with_dynamic_batches_padding_rows_and_a_planted_gap(t
     assert run.code == 0, run.tail
     assert "4 x Qwen3MoeTopKRouter on 2 rank(s)" in run.console
     assert re.search(r"fake quantization +│ fp4, group 32 +│ [1-9]\d* linear weights in 2 worker", run.console)
+    assert re.search(rf"float32 logits +{FLOAT32_HEADS.format(2)}", run.console)
     assert_documented(run)
     assert run.steps[0]["vllm_kl/k3"] > 5e-4, "bf16 alone has some 5e-5 here"
     for step in run.steps:

@@ -10,6 +10,7 @@ from tests.stack.faults import CANARY
 from tests.stack.run_files import events
 from tests.stack.running import (
     ASYNC_BUFFER,
+    FLOAT32_HEADS,
     RETRACTS,
     SEPARATE_ASYNC,
     SMALL,
@@ -211,6 +212,7 @@ def test_a_scheduler_that_is_killed_ends_the_run(assets, sglang_stack, tmp_path)
         f"actor_rollout_ref.model.path={tmp_path}/surer",
         "stability=quantized",
         "stability.fake_quantization.format=fp8",
+        "stability.float32_head=true",
         "stability.batch_skip.threshold=0",
         "stability.guard.stop_after=null",
     )
@@ -225,5 +227,6 @@ def test_a_scheduler_that_is_killed_ends_the_run(assets, sglang_stack, tmp_path)
     finished = Run(1, killed.console, tmp_path)
     assert_one_error(finished.console, r"an SGLang process .*exit code -9")
     assert re.search(r"fake quantization +│ fp8, group 32 +│ [1-9]\d* linear weights in 1 worker", finished.console)
+    assert re.search(rf"float32 logits +{FLOAT32_HEADS.format(1)}", finished.console)
     assert all(step["guard/skips"] == step["training/global_step"] for step in finished.steps)
     assert suspected_causes(finished)[0] == "temperature"

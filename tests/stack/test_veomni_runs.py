@@ -7,7 +7,7 @@ import pytest
 
 from tests.stack.faults import CANARY
 from tests.stack.run_files import events, logged_events
-from tests.stack.running import SMALL, assert_documented, run
+from tests.stack.running import FLOAT32_HEADS, SMALL, assert_documented, run
 from verl_ext.report.trajectories import load_trajectories
 
 pytestmark = [
@@ -44,11 +44,13 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         "stability.top_tokens.k=8",
         "stability.trajectories.per_step=2",
         "stability.cascade_attention=off",
+        "stability.float32_head=true",
         "actor_rollout_ref.actor.policy_loss.loss_mode=router_shift",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # in the second update, routers are no longer the old ones
         CANARY,
     )
     assert events(tmp_path) == []
+    assert re.search(rf"float32 logits +{FLOAT32_HEADS.format(2)}", finished.console)
     assert re.search(r"router agreement +│ compute_log_prob +│ 4 x \w+ on 2 rank\(s\)", finished.console)
     for step in finished.steps:
         assert 0.9 < step["router/agreement"] < 1 == step["router/checked"]

@@ -19,6 +19,7 @@ QUANTIZATION = f"{ROLLOUT}.quantization"
 ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
 VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
 SGLANG_HEAD = f"{SGLANG_ARGUMENTS}.enable_fp32_lm_head"
+BOTH_HEADS = "stability.float32_head"
 OF_VERL = ("fp8", "torchao", "ascend")
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 # As verl's PrecisionType (verl/utils/torch_dtypes.py) and vLLM's `dtype` argument write them.
@@ -126,7 +127,7 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
 @check("head dtype", needs="engine")
 def head_dtype(context: Context) -> Iterable[CheckResult]:
     """An LM head that is in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half
-    precision in training.
+    precision in training. `stability.float32_head` sets both.
 
     Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
     another; `enable_fp32_lm_head` of sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of
@@ -136,11 +137,13 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
     training = training_dtype(context)
     wide = {VLLM_HEAD: dtype_name(context.get(VLLM_HEAD)) == FLOAT32, SGLANG_HEAD: bool(context.get(SGLANG_HEAD))}
     setting = VLLM_HEAD if context.with_vllm else SGLANG_HEAD
-    if training is None or not wide[setting] or training == FLOAT32:
+    if training is None or training == FLOAT32:
         return
-    why = f"training computes its logits in {training}, so every log-prob is rounded on one side only"
-    off = "model" if context.with_vllm else "false"
-    yield warning(f"LM head of the rollout in float32, of training in {training}", why, f"++{setting}={off}")
+    if context.get(BOTH_HEADS):
+        yield ok("both engines compute logits in float32")
+    elif wide[setting]:
+        why = f"training rounds its logits to {training}: half of the rounding that the gap could lose is still there"
+        yield warning(f"LM head of the rollout in float32, of training in {training}", why, f"{BOTH_HEADS}=true")
 
 
 @check("loss scaling", needs="config")

@@ -342,6 +342,8 @@ class Switches:
             the started vLLM workers is checked.
         sync_canary: check that weight syncs reach the rollout.
         fake_quantization: round the rollout's weights as in a quantised rollout.
+        float32_head: compute logits in float32 in both engines, which removes the rounding of the logits from the gap
+            (docs/methods.md#float32-logits).
     """
 
     denominator: str = "full"
@@ -363,6 +365,7 @@ class Switches:
     cascade_attention: str = "default"
     sync_canary: SyncCanarySettings = field(default_factory=SyncCanarySettings)
     fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
+    float32_head: bool = False
 
     def __post_init__(self) -> None:
         require_one_of(self, "denominator", ("full", "kept"))
@@ -427,7 +430,7 @@ class StabilityConfig(Switches):
         if len(weigh) < 2:
             return
         masks = [f"stability.{one.name}.{one.method.as_mask}" for one in weigh if one.method.as_mask]
-        also = f" ({weigh[-1].name} can go with another: {masks[-1]})" if masks else ""
+        also = f" ({weigh[-1].name} can be combined with another correction: {masks[-1]})" if masks else ""
         raise ConfigError(
             f"stability.correction={list(self.correction_names)}: {' and '.join(one.name for one in weigh)} each weigh "
             "a token by its ratio, which would count twice",

@@ -207,7 +207,10 @@ def _check_rule(rule: Rule, where: str) -> None:
         rule.recover > rule.bound if rule.side == "above" or rule.zscore_window else rule.recover < rule.bound
     )
     if farther:
-        raise ConfigError(f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: it would flicker")
+        raise ConfigError(
+            f"{where}.recover={rule.recover:g} lies past {rule.side}={rule.bound:g}: the rule would end while its "
+            "signal is still past the bound"
+        )
     if rule.action == "skip" and comes_late(rule.signal):
         raise ConfigError(
             f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "

@@ -21,6 +21,7 @@ from verl_ext.features.corrections import CORRECTION
 from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
 from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
+from verl_ext.features.float32_head import FLOAT32_HEAD
 from verl_ext.features.guard import GUARD
 from verl_ext.features.losses import POLICY_LOSS, foreign_loss
 from verl_ext.features.mismatch import MISMATCH
@@ -49,6 +50,7 @@ FEATURES: tuple[Feature, ...] = (
     CANARY,
     CASCADE_ATTENTION,
     FAKE_QUANTIZATION,
+    FLOAT32_HEAD,
     BYPASS_MODE,
     TOP_TOKENS,
 )

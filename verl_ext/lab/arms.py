@@ -52,6 +52,7 @@ ABSENT_SETTINGS: dict[str, Any] = {
     "stability.rescoring.every": 0,
     "stability.trajectories.per_step": 0,
     "stability.cascade_attention": "default",
+    "stability.float32_head": False,
 }
 
 ConfigStore.instance().store(

@@ -67,6 +67,13 @@ def megatron_points(module: Any) -> list[StatePoint]:
     return found
 
 
+def heads_of(engine: Any) -> list[nn.Module]:
+    """Returns the modules of a built engine that compute logits: one, or none on a pipeline stage without them."""
+    module = engine.module
+    points = megatron_points(module) if engine.engine_config.strategy == "megatron" else named_points(module)
+    return [point.module for point in points if point.name == HEAD]
+
+
 def unsplit(parts: Sequence[Tensor]) -> Tensor:
     """Returns [n, d] of a sequence from the [n / R, d] of each rank of context parallelism. Rank r has the r-th of 2 R
     equal pieces, and the r-th from the end.

@@ -15,6 +15,15 @@ def uses_cascade_attention(model_runner: Any) -> bool:
     return bool(getattr(model_runner, "cascade_attn_enabled", False))
 
 
+def logits_dtypes(model_runner: Any) -> list[str]:
+    """Returns the dtype in which a rollout worker computes logits, per module that computes them; "" where vLLM or
+    SGLang is too old to have a setting for it. A pipeline stage without a head has none."""
+    found = [module for module in model_runner.model.modules() if type(module).__name__ == "LogitsProcessor"]
+    if hasattr(model_runner, "server_args"):  # SGLang
+        return ["float32" if getattr(module, "use_fp32_lm_head", False) else "" for module in found]
+    return [str(getattr(module, "head_dtype", None) or "").removeprefix("torch.") for module in found]
+
+
 def adapter(model_runner: Any) -> dict[str, Any] | None:
     """Returns how many adapters a vLLM worker has, how many of their weights it uses, and the names of the others.
 

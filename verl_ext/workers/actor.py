@@ -28,6 +28,7 @@ from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.recorder import Passes
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.upstream.fake_quantization import SentRounding
+from verl_ext.workers.float32_head import compute_in_float32
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.replica_fetch import share_fetches
 from verl_ext.workers.top_tokens import TopTokenReader, TopTokenUse
@@ -73,6 +74,7 @@ class LossMixin:
     shift: ShiftRecorder | None = None
     gate: Gate | None = None
     top_tokens: TopTokenReader | None = None
+    float32_heads: int | None = None
     rounding: SentRounding | None = None
     undo_rounding: Undo
 
@@ -84,7 +86,8 @@ class LossMixin:
             settings: fields of LossSettings; features that are left out are off.
 
         Returns the active settings on this rank: those of `install_loss`; `router_shift`, the number of hooked routers,
-        or None; `top_tokens`, whether the sampler's top tokens are read.
+        or None; `top_tokens`, whether the sampler's top tokens are read; `float32_heads`, the number of heads on this
+        rank that compute in float32, or None.
 
         Raises:
             ConfigError: a setting cannot work.
@@ -109,8 +112,14 @@ class LossMixin:
             self.top_tokens = TopTokenReader(self.actor.engine)
         if self.top_tokens is not None:
             self.top_tokens.use = wanted.top_tokens or TopTokenUse()
+        if wanted.float32_head and self.float32_heads is None:
+            self.float32_heads = compute_in_float32(self.actor.engine)
         routers = len(self.shift.routers) if shifts and self.shift else None
-        return active | {"router_shift": routers, "top_tokens": wanted.top_tokens is not None}
+        return active | {
+            "router_shift": routers,
+            "top_tokens": wanted.top_tokens is not None,
+            "float32_heads": self.float32_heads,
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_back(self, after: int) -> int | None:

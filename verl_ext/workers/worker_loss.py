@@ -52,6 +52,7 @@ class LossSettings:
         top_tokens: the use of the sampler's top tokens; None if the rollout returns none.
         undo: keep what an update changes, so that it can be taken back.
         after_update: trajectories of a batch to score again after its update.
+        float32_head: compute the logits in float32.
     """
 
     corrections: tuple[Chosen[Correction], ...] = ()
@@ -62,6 +63,7 @@ class LossSettings:
     top_tokens: TopTokenUse | None = None
     undo: bool = False
     after_update: int = 0
+    float32_head: bool = False
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":

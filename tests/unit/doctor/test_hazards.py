@@ -34,6 +34,7 @@ STILL = f"{FP8}.moe_router_bias_update_rate=0.0"
 ROUTER_FP32 = f"{FP8}.moe_router_dtype=fp32"
 BIASED = "actor_rollout_ref.model.path={models}/biased"
 OPSM = ("stability.correction=opsm", "stability.opsm.delta=0.1")
+BOTH_HEADS = "stability.float32_head=true"
 HYBRID = "actor_rollout_ref.hybrid_engine"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
 CAPTURE = f"{ROLLOUT}.enable_rollout_routing_replay=true"
@@ -268,14 +269,10 @@ CASES = [
     ("router dtype", [MEGATRON, MOE, "actor_rollout_ref.actor.megatron.dtype=float32"], None, []),
     ("router dtype", [MEGATRON, MOE, "actor_rollout_ref.actor.megatron.vanilla_mbridge=true"], None, []),
     ("head dtype", [], None, []),
-    ("head dtype", [f"{VLLM}.hf_overrides.head_dtype=float32"], "warning", [f"+{VLLM}.hf_overrides.head_dtype=model"]),
+    ("head dtype", [f"{VLLM}.hf_overrides.head_dtype=float32"], "warning", [BOTH_HEADS]),
     ("head dtype", [f"{VLLM}.hf_overrides.head_dtype=float32", FP32], None, []),
-    (
-        "head dtype",
-        [SGLANG, f"{SGLANGS}.enable_fp32_lm_head=true"],
-        "warning",
-        [f"+{SGLANGS}.enable_fp32_lm_head=false"],
-    ),
+    ("head dtype", [SGLANG, f"{SGLANGS}.enable_fp32_lm_head=true"], "warning", [BOTH_HEADS]),
+    ("head dtype", [BOTH_HEADS], "ok", []),
     ("trust region", [], None, []),
     ("trust region", ASYNCHRONOUS, "warning", [*OPSM]),
     ("trust region", [*ASYNCHRONOUS, f"{LOSS}.loss_mode=dppo_tv"], "warning", [*OPSM]),

@@ -218,6 +218,25 @@ def rule(action):
             "contradicts stability.cascade_attention=on",
         ),
         (
+            ["stability=none", "stability.float32_head=true", "actor_rollout_ref.rollout.name=trtllm"],
+            "set stability.float32_head=false",
+        ),
+        (
+            [
+                *("stability=none", "stability.float32_head=true"),
+                "+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.head_dtype=model",
+            ],
+            "hf_overrides.head_dtype=model contradicts stability.float32_head=true",
+        ),
+        (
+            ["stability=none", "stability.float32_head=true", "actor_rollout_ref.model.use_fused_kernels=true"],
+            "set actor_rollout_ref.model.use_fused_kernels=False",
+        ),
+        (
+            ["stability=none", "stability.float32_head=true", "actor_rollout_ref.rollout.quantization=fp8"],
+            "set stability.float32_head=false",
+        ),
+        (
             ["stability=none", "stability.filters={too_stale:{versions:2}}"],
             "filters.too_stale drops rollouts by their lag, which is always 0 with trainer.v1.trainer_mode=sync",
         ),
@@ -354,6 +373,19 @@ def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, mod
 def test_a_missing_tokenizer_is_named(compose, models):
     with pytest.raises(ConfigError, match=r"no_tokenizer has no tokenizer.*tokenizer_path"):
         check(compose, "stability=icepop", f"actor_rollout_ref.model.path={models}/no_tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("engine", "argument", "value"),
+    [("vllm", "hf_overrides.head_dtype", "float32"), ("sglang", "enable_fp32_lm_head", True)],
+)
+def test_float32_head_becomes_the_rollouts_argument(compose, models, engine, argument, value):
+    model = f"actor_rollout_ref.model.path={models}/moe"
+    config = check(compose, "stability.float32_head=true", f"actor_rollout_ref.rollout.name={engine}", model)
+    run = read_features(config, stability_config(config.stability))
+    apply_engine_settings(run)
+    assert OmegaConf.select(config, f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{argument}") == value
+    assert loss_settings(run)["float32_head"] is True
 
 
 @pytest.mark.parametrize(("setting", "disabled"), [("on", False), ("off", True)])

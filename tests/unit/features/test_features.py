@@ -72,6 +72,7 @@ def test_nothing_is_on_by_default(asked):
         (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),
         (["stability.cascade_attention=off"], ["cascade attention"], set()),
         (["stability.fake_quantization.format=fp4"], ["fake quantization"], set()),
+        (["stability.float32_head=true"], ["float32 logits"], {Need.OUR_LOSS}),
         (["algorithm.adv_estimator=qae"], ["advantages"], set()),
         (
             ["stability=llds_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
