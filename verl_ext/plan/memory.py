@@ -12,7 +12,9 @@ RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmen
 ENGINE_RESERVE = 3 * GIB  # the rollout engine's activations and graphs: inside vLLM's share, in addition to SGLang's
 # Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
 LAYER_BYTES = 34
-LOGIT_BYTES = 8  # per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4
+# Per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4. With stability.float32_head logits
+# and gradient have 4 each, and the gradient is then copied to 2.
+LOGIT_BYTES, FLOAT32_LOGIT_BYTES = 8, 14
 UNDO, VERSIONS, CACHED = "undo: weights and optimizer", "rescoring: old weights", "expert ids of the KV cache"
 
 
@@ -134,4 +136,5 @@ def _activations(sizes: Sizes) -> float:
 
 def _logits(sizes: Sizes) -> float:
     split = sizes.tensor if sizes.megatron else 1
-    return sizes.micro_tokens / (sizes.ulysses * sizes.context) * sizes.shape.vocabulary * LOGIT_BYTES / split
+    bytes_each = FLOAT32_LOGIT_BYTES if sizes.float32_head else LOGIT_BYTES
+    return sizes.micro_tokens / (sizes.ulysses * sizes.context) * sizes.shape.vocabulary * bytes_each / split

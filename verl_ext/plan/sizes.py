@@ -51,6 +51,7 @@ class Sizes:
         rollout_tensor: ranks that share the attention of a sequence.
         rollout_data: groups of these ranks, each with its own sequences, that share the experts.
         cache_bytes: bytes of a number in the KV cache.
+        float32_head: whether training computes logits in float32 (`stability.float32_head`).
         per_node: GPUs per machine.
     """
 
@@ -70,6 +71,7 @@ class Sizes:
     optimizer_offload: bool
     cpu_adam: float
     recompute: bool
+    float32_head: bool
     compute_bytes: int
     micro_tokens: int
     prompt: int
@@ -305,6 +307,7 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         optimizer_offload=bool(engine.optimizer_offload),
         cpu_adam=_fraction(config, f"{ACTOR}.{fraction}") if offloads else 0.0,
         recompute=_recomputes(config, megatron),
+        float32_head=bool(OmegaConf.select(config, "stability.float32_head")),
         compute_bytes=_bytes(mixed or engine.dtype),
         micro_tokens=rows if actor.use_dynamic_bsz else rows * (prompt + response),
         prompt=prompt,

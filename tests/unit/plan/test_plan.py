@@ -37,6 +37,7 @@ FSDP = Sizes(
     micro_tokens=8192,
     prompt=2048,
     response=8192,
+    float32_head=False,
     sequences=1024,
     reference=False,
     rollout_tensor=4,
@@ -56,6 +57,8 @@ def test_fsdp_keeps_sixteen_bytes_a_parameter_over_all_gpus():
     state = sum(lines[name] for name in ("weights", "gradients", "optimizer"))
     assert state == pytest.approx(16 * 30.5e9 / 16, rel=0.01)
     assert lines["logits"] == 8192 * 151936 * 8
+    wide = plan_memory(replace(FSDP, float32_head=True)).update.lines
+    assert wide == lines | {"logits": 8192 * 151936 * 14}
 
 
 def test_megatron_splits_experts_and_the_rest_differently():
