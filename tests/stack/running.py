@@ -61,7 +61,7 @@ CPU = {  # environment, as tools/quickstart.sh sets it
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
 RETRACTS = ("SGLANG_TEST_RETRACT", "1")  # SGLang retracts a request every third pass, by its own switch for tests
 # The start-up table's row of stability.float32_head, for {} heads of each engine.
-FLOAT32_HEADS = r"│ both engines +│ {0} head\(s\) of the training engine, {0} of the rollout"
+FLOAT32_HEADS = r"│ both engines +│ heads: {0} in training, {0} in the rollout"
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
 
 # verl's own entry point finds the recipe through the search path.

@@ -72,7 +72,7 @@ def _confirmed_heads(engines: Engines) -> str:
             "the engine does not support it",
             fix=OFF,
         )
-    return f"{training} head(s) of the training engine, {len(rollout)} of the rollout"
+    return f"heads: {training} in training, {len(rollout)} in the rollout"
 
 
 FLOAT32_HEAD = Feature(needs, check, apply, loss_settings=loss_settings, lines=lines)
