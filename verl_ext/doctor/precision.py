@@ -124,14 +124,20 @@ def router_dtype(context: Context) -> Iterable[CheckResult]:
         yield warning(found, why, f"++{ROUTER_DTYPE}=fp32")
 
 
+def has_float32_head(context: Context) -> bool:
+    """Returns True unless the run's vLLM is too old for `stability.float32_head`; 0.27.1 is the oldest tried."""
+    return not context.vllm_before(0, 27)
+
+
 @check("head dtype", needs="engine")
 def head_dtype(context: Context) -> Iterable[CheckResult]:
     """An LM head that is in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half
-    precision in training. `stability.float32_head` sets both.
+    precision in training, or float32 logits that this vLLM cannot compute. `stability.float32_head` sets both engines.
 
-    Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27), the model's dtype unless hf_overrides names
-    another; `enable_fp32_lm_head` of sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of
-    training: under autocast with FSDP (`forward_step` of workers/engine/fsdp/transformer_impl.py), in params_dtype with
+    Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27.1), the model's dtype unless hf_overrides names
+    another; vLLM PR 48390, before which models that generate ignore it; `enable_fp32_lm_head` of
+    sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of training: under autocast with FSDP
+    (`forward_step` of workers/engine/fsdp/transformer_impl.py), in params_dtype with
     Megatron. In bfloat16 logits from 16 to 32 are 0.125 apart.
     """
     training = training_dtype(context)
@@ -140,7 +146,13 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
     if training is None or training == FLOAT32:
         return
     if context.get(BOTH_HEADS):
-        yield ok("both engines compute logits in float32")
+        if has_float32_head(context):
+            yield ok("both engines compute logits in float32")
+        else:
+            why = "its generating models have no float32 head, and the run stops when its engines have started"
+            yield error(f"{BOTH_HEADS}=true with {context.vllm}", why, f"{BOTH_HEADS}=false")
+    elif wide[setting] and not has_float32_head(context):
+        yield warning(f"{setting} with {context.vllm}", "its generating models ignore it", f"++{setting}=model")
     elif wide[setting]:
         why = f"training rounds its logits to {training}: half of the rounding that the gap could lose is still there"
         yield warning(f"LM head of the rollout in float32, of training in {training}", why, f"{BOTH_HEADS}=true")

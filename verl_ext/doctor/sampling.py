@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.checks import CheckResult, Context, check, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
-from verl_ext.doctor.precision import FLOAT32, training_dtype
+from verl_ext.doctor.precision import BOTH_HEADS, FLOAT32, has_float32_head, training_dtype
 from verl_ext.features.feature import Need
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
@@ -101,11 +101,12 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     if not context.on_fsdp or temperature == 1:
         return
-    if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32:
+    if context.get(f"{MODEL}.use_fused_kernels") or training_dtype(context) == FLOAT32 or context.get(BOTH_HEADS):
         return
     found = f"rollout.temperature={temperature} with logits in {training_dtype(context)}"
     why = f"verl divides the logits by it in their own dtype, {context.engine or 'vLLM'} in float32"
-    yield warning(found, f"{why}; bfloat16 changes each logit by up to 0.4%", f"{ROLLOUT}.temperature=1")
+    fix = f"{BOTH_HEADS}=true" if has_float32_head(context) else f"{ROLLOUT}.temperature=1"
+    yield warning(found, f"{why}; bfloat16 changes each logit by up to 0.4%", fix)
 
 
 @check("one answer for all", needs="with_vllm")

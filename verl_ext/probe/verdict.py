@@ -447,8 +447,8 @@ def _look_at(start: str, dtype: str) -> str:
         return f"no layer stands out: this is the rounding of {dtype}; precision=fp16 rounds less"
     if start == HEAD:
         return (
-            "look behind the last norm: the head's weights, the temperature, the logits' dtype, and the ids above the "
-            "tokenizer's length, which verl masks only in vLLM"
+            "look behind the last norm: the head's weights, the temperature, the logits' dtype "
+            "(stability.float32_head=true), and the ids above the tokenizer's length, which verl masks only in vLLM"
         )
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"
 

@@ -82,7 +82,7 @@ CASES = [
     ("log-prob mode", [SGLANG, COOL], "ok", []),
     ("log-prob mode", [SGLANG, f"+{RAW}='1'"], "ok", []),
     ("log-prob mode", [SGLANG, f"+{RAW}='1'", COOL], "warning", [f"++{RAW}='0'"]),
-    ("temperature", [SGLANG, COOL], "warning", [WARM]),
+    ("temperature", [SGLANG, COOL], "warning", [BOTH_HEADS]),
     ("dtype of both engines", [SGLANG, f"{ROLLOUT}.dtype=float16"], "warning", [f"{ROLLOUT}.dtype=bfloat16"]),
     ("dtype of both engines", [SGLANG, f"{SGLANGS}.dtype=half"], "warning", [f"+{SGLANGS}.dtype=bfloat16"]),
     ("quantized rollout", [SGLANG, FP8_ROLLOUT], "warning", [TIS]),
@@ -124,7 +124,7 @@ CASES = [
         ["stability.guard.stop_after=42"],
     ),
     ("temperature", [], None, []),
-    ("temperature", [COOL], "warning", [WARM]),
+    ("temperature", [COOL], "warning", [BOTH_HEADS]),
     ("temperature", [COOL, FP32], None, []),
     ("temperature", [COOL, "actor_rollout_ref.model.use_fused_kernels=true"], None, []),
     ("temperature", [COOL, MEGATRON], None, []),
@@ -304,6 +304,23 @@ CASES = [
     ("config", [], None, []),
     ("config", [f"{ROLLOUT}.name=null"], "error", [f"{ROLLOUT}.name=vllm"]),
 ]
+
+
+OLD_VLLM = VERSIONS | {"vllm": "0.24.0"}
+WIDE = f"{VLLM}.hf_overrides.head_dtype=float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "level", "fix"),
+    [
+        ("head dtype", [BOTH_HEADS], "error", ["stability.float32_head=false"]),
+        ("head dtype", [WIDE], "warning", [f"+{VLLM}.hf_overrides.head_dtype=model"]),
+        ("temperature", [COOL], "warning", [WARM]),
+    ],
+)
+def test_a_vllm_without_a_float32_head(findings, name, overrides, level, fix):
+    (found,) = findings(name, *overrides, versions=OLD_VLLM)
+    assert (found.level, [*found.fix]) == (level, fix)
 
 
 def worst(found):
