@@ -60,8 +60,8 @@ CPU = {  # environment, as tools/quickstart.sh sets it
 }
 PY_EXECUTABLE = "ray_kwargs.ray_init.runtime_env.py_executable"
 RETRACTS = ("SGLANG_TEST_RETRACT", "1")  # SGLang retracts a request every third pass, by its own switch for tests
-# The start-up table's row of stability.float32_head, for {} heads of each engine.
-FLOAT32_HEADS = r"│ both engines +│ heads: {0} in training, {0} in the rollout"
+# The start-up table's row of stability.float32_head, for {} heads of each engine; its line may break after this.
+FLOAT32_HEADS = r"│ both engines +│ heads: {0} in training, {0} in the"
 MARK = "VERL_EXT_TEST_RUN"  # the environment variable that tells a run's processes from others'
 
 # verl's own entry point finds the recipe through the search path.
