@@ -85,7 +85,7 @@ def test_what_fix_prints_makes_the_findings_go_away(doctor):
     assert sorted(lines) == [
         f"{ROLLOUT}.dtype=bfloat16",
         f"{ROLLOUT}.max_num_batched_tokens=1024",
-        f"{ROLLOUT}.temperature=1",
+        "stability.float32_head=true",
     ]
     assert doctor("--strict", "--fix", *wrong, *lines) == (0, "")
 
@@ -125,7 +125,7 @@ def test_json_is_all_findings(doctor):
     assert code == 0
     assert {finding["level"] for finding in found} <= set(LEVELS)
     (temperature,) = [finding for finding in found if finding["check"] == "temperature"]
-    assert temperature["level"] == "warning" and temperature["fix"] == [f"{ROLLOUT}.temperature=1"]
+    assert temperature["level"] == "warning" and temperature["fix"] == ["stability.float32_head=true"]
     assert temperature["cause"] == "temperature"
     assert not any(finding["cause"] for finding in found if finding["level"] == "ok")
 
