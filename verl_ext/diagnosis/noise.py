@@ -41,7 +41,7 @@ FEWEST_FOR_DRIFT = 3.0  # degrees of freedom that are left after fitting the lin
 CAUTION = 1.9  # standard errors that are added to the correlation
 LEAST_SCATTER = 0.4  # of sqrt(1 - rho^2): near rho = 1 the standard error is no estimate
 LARGEST_CORRELATION = 0.99
-FEWEST_EFFECTIVE = 3.0  # independent readings ; fewer give no verdict
+FEWEST_EFFECTIVE = 3.0  # independent readings; fewer give no verdict
 CUT = 1.5  # robust standard deviations at which residuals are cut before they are correlated
 ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
 

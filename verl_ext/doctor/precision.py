@@ -6,9 +6,11 @@ from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok,
 from verl_ext.doctor.families import FLOAT32_ROUTERS
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.feature import Need
+from verl_ext.features.float32_head import ARGUMENTS as HEADS
+from verl_ext.features.float32_head import SETTING as BOTH_HEADS
 from verl_ext.features.guard import published_level
 from verl_ext.features.losses import LOSSES
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, model_json, rollout_format
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, model_json, rollout_format
 from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
 from verl_ext.launch.packages import LAYERS
 
@@ -17,9 +19,6 @@ PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
 ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
-VLLM_HEAD = f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype"
-SGLANG_HEAD = f"{SGLANG_ARGUMENTS}.enable_fp32_lm_head"
-BOTH_HEADS = "stability.float32_head"
 OF_VERL = ("fp8", "torchao", "ascend")
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 # As verl's PrecisionType (verl/utils/torch_dtypes.py) and vLLM's `dtype` argument write them.
@@ -137,12 +136,13 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
     Source: `ModelConfig.head_dtype` of vllm/config/model.py (0.27.1), the model's dtype unless hf_overrides names
     another; vLLM PR 48390, before which models that generate ignore it; `enable_fp32_lm_head` of
     sglang/srt/server_args.py (0.5.12). verl 0.9.1 computes logits in the dtype of training: under autocast with FSDP
-    (`forward_step` of workers/engine/fsdp/transformer_impl.py), in params_dtype with
-    Megatron. In bfloat16 logits from 16 to 32 are 0.125 apart.
+    (`forward_step` of workers/engine/fsdp/transformer_impl.py), in params_dtype with Megatron. In bfloat16 logits from
+    16 to 32 are 0.125 apart.
     """
     training = training_dtype(context)
-    wide = {VLLM_HEAD: dtype_name(context.get(VLLM_HEAD)) == FLOAT32, SGLANG_HEAD: bool(context.get(SGLANG_HEAD))}
-    setting = VLLM_HEAD if context.with_vllm else SGLANG_HEAD
+    setting, _ = HEADS["vllm" if context.with_vllm else "sglang"]
+    given = context.get(setting)
+    wide = dtype_name(given) == FLOAT32 if context.with_vllm else bool(given)
     if training is None or training == FLOAT32:
         return
     if context.get(BOTH_HEADS):
@@ -151,9 +151,9 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
         else:
             why = "its generating models have no float32 head, and the run stops when its engines have started"
             yield error(f"{BOTH_HEADS}=true with {context.vllm}", why, f"{BOTH_HEADS}=false")
-    elif wide[setting] and not has_float32_head(context):
+    elif wide and not has_float32_head(context):
         yield warning(f"{setting} with {context.vllm}", "its generating models ignore it", f"++{setting}=model")
-    elif wide[setting]:
+    elif wide:
         why = f"training rounds its logits to {training}: half of the rounding that the gap could lose is still there"
         yield warning(f"LM head of the rollout in float32, of training in {training}", why, f"{BOTH_HEADS}=true")
 

@@ -34,6 +34,8 @@ def _replace_logits(head: nn.Module, inputs: tuple[Tensor, ...], named: dict[str
     """Megatron's head takes the embedding's weight where both share it, and returns its bias beside the logits."""
     beside = isinstance(output, tuple)
     logits = output[0] if beside else output
+    if logits.dtype == torch.float32:
+        return output
     given = named.get("weight")
     weight = head.weight if given is None else given
     bias = None if getattr(head, "skip_bias_add", False) else getattr(head, "bias", None)
@@ -72,12 +74,12 @@ def float32_product(states: Tensor, weight: Tensor, bias: Tensor | None, dtype: 
         states: [..., d].
         weight: [V, d].
         bias: [V].
-        dtype: to which the engine rounds states and weight first, as autocast does.
+        dtype: bfloat16 or float16, to which the engine rounds states and weight first, as autocast does.
         out: [n, V] float32.
     """
     rows_nd, weight_Vd = states.detach().flatten(0, -2).to(dtype), weight.detach().to(dtype)
     with torch.autocast(rows_nd.device.type, enabled=False):
-        if rows_nd.is_cuda and dtype != torch.float32:
+        if rows_nd.is_cuda:
             # No copy of the weight, and the speed of bfloat16; only CUDA has this.
             torch.mm(rows_nd, weight_Vd.t(), out_dtype=torch.float32, out=out)
         else:
