@@ -23,7 +23,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
-from verl_ext.core.loss_batch import READABLE, LossChange
+from verl_ext.core.loss_batch import FIELDS, LossBatch, LossChange
 from verl_ext.core.losses import LOSSES
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
@@ -31,7 +31,7 @@ from verl_ext.diagnosis.causes import ENTRY_POINTS, LEAST, WORDS, tomllib
 from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, check_run, read_features, table_lines
-from verl_ext.workers.losses import LossInputs, provide
+from verl_ext.workers.losses import provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 MODULES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, flags=re.DOTALL))
@@ -126,7 +126,7 @@ def test_the_table_of_a_filters_fields_has_all_of_them():
         for name in re.findall(r"`(\w+)", cell)
     }
     assert {one.name for one in fields(FilterBatch)} <= shown
-    assert {one.name for one in fields(LossChange)} | set(READABLE) <= shown
+    assert {one.name for one in fields(LossChange)} | set(FIELDS) <= shown
 
 
 def launched_loss(config):
@@ -154,12 +154,13 @@ ADVANTAGES = torch.tensor([[1.0, 10.0, 100.0]])
 def test_the_loss(launched):
     loss, actor = launched_loss(launched("my_loss"))
     assert asdict(actor.policy_loss.settings) == {"least": 0.02}
-    with provide(LossInputs(l_infer=L_INFER)):
+    zeros, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    with provide(LossBatch(zeros, zeros, ADVANTAGES, mask.bool(), l_infer=L_INFER)):
         value, metrics = loss(
-            old_log_prob=torch.zeros(1, 3),
-            log_prob=torch.zeros(1, 3),
+            old_log_prob=zeros,
+            log_prob=zeros,
             advantages=ADVANTAGES,
-            response_mask=torch.ones(1, 3),
+            response_mask=mask,
             loss_agg_mode="token-mean",
             config=actor,
             rollout_is_weights=torch.tensor([[1.0, 1.0, 0.5]]),

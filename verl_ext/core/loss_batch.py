@@ -7,22 +7,34 @@ Shape legend: B trajectories, T response tokens (padded). `mask` is m, bool.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from verl_ext.base import names
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
 from verl_ext.core import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-READABLE = ("k", "l_infer", "entropy", "router_agreement", "router_deviation", "lag")
+# Optional input of a LossBatch -> field of update_actor's batch, jagged [B, r]. `k` is computed from l_infer.
+FIELDS = {
+    "l_infer": names.ROLLOUT_LOG_PROBS,
+    "k": names.ROLLOUT_LOG_PROBS,
+    "entropy": names.ENTROPY,
+    "router_agreement": names.AGREEMENT,
+    "router_deviation": names.DEVIATION,
+    "lag": names.LAG,
+}
+MAY_LACK = ("lag",)  # no trajectory of synchronous training has one
 
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The inputs of a policy loss, [B, T] each. An optional input is given if the loss is registered to read it.
+    """The tensors of a micro-batch, [B, T] each, 0 where the mask is. A method is given the optional inputs that it is
+    registered to read.
 
     Attributes:
         l_theta: with gradient.
@@ -46,11 +58,25 @@ class LossBatch:
     lag: Tensor | None = None
 
     def require(self, name: str) -> Tensor:
-        """Returns the optional tensor `name`; raises ValueError if the registration does not name it."""
+        """Returns the optional input `name`.
+
+        Raises:
+            ConfigError: the batch of update_actor lacks its field, or the method is not registered to read it.
+        """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"the batch has no {name}: register the function with reads=({name!r},)")
+            present = [each for each in FIELDS if getattr(self, each) is not None]
+            raise ConfigError(
+                f"the loss reads {name}, which its batch lacks: the batch of update_actor must have the field "
+                f"{FIELDS[name]}, and the method must be registered with reads=({name!r},); the batch has: "
+                f"{', '.join(present) or 'none'}"
+            )
         return value
+
+    def reading(self, inputs: Iterable[str]) -> LossBatch:
+        """Returns the batch with only these optional inputs; raises ConfigError if it lacks one."""
+        read = {name: getattr(self, name) if name in MAY_LACK else self.require(name) for name in inputs}
+        return LossBatch(self.l_theta, self.l_old, self.advantages, self.mask, **read)
 
 
 @dataclass(frozen=True)
@@ -71,12 +97,13 @@ class LossChange:
 
 
 def change(chosen: Chosen, batch: LossBatch, gives: Collection[str]) -> LossChange:
-    """Calls a method with its settings on a batch.
+    """Calls a method with its settings on the part of a batch that it reads.
 
     Raises:
+        ConfigError: the batch lacks an input that the method reads.
         ValueError: the method gives a part that is not in `gives`, or a tensor that is not [B, T].
     """
-    found = chosen.method.function(batch, **asdict(chosen.settings))
+    found = chosen.method.function(batch.reading(chosen.method.reads), **asdict(chosen.settings))
     expected = tuple(batch.mask.shape)
     for name in ("weight", "log_factor", "term"):
         if (tensor := getattr(found, name)) is None:

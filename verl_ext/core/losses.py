@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from verl_ext.base.methods import Method, Registry, require, settings_of
 from verl_ext.core import no_grad, torch
 from verl_ext.core.corrections import IcePop, Opsm, icepop, opsm
-from verl_ext.core.loss_batch import READABLE, LossBatch, LossChange, masked_mean, masked_share
+from verl_ext.core.loss_batch import FIELDS, LossBatch, LossChange, masked_mean, masked_share
 from verl_ext.core.tokens import LOG_RATIO_BOUND
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def register_loss(
     Raises:
         ValueError: the name is taken, or `reads` has an unknown field.
     """
-    if unknown := set(reads) - set(READABLE):
-        raise ValueError(f"the policy loss {name} reads {sorted(unknown)}; choose from {READABLE}")
+    if unknown := set(reads) - set(FIELDS):
+        raise ValueError(f"the policy loss {name} reads {sorted(unknown)}; choose from {tuple(FIELDS)}")
 
     def register(function: LossFunction) -> LossFunction:
         LOSSES.add(Loss(name, function, settings or settings_of(function), reads, **traits))

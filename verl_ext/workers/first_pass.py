@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import Gathered, Measured, gather, merge, put_together
 from verl_ext.core.tokens import Tokens
 
@@ -61,14 +62,18 @@ class FirstPass:
     def begin_mini_batch(self) -> None:
         self._parts: list[Gathered] = []
 
-    def weigh(self, l_theta: Tensor, l_infer: Tensor, mask: Tensor, entropy: Tensor | None = None) -> Tensor | None:
-        """Returns the weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections; [B, T]
-        each."""
-        tokens = Tokens.from_padded(l_infer, l_theta.detach(), mask, entropy)
+    def weigh(self, batch: LossBatch, entropy: Tensor | None = None) -> Tensor | None:
+        """Returns the weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections.
+
+        Args:
+            batch: with l_infer.
+            entropy: l_theta's, [B, T] as the weights are; None where the update computes none.
+        """
+        tokens = Tokens.from_padded(batch.require("l_infer"), batch.l_theta.detach(), batch.mask, entropy)
         breakdown = self._measures and self._settings.breakdown
         weight, part = gather(tokens, self._corrections, breakdown=breakdown, as_mask=self._settings.as_mask)
         self._parts.append(part)
-        return None if weight is None else weight.view(mask.shape)
+        return None if weight is None else weight.view(batch.mask.shape)
 
     def judge(self, *, counts: bool = True) -> tuple[bool, dict[str, float]]:
         """Judges a mini-batch once all of it has been weighed. Returns whether its step may be taken, and its metrics.

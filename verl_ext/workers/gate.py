@@ -23,6 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.names import ADVANTAGES, FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
 from verl_ext.base.patching import wrap
+from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.mismatch import k3_of
 from verl_ext.features.settings import MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass
@@ -107,12 +108,12 @@ class Gate:
         return outputs
 
     @torch.no_grad()
-    def observe(self, l_theta: Tensor, l_old: Tensor, l_infer: Tensor, mask: Tensor) -> None:
-        """Adds a micro-batch: [B, T] log-probabilities, and the mask of the tokens that count."""
-        mask = mask.bool()
-        current = l_theta[mask].double()
-        tokens = current.new_tensor(len(current))
-        sums = torch.stack([tokens, k3_of(current - l_old[mask]).sum(), k3_of(current - l_infer[mask]).sum()])
+    def observe(self, batch: LossBatch) -> None:
+        """Adds a micro-batch, of which it reads l_infer."""
+        mask, l_infer = batch.mask, batch.require("l_infer")
+        l_theta = batch.l_theta[mask].double()
+        tokens = l_theta.new_tensor(len(l_theta))
+        sums = torch.stack([tokens, k3_of(l_theta - batch.l_old[mask]).sum(), k3_of(l_theta - l_infer[mask]).sum()])
         self._sums = self._sums.to(sums.device) + sums
 
     def optimizer_step(self, verls: Callable[[], float]) -> float:

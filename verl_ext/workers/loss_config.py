@@ -1,4 +1,7 @@
-"""The settings of our policy losses in verl's config, built by `actor.policy_loss._target_`."""
+"""The settings of our policy losses in verl's config, built by `actor.policy_loss._target_`.
+
+Apart from `workers.losses`, because processes and the doctor build verl's config without verl's algorithms.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,102 +1,33 @@
-"""Our policy losses under verl's `register_policy_loss`, and the tensors of a micro-batch that they read.
+"""Our policy losses under verl's `register_policy_loss`, and the micro-batch that they read.
 
 Each changes a base loss, named by `base`, with its function in `core.losses`. Only this file uses verl's
-signature of a policy loss, seven arguments; a loss reads further tensors with `loss_inputs()`.
+signature of a policy loss, seven arguments; a loss reads further tensors from `current_batch()`.
 
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 
-from verl_ext.base import names
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Chosen
-from verl_ext.core.loss_batch import LossBatch, change
-from verl_ext.core.mismatch import mismatch_ratio
+from verl_ext.core.loss_batch import FIELDS, LossBatch, change
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
 
-# attribute -> field of the batch, jagged [B, r]
-BATCH_FIELDS = {
-    "l_infer": names.ROLLOUT_LOG_PROBS,
-    "entropy": names.ENTROPY,
-    "router_agreement": names.AGREEMENT,
-    "router_deviation": names.DEVIATION,
-    "lag": names.LAG,
-}
-OPTIONAL = ("lag",)  # a method reads it if it is there
-# Also [B, r], each if the batch has it.
-VERLS_FIELDS = (names.OLD_LOG_PROBS, names.REF_LOG_PROBS, names.ADVANTAGES, names.WEIGHTS)
+_current: ContextVar[LossBatch] = ContextVar("verl_ext_loss_batch")
 
 
-def padded_fields(data: TensorDict) -> TensorDict:
-    """Returns the fields of a micro-batch that losses read, and `response_mask`, padded to [B, T]; 0 where the mask is.
-
-    verl masks by multiplying, or by torch.where on the result. A NaN that the rollout returned for a tool's token would
-    reach the loss with the former, and the gradient with both.
-    """
-    padded = data.select(names.RESPONSE_MASK, *VERLS_FIELDS, *BATCH_FIELDS.values(), strict=False).to_padded_tensor()
-    mask = padded[names.RESPONSE_MASK].bool()
-    return padded.apply(lambda values: torch.where(mask, values, 0))
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """The optional tensors of a `core.loss_batch.LossBatch`, 0 outside the mask; None if the batch lacks the field."""
-
-    l_infer: Tensor | None = None
-    entropy: Tensor | None = None
-    router_agreement: Tensor | None = None
-    router_deviation: Tensor | None = None
-    lag: Tensor | None = None
-    k: Tensor | None = None
-
-    @classmethod
-    def from_fields(cls, padded: TensorDict) -> "LossInputs":
-        """Builds the inputs from `padded_fields`."""
-        found = {name: padded[field] for name, field in BATCH_FIELDS.items() if field in padded.keys()}  # noqa: SIM118
-        if "l_infer" in found:
-            k = mismatch_ratio(found["l_infer"], padded[names.OLD_LOG_PROBS]).nan_to_num_(0.0, 0.0, 0.0)
-            found["k"] = k * padded[names.RESPONSE_MASK]
-        return cls(**found)
-
-    def read(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Returns name -> tensor that a method reads; None if it is OPTIONAL and absent."""
-        return {name: self.lag if name in OPTIONAL else self.require(name) for name in names}
-
-    def require(self, name: str) -> Tensor:
-        """Returns the tensor `name`.
-
-        Raises:
-            ConfigError: the batch of update_actor does not have it.
-        """
-        value = getattr(self, name)
-        if value is None:
-            present = [each for each in BATCH_FIELDS if getattr(self, each) is not None]
-            field = BATCH_FIELDS["l_infer" if name == "k" else name]
-            raise ConfigError(
-                f"the loss needs {name}, but the batch of update_actor has no field {field}; fields of losses that it "
-                f"has: {', '.join(present) or 'none'}"
-            )
-        return value
-
-
-_current: ContextVar[LossInputs] = ContextVar("verl_ext_loss_inputs")
-
-
-def loss_inputs() -> LossInputs:
-    """Returns the inputs of the loss that is being computed; for use inside a registered policy loss.
+def current_batch() -> LossBatch:
+    """Returns the micro-batch whose loss is being computed; for use inside a registered policy loss.
 
     Raises:
         ConfigError: verl's own loss function calls it, which provides none.
@@ -110,9 +41,9 @@ def loss_inputs() -> LossInputs:
 
 
 @contextmanager
-def provide(inputs: LossInputs) -> Iterator[None]:
-    """Context in which `loss_inputs()` returns `inputs`."""
-    token = _current.set(inputs)
+def provide(batch: LossBatch) -> Iterator[None]:
+    """Context in which `current_batch()` returns `batch`."""
+    token = _current.set(batch)
     try:
         yield
     finally:
@@ -135,8 +66,8 @@ def changed_loss(
         old_log_prob, log_prob, advantages, response_mask: [B, T].
         config: the ActorConfig. If its `policy_loss` has verl's class, as in plain verl without a `_target_`, the
             defaults hold.
-        rollout_is_weights: [B, T] weights of the tokens, or None. Plain verl provides no `loss_inputs()`; there a loss
-            that reads k uses these weights as k: with `algorithm.rollout_correction.rollout_is=token` and a
+        rollout_is_weights: [B, T] weights of the tokens, or None. Plain verl provides no `current_batch()`; there a
+            loss that reads k uses these weights as k: with `algorithm.rollout_correction.rollout_is=token` and a
             `rollout_is_threshold` far above any bound of the loss (verl truncates at it) they are the raw ratio.
 
     Raises:
@@ -146,11 +77,12 @@ def changed_loss(
     if not isinstance(ours, loss_config.ComposedLossConfig):
         ours = loss_config.build_loss_config(loss_mode=name)
     method = LOSSES[name]
+    batch, weight = LossBatch(log_prob, old_log_prob, advantages, response_mask.bool()), rollout_is_weights
     if method.reads == ("k",) and _current.get(None) is None:
-        read, weight = {"k": _ratio_of_plain_verl(name, rollout_is_weights)}, None
-    else:
-        read, weight = loss_inputs().read(method.reads) if method.reads else {}, rollout_is_weights
-    batch = LossBatch(log_prob, old_log_prob, advantages, response_mask.bool(), **read)
+        batch, weight = replace(batch, k=_ratio_of_plain_verl(name, rollout_is_weights)), None
+    elif method.reads:
+        inputs = current_batch()
+        batch = replace(batch, **{name: getattr(inputs, name) for name in FIELDS})
     changed = change(Chosen(method, ours.settings), batch, method.gives)
     if changed.weight is not None:
         weight = changed.weight.detach() if weight is None else changed.weight.detach() * weight

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
@@ -23,18 +24,21 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import Chosen, build, choose
+from verl_ext.base.names import ADVANTAGES, FILTER_SCALE, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
 from verl_ext.core.corrections import CORRECTIONS, Correction
-from verl_ext.core.loss_batch import LossBatch, change
+from verl_ext.core.loss_batch import FIELDS, LossBatch, change
 from verl_ext.core.losses import unbiased_kl
+from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.features.losses import UNBIASED
 from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchGate
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
-from verl_ext.workers.losses import LossInputs, padded_fields, provide, register_losses
+from verl_ext.workers.losses import provide, register_losses
 from verl_ext.workers.top_tokens import CENTERING, TopTokenUse
 from verl_ext.workers.undo import keep_updates_of
 
+VERLS_FIELDS = (OLD_LOG_PROBS, REF_LOG_PROBS, ADVANTAGES, WEIGHTS)  # [B, r], each if the batch has it
 VERLS_OWN = ("_target_", "rollout_correction")  # fields of a PolicyLossConfig that are not settings of the loss
 
 
@@ -197,7 +201,7 @@ def worker_loss(
     first_pass: FirstPass | None,
     centers: bool,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Computes verl's `ppo_loss` of one micro-batch, with `loss_inputs()` for its policy loss, our weights, and our
+    """Computes verl's `ppo_loss` of one micro-batch, with `current_batch()` for its policy loss, our weights, and our
     terms: the unbiased KL, and the centering of the score.
 
     A mini-batch without a token to learn from (batch_num_tokens 0) has loss 0, zero gradients and, by the gate, no
@@ -208,7 +212,8 @@ def worker_loss(
     Args:
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none; if scores are centered, each token's
             term of `core.top_tokens.centering`.
-        data: the micro-batch, jagged [B, r] fields; LossInputs names those that are read in addition to verl's.
+        data: the micro-batch, jagged [B, r] fields; `core.loss_batch.FIELDS` names those that are read in addition to
+            verl's.
 
     Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and
     actor/score_centering.
@@ -216,51 +221,66 @@ def worker_loss(
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
     """
-    padded = padded_fields(data)
-    # The engine's micro-batch is not changed. `clone` would copy the fields without numbers row by row.
-    data = TensorDict(dict(data.items()) | dict(padded.items()), batch_size=data.batch_size)
-    if data["batch_num_tokens"] == 0:
-        tu.assign_non_tensor(data, batch_num_tokens=1)
-    metrics: dict[str, Any] = {}
-    scale = tu.get_non_tensor_data(data, "filter_scale", default=1.0)
-    if scale != 1 and data["global_batch_size"] is not None:
-        tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
-        metrics["filter_scale"] = scale
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
-    # This loops over the rows, as verl does too, so only if something reads it.
-    read = gate is not None or first_pass is not None or corrections or kl_denominator is not None
-    l_theta = no_padding_2_padding(model_output["log_probs"], data) if read else None
-    l_old, mask, inputs = padded["old_log_probs"], padded["response_mask"].bool(), LossInputs.from_fields(padded)
+    data, metrics = _padded_copy(data)
+    batch = _read_batch(model_output["log_probs"], data)
     if gate is not None:
-        gate.observe(l_theta, l_old, inputs.require("l_infer"), mask)
+        gate.observe(batch)
     if first_pass is not None:
         entropy = model_output.get("entropy")
         entropy = None if entropy is None else no_padding_2_padding(entropy.detach().float(), data)
-        weight = first_pass.weigh(l_theta, inputs.require("l_infer"), mask, entropy)
+        weight = first_pass.weigh(batch, entropy)
         if weight is not None:
-            data["rollout_is_weights"] = weight
-    weight = None
+            data[WEIGHTS] = weight
     for chosen in corrections:
-        seen = LossBatch(l_theta, l_old, padded["advantages"], mask, **inputs.read(chosen.method.reads))
-        found = change(chosen, seen, gives=("weight",))
+        found = change(chosen, batch, gives=("weight",))
         if found.weight is not None:
-            weight = found.weight if weight is None else found.weight * weight
+            data[WEIGHTS] = found.weight * data.get(WEIGHTS, 1)
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
         metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
-    if weight is not None:
-        data["rollout_is_weights"] = weight * data.get("rollout_is_weights", 1)
-    with provide(inputs):
+    with provide(batch):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
-    mean = partial(agg_loss, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
+    mean = partial(agg_loss, loss_mask=batch.mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
     if centers:
-        term = mean(loss_mat=padded["advantages"] * no_padding_2_padding(model_output[CENTERING], data))
+        term = mean(loss_mat=batch.advantages * no_padding_2_padding(model_output[CENTERING], data))
         loss = loss + term
         metrics["actor/score_centering"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
     if kl_denominator is not None:
-        sampled = inputs.require("l_infer") if kl_denominator == "infer" else l_old
-        term = mean(loss_mat=unbiased_kl(l_theta, padded["ref_log_prob"], sampled, mask))
+        sampled = batch.require("l_infer") if kl_denominator == "infer" else batch.l_old
+        term = mean(loss_mat=unbiased_kl(batch.l_theta, data[REF_LOG_PROBS], sampled, batch.mask))
         loss = loss + config.kl_loss_coef * term
         metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
         metrics["kl_coef"] = config.kl_loss_coef
     return loss, metrics
+
+
+def _padded_copy(data: TensorDict) -> tuple[TensorDict, dict[str, Any]]:
+    """Returns a micro-batch whose losses can be computed, and its metrics; the engine's own is not changed.
+
+    The fields that losses read are padded to [B, T], and 0 where the mask is: verl masks by multiplying, or by
+    torch.where on the result, so a NaN that the rollout returned for a tool's token would reach the loss with the
+    former, and the gradient with both. For batch_num_tokens and global_batch_size see `worker_loss`.
+    """
+    read = data.select(RESPONSE_MASK, *VERLS_FIELDS, *FIELDS.values(), strict=False).to_padded_tensor()
+    mask = read[RESPONSE_MASK].bool()
+    padded = read.apply(lambda values: torch.where(mask, values, 0))
+    # `clone` would copy the fields without numbers row by row.
+    data = TensorDict(dict(data.items()) | dict(padded.items()), batch_size=data.batch_size)
+    if data["batch_num_tokens"] == 0:
+        tu.assign_non_tensor(data, batch_num_tokens=1)
+    scale = tu.get_non_tensor_data(data, FILTER_SCALE, default=1.0)
+    if scale == 1 or data["global_batch_size"] is None:
+        return data, {}
+    tu.assign_non_tensor(data, global_batch_size=data["global_batch_size"] / scale)
+    return data, {FILTER_SCALE: scale}
+
+
+def _read_batch(log_probs: Tensor, data: TensorDict) -> LossBatch:
+    """Returns the micro-batch of methods, of the model's log-probabilities, nested, and `_padded_copy`'s data."""
+    mask, l_old = data[RESPONSE_MASK].bool(), data[OLD_LOG_PROBS]
+    inputs = {name: data[field] for name, field in FIELDS.items() if field in data.keys()}  # noqa: SIM118
+    if "k" in inputs:
+        k = mismatch_ratio(inputs["l_infer"], l_old).nan_to_num_(0.0, 0.0, 0.0)
+        inputs["k"] = k * mask
+    return LossBatch(no_padding_2_padding(log_probs, data), l_old, data[ADVANTAGES], mask, **inputs)

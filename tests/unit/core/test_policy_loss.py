@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import choose
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.loss_batch import LossBatch, LossChange, change
@@ -26,7 +27,7 @@ def changed(function, **traits):
 
 
 def test_what_is_not_registered_to_be_read_is_not_there():
-    with pytest.raises(ValueError, match=r"no l_infer: register the function with reads=\('l_infer',\)"):
+    with pytest.raises(ConfigError, match=r"reads l_infer.*registered with reads=\('l_infer',\)"):
         changed(lambda batch: LossChange(weight=batch.require("l_infer")))
 
 

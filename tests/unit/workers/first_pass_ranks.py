@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from verl_ext.core.loss_batch import LossBatch
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 
 RANKS = 3  # the last one holds the tokens of the second, as a tensor-parallel rank does
@@ -17,7 +18,7 @@ def judged(parts, limits, counts=True):
     for micro_batches in parts:
         one.begin_mini_batch()
         for l_infer, l_theta, mask, entropy in micro_batches:
-            one.weigh(l_theta, l_infer, mask, entropy)
+            one.weigh(LossBatch(l_theta, l_infer, torch.zeros(mask.shape), mask, l_infer=l_infer), entropy)
         found.append(one.judge(counts=counts))
     return found
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.support.examples import at_most
 from tests.support.measure_oracle import random_batch, ratio
 from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
+from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, is_past
@@ -33,7 +34,8 @@ def padded(batch, width=40):
 
 def weighed(one, batch):
     l_infer, l_theta, mask, entropy = padded(batch)
-    return one.weigh(l_theta.requires_grad_(), l_infer, mask, entropy)
+    advantages = torch.zeros(mask.shape)
+    return one.weigh(LossBatch(l_theta.requires_grad_(), l_infer, advantages, mask, l_infer=l_infer), entropy)
 
 
 def of(batch, corrections):

@@ -1,11 +1,9 @@
 """The registered losses `icepop`, `opsm`, `llds` and `router_shift`, against the papers written out in float64."""
 
-import math
 from dataclasses import fields
 
 import pytest
 import torch
-from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, get_policy_loss_fn
 from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
 
@@ -18,9 +16,10 @@ from tests.support.policy_loss_oracles import (
     router_shift_loss_oracle,
 )
 from verl_ext.base.errors import ConfigError
+from verl_ext.core.loss_batch import LossBatch
 from verl_ext.features.losses import BASES, LOSSES, VERLS_SETTINGS
 from verl_ext.workers.loss_config import build_loss_config
-from verl_ext.workers.losses import LossInputs, provide
+from verl_ext.workers.losses import provide
 
 TERM = 1.0  # the size of what the losses here are means of: terms of both signs
 
@@ -106,7 +105,7 @@ def test_opsm_loss_and_gradient_equal_the_oracle(seed):
     l_infer = old + torch.tensor([[0.6], [-0.6], [0.1]])
     leaf = new.detach().double().requires_grad_()
     expected, keep, gap = opsm_loss_oracle(leaf, old, advantages, mask, l_infer, 0.1)
-    with provide(LossInputs(l_infer=l_infer)):
+    with provide(LossBatch(new, old, advantages, mask, l_infer=l_infer)):
         metrics = check("opsm", expected, leaf, (old, new, advantages, mask), delta=0.1)
     assert metrics["actor/opsm/dropped"] == pytest.approx((~keep & mask).sum().item() / mask.sum().item())
     total = metrics["actor/opsm/mismatch"] + metrics["actor/opsm/staleness"]
@@ -128,7 +127,7 @@ def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
     deviation = torch.rand(3, 7) * 0.4
     leaf = new.detach().double().requires_grad_()
     expected, factor = router_shift_loss_oracle(leaf, old, advantages, mask, deviation, 0.8)
-    with provide(LossInputs(router_deviation=deviation)):
+    with provide(LossBatch(new, old, advantages, mask, router_deviation=deviation)):
         metrics = check("router_shift", expected, leaf, (old, new, advantages, mask))
     close(metrics["actor/ppo_kl"], (old - new)[mask].mean(), scale=(old - new).abs().max().item())
     close(metrics["actor/router_shift/factor"], factor[mask].mean())
@@ -153,17 +152,3 @@ def test_under_plain_verl_a_loss_mode_alone_has_the_defaults():
 def test_what_is_known_of_verl_without_importing_it():
     assert set(VERLS_SETTINGS) == {field.name for field in fields(PolicyLossConfig)}
     assert {*BASES, *LOSSES, "bypass_mode"} == set(POLICY_LOSS_REGISTRY)
-
-
-def test_k_is_the_ratio_of_the_engines_on_generated_tokens_and_zero_where_it_is_not_a_number():
-    padded = {
-        "rollout_log_probs": torch.tensor([[-1.0, -2.0, float("nan"), 0.0], [-1.0, float("-inf"), -1.0, 0.0]]),
-        "old_log_probs": torch.tensor([[-0.5, -2.0, -1.0, 0.0], [-31.0, -1.0, float("-inf"), 0.0]]),
-        "response_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]]),
-    }
-    inputs = LossInputs.from_fields(TensorDict(padded, batch_size=2))
-    bound = torch.tensor(20.0)  # of the log-ratio
-    expected = [[math.exp(0.5), 1.0, 0.0, 0.0], [(-bound).exp(), bound.exp(), (-bound).exp(), 0.0]]
-    torch.testing.assert_close(inputs.k, torch.tensor(expected))
-    with pytest.raises(ConfigError, match="needs k, but the batch of update_actor has no field rollout_log_probs"):
-        LossInputs().require("k")

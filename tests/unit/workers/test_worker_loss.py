@@ -21,7 +21,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings
 from verl_ext.workers.first_pass import FirstPass
-from verl_ext.workers.losses import apply_base, loss_inputs
+from verl_ext.workers.losses import apply_base, current_batch
 from verl_ext.workers.top_tokens import CENTERING
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
@@ -337,7 +337,7 @@ def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_
 
     @register_policy_loss("test_reader")
     def reader(**call):
-        seen.append(loss_inputs())
+        seen.append(current_batch())
         return apply_base("vanilla", **call)
 
     batch = make_batch(0)
@@ -346,18 +346,41 @@ def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_
     assert torch.equal(seen[0].l_infer, batch.padded("rollout_log_probs") * mask)
     assert torch.equal(seen[0].entropy, batch.padded("entropy") * mask)
     with pytest.raises(
-        ConfigError, match=r"the loss needs router_agreement.*fields of losses that it has.*l_infer, entropy"
+        ConfigError,
+        match=r"the loss reads router_agreement.*the field router_agreement.*the batch has: l_infer, k, entropy",
     ):
         seen[0].require("router_agreement")
     with pytest.raises(ConfigError, match=r"launch with verl_ext\.main_ppo"):
-        loss_inputs()
+        current_batch()
+
+
+def test_k_is_the_ratio_of_the_engines_and_zero_where_it_is_not_a_number(make_batch, actor_config, monkeypatch):
+    batch, seen = make_batch(0), []
+    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+
+    @register_policy_loss("test_reader")
+    def reader(**call):
+        seen.append(current_batch())
+        return apply_base("vanilla", **call)
+
+    pairs = [(-1.0, -0.5, math.exp(0.5)), (-2.0, -2.0, 1.0), (math.nan, -1.0, 0.0)]
+    limit = 20.0  # of the log-ratio
+    pairs += [(-1.0, -31.0, math.exp(-limit)), (-math.inf, -1.0, math.exp(limit)), (-1.0, -math.inf, math.exp(-limit))]
+    row = max(range(len(batch.leaves)), key=lambda index: len(batch.leaves[index]))
+    assert len(batch.leaves[row]) >= len(pairs)
+    batch.rows["response_mask"][row][:] = 1
+    for position, (l_infer, l_old, _) in enumerate(pairs):
+        batch.rows["rollout_log_probs"][row][position], batch.rows["old_log_probs"][row][position] = l_infer, l_old
+    run(build(actor_config(PolicyLossConfig(loss_mode="test_reader"))), [batch.whole()])
+    torch.testing.assert_close(seen[0].k[row, : len(pairs)], torch.tensor([k for *_, k in pairs]))
+    assert torch.equal(seen[0].k != 0, seen[0].mask & ~batch.padded("rollout_log_probs").isnan())
 
 
 def test_a_batch_without_rollout_log_probs_says_so(make_batch, actor_config):
     batch = make_batch(0)
     del batch.rows["rollout_log_probs"]
     model_output, data = batch.whole()
-    with pytest.raises(ConfigError, match="no field rollout_log_probs"):
+    with pytest.raises(ConfigError, match="must have the field rollout_log_probs"):
         build(actor_config(), corrections=OPSM)(model_output=model_output, data=data)
 
 

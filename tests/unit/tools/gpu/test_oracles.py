@@ -170,8 +170,9 @@ def test_a_policy_loss(seed, mode):
 
     import verl_ext.workers.losses  # noqa: F401  (registers them)
     from tests.support import policy_loss_oracles as oracles
+    from verl_ext.core.loss_batch import LossBatch
     from verl_ext.workers.loss_config import build_loss_config
-    from verl_ext.workers.losses import LossInputs, provide
+    from verl_ext.workers.losses import provide
 
     old, new, advantages, mask, k = oracles.loss_batch(seed)
     l_infer = old + torch.tensor([[0.6], [-0.6], [0.1]])
@@ -188,7 +189,9 @@ def test_a_policy_loss(seed, mode):
         (gradient,) = torch.autograd.grad(expected, leaf)
 
     theta = new.detach().to(DEVICE).requires_grad_()
-    inputs = LossInputs(l_infer=l_infer.to(DEVICE), router_deviation=deviation.to(DEVICE), k=k.to(DEVICE))
+    tensors = {"l_old": old, "advantages": advantages, "mask": mask, "l_infer": l_infer, "k": k}
+    tensors |= {"router_deviation": deviation}
+    batch = LossBatch(theta, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
     config = FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
@@ -197,12 +200,12 @@ def test_a_policy_loss(seed, mode):
         clip_ratio_high=0.28,
         policy_loss=build_loss_config(loss_mode=mode, **LOSS_SETTINGS[mode]),
     )
-    with provide(inputs):
+    with provide(batch):
         loss, _ = get_policy_loss_fn(mode)(
-            old_log_prob=old.to(DEVICE),
+            old_log_prob=batch.l_old,
             log_prob=theta,
-            advantages=advantages.to(DEVICE),
-            response_mask=mask.to(DEVICE),
+            advantages=batch.advantages,
+            response_mask=batch.mask,
             config=config,
         )
     loss.backward()
@@ -226,6 +229,7 @@ def test_the_gates_signals_are_means_of_a_mini_batch_in_two_micro_batches(tmp_pa
     from gpu.verl_engine import start_one_rank
 
     import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs)
+    from verl_ext.core.loss_batch import LossBatch
     from verl_ext.features.settings import MiniBatchGate
     from verl_ext.workers.gate import Gate
 
@@ -234,12 +238,13 @@ def test_the_gates_signals_are_means_of_a_mini_batch_in_two_micro_batches(tmp_pa
         try:
             for seed in range(3):
                 batch = loss_oracles.random_batch(seed)
-                l_infer, l_old, l_theta, _, mask = map(on_device, loss_oracles.tensors(batch))
+                l_infer, l_old, l_theta, advantages, mask = map(on_device, loss_oracles.tensors(batch))
                 engine = SimpleNamespace(train_batch=lambda data, loss_function: None, optimizer_step=lambda: None)
                 gate = Gate(SimpleNamespace(engine=engine, train_mini_batch=lambda data: None))
                 gate.limits = MiniBatchGate(policy_kl=1.0, vllm_kl=1.0)
                 for rows in (slice(0, 2), slice(2, None)):
-                    gate.observe(l_theta[rows], l_old[rows], l_infer[rows], mask[rows])
+                    tensors = (one[rows] for one in (l_theta, l_old, advantages, mask))
+                    gate.observe(LossBatch(*tensors, l_infer=l_infer[rows]))
                 signals = gate._agree()
                 for name, other in (("policy_kl", batch[1]), ("vllm_kl", batch[0])):
                     close(signals[name], mean_k3(batch[2], other, batch[4]), name=name)
