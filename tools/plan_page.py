@@ -52,10 +52,10 @@ def agreement_table() -> list[list[str]]:
     for model, recipe in RECIPES.items():
         for plan in plans(recipe, WITH_AGREEMENT):
             for units in (plan.usage.units, costs.UNITS_A_NODE * plan.sizes.nodes):
-                with_units = plan.but(units=units)
+                with_units = plan.with_usage(units=units)
                 cells = []
                 for share in (1.0, SMALL_SHARE):
-                    seconds = with_units.but(agreement_share=share).seconds_of(costs.AGREEMENT)
+                    seconds = with_units.with_usage(agreement_share=share).seconds_of(costs.AGREEMENT)
                     cells.append(f"{seconds:.2f} s, {plan.share(seconds):.2%}")
                 rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", str(units), *cells])
     return rows

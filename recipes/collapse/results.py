@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_ext.base.names import EVENTS
-from verl_ext.lab.figures import LAB_PANELS, seeds_chart, variant_looks
+from verl_ext.lab.figures import LAB_PANELS, seeds_chart, variant_styles
 from verl_ext.lab.grid import METRICS
 from verl_ext.lab.summary import (
     DROPPED,
@@ -118,7 +118,7 @@ def _mean(found: Interval | None, how: str = "{:.2f}") -> str:
 def draw(regime: str, folder: Path = RUNS, arms: Sequence[str] | None = None) -> bytes:
     """Returns a PNG with the reward and k3 of these arms, or of all."""
     runs = {arm: list(each.values()) for arm, each in runs_of(regime, folder).items() if arms is None or arm in arms}
-    look = variant_looks(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
+    look = variant_styles(sorted(runs, key=lambda arm: (arm != "exact", arm != "none", arm)))
     panels = [panel for metric in PANELS for panel in LAB_PANELS if panel.metric == metric]
     charts = {panel: chart for panel in panels if (chart := seeds_chart(panel, runs, look)) is not None}
     pictures = {panel.key: png(spec_of(chart), panel.title) for panel, chart in charts.items()}

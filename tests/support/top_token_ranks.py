@@ -43,7 +43,7 @@ def reference_reading(logits_of, top_tokens, truncated, rows=None, lengths=LENGT
         logits, top = logits_of(ids)[prompt - 1 : prompt - 1 + response], TopTokens(tokens.long(), log_q)
         reading = read(logits, ids[prompt:], top, truncated=truncated)
         apart = divergence(reading, top, truncated=truncated)
-        counts = torch.tensor([response, int((~top.known).sum())], dtype=torch.float64)
+        counts = torch.tensor([response, int((~top.present).sum())], dtype=torch.float64)
         sums.append(torch.cat([counts, *(value.sum()[None] for value in (apart.kl, apart.mass, apart.differs))]))
         l_own.append(reading.l_own)
         terms.append(centering(reading, top, weights_of(CORRECTIONS), truncated=truncated))

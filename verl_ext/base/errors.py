@@ -14,18 +14,18 @@ class UserError(Exception):
         message: names the setting or input, and gives the reason.
         fix: Hydra overrides that together remove this error; () if none are known.
         otherwise: another remedy, in words.
-        gives_way: Hydra overrides that turn off the part that cannot work. If a preset asked for that part, they are
+        fallback: Hydra overrides that turn off the part that cannot work. If a preset asked for that part, they are
             applied instead of raising the error (`features.fit`). () if the user has to decide; None leaves it to
-            `giving_way`.
+            `with_fallback`.
     """
 
     def __init__(
-        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", gives_way: tuple[str, ...] | None = None
+        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", fallback: tuple[str, ...] | None = None
     ) -> None:
         overrides = f"set {' and '.join(fix)}" if fix else ""
         remedy = ", or ".join(filter(None, (overrides, otherwise)))
         super().__init__(f"{message}; {remedy}" if remedy else message)  # only the text: Ray pickles by `args`
-        self.fix, self.gives_way, self.why = fix, gives_way, message
+        self.fix, self.fallback, self.why = fix, fallback, message
 
 
 class ConfigError(UserError, ValueError):
@@ -52,13 +52,13 @@ class SettingError(ConfigError):
 
 
 @contextmanager
-def giving_way(*overrides: str) -> Iterator[None]:
+def with_fallback(*overrides: str) -> Iterator[None]:
     """Runs checks whose errors give way by these overrides, unless they name their own."""
     try:
         yield
     except UserError as error:
-        if error.gives_way is None:
-            error.gives_way = overrides
+        if error.fallback is None:
+            error.fallback = overrides
         raise
 
 

@@ -43,7 +43,7 @@ class Registry(dict[str, M]):
 
 
 @dataclass(frozen=True)
-class Chosen(Generic[M]):
+class ConfiguredMethod(Generic[M]):
     """A method with its validated settings, as a run uses it; `str` gives a line of the start-up table."""
 
     method: M
@@ -62,9 +62,9 @@ def described(name: str, settings: Mapping[str, Any]) -> str:
     return ", ".join([name, *(f"{key} {_shown(value)}" for key, value in settings.items())])
 
 
-def choose(method: M, given: Mapping[str, Any] | None, where: str) -> Chosen[M]:
+def choose(method: M, given: Mapping[str, Any] | None, where: str) -> ConfiguredMethod[M]:
     """Returns the method with the settings given, which are at `where` in the config; raises as `build` does."""
-    return Chosen(method, build(method.settings, given, where))
+    return ConfiguredMethod(method, build(method.settings, given, where))
 
 
 def settings_of(function: Callable[..., Any], *besides: str) -> type:

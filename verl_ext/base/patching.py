@@ -66,7 +66,7 @@ def wrap(change: str, owner: Any, method: str, around: Callable[..., Any], param
     return patch(change, owner, method, wrapped)
 
 
-def together(*patches: Callable[[], Undo]) -> Undo:
+def apply_all(*patches: Callable[[], Undo]) -> Undo:
     """Applies all patches; if one raises, undoes those before it. The result undoes them in reverse order."""
     undos: list[Undo] = []
 

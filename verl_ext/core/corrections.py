@@ -341,7 +341,7 @@ class SequenceDivergence:
     staleness: Tensor
 
     @property
-    def whole(self) -> Tensor:
+    def total(self) -> Tensor:
         """mean(l_infer - l_theta), which OPSM compares with delta; the two parts add up to it exactly."""
         return self.mismatch + self.staleness
 
@@ -389,7 +389,7 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
     A divergence of NaN counts as above delta. TRL's `off_policy_mask_threshold` is the same.
 
     Args:
-        divergence: [B], `SequenceDivergence.whole`.
+        divergence: [B], `SequenceDivergence.total`.
         advantages: [B, T].
         delta: threshold in nats per token.
 
@@ -414,9 +414,9 @@ def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossCha
     each lag's contribution.
     """
     parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
-    keep = opsm_mask(parts.whole, batch.advantages, delta)
+    keep = opsm_mask(parts.total, batch.advantages, delta)
     if stale_only:
-        stale = torch.zeros_like(parts.whole, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
+        stale = torch.zeros_like(parts.total, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
         keep = torch.where(stale[:, None], keep, 1.0)
     dropped = (keep == 0) & batch.mask
     rows = batch.mask.any(-1)

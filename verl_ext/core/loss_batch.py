@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from verl_ext.base import names
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Chosen
+from verl_ext.base.methods import ConfiguredMethod
 from verl_ext.core import torch
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class LossChange:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def change(chosen: Chosen, batch: LossBatch, gives: Collection[str]) -> LossChange:
+def change(chosen: ConfiguredMethod, batch: LossBatch, gives: Collection[str]) -> LossChange:
     """Calls a method with its settings on the part of a batch that it reads.
 
     Raises:

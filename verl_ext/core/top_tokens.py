@@ -41,14 +41,14 @@ class TopTokens:
     log_q: Tensor
 
     @property
-    def taken(self) -> Tensor:
+    def allowed(self) -> Tensor:
         """[N, K] bool: tokens that the sampler could take."""
         return self.log_q > -torch.inf
 
     @property
-    def known(self) -> Tensor:
+    def present(self) -> Tensor:
         """[N] bool: places that have top tokens."""
-        return self.taken.any(1)
+        return self.allowed.any(1)
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ def read(
     l_own, l_top = l_all[:, 0], l_all[:, 1:]
     if not truncated:
         return Reading(l_own, l_top)
-    taken = top.taken
-    own_again = (taken & (top.ids == sampled[:, None])).any(1, keepdim=True)
-    support = torch.cat([~own_again, taken], 1)
+    allowed = top.allowed
+    own_again = (allowed & (top.ids == sampled[:, None])).any(1, keepdim=True)
+    support = torch.cat([~own_again, allowed], 1)
     log_z = l_all.masked_fill(~support, -torch.inf).logsumexp(1)
-    log_z = torch.where(top.known, log_z, 0.0)
+    log_z = torch.where(top.present, log_z, 0.0)
     l_support = (l_all - log_z[:, None]).masked_fill(~support, -torch.inf)
     entropy = -(l_support.exp() * l_support.masked_fill(~support, 0.0)).sum(1)
-    entropy = torch.where(top.known, entropy, torch.nan)
+    entropy = torch.where(top.present, entropy, torch.nan)
     return Reading(l_own - log_z, l_top - log_z[:, None], entropy)
 
 
@@ -170,17 +170,17 @@ class Divergence:
 @torch.no_grad()
 def divergence(reading: Reading, top: TopTokens, *, truncated: bool) -> Divergence:
     """Computes the divergence of the training engine from the sampler."""
-    known, taken = top.known, top.taken
+    known, allowed = top.present, top.allowed
     log_q = top.log_q.double()
     log_p = reading.l_top.double()
     q = log_q.exp()
-    terms = torch.where(taken, q * (log_q - log_p), 0.0)
+    terms = torch.where(allowed, q * (log_q - log_p), 0.0)
     kl = terms.sum(1)
     mass = q.sum(1)
     if not truncated:
-        q_tail, p_tail = (1 - mass).clamp(min=LEAST_TAIL), (1 - _mass(log_p, taken)).clamp(min=LEAST_TAIL)
+        q_tail, p_tail = (1 - mass).clamp(min=LEAST_TAIL), (1 - _mass(log_p, allowed)).clamp(min=LEAST_TAIL)
         kl = kl + q_tail * (q_tail / p_tail).log()
-    differs = log_q.argmax(1) != log_p.masked_fill(~taken, -torch.inf).argmax(1)
+    differs = log_q.argmax(1) != log_p.masked_fill(~allowed, -torch.inf).argmax(1)
 
     def where_known(value: Tensor) -> Tensor:
         return torch.where(known, value.double(), 0.0)
@@ -205,18 +205,18 @@ def centering(reading: Reading, top: TopTokens, weight_of: WeightOf, *, truncate
     and where the tails are proportional. 0 where there are no top tokens.
     """
     with torch.no_grad():
-        taken = top.taken
-        log_p = reading.l_top.detach().masked_fill(~taken, -torch.inf)
+        allowed = top.allowed
+        log_p = reading.l_top.detach().masked_fill(~allowed, -torch.inf)
         p, q = log_p.exp(), top.log_q.exp()
         k = (reading.l_top - top.log_q).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
         coefficient = q * weight_of(k, q.double(), p.double())
         if not truncated:
-            rho = (1 - _mass(top.log_q.double(), taken)).clamp(min=LEAST_TAIL)
-            rho = (rho / (1 - _mass(log_p.double(), taken)).clamp(min=LEAST_TAIL))[:, None]
+            rho = (1 - _mass(top.log_q.double(), allowed)).clamp(min=LEAST_TAIL)
+            rho = (rho / (1 - _mass(log_p.double(), allowed)).clamp(min=LEAST_TAIL))[:, None]
             nothing = torch.zeros_like(rho)
             coefficient = coefficient - (rho * weight_of(1 / rho, nothing, nothing)).float() * p
-        coefficient = torch.where(taken, coefficient, 0.0)
-    return (coefficient * reading.l_top.masked_fill(~taken, 0.0)).sum(1)
+        coefficient = torch.where(allowed, coefficient, 0.0)
+    return (coefficient * reading.l_top.masked_fill(~allowed, 0.0)).sum(1)
 
 
 def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
@@ -234,8 +234,8 @@ def weights_of(corrections: Mapping[str, Mapping[str, Any]]) -> WeightOf:
     return weight
 
 
-def _mass(log_probs: Tensor, taken: Tensor) -> Tensor:
-    return log_probs.masked_fill(~taken, -torch.inf).exp().sum(1)
+def _mass(log_probs: Tensor, allowed: Tensor) -> Tensor:
+    return log_probs.masked_fill(~allowed, -torch.inf).exp().sum(1)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext.base.patching import Undo, expect, moved, patch, together, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, moved, patch, wrap
 from verl_ext.cpu.hollow import Finder, Torch
 from verl_ext.cpu.patches import register_engines
 
@@ -63,7 +63,7 @@ def _as_bfloat16(check: Callable[[Any], None], config: Any) -> None:
 
 def adapt_engine(transformer_impl: Any) -> Undo:
     """Adapts verl's Megatron module to `cpu`, once it is imported; the rest waits until an engine is built."""
-    return together(
+    return apply_all(
         lambda: register_engines("megatron"),
         lambda: wrap("install_megatron", transformer_impl.MegatronEngine, "__init__", _installed_first, "self, ..."),
     )
@@ -82,7 +82,7 @@ def adapt_megatron() -> Undo:
         changes += [step_each_parameter, copy_for_offload, build_of_torch]
         if importlib.util.find_spec("megatron.bridge"):
             changes += [import_bridge, read_rope_parameters, refuse_unknown_overrides, scatter_dense]
-        undo_all = together(*changes)
+        undo_all = apply_all(*changes)
 
         def undo() -> None:
             global _undo
@@ -139,7 +139,7 @@ def call_no_cuda() -> Undo:
         "manual_seed": torch.manual_seed,
     }
     functions = [partial(_call, name, value) for name, value in (classes | streams | waits | state).items()]
-    return together(
+    return apply_all(
         *functions,
         lambda: patch("call_no_cuda", nn.Module, "cuda", _itself),
         lambda: patch("call_no_cuda", torch.Tensor, "cuda", _itself),
@@ -163,7 +163,7 @@ def make_on_cpu() -> Undo:
     verl's module allocates the pinned memory that param_offload moves parameters to.
     """
     names = [*(f"{CORE}.{name}" for name in MAKE_ON_CUDA), "verl.utils.megatron_utils"]
-    return together(*(partial(_make, importlib.import_module(name)) for name in names))
+    return apply_all(*(partial(_make, importlib.import_module(name)) for name in names))
 
 
 def _make(module: ModuleType) -> Undo:
@@ -195,7 +195,7 @@ def keep_random_state() -> Undo:
     def set_to(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         torch.set_rng_state(new_state)
 
-    return together(
+    return apply_all(
         lambda: patch("keep_random_state", random, "_get_cuda_rng_state", get),
         lambda: patch("keep_random_state", random, "_set_cuda_rng_state", set_to),
     )
@@ -215,7 +215,7 @@ def name_types_as_cuda() -> Undo:
         name = "clip_grad_by_total_norm_fp32"
         return wrap("name_types_as_cuda", owner, name, _with_cuda_names, "parameters, max_norm, ...")
 
-    return together(
+    return apply_all(
         lambda: building(distributed.DistributedOptimizer),
         lambda: building(optimizers.Float16OptimizerWithFloat16Params),
         lambda: clips(clipping),
@@ -245,7 +245,7 @@ def step_each_parameter() -> Undo:
     """
     owner = importlib.import_module(f"{CORE}.optimizer.distrib_optimizer").DistributedOptimizer
     put = "_set_main_param_and_optimizer_states"
-    return together(
+    return apply_all(
         lambda: wrap("step_each_parameter", owner, "state_dict", _with_a_step, "self"),
         lambda: wrap("step_each_parameter", owner, "load_state_dict", _with_the_saved_step, "self, state_dict"),
         lambda: wrap("step_each_parameter", owner, put, _without_a_step, "self, model_param, tensors"),
@@ -309,7 +309,7 @@ def build_of_torch() -> Undo:
     block = importlib.import_module(f"{CORE}.transformer.transformer_block")
     moe_utils = importlib.import_module(f"{CORE}.transformer.moe.moe_utils")
     latent = importlib.import_module(f"{CORE}.transformer.multi_latent_attention")
-    return together(
+    return apply_all(
         lambda: patch("build_of_torch", specs, "TESpecProvider", layers.TESpecProvider, new=True),
         lambda: patch("build_of_torch", experts, "TESpecProvider", layers.TESpecProvider),
         lambda: patch("build_of_torch", specs, "TENorm", layers.TENorm, new=True),

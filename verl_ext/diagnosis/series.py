@@ -52,7 +52,7 @@ class NotLoggedError(Exception):
     """A run lacks the metrics that a finding needs. `findings.registry` catches it."""
 
 
-def needed(found: Answer | None) -> Answer:
+def require_logged(found: Answer | None) -> Answer:
     """Returns the argument. Raises NotLoggedError if it is None."""
     if found is None:
         raise NotLoggedError
@@ -69,7 +69,7 @@ class Readings:
 
     def __init__(self, series: Mapping[str, Series], ending: Ending | None = None):
         self.ending = ending
-        self.answers: dict[Callable[..., Any], Any] = {}  # results of functions that are `once_a_run`
+        self.answers: dict[Callable[..., Any], Any] = {}  # results of functions that are `cached_per_run`
         self._logged = {name: found for name, found in series.items() if found.steps.size}
         finite = {name: found.within(LARGEST) for name, found in self._logged.items()}
         self._finite = {name: found for name, found in finite.items() if found.steps.size}
@@ -87,7 +87,7 @@ class Readings:
     def need(self, name: str, fewest: int = 1) -> Series:
         """Returns the finite readings of a metric. Raises NotLoggedError for fewer than `fewest`."""
         series = self._finite.get(name)
-        return needed(series if series is not None and len(series.steps) >= fewest else None)
+        return require_logged(series if series is not None and len(series.steps) >= fewest else None)
 
     def logged(self, name: str) -> Series | None:
         """Returns all readings of a metric, also those that are not finite."""
@@ -131,7 +131,7 @@ class Readings:
         return np.column_stack([common.astype(np.float64), *columns])
 
 
-def once_a_run(function: Callable[[Readings], Answer]) -> Callable[[Readings], Answer]:
+def cached_per_run(function: Callable[[Readings], Answer]) -> Callable[[Readings], Answer]:
     """Decorates a function of a run whose result several findings use, so that it is computed once for each run."""
 
     @wraps(function)

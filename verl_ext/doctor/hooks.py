@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import UserError
-from verl_ext.base.patching import Undo, patch, together
+from verl_ext.base.patching import Undo, apply_all, patch
 from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
 from verl_ext.features import losses
 from verl_ext.features.feature import RunFeatures
@@ -350,7 +350,7 @@ def _settings_alone() -> Iterator[None]:
     def stand_in(name: str) -> Undo:
         return patch("settings_alone", sys.modules, name, ours[name], new=True)
 
-    undo = together(*(partial(stand_in, name) for name in ours))
+    undo = apply_all(*(partial(stand_in, name) for name in ours))
     try:
         for name, (module_name, member) in KEPT.items():
             vars(ours[name])[member] = getattr(importlib.import_module(f"{name}.{module_name}"), member)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Chosen, Method, build
+from verl_ext.base.methods import ConfiguredMethod, Method, build
 from verl_ext.core.advantages import ESTIMATORS, advantages_of_rows
 from verl_ext.features.feature import IN_THE_STEP, Demand, Feature, RunFeatures, TableLine
 
@@ -43,7 +43,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (method := ESTIMATORS.get(run.config.algorithm.adv_estimator)) is not None:
-        chosen = Chosen(method, estimator_settings(method, run.config.algorithm))
+        chosen = ConfiguredMethod(method, estimator_settings(method, run.config.algorithm))
         yield TableLine("advantages", str(chosen), IN_THE_STEP)
 
 

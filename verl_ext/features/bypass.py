@@ -30,11 +30,11 @@ def check(run: RunFeatures) -> None:
     _check_rules(config, stability)
 
 
-def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", gives_way: tuple[str, ...] = ()) -> None:
+def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", fallback: tuple[str, ...] = ()) -> None:
     """Refuses a setting, with a fix that keeps corrections and loss: by default, the fix turns bypass mode off."""
     otherwise = otherwise or (f"set {OFF}" if fix else "")
     said = f"{setting} {why} in bypass mode ({BYPASS}=True)"
-    raise ConfigError(said, fix=fix or (OFF,), otherwise=otherwise, gives_way=gives_way or fix)
+    raise ConfigError(said, fix=fix or (OFF,), otherwise=otherwise, fallback=fallback or fix)
 
 
 def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityConfig) -> None:
@@ -44,7 +44,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityC
             f"{setting}=R2",
             "replays what compute_log_prob recorded, which does not run",
             otherwise=f"replay the rollout's experts, {setting}=R3",
-            gives_way=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
+            fallback=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
         )
     if stability.router_agreement:
         without = "stability.router_agreement=false"
@@ -58,7 +58,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityC
             "stability.denominator=kept",
             "needs the number of kept tokens before the update, which computes it",
             otherwise="divide by all tokens, stability.denominator=full",
-            gives_way=("stability.denominator=full",),
+            fallback=("stability.denominator=full",),
         )
     if stability.trajectories.per_step:
         _forbid(
@@ -72,7 +72,7 @@ def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityC
                 f"stability.filters.{chosen.name}",
                 "filters by the training engine's log-probs before they are known",
                 otherwise="leave it out: stability.correction=opsm does the same in the update",
-                gives_way=stability.without_filter(chosen.name),
+                fallback=stability.without_filter(chosen.name),
             )
     if stability.kl_denominator == "old":
         _forbid("stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer")
@@ -126,7 +126,7 @@ def _check_ratio(config: DictConfig, stability: StabilityConfig) -> None:
             f"weighs a token by a ratio that {LOSS}.loss_mode={loss_mode(config)} already has, so it would count twice",
             *(stability.without(chosen.name) if method.is_ratio(chosen.settings) else ()),
             otherwise=f"{mask}{LOSS}.loss_mode={WITHOUT_RATIO[0]}, which has none",
-            gives_way=stability.without(chosen.name),
+            fallback=stability.without(chosen.name),
         )
 
 
@@ -135,16 +135,16 @@ def _check_rules(config: DictConfig, stability: StabilityConfig) -> None:
         where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
         if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):
             off = (f"{where}=null",)
-            _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true", gives_way=off)
+            _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true", fallback=off)
         if "/advantage" in rule.signal:
             off, instead = (f"{where}=null",), "use vllm_kl/k3"
-            _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise=instead, gives_way=off)
+            _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise=instead, fallback=off)
         if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
             _forbid(
                 f"{where}: action=skip",
                 f"comes too late: {rule.signal} is known when the update is made",
                 otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
-                gives_way=(f"{where}.action=warn",),
+                fallback=(f"{where}.action=warn",),
             )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Chosen
+from verl_ext.base.methods import ConfiguredMethod
 from verl_ext.core.corrections import Correction
 from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.losses import LOSS, foreign_loss, loss_has_ratio, loss_mode, reads_k
@@ -47,30 +47,30 @@ def check(run: RunFeatures) -> None:
         return
     ours, without = run.stability.asked_correction, run.stability.without(*weighing)
     if makes_weights and weighing:
-        raise ConfigError(f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=without, gives_way=without)
+        raise ConfigError(f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=without, fallback=without)
     if ignores_weights(run.config):
-        raise ConfigError(f"{ours} weighs a loss that this distillation does not have", fix=without, gives_way=without)
+        raise ConfigError(f"{ours} weighs a loss that this distillation does not have", fix=without, fallback=without)
     if makes_weights:
         ours = f"{LOSS}.loss_mode={mode}"
     if verls := OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is"):
         raise ConfigError(
             f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
             fix=("algorithm.rollout_correction.rollout_is=null",),
-            gives_way=() if makes_weights else without,
+            fallback=() if makes_weights else without,
         )
     if mode == "bypass_mode":
         raise ConfigError(
             f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
             fix=run.stability.without(*run.stability.correction_names),
             otherwise="another loss_mode",
-            gives_way=without,
+            fallback=without,
         )
     if (why := foreign_loss(run.config)) and mode in NEEDS_OURS:
         raise ConfigError(
             f"{ours} weighs tokens, and {LOSS}.loss_mode={mode} takes weights only from the plugin's loss in the "
             f"workers: {why}",
             fix=without,
-            gives_way=without,
+            fallback=without,
         )
 
 
@@ -101,7 +101,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("denominator", "kept tokens", "response_mask and loss_mask")
 
 
-def _line_in_loss(chosen: Chosen[Correction]) -> TableLine:
+def _line_in_loss(chosen: ConfiguredMethod[Correction]) -> TableLine:
     return TableLine("correction", str(chosen), "{loss}", in_loss=lambda found: chosen.name in found["corrections"])
 
 

@@ -20,7 +20,7 @@ def check(run: RunFeatures) -> None:
             raise ConfigError(
                 f"stability.filters.{chosen.name} drops rollouts by their lag, which is always 0 with {MODE}=sync; "
                 "leave the filter out, or train in an asynchronous mode",
-                gives_way=run.stability.without_filter(chosen.name),
+                fallback=run.stability.without_filter(chosen.name),
             )
 
 

@@ -1,6 +1,6 @@
 """Fits a preset to a run: leaves out what this engine, trainer mode or model cannot do, and keeps the reason.
 
-A check that refuses a setting knows which overrides leave it out (`UserError.gives_way`). If the setting comes from a
+A check that refuses a setting knows which overrides leave it out (`UserError.fallback`). If the setting comes from a
 preset, a recipe or a config file, these overrides are applied, and `stability.left_out` keeps the reason for the
 start-up table. If the user wrote it under `stability.` on the command line, the run is refused.
 """
@@ -38,7 +38,7 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
                 check_run(features)
             return features
         except UserError as error:
-            way = error.gives_way
+            way = error.fallback
             if not way or way in tried or any(_is_written(key, written) for key in _keys(way)):
                 raise
             method = set(config.stability.get("expects") or {})

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError, giving_way
+from verl_ext.base.errors import ConfigError, with_fallback
 from verl_ext.base.methods import described
 from verl_ext.diagnosis.levels import Level, published
 from verl_ext.features.feature import Demand, Effect, Feature, Need, RunFeatures, TableLine
@@ -66,14 +66,14 @@ def check(run: RunFeatures) -> None:
     settings, again = run.stability.guard, f"{GUARD_NODE}.after_update.trajectories"
     if settings.mini_batch.grad_norm is not None:
         norm = f"{GUARD_NODE}.mini_batch.grad_norm"
-        with giving_way(f"{norm}=null"):
+        with with_fallback(f"{norm}=null"):
             _check_engine(run.config, norm, (f"{norm}=null",), "use a rule on actor/grad_norm")
     if settings.after_update.trajectories:
-        with giving_way(f"{again}=0"):
+        with with_fallback(f"{again}=0"):
             _check_engine(run.config, again, (f"{again}=0",))
     for rule in run.stability.rules:
         where = f"{GUARD_NODE}.rules.{rule.name}"
-        with giving_way(f"{where}.action=warn"):
+        with with_fallback(f"{where}.action=warn"):
             if rule.action == "rollback":
                 _check_rollback(run.config, f"{where}: action=rollback")
             if rule.action == "undo":
@@ -83,7 +83,7 @@ def check(run: RunFeatures) -> None:
             raise ConfigError(
                 f"{where}: {rule.signal} needs trajectories that are scored again after the update",
                 fix=(f"{again}=16",),
-                gives_way=(f"{where}=null",),
+                fallback=(f"{where}=null",),
             )
 
 

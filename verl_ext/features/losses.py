@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import verl_ext.core.losses  # noqa: F401 (to register them)
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Chosen, choose, defaults, described
+from verl_ext.base.methods import ConfiguredMethod, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
 from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.settings import AGREEMENT, EVERY_AGREEMENT
@@ -39,7 +39,7 @@ WITHOUT_RATIO = ("gpg",)  # verl's losses without l_old: -log pi_theta A
 UNBIASED = "unbiased"  # our value of actor.kl_loss_type
 
 
-def chosen_loss(policy_loss: Mapping[str, Any]) -> Chosen[Loss]:
+def chosen_loss(policy_loss: Mapping[str, Any]) -> ConfiguredMethod[Loss]:
     """Returns our loss that `loss_mode` names, with its validated settings.
 
     Raises:

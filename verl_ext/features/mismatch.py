@@ -42,7 +42,7 @@ def check(run: RunFeatures) -> None:
         raise ConfigError(
             f"{ROLLOUT}.calculate_log_probs=False returns no log-probs, which stability.* compares",
             fix=(asked := (f"{ROLLOUT}.calculate_log_probs=True",)),
-            gives_way=asked,
+            fallback=asked,
         )
     if rollout_name(run.config) == "sglang":
         _check_temperature(run.config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.base.errors import ConfigError, HookError, giving_way, require_choice
+from verl_ext.base.errors import ConfigError, HookError, require_choice, with_fallback
 from verl_ext.base.methods import described
 from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
@@ -94,7 +94,7 @@ def check(run: RunFeatures) -> None:
         raise ConfigError(
             f"{REPLAY}={mode} and {verls}={named} ask for different replays",
             fix=(f"{REPLAY}={named}",),
-            gives_way=(f"{REPLAY}=null",),
+            fallback=(f"{REPLAY}=null",),
         )
     if agreement:
         asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
@@ -102,7 +102,7 @@ def check(run: RunFeatures) -> None:
         asked, off = f"{setting}={mode}", f"{setting}=disabled"
     reads = run.read_model and (agreement or (mode != "disabled" and strategy in HOOKED))
     model = hf_config_of(config.actor_rollout_ref.model) if reads else None  # its errors leave no setting out
-    with giving_way(*((off,) if off.startswith("stability.") else ())):
+    with with_fallback(*((off,) if off.startswith("stability.") else ())):
         _check_routes(run, asked, off, model)
     if run.stability.router_agreement_share < 1:
         _check_share(config, run.stability.router_agreement_share)
@@ -221,7 +221,7 @@ def _check_experts(config: DictConfig, hf_config: Any, asked: str, off: str) -> 
     if config.actor_rollout_ref.rollout.name == "sglang":
         check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
     if replays_here(config):
-        with giving_way(*([f"{REPLAY}=disabled"] if replay_setting(config) == REPLAY else [])):
+        with with_fallback(*([f"{REPLAY}=disabled"] if replay_setting(config) == REPLAY else [])):
             check_replayable(hf_config)
     if strategy_of(config) in HOOKED:
         probe_choices(hf_config, trust_remote_code=trusts_code(model))

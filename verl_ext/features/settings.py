@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Chosen, defaults, described, require, require_one_of
+from verl_ext.base.methods import ConfiguredMethod, defaults, described, require, require_one_of
 from verl_ext.base.metrics import OURS, find, nearest
 from verl_ext.core.corrections import Correction
 from verl_ext.core.filters import BatchFilter
@@ -382,7 +382,7 @@ def _usual_text(value: Any) -> str:
     return "null" if is_dataclass(value) else json.dumps(value)
 
 
-def _drops(chosen: Chosen[Correction]) -> bool:
+def _drops(chosen: ConfiguredMethod[Correction]) -> bool:
     """Returns True if a correction may drop tokens; a correction that is registered to weigh by the ratio may not."""
     method = chosen.method
     return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
@@ -398,8 +398,8 @@ class StabilityConfig(Switches):
         rules: a mapping from a name to a rule of the guard. `batch_skip` is the first rule.
     """
 
-    correction: tuple[Chosen[Correction], ...] = ()
-    filters: tuple[Chosen[BatchFilter], ...] = ()
+    correction: tuple[ConfiguredMethod[Correction], ...] = ()
+    filters: tuple[ConfiguredMethod[BatchFilter], ...] = ()
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -420,7 +420,7 @@ class StabilityConfig(Switches):
             needing[f"router_agreement_share={self.router_agreement_share:g}"] = (EVERY_AGREEMENT,)
         if not self.router_agreement:
             for setting, off in needing.items():
-                raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), gives_way=off)
+                raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), fallback=off)
         for rule in self.rules:
             self._check_rule(rule)
         self._check_guard()
@@ -447,7 +447,7 @@ class StabilityConfig(Switches):
                 f"stability.denominator=kept cannot count the tokens that {' and '.join(inside)} drops in the update",
                 fix=full,
                 otherwise="use stability.filters.off_policy_negative",
-                gives_way=full,
+                fallback=full,
             )
         if not any(_drops(chosen) for chosen in self.correction):
             raise ConfigError(
@@ -455,7 +455,7 @@ class StabilityConfig(Switches):
                 f"stability.correction={','.join(self.correction_names) or 'none'} drops none there",
                 fix=full,
                 otherwise="name a correction that drops tokens, such as icepop",
-                gives_way=full,
+                fallback=full,
             )
 
     def _check_guard(self) -> None:
@@ -466,7 +466,7 @@ class StabilityConfig(Switches):
                 raise ConfigError(
                     f"stability.guard.{name} is set, and no rule has action={' or '.join(readers)}; give a rule of "
                     "stability.guard.rules that action, or leave the setting out",
-                    gives_way=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
+                    fallback=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
                 )
 
     def _check_rule(self, rule: Rule) -> None:
@@ -476,7 +476,7 @@ class StabilityConfig(Switches):
                 raise ConfigError(
                     f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
                     "another action",
-                    gives_way=(f"{where}.action=warn",),
+                    fallback=(f"{where}.action=warn",),
                 )
             for chosen in self.bands:
                 (low, least), (high, most) = asdict(chosen.settings).items()
@@ -487,7 +487,7 @@ class StabilityConfig(Switches):
                     )
         if rule.signal.startswith("router/") and not self.router_agreement:
             raise ConfigError(
-                f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,), gives_way=(f"{where}=null",)
+                f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,), fallback=(f"{where}=null",)
             )
 
     @property
@@ -520,17 +520,17 @@ class StabilityConfig(Switches):
         return (f"stability.filters={json.dumps(rest) if rest else 'null'}",)
 
     @property
-    def before_update(self) -> tuple[Chosen[Correction], ...]:
+    def before_update(self) -> tuple[ConfiguredMethod[Correction], ...]:
         """The corrections that the trainer applies."""
         return tuple(chosen for chosen in self.correction if not chosen.method.in_update)
 
     @property
-    def in_update(self) -> tuple[Chosen[Correction], ...]:
+    def in_update(self) -> tuple[ConfiguredMethod[Correction], ...]:
         """The corrections that the workers' loss applies."""
         return tuple(chosen for chosen in self.correction if chosen.method.in_update)
 
     @property
-    def bands(self) -> tuple[Chosen[Correction], ...]:
+    def bands(self) -> tuple[ConfiguredMethod[Correction], ...]:
         """The corrections that keep tokens in a fixed band of k, as icepop does. Their settings have `narrowed`."""
         return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
 

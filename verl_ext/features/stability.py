@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, require_choice
-from verl_ext.base.methods import Chosen, build, choose, defaults, require_known
+from verl_ext.base.methods import ConfiguredMethod, build, choose, defaults, require_known
 from verl_ext.base.metrics import comes_late
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter, get_batch_filter
@@ -87,7 +87,7 @@ def _plain(node: Any) -> dict[str, Any]:
     return {str(name): value for name, value in plain.items()}
 
 
-def _corrections(given: dict[str, Any]) -> tuple[Chosen[Correction], ...]:
+def _corrections(given: dict[str, Any]) -> tuple[ConfiguredMethod[Correction], ...]:
     """Returns the corrections that `correction` names, with their settings; removes both from `given`."""
     wanted = given.pop("correction", "none")
     names = [name for name in _names("stability.correction", wanted) if name != "none"]
@@ -111,7 +111,7 @@ def _corrections(given: dict[str, Any]) -> tuple[Chosen[Correction], ...]:
     return tuple(choose(CORRECTIONS[name], settings.get(name), f"stability.{name}") for name in names)
 
 
-def _chosen_filters(given: Any) -> tuple[Chosen[BatchFilter], ...]:
+def _chosen_filters(given: Any) -> tuple[ConfiguredMethod[BatchFilter], ...]:
     if not isinstance(given, Mapping):
         names = _names("stability.filters", given)
         if len(set(names)) < len(names):

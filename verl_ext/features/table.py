@@ -104,7 +104,7 @@ def _check_loss_runs(run: RunFeatures) -> None:
                 f"{demand.setting} needs the plugin's loss in the workers: {why}",
                 fix=demand.off,
                 otherwise="" if demand.off else "leave it out",
-                gives_way=demand.off,
+                fallback=demand.off,
             )
 
 
@@ -148,7 +148,7 @@ def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
             f"stability.{name}={_as_yaml(value)} has no effect: {why}",
             fix=(reset := (f"stability.{name}={_as_yaml(usual)}",)),
             otherwise=switch,
-            gives_way=reset,
+            fallback=reset,
         )
 
 

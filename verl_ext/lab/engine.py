@@ -259,7 +259,7 @@ def score(
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
     if top is not None and reading.entropy is not None:
         of_top = reading.entropy.detach().view_as(responses)
-        entropy = torch.where(top.known.view_as(responses), of_top, entropy)
+        entropy = torch.where(top.present.view_as(responses), of_top, entropy)
         return Scores(reading.l_own.view_as(responses), entropy, routing, reading)
     own = all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
     return Scores(own, entropy, routing, reading if top is not None else None)

@@ -67,7 +67,7 @@ def write_lab_page(
     """Writes `report.html`, `report.png` and the figures; `runs` has the variants' runs by name."""
     order = [variant.name for variant in ranked_variants(variants)]
     named = {name: runs[name] for name in order if runs.get(name)}
-    look = variant_looks(order)
+    look = variant_styles(order)
     panels = [
         replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], compared="")
         for panel in LAB_PANELS
@@ -87,7 +87,7 @@ def write_lab_page(
     return write_page(out, drawn, context, progress=progress)
 
 
-def variant_looks(names: Sequence[str]) -> dict[str, Look]:
+def variant_styles(names: Sequence[str]) -> dict[str, Look]:
     """Returns a look for each variant: exact in ink, none in vermilion, the others by colour, then by dash."""
     others = cycle((colour, dash) for dash, colour in product(DASHES, LINE_COLOURS) if colour != VERMILION)
     own: dict[str, Look] = {EXACT: (INK, ()), NONE: (VERMILION, ())}

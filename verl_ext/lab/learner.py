@@ -182,7 +182,7 @@ class Learner:
         apart = divergence(scored.reading, top, truncated=self.use.truncated)
         mask = batch.sampled.mask.flatten()
         places = torch.arange(0, len(mask) + 1, batch.sampled.mask.shape[1])
-        return top_token_metrics(top_token_sums(apart, top.known, mask, places))
+        return top_token_metrics(top_token_sums(apart, top.present, mask, places))
 
     def take_back(self, after: int) -> list[int | None]:
         """Returns the answer of each worker of a run to an undo; the lab has one worker."""

@@ -90,7 +90,7 @@ class Plan:
     def seconds_of(self, feature: str) -> float:
         return sum(cost.waited for cost in self.on if cost.feature == feature)
 
-    def but(self, **changes: Any) -> "Plan":
+    def with_usage(self, **changes: Any) -> "Plan":
         """Returns the plan with other settings of the plugin or of TransferQueue."""
         return replace(self, usage=replace(self.usage, **changes))
 
@@ -110,16 +110,16 @@ class Plan:
         usage, found = self.usage, []
         if usage.compares and usage.replay == "disabled" and usage.agreement_share > SMALL_SHARE:
             setting = f"stability.router_agreement_share={SMALL_SHARE}"
-            found.append((setting, self.but(agreement_share=SMALL_SHARE)))
+            found.append((setting, self.with_usage(agreement_share=SMALL_SHARE)))
         if usage.replay != "disabled":
-            found.append((f"{usage.replay_setting}=disabled", self.but(replay="disabled")))
+            found.append((f"{usage.replay_setting}=disabled", self.with_usage(replay="disabled")))
         if usage.simple and self.units_wanted > usage.units:
-            found.append((f"{UNITS}={self.units_wanted}", self.but(units=self.units_wanted)))
+            found.append((f"{UNITS}={self.units_wanted}", self.with_usage(units=self.units_wanted)))
         if usage.measures and usage.signs:
-            found.append(("stability.breakdown=false", self.but(splits=False, signs=False)))
+            found.append(("stability.breakdown=false", self.with_usage(splits=False, signs=False)))
         if any(cost.waited for cost in self.on if cost.hidden):
             more = 2 * usage.workers
-            found.append((f"{WORKERS}={more}", self.but(workers=more)))
+            found.append((f"{WORKERS}={more}", self.with_usage(workers=more)))
         return found
 
 

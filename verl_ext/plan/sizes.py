@@ -175,7 +175,7 @@ def read_usage(config: DictConfig) -> Usage:
     run = read_features(config, stability)
     late = Need.MEASURED_IN_UPDATE in run.needs  # the workers measure and weigh, not the controller
     with as_config_errors():
-        units, workers = whole(config, UNITS, USUAL_UNITS), whole(config, WORKERS, USUAL_WORKERS)
+        units, workers = whole_number(config, UNITS, USUAL_UNITS), whole_number(config, WORKERS, USUAL_WORKERS)
     return Usage(
         measures=Need.MEASURED_BATCHES in run.needs,
         weighs=Need.TOKEN_WEIGHTS in run.needs and not late,
@@ -224,11 +224,11 @@ def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
     """
     with as_config_errors():
         for key in COUNTED:
-            whole(config, key)
+            whole_number(config, key)
         check_recipe(config, shape)
 
 
-def whole(config: DictConfig, key: str, usual: int | None = None) -> int:
+def whole_number(config: DictConfig, key: str, usual: int | None = None) -> int:
     """Returns the number at `key`, or `usual` if there is none.
 
     Raises:
@@ -278,18 +278,22 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     engine = actor.megatron if megatron else actor.fsdp_config
 
     def parallel_size(key: str, default: int) -> int:
-        return default if not megatron or engine.get(key) is None else whole(config, f"{ACTOR}.megatron.{key}")
+        return default if not megatron or engine.get(key) is None else whole_number(config, f"{ACTOR}.megatron.{key}")
 
     tensor = parallel_size("tensor_model_parallel_size", 1)
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     micro = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
-    rows = 1 if actor.get(micro) is None else whole(config, f"{ACTOR}.{micro}")
+    rows = 1 if actor.get(micro) is None else whole_number(config, f"{ACTOR}.{micro}")
     fraction = "optim.override_optimizer_config.optimizer_offload_fraction"
     offloads = megatron and OmegaConf.select(actor, fraction) is not None
     mixed = None if megatron else OmegaConf.select(engine, "mixed_precision.param_dtype")
-    rollout_gpus = count if shared else whole(config, f"{ROLLOUT}.nnodes") * whole(config, f"{ROLLOUT}.n_gpus_per_node")
+    rollout_gpus = (
+        count
+        if shared
+        else whole_number(config, f"{ROLLOUT}.nnodes") * whole_number(config, f"{ROLLOUT}.n_gpus_per_node")
+    )
     return Sizes(
         shape=shape,
         gpu=gpu,
@@ -319,7 +323,7 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         rollout_bytes=1 if rollout.get("quantization") == "fp8" else _bytes(rollout.dtype),
         cache_bytes=_cache_bytes(rollout),
         utilization=_fraction(config, f"{ROLLOUT}.gpu_memory_utilization"),
-        max_num_seqs=whole(config, f"{ROLLOUT}.max_num_seqs"),
+        max_num_seqs=whole_number(config, f"{ROLLOUT}.max_num_seqs"),
         engine=ROLLOUTS.get(rollout.name, "vLLM"),
         per_node=config.trainer.n_gpus_per_node,
     )

@@ -109,7 +109,7 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []
 
-    def look(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
+    def measure(name: str, overrides: Sequence[str], folder: Path, tell: Tell) -> dict[str, Any]:
         rounds_to = arguments.format if LAYERS in arguments.sweep and name == LAUNCH else ""
         whole = [*overrides, *probe_overrides(config, arguments.prompts, folder, arguments.batches, rounds_to)]
         found = kept_result(whole, folder) if changes else None
@@ -120,28 +120,34 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
 
     with console.status("starting Ray and the engines") as status:
         if not changes:
-            return look(LAUNCH, given, out, status.update)
-        return _measure_changes(given, changes, out, look, status.update)
+            return measure(LAUNCH, given, out, status.update)
+        return _measure_changes(given, changes, out, measure, status.update)
 
 
 def _measure_changes(
-    given: Sequence[str], changes: Sequence[SettingChange], out: Path, look: Callable[..., dict[str, Any]], tell: Tell
+    given: Sequence[str],
+    changes: Sequence[SettingChange],
+    out: Path,
+    measure: Callable[..., dict[str, Any]],
+    tell: Tell,
 ) -> dict[str, Any]:
     """Measures the launch as it is, then with each change."""
     count, seconds = len(changes) + 1, list[float]()
 
-    def telling(name: str) -> Tell:
+    def progress_of(name: str) -> Tell:
         mean = sum(seconds) / len(seconds) if seconds else 0.0
         left = f", about {mean * (count - len(seconds)) / 60:.0f} min left" if mean else ""
         tell(f"{len(seconds) + 1} of {count}{left}: {name}: starting")
         return lambda said: tell(f"{len(seconds) + 1} of {count}{left}: {name}: {said}")
 
-    found = look(LAUNCH, given, out, telling(LAUNCH))
+    found = measure(LAUNCH, given, out, progress_of(LAUNCH))
     seconds.append(found.get("seconds", 0.0))
     swept = [_result_of("", (), found)]
     for change in changes:
         try:
-            one = look(change.name, with_change(given, change), out / "sweep" / change.name, telling(change.name))
+            one = measure(
+                change.name, with_change(given, change), out / "sweep" / change.name, progress_of(change.name)
+            )
         except ConfigError as error:
             swept.append(SweepResult(change.name, change.overrides, error=str(error)))
         else:

@@ -197,7 +197,7 @@ def ranked_by_gap(swept: Sequence[SweepResult]) -> list[SweepResult]:
     return sorted(swept, key=lambda one: (bool(one.error), one.k3))
 
 
-def matters(one: SweepResult, base: SweepResult) -> bool:
+def exceeds_noise(one: SweepResult, base: SweepResult) -> bool:
     """Returns True if `one` changes the gap by more than twice the difference's error and a tenth of the gap."""
     error = (one.k3_error**2 + base.k3_error**2) ** 0.5
     return not (one.error or base.error) and abs(one.k3 - base.k3) > max(2 * error, 0.1 * base.k3)
@@ -209,8 +209,8 @@ def sweep_sentence(swept: Sequence[SweepResult]) -> str:
     if base.error:
         finite = ", ".join(one.name for one in others if not one.error)
         return "The launch as it is has no gap to compare with" + (f"; it is finite with {finite}." if finite else ".")
-    less = [one for one in ranked_by_gap(others) if matters(one, base) and one.k3 < base.k3]
-    more = [one for one in ranked_by_gap(others) if matters(one, base) and one.k3 > base.k3]
+    less = [one for one in ranked_by_gap(others) if exceeds_noise(one, base) and one.k3 < base.k3]
+    more = [one for one in ranked_by_gap(others) if exceeds_noise(one, base) and one.k3 > base.k3]
     if not less and not more:
         return "No setting tried changes the gap by more than its error."
     words = [f"{one.name} leaves {one.k3 / base.k3:.0%} of the gap" for one in less]

@@ -64,11 +64,11 @@ class ProbeTrainer(StabilityTrainerSync):
         print_progress("sampling")
         batch = self.sampled()
         out = Path(self.config[OUT])
-        for found in self.looks(batch):  # after an error, the file has the measurements before it
+        for found in self.measurements(batch):  # after an error, the file has the measurements before it
             out.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2))
         return batch
 
-    def looks(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
+    def measurements(self, batch: KVBatchMeta) -> Iterator[dict[str, Any]]:
         """Yields the measurements so far, after each of its parts."""
         found = self.probe(batch)
         yield found

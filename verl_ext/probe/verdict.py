@@ -32,9 +32,9 @@ from verl_ext.probe.sweep import (
     LAUNCH,
     GroupGap,
     SweepResult,
+    exceeds_noise,
     excess,
     layers_sentences,
-    matters,
     ranked_by_gap,
     ranked_groups,
     sensitive_layers,
@@ -604,7 +604,7 @@ def _layers_table(layers: Sequence[GroupGap]) -> ProbeTable:
 def _sweep_numbers(one: SweepResult, base: SweepResult) -> tuple[str, ...]:
     if one.error:
         return ("failed", "", "", "", "")
-    star = "*" if one.name and matters(one, base) else " "
+    star = "*" if one.name and exceeds_noise(one, base) else " "
     share = f"{one.k3 / base.k3:.3g}{star}" if base.k3 else ""
     k3 = f"{one.k3:.2e} ± {one.k3_error:.0e}"
     return k3, share, f"{one.sampling:.1e}", f"{one.rest:.1e}", f"{one.seconds:.0f}"

@@ -190,7 +190,7 @@ def probe_choices(
                 f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
                 "no text model for it, or it needs code of its own, which model.trust_remote_code allows",
                 OFF,
-                gives_way=(),
+                fallback=(),
             ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
             seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)

@@ -23,15 +23,15 @@ def open_recorder_of_transformers(engine: Any) -> Recorder:
     """
     from verl.utils.ulysses import gather_outputs_and_unpad
 
-    def whole(rows_nd: Tensor) -> Tensor:  # without sequence parallelism, returns its argument
+    def gather_tokens(rows_nd: Tensor) -> Tensor:  # without sequence parallelism, returns its argument
         return gather_outputs_and_unpad(rows_nd.contiguous(), gather_dim=0)
 
-    return Recorder(named_points(engine.module), whole)
+    return Recorder(named_points(engine.module), gather_tokens)
 
 
 def open_recorder_of_megatron(engine: Any) -> Recorder:
     """Hooks the layers of this rank's pipeline stage; a stage may have none."""
-    return Recorder(megatron_points(engine.module), _whole_of_megatron(engine.tf_config))
+    return Recorder(megatron_points(engine.module), _gather_tokens_of_megatron(engine.tf_config))
 
 
 def megatron_layers(module: Any) -> list[tuple[int, nn.Module]]:
@@ -91,7 +91,7 @@ def _language_models(module: Any) -> list[Any]:
     return [getattr(chunk, "language_model", chunk) for chunk in unwrap_model(list(module))]
 
 
-def _whole_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
+def _gather_tokens_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
     """Returns the function that joins a sequence's tokens, one after another.
 
     With sequence parallelism, each rank of tensor parallelism has a slice of all hooked states; without it, each rank
@@ -99,14 +99,14 @@ def _whole_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
     """
     from megatron.core import parallel_state as mpu
 
-    def whole(rows_nd: Tensor) -> Tensor:
+    def gather_tokens(rows_nd: Tensor) -> Tensor:
         if config.sequence_parallel:
             rows_nd = joined_over(rows_nd, mpu.get_tensor_model_parallel_group())
         if mpu.get_context_parallel_world_size() > 1:
             rows_nd = unsplit(_of_all_ranks(rows_nd, mpu.get_context_parallel_group()))
         return rows_nd
 
-    return whole
+    return gather_tokens
 
 
 def joined_over(rows_nd: Tensor, group: Any) -> Tensor:

@@ -63,18 +63,18 @@ class Recorder:
     """Hooks the modules of these points until it is closed; keeps the first MOST_ROWS tokens of each pass.
 
     Args:
-        whole: [n, d] of this rank -> [n, d] of all tokens of the pass, where ranks share them.
+        gather_tokens: [n, d] of this rank -> [n, d] of all tokens of the pass, where ranks share them.
         takes: returns whether to record the current pass.
     """
 
     def __init__(
         self,
         points: Sequence[StatePoint],
-        whole: Callable[[Tensor], Tensor] = lambda rows_nd: rows_nd,
+        gather_tokens: Callable[[Tensor], Tensor] = lambda rows_nd: rows_nd,
         takes: Callable[[], bool] = lambda: True,
     ):
         self._passes: Passes = {}
-        self._whole, self._takes = whole, takes
+        self._gather_tokens, self._takes = gather_tokens, takes
         self._handles = [point.module.register_forward_hook(self._hook(point)) for point in points]
 
     def close(self) -> Passes:
@@ -93,7 +93,7 @@ class Recorder:
         return hook
 
     def _rows(self, point: str, rows_nd: Tensor) -> Tensor:
-        return narrowest(rows_nd[:HEAD_ROWS]) if point == HEAD else self._whole(rows_nd)[:MOST_ROWS]
+        return narrowest(rows_nd[:HEAD_ROWS]) if point == HEAD else self._gather_tokens(rows_nd)[:MOST_ROWS]
 
 
 def narrowest(values: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ class QueueBatch:
         servers: those that the gap is broken down by.
 
     Attributes:
-        whole: the batch is one block.
+        is_one_block: the batch is read at once.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class QueueBatch:
     ):
         self._batch, self._lag, self._view, self._servers = batch, lag, view, servers or Servers()
         self._parts = parts_of(batch)
-        self.whole = len(self._parts) == 1
+        self.is_one_block = len(self._parts) == 1
         self._tokens: Tokens | None = None  # if the batch is one block
         self._rewards: Tensor | None = None
         self._numbers: dict[str, Tensor] = {}
@@ -126,7 +126,7 @@ class QueueBatch:
             numbers: the names of these fields.
             measured: whether to read the tokens.
         """
-        whole = self.whole and measured
+        whole = self.is_one_block and measured
         asked = [*numbers, *FIELDS, names.REWARDS] if whole else list(numbers)
         data = dict(get_fields(self._batch, asked).items()) if asked else {}
         self._numbers = {name: row_matrix(data[name]) for name in numbers if name in data}
@@ -151,7 +151,7 @@ class QueueBatch:
         return schema_of(self._batch).get(name, {}).get("dtype")
 
     def blocks(self, *, by_sign: bool = False) -> Iterator[tuple[Rows, Tokens]]:
-        if by_sign and not self.whole:
+        if by_sign and not self.is_one_block:
             self._by_row = torch.zeros(len(self._batch.keys), 4, dtype=torch.float64)
         for part, tokens in self._read(FIELDS):
             if self._by_row is not None:
@@ -166,7 +166,7 @@ class QueueBatch:
             mask = jagged(fields[names.RESPONSE_MASK].long(), block.offsets)
             found |= {names.RESPONSE_MASK: mask, names.LOSS_MASK: mask}
         self._is_weighed |= names.WEIGHTS in found
-        if self.whole:
+        if self.is_one_block:
             self._waiting |= found
         else:
             put_fields(block.batch, found)

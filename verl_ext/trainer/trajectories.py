@@ -74,7 +74,7 @@ class Dump:
         self._log: TrajectoryLog | None = log
         self._settings = settings
         self._last_step = -1
-        self._chosen: list[ChosenTrajectory] = []
+        self._chosen: list[ShownTrajectory] = []
 
     def look_at(self, batch: QueueBatch, step: int) -> None:
         """Chooses trajectories of a measured batch, if this step's are written."""
@@ -122,7 +122,7 @@ def _cut(file: Path, after: int) -> None:
 
 
 @dataclass(frozen=True)
-class ChosenTrajectory:
+class ShownTrajectory:
     """A trajectory to write: its place in the batch, why it was chosen, its tokens, and their weights [n] or None."""
 
     row: int
@@ -131,7 +131,7 @@ class ChosenTrajectory:
     weight: Tensor | None
 
 
-def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[ChosenTrajectory]:
+def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[ShownTrajectory]:
     rows = choose_shown(*batch.log_k_sums(), count, step, batch.added)
     if not rows:
         return []
@@ -139,7 +139,7 @@ def choose_trajectories(batch: QueueBatch, count: int, step: int) -> list[Chosen
     chosen = []
     for place, (row, why) in enumerate(rows.items()):
         own, places = tokens.of_rows([place])
-        chosen.append(ChosenTrajectory(row, why, own, None if weight is None else weight[places]))
+        chosen.append(ShownTrajectory(row, why, own, None if weight is None else weight[places]))
     return chosen
 
 
@@ -166,7 +166,7 @@ def write_step(
     log: TrajectoryLog,
     settings: TrajectoryDump,
     batch: KVBatchMeta,
-    chosen: Sequence[ChosenTrajectory],
+    chosen: Sequence[ShownTrajectory],
     tokenizer: Any,
     **about: Any,
 ) -> None:

@@ -36,7 +36,7 @@ from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.names import ANSWER_FACTS, ROLLOUT_ROUTES, ROUTE_SUM, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-from verl_ext.base.patching import PatchError, Undo, expect, expect_lookup, moved, together, wrap
+from verl_ext.base.patching import PatchError, Undo, apply_all, expect, expect_lookup, moved, wrap
 from verl_ext.core import torch
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def change_server(server: Any) -> Undo:
             lambda: wrap("agent_loop", server, "SamplingParams", ask_for_top_tokens),
             lambda: wrap("agent_loop", server, "extract_prompt_logprobs", take_top_tokens),
         ]
-    return together(*changes)
+    return apply_all(*changes)
 
 
 async def generate_in_server(
@@ -281,7 +281,7 @@ def change_client(client: Any) -> Undo:
     if _extras.answers:
         expect(CHANGE, client, "LLMServerClient._acquire_server", "self, request_id, ...")
         changes += [lambda: wrap("agent_loop", client.LLMServerClient, "_acquire_server", acquire_server)]
-    return together(*changes)
+    return apply_all(*changes)
 
 
 async def acquire_server(verls: Callable, client: Any, request_id: Any, **named: Any) -> tuple[str, Any]:
@@ -358,7 +358,7 @@ def change_agent_loop(agent_loop: Any) -> Undo:
         worker = expect(CHANGE, agent_loop, "AgentLoopWorker")
         expect_lookup(CHANGE, expect(CHANGE, worker, "_run_agent_loop"), "rollout_trace_attr")
         changes += [lambda: wrap("agent_loop", agent_loop, "rollout_trace_attr", trajectory_context)]
-    return together(*changes)
+    return apply_all(*changes)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_ext.base.errors import WorkerDiedError
-from verl_ext.base.patching import Undo, expect, patch, together, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, patch, wrap
 from verl_ext.upstream import engine_calls
 
 MODULES = {"scheduler": "sglang.srt.managers.scheduler", "detokenizer": "sglang.srt.managers.detokenizer_manager"}
@@ -88,7 +88,7 @@ def start_processes(server_module: Any, run: Callable[..., None] = run_process) 
         return launch(*args, **kwargs)
 
     watchdog = expect("sglang_processes", server_module, "sglang.srt.entrypoints.engine.SubprocessWatchdog")
-    return together(
+    return apply_all(
         lambda: patch("sglang_processes", engine, "_launch_subprocesses", staticmethod(launch_subprocesses)),
         lambda: wrap("sglang_processes", watchdog, "_check_processes", keep_exit_codes, "self"),
     )

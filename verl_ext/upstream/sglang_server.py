@@ -28,7 +28,7 @@ from torch import Tensor
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-from verl_ext.base.patching import Undo, expect, together, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, wrap
 from verl_ext.upstream.agent_loop import (
     DISTRIBUTION_CHANGES,
     ROWS_HELD,
@@ -96,7 +96,7 @@ def extend_server(server_module: Any) -> Undo:
     """
     server = expect(CHANGE, server_module, "SGLangHttpServer")
     expect(CHANGE, server, "generate", "self, prompt_ids, sampling_params, request_id, ...")
-    return together(
+    return apply_all(
         lambda: wrap("sglang_server", server_module, "set_global_state", set_global_state, "global_state"),
         lambda: wrap("sglang_server", server, "generate", generate),
     )

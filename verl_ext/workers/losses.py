@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_p
 from verl.utils.torch_functional import masked_mean
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Chosen
+from verl_ext.base.methods import ConfiguredMethod
 from verl_ext.core.loss_batch import FIELDS, LossBatch, change
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
@@ -83,7 +83,7 @@ def changed_loss(
     elif method.reads:
         inputs = current_batch()
         batch = replace(batch, **{name: getattr(inputs, name) for name in FIELDS})
-    changed = change(Chosen(method, ours.settings), batch, method.gives)
+    changed = change(ConfiguredMethod(method, ours.settings), batch, method.gives)
     if changed.weight is not None:
         weight = changed.weight.detach() if weight is None else changed.weight.detach() * weight
     if changed.log_factor is not None:

@@ -57,13 +57,13 @@ class FetchedShare:
     """A rank's report on what it has fetched, sent to the others before any of them sends rows.
 
     Attributes:
-        whole: the trajectories and fields, and where the rows of each rank begin.
+        contents: the trajectories and fields, and where the rows of each rank begin.
         layouts: the layout of each field's rows; None if TransferQueue made no jagged tensor of them. Empty without
             rows.
         failure: the reason why there is nothing, or "".
     """
 
-    whole: tuple[Sequence[Any], ...] = ()
+    contents: tuple[Sequence[Any], ...] = ()
     layouts: Mapping[str, Layout | None] = field(default_factory=dict)
     failure: str = ""
 
@@ -145,14 +145,14 @@ class ReplicaFetch:
         if not shared or not others:  # TransferQueue makes an empty batch of no fields
             return FetchedShare(), verls(batch), {}
         starts = divide([prod(shape or ()) for shape in batch.get_shapes(shared[0])], self.ranks)
-        whole = (tuple(batch.global_indexes), tuple(batch.field_names), tuple(starts))
+        contents = (tuple(batch.global_indexes), tuple(batch.field_names), tuple(starts))
         rank = dist.get_rank(self.group)
         mine = list(range(starts[rank], starts[rank + 1]))
         data, rows = verls(batch.select_fields(others)), {}
         if mine:
             fetched = verls(batch.select_fields(shared).select_samples(mine))
             rows = {name: fetched[name] for name in shared}
-        return FetchedShare(whole, {name: layout_of(value) for name, value in rows.items()}), data, rows
+        return FetchedShare(contents, {name: layout_of(value) for name, value in rows.items()}), data, rows
 
     def _gather(self, own: Tensor | None, of_ranks: Sequence[Layout]) -> Tensor:
         """Gathers the rows of all ranks into one jagged tensor on the host."""
@@ -212,7 +212,7 @@ def shared_layouts(parts: Sequence[FetchedShare]) -> dict[str, list[Layout]] | N
 
     That happens if they got different trajectories, as for a reference with another kind of parallelism.
     """
-    if any(part.whole != parts[0].whole for part in parts):
+    if any(part.contents != parts[0].contents for part in parts):
         return None
     found: dict[str, list[Layout]] = {}
     for name in SHARED:

@@ -110,7 +110,7 @@ class TopTokenReader:
         if reading.entropy is not None:
             found[ENTROPY] = reading.entropy
         if compares or reading.entropy is not None:
-            found[KNOWN] = top.known.float()
+            found[KNOWN] = top.present.float()
         if centers:
             found[CENTERING] = centering(reading, top, weights_of(self.use.corrections), truncated=truncated)
         if compares:

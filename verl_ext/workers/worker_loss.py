@@ -23,7 +23,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.errors import ConfigError, require_choice
-from verl_ext.base.methods import Chosen, build, choose
+from verl_ext.base.methods import ConfiguredMethod, build, choose
 from verl_ext.base.names import ADVANTAGES, FILTER_SCALE, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.loss_batch import FIELDS, LossBatch, change
@@ -59,7 +59,7 @@ class LossSettings:
         float32_head: compute the logits in float32.
     """
 
-    corrections: tuple[Chosen[Correction], ...] = ()
+    corrections: tuple[ConfiguredMethod[Correction], ...] = ()
     policy_loss: Mapping[str, Any] | None = None
     kl_denominator: str = "infer"
     mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
@@ -195,7 +195,7 @@ def worker_loss(
     dp_group: Any = None,
     *,
     config: ActorConfig,
-    corrections: tuple[Chosen[Correction], ...],
+    corrections: tuple[ConfiguredMethod[Correction], ...],
     kl_denominator: str | None,
     gate: Gate | None,
     first_pass: FirstPass | None,

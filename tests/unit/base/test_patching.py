@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from verl_ext.base.changes import CHANGES
-from verl_ext.base.patching import PatchError, expect, expect_lookup, moved, patch, together, wrap
+from verl_ext.base.patching import PatchError, apply_all, expect, expect_lookup, moved, patch, wrap
 
 CHANGE = "keep_metrics"
 
@@ -41,7 +41,7 @@ def test_a_patch_is_undone_to_what_was_there(owner, name):
 
 def test_an_entry_of_a_registry_is_patched_and_undone():
     registry = {"sync": Base}
-    undo = together(
+    undo = apply_all(
         lambda: patch(CHANGE, registry, "sync", Engine), lambda: patch(CHANGE, registry, "cpu", Base, new=True)
     )
     assert registry == {"sync": Engine, "cpu": Base}
@@ -103,7 +103,7 @@ def test_wrapped_twice_by_the_same_is_wrapped_once_and_by_two_is_wrapped_twice()
 def test_what_raises_undoes_what_was_applied_before_it():
     engine = Engine()
     with pytest.raises(PatchError, match="no_step"):
-        together(lambda: wrap(CHANGE, engine, "step", doubled), lambda: wrap(CHANGE, engine, "no_step", doubled))
+        apply_all(lambda: wrap(CHANGE, engine, "step", doubled), lambda: wrap(CHANGE, engine, "no_step", doubled))
     assert vars(engine) == {}
 
 

@@ -225,15 +225,19 @@ def test_a_cause_is_in_words_that_fit(cause):
 @pytest.mark.parametrize("cause", CAUSES.values(), ids=CAUSES)
 def test_a_cause_can_be_named_with_what_it_needs(cause):
     """One of the levels that it is named with only, and the best levels of the other findings, give it LEAST points."""
-    needed = [mark.split(".") for mark in cause.only_with] or [(None, None)]
-    assert any(most_points(cause, name, level) >= LEAST for name, level in needed)
+    require_logged = [mark.split(".") for mark in cause.only_with] or [(None, None)]
+    assert any(most_points(cause, name, level) >= LEAST for name, level in require_logged)
 
 
-def most_points(cause, needed, level):
+def most_points(cause, require_logged, level):
     """The points if `needed` is seen at that level, and each other finding at its best one or not at all."""
     best = {}
     for name, levels in cause.shows.items():
-        points = cause.points(name, level) if name == needed else max(0.0, *(WORDS[word] for word in levels.values()))
+        points = (
+            cause.points(name, level)
+            if name == require_logged
+            else max(0.0, *(WORDS[word] for word in levels.values()))
+        )
         key = (RULES[name].family, points > 0)
         best[key] = max(best.get(key, 0.0), points, key=abs)
     return sum(best.values())

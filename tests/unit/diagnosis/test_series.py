@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.diagnosis.names import Alias
-from verl_ext.diagnosis.series import Readings, Series, beginning_of, holds_from, now_label, now_of, once_a_run
+from verl_ext.diagnosis.series import Readings, Series, beginning_of, cached_per_run, holds_from, now_label, now_of
 
 VALUES = st.floats(allow_nan=True, allow_infinity=True, min_value=None, max_value=None, width=32)
 PAIRS = st.dictionaries(st.integers(0, 60), VALUES, max_size=40).map(lambda found: sorted(found.items()))
@@ -84,7 +84,7 @@ def test_the_label_of_the_value_now_has_the_number_of_its_readings(count, named)
 def test_an_answer_is_computed_once_for_each_run():
     asked = []
 
-    @once_a_run
+    @cached_per_run
     def answer(run):
         asked.append(run)
         return run.last_step or None

@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
 from tests.unit.lab.standin import curves
 from tests.unit.report.made_runs import NAN, make
-from verl_ext.lab.figures import LAB_PANELS, seed_spread, seeds_chart, variant_looks, write_lab_page
+from verl_ext.lab.figures import LAB_PANELS, seed_spread, seeds_chart, variant_styles, write_lab_page
 from verl_ext.lab.summary import Variant, summarise
 from verl_ext.lab.table import findings_of
 from verl_ext.report.page import OVERVIEW, PAGE, spec_of
@@ -55,7 +55,7 @@ def test_every_panel_draws_a_line_a_variant_and_a_band():
         "grad_norm",
     }
     for key, panel in PANEL.items():
-        chart = spec_of(seeds_chart(panel, RUNS, variant_looks(NAMES)))
+        chart = spec_of(seeds_chart(panel, RUNS, variant_styles(NAMES)))
         assert len(json.dumps(chart, allow_nan=False)) < 1_000_000
         drawn = ["icepop"] if key == "dropped" else list(NAMES)
         lines = [layer for layer in chart["layer"] if "color" in layer["encoding"]]
@@ -66,7 +66,7 @@ def test_every_panel_draws_a_line_a_variant_and_a_band():
 
 def test_single_seeds_are_drawn_where_they_are_few():
     def thin(runs) -> int:
-        chart = spec_of(seeds_chart(PANEL["reward"], runs, variant_looks(list(runs))))
+        chart = spec_of(seeds_chart(PANEL["reward"], runs, variant_styles(list(runs))))
         return sum(layer["mark"].get("opacity") == 0.35 for layer in chart["layer"])
 
     assert thin(RUNS) == 15
@@ -76,16 +76,16 @@ def test_single_seeds_are_drawn_where_they_are_few():
 
 def test_a_seed_that_stopped_early_ends_there_and_zeros_have_no_place_on_a_logarithmic_axis():
     short = {"none": [RUNS["none"][0], *runs_of("none", seeds=1, steps=30)]}
-    assert seeds_chart(PANEL["reward"], short, variant_looks(["none"])) is not None
+    assert seeds_chart(PANEL["reward"], short, variant_styles(["none"])) is not None
     zeros = make({"vllm_kl/k3": [0.0] * 50, "critic/score/mean": [0.5] * 50})
-    assert seeds_chart(PANEL["vllm_kl"], {"exact": [zeros, zeros]}, variant_looks(["exact"])) is None
-    chart = seeds_chart(PANEL["vllm_kl"], {"exact": [zeros], "none": RUNS["none"]}, variant_looks(["exact", "none"]))
+    assert seeds_chart(PANEL["vllm_kl"], {"exact": [zeros, zeros]}, variant_styles(["exact"])) is None
+    chart = seeds_chart(PANEL["vllm_kl"], {"exact": [zeros], "none": RUNS["none"]}, variant_styles(["exact", "none"]))
     assert '"domain": ["none"]' in json.dumps(spec_of(chart))
 
 
 def test_the_line_and_the_band_end_where_the_first_run_did():
     runs = {"none": [*runs_of("none", seeds=2), *runs_of("none", seeds=1, steps=40)]}
-    chart = spec_of(seeds_chart(PANEL["reward"], runs, variant_looks(["none"])))
+    chart = spec_of(seeds_chart(PANEL["reward"], runs, variant_styles(["none"])))
     ends = {}
     for layer in chart["layer"]:
         kind = "seed" if layer["mark"].get("opacity") == 0.35 else layer["mark"]["type"]
@@ -95,7 +95,7 @@ def test_the_line_and_the_band_end_where_the_first_run_did():
 
 def test_variants_beyond_the_colours_are_told_apart_by_dashes_in_the_legend_too():
     names = ["exact", "none", *(f"v{number}" for number in range(12))]
-    found = variant_looks(names)
+    found = variant_styles(names)
     assert len(set(found.values())) == len(names)
     runs = {name: RUNS["tis"][:2] for name in names}
     lines = [layer for layer in spec_of(seeds_chart(PANEL["reward"], runs, found))["layer"]]

@@ -133,7 +133,7 @@ def test_the_top_tokens_are_of_the_distribution_that_was_sampled_from(weights, p
     mask = found.mask.flatten()
     top = found.top_tokens
     log_q = torch.empty_like(top.log_q).scatter(1, top.ids, top.log_q)  # by token
-    assert torch.equal(top.known, mask)
+    assert torch.equal(top.present, mask)
     close(log_q[mask].exp().sum(1), torch.ones(int(mask.sum())))
     close(log_q.gather(1, found.responses.flatten()[:, None])[mask, 0], found.l_infer.flatten()[mask])
     few = sample_responses(

@@ -39,9 +39,9 @@ def test_the_pages_tables_and_its_sample_are_those_of_the_code():
 def test_agreement_on_a_share_of_the_trajectories_is_below_half_a_percent_of_a_step(found):
     for sizes in found.values():
         for plan in sizes:
-            few = plan.but(units=UNITS_A_NODE * plan.sizes.nodes, agreement_share=SMALL_SHARE)
+            few = plan.with_usage(units=UNITS_A_NODE * plan.sizes.nodes, agreement_share=SMALL_SHARE)
             assert 0 < few.seconds_of(AGREEMENT) / few.step < 0.005
-            assert few.seconds_of(AGREEMENT) < plan.but(units=few.usage.units).seconds_of(AGREEMENT)
+            assert few.seconds_of(AGREEMENT) < plan.with_usage(units=few.usage.units).seconds_of(AGREEMENT)
 
 
 def test_what_helps_is_worth_it_and_each_setting_stands_on_those_before(found):
@@ -52,7 +52,7 @@ def test_what_helps_is_worth_it_and_each_setting_stands_on_those_before(found):
                 assert remedy.seconds <= (1 - WORTH) * now.seconds
                 name, _, value = remedy.setting.partition("=")
                 assert name != UNITS or int(value) == now.units_wanted
-                now = now.but(**CHANGES[name](value))
+                now = now.with_usage(**CHANGES[name](value))
                 assert remedy.seconds == pytest.approx(now.seconds)
             assert now.seconds < plan.seconds
 
@@ -62,7 +62,7 @@ def test_replay_off_helps_by_the_name_of_the_engines_setting(compose):
     plan = read_plan(compose("recipe=qwen3_235b_a22b_megatron", f"{setting}=R3"), "H100", 8)
     assert plan.seconds > 0
     assert f"{setting}=disabled" in [remedy.setting for remedy in plan.remedies()]
-    assert plan.but(replay="disabled").seconds == 0
+    assert plan.with_usage(replay="disabled").seconds == 0
 
 
 def test_a_batch_that_grows_keeps_the_trajectories_a_gpu(compose):
@@ -83,9 +83,9 @@ def test_the_number_of_storage_units_is_told_where_it_is_low(compose):
     assert (plan.sizes.nodes, plan.usage.units) == (8, 8) and plan.units_wanted >= 16
     line = units_line(plan)
     assert f"{UNITS}=8 is low for 8 machines" in line and line.endswith(f"set it to {plan.units_wanted}")
-    assert units_line(plan.but(units=plan.units_wanted)) == ""
-    assert units_line(plan.but(simple=False)) == ""
-    full = plan.but(has_top_tokens=True, top_tokens=4096)
+    assert units_line(plan.with_usage(units=plan.units_wanted)) == ""
+    assert units_line(plan.with_usage(simple=False)) == ""
+    full = plan.with_usage(has_top_tokens=True, top_tokens=4096)
     assert "transfers would wait for them" in units_line(full) and full.units_wanted > plan.units_wanted
 
 

@@ -19,8 +19,8 @@ from verl_ext.probe.sweep import (
     GroupGap,
     SweepResult,
     changes_of,
+    exceeds_noise,
     layers_sentences,
-    matters,
     ranked_by_gap,
     sensitive_layers,
     sweep_sentence,
@@ -148,7 +148,7 @@ def test_a_sweep_says_what_matters_more_than_its_error():
     base = SweepResult("", k3=1e-3, k3_error=1e-4)
     same, less, more = (replace(base, name=name, k3=k3) for name, k3 in (("a", 1.1e-3), ("b", 1e-4), ("c", 4e-3)))
     failed = SweepResult("d", error="no")
-    assert [matters(one, base) for one in (same, less, more, failed)] == [False, True, True, False]
+    assert [exceeds_noise(one, base) for one in (same, less, more, failed)] == [False, True, True, False]
     assert sweep_sentence([base, same, failed]).startswith("No setting")
     said = sweep_sentence([base, same, less, more])
     assert "b leaves 10% of the gap" in said and "c makes it 4.0 times" in said
@@ -169,7 +169,7 @@ def test_a_sweep_of_a_launch_that_is_not_finite_says_what_is():
     assert "finite with fp32" in sweep_sentence([base, broken, fine])
     assert "finite" not in sweep_sentence([base, broken])
     assert [one.name for one in ranked_by_gap([base, broken, fine])] == ["fp32", "", "a"]
-    assert not matters(fine, base)
+    assert not exceeds_noise(fine, base)
 
 
 def groups(*excesses, base=1e-4, error=1e-6):

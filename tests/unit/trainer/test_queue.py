@@ -74,7 +74,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         assert found_scores.tolist() == pytest.approx(real, rel=1e-6) and blocks.added == {1}
         assert keys == [key for place, key in enumerate(store.rows) if place != 1]
         largest = max(sum(n for row, n in enumerate(lengths) if row // group == one) for one in range(len(lengths)))
-        assert blocks.whole or store.most <= max(at_once, largest)
+        assert blocks.is_one_block or store.most <= max(at_once, largest)
         slow_cases = [len(lengths) - 1, 0]
         picked, weight = blocks.tokens_of(slow_cases)
         last, first = (slice(*tokens.offsets[row : row + 2].tolist()) for row in slow_cases)
@@ -83,7 +83,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         assert torch.equal(weight, torch.cat([wanted.weight[last], wanted.weight[first]]))
         by_sign = sums_by_sign(tokens, whole["advantages"])
         torch.testing.assert_close(blocks.sums_by_sign(), by_sign, rtol=1e-9, atol=1e-12)
-        assert blocks.write(batch) is batch or blocks.whole
+        assert blocks.write(batch) is batch or blocks.is_one_block
         assert torch.equal(torch.cat([one["rollout_is_weights"] for one in store.rows.values()]), wanted.weight)
 
 

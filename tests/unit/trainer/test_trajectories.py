@@ -16,8 +16,8 @@ from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
 from verl_ext.trainer import queue, trajectories
 from verl_ext.trainer.trajectories import (
-    ChosenTrajectory,
     Dump,
+    ShownTrajectory,
     TrajectoryLog,
     choose_shown,
     decode_pieces,
@@ -158,7 +158,7 @@ def written(tmp_path, monkeypatch):
             part = parts[row]
             of_row = {name: values[part] for name, values in tokens.per_token().items()}
             one = Tokens(**of_row, offsets=torch.tensor([0, part.stop - part.start]))
-            chosen.append(ChosenTrajectory(row, why, one, None if weight is None else weight[part]))
+            chosen.append(ShownTrajectory(row, why, one, None if weight is None else weight[part]))
         write_step(log, settings, batch, chosen, build_tokenizer(), **about)
         log.close()
         return [json.loads(line) for line in (tmp_path / "run.trajectories.jsonl").read_text().splitlines()]

@@ -12,9 +12,9 @@ from verl_ext.diagnosis.series import (
     Readings,
     Series,
     beginning_of,
-    needed,
+    cached_per_run,
     now_of,
-    once_a_run,
+    require_logged,
     step_from,
 )
 
@@ -34,7 +34,7 @@ FEWEST_LENGTHS = 3  # readings of a length
 LASTING = 0.8  # share of the readings from the step on at which something began
 
 
-@once_a_run
+@cached_per_run
 def cut_share(run: Readings) -> Series | None:
     """Returns the share of answers that were cut at the length limit; verl's metric counts those as long as the longest
     of their batch.
@@ -61,7 +61,7 @@ def cut_share(run: Readings) -> Series | None:
 @finding("answers_cut", "most many | few", family="cut", needs=(CUT,))
 def answers_cut(run: Readings) -> Seen:
     """Answers are cut at the length limit, before they have given the result."""
-    return _share_seen(needed(cut_share(run)), {"most": MOST_CUT, "many": MANY_CUT}, "are cut at the limit")
+    return _share_seen(require_logged(cut_share(run)), {"most": MOST_CUT, "many": MANY_CUT}, "are cut at the limit")
 
 
 def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen:
@@ -118,7 +118,7 @@ def cut_and_low(run: Readings) -> Seen:
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
 
 
-@once_a_run
+@cached_per_run
 def _lengths(run: Readings) -> tuple[Series, float, float, float] | None:
     """Returns the length, its first level, its lowest level, and the level now."""
     series, reward = run.get(LENGTH), run.get(REWARD)
@@ -139,7 +139,7 @@ def length_exploded(run: Readings) -> Seen:
 
     In a sound run, answers may grow as it learns: the reward rises with the length.
     """
-    found = needed(_lengths(run))
+    found = require_logged(_lengths(run))
     series, first, shortest, now = found
     text = f"answers grew from {shortest:.0f} to {now:.0f} tokens"
     if now < EXPLODED * shortest or now < GREW * first:
@@ -157,7 +157,7 @@ def length_exploded(run: Readings) -> Seen:
 @finding("length_collapsed", "collapsed | no", family="length", needs=(LENGTH,))
 def length_collapsed(run: Readings) -> Seen:
     """Answers have become very short without a gain in reward, or nothing is left of them."""
-    series, first, _, now = needed(_lengths(run))
+    series, first, _, now = require_logged(_lengths(run))
     course = course_of(run)
     gained = course is not None and not course.falls and course.rise >= SURE
     if now < first / (VANISHED if gained else SHRANK):

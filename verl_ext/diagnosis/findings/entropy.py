@@ -5,7 +5,7 @@ import numpy as np
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import FEWEST_REWARDS, course_of
 from verl_ext.diagnosis.names import ENTROPY, REWARD, REWARD_MAX
-from verl_ext.diagnosis.series import Readings, Series, beginning_of, needed, now_of
+from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of, require_logged
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
 EXPLODED, ROSE = 3.0, 1.2  # times the lowest level, and times the start
@@ -70,7 +70,7 @@ def _start_and_now(run: Readings) -> tuple[Series, float, float]:
     """Returns the entropy, and its values at the start and now. Raises NotLoggedError if it does not start above 0."""
     series = run.need(ENTROPY, fewest=3)
     start = beginning_of(series, _few(series))
-    return needed(series if start > 0 else None), start, now_of(series, _few(series))
+    return require_logged(series if start > 0 else None), start, now_of(series, _few(series))
 
 
 def _few(series: Series) -> int:

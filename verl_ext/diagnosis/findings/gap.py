@@ -20,10 +20,10 @@ from verl_ext.diagnosis.series import (
     LEVEL_READINGS,
     Readings,
     Series,
-    needed,
+    cached_per_run,
     now_label,
     now_of,
-    once_a_run,
+    require_logged,
 )
 
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
@@ -101,7 +101,7 @@ class Gap:
         return np.maximum(np.abs(self.series.values), 1e-12) ** self.measure.power
 
 
-@once_a_run
+@cached_per_run
 def sound_level(run: Readings) -> float:
     """Returns the k3 that rounding stays below in sound runs: LARGE, or the level published for the model.
 
@@ -112,7 +112,7 @@ def sound_level(run: Readings) -> float:
     return max((level for level in PUBLISHED if np.isclose(logged, level, rtol=1e-6, atol=0).any()), default=LARGE)
 
 
-@once_a_run
+@cached_per_run
 def gap_of(run: Readings) -> Gap | None:
     """Returns k3 of trajectories of lag 0 and of rescored ones, if it was logged often enough lately; else the whole
     k3, else another measure of the gap; None if nothing compares the engines."""
@@ -185,7 +185,7 @@ def gap_at_once(run: Readings) -> Seen:
         text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
         return "unrelated", text, int(correlation.steps[0])
     if first is None:
-        return "close", f"probabilities had a correlation of {needed(correlation).values[0]:.3g} at first"
+        return "close", f"probabilities had a correlation of {require_logged(correlation).values[0]:.3g} at first"
     gap, value = first
     level = "unrelated" if abs(value) > gap.measure.broken else "apart" if abs(value) > _apart(gap, run) else "close"
     return level, f"{gap.name} was {_number(value)} in the first step", int(gap.series.steps[0])
@@ -207,7 +207,7 @@ def gap_started(run: Readings) -> Seen:
         return None
     if (spikes := gap_spike(run)) is not None and spikes[0] == "broken":
         return "comes_and_goes", f"the gap comes and goes: {spikes[1]}"
-    began = needed(beginning(run))
+    began = require_logged(beginning(run))
     size, share = began
     if share >= FROZEN:
         left = "as large as now" if share == 1 else f"{share:.0%} of it"
@@ -221,7 +221,7 @@ def gap_started(run: Readings) -> Seen:
     return "suddenly" if _is_sudden(run) else "with_updates", text
 
 
-@once_a_run
+@cached_per_run
 def beginning(run: Readings) -> tuple[str, float] | None:
     """Returns the quantity that shows best how a run began, and its first readings as a share of the last ones; None in
     a resumed run.
@@ -270,7 +270,7 @@ def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> 
     return share if len(fresh) or share < FROZEN else None
 
 
-@once_a_run
+@cached_per_run
 def stale_steps(run: Readings) -> set[int]:
     """Returns the steps whose rollouts were made with older weights."""
     series = run.get(STALENESS)
@@ -289,7 +289,7 @@ def _is_sudden(run: Readings) -> bool:
 @finding("gap_jumped", "at_first_sync later later_and_grows passed | no", family="gap_moves", needs=(K3,))
 def gap_jumped(run: Readings) -> Seen:
     """The gap rose to a multiple from one step to the next, and stayed there for some steps or for good."""
-    gap = needed(gap_of(run))
+    gap = require_logged(gap_of(run))
     if len(gap.heights) < 4:
         return None
     heights, values, steps = gap.heights, gap.series.values, gap.series.steps
@@ -323,7 +323,7 @@ def _largest_jump(heights: np.ndarray, floor: float) -> int | None:
 @finding("gap_grew", "grew | steady", needs=(K3,))
 def gap_grew(run: Readings) -> Seen:
     """The gap is a multiple of its first level, and more than rounding; it grows, or has risen and stays."""
-    gap = needed(gap_of(run))
+    gap = require_logged(gap_of(run))
     if len(gap.heights) < 8:
         return None
     heights, steps = gap.heights, gap.series.steps
@@ -344,7 +344,7 @@ def gap_grew(run: Readings) -> Seen:
 @finding("gap_spike", "broken spike | none", needs=(K3,))
 def gap_spike(run: Readings) -> Seen:
     """Single steps have a gap of many times the usual one, more than rounding explains."""
-    gap = needed(gap_of(run))
+    gap = require_logged(gap_of(run))
     if len(gap.heights) < 4:
         return None
     heights, apart = gap.heights, gap.measure.apart**gap.measure.power
@@ -411,7 +411,7 @@ def k1_sign(run: Readings) -> Seen:
     return ("positive" if sign > NOISE_ERRORS else "none"), f"k1 is {sign:.0f} of its standard errors"
 
 
-@once_a_run
+@cached_per_run
 def leaning(run: Readings) -> float | None:
     """Returns k1 over the mean of |log k|: 1 or -1 if every token's gap is to the same side, near 0 for noise."""
     size, k1 = run.values(LOG_RATIO)[-4 * LEVEL_READINGS :], run.values(K1)[-4 * LEVEL_READINGS :]
@@ -432,7 +432,7 @@ def gap_side(run: Readings) -> Seen:
     return ("most" if side > 0.8 else "more" if side > 0.5 else "both"), text
 
 
-@once_a_run
+@cached_per_run
 def by_probability(run: Readings) -> dict[str, float] | None:
     """Returns bucket of probability -> k1 / sqrt(2 k3): 1 or -1 if all its tokens move alike, 0 for noise.
 
@@ -509,14 +509,14 @@ def gap_trajectories(run: Readings) -> Seen:
 @finding("tokens_drifted", "some | none", family="drift", needs=("filter/retokenization_drift/drifted",))
 def tokens_drifted(run: Readings) -> Seen:
     """Whether trajectories encode to other tokens than the sampled ones."""
-    drifted = needed(run.late("filter/retokenization_drift/drifted"))
+    drifted = require_logged(run.late("filter/retokenization_drift/drifted"))
     return ("some" if drifted > 0 else "none"), f"{drifted:.1%} of the trajectories encode otherwise than sampled"
 
 
 @finding("rollout_age", "| always_old old new", family="age", needs=(STALENESS,))
 def rollout_age(run: Readings) -> Seen:
     """How many versions the rollouts are behind the policy."""
-    staleness = needed(run.late(STALENESS))
+    staleness = require_logged(run.late(STALENESS))
     text = f"rollouts are {staleness:.1f} versions behind the policy"
     if staleness < 1:
         return "new", text

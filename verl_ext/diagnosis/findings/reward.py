@@ -26,10 +26,10 @@ from verl_ext.diagnosis.series import (
     Series,
     beginning_label,
     beginning_of,
+    cached_per_run,
     holds_from,
-    needed,
     now_of,
-    once_a_run,
+    require_logged,
 )
 
 SPREAD = "critic/score/std"
@@ -123,7 +123,7 @@ class Course:
         return self.is_lost and max(worst, self.lost) > HALF and self.lost > 1 - BACK
 
 
-@once_a_run
+@cached_per_run
 def course_of(run: Readings) -> Course | None:
     """Returns the course of the reward; None if there are too few readings.
 
@@ -232,7 +232,7 @@ def _rows_of_spread(run: Readings) -> np.ndarray:
 @finding("reward_fell", "collapsed falls | holds", family="reward", needs=(REWARD,))
 def reward_fell(run: Readings) -> Seen:
     """The reward is far below its best level."""
-    course = needed(course_of(run))
+    course = require_logged(course_of(run))
     if course.collapsed or course.falls:
         level = "collapsed" if course.collapsed else "falls"
         return level, f"the reward fell from {course.best:.2g} to {course.now:.2g} ({course.label})", course.step
@@ -242,7 +242,7 @@ def reward_fell(run: Readings) -> Seen:
 @finding("reward_peaked", "peaked | still_best", family="reward", needs=(REWARD,))
 def reward_peaked(run: Readings) -> Seen:
     """The best level was reached during the run, and is lost again."""
-    course = needed(course_of(run))
+    course = require_logged(course_of(run))
     if course.falls and course.best - course.first > FALLS * course.height:
         return "peaked", f"the reward was best at step {course.best_step}, at {course.best:.2g}", course.best_step
     return "still_best", "the reward has no peak behind it"
@@ -265,7 +265,7 @@ def fall_came_back(run: Readings) -> Seen:
 @finding("reward_flat", "flat | fell at_ceiling rose_little rose", family="reward_rise", needs=(REWARD,))
 def reward_flat(run: Readings) -> Seen:
     """The reward did not move over the whole run."""
-    course = needed(course_of(run))
+    course = require_logged(course_of(run))
     series = course.series
     text = f"the reward went from {beginning_of(series):.3g} ({beginning_label(series)}) to {now_of(series):.3g}"
     if course.falls or course.collapsed:
@@ -322,7 +322,7 @@ def validation_fell(run: Readings) -> Seen:
 @finding("groups_dead", "most | some few", family="groups", needs=(DEAD_GROUPS,))
 def groups_dead(run: Readings) -> Seen:
     """Most groups have no spread, so that they teach nothing."""
-    share = needed(run.late(DEAD_GROUPS))
+    share = require_logged(run.late(DEAD_GROUPS))
     level = "most" if share >= MOST_DEAD else "some" if share >= 0.2 else "few"
     return level, f"{share:.0%} of the groups have answers of one reward only"
 
@@ -348,7 +348,7 @@ def group_size(run: Readings) -> Seen:
 @finding("advantages", "zero | some", family="reward_spread", needs=("critic/advantages/max",))
 def advantages(run: Readings) -> Seen:
     """All advantages are 0."""
-    most = needed(run.late("critic/advantages/max"))
+    most = require_logged(run.late("critic/advantages/max"))
     return "zero" if most < SAME else "some", f"the largest advantage is {most:.2g}"
 
 
@@ -365,7 +365,7 @@ def prompts_matter(run: Readings) -> Seen:
         mean = float(effect.mean())
         text = f"rewards differ between prompts {mean:.2g} times as much as within them (F)"
         return "no" if mean < 1.15 else "yes" if mean > 1.3 else "unclear", text
-    reward_scatter = needed(_reward_scatter(run))
+    reward_scatter = require_logged(_reward_scatter(run))
     text = f"batches differ in their mean reward {reward_scatter:.2g} times as much as by tossing coins"
     return "no" if reward_scatter < 0.5 else "yes" if reward_scatter > 1.2 else "unclear", text
 

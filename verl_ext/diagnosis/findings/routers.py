@@ -10,7 +10,7 @@ from itertools import pairwise
 from verl_ext.diagnosis.findings.gap import AGREE, ROUNDED, gap_by_probability, sound_level
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import K3, LOG_RATIO
-from verl_ext.diagnosis.series import Readings, needed, once_a_run
+from verl_ext.diagnosis.series import Readings, cached_per_run, require_logged
 
 AGREEMENT, OWN, LAYERS = "router/agreement", "router/own_agreement", "router/agreement/layer_"
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
@@ -23,27 +23,27 @@ def is_moe(run: Readings) -> bool:
     return run.has(ROUTER)
 
 
-@once_a_run
+@cached_per_run
 def replayed(run: Readings) -> bool:
     """Returns True if training uses the rollout's experts, so that only its own choices show what its routers do."""
     agreement, own = run.late(AGREEMENT), run.late(OWN)
     return agreement is not None and own is not None and agreement > 0.9999 and own < 0.999
 
 
-@once_a_run
+@cached_per_run
 def differ(run: Readings) -> float | None:
     """Returns the share of experts that the engines' routers choose differently; None if the engines agree anyway."""
     agreement, k3 = run.late(OWN, AGREEMENT), run.late(K3)
     return None if agreement is None or k3 is None or k3 <= AGREE else 1 - agreement
 
 
-@once_a_run
+@cached_per_run
 def by_layer(run: Readings) -> tuple[float, ...]:
     """Returns the share of experts that differ in each layer, among the experts that were used; empty under replay."""
     return () if replayed(run) else tuple(1 - (run.late(name) or 0.0) for name in sorted(run.names(LAYERS)))
 
 
-@once_a_run
+@cached_per_run
 def starts_in_layer(run: Readings) -> int | None:
     """Returns the layer up to which the routers agree, if they disagree in the next one."""
     layers = by_layer(run)
@@ -53,7 +53,7 @@ def starts_in_layer(run: Readings) -> int | None:
     return None
 
 
-@once_a_run
+@cached_per_run
 def per_choice(run: Readings) -> float | None:
     """Returns k3 over the share of experts chosen differently; None if no choice differs."""
     share, k3 = differ(run), run.late(K3)
@@ -153,7 +153,7 @@ def gap_of_routed(run: Readings) -> Seen:
 @finding("replay", "other_experts | own_experts none", needs=(OWN, AGREEMENT))
 def replay(run: Readings) -> Seen:
     """Whether the replayed experts are those that the training router would choose."""
-    share = needed(differ(run))
+    share = require_logged(differ(run))
     if not replayed(run):
         return "none", "no experts are replayed"
     if share > 0.3:

@@ -24,12 +24,12 @@ LOW, HIGH = "sync/arrived_low", "sync/arrived_high"
 )
 def updates_arrived(run: Readings) -> Seen:
     """The share of the last updates that arrived: the median of the last three checks."""
-    looks = run.joined(LOW, HIGH)[:, 1:]
-    if not len(looks):
+    checks = run.joined(LOW, HIGH)[:, 1:]
+    if not len(checks):
         return None
-    low, high = (float(each) for each in np.median(looks[-3:], axis=0))
+    low, high = (float(each) for each in np.median(checks[-3:], axis=0))
     text = f"{low:.0%} to {high:.0%} of the last updates arrived"
-    if (factor := scaled(run, looks)) is not None:
+    if (factor := scaled(run, checks)) is not None:
         return "multiplied", f"updates arrive multiplied, by {factor:.2f}"
     if high < 0.1:
         if _is_still(run):
@@ -42,14 +42,14 @@ def updates_arrived(run: Readings) -> Seen:
     return ("all" if low > 0.75 else "part"), text
 
 
-def scaled(run: Readings, looks: np.ndarray) -> float | None:
+def scaled(run: Readings, checks: np.ndarray) -> float | None:
     """Returns the share of an update that arrived, if all tokens got the same share and it is not 1.
 
     Only multiplied updates arrive with a share above 1. A share below 1 is judged by the first checks, when updates are
     small: a multiplied update then moves each token by the same share, whereas a partial update moves only some tokens.
     """
-    more = looks[looks[:, 0] > 1.1]
-    if len(more) > OFTEN * len(looks) and (len(more) > 1 or len(looks) <= FIRST_READINGS):
+    more = checks[checks[:, 0] > 1.1]
+    if len(more) > OFTEN * len(checks) and (len(more) > 1 or len(checks) <= FIRST_READINGS):
         return float(np.median(more.mean(1)))
     for median, spread in run.joined("sync/arrived_median", "sync/arrived_spread")[:2, 1:].tolist():
         if spread < SAME * median and abs(median - 1) > 0.1:
@@ -62,11 +62,11 @@ def _scatters(run: Readings) -> bool:
 
     If the rollout's weights stay the same, the spread in nats is noise, and noise does not grow.
     """
-    looks = run.joined("sync/arrived_spread", "sync/moved")
-    nats = looks[:, 1] * looks[:, 2]
+    checks = run.joined("sync/arrived_spread", "sync/moved")
+    nats = checks[:, 1] * checks[:, 2]
     lows = run.joined(LOW)
     if (arrived := lows[lows[:, 1] > 0.5, 0]).size:
-        nats = nats[looks[:, 0] > arrived[-1]]
+        nats = nats[checks[:, 0] > arrived[-1]]
     return bool(len(nats) > FIRST_READINGS and nats[-FIRST_READINGS:].min() > 3 * nats[0] and nats[-1] > 0.01)
 
 
@@ -87,13 +87,13 @@ def shares_alike(run: Readings) -> Seen:
         return None
     if any(spread < SAME * median for median, spread in shares.tolist()):
         return "alike", "all tokens got the same share of the first updates"
-    looks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST_READINGS]
+    checks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST_READINGS]
     gap = run.get(LOG_RATIO)
     if (
-        len(looks)
+        len(checks)
         and gap is not None
         and gap.steps[0] <= 1
-        and (looks[:, 1] * looks[:, 2]).min() < HIDDEN * gap.values[0]
+        and (checks[:, 1] * checks[:, 2]).min() < HIDDEN * gap.values[0]
     ):
         return "hidden", "the engines' own gap hides which share of the first updates tokens got"
     return "different", "tokens got different shares of the first updates"
