@@ -33,7 +33,7 @@ from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.features.bypass import BYPASS
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.losses import BASES, LOSS, LOSSES, UNBIASED, loss_mode, uses_unbiased_kl
-from verl_ext.features.settings import BATCH_SKIP, KL_DENOMINATORS, MiniBatchGate
+from verl_ext.features.settings import BATCH_SKIP, KL_DENOMINATORS, MiniBatchLimits
 from verl_ext.features.stability import stability_config
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import check_run, read_features
@@ -256,7 +256,7 @@ def _guard() -> Iterator[Row]:
             group="a rule's action",
             same_code=action in CONTROLLERS,
         )
-    for limit in fields(MiniBatchGate):
+    for limit in fields(MiniBatchLimits):
         overrides = (METRICS, f"stability.guard.mini_batch.{limit.name}=0.1")
         yield Row(f"`{limit.name}`", overrides, limits(limit.name), group="limits of `mini_batch`")
     again = "after_update.trajectories"

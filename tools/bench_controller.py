@@ -5,7 +5,7 @@
 It uses Ray, TransferQueue and the training step's own code. Trajectories of 32,768 response tokens with
 log-probabilities of both engines, entropy, router agreement, rewards and advantages are measured, weighed by IcePop,
 judged, split by the sign of the advantage, and, with --filters, filtered. A batch is taken in blocks of
-`queue.BLOCK_TOKENS` tokens; batches up to --whole-up-to million tokens also at once. verl's own reading of the batch is
+`BLOCK_TOKENS` tokens; batches up to --whole-up-to million tokens also at once. verl's own reading of the batch is
 left out: it pads the whole batch.
 
 TransferQueue holds --stored trajectories; a larger batch has each of them several times, under different keys.
@@ -33,6 +33,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.core.routing import REASONS, RouterSums
 from verl_ext.core.tokens import jagged
 from verl_ext.features.stability import stability_config
+from verl_ext.trainer import batch as batches
 from verl_ext.trainer import queue
 from verl_ext.trainer.run import StabilityRun
 
@@ -140,7 +141,7 @@ def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
 
 def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
     """Returns seconds, bytes added at the peak, and metrics."""
-    queue.BLOCK_TOKENS = at_once
+    batches.BLOCK_TOKENS = at_once
     tags = [{"response_len": LENGTH}] * trajectories
     batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
     found: list[Any] = []
@@ -185,7 +186,7 @@ def main() -> None:
         print(f"storing {stored:,} trajectories of {LENGTH:,} tokens", file=sys.stderr, flush=True)
         fill(stored)
         queue.tq = Copies(stored)
-        run, block = run_of(arguments.filters), queue.BLOCK_TOKENS
+        run, block = run_of(arguments.filters), batches.BLOCK_TOKENS
         measured(run, min(32, stored), block)  # first allocations
         whole = [size for size in sizes if size <= arguments.whole_up_to]
         # All of them in blocks first: the process does not give back the memory that a batch at once takes.

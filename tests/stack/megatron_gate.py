@@ -123,7 +123,7 @@ def weights_of(worker):
 
 def judge_norms(gate, share):
     """Updates with a limit on the gradient's norm, each from the same start: a wide one, none, and a narrow one."""
-    from verl_ext.features.settings import MiniBatchGate
+    from verl_ext.features.settings import MiniBatchLimits
     from verl_ext.workers.undo import keep_updates_of
     from verl_ext.workers.worker_loss import LossSettings
 
@@ -132,14 +132,14 @@ def judge_norms(gate, share):
     gate_ranks.set_loss(worker, gate, LossSettings())
     found, left = {}, {}
     for step, (name, limit) in enumerate({"wide": 1e6, "none": None, "narrow": 1e-6}.items(), start=1):
-        gate.limits = MiniBatchGate(grad_norm=limit)
+        gate.limits = MiniBatchLimits(grad_norm=limit)
         metrics = gate_ranks.update_once(worker, share, step)
         found[name] = [metrics.get(key) for key in ("gate/grad_norm", "grad_norm", "gate/refused")]
         left[name] = everything(worker)
         if name != "narrow":
             gate.take_back(step - 1)
             found[f"{name}, taken back"] = gate_ranks.equal(everything(worker), start)
-    gate.limits = MiniBatchGate()
+    gate.limits = MiniBatchLimits()
     found["an allowed one is verl's"] = gate_ranks.equal(left["wide"], left["none"])
     weights = [[chunk[0] for chunk in what[: len(gate.engine.module)]] for what in (left["narrow"], start)]
     found["a refused one leaves the weights"] = gate_ranks.equal(*weights)

@@ -141,11 +141,10 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     """Returns a subclass of `trainer_class` that takes the settings of the schedule's next entry before each step."""
     from omegaconf import OmegaConf
 
-    from verl_ext.core.tokens import BLOCK_TOKENS
     from verl_ext.features.table import loss_settings, read_features
-    from verl_ext.trainer import queue
+    from verl_ext.trainer import batch as batches
 
-    entries = list(schedule)
+    entries, block_tokens = list(schedule), (BLOCK, batches.BLOCK_TOKENS)
 
     class SwitchingTrainer(trainer_class):
         def step(self, metrics, timing_raw):
@@ -153,7 +152,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
             self.stability_run.use(config, stability)
-            queue.BLOCK_TOKENS = BLOCK if self.global_steps % 2 else BLOCK_TOKENS
+            batches.BLOCK_TOKENS = block_tokens[self.global_steps % 2]
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
@@ -165,6 +164,10 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
         def _update_actor(self, batch, metrics):
             sent = self.stability_run.update_batch(batch)
             print(f"switching: there is {' '.join(batch.fields)}; sent is {' '.join(sent.fields)}", flush=True)
+            print(
+                f"switching: step {self.global_steps} is measured in {len(batches.parts_of(batch))} block(s)",
+                flush=True,
+            )
             return super()._update_actor(batch, metrics)
 
     return SwitchingTrainer

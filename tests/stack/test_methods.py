@@ -116,6 +116,12 @@ def assert_measured_in_the_update(step):
     assert not any("first_pass" in name for name in step)
 
 
+def test_every_other_batch_is_measured_in_blocks(switching_run):
+    blocks = dict(re.findall(r"switching: step (\d+) is measured in (\d+) block", switching_run.console))
+    assert blocks
+    assert all((int(number) > 1) == (int(step) % 2 == 0) for step, number in blocks.items())
+
+
 def test_every_metric_of_every_method_is_documented(step_of, switching_run):
     assert_documented(switching_run)
 

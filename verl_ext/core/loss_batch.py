@@ -33,8 +33,9 @@ MAY_LACK = ("lag",)  # no trajectory of synchronous training has one
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The tensors of a micro-batch, [B, T] each, 0 where the mask is. A method is given the optional inputs that it is
-    registered to read.
+    """The tensors of a micro-batch, [B, T] each, 0 where the mask is 0.
+
+    A method is given the optional inputs that it is registered to read.
 
     Attributes:
         l_theta: with gradient.
@@ -96,7 +97,7 @@ class LossChange:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def change(chosen: ConfiguredMethod, batch: LossBatch, gives: Collection[str]) -> LossChange:
+def call_method(chosen: ConfiguredMethod, batch: LossBatch, gives: Collection[str]) -> LossChange:
     """Calls a method with its settings on the part of a batch that it reads.
 
     Raises:

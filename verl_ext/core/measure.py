@@ -136,7 +136,7 @@ class Measured:
     """Result of `measure`.
 
     Attributes:
-        weight: [N] float32, the product of the corrections' weights, 0 where the mask is; None without corrections.
+        weight: [N] float32, the product of the corrections' weights, 0 where the mask is 0; None without corrections.
         metrics: `vllm_kl/*`, `correction/*` and `router/*`; {} when no token counts.
         tokens, kept: tokens masked in, and how many of these have a weight (without corrections, all that count).
         non_finite: tokens masked in whose l_infer or l_old is NaN or infinite: their weight is 0, and no metric counts

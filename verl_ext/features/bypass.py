@@ -16,7 +16,7 @@ from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting
 
-OFF = f"{BYPASS}=False"
+WITHOUT_BYPASS = f"{BYPASS}=False"
 ENTROPY = f"{ACTOR}.calculate_entropy"
 
 
@@ -32,9 +32,9 @@ def check(run: RunFeatures) -> None:
 
 def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", fallback: tuple[str, ...] = ()) -> None:
     """Refuses a setting, with a fix that keeps corrections and loss: by default, the fix turns bypass mode off."""
-    otherwise = otherwise or (f"set {OFF}" if fix else "")
+    otherwise = otherwise or (f"set {WITHOUT_BYPASS}" if fix else "")
     said = f"{setting} {why} in bypass mode ({BYPASS}=True)"
-    raise ConfigError(said, fix=fix or (OFF,), otherwise=otherwise, fallback=fallback or fix)
+    raise ConfigError(said, fix=fix or (WITHOUT_BYPASS,), otherwise=otherwise, fallback=fallback or fix)
 
 
 def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityConfig) -> None:

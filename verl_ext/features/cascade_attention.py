@@ -8,7 +8,7 @@ from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.features.feature import VLLM, Demand, Engines, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS
 
-OFF = ("stability.cascade_attention=default",)
+DEFAULT_CASCADE = ("stability.cascade_attention=default",)
 DISABLED = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 
 
@@ -22,7 +22,7 @@ def check(run: RunFeatures) -> None:
         return
     asked = f"stability.cascade_attention={setting}"
     if (name := run.config.actor_rollout_ref.rollout.name) != "vllm":
-        raise ConfigError(f"{asked} is a setting of vLLM, not of {ROLLOUT}.name={name}", fix=OFF)
+        raise ConfigError(f"{asked} is a setting of vLLM, not of {ROLLOUT}.name={name}", fix=DEFAULT_CASCADE)
     disabled = OmegaConf.select(run.config, DISABLED)
     if disabled is not None and disabled != (setting == "off"):
         raise ConfigError(f"{DISABLED}={disabled} contradicts {asked}; leave {DISABLED} out")
@@ -44,13 +44,13 @@ def _confirmed(setting: str, engines: Engines) -> str:
 
     running = engines.ask(uses_cascade_attention)
     if not running:
-        raise HookError("stability.cascade_attention: no vLLM worker answered", fix=OFF)
+        raise HookError("stability.cascade_attention: no vLLM worker answered", fix=DEFAULT_CASCADE)
     if any(value != (setting == "on") for value in running):
         state = "on" if running[0] else "off"
         raise HookError(
             f"stability.cascade_attention={setting}, but cascade attention is {state} in vLLM: this engine or device "
             "does not support the setting",
-            fix=OFF,
+            fix=DEFAULT_CASCADE,
         )
     return f"confirmed by {len(running)} vLLM worker(s)"
 

@@ -81,7 +81,7 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
     if Need.MEASURED_IN_UPDATE in run.needs:
         found["first_pass"] = {
             "corrections": stability.corrections(),
-            "narrowed": stability.corrections(tightened=True),
+            "narrowed": stability.corrections(narrowed=True),
             "as_mask": loss_has_ratio(run.config),
             "breakdown": stability.breakdown,
         }

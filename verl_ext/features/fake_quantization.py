@@ -17,7 +17,7 @@ from verl_ext.routing.engines import ENGINES
 ARGUMENTS = {"vllm": VLLM_ARGUMENTS, "sglang": SGLANG_ARGUMENTS}
 MODEL_OVERRIDES = f"{SGLANG_ARGUMENTS}.json_model_override_args"
 SETTING = "stability.fake_quantization"
-OFF = f"{SETTING}.format={NONE}"
+WITHOUT_ROUNDING = f"{SETTING}.format={NONE}"
 OTHER_SYNC = "delta_sharded"  # with it, verl patches the loaded weights and does not call load_weights
 
 
@@ -33,21 +33,23 @@ def check(run: RunFeatures) -> None:
     said = f"{SETTING}.format={asked.format}"
     if (name := config.actor_rollout_ref.rollout.name) not in ARGUMENTS:
         engines = " and ".join(ARGUMENTS)
-        raise ConfigError(f"{said} rounds the weights of {engines}, not of {ROLLOUT}.name={name}", fix=(OFF,))
+        raise ConfigError(
+            f"{said} rounds the weights of {engines}, not of {ROLLOUT}.name={name}", fix=(WITHOUT_ROUNDING,)
+        )
     engine = ENGINES.get(strategy_of(config), ENGINES["fsdp"]).settings
     for setting in (f"{ROLLOUT}.quantization", f"{ARGUMENTS[name]}.quantization", f"{engine}.qat.enable"):
         if real := OmegaConf.select(config, setting):
             without = "false" if real is True else "null"
             raise ConfigError(
                 f"{said} simulates a quantised rollout, and {setting}={real} makes a real one",
-                fix=(OFF,),
+                fix=(WITHOUT_ROUNDING,),
                 otherwise=f"set {setting}={without}",
             )
     if OmegaConf.select(config, f"{ROLLOUT}.checkpoint_engine.backend") == OTHER_SYNC:
         raise ConfigError(
             f"{said} rounds weights while they are loaded, and {ROLLOUT}.checkpoint_engine.backend={OTHER_SYNC} "
             "changes weights that are already loaded",
-            fix=(OFF,),
+            fix=(WITHOUT_ROUNDING,),
         )
     if run.read_model and (hf_config := hf_config_of(config.actor_rollout_ref.model)) is not None:
         _check_rounded_model(asked, hf_config, said)
@@ -56,7 +58,9 @@ def check(run: RunFeatures) -> None:
 def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> None:
     text = hf_config.get_text_config()
     if getattr(hf_config, "quantization_config", None):
-        raise ConfigError(f"{said} needs weights that are not quantised, and the model's already are", fix=(OFF,))
+        raise ConfigError(
+            f"{said} needs weights that are not quantised, and the model's already are", fix=(WITHOUT_ROUNDING,)
+        )
     if asked.head and text.tie_word_embeddings:
         raise ConfigError(
             f"{SETTING}.head=true has no head to round: the model's is its embedding (tie_word_embeddings)",
@@ -120,11 +124,14 @@ def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
     reports = engines.ask(rounded)
     for report in reports or [None]:
         if report is None or report["settings"] != asdict(asked):
-            raise HookError(f"{SETTING}.format={asked.format}, but a rollout worker reports {report}", fix=(OFF,))
+            raise HookError(
+                f"{SETTING}.format={asked.format}, but a rollout worker reports {report}", fix=(WITHOUT_ROUNDING,)
+            )
         for kind, count in report["rounded"].items():
             if count == 0:
                 raise HookError(
-                    f"{SETTING} rounds {kind} weights, but the rollout received none with a known name", fix=(OFF,)
+                    f"{SETTING} rounds {kind} weights, but the rollout received none with a known name",
+                    fix=(WITHOUT_ROUNDING,),
                 )
     counts = ", ".join(f"{count} {kind}" for kind, count in reports[0]["rounded"].items())
     return f"{counts} weights in {len(reports)} worker(s) of the rollout"

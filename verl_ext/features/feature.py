@@ -116,18 +116,19 @@ class Engines:
     Args:
         workers: verl's worker group of the actor.
         server_managers: verl's managers of the rollout's servers.
-        loss_settings: the settings of the workers' loss, from `table.loss_settings`.
+
+    Attributes:
+        losses: what is active in the workers' loss on each rank, once it is installed.
     """
 
-    def __init__(self, workers: Any, server_managers: Sequence[Any], loss_settings: Mapping[str, Any]):
+    def __init__(self, workers: Any, server_managers: Sequence[Any]):
         self.workers = workers
         self.servers = [handle for manager in server_managers for handle in manager.server_handles]
-        self._loss_settings = loss_settings
+        self.losses: list[dict[str, Any]] = []
 
-    @cached_property
-    def losses(self) -> list[dict[str, Any]]:
-        """Installs the workers' loss; returns what is active in it on each rank."""
-        return self.workers.configure_loss(self._loss_settings)
+    def install_loss(self, settings: Mapping[str, Any]) -> None:
+        """Installs the workers' loss, with `LossSettings` from `table.loss_settings`."""
+        self.losses = self.workers.configure_loss(settings)
 
     @cached_property
     def routers(self) -> str:
@@ -150,7 +151,7 @@ class Engines:
 
 
 @dataclass(frozen=True)
-class Effect:
+class Precondition:
     """Settings that act only under a condition. A run that changes one of them without it is refused.
 
     Attributes:
@@ -179,7 +180,7 @@ class Feature:
         loss_settings: returns its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
         lines: its lines of the start-up table.
         prove: raises HookError if the started engines lack something that no line shows.
-        effects: its settings that act only while something is on.
+        preconditions: its settings that act only while something is on.
     """
 
     needs: Callable[[RunFeatures], Iterable[Demand]] = field(default=lambda run: ())
@@ -189,4 +190,4 @@ class Feature:
     loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
     lines: Callable[[RunFeatures], Iterable[TableLine]] = field(default=lambda run: ())
     prove: Callable[[RunFeatures, Engines], None] = field(default=lambda run, engines: None)
-    effects: tuple[Effect, ...] = ()
+    preconditions: tuple[Precondition, ...] = ()

@@ -11,7 +11,7 @@ from verl_ext.features.top_tokens import FUSED
 from verl_ext.features.verl_config import ROLLOUT, ROLLOUTS, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, rollout_name
 
 SETTING = "stability.float32_head"
-OFF = (f"{SETTING}=false",)
+BF16_HEADS = (f"{SETTING}=false",)
 # Rollout engine -> the argument that sets its head's dtype, and the value.
 ARGUMENTS = {
     "vllm": (f"{VLLM_ARGUMENTS}.hf_overrides.head_dtype", "float32"),
@@ -21,14 +21,16 @@ ARGUMENTS = {
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
     if run.stability.float32_head:
-        yield Demand(f"{SETTING}=true", frozenset({Need.OUR_LOSS}), off=OFF)
+        yield Demand(f"{SETTING}=true", frozenset({Need.OUR_LOSS}), off=BF16_HEADS)
 
 
 def check(run: RunFeatures) -> None:
     if not run.stability.float32_head:
         return
     if (name := rollout_name(run.config)) not in ROLLOUTS:
-        raise ConfigError(f"{SETTING}=true sets the head of vllm and sglang, not of {ROLLOUT}.name={name}", fix=OFF)
+        raise ConfigError(
+            f"{SETTING}=true sets the head of vllm and sglang, not of {ROLLOUT}.name={name}", fix=BF16_HEADS
+        )
     argument, value = ARGUMENTS[name]
     if (given := OmegaConf.select(run.config, argument)) not in (None, value):
         raise ConfigError(f"{argument}={given} contradicts {SETTING}=true; leave {argument} out")
@@ -37,7 +39,7 @@ def check(run: RunFeatures) -> None:
     if name == "vllm" and (quantized := OmegaConf.select(run.config, f"{ROLLOUT}.quantization")):
         raise ConfigError(
             f"{SETTING}=true sets vLLM's hf_overrides, which verl sets itself with {ROLLOUT}.quantization={quantized}",
-            fix=OFF,
+            fix=BF16_HEADS,
         )
 
 
@@ -62,15 +64,15 @@ def _confirmed_heads(engines: Engines) -> str:
 
     training = sum(found["float32_heads"] or 0 for found in engines.losses)
     if not training:
-        raise HookError(f"{SETTING}=true, but no training rank has a head", fix=OFF)
+        raise HookError(f"{SETTING}=true, but no training rank has a head", fix=BF16_HEADS)
     rollout = [dtype for dtypes in engines.ask(logits_dtypes) for dtype in dtypes]
     if not rollout:
-        raise HookError(f"{SETTING}=true, but no rollout worker has a module that computes logits", fix=OFF)
+        raise HookError(f"{SETTING}=true, but no rollout worker has a module that computes logits", fix=BF16_HEADS)
     if others := sorted({dtype or "another dtype" for dtype in rollout} - {"float32"}):
         raise HookError(
             f"{SETTING}=true, but the rollout computes its logits in {' and '.join(others)}: this version of "
             "the engine does not support it",
-            fix=OFF,
+            fix=BF16_HEADS,
         )
     return f"heads: {training} in training, {len(rollout)} in the rollout"
 

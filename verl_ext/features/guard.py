@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError, with_fallback
 from verl_ext.base.methods import described
 from verl_ext.diagnosis.levels import Level, published
-from verl_ext.features.feature import Demand, Effect, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
 from verl_ext.features.mismatch import while_measured
 from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE
 from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
@@ -189,11 +189,13 @@ def published_level(config: DictConfig) -> Level | None:
     return published(model_json(config), rollout_format(config))
 
 
-SKIPPED_BY = Effect(
+SKIPPED_BY = Precondition(
     ("batch_skip.metric",),
     met=lambda run: run.stability.batch_skip.threshold is not None,
     why="no batch is skipped by it",
     switch="stability.batch_skip.threshold=0.1",
 )
 JUDGED = while_measured("guard.stop_after", "guard.level", *(f"guard.boundary.{one.name}" for one in fields(Boundary)))
-GUARD = Feature(needs, check, apply=set_level, loss_settings=loss_settings, lines=lines, effects=(SKIPPED_BY, JUDGED))
+GUARD = Feature(
+    needs, check, apply=set_level, loss_settings=loss_settings, lines=lines, preconditions=(SKIPPED_BY, JUDGED)
+)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import IN_THE_STEP, Demand, Effect, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import IN_THE_STEP, Demand, Feature, Need, Precondition, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, bypasses, logprobs_mode, rollout_name
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -84,9 +84,9 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("mismatch metrics", "vllm_kl/*", IN_THE_STEP)
 
 
-def while_measured(*settings: str) -> Effect:
+def while_measured(*settings: str) -> Precondition:
     """Returns the effect of settings that act only if the gap is measured."""
-    return Effect(
+    return Precondition(
         settings,
         met=lambda run: Need.MEASURED_BATCHES in run.needs,
         why="the gap is not measured",
@@ -99,5 +99,5 @@ MISMATCH = Feature(
     check,
     agent_loop=lambda run: {"answers": Need.MEASURED_BATCHES in run.needs},
     lines=lines,
-    effects=(while_measured("breakdown"),),
+    preconditions=(while_measured("breakdown"),),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import Demand, Effect, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
@@ -43,10 +43,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         )
 
 
-EFFECT = Effect(
+PRECONDITION = Precondition(
     ("rescoring.trajectories", "rescoring.versions"),
     met=lambda run: run.stability.rescoring.every > 0,
     why="nothing is rescored",
     switch="stability.rescoring.every=10",
 )
-RESCORING = Feature(needs, check, lines=lines, effects=(EFFECT,))
+RESCORING = Feature(needs, check, lines=lines, preconditions=(PRECONDITION,))

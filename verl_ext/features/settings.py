@@ -59,7 +59,7 @@ class BatchSkip:
 
 
 @dataclass(frozen=True)
-class MiniBatchGate:
+class MiniBatchLimits:
     """Refuses the optimizer step of a mini-batch that is past a bound; null sets no bound.
 
     Attributes:
@@ -144,7 +144,7 @@ class GuardSettings:
     lower_lr: LowerLr = field(default_factory=LowerLr)
     after_update: AfterUpdate = field(default_factory=AfterUpdate)
     level: float | None = None
-    mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
+    mini_batch: MiniBatchLimits = field(default_factory=MiniBatchLimits)
     boundary: Boundary = field(default_factory=Boundary)
 
     def __post_init__(self) -> None:
@@ -534,7 +534,7 @@ class StabilityConfig(Switches):
         """The corrections that keep tokens in a fixed band of k, as icepop does. Their settings have `narrowed`."""
         return tuple(chosen for chosen in self.correction if hasattr(chosen.settings, "narrowed"))
 
-    def corrections(self, *, tightened: bool = False) -> dict[str, dict[str, Any]]:
+    def corrections(self, *, narrowed: bool = False) -> dict[str, dict[str, Any]]:
         """Returns name -> settings of `before_update`, for `core.measure`.
 
         Args:
@@ -542,7 +542,7 @@ class StabilityConfig(Switches):
         """
         found = {}
         for chosen in self.before_update:
-            narrows = tightened and chosen in self.bands
+            narrows = narrowed and chosen in self.bands
             settings = chosen.settings.narrowed(self.guard.tighten_factor) if narrows else chosen.settings
             found[chosen.name] = asdict(settings)
         return found

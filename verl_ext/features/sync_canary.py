@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from verl_ext.base.errors import HookError
-from verl_ext.features.feature import Demand, Effect, Engines, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Engines, Feature, Need, Precondition, RunFeatures, TableLine
 from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.features.verl_config import (
     MERGE_LORA,
@@ -71,10 +71,10 @@ def _confirmed_adapter(engines: Engines) -> str:
     return f"{AFTER_SYNC}; {reports[0]['used']} modules with the LoRA in {len(reports)} vLLM worker(s)"
 
 
-CHECKED = Effect(
+CHECKED = Precondition(
     ("sync_canary.every",),
     met=lambda run: canary_settings(run).trajectories != 0,
     why="no weight sync is checked",
     switch=f"stability.sync_canary.trajectories={DEFAULT}",
 )
-CANARY = Feature(needs, lines=lines, effects=(CHECKED,))
+CANARY = Feature(needs, lines=lines, preconditions=(CHECKED,))

@@ -34,7 +34,7 @@ from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import BYPASS, check_model_files, check_overlong, check_warmup
 
 USUAL = StabilityConfig()
-OFF = (None, False, 0, "disabled")  # values that switch something off
+OFF_VALUES = (None, False, 0, "disabled")  # values that switch something off
 
 # In the order of the start-up table.
 FEATURES: tuple[Feature, ...] = (
@@ -83,7 +83,7 @@ def check_run(run: RunFeatures) -> None:
         feature.check(run)
     _check_loss_runs(run)
     _check_expected(run)
-    _check_effects(run)
+    _check_preconditions(run)
     check_overlong(run.config)
     check_warmup(run.config)
     if run.read_model:
@@ -116,7 +116,7 @@ def _check_nothing_on(run: RunFeatures) -> None:
         return
     for feature in FEATURES:  # their errors are more precise
         feature.check(replace(run, read_model=False))
-    _check_effects(run)
+    _check_preconditions(run)
     for name in _names_of(USUAL):
         if name not in ("expects", "left_out"):
             _require_usual(run, name, "no feature of stability.* is on", "stability=moe or another preset")
@@ -132,18 +132,18 @@ def _names_of(settings: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + one.name
 
 
-def _check_effects(run: RunFeatures) -> None:
+def _check_preconditions(run: RunFeatures) -> None:
     for feature in FEATURES:
-        for effect in feature.effects:
-            if not effect.met(run):
-                for name in effect.settings:
-                    _require_usual(run, name, effect.why, effect.switch)
+        for precondition in feature.preconditions:
+            if not precondition.met(run):
+                for name in precondition.settings:
+                    _require_usual(run, name, precondition.why, precondition.switch)
 
 
 def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
     """Refuses a setting that has no effect, unless it has its default or switches something off."""
     value, usual = (attrgetter(name)(stability) for stability in (run.stability, USUAL))
-    if value != usual and value not in OFF:
+    if value != usual and value not in OFF_VALUES:
         raise ConfigError(
             f"stability.{name}={_as_yaml(value)} has no effect: {why}",
             fix=(reset := (f"stability.{name}={_as_yaml(usual)}",)),
@@ -204,14 +204,15 @@ class StartupRow(NamedTuple):
 
 
 def verify(run: RunFeatures, trainer_class: type, engines: Engines) -> list[StartupRow]:
-    """Returns the lines of the run's features, each with its place on the started engines, then what `features.fit`
-    left out, with the reasons.
+    """Installs the workers' loss, if the run needs it. Returns the lines of the run's features, each with its place on
+    the started engines, then what `features.fit` left out, with the reasons.
 
     Raises:
         HookError: a feature is not hooked.
     """
     places = {"trainer": next(cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.startswith("verl."))}
     if Need.OUR_LOSS in run.needs:
+        engines.install_loss(loss_settings(run))
         places["loss"] = f"worker_loss on {len(engines.losses)} rank(s)"
     if Need.HOOKED_ROUTERS in run.needs:
         places["routers"] = engines.routers

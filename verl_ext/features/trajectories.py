@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_ext.base.names import trajectories_path
-from verl_ext.features.feature import Demand, Effect, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
@@ -22,10 +22,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         )
 
 
-EFFECT = Effect(
+PRECONDITION = Precondition(
     ("trajectories.every", "trajectories.max_tokens", "trajectories.max_megabytes"),
     met=lambda run: run.stability.trajectories.per_step > 0,
     why="no trajectory is written",
     switch="stability.trajectories.per_step=4",
 )
-TRAJECTORIES = Feature(needs, lines=lines, effects=(EFFECT,))
+TRAJECTORIES = Feature(needs, lines=lines, preconditions=(PRECONDITION,))

@@ -35,7 +35,7 @@ from verl_ext.lab.regimes import History, Regime, engine_of
 from verl_ext.lab.tasks import END, decode, draw, encode, rewards
 from verl_ext.lab.warm_up import LabSettings
 from verl_ext.trainer import checkpoints
-from verl_ext.trainer.guarding import GuardActions, build_guard
+from verl_ext.trainer.guard_actions import GuardActions, build_guard
 from verl_ext.trainer.step import Step, update_request
 from verl_ext.trainer.sync_canary import SyncCanary
 
@@ -223,7 +223,7 @@ class Training:
         if self._watched is None or not self.canary.is_due(number):
             return {}
         metrics, decision = self.canary.check(number, *self._canary_scores(self._watched))
-        self.actions.carry_out(decision)
+        self.actions.record_decision(decision)
         return metrics
 
     def _canary_scores(self, batch: LabBatch) -> tuple[Tensor, list[Tensor]]:

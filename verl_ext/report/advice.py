@@ -15,7 +15,7 @@ from verl_ext.diagnosis.names import K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.diagnosis.series import now_of
 from verl_ext.guard.state import Boundary
-from verl_ext.report.guarded import age_drives, blind_mask, boundary_of
+from verl_ext.report.guard_facts import age_drives, blind_mask, boundary_of
 from verl_ext.report.run import Run
 
 LOW_AGREEMENT = 0.98

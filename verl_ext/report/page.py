@@ -28,7 +28,7 @@ from verl_ext.report.figures.charts import DARK_COLOURS, HOVER_LAYER, INK, LINE_
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
-from verl_ext.report.guarded import DECIDED, sentence_of
+from verl_ext.report.guard_facts import DECIDED, sentence_of
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
 from verl_ext.report.terminal import not_finite
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons

@@ -18,7 +18,7 @@ from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
 from verl_ext.diagnosis.names import aliases_of
 from verl_ext.diagnosis.rank import Suspect
 from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_of, now_of
-from verl_ext.report.guarded import skipped_share
+from verl_ext.report.guard_facts import skipped_share
 from verl_ext.report.run import ENDED, MOST_MESSAGE, Run, validation_label
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 

@@ -37,7 +37,7 @@ from verl_ext.diagnosis.series import LEVEL_READINGS
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import ROUTERS, NextStep, is_on, moves_of, next_steps
-from verl_ext.report.guarded import (
+from verl_ext.report.guard_facts import (
     Fact,
     act_sentence,
     dated,

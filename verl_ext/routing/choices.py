@@ -21,9 +21,9 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.patching import wrap
 from verl_ext.routing.engines import EXPERT_COUNTS, TOP_KS, first_of
 
-ROUTES = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns only logits
+CHOICE_METHOD = "route_tokens_to_experts"  # the method of MoE blocks whose router module returns only logits
 REPLAY_OFF = ("stability.replay=disabled", "actor_rollout_ref.actor.fsdp_config.router_replay.mode=disabled")
-OFF = ("stability.router_agreement=false", *REPLAY_OFF)
+WITHOUT_ROUTING = ("stability.router_agreement=false", *REPLAY_OFF)
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 """(scores [N, E], chosen ids [N, K] int64) -> the ids to use; the same tensor leaves the choice as it is."""
@@ -96,8 +96,8 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
     points: dict[str, str] = {}
     for name, module in model.named_modules():
         inside = name.startswith(tuple(f"{outer}." for outer in points))
-        if hasattr(module, ROUTES):
-            points[name] = ROUTES
+        if hasattr(module, CHOICE_METHOD):
+            points[name] = CHOICE_METHOD
         elif any(_matches(spec, name, module) for spec in specs) and not inside:
             points[name] = "forward"
     found = [
@@ -109,7 +109,7 @@ def find_choices(model: nn.Module) -> list[ChoicePoint]:
         raise HookError(
             f"no router was found in {type(model).__name__}: a dense model has none, and an MoE has to declare its "
             "router class in _can_record_outputs['router_logits'], as transformers' own do",
-            OFF,
+            WITHOUT_ROUTING,
         )
     return sorted(found, key=lambda point: point.layer)
 
@@ -130,7 +130,7 @@ def _matches(spec: Any, name: str, module: nn.Module) -> bool:
 def _layer(name: str) -> int:
     found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", name)
     if found is None:
-        raise HookError(f"the decoder layer of router {name} cannot be read from its name", OFF)
+        raise HookError(f"the decoder layer of router {name} cannot be read from its name", WITHOUT_ROUTING)
     return int(found[1])
 
 
@@ -146,7 +146,7 @@ def expert_counts(hf_config: Any) -> tuple[int, int]:
         raise HookError(
             f"{type(text).__name__} does not say how many experts there are (one of {', '.join(EXPERT_COUNTS)}) and "
             f"how many a token goes to (one of {', '.join(TOP_KS)})",
-            OFF,
+            WITHOUT_ROUTING,
         )
     return experts, top_k
 
@@ -189,7 +189,7 @@ def probe_choices(
             raise HookError(
                 f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
                 "no text model for it, or it needs code of its own, which model.trust_remote_code allows",
-                OFF,
+                WITHOUT_ROUTING,
                 fallback=(),
             ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
@@ -224,4 +224,4 @@ def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtyp
 
 
 def _unreadable(point: ChoicePoint, why: str) -> HookError:
-    return HookError(f"cannot read router {type(point.module).__name__}, which {why}", OFF)
+    return HookError(f"cannot read router {type(point.module).__name__}, which {why}", WITHOUT_ROUTING)

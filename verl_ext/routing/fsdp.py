@@ -29,16 +29,25 @@ from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 from verl_ext.core.routing import expert_overlap, known_rows
 from verl_ext.core.tokens import fill_gaps, left_out_rows
-from verl_ext.routing.choices import OFF, REPLAY_OFF, ChoicePoint, Choose, check_replayable, expert_counts, find_choices
-from verl_ext.routing.outputs import RowLayout, check_captured, drop_refused, narrow_dtype, routing_outputs
+from verl_ext.routing.choices import (
+    REPLAY_OFF,
+    WITHOUT_ROUTING,
+    ChoicePoint,
+    Choose,
+    check_replayable,
+    expert_counts,
+    find_choices,
+)
+from verl_ext.routing.outputs import (
+    RowLayout,
+    check_captured,
+    drop_refused,
+    is_old_policy,
+    narrow_dtype,
+    routing_outputs,
+)
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
-
-
-def is_old_policy(micro_batch: TensorDict, forward_only: bool) -> bool:
-    """Returns True in the pass for old_log_probs, and False in that of a LoRA's reference: in verl 0.9.1 only the
-    former asks for the entropy."""
-    return forward_only and tu.get_non_tensor_data(micro_batch, "calculate_entropy", default=False)
 
 
 class ForwardPass:
@@ -215,7 +224,7 @@ class FsdpRouting:
                 f"training engine has {tokens} tokens, {self.decoder_layers} decoder layers, {len(self.points)} of "
                 f"them with a router, and top-{self.top_k}: "
                 "the two engines number this model's layers differently",
-                OFF,
+                WITHOUT_ROUTING,
             )
         check_captured(micro_batch)
         if layers != len(self.points):

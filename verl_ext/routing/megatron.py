@@ -42,11 +42,10 @@ from verl_ext.base.patching import wrap
 from verl_ext.core.routing import TOKENS_AT_ONCE, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
-from verl_ext.routing.engines import ENGINES
-from verl_ext.routing.outputs import check_captured, drop_refused, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import check_captured, drop_refused, is_old_policy, narrow_dtype, routing_outputs
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
-OFF = "stability.router_agreement=false"
+WITHOUT_AGREEMENT = "stability.router_agreement=false"
 
 
 @dataclass(frozen=True)
@@ -74,34 +73,10 @@ class RecordedRouting:
 
     Attributes:
         config: the config from which the engine is to be built instead.
-
-    Raises:
-        HookError: with one of the settings verl records nothing, or in the wrong place.
     """
 
     def __init__(self, config: TrainingWorkerConfig):
         self.mode = config.engine_config.router_replay.mode
-        setting = f"actor_rollout_ref.actor.{config.engine_config.strategy}"
-        if self.mode == "R3" and not ENGINES[config.engine_config.strategy].compares_r3:
-            raise HookError(
-                f"{setting}.router_replay.mode=R3 makes the training engine use the rollout's experts, and verl "
-                "records none of its own: there is no agreement to measure",
-                fix=(OFF,),
-                otherwise="the mode to R2 or disabled",
-            )
-        if not config.model_config.get("use_remove_padding", False):
-            raise HookError(
-                "verl finds the recorded routes of a sequence among packed tokens, and "
-                "actor_rollout_ref.model.use_remove_padding=false leaves them padded",
-                fix=("actor_rollout_ref.model.use_remove_padding=true",),
-                otherwise=f"set {OFF}",
-            )
-        if config.engine_config.strategy == "megatron" and config.engine_config.pad_to_length:
-            raise HookError(
-                f"verl cannot record routing with {setting}.pad_to_length=true",
-                fix=(f"{setting}.pad_to_length=false",),
-                otherwise=f"set {OFF}",
-            )
         recording = replace(config.engine_config, router_replay=EngineRouterReplayConfig(mode="R2"))
         self.config = config if self.mode == "R3" else replace(config, engine_config=recording)
         self.replays = ReplayRecorder(config.engine_config, recording) if self.mode == "R3" else None
@@ -141,9 +116,8 @@ class RecordedRouting:
             return _without_routes(infer(data))
         if rollout is None:
             return infer(data)
-        # In verl 0.9.1 only the pass for old_log_probs asks for the entropy. Other passes (rescoring, the canary) must
-        # neither replay the rollout's routes nor overwrite them, because they are compared later.
-        old_policy = tu.get_non_tensor_data(data, "calculate_entropy", default=False)
+        # Other passes must neither replay the rollout's routes nor overwrite them, because they are compared later.
+        old_policy = is_old_policy(data)
         if self.replays is not None:
             if not (old_policy and tu.get_non_tensor_data(data, "enable_routing_replay", default=False)):
                 return infer(data)
@@ -157,7 +131,9 @@ class RecordedRouting:
             return output
         recorded = output.get(ROUTES, None)
         if recorded is None:
-            raise HookError(f"compute_log_prob returned no {ROUTES}, though verl's engine was built to record", (OFF,))
+            raise HookError(
+                f"compute_log_prob returned no {ROUTES}, though verl's engine was built to record", (WITHOUT_AGREEMENT,)
+            )
         if self.replays is None:
             check_captured(data)
         replayed = self.replays is not None
@@ -169,7 +145,7 @@ class RecordedRouting:
             raise HookError(
                 f"the rollout's {ROUTES} is {rollout.dtype}, which cannot hold the ids of the {self.recorders.experts} "
                 "experts that the update would replay: the rollout runs another model",
-                fix=(OFF,),
+                fix=(WITHOUT_AGREEMENT,),
             )
         output[ROUTES] = recorded.to(rollout.dtype)
         return output
@@ -293,7 +269,7 @@ def compare_recorded(
             f"[tokens, layers, top_k], where there are {expected[0]} tokens to compare and {recorders.decoder_layers} "
             f"decoder layers, {len(layers)} of them with a router: the two engines number this model's layers "
             "differently",
-            fix=(OFF,),
+            fix=(WITHOUT_AGREEMENT,),
         )
     columns = torch.tensor(layers if whole else range(shipped), device=device)
     narrow = narrow_dtype(recorders.experts)
@@ -330,7 +306,7 @@ def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: 
         raise HookError(
             f"the rollout's {ROUTES} has experts in decoder layers {extra}, where the training engine has no router, "
             f"and none in {missing}, where it has: the two engines number this model's layers differently",
-            fix=(OFF,),
+            fix=(WITHOUT_AGREEMENT,),
         )
 
 
@@ -353,7 +329,7 @@ def _megatron(engine: Any) -> Recorders:
         raise HookError(
             "verl installed no recorder of routing in Megatron: no TopKRouter has a RouterReplay. The model is dense, "
             "or this megatron-core ignores moe_enable_routing_replay",
-            fix=(OFF,),
+            fix=(WITHOUT_AGREEMENT,),
         )
     counts = [[len(virtual) for virtual in stage] for stage in stages]
     assumed = counts
@@ -365,7 +341,7 @@ def _megatron(engine: Any) -> Recorders:
             "verl would put the routes of Megatron's pipeline stages in the wrong order: the stages, and their virtual "
             f"ones, hold the layers {stages}, where verl counts {assumed}",
             fix=("actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=null",),
-            otherwise=f"set {OFF}",
+            otherwise=f"set {WITHOUT_AGREEMENT}",
         )
     return Recorders("TopKRouter", layers, config.num_layers, config.num_moe_experts)
 
@@ -373,7 +349,7 @@ def _megatron(engine: Any) -> Recorders:
 def _veomni(engine: Any) -> Recorders:
     """Returns VeOmni's routers: those of transformers, with a call to verl's controller after the top-k."""
     if engine._router_replay is None or not engine._router_replay._installed:
-        raise HookError("verl installed no recorder of routing in VeOmni", (OFF,))
+        raise HookError("verl installed no recorder of routing in VeOmni", (WITHOUT_AGREEMENT,))
     hf_config = engine.model_config.hf_config
     points = find_choices(engine.module)
     experts, _ = expert_counts(hf_config)

@@ -24,6 +24,12 @@ from verl_ext.core.routing import agreement, refused_rows, route_terms
 from verl_ext.core.tokens import jagged
 
 
+def is_old_policy(data: TensorDict, forward_only: bool = True) -> bool:
+    """Returns True in the pass for old_log_probs, and False in rescoring, the canary, and a LoRA's reference: in verl
+    0.9.1 only the former asks for the entropy."""
+    return forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """The places of a micro-batch's tokens among the rows that a rank's routers see.

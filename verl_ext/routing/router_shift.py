@@ -25,10 +25,9 @@ from verl_ext.base.names import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_S
 from verl_ext.base.patching import wrap
 from verl_ext.core.losses import router_deviation
 from verl_ext.core.tokens import jagged
-from verl_ext.routing.choices import ROUTES, ChoicePoint, find_choices
-from verl_ext.routing.fsdp import is_old_policy
+from verl_ext.routing.choices import CHOICE_METHOD, ChoicePoint, find_choices
 from verl_ext.routing.layers import joined_over, megatron_points
-from verl_ext.routing.outputs import RowLayout, packed_rows
+from verl_ext.routing.outputs import RowLayout, is_old_policy, packed_rows
 from verl_ext.routing.recorder import ROUTER
 
 Take = Callable[[int, Any, Any], None]  # (number of the layer, router, its output)
@@ -278,7 +277,7 @@ class MegatronRows:
 
 def require_readable(point: ChoicePoint) -> ChoicePoint:
     """Raises HookError for a router module that does not choose by itself, and so does not return the chosen ids."""
-    if point.method == ROUTES:
+    if point.method == CHOICE_METHOD:
         raise _unreadable_scores(point.module, "leaves the choice of experts to the block around it")
     return point
 

@@ -22,7 +22,7 @@ from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, R
 from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
 
 PARTITION = "verl_ext_canary"  # apart from "train", which the replay buffer reads
-OFF = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
+WITHOUT_CANARY = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 TIMEOUT_S = 600.0
 # One trajectory per forward pass: so small a batch may not divide into the run's micro-batches.
 ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
@@ -54,11 +54,13 @@ class CanaryTrajectories:
         real = (number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False))
         rows = list(islice(real, -(-count // ranks) * ranks))
         if len(rows) % ranks:
-            raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=OFF)
+            raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=WITHOUT_CANARY)
         chosen = part_of(batch, rows)
         data = get_fields(chosen, batch.fields)
         if has_other_inputs(data):
-            raise HookError("stability.sync_canary scores only text, and this batch has other inputs", fix=OFF)
+            raise HookError(
+                "stability.sync_canary scores only text, and this batch has other inputs", fix=WITHOUT_CANARY
+            )
         self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
         self._lengths = [len(response) for response in data[RESPONSES].unbind()]
         self._mask_N = self._all_but_last(data[RESPONSE_MASK].unbind()).bool()
@@ -106,7 +108,7 @@ class CanaryTrajectories:
             answers = [ray.get(each, timeout=TIMEOUT_S) for each in asked]
         except ray.exceptions.RayError as error:
             said = f"stability.sync_canary: a rollout engine did not score {len(self.ids)} trajectories ({error!r})"
-            raise HookError(said, fix=OFF) from error
+            raise HookError(said, fix=WITHOUT_CANARY) from error
         return [self._packed(map(_response_scores, each, self._lengths)) for each in answers]
 
     def pass_through_server(self, handle: Any, most: int) -> None:

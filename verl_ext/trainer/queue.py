@@ -66,7 +66,7 @@ def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> 
     return drop_fields(batch, set(HEAVY_FIELDS) - set(read))
 
 
-class Stages:
+class WorkerFields:
     """Chooses the fields of the current batch that each stage sends to the actor's workers: a copy of its meta."""
 
     def __init__(self) -> None:

@@ -21,9 +21,9 @@ from verl_ext.features.table import read_features
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import QueueBatch, read_batch
 from verl_ext.trainer.captured import CapturedRouting, CapturedTopTokens
-from verl_ext.trainer.guarding import GuardActions, build_guard
+from verl_ext.trainer.guard_actions import GuardActions, build_guard
 from verl_ext.trainer.logs import LineFile, keep_metrics
-from verl_ext.trainer.queue import Stages
+from verl_ext.trainer.queue import WorkerFields
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, Step, update_request
 from verl_ext.trainer.sync_canary import CanaryRun
@@ -40,7 +40,7 @@ class StabilityRun:
     Attributes:
         features: the features that are on; `use` replaces them.
         guard, actions: the guard, with the rules that the run began with; the object that carries out its decisions.
-        stages: the fields of a batch that go to the workers.
+        worker_fields: the fields of a batch that go to the workers.
         dump: the file of trajectories, once the run trains.
         canary: the check of weight syncs, if it is on.
     """
@@ -51,7 +51,7 @@ class StabilityRun:
         self.use(config, stability)
         self.guard = build_guard(stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
-        self.stages = Stages()
+        self.worker_fields = WorkerFields()
         self._servers = Servers()
         self.dump: Dump | None = None
         asked = canary_settings(self.features)
@@ -138,7 +138,7 @@ class StabilityRun:
         for captured in (self._routing, self._top_tokens):
             found, decision = captured.judge(read, self.features, self.guard.step)
             metrics.update(found)
-            self.actions.carry_out(decision)
+            self.actions.record_decision(decision)
         if Need.MEASURED_BATCHES not in self.features.needs:
             return
         keys, scores = read.scores()
@@ -184,7 +184,7 @@ class StabilityRun:
             BatchError: scores are centered, and the batch is more than one optimizer step.
         """
         self._require_one_step(batch)
-        sent = self.stages.update_batch(batch, self.features)
+        sent = self.worker_fields.update_batch(batch, self.features)
         sent.extra_info |= update_request(self.features, self.guard, self.outcome)
         return sent
 

@@ -26,7 +26,7 @@ from verl_ext.guard.state import Decision, Event
 from verl_ext.workers.first_pass import take_measured
 
 if TYPE_CHECKING:
-    from verl_ext.trainer.guarding import GuardActions  # its checkpoints import Ray
+    from verl_ext.trainer.guard_actions import GuardActions  # its checkpoints import Ray
 
 Block = Any  # a batch's own handle of some of its trajectories
 
@@ -98,7 +98,7 @@ class Step:
             decision = self._judge_unmeasured(batch, metrics)
         else:
             decision = self._judge_measured(batch, metrics)
-        self._actions.carry_out(decision)
+        self._actions.record_decision(decision)
         self._refused = decision.refusal
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
@@ -108,7 +108,7 @@ class Step:
             found = advantage_metrics(batch.sums_by_sign())
             metrics.update(found)
             decision = self._guard.judge(found)
-            self._actions.carry_out(decision)
+            self._actions.record_decision(decision)
             self._refused = self._refused or decision.refusal
         scale = 1.0
         if self._refused is None and Need.LOSS_MASK in self._features.needs:
@@ -139,7 +139,7 @@ class Step:
         if measured.tokens:
             decision = self._add_refusal(decision, measured, of="the first mini-batch")
         metrics |= measured.metrics | foreseen | self._guard_metrics(self.outcome.narrowed)
-        self._actions.carry_out(decision)
+        self._actions.record_decision(decision)
 
     def _judge_measured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
         """Measures, lets the guard judge, and measures again if the guard has just narrowed the band."""
@@ -170,7 +170,7 @@ class Step:
     def _measure(self, batch: Batch, narrowed: bool) -> tuple[Measured, dict[str, int]]:
         """Measures like `core.measure.measure`, and puts the weights into the batch. Also returns field -> the number
         of its values on generated tokens that are NaN or infinite."""
-        corrections, breakdown = self._stability.corrections(tightened=narrowed), self._stability.breakdown
+        corrections, breakdown = self._stability.corrections(narrowed=narrowed), self._stability.breakdown
         gathered, bad = list[Gathered](), {names.ROLLOUT_LOG_PROBS: 0, names.OLD_LOG_PROBS: 0}
         for block, tokens in batch.blocks(by_sign=breakdown):
             origin = gathered[-1].origin if gathered else None
@@ -207,7 +207,7 @@ class Step:
             print(f"verl_ext: step {step}: filter {name} dropped tokens of {key}", flush=True)
         if tally.empty:
             self._refused = refusal(step, "filters", tally.reason)
-            self._actions.carry_out(Decision((self._refused,)))
+            self._actions.record_decision(Decision((self._refused,)))
         return tally.scale
 
     def _add_refusal(

@@ -18,7 +18,7 @@ from verl_ext.features.advantages import register_estimators, session_keys
 from verl_ext.features.feature import Engines, Need, RunFeatures
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import loss_settings, print_table, verify
+from verl_ext.features.table import print_table, verify
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.queue import drop_heavy_fields
 from verl_ext.trainer.run import StabilityRun
@@ -48,8 +48,7 @@ class StabilityMixin(VerlTrainer):
         super().init()
         features = self.stability_run.features
         managers = self._rollout_server_managers()
-        engines = Engines(self.actor_rollout_wg, managers, loss_settings(features))
-        print_table(verify(features, type(self), engines))
+        print_table(verify(features, type(self), Engines(self.actor_rollout_wg, managers)))
         self.stability_run.use_servers(address for manager in managers for address in manager.server_addresses)
 
     def _load_checkpoint(self) -> None:
@@ -86,19 +85,19 @@ class StabilityMixin(VerlTrainer):
             with marked_timer(CANARY_TIMER, self.timing_raw):
                 # The last manager: in separate_async it has the synchronised servers, which never sleep.
                 handles = self._rollout_server_managers()[-1].server_handles
-                run.actions.carry_out(run.canary.after_sync(run.guard.step, handles))
+                run.actions.record_decision(run.canary.after_sync(run.guard.step, handles))
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if Need.OLD_VERSIONS in self.stability_run.features.needs and self.local_trigger_step == 0:
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
-        sent = self.stability_run.stages.log_prob_batch(batch, self.stability_run.features)
+        sent = self.stability_run.worker_fields.log_prob_batch(batch, self.stability_run.features)
         done = super()._compute_old_log_prob(sent, metrics)
         return batch if done is sent else done  # verl's bypass mode returns its argument
 
     def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         run = self.stability_run
-        sent = run.stages.reference_batch(batch, run.features, in_actor=self.ref_in_actor)
+        sent = run.worker_fields.reference_batch(batch, run.features, in_actor=self.ref_in_actor)
         return super()._compute_ref_log_prob(sent, metrics)
 
     def _compute_values(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:

@@ -2,7 +2,7 @@
 
 With several mini-batches per step, the later ones are off-policy: the trainer's measurements from before the update no
 longer hold. The gate is between verl's backward pass and its optimizer step. Every rank enters it once per mini-batch,
-so one all-reduce over the engine's ranks makes all of them decide alike, and none waits for another in the optimizer.
+so all-reduces over the engine's ranks make all of them decide alike, and none waits for another in the optimizer.
 
 Shape legend: B trajectories of a batch or micro-batch, T response tokens (padded).
 """
@@ -25,7 +25,7 @@ from verl_ext.base.names import ADVANTAGES, FIRST_PASS, OLD_LOG_PROBS, RESPONSE_
 from verl_ext.base.patching import wrap
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.mismatch import k3_of
-from verl_ext.features.settings import MiniBatchGate
+from verl_ext.features.settings import MiniBatchLimits
 from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.undo import KeptUpdate, megatron_optimizers
 
@@ -52,7 +52,7 @@ class Gate:
 
     def __init__(self, worker: Any):
         self.worker, self.engine = worker, (engine := worker.engine)
-        self.limits = MiniBatchGate()
+        self.limits = MiniBatchLimits()
         self.first_pass: FirstPass | None = None
         self.undo: KeptUpdate | None = None
         self.after_update = 0

@@ -19,9 +19,11 @@ from verl.utils.torch_functional import masked_mean
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import ConfiguredMethod
-from verl_ext.core.loss_batch import FIELDS, LossBatch, change
+from verl_ext.core.loss_batch import LossBatch, call_method
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
+
+WEIGHTED = {"geo_mean": "geo_mean_weighted"}  # a loss of verl -> the same loss, which takes weights per token
 
 _current: ContextVar[LossBatch] = ContextVar("verl_ext_loss_batch")
 
@@ -81,9 +83,9 @@ def changed_loss(
     if method.reads == ("k",) and _current.get(None) is None:
         batch, weight = replace(batch, k=_ratio_of_plain_verl(name, rollout_is_weights)), None
     elif method.reads:
-        inputs = current_batch()
-        batch = replace(batch, **{name: getattr(inputs, name) for name in FIELDS})
-    changed = change(ConfiguredMethod(method, ours.settings), batch, method.gives)
+        mask = response_mask.bool()
+        batch = replace(current_batch(), l_theta=log_prob, l_old=old_log_prob, advantages=advantages, mask=mask)
+    changed = call_method(ConfiguredMethod(method, ours.settings), batch, method.gives)
     if changed.weight is not None:
         weight = changed.weight.detach() if weight is None else changed.weight.detach() * weight
     if changed.log_factor is not None:
@@ -121,8 +123,8 @@ def _ratio_of_plain_verl(name: str, rollout_is_weights: Tensor | None) -> Tensor
 
 
 def apply_base(base: str, rollout_is_weights: Tensor | None, **arguments: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Computes the loss `base`, with `geo_mean_weighted` instead of `geo_mean`."""
-    loss = get_policy_loss_fn("geo_mean_weighted" if base == "geo_mean" else base)
+    """Computes the loss `base`, in the form that takes weights per token."""
+    loss = get_policy_loss_fn(WEIGHTED.get(base, base))
     return loss(rollout_is_weights=rollout_is_weights, **arguments)
 
 

@@ -26,7 +26,7 @@ from verl_ext.base.names import RESPONSE_MASK, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROB
 from verl_ext.base.patching import wrap
 from verl_ext.core.tokens import fill_added_rows
 from verl_ext.core.top_tokens import Divergence, TopTokens, centering, divergence, read, top_token_sums, weights_of
-from verl_ext.routing.outputs import packed_rows
+from verl_ext.routing.outputs import is_old_policy, packed_rows
 
 CENTERING = "top_token_centering"  # model output, [B, T] with gradient
 ENTROPY = "top_token_entropy"
@@ -73,7 +73,7 @@ class TopTokenReader:
         self, verls: Callable, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> Any:
         """Wraps verl's method; adds the values read at the batch's top tokens."""
-        old_policy = forward_only and tu.get_non_tensor_data(data, "calculate_entropy", default=False)
+        old_policy = is_old_policy(data, forward_only)
         if TOP_TOKEN_IDS not in data.keys() or not (self.use.replaces or old_policy):  # noqa: SIM118 (a TensorDict)
             return verls(data, loss_function, forward_only)
         tu.assign_non_tensor(data, distillation_use_topk=True, distillation_only=self.use.replaces)

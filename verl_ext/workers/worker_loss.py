@@ -26,15 +26,15 @@ from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import ConfiguredMethod, build, choose
 from verl_ext.base.names import ADVANTAGES, FILTER_SCALE, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
 from verl_ext.core.corrections import CORRECTIONS, Correction
-from verl_ext.core.loss_batch import FIELDS, LossBatch, change
+from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
 from verl_ext.core.losses import unbiased_kl
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.features.losses import UNBIASED
-from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchGate
+from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchLimits
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
-from verl_ext.workers.losses import provide, register_losses
+from verl_ext.workers.losses import WEIGHTED, provide, register_losses
 from verl_ext.workers.top_tokens import CENTERING, TopTokenUse
 from verl_ext.workers.undo import keep_updates_of
 
@@ -62,7 +62,7 @@ class LossSettings:
     corrections: tuple[ConfiguredMethod[Correction], ...] = ()
     policy_loss: Mapping[str, Any] | None = None
     kl_denominator: str = "infer"
-    mini_batch: MiniBatchGate = field(default_factory=MiniBatchGate)
+    mini_batch: MiniBatchLimits = field(default_factory=MiniBatchLimits)
     first_pass: FirstPassSettings | None = None
     top_tokens: TopTokenUse | None = None
     undo: bool = False
@@ -81,7 +81,7 @@ class LossSettings:
         for name, given in settings.get("corrections", {}).items():
             require_choice("stability.correction", name, tuple(CORRECTIONS))
             chosen.append(choose(CORRECTIONS[name], given, f"stability.{name}"))
-        limits = build(MiniBatchGate, settings.get("mini_batch"), "stability.guard.mini_batch")
+        limits = build(MiniBatchLimits, settings.get("mini_batch"), "stability.guard.mini_batch")
         own: dict[str, Any] = {"corrections": tuple(chosen), "mini_batch": limits}
         if (first_pass := settings.get("first_pass")) is not None:
             own["first_pass"] = FirstPassSettings(**first_pass)
@@ -144,10 +144,11 @@ def build_worker_loss(
         )
     unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED
     # In the first update, verl's kl_penalty would refuse a name that it does not know.
-    ours = _replace_fields(config, policy_loss=policy_loss, **({"use_kl_loss": False} if unbiased else {}))
+    weighted = _replace_fields(policy_loss, loss_mode=WEIGHTED.get(policy_loss.loss_mode, policy_loss.loss_mode))
+    ours = _replace_fields(config, policy_loss=weighted, **({"use_kl_loss": False} if unbiased else {}))
     loss = partial(
         worker_loss,
-        config=_weigh_tokens(ours),
+        config=ours,
         corrections=settings.corrections,
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
@@ -180,13 +181,6 @@ def _replace_fields(config: Any, **values: Any) -> Any:
     for name, value in values.items():
         object.__setattr__(changed, name, value)
     return changed
-
-
-def _weigh_tokens(config: ActorConfig) -> ActorConfig:
-    """Returns `config` with a policy loss that takes weights per token and means over the global batch."""
-    if config.policy_loss.loss_mode != "geo_mean":
-        return config
-    return _replace_fields(config, policy_loss=_replace_fields(config.policy_loss, loss_mode="geo_mean_weighted"))
 
 
 def worker_loss(
@@ -233,7 +227,7 @@ def worker_loss(
         if weight is not None:
             data[WEIGHTS] = weight
     for chosen in corrections:
-        found = change(chosen, batch, gives=("weight",))
+        found = call_method(chosen, batch, gives=("weight",))
         if found.weight is not None:
             data[WEIGHTS] = found.weight * data.get(WEIGHTS, 1)
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
@@ -258,7 +252,7 @@ def worker_loss(
 def _padded_copy(data: TensorDict) -> tuple[TensorDict, dict[str, Any]]:
     """Returns a micro-batch whose losses can be computed, and its metrics; the engine's own is not changed.
 
-    The fields that losses read are padded to [B, T], and 0 where the mask is: verl masks by multiplying, or by
+    The fields that losses read are padded to [B, T], and 0 where the mask is 0: verl masks by multiplying, or by
     torch.where on the result, so a NaN that the rollout returned for a tool's token would reach the loss with the
     former, and the gradient with both. For batch_num_tokens and global_batch_size see `worker_loss`.
     """

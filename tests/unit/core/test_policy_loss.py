@@ -8,7 +8,7 @@ import torch
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import choose
 from verl_ext.core.corrections import CORRECTIONS, register_correction
-from verl_ext.core.loss_batch import LossBatch, LossChange, change
+from verl_ext.core.loss_batch import LossBatch, LossChange, call_method
 from verl_ext.core.losses import LOSSES, register_loss
 
 BATCH = LossBatch(*torch.zeros(3, 2, 4), mask=torch.ones(2, 4, dtype=torch.bool))
@@ -23,7 +23,7 @@ def registries():
 def changed(function, **traits):
     register_loss("mine", **traits)(function)
     method = LOSSES["mine"]
-    return change(choose(method, None, "policy_loss"), BATCH, method.gives)
+    return call_method(choose(method, None, "policy_loss"), BATCH, method.gives)
 
 
 def test_what_is_not_registered_to_be_read_is_not_there():

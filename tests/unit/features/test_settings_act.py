@@ -31,7 +31,7 @@ from verl_ext.features.table import (
 from verl_ext.features.top_tokens import top_token_count
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.launch.compose import stability_choices
-from verl_ext.trainer.guarding import build_guard
+from verl_ext.trainer.guard_actions import build_guard
 
 SYNC = (
     "actor_rollout_ref.actor.strategy=fsdp2",

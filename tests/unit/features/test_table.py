@@ -54,7 +54,7 @@ LOSS_ASKED_FOR = [
 def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose, overrides, report, said):
     config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
     active, ranks = read_features(config, stability_config(config.stability)), [TOLD | report, TOLD | report]
-    engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [], {})
+    engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [])
     assert verify(active, StabilityTrainerSync, engines)
     ranks[1] = TOLD
     with pytest.raises(HookError) as error:
@@ -65,9 +65,7 @@ def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose
 def test_braces_in_the_experiments_name_are_no_place(compose):
     name = ("stability.trajectories.per_step=2", "trainer.experiment_name='a {0} b'")
     config = compose("actor_rollout_ref.rollout.name=vllm", *name)
-    rows = verify(
-        read_features(config, stability_config(config.stability)), StabilityTrainerSync, Engines(None, [], {})
-    )
+    rows = verify(read_features(config, stability_config(config.stability)), StabilityTrainerSync, Engines(None, []))
     assert any("a {0} b" in row.where for row in rows)
 
 
@@ -79,7 +77,7 @@ def routing_of(compose):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         workers = SimpleNamespace(routing_hooks=lambda: list(hooks), configure_loss=lambda settings: [TOLD, TOLD])
         active = read_features(config, stability_config(config.stability))
-        return [(row.name, row.setting) for row in verify(active, StabilityTrainerSync, Engines(workers, [], {}))]
+        return [(row.name, row.setting) for row in verify(active, StabilityTrainerSync, Engines(workers, []))]
 
     return rows
 
@@ -115,7 +113,7 @@ def servers_of(compose, monkeypatch):
         monkeypatch.setattr(sglang_server, "decodes_routing", lambda server: server)
         active = read_features(config, stability_config(config.stability))
         managers = [SimpleNamespace(server_handles=[server]) for server in decoding]
-        return verify(active, StabilityTrainerSync, Engines(workers, managers, {}))
+        return verify(active, StabilityTrainerSync, Engines(workers, managers))
 
     return start
 
@@ -140,7 +138,7 @@ def rounding_of(compose, monkeypatch):
     def row(*rounded, settings=settings):
         reports = [one and {"settings": settings, "rounded": one} for one in rounded]
         monkeypatch.setattr(engine_calls, "call", lambda server, function: reports)
-        engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
+        engines = Engines(None, [SimpleNamespace(server_handles=["server"])])
         (found,) = verify(active, StabilityTrainerSync, engines)
         return found.where
 
@@ -181,7 +179,7 @@ def adapter_of(compose, monkeypatch):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         active = read_features(config, stability_config(config.stability))
         monkeypatch.setattr(engine_calls, "call", lambda server, function: reports)
-        engines = Engines(None, [SimpleNamespace(server_handles=["server"])], {})
+        engines = Engines(None, [SimpleNamespace(server_handles=["server"])])
         return verify(active, StabilityTrainerSync, engines)[-1].where
 
     return where

@@ -225,7 +225,7 @@ def test_every_variant_of_the_plugin_runs(training, name):
 def syncs_told(run, steps):
     """Returns the sync canary's events as (step, action)."""
     events = []
-    run.actions.carry_out = lambda decision: events.extend(decision.events)
+    run.actions.record_decision = lambda decision: events.extend(decision.events)
     for step in range(1, steps + 1):
         run.metrics = run.step(step)
     return [(event.step, event.action) for event in events if event.signal == "sync/arrived_high"]

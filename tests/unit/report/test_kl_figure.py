@@ -8,7 +8,7 @@ import pytest
 from tests.unit.report.made_runs import event, full, make
 from verl_ext.report.figures.charts import INK, ORANGE
 from verl_ext.report.figures.kl import AHEAD_SHARE, MARK_STRETCHES, kl_chart
-from verl_ext.report.guarded import boundary_of, growth_clause
+from verl_ext.report.guard_facts import boundary_of, growth_clause
 
 RATE = 0.1
 GROWING = 1e-4 * np.exp(RATE * np.arange(1, 61))  # passes 0.1 in step 70

@@ -9,7 +9,7 @@ from tests.unit.report.made_runs import NAN, make
 from verl_ext.diagnosis.judge import Judged
 from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
-from verl_ext.report.guarded import Fact
+from verl_ext.report.guard_facts import Fact
 from verl_ext.report.run import Run
 from verl_ext.report.terminal import (
     BLOCKS,

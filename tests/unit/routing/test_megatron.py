@@ -33,25 +33,6 @@ def test_the_engine_is_built_to_record_and_the_users_setting_stays(strategy, mod
     assert config.engine_config.router_replay.mode == mode
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            worker_config("R3", "veomni"),
-            r"actor.veomni.router_replay.mode=R3 makes .* the rollout's experts.*R2 or disabled",
-        ),
-        (
-            worker_config("disabled", use_remove_padding=False),
-            r"use_remove_padding=false .* set .*use_remove_padding=true, or set stab",
-        ),
-        (worker_config("R2", pad_to_length=True), r"pad_to_length=true; set .*actor.megatron.pad_to_length=false"),
-    ],
-)
-def test_what_verl_cannot_record_is_refused_before_the_engine_is_built(config, message):
-    with pytest.raises(HookError, match=message):
-        RecordedRouting(config)
-
-
 # --- what the adapter asks of verl's infer_batch and makes of its output
 
 

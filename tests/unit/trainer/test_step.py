@@ -15,7 +15,7 @@ from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.feature import Demand, Need, RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.guard.state import Event
-from verl_ext.trainer.guarding import GuardActions, build_guard
+from verl_ext.trainer.guard_actions import GuardActions, build_guard
 from verl_ext.trainer.step import Outcome, Step
 
 SIGNALS = {"critic/score/mean": 1.0}

@@ -1,5 +1,5 @@
 """The causes of a run's problems, one TOML file each. The report, the guard, `verl-ext probe` and `verl-ext doctor` use
-its texts.
+their texts.
 
 A file gives, for its cause, how often each level of a finding is seen, as a word (`WORDS`). docs/extend.md shows a
 file, and how a package adds its own.

@@ -23,7 +23,7 @@ from verl_ext.report.figures.charts import (
     line_chart,
     step_edges,
 )
-from verl_ext.report.guarded import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
+from verl_ext.report.guard_facts import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
 from verl_ext.report.run import Run
 
 K1, HEAD_KL = "vllm_kl/k1", "vllm_kl/head"

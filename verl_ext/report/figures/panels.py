@@ -28,7 +28,7 @@ from verl_ext.report.figures.charts import (
     chart_data,
     line_chart,
 )
-from verl_ext.report.guarded import growth_clause, sentence_of
+from verl_ext.report.guard_facts import growth_clause, sentence_of
 from verl_ext.report.run import Run, validation_label
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10

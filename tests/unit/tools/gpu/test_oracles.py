@@ -230,7 +230,7 @@ def test_the_gates_signals_are_means_of_a_mini_batch_in_two_micro_batches(tmp_pa
 
     import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs)
     from verl_ext.core.loss_batch import LossBatch
-    from verl_ext.features.settings import MiniBatchGate
+    from verl_ext.features.settings import MiniBatchLimits
     from verl_ext.workers.gate import Gate
 
     with mock.patch.dict(os.environ):
@@ -241,7 +241,7 @@ def test_the_gates_signals_are_means_of_a_mini_batch_in_two_micro_batches(tmp_pa
                 l_infer, l_old, l_theta, advantages, mask = map(on_device, loss_oracles.tensors(batch))
                 engine = SimpleNamespace(train_batch=lambda data, loss_function: None, optimizer_step=lambda: None)
                 gate = Gate(SimpleNamespace(engine=engine, train_mini_batch=lambda data: None))
-                gate.limits = MiniBatchGate(policy_kl=1.0, vllm_kl=1.0)
+                gate.limits = MiniBatchLimits(policy_kl=1.0, vllm_kl=1.0)
                 for rows in (slice(0, 2), slice(2, None)):
                     tensors = (one[rows] for one in (l_theta, l_old, advantages, mask))
                     gate.observe(LossBatch(*tensors, l_infer=l_infer[rows]))

@@ -64,7 +64,7 @@ class GuardActions:
         state = self._guard.state
         return state.rollback_due or state.undo_due or (self.stop.reason if self.stop else None)
 
-    def carry_out(self, decision: Decision) -> None:
+    def record_decision(self, decision: Decision) -> None:
         """Records a decision, and notes what to do later in the step."""
         for event in decision.events:
             self._tell(event)
@@ -83,8 +83,8 @@ class GuardActions:
             groups: folder in a checkpoint -> the workers whose weights and optimizer it holds; an undo covers only
                 `actor`.
         """
-        self.carry_out(self._guard.judge_late(metrics))
-        self.carry_out(self._guard.close())
+        self.record_decision(self._guard.judge_late(metrics))
+        self.record_decision(self._guard.close())
         state = self._guard.state
         if state.rollback_due and self.stop is None:
             self._roll_back(groups)
@@ -100,7 +100,7 @@ class GuardActions:
 
     def judge_logged(self, metrics: Mapping[str, float]) -> None:
         """Judges the metrics that verl logs last, after it has saved a checkpoint."""
-        self.carry_out(self._guard.judge_late(metrics))
+        self.record_decision(self._guard.judge_late(metrics))
         if (named := self.diagnosis.add(self._guard.step, metrics)) is not None:
             self._tell(Event(self._guard.step, "diagnosis", "", None, None, "warn", named.sentence))
         self._require_signals(metrics)
@@ -145,7 +145,7 @@ class GuardActions:
         folder = checkpoints.newest_of(root, state.good)
         if folder is None:
             reason = f"{state.rollback_due}, and there is no checkpoint to go back to"
-            self.carry_out(Decision((Event(self._guard.step, "rollback", "", None, None, "stop", reason),)))
+            self.record_decision(Decision((Event(self._guard.step, "rollback", "", None, None, "stop", reason),)))
             return
         for name, workers in groups.items():
             workers.load_checkpoint(local_path=str(folder / name), del_local_after_load=False)

@@ -23,7 +23,7 @@ DROPPED = "correction/dropped"
 SOON_STEPS = 20  # a forecast of fewer steps to the boundary is a warning, as in the lab
 RECENT_STEPS = 10  # last steps in which an action of the guard still counts
 MOST_RATE = 50.0  # of the logarithm per step; a larger one is shown as this
-TAKEN_BACK = ("undo", "rollback", "stop")
+INTERVENTIONS = ("undo", "rollback", "stop")
 # What the guard did: as a verb in a sentence, and as the name of a mark or of a decision.
 ACTED = {
     "undo": "took an update back",
@@ -185,7 +185,9 @@ def act_sentence(event: Event) -> str:
 
 def recent_acts(run: Run) -> list[Event]:
     """Returns the guard's recent actions that stop a run or take it back."""
-    return [event for event in run.events if event.action in TAKEN_BACK and event.step > run.steps[-1] - RECENT_STEPS]
+    return [
+        event for event in run.events if event.action in INTERVENTIONS and event.step > run.steps[-1] - RECENT_STEPS
+    ]
 
 
 def usual_level(run: Run) -> float:
