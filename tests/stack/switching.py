@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from tests import ROOT
 from tests.stack.running import MEGATRON_TRAINS_IN_FLOAT32, TRAINS_IN_FLOAT32
+from tests.support import quick_compose
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.losses import LOSSES
@@ -64,6 +65,15 @@ BYPASS_TIS = ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_m
 ICEPOP = ("stability=icepop",)
 ICEPOP_LOSS = ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001")
 GSPO = ("stability=icepop", f"{LOSS}.loss_mode=gspo")
+# Each on another loss of verl, which takes weights per token in its own way.
+TIS = ("stability=tis", "stability.tis.cap=1.0", f"{LOSS}.loss_mode=cispo")
+TIS_SEQUENCE = ("stability=tis_sequence", "stability.tis_sequence.cap=1.0", f"{LOSS}.loss_mode=sapo")
+KPOP = ("stability=kpop", "stability.kpop.phi=1e-8", f"{LOSS}.loss_mode=geo_mean")
+IPO = ("stability=ipo", "stability.ipo.eps=1e-5", f"{LOSS}.loss_mode=clip_cov")
+MIS = ("stability=mis", "stability.mis.cap=1.0", f"{LOSS}.loss_mode=kl_cov")
+GEO_MASK = ("stability=geo_mask", *NARROW_GEO, f"{LOSS}.loss_mode=dppo_tv")
+SEQ_MASK_TIS = ("stability=seq_mask_tis", *NARROW_GEO, f"{LOSS}.loss_mode=dppo_kl")
+M2PO = ("stability=m2po", "stability.m2po.threshold=1e-8", f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1")
 DPPO = ("stability=dppo_tv", "stability.router_agreement=false")
 SHIFT = ("stability=router_shift_loss",)
 LOW_AGREEMENT = ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}")
@@ -80,15 +90,15 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         ("stability=icepop", *NARROW),
         ("stability=icepop", *NARROW, "stability.denominator=kept"),
         GATED,
-        ("stability=tis", "stability.tis.cap=1.0"),
-        ("stability=tis_sequence", "stability.tis_sequence.cap=1.0"),
-        ("stability=kpop", "stability.kpop.phi=1e-8"),
-        ("stability=ipo", "stability.ipo.eps=1e-5"),
-        ("stability=m2po", "stability.m2po.threshold=1e-8"),
+        TIS,
+        TIS_SEQUENCE,
+        KPOP,
+        IPO,
+        M2PO,
         DPPO,
-        ("stability=mis", "stability.mis.cap=1.0"),
-        ("stability=geo_mask", *NARROW_GEO),
-        ("stability=seq_mask_tis", *NARROW_GEO),
+        MIS,
+        GEO_MASK,
+        SEQ_MASK_TIS,
         COMPOSED,
         ("stability=opsm", "stability.opsm.delta=0.0"),
         ("stability=glm5",),
@@ -98,11 +108,6 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         ("stability=llds_loss",),
         SHIFT,
         GSPO,
-        *(
-            ("stability=icepop", f"{LOSS}.loss_mode={mode}")
-            for mode in ("cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
-        ),
-        ("stability=icepop", f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1"),
         ("stability=qae",),
         ("stability=grpo_positive",),
         LOW_AGREEMENT,
@@ -144,6 +149,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
     from verl_ext.features.table import loss_settings, read_features
     from verl_ext.trainer import batch as batches
 
+    quick_compose.install()  # in this process, which composes a config each step
     entries, block_tokens = list(schedule), (BLOCK, batches.BLOCK_TOKENS)
 
     class SwitchingTrainer(trainer_class):
@@ -175,8 +181,6 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
 
 if __name__ == "__main__":
     from tests.stack import own_trainer
-    from tests.support import quick_compose
 
-    quick_compose.install()
     schedule, base = SCHEDULES[sys.argv.pop(1)], sys.argv[1:]
     own_trainer.main(lambda trainer_class: switching(trainer_class, schedule, base))

@@ -116,12 +116,12 @@ def test_a_network_that_heals_and_a_raylet_that_does_not(arguments, tmp_path):
         settings = arguments("stability=icepop", *SAVES, *TWO_NODES, f"{PY_EXECUTABLE}={head.python}", steps=500)
         environment = head.environment | {"RAY_AUTH_MODE": "disabled"}
         with live(nodes.inside(0, head.python, *settings), tmp_path, environment, nodes.mark) as run:
-            run.wait_for(lambda: has_saved(tmp_path, 2))
+            run.wait_for(lambda: has_saved(tmp_path, 1))
             nodes.cable("down")
             before = last_saved(tmp_path)
             time.sleep(CUT_S)
             nodes.cable("up")
-            run.wait_for(lambda: has_saved(tmp_path, before + 3))
+            run.wait_for(lambda: has_saved(tmp_path, before + 2))
             (runner,) = (process for process in processes(nodes.mark) if process.name().startswith("ray::StabilityT"))
             nodes.raylet(1 - nodes.number_of(runner)).kill()
             run.wait_for_end(1)

@@ -19,15 +19,22 @@ from tests.stack.switching import (
     ENGINES,
     FILTERS,
     GATED,
+    GEO_MASK,
     ICEPOP,
     ICEPOP_LOSS,
+    IPO,
+    KPOP,
     LOSS,
     LOW_AGREEMENT,
+    M2PO,
+    MIS,
     NARROW,
-    NARROW_GEO,
     NOTHING_LEFT,
     SCHEDULES,
+    SEQ_MASK_TIS,
     SHIFT,
+    TIS,
+    TIS_SEQUENCE,
 )
 
 pytestmark = pytest.mark.e2e
@@ -168,13 +175,13 @@ def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
     ("entry", "low", "high"),
     [
         (("stability=icepop", *NARROW), "icepop", "icepop"),
-        (("stability=tis", "stability.tis.cap=1.0"), None, "tis"),
-        (("stability=tis_sequence", "stability.tis_sequence.cap=1.0"), None, "tis_sequence"),
-        (("stability=kpop", "stability.kpop.phi=1e-8"), "kpop", "kpop"),
-        (("stability=ipo", "stability.ipo.eps=1e-5"), "ipo", "ipo"),
-        (("stability=mis", "stability.mis.cap=1.0"), None, "mis"),
-        (("stability=geo_mask", *NARROW_GEO), "geo_mask", "geo_mask"),
-        (("stability=seq_mask_tis", *NARROW_GEO), "geo_mask", "geo_mask"),
+        (TIS, None, "tis"),
+        (TIS_SEQUENCE, None, "tis_sequence"),
+        (KPOP, "kpop", "kpop"),
+        (IPO, "ipo", "ipo"),
+        (MIS, None, "mis"),
+        (GEO_MASK, "geo_mask", "geo_mask"),
+        (SEQ_MASK_TIS, "geo_mask", "geo_mask"),
     ],
 )
 def test_corrections_act_on_the_sides_they_have(step_of, entry, low, high):
@@ -211,7 +218,7 @@ def test_opsm_drops_inside_the_update_and_splits_its_gap(step_of):
 
 @ON_FSDP2
 def test_m2po_and_verls_dppo_act_in_the_update(step_of):
-    m2po, dppo = step_of("stability=m2po", "stability.m2po.threshold=1e-8"), step_of(*DPPO)
+    m2po, dppo = step_of(*M2PO), step_of(*DPPO)
     assert 0 < m2po["actor/m2po/dropped"] < 1 and m2po["actor/m2po/second_moment"] > 1e-8
     assert "actor/pg_clipfrac" in dppo and "actor/entropy" not in dppo, "bypass mode"
     assert m2po["actor/grad_norm"] > 0 and dppo["actor/grad_norm"] > 0

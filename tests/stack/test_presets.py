@@ -1,4 +1,4 @@
-"""Presets in runs that cannot have all of them: the rest works, and the start-up table says what was left out.
+"""A preset in a run that cannot have all of it: the rest works, and the start-up table says what was left out.
 
 test_runs.py has one next to verl's own weights."""
 
@@ -17,30 +17,17 @@ OTHER_ENGINE = (
 )
 
 
-def assert_trains(run):
-    assert run.code == 0, run.tail
-    assert_documented(run)
-    for step in run.steps:
-        assert step["vllm_kl/k3"] > 0 and step["actor/grad_norm"] > 0 and step["guard/skipped"] == 0
-    assert re.search(r"│ left out +│ now stability\.", run.console), "the start-up table says so too"
-
-
-def test_moe_in_bypass_mode(train):
-    run = train("stability=moe", "algorithm.rollout_correction.bypass_mode=true")
-    assert_trains(run)
-    assert left_out(run) == ["stability.router_agreement=false", "stability.correction=opsm"]
-    for step in run.steps:
-        assert "actor/opsm/dropped" in step and "router/agreement" not in step and "correction/weight_mean" not in step
-
-
 def test_moe_on_an_engine_that_the_plugin_does_not_know(train):
     run = train("stability=moe", *OTHER_ENGINE)
-    assert_trains(run)
+    assert run.code == 0, run.tail
+    assert_documented(run)
+    assert re.search(r"│ left out +│ now stability\.", run.console), "the start-up table says so too"
     assert left_out(run) == [
         "stability.router_agreement=false",
         "stability.replay=disabled",
         "stability.correction=tis stability.opsm=null",
     ]
     for step in run.steps:
+        assert step["vllm_kl/k3"] > 0 and step["actor/grad_norm"] > 0 and step["guard/skipped"] == 0
         assert step["correction/weight_mean"] == pytest.approx(1, abs=0.01)
         assert "router/agreement" not in step and "actor/opsm/dropped" not in step
