@@ -6,7 +6,8 @@ decision of the guard. The file may still be written to, may have been cut by a 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,89 @@ DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <
 MOST_WORDS = 1000  # characters of a reason
 
 
-class JsonlSource:
+class JsonLines(ABC):
+    """A file of JSON lines. A subclass is given every record once, over any number of refreshes.
+
+    A cut last line is left for the next refresh. If a part of a line cannot be read, its readable records count: a
+    crash leaves half a line, and the logger of a resumed run may continue after it. A line that is too long is skipped.
+
+    Attributes:
+        broken: number of lines of which a part could not be read, except for a cut last line.
+        first_broken: number of the first of them, from 1.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = GrowingFile(path, self._read_lines, self._read_tail, self._begin)
+        self._begin()
+
+    @abstractmethod
+    def _start_over(self) -> None:
+        """Called before the first record, and again when the file has been replaced."""
+
+    @abstractmethod
+    def _take(self, record: object) -> bool:
+        """Called with each record; returns False if it does not understand it."""
+
+    def _begin(self) -> None:
+        self.broken = self.first_broken = 0
+        self._lines = 0
+        self._start_over()
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.broken:
+            return ()
+        if self.broken == 1:
+            return (f"line {self.first_broken} of {self.path.name} could not be read and is left out",)
+        first = f"the first is line {self.first_broken}"
+        return (f"{self.broken} lines of {self.path.name} could not be read and are left out ({first})",)
+
+    def refresh(self) -> bool:
+        """Reads what is new; returns True if there was anything."""
+        return self._file.refresh()
+
+    def _read_lines(self, lines: bytes, first_is_cut: bool) -> None:
+        for line in lines[:-1].split(b"\n"):
+            self._lines += 1
+            if first_is_cut or not self._read(line):
+                self.broken += 1
+                self.first_broken = self.first_broken or self._lines
+            first_is_cut = False
+
+    def _read(self, line: bytes) -> bool:
+        """Reads a line; returns True if all of it could be read."""
+        if b"{" not in line or b"}" not in line:  # no record; raising an error takes 100 times as long as this check
+            return not line.strip()
+        try:
+            if self._take(orjson.loads(line)):
+                return True
+        except orjson.JSONDecodeError:
+            pass
+        whole, end = True, 0
+        for value, start, stop in _json_records(line):
+            taken = self._take(value)
+            whole = whole and taken and not line[end:start].strip()
+            end = stop
+        return whole and not line[end:].strip()
+
+    def _read_tail(self, tail: bytes) -> int:
+        """Reads a last line without a newline as far as it is complete: the braces of a record close."""
+        end = 0
+        for value, start, stop in _json_records(tail):
+            if tail[end:start].strip() or not self._take(value):
+                break
+            end = stop
+        return end
+
+
+class JsonlSource(JsonLines):
     """A metrics file of JSON lines: of verl's file logger, or flat."""
 
     def __init__(self, path: Path):
         self.files = (path,)
         # --run-dir of `verl-ext submit` names every run's file metrics.jsonl
         self.name = path.resolve().parent.name.lstrip(".") if path.stem == "metrics" else path.stem
-        self._lines = JsonLines(path, self._take, self._start_over)
+        super().__init__(path)
 
     def _start_over(self) -> None:
         self._table = MetricTable(rows_are_units=True)
@@ -52,17 +128,11 @@ class JsonlSource:
         self._table.add(step, data)
         return True
 
-    def refresh(self) -> bool:
-        return self._lines.refresh()
-
     def run(self, which: int | None) -> TableRun:
         empty = "no complete step in this file; has the run finished its first step?"
-        if self._lines.broken:
+        if self.broken:
             empty = f"no line is a JSON object with a step ({', '.join(STEP_NAMES)}) and numbers"
         return self._table.run(which, empty)
-
-    def notes(self) -> tuple[str, ...]:
-        return self._lines.note()
 
 
 def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
@@ -114,12 +184,8 @@ register_kind(
 )
 
 
-class EventReader:
+class EventReader(JsonLines):
     """The guard's event log."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self._lines = JsonLines(path, self._take, self._start_over)
 
     def _start_over(self) -> None:
         self._events: list[Event] = []
@@ -136,12 +202,6 @@ class EventReader:
         shown: dict[str, Any] = {name: printable(" ".join(word.split()), MOST_WORDS) for name, word in words.items()}
         self._events.append(Event(step=record["step"], **shown, **numbers))
         return True
-
-    def refresh(self) -> bool:
-        return self._lines.refresh()
-
-    def notes(self) -> tuple[str, ...]:
-        return self._lines.note()
 
     def decisions(self, part: TableRun) -> tuple[Event, ...]:
         """Returns the decisions of one run.
@@ -164,79 +224,6 @@ class EventReader:
             if not valid or event.step <= valid[-1].step:
                 valid.append(event)
         return tuple(event for event in reversed(valid) if event.step not in gone)
-
-
-class JsonLines:
-    """Gives every record to `take` once, over any number of refreshes.
-
-    A cut last line is left for the next refresh. If a part of a line cannot be read, its readable records count: a
-    crash leaves half a line, and the logger of a resumed run may continue after it. A line that is too long is skipped.
-
-    Args:
-        take: called with each record; returns False if it does not understand it.
-        start_over: called before the first record, and again when the file has been replaced.
-
-    Attributes:
-        broken: number of lines of which a part could not be read, except for a cut last line.
-        first_broken: number of the first of them, from 1.
-    """
-
-    def __init__(self, path: Path, take: Callable[[object], bool], start_over: Callable[[], None]):
-        self.path = path
-        self._take = take
-        self._start_over = start_over
-        self._file = GrowingFile(path, self._read_lines, self._read_tail, self._begin)
-        self._begin()
-
-    def _begin(self) -> None:
-        self.broken = self.first_broken = 0
-        self._lines = 0
-        self._start_over()
-
-    def note(self) -> tuple[str, ...]:
-        if not self.broken:
-            return ()
-        if self.broken == 1:
-            return (f"line {self.first_broken} of {self.path.name} could not be read and is left out",)
-        first = f"the first is line {self.first_broken}"
-        return (f"{self.broken} lines of {self.path.name} could not be read and are left out ({first})",)
-
-    def refresh(self) -> bool:
-        """Reads what is new; returns True if there was anything."""
-        return self._file.refresh()
-
-    def _read_lines(self, lines: bytes, first_is_cut: bool) -> None:
-        for line in lines[:-1].split(b"\n"):
-            self._lines += 1
-            if first_is_cut or not self._read(line):
-                self.broken += 1
-                self.first_broken = self.first_broken or self._lines
-            first_is_cut = False
-
-    def _read(self, line: bytes) -> bool:
-        """Reads a line; returns True if all of it could be read."""
-        if b"{" not in line or b"}" not in line:  # no record; raising an error takes 100 times as long as this check
-            return not line.strip()
-        try:
-            if self._take(orjson.loads(line)):
-                return True
-        except orjson.JSONDecodeError:
-            pass
-        whole, end = True, 0
-        for value, start, stop in _json_records(line):
-            taken = self._take(value)
-            whole = whole and taken and not line[end:start].strip()
-            end = stop
-        return whole and not line[end:].strip()
-
-    def _read_tail(self, tail: bytes) -> int:
-        """Reads a last line without a newline as far as it is complete: the braces of a record close."""
-        end = 0
-        for value, start, stop in _json_records(tail):
-            if tail[end:start].strip() or not self._take(value):
-                break
-            end = stop
-        return end
 
 
 def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:
