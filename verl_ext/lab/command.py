@@ -134,16 +134,17 @@ def _run_experiment(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl_ext.lab.grid import cells_of, run_missing
-    from verl_ext.report.command import errors_are_one_line
+    from verl_ext.report.command import FIXABLE, print_fixable
 
     arms = _checked_arms(arguments)
     cells = cells_of(arms, arguments.seeds)
     out = arguments.out or Path(".lab") / arguments.regime
-    with errors_are_one_line("lab") as outcome:
+    try:
         result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
         _show_result(arguments, arms, cells, out, result)
-        return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
-    return outcome.status
+    except FIXABLE as error:
+        return print_fixable("lab", error)
+    return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
 
 
 def _checked_arms(arguments: argparse.Namespace) -> "list[Arm]":

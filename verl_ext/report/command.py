@@ -3,7 +3,6 @@ not wait for it."""
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.base.arguments import add_command, positive
-from verl_ext.base.errors import UserError
+from verl_ext.base.errors import UserError, print_error
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ WATCH_SECONDS = 15  # seconds between two reads of a running run
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that only figures and pages need
 LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that provide them
 STATISTICS = "scipy"  # needed by `compare` and by the lab
-FAILED = 2  # exit code of a command that failed
+FIXABLE = (UserError, OSError, ModuleNotFoundError)  # errors that the user can fix
 
 RUN_HELP = (
     "{forms}; or a folder with one of these. - reads a log from the standard input. The guard's events and dumped "
@@ -131,7 +130,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from verl_ext.report.run import ReportError
     from verl_ext.report.terminal import Dashboard
 
-    with errors_are_one_line("report") as outcome:
+    try:
         if arguments.watch and (arguments.json or STANDARD_INPUT in arguments.paths):
             raise ReportError("--watch shows the report of a file again and again: leave out --json, and name the file")
         console = Console()
@@ -145,7 +144,9 @@ def run_report(arguments: argparse.Namespace) -> int:
         console.print(Dashboard(run, verdict))
         if not arguments.no_page:
             _write_pages(run, verdict, arguments, console)
-    return outcome.status
+    except FIXABLE as error:
+        return print_fixable("report", error)
+    return 0
 
 
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
@@ -246,7 +247,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
-    with errors_are_one_line("compare") as outcome:
+    try:
         runs = [read_run(path) for path in arguments.paths]
         extra = [printable(name) for name in arguments.metric]  # the names that were read are printable too
         comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
@@ -259,7 +260,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
                     named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
                 )
             tell(console, "page", page)
-    return outcome.status
+    except FIXABLE as error:
+        return print_fixable("compare", error)
+    return 0
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
@@ -269,24 +272,11 @@ def missing_package(error: ModuleNotFoundError) -> str:
     return f"{error.name} is missing: pip install {STATISTICS if error.name == STATISTICS else LIBRARIES}"
 
 
-class _Outcome:
-    status = 0
-
-
-@contextmanager
-def errors_are_one_line(command: str) -> Iterator[_Outcome]:
-    """Turns errors that the user can fix into one line and an exit code."""
-    from verl_ext.report.run import MOST_MESSAGE, ReportError
-
-    outcome = _Outcome()
-    try:
-        yield outcome
-    except ModuleNotFoundError as error:
-        print(f"verl-ext {command}: {missing_package(error)}", file=sys.stderr)
-        outcome.status = FAILED
-    except (UserError, ReportError, OSError) as error:
-        print(f"verl-ext {command}: {printable(str(error), MOST_MESSAGE)}", file=sys.stderr)
-        outcome.status = FAILED
+def print_fixable(command: str, error: Exception) -> int:
+    """Prints one of the FIXABLE errors in one line; returns the exit code."""
+    if isinstance(error, ModuleNotFoundError):
+        error = UserError(missing_package(error))
+    return print_error(command, error)
 
 
 @contextmanager

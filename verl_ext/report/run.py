@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
+from verl_ext.base.errors import UserError
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import VALIDATION, Alias, by_quantity, quantity_of
@@ -22,7 +23,7 @@ FEW_NAMES, LISTED_NAMES = 3, 5
 LAYER = re.compile(r"[0-9]{1,4}")
 
 
-class ReportError(ValueError):
+class ReportError(UserError, ValueError):
     """The run cannot be read; the message is one line, names the file, and is meant for the user."""
 
     def __init__(self, message: str):
