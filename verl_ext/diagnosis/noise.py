@@ -26,6 +26,7 @@ from verl_ext.diagnosis.series import Series
 
 ENOUGH = 32  # from so many readings on, stretches show the correlation of neighbours
 STRETCHES = 8  # parts of a run, each around its own mean, in which its noise is measured
+JUMPS = 2  # parts with the most scatter, which are left out: the values may have jumped there
 
 TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
 NoiseVerdict = Literal["differs", "within noise", "too few readings to tell"]
@@ -69,18 +70,14 @@ def level_error(values: np.ndarray, count: int) -> float:
     return error * (1 + 2 / len(values))
 
 
-def mean_error(
-    values: np.ndarray, count: float, *, stretches: int = STRETCHES, jumps: int = 2, caution: float = 0.0
-) -> float:
+def mean_error(values: np.ndarray, count: float, *, caution: float = 0.0) -> float:
     """Returns the standard error of the mean of `count` readings in a row, whose neighbours may depend on each other.
 
     Args:
-        values: at least four for each stretch.
-        stretches: parts in which the noise is measured, each around its own mean.
-        jumps: the number of parts with the most scatter to leave out: the values may have jumped there.
+        values: at least four for each of STRETCHES.
         caution: standard errors that are added to the correlation of neighbours.
     """
-    parts = sorted((part - part.mean() for part in np.array_split(values, stretches)), key=np.var)[:-jumps]
+    parts = sorted((part - part.mean() for part in np.array_split(values, STRETCHES)), key=np.var)[:-JUMPS]
     length = sum(map(len, parts)) / len(parts)
     power = sum(float(np.mean(part**2)) for part in parts) / len(parts) * length / (length - 1)
     if power == 0:
@@ -101,8 +98,6 @@ class Final:
         error: one standard error of the mean, in the same unit; on the log scale, that of its natural logarithm. It is
             an upper estimate, as the correlation is. None if the window has less information than FEWEST_EFFECTIVE
             independent readings, or fewer than FEWEST_FOR_ERROR readings.
-        readings: finite values in the window.
-        effective: the equivalent number of independent readings; None without an error.
         freedom: degrees of freedom of the error.
         drift: the rise of a straight line from the first to the last step of the window, on the scale; 0 if it is
             within noise. Otherwise the metric is still moving, and the scatter is measured around the line.
@@ -112,8 +107,6 @@ class Final:
 
     mean: float
     error: float | None
-    readings: int
-    effective: float | None
     freedom: float | None = None
     drift: float = 0.0
     steps: tuple[int, int] | None = None
@@ -142,7 +135,6 @@ class Difference:
     freedom: float | None
     p: float | None
     verdict: NoiseVerdict
-    scale: Scale = "linear"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -168,7 +160,7 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
         raise ValueError(f"window={window} must be at least 1 step")
     series = series.finite()
     if not series.steps.size:
-        return Final(math.nan, None, 0, None, scale=scale)
+        return Final(math.nan, None, scale=scale)
     if window is None:
         start = -min(max(math.ceil(WINDOW_SHARE * series.steps.size), WINDOW_FEWEST), WINDOW_MOST)
     else:
@@ -179,13 +171,13 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
     if np.ptp(values) == 0:  # the mean would be rounded: two constants must compare exactly
         constant = float(values[0])
         if n < FEWEST_FOR_ERROR:
-            return Final(constant, None, n, None, steps=steps, scale=scale)
-        return Final(constant, 0.0, n, n, n - 1, steps=steps, scale=scale)
+            return Final(constant, None, steps=steps, scale=scale)
+        return Final(constant, 0.0, n - 1, steps=steps, scale=scale)
     heights = np.log(np.maximum(values, FLOOR)) if scale == "log" else values
     centre = float(heights.mean())
     mean = math.exp(centre) if scale == "log" else centre
     if n < FEWEST_FOR_ERROR:
-        return Final(mean, None, n, None, steps=steps, scale=scale)
+        return Final(mean, None, steps=steps, scale=scale)
     scatter, drift = _scatter(heights - centre, fitted=1), 0.0
     slope, line = _slope(at, heights)
     around = _scatter(heights - line, fitted=2)
@@ -194,8 +186,8 @@ def final(series: Series, window: int | None = None, scale: Scale = "linear") ->
         if _p(slope, slope_error, around.freedom) < LEVEL:
             scatter, drift = around, slope * (steps[1] - steps[0])
     if scatter is None:
-        return Final(mean, None, n, None, steps=steps, scale=scale)
-    return Final(mean, scatter.error, n, scatter.effective, scatter.freedom, drift, steps, scale)
+        return Final(mean, None, steps=steps, scale=scale)
+    return Final(mean, scatter.error, scatter.freedom, drift, steps, scale)
 
 
 def compare_finals(a: Final, b: Final) -> Difference:
@@ -204,7 +196,7 @@ def compare_finals(a: Final, b: Final) -> Difference:
         raise ValueError(f"a final value on the {a.scale} scale cannot be compared with one on the {b.scale} scale")
     change = b.centre - a.centre
     if a.error is None or b.error is None or a.freedom is None or b.freedom is None:
-        return Difference(change, None, None, None, TOO_FEW, a.scale)
+        return Difference(change, None, None, None, TOO_FEW)
     if abs(change) <= ROUNDING * max(abs(a.centre), abs(b.centre)):
         change = 0.0
     error = math.hypot(a.error, b.error)
@@ -212,7 +204,7 @@ def compare_finals(a: Final, b: Final) -> Difference:
     share = (a.error / error) ** 2 if error else 0.0
     freedom = 1 / (share**2 / a.freedom + (1 - share) ** 2 / b.freedom) if error else math.inf
     p = _p(change, error, freedom)
-    return Difference(change, error, freedom, p, "differs" if p < LEVEL else "within noise", a.scale)
+    return Difference(change, error, freedom, p, "differs" if p < LEVEL else "within noise")
 
 
 def judge_differences(differences: Sequence[Difference]) -> list[NoiseVerdict]:
@@ -254,7 +246,6 @@ def _p(change: float, error: float, freedom: float) -> float:
 @dataclass(frozen=True)
 class _Scatter:
     error: float  # standard error of the mean
-    effective: float
     freedom: float
 
 
@@ -265,7 +256,7 @@ def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
     """
     n, power = len(residuals), float(residuals @ residuals)
     if power == 0:
-        return _Scatter(0.0, n, n - fitted)
+        return _Scatter(0.0, n - fitted)
     cut = CUT * NORMAL_MAD * float(np.median(np.abs(residuals)))
     kept = np.clip(residuals, -cut, cut) if cut else residuals  # cut is 0 if most are equal: nothing defines a spike
     rho = float(kept[1:] @ kept[:-1]) / float(kept @ kept)
@@ -277,7 +268,7 @@ def _scatter(residuals: np.ndarray, fitted: int) -> _Scatter | None:
     if effective < FEWEST_EFFECTIVE or freedom < 1:
         return None
     # The variance of a reading is power / (n - n fitted / effective), that of the mean 1 / effective of it.
-    return _Scatter(math.sqrt(power / n / freedom), effective, freedom)
+    return _Scatter(math.sqrt(power / n / freedom), freedom)
 
 
 def _slope(at: np.ndarray, heights: np.ndarray) -> tuple[float, np.ndarray]:
