@@ -179,7 +179,7 @@ class Dashboard:
     """
 
     run: Run
-    verdict: RunVerdict | None
+    verdict: RunVerdict
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style in self._heading():
@@ -202,20 +202,16 @@ class Dashboard:
             )
         if table.row_count:
             yield table
-        steps = self.verdict.steps if self.verdict is not None else ()
-        if self.verdict is not None and self.verdict.suspects:
+        if self.verdict.suspects:
             yield indented(REASONS, options)
-        for note in notes(self.run, {step.do for step in steps}):
+        for note in notes(self.run, {step.do for step in self.verdict.steps}):
             short = note.startswith(EVENT_NOTE) and len(note) > LINE_WIDTH - 2
             yield indented(f"{note[: LINE_WIDTH - 5]}..." if short else note, options)
 
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Yields lines and their styles."""
-        heading, verdict = f"{self.run.name}, step {self.run.steps[-1]}", self.verdict
-        if verdict is None:
-            yield heading, "bold"
-            return
-        yield f"{heading}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
+        verdict = self.verdict
+        yield f"{self.run.name}, step {self.run.steps[-1]}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield verdict.sentence, ""
         causes = ""
         for label, suspect in verdict.labelled():

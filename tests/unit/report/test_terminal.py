@@ -60,12 +60,12 @@ def full(steps: int = 8) -> Run:
     )
 
 
-def printed(run: Run, verdict=None, encoding: str = "utf-8", width: int = 80, **console) -> str:
+def printed(run: Run, encoding: str = "utf-8", width: int = 80, **console) -> str:
     from rich.console import Console
 
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    Console(width=width, file=file, **console).print(Dashboard(run, verdict))
+    Console(width=width, file=file, **console).print(Dashboard(run, VERDICT))
     return raw.getvalue().decode(encoding)
 
 
@@ -174,21 +174,20 @@ def test_a_sparkline_spans_the_run_not_the_metric():
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-@pytest.mark.parametrize("verdict", [None, VERDICT])
-def test_the_dashboard_fits_eighty_columns_uncut(encoding, verdict):
+def test_the_dashboard_fits_eighty_columns_uncut(encoding):
     run = replace(full(), name="qwen3_µ-run", notes=("a note — with a dash",))
-    text = printed(run, verdict, encoding)
+    text = printed(run, encoding)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     flat = " ".join(text.split())
     assert all(part in flat for part in ("step 8", "-8.0e-05", "worst layer 17", "mean@1", "5.00 %", "6000", "a note"))
-    assert verdict is None or f"{verdict.sentence} {verdict.first_heading} stability=icepop" in flat
+    assert f"{VERDICT.sentence} {VERDICT.first_heading} stability=icepop" in flat
     assert ("█" in text) == (encoding == "utf-8")
     assert ("#" in text) == (encoding == "ascii")
 
 
 def test_the_heading_has_the_colour_of_the_state():
     assert COLOURS.keys() == set(get_args(State))
-    heading = printed(full(), VERDICT, force_terminal=True, color_system="standard").splitlines()[0]
+    heading = printed(full(), force_terminal=True, color_system="standard").splitlines()[0]
     assert "run, step 8: drifting" in heading and ";33m" in heading
 
 
