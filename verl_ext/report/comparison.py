@@ -16,6 +16,7 @@ from rich.text import Text
 from verl_ext.base.metrics import Metric, find
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.judge import judge
+from verl_ext.diagnosis.names import REWARD
 from verl_ext.diagnosis.noise import (
     CAVEAT,
     FLOOR,
@@ -33,7 +34,6 @@ from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
 MOST_RUNS = 6  # the table has room for these
-REWARD = "critic/score/mean"
 ROWS = (  # after the reward and the validation
     "vllm_kl/k3",
     "vllm_kl/k1",

@@ -16,7 +16,7 @@ from verl_ext.diagnosis.names import VALIDATION, Alias, by_quantity, quantity_of
 from verl_ext.diagnosis.series import Ending, Readings, Series, now_of
 from verl_ext.guard.state import Event
 
-LARGEST_STEP = 2**53  # from here on, a page's JavaScript cannot distinguish steps
+LARGEST_WHOLE = 2**53  # from here on, neither a float nor a page's JavaScript distinguishes whole numbers
 MOST_MESSAGE = 4000  # characters
 ENDED = "ended"  # rule and action of the event of an error that ended a run
 FEW_NAMES, LISTED_NAMES = 3, 5
@@ -32,7 +32,7 @@ class ReportError(UserError, ValueError):
 
 def is_step(value: object) -> TypeGuard[int]:
     """Returns True for a possible step: a whole number with which steps can be counted, here and on a page."""
-    return type(value) is int and abs(value) < LARGEST_STEP
+    return type(value) is int and abs(value) < LARGEST_WHOLE
 
 
 def is_validation(name: str) -> bool:

@@ -17,7 +17,7 @@ from verl_ext.base.names import TRAJECTORIES, older_part
 from verl_ext.diagnosis.series import LARGEST
 from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.page import asset, script_json, template, write_html
-from verl_ext.report.run import ReportError
+from verl_ext.report.run import LARGEST_WHOLE, ReportError
 
 SCRIPTS = (
     "trajectory_scales.js",
@@ -26,7 +26,6 @@ SCRIPTS = (
     "trajectories.js",
     "trajectory_events.js",
 )
-LARGEST_WHOLE = 2**53  # from here on, neither a float nor the page's JavaScript distinguishes whole numbers
 MOST_HELD = 2_000_000  # tokens, at some 300 bytes each; the page shows fewer
 MOST_LINE = 256 << 20  # bytes: more than two million tokens
 REMEDY = "add stability.trajectories.per_step=2 to the run to get some"

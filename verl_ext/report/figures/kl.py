@@ -7,7 +7,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.diagnosis.growth import Growth
-from verl_ext.diagnosis.names import K3
+from verl_ext.diagnosis.names import K1, K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import (
     BLUE,
@@ -26,7 +26,7 @@ from verl_ext.report.figures.charts import (
 from verl_ext.report.guard_facts import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
 from verl_ext.report.run import Run
 
-K1, HEAD_KL = "vllm_kl/k1", "vllm_kl/head"
+HEAD_KL = "vllm_kl/head"
 MARK_STRETCHES = 150  # the guard's marks are drawn for this many stretches of steps
 AHEAD_SHARE = 0.35  # share of the run's steps by which the figure extends the growth into the future
 CROSS = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"

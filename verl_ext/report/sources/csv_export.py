@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_ext.report.files import fingerprint, open_regular
-from verl_ext.report.run import LARGEST_STEP, ReportError
+from verl_ext.report.run import LARGEST_WHOLE, ReportError
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
 
@@ -173,6 +173,6 @@ def _cell_number(cell: str) -> float | None:
 def _cell_step(cell: str) -> int | None:
     try:
         number = float(cell)
-        return int(number) if number.is_integer() and abs(number) < LARGEST_STEP else None
+        return int(number) if number.is_integer() and abs(number) < LARGEST_WHOLE else None
     except ValueError:
         return None

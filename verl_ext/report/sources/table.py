@@ -20,7 +20,7 @@ import numpy as np
 
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.series import LARGEST, Series
-from verl_ext.report.run import LARGEST_STEP, ReportError, is_step, is_validation
+from verl_ext.report.run import LARGEST_WHOLE, ReportError, is_step, is_validation
 
 FLUSH_VALUES = 1 << 18  # values
 KEPT_LAYOUTS = 256
@@ -50,7 +50,7 @@ def whole_step(value: object) -> int | None:
     if isinstance(value, str):
         digits = value.partition("/")[0].strip()
         value = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 16 else None
-    if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_STEP:
+    if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_WHOLE:
         value = int(value)
     return value if is_step(value) else None
 

@@ -13,12 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from verl_ext.report.files import is_regular, open_regular
+from verl_ext.report.files import READ_BYTES, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import MetricTable, TableRun
 
-READ_BYTES = 1 << 20
 MOST_RECORD = 64 << 20  # bytes; those of scalars have some 100
 HEADER, FOOTER = 12, 4  # length and its checksum; checksum of the record
 EVENT_FILE = "tfevents"

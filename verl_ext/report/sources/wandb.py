@@ -30,7 +30,7 @@ MOST_NESTED = 8
 FIRST_BYTES = b":W&B\xe1\xbe\0"  # name, magic number, version
 BLOCK_BYTES = 1 << 15
 CHUNK = struct.Struct("<IHB")  # checksum of kind and data, length of the data, kind
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL, FIRST, LAST = 1, 2, 4  # kinds of chunks; 3 is between a record's first and last
 MOST_RECORD = 16 << 20  # bytes; a row of 100,000 metrics has less than half
 
 
