@@ -16,6 +16,7 @@ for the variance). Two places need a standard error of a mean, and their reading
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -230,6 +231,7 @@ def student_p(t: float, freedom: float) -> float:
     return 2 * float(special.stdtr(freedom, -abs(t)))
 
 
+@lru_cache
 def student_quantile(coverage: float, freedom: float) -> float:
     """Returns the half-width, in standard errors, of the interval that covers `coverage` of Student's distribution."""
     from scipy import special

@@ -8,12 +8,13 @@ collapsed.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl_ext.diagnosis.names import GRADIENT as NORM
+from verl_ext.diagnosis.names import K3, REWARD
 from verl_ext.diagnosis.noise import student_quantile
 from verl_ext.diagnosis.series import Series
 from verl_ext.lab.grid import METRICS, GridCell
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from verl_ext.lab.arms import Arm
 
 EXACT, NONE = "exact", "none"  # variants: the rollout without a gap, and no method
-REWARD, K3, DROPPED, NORM = "critic/score/mean", "vllm_kl/k3", "correction/dropped", "actor/grad_norm"
+DROPPED = "correction/dropped"
 FORECAST, SKIPPED, ROLLBACKS = "guard/steps_to_boundary", "guard/skipped", "guard/rollbacks"
 
 LEVEL_STEPS = 20  # a level is the mean reward over this many steps
@@ -252,7 +253,7 @@ def interval(values: Sequence[float]) -> Interval | None:
     if n == 1:
         return Interval(mean, None, 1)
     error = float(np.std(values, ddof=1)) / math.sqrt(n)
-    return Interval(mean, error * _student(n - 1), n)
+    return Interval(mean, error * student_quantile(COVERAGE, n - 1), n)
 
 
 def levels(series: Series) -> Series | None:
@@ -285,11 +286,6 @@ def first_warning(forecast: Series | None, k3: Series | None) -> int | None:
     spoke = [] if forecast is None else [*forecast.steps[forecast.values < FEW_STEPS]]
     spoke += [] if k3 is None else [*k3.steps[k3.values > LARGE_K3]]
     return int(min(spoke)) if spoke else None
-
-
-@lru_cache
-def _student(freedom: int) -> float:
-    return student_quantile(COVERAGE, freedom)
 
 
 def _rank_correlation(one: Series | None, other: Series | None) -> float | None:
