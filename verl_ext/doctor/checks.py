@@ -53,6 +53,7 @@ DISTRIBUTIONS = (
     "flash-attn",
 )
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # environment variable
+CORRECTION = "algorithm.rollout_correction"  # verl's own
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
@@ -120,6 +121,11 @@ class Context:
         asked = self.get(setting, ())
         names = [asked] if isinstance(asked, str) else asked if OmegaConf.is_config(asked) else ()
         return [str(name) for name in names if name != "none"]
+
+    @property
+    def verls_corrections(self) -> list[str]:
+        """Those of verl's rollout corrections that are on, by the names of their settings."""
+        return [name for name in ("rollout_is", "rollout_rs") if self.get(f"{CORRECTION}.{name}")]
 
     def engine_argument(self, name: str) -> tuple[str, Any]:
         """Returns the setting that decides an argument of the rollout engine, and its value.
@@ -213,6 +219,11 @@ class Context:
     def plugin_modules(self) -> list[str]:
         """The modules of stability.plugins if they may not be imported; [] with `trust`."""
         return [] if self.trust else plugins(self.config)
+
+    @property
+    def can_be_fitted(self) -> bool:
+        """True if there is a config that names a rollout engine, and no plugin that may not be imported."""
+        return bool(self.get(f"{ROLLOUT}.name")) and not self.plugin_modules
 
     @cached_property
     def model_code(self) -> bool:

@@ -80,7 +80,7 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
 
 
-@check("hooks")
+@check("hooks", needs="can_be_fitted")
 def hooks(context: Context) -> Iterable[CheckResult]:
     """Errors with which `verl_ext` would stop at its start, including those of the model's routers; otherwise the
     features that are switched on.
@@ -88,8 +88,6 @@ def hooks(context: Context) -> Iterable[CheckResult]:
     Source: `fit_run` of verl_ext, as `verl_ext.start.run` calls it. It also probes the model's routers, unless that
     would run the model's own code.
     """
-    if context.config is None or not context.get(NAME) or context.plugin_modules:
-        return
     if errors := errors_once(context):
         yield from errors
         return
@@ -102,7 +100,7 @@ def hooks(context: Context) -> Iterable[CheckResult]:
         yield note(f"{row.name}: {row.setting}", row.where)
 
 
-@check("verl's validation")
+@check("verl's validation", needs="can_be_fitted")
 def verl_validation(context: Context) -> Iterable[CheckResult]:
     """Settings that verl's `validate_config` would refuse; a `precision=` of FSDP on Megatron;
     `actor.strategy=megatron` without Megatron's settings. A note: verl's check imports a package that is not installed
@@ -113,7 +111,7 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
     settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the strategy's name, and MegatronEngine
     then looks for sizes that FSDP's settings do not have.
     """
-    if context.config is None or not context.get(NAME) or context.plugin_modules or errors_once(context):
+    if errors_once(context):
         return
     if context.on_megatron and context.get(MEGATRON_SIZE) is None:
         why = "verl would use FSDP's settings; model_engine=megatron composes Megatron's"
@@ -200,7 +198,7 @@ def features_of(config: DictConfig, *, read_model: bool = True) -> RunFeatures:
 
 def fit_presets(context: Context) -> None:
     """Fits the context's config as a launch would, unless that would run code that the config names."""
-    if context.config is not None and context.get(NAME) and not context.plugin_modules:
+    if context.can_be_fitted:
         config = copy.deepcopy(context.config)
         with contextlib.suppress(Exception):  # a value of the wrong type: the checks report it
             if _first_error(config, context) is None:

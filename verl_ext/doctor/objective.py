@@ -190,10 +190,9 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
             yield warning(f"{kind}={context.get(kind)}", why, f"{kind}=low_var_kl")
     if (mode := context.get(LOSS_MODE)) in ("clip-cov", "kl-cov"):
         yield error(f"{LOSS_MODE}={mode}", "verl has no loss of this name", f"{LOSS_MODE}={mode.replace('-', '_')}")
-    correction, silent = "algorithm.rollout_correction", f"{ROLLOUT}.calculate_log_probs"
-    asked = [name for name in ("rollout_is", "rollout_rs") if context.get(f"{correction}.{name}")]
+    asked, silent = context.verls_corrections, f"{ROLLOUT}.calculate_log_probs"
     if not context.get(silent) and (asked or context.get(BYPASS)):
-        names = ", ".join([f"{correction}.{name}" for name in asked] or [BYPASS])
+        names = ", ".join([f"{CORRECTION}.{name}" for name in asked] or [BYPASS])
         level = error if context.get(BYPASS) else warning
         why = "the correction needs the rollout's log-probs; verl leaves the correction out, and bypass mode fails"
         yield level(f"{names} with {silent}=False", why, f"{silent}=True")
@@ -219,9 +218,7 @@ def trust_region(context: Context) -> Iterable[CheckResult]:
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     bounds = context.methods("stability.correction") + context.methods("stability.filters")
     bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
-    bounds += [
-        f"rollout_correction.{one}" for one in ("rollout_is", "rollout_rs") if context.get(f"{CORRECTION}.{one}")
-    ]
+    bounds += [f"rollout_correction.{one}" for one in context.verls_corrections]
     bounds += ["bypass mode"] if context.get(BYPASS) else []
     if bounds:
         yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")

@@ -10,7 +10,7 @@ from verl_ext.features.float32_head import ARGUMENTS as HEADS
 from verl_ext.features.float32_head import SETTING as BOTH_HEADS
 from verl_ext.features.guard import published_level
 from verl_ext.features.losses import LOSSES
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, model_json, rollout_format
+from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT, model_json, rollout_format
 from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
 from verl_ext.launch.packages import LAYERS
 
@@ -312,6 +312,5 @@ def _corrected(context: Context) -> bool:
     """Returns True if any method weights the loss by the ratio of the engines."""
     ours = context.methods("stability.correction")
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
-    verls = "algorithm.rollout_correction"
     reads_k = loss in LOSSES and "k" in LOSSES[loss].reads
-    return bool(ours or reads_k or context.get(f"{verls}.rollout_is") or context.get(f"{verls}.bypass_mode"))
+    return bool(ours or reads_k or "rollout_is" in context.verls_corrections or context.get(BYPASS))

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import CheckResult, Context, check, ok, warning
+from verl_ext.doctor.checks import CORRECTION, CheckResult, Context, check, ok, warning
 from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.doctor.precision import BOTH_HEADS, FLOAT32, has_float32_head, training_dtype
 from verl_ext.features.feature import Need
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
 
-CORRECTION = "algorithm.rollout_correction"
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 DETERMINISM = f"{ROLLOUT}.full_determinism"
 
