@@ -44,12 +44,27 @@ class SettingChange:
     Attributes:
         name: the name of the change in tables and folders; a change for another engine may have the same name.
         overrides: given after the launch's own.
-        fits: returns True if the launch does not have these values yet and its engine knows the setting.
+        differs: returns True if the launch does not have these values yet.
+        rollout: the only rollout engine that knows the setting; "" for any.
+        megatron: whether only Megatron knows the setting (True), or only the other training engines (False).
+        device: "gpu" or "cpu" if the setting is only for this device; "" for any.
     """
 
     name: str
     overrides: tuple[str, ...]
-    fits: Fits = lambda config: True
+    differs: Fits = lambda config: True
+    rollout: str = ""
+    megatron: bool | None = None
+    device: str = ""
+
+    def fits(self, config: Any) -> bool:
+        """Returns True if the launch does not have these values yet, and its engines and device know the setting."""
+        return (
+            self.rollout in ("", rollout_name(config))
+            and self.megatron in (None, strategy_of(config) == "megatron")
+            and self.device in ("", "cpu" if config.trainer.device == "cpu" else "gpu")
+            and self.differs(config)
+        )
 
 
 def _setting_is(setting: str, *values: Any) -> Fits:
@@ -68,62 +83,46 @@ def _could_be_2(setting: str) -> Fits:
     return lambda config: OmegaConf.select(config, setting) == 1 and config.trainer.n_gpus_per_node % 2 == 0
 
 
-def _on_gpu(fits: Fits) -> Fits:
-    return lambda config: config.trainer.device != "cpu" and fits(config)
-
-
-def _in(rollout: str, fits: Fits) -> Fits:
-    return lambda config: rollout_name(config) == rollout and fits(config)
-
-
-def _on_megatron(fits: Fits) -> Fits:
-    return lambda config: strategy_of(config) == "megatron" and fits(config)
-
-
-def _on_transformers(fits: Fits) -> Fits:
-    return lambda config: strategy_of(config) != "megatron" and fits(config)
-
-
 WHOLE_TOKENS = 1 << 16  # tokens per pass, more than any answer has
 MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
 NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
 CHANGES = (
-    SettingChange("fp32", ("precision=fp32",), _on_transformers(_setting_is_not(ROLLOUT_DTYPE, "float32"))),
-    SettingChange("fp16", ("precision=fp16",), _on_transformers(_setting_is_not(ROLLOUT_DTYPE, "float16"))),
+    SettingChange("fp32", ("precision=fp32",), _setting_is_not(ROLLOUT_DTYPE, "float32"), megatron=False),
+    SettingChange("fp16", ("precision=fp16",), _setting_is_not(ROLLOUT_DTYPE, "float16"), megatron=False),
     SettingChange(  # verl refuses it on GPUs
         "fp32",
         (f"{MEGATRON_DTYPE}=float32", f"{ROLLOUT_DTYPE}=float32"),
-        _on_megatron(
-            lambda config: config.trainer.device == "cpu" and _setting_is_not(ROLLOUT_DTYPE, "float32")(config)
-        ),
+        _setting_is_not(ROLLOUT_DTYPE, "float32"),
+        megatron=True,
+        device="cpu",
     ),
-    SettingChange("fp16", ("precision=fp16_megatron",), _on_megatron(_setting_is_not(ROLLOUT_DTYPE, "float16"))),
+    SettingChange("fp16", ("precision=fp16_megatron",), _setting_is_not(ROLLOUT_DTYPE, "float16"), megatron=True),
     SettingChange("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
-    SettingChange("graphs", (f"{EAGER}=false",), _on_gpu(_setting_is(EAGER, True))),
-    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _in("vllm", _setting_is(CHUNKED, True))),
-    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _in("vllm", _setting_is(CACHED, True))),
+    SettingChange("graphs", (f"{EAGER}=false",), _setting_is(EAGER, True), device="gpu"),
+    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True), "vllm"),
+    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True), "vllm"),
     # verl does not pass CHUNKED and CACHED to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
     # only as many tokens per pass as it allows requests, and its scheduler fails (state_capturer/routed_experts.py).
-    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE_TOKENS}",), _in("sglang", _setting_is_not(CHUNK, WHOLE_TOKENS))),
-    SettingChange(
-        "no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _in("sglang", _setting_is_not(NO_RADIX_CACHE, True))
-    ),
+    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE_TOKENS}",), _setting_is_not(CHUNK, WHOLE_TOKENS), "sglang"),
+    SettingChange("no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _setting_is_not(NO_RADIX_CACHE, True), "sglang"),
     SettingChange(
         "no_cascade",
         ("stability.cascade_attention=off",),
-        _in("vllm", _on_gpu(_setting_is_not("stability.cascade_attention", "off"))),
+        _setting_is_not("stability.cascade_attention", "off"),
+        "vllm",
+        device="gpu",
     ),
     SettingChange("one_at_a_time", (f"{SEQUENCES}=1",), _setting_above_1(SEQUENCES)),
     SettingChange("tensor_parallel_1", (f"{TENSOR}=1",), _setting_above_1(TENSOR)),
     SettingChange("tensor_parallel_2", (f"{TENSOR}=2",), _could_be_2(TENSOR)),
     *(
-        SettingChange(f"training_{short}_{size}", (f"{ACTOR}.megatron.{name}={size}",), _on_megatron(fits))
+        SettingChange(f"training_{short}_{size}", (f"{ACTOR}.megatron.{name}={size}",), differs, megatron=True)
         for short, name in (
             ("tp", "tensor_model_parallel_size"),
             ("ep", "expert_model_parallel_size"),
             ("cp", "context_parallel_size"),
         )
-        for size, fits in (
+        for size, differs in (
             (1, _setting_above_1(f"{ACTOR}.megatron.{name}")),
             (2, _could_be_2(f"{ACTOR}.megatron.{name}")),
         )
@@ -132,14 +131,12 @@ CHANGES = (
     SettingChange("no_speculation", (f"{DRAFTS}=false",), _setting_is(DRAFTS, True)),
     *(
         SettingChange(
-            f"attention_{name.lower()}", (f"++{BACKEND}={name}",), _in("vllm", _on_gpu(_setting_is_not(BACKEND, name)))
+            f"attention_{name.lower()}", (f"++{BACKEND}={name}",), _setting_is_not(BACKEND, name), "vllm", device="gpu"
         )
         for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     ),
     *(
-        SettingChange(
-            f"training_{name}", (f"++{ATTENTION}={name}",), _on_transformers(_setting_is_not(ATTENTION, name))
-        )
+        SettingChange(f"training_{name}", (f"++{ATTENTION}={name}",), _setting_is_not(ATTENTION, name), megatron=False)
         for name in ("sdpa", "eager")
     ),
 )
