@@ -143,9 +143,9 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
 def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Returns the table as text, for a page: one dictionary per metric.
 
-    Its keys are `label`, `metric` and `cells`: one dictionary per run with `run`, `value`, `change`, `interval` (99 %,
-    for this change by itself) and `verdict`. A value is "-" if the run lacks the metric; the other texts are empty if
-    nothing was compared.
+    Its keys are `label`, `metric` and `cells`: one dictionary per run, in order, with `value`, `change`, `interval`
+    (99 %, for this change by itself) and `verdict`. A value is "-" if the run lacks the metric; the other texts are
+    empty if nothing was compared.
     """
     return [
         {
@@ -153,13 +153,12 @@ def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "metric": metric.name,
             "cells": [
                 {
-                    "run": name,
                     "value": _value_text(metric, cell),
                     "change": _change_text(metric, cell, cells[0]),
                     "interval": _interval_text(metric, cell),
                     "verdict": cell.verdict,
                 }
-                for name, cell in zip(comparison.names, cells, strict=True)
+                for cell in cells
             ],
         }
         for metric, cells in comparison.rows

@@ -54,7 +54,7 @@ def test_the_first_run_is_the_baseline_and_words_follow_the_good_direction():
     b = run("b", {"critic/score/mean": noise(3, 0.7, 0.01), "vllm_kl/k3": np.exp(noise(4, -6, 0.3))})
     comparison = compare_runs([a, b])
     reward, k3 = cells(comparison, "critic/score/mean"), cells(comparison, "vllm_kl/k3")
-    assert (reward[0]["run"], reward[0]["change"], reward[0]["verdict"]) == ("a", "", "")
+    assert (comparison.names[0], reward[0]["change"], reward[0]["verdict"]) == ("a", "", "")
     assert reward[1]["verdict"] == "better" and k3[1]["verdict"] == "worse"
     assert float(reward[1]["change"]) == pytest.approx(0.2, abs=0.01)
     assert float(k3[1]["change"][1:]) == pytest.approx(math.exp(3), rel=0.3)
