@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.features.feature import Demand, Engines, Feature, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Engines, Feature, Precondition, RunFeatures, TableLine
 from verl_ext.features.settings import NONE, FakeQuantization
 from verl_ext.features.verl_config import ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, hf_config_of, strategy_of
 from verl_ext.routing.engines import ENGINES
@@ -137,4 +137,10 @@ def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
     return f"{counts} weights in {len(reports)} worker(s) of the rollout"
 
 
-FAKE_QUANTIZATION = Feature(needs, check, apply, lines=lines)
+ROUNDED = Precondition(
+    tuple(f"fake_quantization.{name}" for name in ("group", "router", "head")),
+    met=lambda run: run.stability.fake_quantization.active,
+    why="nothing is rounded",
+    switch=f"{SETTING}.format=fp4",
+)
+FAKE_QUANTIZATION = Feature(needs, check, apply, lines=lines, preconditions=(ROUNDED,))

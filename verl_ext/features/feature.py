@@ -158,7 +158,7 @@ class Precondition:
         settings: the names under `stability`, such as "rescoring.versions".
         met: returns True if the settings act in the run.
         why: the reason if they do not, as a clause.
-        switch: an override that meets the condition.
+        switch: the override, or overrides, that meet the condition.
     """
 
     settings: tuple[str, ...]

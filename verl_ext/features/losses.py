@@ -13,7 +13,7 @@ import verl_ext.core.losses  # noqa: F401 (to register them)
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import ConfiguredMethod, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
-from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
 from verl_ext.features.settings import AGREEMENT, EVERY_AGREEMENT
 from verl_ext.features.verl_config import ACTOR, hf_config_of, strategy_of, trusts_code
 from verl_ext.routing.engines import ENGINES, HOOKED
@@ -209,15 +209,10 @@ def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> Non
 
 
 def _check_kl(run: RunFeatures) -> None:
-    actor, denominator = run.config.actor_rollout_ref.actor, run.stability.kl_denominator
+    actor = run.config.actor_rollout_ref.actor
     if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
         raise ConfigError(
             f"{ACTOR}.kl_loss_type={UNBIASED} does nothing without a KL loss", fix=(f"{ACTOR}.use_kl_loss=true",)
-        )
-    if denominator != "infer" and not uses_unbiased_kl(run.config):
-        raise ConfigError(
-            f"stability.kl_denominator={denominator} acts only with the unbiased KL",
-            fix=(f"{ACTOR}.kl_loss_type={UNBIASED}", f"{ACTOR}.use_kl_loss=true"),
         )
 
 
@@ -258,4 +253,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("KL to the reference", setting, "{loss}", in_loss=lambda found: found["kl"] == setting)
 
 
-POLICY_LOSS = Feature(needs, check, apply, loss_settings=loss_settings, lines=lines)
+DIVIDES = Precondition(
+    ("kl_denominator",),
+    met=lambda run: uses_unbiased_kl(run.config),
+    why="it acts only with the unbiased KL",
+    switch=f"{ACTOR}.kl_loss_type={UNBIASED} and {ACTOR}.use_kl_loss=true",
+)
+POLICY_LOSS = Feature(needs, check, apply, loss_settings=loss_settings, lines=lines, preconditions=(DIVIDES,))

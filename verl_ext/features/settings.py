@@ -35,7 +35,6 @@ EVERY_AGREEMENT = "stability.router_agreement_share=1"
 NONE = "none"
 FORMATS = (NONE, "fp8", "int8", "int4", "fp4")
 GROUPS = ("tensor", "channel")
-DEFAULT_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,7 @@ class FakeQuantization:
     """
 
     format: str = NONE
-    group: int | str = DEFAULT_GROUP
+    group: int | str = 32
     router: bool = False
     head: bool = False
 
@@ -292,9 +291,6 @@ class FakeQuantization:
         number = isinstance(self.group, int) and not isinstance(self.group, bool) and self.group >= 2
         holds = number or self.group in GROUPS
         require(self, "group", holds, f"must be {', '.join(GROUPS)}, or a number of inputs, at least 2")
-        for name, off in (("group", DEFAULT_GROUP), ("router", False), ("head", False)):
-            unused = not self.active and getattr(self, name) != off
-            require(self, name, not unused, f"rounds nothing with format={NONE}", otherwise="choose a format")
 
     @property
     def active(self) -> bool:

@@ -1,7 +1,7 @@
 """The worker classes that the trainer puts in its role mapping when a worker-stage feature is on.
 
-`LOSS_WORKERS` take our loss; `ROUTING_WORKERS` capture the routing of compute_log_prob as well. Until `configure_loss` is
-called they compute verl's loss. The ranks of a model replica share the routing that they fetch.
+`LOSS_WORKERS` take our loss; `ROUTING_WORKERS` capture the routing of compute_log_prob as well. Until `configure_loss`
+is called they compute verl's loss. The ranks of a model replica share the routing that they fetch.
 """
 
 import zlib

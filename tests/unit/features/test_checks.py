@@ -166,7 +166,8 @@ def rule(action):
         ),
         (
             ["stability=icepop", "stability.kl_denominator=old"],
-            "stability.kl_denominator=old acts only with the unbiased KL",
+            "stability.kl_denominator=old has no effect: it acts only with the unbiased KL; set "
+            "stability.kl_denominator=infer, or actor_rollout_ref.actor.kl_loss_type=unbiased",
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be at most"),
         (
@@ -259,6 +260,16 @@ def rule(action):
             ["stability=icepop", "stability.trajectories.max_tokens=9"],
             "no trajectory is written; set stability.trajectories.max_tokens=4096",
         ),
+        (
+            ["stability=icepop", "stability.fake_quantization.router=true"],
+            "stability.fake_quantization.router=true has no effect: nothing is rounded; set "
+            "stability.fake_quantization.router=false, or stability.fake_quantization.format=fp4",
+        ),
+        (
+            ["stability=none", "stability.fake_quantization={format:none,head:true}"],
+            "nothing is rounded; set stability.fake_quantization.head=false",
+        ),
+        (["stability=icepop", "stability.fake_quantization.group=16"], "set stability.fake_quantization.group=32, or"),
         (["stability=icepop", "stability.sync_canary.every=4"], "no weight sync is checked"),
         (
             ["stability=icepop", SEPARATE, "stability.sync_canary={trajectories:0,every:4}"],
