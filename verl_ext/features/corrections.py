@@ -42,10 +42,17 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 def check(run: RunFeatures) -> None:
     """Checks that only one method weights the loss by a ratio, and that the loss uses the weight."""
     mode, makes_weights = loss_mode(run.config), reads_k(loss_mode(run.config))
-    weighing = [chosen.name for chosen in run.stability.before_update]
+    weighing, ours = [chosen.name for chosen in run.stability.before_update], run.stability.asked_correction
+    if mode == "bypass_mode" and run.stability.correction:
+        raise ConfigError(
+            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
+            fix=(off := run.stability.without(*run.stability.correction_names)),
+            otherwise="another loss_mode",
+            fallback=off,
+        )
     if not (makes_weights or weighing):
         return
-    ours, without = run.stability.asked_correction, run.stability.without(*weighing)
+    without = run.stability.without(*weighing)
     if makes_weights and weighing:
         raise ConfigError(f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=without, fallback=without)
     if ignores_weights(run.config):
@@ -57,13 +64,6 @@ def check(run: RunFeatures) -> None:
             f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
             fix=("algorithm.rollout_correction.rollout_is=null",),
             fallback=() if makes_weights else without,
-        )
-    if mode == "bypass_mode":
-        raise ConfigError(
-            f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
-            fix=run.stability.without(*run.stability.correction_names),
-            otherwise="another loss_mode",
-            fallback=without,
         )
     if (why := foreign_loss(run.config)) and mode in NEEDS_OURS:
         raise ConfigError(

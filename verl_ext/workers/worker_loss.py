@@ -132,16 +132,10 @@ def build_worker_loss(
     "mini_batch": the limits that are set, "first_pass": whether it measures, "centers": whether it centers scores}.
 
     Raises:
-        ConfigError: a setting of the policy loss cannot work, or the loss discards the corrections' weights.
+        ConfigError: a setting of the policy loss cannot work.
     """
     register_losses()  # including those of stability.plugins
     policy_loss = config.policy_loss if settings.policy_loss is None else build_loss_config(**settings.policy_loss)
-    if settings.corrections and policy_loss.loss_mode == "bypass_mode":
-        names = " and ".join(f"stability.{chosen.name}" for chosen in settings.corrections)
-        raise ConfigError(
-            f"{names} cannot act on policy_loss.loss_mode=bypass_mode, which discards the weights of a token; "
-            f"unset {names} or algorithm.rollout_correction.bypass_mode"
-        )
     unbiased = config.use_kl_loss and config.kl_loss_type == UNBIASED
     # In the first update, verl's kl_penalty would refuse a name that it does not know.
     weighted = _replace_fields(policy_loss, loss_mode=WEIGHTED.get(policy_loss.loss_mode, policy_loss.loss_mode))

@@ -108,6 +108,10 @@ def rule(action):
             "cannot weight actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
         ),
         (
+            ["stability=opsm", f"{LOSS}.loss_mode=bypass_mode"],
+            f"stability.correction=opsm cannot weight {LOSS}.loss_mode=bypass_mode",
+        ),
+        (
             ["stability=icepop_loss", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
             "loss_mode=icepop and actor_rollout_ref.actor.policy_loss.base=gspo",
         ),

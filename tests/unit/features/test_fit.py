@@ -42,6 +42,7 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
         (["recipe=cpu_veomni"], ["stability.router_agreement=false"]),
         ([BYPASS], ["stability.router_agreement=false", "stability.correction=opsm"]),
         ([CORRECTED], ["stability.correction=opsm"]),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"], ["stability.correction=none"]),
         ([SILENT], ["actor_rollout_ref.rollout.calculate_log_probs=True"]),
         (
             [UNKNOWN],
