@@ -22,7 +22,6 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl_ext.base.errors import ConfigError, require_choice
 from verl_ext.base.methods import ConfiguredMethod, build, choose
 from verl_ext.base.names import ADVANTAGES, FILTER_SCALE, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
 from verl_ext.core.corrections import CORRECTIONS, Correction
@@ -30,7 +29,7 @@ from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
 from verl_ext.core.losses import unbiased_kl
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.features.losses import UNBIASED
-from verl_ext.features.settings import KL_DENOMINATORS, MiniBatchLimits
+from verl_ext.features.settings import MiniBatchLimits
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.loss_config import ComposedLossConfig, build_loss_config
@@ -71,29 +70,17 @@ class LossSettings:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "LossSettings":
-        """Builds the settings from the form that is sent to a worker: {"corrections": {"opsm": {"delta": 0.1}},
-        "mini_batch": {...}, ...}.
-
-        Raises:
-            ConfigError: a key or a value is not known.
-        """
-        chosen = []
-        for name, given in settings.get("corrections", {}).items():
-            require_choice("stability.correction", name, tuple(CORRECTIONS))
-            chosen.append(choose(CORRECTIONS[name], given, f"stability.{name}"))
+        """Builds the settings from `table.loss_settings`, the form that is sent to a worker: {"corrections": {"opsm":
+        {"delta": 0.1}}, "mini_batch": {...}, ...}."""
+        corrections = settings.get("corrections", {}).items()
+        chosen = tuple(choose(CORRECTIONS[name], given, f"stability.{name}") for name, given in corrections)
         limits = build(MiniBatchLimits, settings.get("mini_batch"), "stability.guard.mini_batch")
-        own: dict[str, Any] = {"corrections": tuple(chosen), "mini_batch": limits}
+        own: dict[str, Any] = {"corrections": chosen, "mini_batch": limits}
         if (first_pass := settings.get("first_pass")) is not None:
             own["first_pass"] = FirstPassSettings(**first_pass)
         if (top_tokens := settings.get("top_tokens")) is not None:
             own["top_tokens"] = TopTokenUse(**top_tokens)
-        try:
-            built = cls(**{**settings, **own})
-        except TypeError as error:
-            raise ConfigError(f"the settings of the workers' loss cannot be read: {error}") from error
-        if built.kl_denominator not in KL_DENOMINATORS:
-            raise ConfigError(f"kl_denominator={built.kl_denominator} is not known; choose one of: {KL_DENOMINATORS}")
-        return built
+        return cls(**{**settings, **own})
 
 
 def install_loss(gate: Gate, config: ActorConfig, settings: LossSettings) -> dict[str, Any]:

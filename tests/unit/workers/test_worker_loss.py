@@ -412,8 +412,6 @@ def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
     [
         ({"corrections": {"opsm": {}}}, "stability.opsm.delta must be given"),
         ({"corrections": {"opsm": {"delta": None}}}, "stability.opsm.delta must be given"),
-        ({"opms": {"delta": 1}}, "cannot be read.*opms"),
-        ({"kl_denominator": "ref"}, "kl_denominator=ref is not known"),
         (
             {"policy_loss": {"loss_mode": "llds", "lambda": 1}},
             "policy_loss.lambda is not known; its settings are: coef, gate",
