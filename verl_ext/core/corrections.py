@@ -328,38 +328,26 @@ def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
     return _zero_outside(_one(g), below(g, low), above(g, high))
 
 
-@dataclass(frozen=True)
-class SequenceDivergence:
-    """Means over each sequence's m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
-
-    Attributes:
-        mismatch: mean(l_infer - l_old), the disagreement of the two engines.
-        staleness: mean(l_old - l_theta), the movement of the policy since then.
-    """
-
-    mismatch: Tensor
-    staleness: Tensor
-
-    @property
-    def total(self) -> Tensor:
-        """mean(l_infer - l_theta), which OPSM compares with delta; the two parts add up to it exactly."""
-        return self.mismatch + self.staleness
-
-
 @no_grad
-def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> SequenceDivergence:
+def sequence_divergence(l_infer: Tensor, l_old: Tensor, l_theta: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Splits the divergence of DeepSeek-V3.2's eq. 9 into engine mismatch and policy staleness.
 
     Args:
         l_infer, l_old, l_theta: [B, T] log-probabilities, any float dtype.
         mask: [B, T].
+
+    Returns:
+        Means over each sequence's m = 1 tokens, [B] float64 each; 0 for a sequence without such a token.
+        mismatch: mean(l_infer - l_old), the disagreement of the two engines.
+        staleness: mean(l_old - l_theta), the movement of the policy since then.
+        They add up to mean(l_infer - l_theta), which OPSM compares with delta.
     """
     chosen = mask.bool()
     n = chosen.sum(-1).clamp(min=1)
     # torch.where, not a product: padding, even NaN, stays out of the mean.
     mismatch = torch.where(chosen, l_infer.double() - l_old, 0.0).sum(-1) / n
     staleness = torch.where(chosen, l_old.double() - l_theta, 0.0).sum(-1) / n
-    return SequenceDivergence(mismatch, staleness)
+    return mismatch, staleness
 
 
 @dataclass(frozen=True)
@@ -389,7 +377,7 @@ def opsm_mask(divergence: Tensor, advantages: Tensor, delta: float) -> Tensor:
     A divergence of NaN counts as above delta. TRL's `off_policy_mask_threshold` is the same.
 
     Args:
-        divergence: [B], `SequenceDivergence.total`.
+        divergence: [B], the sum of the two parts of `sequence_divergence`.
         advantages: [B, T].
         delta: threshold in nats per token.
 
@@ -413,24 +401,24 @@ def opsm(batch: LossBatch, *, delta: float, stale_only: bool = False) -> LossCha
     `mismatch` includes the policy's movement since then, so sequences_dropped and mismatch are also logged by lag, as
     each lag's contribution.
     """
-    parts = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
-    keep = opsm_mask(parts.total, batch.advantages, delta)
+    mismatch, staleness = sequence_divergence(batch.require("l_infer"), batch.l_old, batch.l_theta, batch.mask)
+    keep = opsm_mask(mismatch + staleness, batch.advantages, delta)
     if stale_only:
-        stale = torch.zeros_like(parts.total, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
+        stale = torch.zeros_like(mismatch, dtype=torch.bool) if batch.lag is None else batch.lag.amax(-1) > 0
         keep = torch.where(stale[:, None], keep, 1.0)
     dropped = (keep == 0) & batch.mask
     rows = batch.mask.any(-1)
     metrics = {
         "dropped": masked_share(dropped, batch.mask),
         "sequences_dropped": masked_share(dropped.any(-1), rows),
-        "mismatch": masked_mean(parts.mismatch, rows),
-        "staleness": masked_mean(parts.staleness, rows),
+        "mismatch": masked_mean(mismatch, rows),
+        "staleness": masked_mean(staleness, rows),
     }
     if batch.lag is not None:
         for index, name in enumerate(BUCKETS["lag"]):
             # Parts of a mean, not means: verl averages over micro-batches and ranks, and each must log every name.
             of_lag = rows & (batch.lag.amax(-1) == index)
-            metrics[f"mismatch/lag/{name}"] = masked_mean(torch.where(of_lag, parts.mismatch, 0.0), rows)
+            metrics[f"mismatch/lag/{name}"] = masked_mean(torch.where(of_lag, mismatch, 0.0), rows)
             metrics[f"sequences_dropped/lag/{name}"] = masked_share(dropped.any(-1) & of_lag, rows)
     return LossChange(weight=keep, metrics=metrics)
 

@@ -28,8 +28,8 @@ def trl_mask() -> Iterator[Callable]:
 def masks(trl_mask, l_infer, l_theta, advantages_B, mask, delta):
     """[B] theirs, [B, T] ours. TRL's sampling policy is the rollout engine's, as in the paper."""
     theirs = trl_mask(advantages_B[:, None], l_theta, l_infer, mask.float(), delta)
-    divergence = sequence_divergence(l_infer, l_theta, l_theta, mask)
-    return theirs.squeeze(1), opsm_mask(divergence.total, advantages_B[:, None].expand_as(mask), delta)
+    divergence = sum(sequence_divergence(l_infer, l_theta, l_theta, mask))
+    return theirs.squeeze(1), opsm_mask(divergence, advantages_B[:, None].expand_as(mask), delta)
 
 
 @pytest.mark.parametrize("delta", [0.0, 0.01, 0.1, 0.2])

@@ -28,7 +28,7 @@ def test_what_stands_outside_the_mask_is_in_no_term_and_no_gradient(batch, odd):
         penalty = llds_penalty(leaf, l_old, advantages, mask, "action")
         kl = unbiased_kl(leaf, l_old, l_infer, mask)
         (penalty + kl).sum().backward()
-        whole = sequence_divergence(l_infer, l_old, l_theta, mask).total
+        whole = sum(sequence_divergence(l_infer, l_old, l_theta, mask))
         found.append([penalty, kl, whole, opsm_mask(whole, advantages, 0.1)[mask], leaf.grad])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
@@ -144,9 +144,9 @@ def test_rows_do_not_depend_on_the_batch_they_are_in(seed):
     """A row has the same numbers in every split into micro-batches."""
     l_infer, l_old, l_theta, advantages, mask = tensors(random_batch(seed))
     penalty = llds_penalty(l_theta, l_old, advantages, mask, "action")
-    whole = sequence_divergence(l_infer, l_old, l_theta, mask).total
+    whole = sum(sequence_divergence(l_infer, l_old, l_theta, mask))
     for row in range(len(mask)):
         one = slice(row, row + 1)
         assert torch.equal(llds_penalty(l_theta[one], l_old[one], advantages[one], mask[one], "action"), penalty[one])
-        alone = sequence_divergence(l_infer[one], l_old[one], l_theta[one], mask[one]).total
+        alone = sum(sequence_divergence(l_infer[one], l_old[one], l_theta[one], mask[one]))
         close(alone, whole[one], rtol=1e-12, scale=1.0)
