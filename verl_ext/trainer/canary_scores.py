@@ -19,7 +19,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
-from verl_ext.trainer.queue import MODEL_INPUTS, get_fields, part_of
+from verl_ext.trainer.queue import MODEL_INPUTS, computed_log_probs, get_fields, part_of
 
 PARTITION = "verl_ext_canary"  # apart from "train", which the replay buffer reads
 WITHOUT_CANARY = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
@@ -81,15 +81,12 @@ class CanaryTrajectories:
             adapter: apply the LoRA, if there is one.
             tokens_at_once: how many tokens may share a forward pass; 0 for one trajectory per pass.
         """
-        from verl.workers.utils.padding import response_from_nested
-
         settings: dict[str, Any] = {} if replays else {OWN_ROUTES: True}
         settings |= {} if adapter else {"no_lora_adapter": True}
         settings |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens_at_once} if tokens_at_once else {}
         self._batch.extra_info = ONE_A_PASS | settings
         workers.compute_log_prob(self._batch)
-        data = get_fields(self._batch, ("log_probs", RESPONSE_MASK))
-        return self._packed(response_from_nested(data["log_probs"], data[RESPONSE_MASK]).unbind())
+        return self._packed(computed_log_probs(self._batch).unbind())
 
     def score_in_servers(self, handles: Sequence[Any], *, backwards: bool = False) -> list[Tensor]:
         """Returns the scores [N] of each rollout engine with its present weights.

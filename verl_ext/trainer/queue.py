@@ -14,6 +14,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.names import (
     OLD_ROUTES,
+    RESPONSE_MASK,
     ROLLOUT_ROUTES,
     ROUTER_SUMS,
     SHIFT_EXPERTS,
@@ -35,6 +36,14 @@ def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:
     """Returns those of the named fields that the batch has; all of its fields for None."""
     asked = None if names is None else list(names)
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=asked)
+
+
+def computed_log_probs(batch: KVBatchMeta) -> Tensor:
+    """Returns the log-probabilities of each response, nested, which compute_log_prob has left in the batch."""
+    from verl.workers.utils.padding import response_from_nested
+
+    data = get_fields(batch, ["log_probs", RESPONSE_MASK])
+    return response_from_nested(data["log_probs"], data[RESPONSE_MASK])
 
 
 def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:

@@ -11,14 +11,12 @@ from typing import Any
 
 from torch import Tensor
 from transfer_queue import KVBatchMeta
-from verl.workers.utils.padding import response_from_nested
 
-from verl_ext.base.names import RESPONSE_MASK
 from verl_ext.features.settings import Rescoring
-from verl_ext.trainer.queue import get_fields
+from verl_ext.trainer.canary_scores import ONE_A_PASS
+from verl_ext.trainer.queue import computed_log_probs
 
 NOW = "present weights"  # a key of verl's copies
-LOG_PROBS = "log_probs"
 
 
 def rescore(
@@ -43,14 +41,10 @@ def rescore(
     for version, rows in chosen.items():
         workers.use_version(version)
         sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, ranks, len(batch))])
-        sent.extra_info |= {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
-        # So few trajectories may not divide into the run's micro-batches, as verl requires.
-        sent.extra_info["micro_batch_size_per_gpu"] = 1
+        sent.extra_info |= ONE_A_PASS | {"temperature": temperature}
         workers.compute_log_prob(sent)
         asked = batch.select_keys([batch.keys[row] for row in rows])
-        data = get_fields(asked, [LOG_PROBS, RESPONSE_MASK])
-        scored = response_from_nested(data[LOG_PROBS], data[RESPONSE_MASK])
-        found |= dict(zip(asked.keys, scored.unbind(), strict=True))
+        found |= dict(zip(asked.keys, computed_log_probs(asked).unbind(), strict=True))
     workers.restore_model_from_cpu(NOW)
     workers.clear_cpu_model(NOW)
     return found

@@ -9,7 +9,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.core.tokens import jagged
 from verl_ext.features.settings import Rescoring
-from verl_ext.trainer import rescoring
+from verl_ext.trainer import queue
 from verl_ext.trainer.rescoring import NOW, choose_by_version, fill_rows
 from verl_ext.trainer.run import StabilityRun
 
@@ -84,8 +84,8 @@ def rescored(monkeypatch):
             offsets = torch.arange(0, len(values) + 1, 2)
             return {"response_mask": jagged(torch.ones_like(values), offsets), "log_probs": jagged(values, offsets)}
 
-        monkeypatch.setattr(rescoring, "get_fields", get_fields)
-        monkeypatch.setattr(rescoring, "response_from_nested", lambda values, mask: values)
+        monkeypatch.setattr(queue, "get_fields", get_fields)
+        monkeypatch.setattr("verl.workers.utils.padding.response_from_nested", lambda values, mask: values)
         keys = [f"k{row}" for row in range(len(TAGS))]
         batch = KVBatchMeta(keys=keys, tags=TAGS, partition_id="train", fields=["a"], extra_info={"temperature": 0.3})
         workers = Workers(store)
