@@ -166,13 +166,13 @@ def change_server(server: Any) -> Undo:
     changes: list[Callable[[], Undo]] = []
     if _extras.turns:
         owner = expect(CHANGE, server, "vLLMHttpServer")
-        expect(CHANGE, owner, "generate", "self, prompt_ids, sampling_params, ...")
-        changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_server)]
+        takes = "self, prompt_ids, sampling_params, ..."
+        changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_server, takes)]
     if _extras.top_tokens:
-        expect(CHANGE, server, "extract_prompt_logprobs", "output, num_prompt_logprobs, result_dict")
+        given = "output, num_prompt_logprobs, result_dict"
         changes += [
             lambda: wrap("agent_loop", server, "SamplingParams", ask_for_top_tokens),
-            lambda: wrap("agent_loop", server, "extract_prompt_logprobs", take_top_tokens),
+            lambda: wrap("agent_loop", server, "extract_prompt_logprobs", take_top_tokens, given),
         ]
     return apply_all(*changes)
 
@@ -275,12 +275,12 @@ def change_client(client: Any) -> Undo:
         PatchError: the client takes other arguments.
     """
     changes: list[Callable[[], Undo]] = []
+    owner = expect(CHANGE, client, "LLMServerClient")
     if _extras.turns or _extras.top_tokens:
-        expect(CHANGE, client, "LLMServerClient.generate", "self, request_id, prompt_ids, sampling_params, ...")
-        changes += [lambda: wrap("agent_loop", client.LLMServerClient, "generate", generate_in_client)]
+        takes = "self, request_id, prompt_ids, sampling_params, ..."
+        changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_client, takes)]
     if _extras.answers:
-        expect(CHANGE, client, "LLMServerClient._acquire_server", "self, request_id, ...")
-        changes += [lambda: wrap("agent_loop", client.LLMServerClient, "_acquire_server", acquire_server)]
+        changes += [lambda: wrap("agent_loop", owner, "_acquire_server", acquire_server, "self, request_id, ...")]
     return apply_all(*changes)
 
 

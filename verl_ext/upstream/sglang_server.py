@@ -95,10 +95,10 @@ def extend_server(server_module: Any) -> Undo:
         PatchError: a server takes other arguments.
     """
     server = expect(CHANGE, server_module, "SGLangHttpServer")
-    expect(CHANGE, server, "generate", "self, prompt_ids, sampling_params, request_id, ...")
+    takes = "self, prompt_ids, sampling_params, request_id, ..."
     return apply_all(
         lambda: wrap("sglang_server", server_module, "set_global_state", set_global_state, "global_state"),
-        lambda: wrap("sglang_server", server, "generate", generate),
+        lambda: wrap("sglang_server", server, "generate", generate, takes),
     )
 
 
