@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl_ext.base.methods import Method, Registry, require, settings_of
+from verl_ext.base.methods import Method, Registry, require, require_one_of, settings_of
 from verl_ext.core import no_grad, torch
 from verl_ext.core.corrections import IcePop, Opsm, icepop, opsm
 from verl_ext.core.loss_batch import FIELDS, LossBatch, LossChange, masked_mean, masked_share
@@ -71,9 +71,6 @@ def register_loss(
     return register
 
 
-GATES = ("action", "response")
-
-
 @register_loss("icepop", IcePop, reads=("k",))
 def icepop_loss(batch: LossBatch, *, alpha: float, beta: float) -> LossChange:
     """Weighs each token by IcePop's M(k), as the correction `icepop` does: a loss for plain verl.
@@ -111,12 +108,7 @@ def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tenso
     Returns:
         [B, T] float32, 0 outside the penalised tokens; its gradient is -1 on them. An action or response with a NaN is
         not penalised.
-
-    Raises:
-        ValueError: `gate` is neither of the two.
     """
-    if gate not in GATES:
-        raise ValueError(f"gate={gate} is not known; choose action or response")
     preserved = mask.bool() & (advantages >= 0)
     with torch.no_grad():
         fall = torch.where(preserved, l_old.double() - l_theta, 0.0)
@@ -146,7 +138,7 @@ class Llds:
 
     def __post_init__(self) -> None:
         require(self, "coef", self.coef >= 0, "must be at least 0")
-        require(self, "gate", self.gate in GATES, "is not known; choose action or response")
+        require_one_of(self, "gate", ("action", "response"))
 
 
 @register_loss("llds", Llds, needs_l_old=True)

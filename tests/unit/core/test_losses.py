@@ -56,12 +56,6 @@ def test_llds_leaves_out_what_holds_a_nan():
     assert l_theta.grad.tolist() == [[0, 0, 0, -1]]
 
 
-def test_llds_gate_is_checked():
-    one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="gate=token is not known"):
-        llds_penalty(one, one, one, one, "token")
-
-
 def kl_and_gradient(theta, ref, sampled):
     """[value, gradient by l_theta] of `unbiased_kl`, each as float64 of the shape of the inputs."""
     leaf = theta.detach().clone().requires_grad_()
