@@ -20,7 +20,7 @@ from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter, get_batch_filter
 from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE, BatchSkip, StabilityConfig, Switches, check_signal
 from verl_ext.guard import levels
-from verl_ext.guard.rules import ACTIONS, FEWEST_FOR_ZSCORE, SIDES, Rule
+from verl_ext.guard.rules import ACTIONS, FEWEST_FOR_ZSCORE, SIDES, Rule, late_skip
 
 # The keys of a rule in the config, in addition to its bound: the arguments of Rule that the parser does not set.
 RULE_SETTINGS = tuple(
@@ -212,10 +212,7 @@ def _check_rule(rule: Rule, where: str) -> None:
             "signal is still past the bound"
         )
     if rule.action == "skip" and comes_late(rule.signal):
-        raise ConfigError(
-            f"{where}: {rule.signal} comes with the update, which can then no longer be skipped; set action to warn, "
-            f"tighten, lower_lr, undo, rollback or stop, or use {GUARD_NODE}.mini_batch"
-        )
+        raise late_skip(rule)
     if rule.action == "tighten" and rule.signal.startswith(OWN_EFFECT):
         raise ConfigError(f"{where}: a narrower band itself raises {rule.signal}, so the rule would not recover")
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
-from verl_ext.base.errors import ConfigError
 from verl_ext.base.metrics import MUST_BE_FINITE
 from verl_ext.guard import levels
 from verl_ext.guard.forecast import engines_value, foresee, owner_clause, place_clause, remember
@@ -23,6 +22,7 @@ from verl_ext.guard.rules import (
     apply_rule,
     describe,
     hold_rate,
+    late_skip,
     lower_rate,
     lr_scale,
     next_bound,
@@ -253,11 +253,7 @@ class Guard:
         if value is None:
             return []
         if not early and rule.action == "skip":
-            raise ConfigError(
-                f"stability.guard.rules.{rule.name}: {rule.signal} comes with the update, which can then no longer be "
-                "skipped; set action to warn, tighten, lower_lr, undo, rollback or stop, or use "
-                "stability.guard.mini_batch"
-            )
+            raise late_skip(rule)
         self.unread.discard(rule.name)
         if not math.isfinite(value):
             return []  # `_not_finite` reports it

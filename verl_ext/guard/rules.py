@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
 from verl_ext.diagnosis.growth import spread
 
@@ -58,6 +59,14 @@ class Rule:
 
     def is_past(self, value: float, threshold: float) -> bool:
         return value > threshold if self.side == "above" else value < threshold
+
+
+def late_skip(rule: Rule) -> ConfigError:
+    """Returns the error about `action: skip` of a rule whose signal is known only after the update."""
+    return ConfigError(
+        f"stability.guard.rules.{rule.name}: {rule.signal} comes with the update, which can then no longer be skipped; "
+        "set action to warn, tighten, lower_lr, undo, rollback or stop, or use stability.guard.mini_batch"
+    )
 
 
 @dataclass
