@@ -534,7 +534,7 @@ class StabilityConfig(Switches):
         """Returns name -> settings of `before_update`, for `core.measure`.
 
         Args:
-            tightened: whether bands are narrowed, in logarithms, by guard.tighten_factor.
+            narrowed: whether bands are narrowed, in logarithms, by guard.tighten_factor.
         """
         found = {}
         for chosen in self.before_update:

@@ -152,7 +152,7 @@ def test_a_rule_may_not_take_the_name_of_batch_skip():
 def test_the_tightened_band_is_narrower_in_logarithms():
     rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
     node = {"correction": ["icepop", "geo_mask"], "guard": {"tighten_factor": 0.25, "rules": rule}}
-    narrowed = stability_config(OmegaConf.create(node)).corrections(tightened=True)
+    narrowed = stability_config(OmegaConf.create(node)).corrections(narrowed=True)
     assert narrowed["icepop"] == {"alpha": 0.5**0.25, "beta": 5.0**0.25}
     assert narrowed["geo_mask"] == {"low": 0.999, "high": 1.002} and list(narrowed) == ["icepop", "geo_mask"]
 
