@@ -176,7 +176,7 @@ def losing_adapters(trainer_class: type) -> type:
                 self.actor_rollout_wg.plant("grown")
             return super().sampled()
 
-        def looks(self, batch):
+        def measurements(self, batch):
             found = {"nothing": self.probe(batch)}
             *_, found["same weights"] = self.batches()
             first = self.gap
