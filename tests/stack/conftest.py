@@ -19,15 +19,20 @@ from tests.support.forking import Forked, forked
 
 # Two workers take the files one by one: with the longest first, both end at about the same time.
 LONGEST = (
-    "test_methods.py",
-    "test_clusters.py",
     "test_sglang_runs.py",
+    "test_methods.py",
     "test_megatron_runs.py",
     "test_runs.py",
-    "test_kills.py",
     "test_guard_runs.py",
+    "test_clusters.py",
+    "test_kills.py",
     "test_probe.py",
+    "test_megatron_gate.py",
+    "test_megatron_recipes.py",
     "test_ends.py",
+    "test_sglang_engine.py",
+    "test_page.py",
+    "test_megatron_engine.py",
 )
 
 
