@@ -174,10 +174,10 @@ def main() -> None:
             rounds.append(measure(arguments.steps, Path(folder), on_first=index % 2 == 1))
         print(f"round {index + 1}: on / off {ratio(rounds[-1], 'step'):.4f}", flush=True)
     print(f"\n{'stage':<16}{'off, s':>10}{'on, s':>10}{'on / off':>10}   95 % interval")
-    apply_all = [pair for measured in rounds for pair in measured]
+    together = [pair for measured in rounds for pair in measured]
     for stage in STAGES:
         low, high = interval(rounds, stage)
-        off, on = seconds(apply_all, stage)
+        off, on = seconds(together, stage)
         print(f"{stage:<16}{off:>10.4f}{on:>10.4f}{on / off:>10.4f}   {low:.4f} to {high:.4f}")
     print(f"\nrounds: {arguments.rounds}, of two runs with {arguments.steps} steps each, after {WARM_UP} of warm-up")
 

@@ -78,8 +78,8 @@ def test_a_trajectory_is_judged_alone():
     routes, offsets = draw(lengths, 3, 2, torch.uint8, seed=8)
     routes[:STUCK_TOKENS, 1] = torch.tensor([3, 5])
     alone = [refused_rows(part, EXPERTS, torch.tensor([0, len(part)])) for part in routes.split(lengths)]
-    apply_all = refused_rows(routes, EXPERTS, offsets)
-    assert torch.equal(apply_all, torch.cat(alone)) and (apply_all == STUCK).any()
+    together = refused_rows(routes, EXPERTS, offsets)
+    assert torch.equal(together, torch.cat(alone)) and (together == STUCK).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])

@@ -320,8 +320,8 @@ def test_a_place_has_the_top_tokens_of_the_last_call_that_generated_its_token_af
     for call in calls:
         for n in range(1, len(call.tokens) + 1):
             place = len(call.prompt) + n - 1 - len(prompt)
-            apply_all = [*call.prompt, *call.tokens[:n]]
-            if place >= 0 and sequence[: len(apply_all)] == apply_all:
+            together = [*call.prompt, *call.tokens[:n]]
+            if place >= 0 and sequence[: len(together)] == together:
                 expected[place] = int(call.ids[n - 1, 0])
     ids, log_q = top_tokens_of(calls, prompt, response, 1)
     assert (ids.dtype, log_q.dtype) == (torch.int32, torch.float32) and ids.shape == log_q.shape == (len(response), 1)

@@ -95,8 +95,8 @@ def test_a_routers_dtype_changes_near_ties_alone_and_a_bias_any_choice():
 
     def same(regime):
         mine, theirs = (run.experts[:, PROMPT : PROMPT + LENGTH - 1].sort(-1).values for run in (regime, SAMPLES))
-        apply_all = (regime.responses == SAMPLES.responses).cumprod(1).bool()[:, :-1] & kept  # as long as they agree
-        return (mine == theirs).all(-1).float()[apply_all].mean().item()
+        together = (regime.responses == SAMPLES.responses).cumprod(1).bool()[:, :-1] & kept  # as long as they agree
+        return (mine == theirs).all(-1).float()[together].mean().item()
 
     near, biased = same(sampled(under(RouterDtype()))), same(sampled(under(RouterBias(scale=1.0))))
     assert biased < 0.9 < 0.98 < near <= 1

@@ -160,9 +160,9 @@ def test_what_the_agent_loops_write_hides_behind_the_generation():
     hidden, late = found(FSDP, alone)[key], found(FSDP, alone, generation=0.1)[key]
     assert hidden.seconds == late.seconds > 0.1
     assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
-    apply_all = [cost for cost in plan_costs(FSDP, ALL, MEAN, 0.3) if cost.on and cost.who == "agent loops"]
-    assert len(apply_all) == 2 and sum(cost.seconds for cost in apply_all) > 0.3
-    assert sum(cost.hidden for cost in apply_all) == pytest.approx(0.3), "they write one after another"
+    together = [cost for cost in plan_costs(FSDP, ALL, MEAN, 0.3) if cost.on and cost.who == "agent loops"]
+    assert len(together) == 2 and sum(cost.seconds for cost in together) > 0.3
+    assert sum(cost.hidden for cost in together) == pytest.approx(0.3), "they write one after another"
 
 
 def test_a_dense_model_has_no_routing():
