@@ -57,13 +57,19 @@ class Copies:
         ]
         if len(parts) == 1:
             return parts[0]
-        fields = {field: nested([row for part in parts for row in part[field].unbind()]) for field in select_fields}
+        fields = {field: nested([row for part in parts for row in part[field].unbind()]) for field in parts[0].keys()}  # noqa: SIM118
         return TensorDict(fields, batch_size=len(keys))
 
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> KVBatchMeta:
         if len(keys) <= self.stored:  # a write of more trajectories than are stored is left out
             tq.kv_batch_put(keys=self._there(keys), partition_id=partition_id, fields=fields)
         return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id)
+
+    def get_client(self) -> "Copies":
+        return self
+
+    def kv_retrieve_meta(self, keys: list[str], partition_id: str) -> Any:
+        return tq.get_client().kv_retrieve_meta(keys=[*dict.fromkeys(self._there(keys))], partition_id=partition_id)
 
     def _there(self, keys: list[str]) -> list[str]:
         return [name(number_of(key) % self.stored) for key in keys]
