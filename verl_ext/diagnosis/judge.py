@@ -90,6 +90,8 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
     marks = {each.mark: each for each in found.values()}
     not_finite = marks.get("not_finite.training")
     before = f"{not_finite.text}; " if not_finite else ""
+    if lost := marks.get("not_finite.reward"):
+        return Judged("unstable", lost.text, lost.step)
     course = reward.course_of(run)
     if course is None:
         return Judged("too short", before + _too_few_rewards(run))

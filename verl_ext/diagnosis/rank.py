@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from verl_ext.base.metrics.ours import ROUTING
 from verl_ext.diagnosis.causes import LEAST, WORDS, Cause
 from verl_ext.diagnosis.findings.registry import RULES, Finding, FindingRule
 from verl_ext.diagnosis.findings.routers import is_moe
@@ -20,7 +21,7 @@ SECOND = 1.5  # points from which the alternative to the first cause is shown
 DECIDED = 2.0  # lead in points that decides between two causes, and that a finding must be able to change
 MOST_NAMED = 3  # causes that are named
 # Prefixes of the settings that only measure, and do not change the training.
-MEASURES = tuple(f"stability.{name}" for name in ("metrics", "breakdown", "router_agreement", "sync_canary"))
+MEASURES = tuple(f"stability.{name}" for name in ("metrics", "router_agreement", "sync_canary"))
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,10 @@ def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Su
 
 
 def _setting(run: Readings, rule: FindingRule) -> str:
-    """Returns the setting that makes a run log what a finding needs and the run lacks; "" if there is none."""
+    """Returns the setting that makes a run log what a finding needs and the run lacks; "" if there is none.
+
+    A dense model has no routers to compare, and a launch refuses to.
+    """
     asked = (setting_for(name) for name in rule.needs if run.get(name) is None)
-    return next((setting for setting in asked if setting.startswith(MEASURES)), "")
+    able = (setting for setting in asked if is_moe(run) or setting != ROUTING.override)
+    return next((setting for setting in able if setting.startswith(MEASURES)), "")

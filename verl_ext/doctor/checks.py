@@ -313,6 +313,7 @@ class Context:
 
 LEVELS = ("error", "warning", "note", "ok")  # worst first
 ABSENT = object()
+OFF_VALUES = (None, False, 0, "none", "disabled")
 
 
 @dataclass(frozen=True)
@@ -409,7 +410,8 @@ def apply_fix(
     fixed, fix = copy.deepcopy(config), list[str]()
     for override in failure.fix:
         key, value = parse_override(override)
-        if OmegaConf.select(config, key, default=ABSENT) in (ABSENT, value):  # a missing setting is already off
+        present = OmegaConf.select(config, key, default=ABSENT)
+        if present == value or (present is ABSENT and value in OFF_VALUES):  # a missing setting is already off
             continue
         OmegaConf.update(fixed, key, value, force_add=True)
         fix.append(override)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from verl_ext.doctor.checks import RUNNER, CheckResult, Context, check, error, note, ok, warning
 from verl_ext.doctor.experts import MOE_BACKEND
+from verl_ext.features.cascade_attention import DISABLED
 from verl_ext.features.verl_config import MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
 
-DISABLE_CASCADE = f"{VLLM_ARGUMENTS}.disable_cascade_attn"
 CASCADE = "stability.cascade_attention"
 ISSUE = "vLLM issue 22103"
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
@@ -33,7 +33,7 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
     vllm/platforms/cpu.py turns it off.
     """
     ours = {True: "on", False: "off"}.get(context.get(CASCADE, "default"), context.get(CASCADE, "default"))
-    given = context.get(DISABLE_CASCADE)
+    given = context.get(DISABLED)
     if context.on_cpu:
         if ours == "on":
             why = "vLLM's CPU runner never uses it, and the start-up check would stop the run"
@@ -65,7 +65,7 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
     else:
         fix = [f"{CASCADE}=off"]
         if given is not None and not given:
-            fix.append(f"++{DISABLE_CASCADE}=true")  # `off` contradicts False, and would be refused
+            fix.append(f"++{DISABLED}=true")  # `off` contradicts False, and would be refused
         found = f"cascade attention on ({said}), {context.gpu.name} with FlashAttention {context.gpu.flash_attention}"
         why = f"attention over a shared prompt, and so log-probs, are wrong on GPUs other than Hopper's ({ISSUE})"
         yield warning(found, why, *fix)

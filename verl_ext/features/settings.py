@@ -414,9 +414,9 @@ class StabilityConfig(Switches):
             raise ConfigError(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
         if self.router_agreement_share < 1:
             needing[f"router_agreement_share={self.router_agreement_share:g}"] = (EVERY_AGREEMENT,)
-        if not self.router_agreement:
-            for setting, off in needing.items():
-                raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), fallback=off)
+        if needing and not self.router_agreement:
+            setting, off = next(iter(needing.items()))
+            raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), fallback=off)
         for rule in self.rules:
             self._check_rule(rule)
         self._check_guard()

@@ -244,7 +244,7 @@ def check_overlong(config: DictConfig) -> None:
     if not OmegaConf.select(config, f"{prefix}.overlong_buffer_cfg.enable"):
         return
     length, limit = (OmegaConf.select(config, f"{prefix}.{k}") for k in ("overlong_buffer_cfg.len", "max_resp_len"))
-    if limit is None or length > limit:
+    if length is None or limit is None or length > limit:
         raise ConfigError(
             f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
             "number of tokens before the limit over which the penalty grows"

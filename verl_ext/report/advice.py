@@ -6,7 +6,8 @@ The choice follows docs/methods.md, "Which one, when", and the runs of docs/lab.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_ext.diagnosis.causes import CAUSES
+from verl_ext.base.metrics.ours import GAP, ROUTING
+from verl_ext.diagnosis.causes import CAUSES, Settling
 from verl_ext.diagnosis.collapse import RECORDED, Move, what_moved
 from verl_ext.diagnosis.findings.answers import LONGEST
 from verl_ext.diagnosis.findings.registry import notable
@@ -22,17 +23,17 @@ LOW_AGREEMENT = 0.98
 ROUTED_GAP = 2.0  # routing drives the gap if it is this many times larger where experts differ
 SELDOM = 0.1  # share of the last steps that a batch skip may refuse
 PROBE = "verl-ext probe"
-METRICS, ROUTERS = "stability.metrics=true", "stability.router_agreement=true"
+METRICS, ROUTERS = GAP.override, ROUTING.override
 RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
 # Beginning of an override -> beginning of a metric that a run logs if it is on already.
 LOGGED_IF_ON = {
     "stability.sync_canary": "sync/",
     "stability.metrics": "vllm_kl/log_ratio_abs_mean",
-    "stability.breakdown": "vllm_kl/k1/prob/",
     "stability.router_agreement": "router/agreement",
     "stability=opsm": "actor/opsm/dropped",
     "stability=guard": "guard/",
-    "stability.filters=[retokenization_drift": "filter/retokenization_drift/",
+    "stability.filters='{retokenization_drift": "filter/retokenization_drift/",
+    "stability.filters={overlong": "filter/overlong/",
     "stability.batch_skip": "guard/threshold",
     "actor_rollout_ref.actor.use_kl_loss": "actor/kl_loss",
     "actor_rollout_ref.rollout.calculate_log_probs": "vllm_kl/k3",
@@ -94,7 +95,7 @@ def moves_of(run: Run, began: int, until: int) -> tuple[Move, ...]:
 
 
 def next_steps(
-    run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: str
+    run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: Settling | None
 ) -> Iterator[NextStep]:
     """Yields what to do, the most useful first: the remedy of the likeliest cause, or the measurement to find it.
 
@@ -115,7 +116,7 @@ def next_steps(
 
 
 def _all_steps(
-    run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: str
+    run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: Settling | None
 ) -> Iterator[NextStep]:
     remedies = [_unrefused(run, step) for step in _remedies(run, found, state) if not is_on(run, step.do)]
     if _is_lost(found):
@@ -126,18 +127,15 @@ def _all_steps(
     yield from remedies
     asked = found.question
     unknown = question is None and found.first is None and found.engines.state in ("apart", "growing")
-    if unknown and asked is not None and not is_on(run, asked.setting) and (found.moe or asked.setting != ROUTERS):
+    if unknown and asked is not None and not is_on(run, asked.setting):
         yield NextStep(asked.setting, "distinguishes the likeliest causes")
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
         both = "the first two causes" if named else f'"{question.first.title}" and "{question.second.title}"'
         yield NextStep(question.setting, f"distinguishes {both}")
-    if settle:
-        command, _, shown = settle.removeprefix("`").partition("`")
-        compares = command.startswith(PROBE)
-        yield NextStep(
-            command, "compares both engines on the same tokens" if compares else shown.partition("launch ")[2]
-        )
+    if settle is not None:
+        compares = settle.command.startswith(PROBE)
+        yield NextStep(settle.command, "compares both engines on the same tokens" if compares else settle.shows)
     if state == "healthy" and _may_skip(run):
         step = NextStep("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
         if not is_on(run, step.do):

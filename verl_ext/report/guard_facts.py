@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,9 +31,9 @@ ACTED = {
     "stop": "stopped the run",
     "skip": "skipped an update",
 }
+FAILED = {"undo": "had no update that it could take back", "rollback": "had no checkpoint to go back to"}
 DECIDED = {
     "skip": "update skipped",
-    "undo": "update taken back",
     "lower_lr": "learning rate lowered",
     "tighten": "band narrowed",
     "warn": "warning",
@@ -179,15 +179,17 @@ def _outside_since(series: Series, outside: np.ndarray, until: int) -> int | Non
     return int(series.steps[start]) if start <= len(out) - STRETCH else None
 
 
-def act_sentence(event: Event) -> str:
-    return f"The guard {ACTED[event.action]} in step {event.step}: {event.reason}."
+def act_sentence(run: Run, event: Event) -> str:
+    """Returns what the guard did, or could not do: it then warned or stopped the run in the same step."""
+    instead = {"undo": "warn", "rollback": "stop"}.get(event.action)
+    failed = any((each.step, each.rule, each.action) == (event.step, event.action, instead) for each in run.events)
+    act = (FAILED if failed else ACTED)[event.action]
+    return f"The guard {act} in step {event.step}: {event.reason}."
 
 
-def recent_acts(run: Run) -> list[Event]:
-    """Returns the guard's recent actions that stop a run or take it back."""
-    return [
-        event for event in run.events if event.action in INTERVENTIONS and event.step > run.steps[-1] - RECENT_STEPS
-    ]
+def recent_acts(run: Run, actions: Collection[str] = INTERVENTIONS, steps: int = RECENT_STEPS) -> list[Event]:
+    """Returns the guard's actions of the last steps; by default those that stop a run or take it back."""
+    return [event for event in run.events if event.action in actions and event.step > run.steps[-1] - steps]
 
 
 def usual_level(run: Run) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 from verl_ext.base.errors import UserError
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.findings.gap import STALENESS
 from verl_ext.diagnosis.names import VALIDATION, Alias, by_quantity, quantity_of
 from verl_ext.diagnosis.series import Ending, Readings, Series, now_of
 from verl_ext.guard.state import Event
@@ -115,7 +116,7 @@ class Run:
     @property
     def staleness(self) -> float:
         """The number of versions that rollouts are behind now; 0 if that was not logged."""
-        series = self.get("training/off_policy/trajectory_staleness/mean")
+        series = self.get(STALENESS)
         return 0.0 if series is None else now_of(series)
 
     def all_notes(self) -> Iterator[str]:

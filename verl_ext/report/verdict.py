@@ -24,19 +24,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from verl_ext.diagnosis.causes import Cause, settling_sentence
+from verl_ext.diagnosis.causes import Cause, Settling, settling_of
 from verl_ext.diagnosis.collapse import SIGNAL_WORDS
 from verl_ext.diagnosis.findings.gap import gap_of
 from verl_ext.diagnosis.findings.registry import notable
 from verl_ext.diagnosis.findings.reward import course_of
 from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
-from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
 from verl_ext.diagnosis.rank import Evidence, OpenQuestion, Suspect
 from verl_ext.diagnosis.series import LEVEL_READINGS
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import ROUTERS, NextStep, is_on, moves_of, next_steps
+from verl_ext.report.advice import NextStep, is_on, moves_of, next_steps
 from verl_ext.report.guard_facts import (
     Fact,
     act_sentence,
@@ -210,29 +210,29 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     found = judge(run.readings, causes)
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     state: State = "stopped" if stop is not None else _word(run, found)
-    lately = [event for event in run.events if event.action in REFUSING and event.step > run.steps[-1] - ALARM_STEPS]
+    lately = recent_acts(run, REFUSING, ALARM_STEPS)
     question, settle = _open_question(run, found), _settling(found)
     steps = tuple(next_steps(run, found, state, question, settle))
     if lately:  # then there is one remedy, or none
         remedies = [step for step in steps if not step.only_measures]
-        steps = tuple(remedies[:1]) if state == "collapsed" or found.first is not None else ()
+        steps = tuple(remedies[:1]) if found.learning.state == "collapsed" or found.first is not None else ()
     return RunVerdict(
         state,
-        _sentence(run, found, state, act_sentence(stop) if stop is not None else ""),
+        _sentence(run, found, state, act_sentence(run, stop) if stop is not None else ""),
         found.learning,
         found.engines,
         tuple(_facts(run, found)),
         found.suspects,
         measure=question.sentence if question is not None else "",
-        settle=settle,
-        alarm=_alarm(lately[-1], is_said=lately[-1] == stop) if lately else "",
+        settle=settle.sentence if settle is not None else "",
+        alarm=_alarm(run, lately[-1], is_said=lately[-1] == stop) if lately else "",
         steps=steps,
     )
 
 
-def _alarm(event: Event, *, is_said: bool) -> str:
+def _alarm(run: Run, event: Event, *, is_said: bool) -> str:
     """Returns the text before any advice; `is_said` if the verdict's sentence already reports what the guard did."""
-    act = "." if is_said else f": {_lower(act_sentence(event))}"
+    act = "." if is_said else f": {_lower(act_sentence(run, event))}"
     return f"Deal with this first, before you tune anything{act} {AFTER_ALARM}"
 
 
@@ -241,21 +241,19 @@ def _open_question(run: Run, found: Judgement) -> OpenQuestion | None:
     asked = found.question
     if asked is None or len(found.suspects) == 1 or is_on(run, asked.setting):
         return None
-    if asked.setting == ROUTERS and not found.moe:
-        return None
     return asked if found.first is not None and found.first.cause == asked.first else None
 
 
-def _settling(found: Judgement) -> str:
-    """Returns the command that decides between the first two causes; "" if none does.
+def _settling(found: Judgement) -> Settling | None:
+    """Returns the command that decides between the first two causes; None if none does.
 
     A probe that only shows no gap does not settle a single cause.
     """
     first = found.first
     rival = found.suspects[1].cause if len(found.suspects) > 1 and not found.suspects[1].harmless else None
     if first is None or (rival is None and first.cause.probe == ("agreement",)):
-        return ""
-    return settling_sentence(first.cause, rival)
+        return None
+    return settling_of(first.cause, rival)
 
 
 def _lower(text: str) -> str:
@@ -275,7 +273,8 @@ def _word(run: Run, found: Judgement) -> State:
     if learning == "flat":
         return "flat"
     gap = gap_of(run.readings)
-    if learning == "too short" and (gap is None or len(gap.series.steps) < FEWEST_FOR_GROWTH):
+    unjudged = run.readings.logged(REWARD) is not None or gap is None or len(gap.series.steps) < FEWEST_FOR_GROWTH
+    if learning == "too short" and unjudged:
         return "not enough data"
     return "healthy"
 
@@ -317,7 +316,7 @@ def _facts(run: Run, found: Judgement) -> list[Fact]:
     seen = [each for each in notable(found.findings) if each.name != "run_ended"]
     facts = [Fact(each.name, each.text, each.step) for each in seen]
     facts += [Fact(ENDED, event.reason, event.step) for event in run.events if event.rule == ENDED]
-    facts += [Fact("guard_acted", _lower(act_sentence(each).rstrip(".")), each.step) for each in recent_acts(run)]
+    facts += [Fact("guard_acted", _lower(act_sentence(run, each).rstrip(".")), each.step) for each in recent_acts(run)]
     course = course_of(run.readings)
     if course is not None and (course.collapsed or course.falls):
         facts += warning_of(run, course.step)

@@ -14,7 +14,7 @@ from verl_ext.diagnosis.causes import (
     check_apart,
     known_causes,
     read_cause,
-    settling_sentence,
+    settling_of,
 )
 from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.names import setting_for
@@ -287,7 +287,8 @@ def test_what_settles_a_pair_tells_the_two_apart(first):
     for second in CAUSES.values():
         if second is first:
             continue
-        said = settling_sentence(first, second)
+        settling = settling_of(first, second)
+        said = settling.sentence if settling is not None else ""
         apart = bool(first.probe) and not set(first.probe) & set(second.probe)
         assert ("`verl-ext probe" in said) == apart
         for cause in (first, second):
@@ -298,4 +299,4 @@ def test_what_settles_a_pair_tells_the_two_apart(first):
 
 def test_nothing_settles_what_neither_command_finds():
     hacked, noisy = CAUSES["hacked_reward"], CAUSES["noisy_reward"]
-    assert settling_sentence(hacked) == settling_sentence(hacked, noisy) == ""
+    assert settling_of(hacked) is None and settling_of(hacked, noisy) is None

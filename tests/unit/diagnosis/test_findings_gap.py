@@ -63,7 +63,9 @@ CASES = [
     ("gap_at_once.unrelated", 1, {CORRELATION: [0.1, 0.9, 0.9]}),
     ("gap_at_once.apart", 1, {K3: [0.1, 5.0, 5.0]}),
     ("gap_at_once.close", 1, {K3: [0.001, 5.0, 5.0]}),
-    ("gap_at_once.close", None, {CORRELATION: [0.999, 0.1, 0.1]}),
+    ("gap_at_once.close", 1, {CORRELATION: [0.999, 0.1, 0.1]}),
+    ("gap_at_once.apart", 1, {CORRELATION: [0.7, 0.9, 0.9]}),
+    ("gap_at_once.close", 1, {K3: [0.001, 0.001], CORRELATION: [0.7, 0.9]}),  # k3 shows more
     ("gap_started.at_once", None, {LOG_RATIO: wave(0.1)}),
     ("gap_started.in_part", None, {LOG_RATIO: then(0.01, 0.1, 5)}),
     ("gap_started.with_updates", None, {LOG_RATIO: grows(1e-3, 0.1)}),
@@ -139,6 +141,7 @@ def test_every_level_has_a_case():
         ("gap_level", {REWARD: [0.5] * 40}, 1),
         ("gap_level", {K3: [math.nan] * 40}, 1),
         ("gap_at_once", {K3: [5.0] * 40}, 51),  # a resumed run does not know how it began
+        ("gap_at_once", {CORRELATION: [0.3] * 40}, 51),
         ("gap_started", {LOG_RATIO: [0.1] * 40}, 51),
         ("gap_started", {LOG_RATIO: [0.1] * 40, STALENESS: [4.0] * 40}, 1),  # nor does one whose rollouts are old
         ("gap_started", {K3: [1e-9] * 40}, 1),

@@ -61,8 +61,8 @@ def test_an_override_composes(compose, text):
     config = compose("recipe=cpu_smoke", *own, *words)
     stability_config(config.stability)
     for word in words:
-        name, _, value = word.partition("=")
-        if "." in name and not value.startswith(("{", "[")):
+        name, _, value = word.removeprefix("++").partition("=")
+        if "." in name and not value.startswith(("{", "[", "$")):
             node = config
             for part in name.split("."):
                 node = node[part]

@@ -7,9 +7,11 @@ import pytest
 
 from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
-from verl_ext.diagnosis.names import K3, REWARD
+from verl_ext.diagnosis.causes import CAUSES
+from verl_ext.diagnosis.findings.registry import RULES
+from verl_ext.diagnosis.names import K3, REWARD, setting_for
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import METRICS, PROBE, RESUME, ROUTERS
+from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS
 from verl_ext.report.load import read_run
 from verl_ext.report.verdict import judge_run
 
@@ -52,6 +54,9 @@ def recorded(name):
         ({K3: QUIET}, "healthy", "too short", "close"),
         ({K3: [1e-3] * 7}, "not enough data", "too short", "close"),
         ({REWARD: [0.1, 0.2]}, "not enough data", "too short", "unmeasured"),
+        ({REWARD: [1.0, 0.7, 0.4, 0.1], K3: QUIET[:11]}, "not enough data", "too short", "close"),
+        ({REWARD: [*RISES[:20], *[NAN] * 20], K3: QUIET}, "drifting", "unstable", "close"),
+        ({REWARD: [NAN] * 40, K3: QUIET}, "drifting", "unstable", "close"),
         ({REWARD: [0.5, 0.52] * 20, K3: QUIET}, "flat", "flat", "close"),
         ({REWARD: RISES, K3: [0.02, 0.021] * 20}, "suspect", "learns", "apart"),
         ({REWARD: [0.1] * 12 + [0.7] * 30 + [0.42] * 18, K3: [1e-3] * 60}, "drifting", "falling", "close"),
@@ -79,6 +84,15 @@ def test_what_the_guard_did_decides_while_it_is_recent(action, last):
     assert late.state == "drifting" and "guard_acted" in ids(late) and not late.alarm
     assert judged(run, event(30, action)).state == "healthy"
     assert judged(run, event(40, "warn"), event(39, "tighten")).state == "healthy"
+
+
+@pytest.mark.parametrize(("action", "instead"), [("undo", "warn"), ("rollback", "stop")])
+def test_what_the_guard_could_not_do_is_not_called_done(action, instead):
+    wanted, failed = event(40, action), Event(40, action, "", None, None, instead, "there is none")
+    done, not_done = judged({K3: QUIET}, wanted), judged({K3: QUIET}, wanted, failed)
+    (said,) = [fact.text for fact in done.facts if fact.id == "guard_acted"]
+    assert said not in [fact.text for fact in not_done.facts]
+    assert any(fact.text.startswith("the guard had no ") for fact in not_done.facts)
 
 
 def test_a_stopped_run_says_so_first_and_then_both_states():
@@ -194,6 +208,7 @@ def test_an_active_alarm_leaves_no_tuning_advice():
         assert judged({K3: QUIET}, quiet).steps == calm.steps
     (way_back,) = judged({REWARD: HALVED}, event(120, "skip")).steps
     assert RESUME in way_back.do, "what starts the run again deals with the alarm"
+    assert judged({REWARD: HALVED}, event(120, "stop")).steps == (way_back,)
     assert judged({REWARD: [0.0] * 40}).steps and judged({REWARD: [0.0] * 40}, event(40, "skip")).steps == ()
 
 
@@ -228,6 +243,13 @@ def test_nothing_is_advised_that_is_on(metrics, setting):
 def test_a_remedy_is_advised_unless_it_is_on(metrics, on, setting):
     assert any(setting in each for each in done(judged(metrics)))
     assert not any(setting in each for each in done(judged(metrics | on)))
+
+
+def test_what_counts_as_on_is_an_override_that_is_advised():
+    asked = {setting_for(name) for rule in RULES.values() for name in rule.needs}
+    known = asked | {REFERENCE.do, METRICS, "stability.batch_skip.threshold=0.1"}
+    known |= {text for cause in CAUSES.values() for text in (cause.override, cause.moe_override)}
+    assert [start for start in LOGGED_IF_ON if not any(text.startswith(start) for text in known)] == []
 
 
 def test_a_guard_that_is_on_takes_no_way_back_away():

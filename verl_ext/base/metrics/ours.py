@@ -261,6 +261,7 @@ ANSWERS = Section(
             "lower",
         ),
     ),
+    override="stability.metrics=true",
 )
 
 REWARD = Section(
@@ -275,6 +276,7 @@ REWARD = Section(
             label="F of the prompts",
         ),
     ),
+    override="stability.metrics=true",
 )
 
 FILTERS = Section(

@@ -254,8 +254,20 @@ def _installed_causes() -> Iterable[Path]:
             yield from sorted(Path(folder).glob("*.toml"))
 
 
-def settling_sentence(first: Cause, second: Cause | None = None) -> str:
-    """Returns the command that decides between two causes, and what it shows for each; "" if no command does.
+@dataclass(frozen=True)
+class Settling:
+    """A command that decides between causes, with the overrides of the launch; `shows` is what it shows, a clause."""
+
+    command: str
+    shows: str
+
+    @property
+    def sentence(self) -> str:
+        return f"`{self.command}` with the overrides of the launch {self.shows}"
+
+
+def settling_of(first: Cause, second: Cause | None = None) -> Settling | None:
+    """Returns the command that decides between two causes; None if no command does.
 
     The probe decides if the two have no reading in common; otherwise the doctor does, if one of its checks finds one of
     them.
@@ -264,13 +276,12 @@ def settling_sentence(first: Cause, second: Cause | None = None) -> str:
     if first.probe and not set(first.probe) & set(others):
         readable = [cause for cause in (first, second) if cause is not None and cause.probe]
         options = {PROBE_READINGS[name].options for cause in readable for name in cause.probe} - {""}
-        command = " ".join(("verl-ext probe", *sorted(options)))
-        shown = [f'if "{cause.title}", it shows {_words(cause)}' for cause in readable]
-        return f"`{command}` with the overrides of the launch: {'; '.join(shown)}"
+        shown = [f'{_words(cause)} if it is "{cause.title}"' for cause in readable]
+        return Settling(" ".join(("verl-ext probe", *sorted(options))), f"shows {'; '.join(shown)}")
     if checks := [check for cause in (first, second) if cause is not None for check in cause.doctor]:
         named = " and ".join(f'"{check}"' for check in checks)
-        return f"`verl-ext doctor` with the overrides of the launch shows it at {named}"
-    return ""
+        return Settling("verl-ext doctor", f"shows it at {named}")
+    return None
 
 
 def _words(cause: Cause) -> str:

@@ -3,33 +3,34 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF
-from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, Series
+from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF, REWARD
+from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Series, step_from
 
 TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
-OFTEN = 0.5  # share of the last readings
+OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost
+LASTING = 0.8  # share of the readings that are not finite from the step on in which a metric was lost
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
-@finding("not_finite", "training rollout once | no", family="finite")
+@finding("not_finite", "training reward rollout once | no", family="finite")
 def numbers_finite(run: Readings) -> Seen:
-    """Metrics are NaN or infinite: training's own, or only the metrics that compare it with the rollout."""
-    training, gap = _bad(run, TRAINING), _bad(run, GAP)
-    if not training and not gap:
-        logged = [name for name in (*TRAINING, *GAP) if run.logged(name) is not None]
-        return ("no", "all numbers are finite") if logged else None
-    lasting = {name: series for name, series in training.items() if _share_of_last(series) > OFTEN}
-    if lasting:
-        name, step = _earliest(training)
-        return "training", f"{name} is not a number from step {step} on", step
-    if (lost := lost_gap(run)) is not None:
-        name, step = lost
-        return "rollout", f"{name} is not a number from step {step} on, and training's own metrics are finite", step
-    name, step = _earliest(training | gap)
-    count = int((~np.isfinite((training | gap)[name].values)).sum())
-    return "once", f"{name} was not a number in {count} step{'s' * (count != 1)}, first in step {step}", step
+    """Metrics are NaN or infinite: training's own, the reward, or only the metrics that compare training with the
+    rollout."""
+    for level, names in (("training", TRAINING), ("reward", (REWARD,)), ("rollout", GAP)):
+        if (lost := _lost(run, names)) is not None:
+            name, step = lost
+            others = ", and training's own metrics are finite" if level == "rollout" else ""
+            return level, f"{name} is not a number from step {step} on{others}", step
+    if bad := _bad(run, (*TRAINING, REWARD, *GAP)):
+        name, step = _earliest(
+            {name: int(series.steps[~np.isfinite(series.values)][0]) for name, series in bad.items()}
+        )
+        count = int((~np.isfinite(bad[name].values)).sum())
+        return "once", f"{name} was not a number in {count} step{'s' * (count != 1)}, first in step {step}", step
+    logged = [name for name in (*TRAINING, *GAP) if run.logged(name) is not None]
+    return ("no", "all numbers are finite") if logged else None
 
 
 @finding("log_probs_filled", "some | none", family="filled", needs=(FILLED,))
@@ -44,10 +45,19 @@ def log_probs_filled(run: Readings) -> Seen:
 
 
 def lost_gap(run: Readings) -> tuple[str, int] | None:
-    """Returns the metric of the gap that was not finite first, and the step, if one is not finite in most of the last
-    readings."""
-    bad = _bad(run, GAP)
-    return _earliest(bad) if any(_share_of_last(series) > OFTEN for series in bad.values()) else None
+    """Returns the metric of the gap that is not finite any more, the first of several, and the step since when."""
+    return _lost(run, GAP)
+
+
+def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
+    """Returns the first of these metrics that was lost, and the step: since then it is hardly ever finite."""
+    bad = {name: (series, ~np.isfinite(series.values)) for name, series in _bad(run, names).items()}
+    steps = {
+        name: step_from(series, lost, LASTING)
+        for name, (series, lost) in bad.items()
+        if lost[-NOW_READINGS:].mean() > OFTEN
+    }
+    return _earliest(steps) if steps else None
 
 
 def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, Series]:
@@ -55,14 +65,8 @@ def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, Series]:
     return {name: series for name, series in found.items() if not np.isfinite(series.values).all()}
 
 
-def _share_of_last(series: Series) -> float:
-    return float((~np.isfinite(series.values[-5:])).mean())
-
-
-def _earliest(found: dict[str, Series]) -> tuple[str, int]:
-    steps = {name: int(series.steps[~np.isfinite(series.values)][0]) for name, series in found.items()}
-    name = min(steps, key=lambda each: steps[each])
-    return name, steps[name]
+def _earliest(steps: dict[str, int]) -> tuple[str, int]:
+    return min(steps.items(), key=lambda each: each[1])
 
 
 @finding("correction_on", "on", family="correction")

@@ -47,6 +47,7 @@ LONG_AFTER = 20  # readings before a jump that the first weight sync cannot expl
 WHOLE = 2.0  # nats per token over a whole trajectory: such values are not the log-probs of its tokens
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 RELATED = 0.5  # correlation of the probabilities; it is higher for engines that compute the same function
+CLOSE = 0.95  # correlation that rounding leaves, at least
 
 
 @dataclass(frozen=True)
@@ -149,11 +150,12 @@ def gap_level(run: Readings) -> Seen:
         if correlation is None:
             return None
         now = now_of(correlation)
-        level = "broken" if now < RELATED else "apart" if now < 0.95 else "close"
-        return level, f"the probabilities of the engines have a correlation of {now:.3g}"
+        return _level_of_correlation(now), f"the probabilities of the engines have a correlation of {now:.3g}"
     gaps = [gap] if gap.alone else _logged_gaps(run)
-    worst = min(gaps, key=lambda each: SIZES.index(_level_of(each, run)))  # the first of equal ones
-    return _level_of(worst, run), f"{worst.name} is {_number(now_of(worst.series))} ({now_label(worst.series)})"
+    levels = [_level_of(each, abs(now_of(each.series)), run) for each in gaps]
+    level = min(levels, key=SIZES.index)
+    worst = gaps[levels.index(level)]
+    return level, f"{worst.name} is {_number(now_of(worst.series))} ({now_label(worst.series)})"
 
 
 def _apart(gap: Gap, run: Readings) -> float:
@@ -161,41 +163,40 @@ def _apart(gap: Gap, run: Readings) -> float:
     return sound_level(run) if gap.measure.name == K3 else gap.measure.apart
 
 
-def _level_of(gap: Gap, run: Readings) -> str:
-    now = abs(now_of(gap.series))
-    if now > gap.measure.broken:
+def _level_of(gap: Gap, value: float, run: Readings) -> str:
+    if value > gap.measure.broken:
         return "broken"
-    return "apart" if now > _apart(gap, run) else "none" if now**gap.measure.power <= AGREE else "close"
+    return "apart" if value > _apart(gap, run) else "none" if value**gap.measure.power <= AGREE else "close"
+
+
+def _level_of_correlation(value: float) -> str:
+    return "broken" if value < RELATED else "apart" if value < CLOSE else "close"
 
 
 @finding("gap_at_once", "unrelated apart | close", family="gap_level", needs=(K3, CORRELATION))
 def gap_at_once(run: Readings) -> Seen:
     """The gap in the first step whose rollouts are as new as the policy: whether the engines compute the same
     function."""
-    first, correlation = _first_fresh(run), run.get(CORRELATION)
-    if first is None and correlation is None:
+    gap, correlation = gap_of(run), run.get(CORRELATION)
+    seen: list[tuple[str, str, int]] = []
+    if gap is not None and (first := _first_fresh(gap.series, run)) is not None:
+        step, value = first
+        seen.append((_level_of(gap, abs(value), run), f"{gap.name} was {_number(value)}", step))
+    if correlation is not None and (first := _first_fresh(correlation, run)) is not None:
+        step, value = first
+        seen.append((_level_of_correlation(value), f"probabilities had a correlation of {value:.3g}", step))
+    if not seen:
         return None
-    shown = first is not None and abs(first[1]) > first[0].measure.broken
-    if (
-        not shown
-        and correlation is not None
-        and correlation.steps[0] <= FIRST_READINGS
-        and correlation.values[0] < RELATED
-    ):
-        text = f"probabilities had a correlation of {correlation.values[0]:.2g} in the first step"
-        return "unrelated", text, int(correlation.steps[0])
-    if first is None:
-        return "close", f"probabilities had a correlation of {require_logged(correlation).values[0]:.3g} at first"
-    gap, value = first
-    level = "unrelated" if abs(value) > gap.measure.broken else "apart" if abs(value) > _apart(gap, run) else "close"
-    return level, f"{gap.name} was {_number(value)} in the first step", int(gap.series.steps[0])
+    # The correlation is low for unlike probabilities even if few tokens differ by much; otherwise it shows less.
+    level, text, step = next((each for each in seen if each[0] == "broken"), seen[0])
+    level = {"broken": "unrelated", "none": "close"}.get(level, level)
+    return level, f"{text} in {'the first step' if step <= 1 else f'step {step}'}", step
 
 
-def _first_fresh(run: Readings) -> tuple[Gap, float] | None:
-    gap = gap_of(run)
-    if gap is None or gap.series.steps[0] > FIRST_READINGS or int(gap.series.steps[0]) in stale_steps(run):
-        return None
-    return gap, float(gap.series.values[0])
+def _first_fresh(series: Series, run: Readings) -> tuple[int, float] | None:
+    """Returns step and value of the first reading; None if it is not of the first steps, or its rollouts were old."""
+    step = int(series.steps[0])
+    return None if step > FIRST_READINGS or step in stale_steps(run) else (step, float(series.values[0]))
 
 
 @finding("gap_started", "| at_once in_part with_updates suddenly comes_and_goes", needs=(LOG_RATIO,))
@@ -378,8 +379,7 @@ def mean_of_k(run: Readings) -> Seen:
     k1, k3 = run.need(K1), run.need(K3)
     if now_of(k3, 20) > BROKEN and abs(now_of(k1, 20)) < 0.1 * now_of(k3, 20):
         return "far_above", f"k averages {1 + now_of(k3, 20):.3g}: l_infer is not of these tokens"
-    count = min(len(k1.values), len(k3.values), 4 * LEVEL_READINGS)
-    ones, threes = k1.values[-count:], k3.values[-count:]
+    _, ones, threes = run.joined(K1, K3)[-4 * LEVEL_READINGS :].T
     excess = in_errors(threes - ones)  # of the mean of k over 1
     if excess is None or now_of(k3) <= AGREE:
         return None

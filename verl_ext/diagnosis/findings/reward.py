@@ -372,14 +372,14 @@ def prompts_matter(run: Readings) -> Seen:
 
 def _reward_scatter(run: Readings) -> float | None:
     """Returns the variance of the batches' mean reward, as a multiple of that of coin tosses."""
-    rewards, tokens = run.values(REWARD), run.values("router/tokens")
-    most, least, length = run.values(REWARD_MAX), run.values(REWARD_MIN), run.values(LENGTH)
-    if len({len(found) for found in (rewards, tokens, most, least, length)}) > 1 or len(rewards) < 4 * LEVEL_READINGS:
-        return None
+    _, rewards, most, least = run.joined(REWARD, REWARD_MAX, REWARD_MIN).T
     # Rewards are of the whole step, and so is verl's total. router/tokens is the mean of the step's local updates,
     # over the trajectories that were compared; in the lab, which logs no total, these are all of the step.
     _, total, prompt, response = run.joined("perf/total_num_tokens", "prompt_length/mean", LENGTH).T
-    answers = (total / (prompt + response)).mean() if total.size else (tokens / length).mean()
+    _, tokens, length = run.joined("router/tokens", LENGTH).T
+    counts = total / (prompt + response) if total.size else tokens / length
+    if len(rewards) < 4 * LEVEL_READINGS or not counts.size:
+        return None
     span = ((rewards - least) * (most - rewards)).mean()
     jumps = np.square(np.diff(rewards)).mean() / 2
-    return float(jumps * answers / span) if span > 0 else None
+    return float(jumps * counts.mean() / span) if span > 0 else None

@@ -27,7 +27,7 @@ HEADING = re.compile(rb"(?i)={3,}\s*step\s+\d+")
 BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
 LIKELY = re.compile(rb"(?i)(?:reward|score|loss|entropy|grad|kl)[\w ./@%()-]{0,40}[:=]\s*(?:[-+]?[\d.]|tensor\(\[)")
 REWARDS = ("reward", "rewards", "score", "scores")
-STEP_NAMES = ("step", "global_step", "iteration", "iter", "update", "rollout")
+COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout")
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 
@@ -75,7 +75,7 @@ def _pair_values(line: str) -> dict[str, float]:
         key = re.sub(r"[ .]+", "_", name.strip().lower())
         if tensor:
             values |= _tensor_values(key, [float(each) for each in re.findall(NUMBER, tensor)])
-        elif key not in STEP_NAMES:
+        elif key not in COUNTERS:
             values[key] = float(plain or timed) if plain or timed else float(share) / 100
     return values
 
