@@ -111,6 +111,7 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
 
     from verl_ext.core.tokens import jagged
     from verl_ext.features.stability import stability_config
+    from verl_ext.features.table import read_features
     from verl_ext.trainer.queue import get_fields, put_fields
 
     def change(batch, field, edit):
@@ -184,7 +185,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                     changed = {"filters": {"low_probability": {"threshold": 1.0}}}
                 case ["shifted", "recording"]:  # which R2 replays in the update
                     change(batch, "routed_experts", shifted)
-            self.stability_run.use(self.config, stability_config(OmegaConf.merge(self.config.stability, changed)))
+            stability = stability_config(OmegaConf.merge(self.config.stability, changed))
+            self.stability_run.features = read_features(self.config, stability)
             batch = super()._compute_advantage(batch, metrics)
             if (fault := faults.get(self.global_steps, "")).endswith(" advantages"):
                 value = {"nan": float("nan"), "huge": 1e9}[fault.split()[0]]

@@ -157,10 +157,10 @@ def looking_often(trainer_class: type) -> type:
             found = {}
             for name in CAUSES:
                 self.actor_rollout_wg.plant(name)
-                canary_scores.ONE_A_PASS["temperature"] = WRONG_TEMPERATURE if "temperature" in name else 1.0
+                canary_scores.TEMPERATURE = WRONG_TEMPERATURE if "temperature" in name else 1.0
                 found[name] = super().probe(batch)
             self.actor_rollout_wg.plant("nothing")
-            canary_scores.ONE_A_PASS["temperature"] = 1.0
+            canary_scores.TEMPERATURE = 1.0
             super().probe(batch)
             return found
 

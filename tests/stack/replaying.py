@@ -36,9 +36,9 @@ def replaying(trainer_class: type) -> type:
             changed, stability = settings_of(SCHEDULE[self.global_steps - 1]), self.stability_run.features.stability
             for name, value in changed.items():
                 OmegaConf.update(self.config, name, value)
+            self.stability_run.features = features = read_features(self.config, stability)
             if changed[BYPASS]:
-                self.actor_rollout_wg.configure_loss(loss_settings(read_features(self.config, stability)))
-            self.stability_run.use(self.config, stability)
+                self.actor_rollout_wg.configure_loss(loss_settings(features))
             self.actor_rollout_wg.set_replay(changed[FSDP_REPLAY])
             return super().step(metrics, timing_raw)
 

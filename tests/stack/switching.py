@@ -157,12 +157,12 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             entry = entries[self.global_steps - 1]
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
-            self.stability_run.use(config, stability)
+            self.stability_run.features = features = read_features(config, stability)
             batches.BLOCK_TOKENS = block_tokens[self.global_steps % 2]
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)
             policy_loss.pop("_target_", None)
             policy_loss.pop("rollout_correction", None)
-            settings = loss_settings(read_features(config, stability)) | {"policy_loss": policy_loss}
+            settings = loss_settings(features) | {"policy_loss": policy_loss}
             active = self.actor_rollout_wg.configure_loss(settings)[0]
             print(f"switching: step {self.global_steps}: {' '.join(entry)}: {active}", flush=True)
             return super().step(metrics, timing_raw)

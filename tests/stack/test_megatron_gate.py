@@ -53,7 +53,7 @@ def test_the_norm_judged_is_the_one_that_verl_clips_by_and_reading_it_changes_no
     every = len(gathered)  # verl gathers a list of each rank's
     judged, clipped, refused = gathered[0]["wide"]
     assert judged[::every] == pytest.approx(clipped, rel=1e-6) and min(clipped) > 0
-    assert refused == [0.0] * 2 * every and gathered[0]["none"] == [None, clipped, None]
+    assert refused == [0.0] * 2 * every and gathered[0]["none"] == [None, clipped, refused]
     judged, clipped, refused = gathered[0]["narrow"]
     assert refused == [1.0] * 2 * every and clipped is None and judged[0] == gathered[0]["wide"][0][0]
 

@@ -286,4 +286,4 @@ def test_a_batch_of_which_filters_leave_nothing_is_skipped_with_the_reason(step_
     step = step_of(*NOTHING_LEFT)
     assert step["guard/skipped"] == 1
     assert "actor/grad_norm" not in step
-    assert "update skipped: the filters left no token: low_probability dropped 100%" in switching_run.console
+    assert "update skipped: no token is left: low_probability dropped 100%" in switching_run.console

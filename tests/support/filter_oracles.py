@@ -23,14 +23,15 @@ def make_batch(rows, keys=None, **more):
 
     offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
     defaults = {
-        "tokens": Tokens(column("infer"), column("old"), column("m", torch.bool), offsets),
+        "tokens": Tokens(
+            column("infer"), column("old"), column("m", torch.bool), offsets, agreement=column("agreement")
+        ),
         "keys": keys or [f"u{i}_0_0" for i in range(len(rows))],
         "rewards_B": torch.zeros(len(rows)),
         "advantages_N": column("advantage"),
         "responses_N": column("id", torch.int64),
         "max_response_length": 4,
         "eos_ids": frozenset({EOS}),
-        "agreement_N": column("agreement"),
     }
     return FilterBatch(**(defaults | more))
 

@@ -50,6 +50,13 @@ OWN_ROUTES = "own_routes"  # true: routers choose in this pass, although the run
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
 UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
 FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update
+# Arguments of a pass over a few trajectories, one at a time: so few may not divide into the run's micro-batches.
+ONE_A_PASS = {
+    "calculate_entropy": False,
+    "compute_loss": False,
+    "use_dynamic_bsz": False,
+    "micro_batch_size_per_gpu": 1,
+}
 
 # Files that a run writes next to its metrics file, as the trainer names them and the report finds them.
 EVENTS = ".guard.jsonl"

@@ -83,7 +83,7 @@ def prompt_effect(rewards_B: Tensor, keys: Sequence[str]) -> float | None:
     """
     sessions = Sessions.from_keys(keys)
     rewards_S = rewards_B.double()[sessions.final_S]
-    group_S = torch.tensor(group_ids(sessions.uid_S), device=rewards_S.device)
+    group_S = torch.tensor(group_ids(sessions.uid_S), dtype=torch.long, device=rewards_S.device)
     groups, total = _group_count(group_S), len(group_S)
     _, centred, _ = _group_statistics(rewards_S, group_S)
     within = centred.square().sum().item()

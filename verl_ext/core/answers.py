@@ -44,7 +44,8 @@ def server_number(address: str) -> int:
 def looped_tail(tokens: Sequence[int]) -> int:
     """Returns how many tokens at the end repeat one period, the first time included; 0 if they are too few for a loop.
 
-    A loop has at least LOOP_TOKENS tokens and at least LOOP_TIMES periods.
+    It looks at the last LOOP_TIMES * LONGEST_PERIOD tokens. A loop has at least LOOP_TOKENS tokens and at least
+    LOOP_TIMES periods.
     """
     tail: np.ndarray = np.asarray(tokens[-LOOP_TIMES * LONGEST_PERIOD :], dtype=np.int64)
     for period in (np.flatnonzero(tail[-2::-1][:LONGEST_PERIOD] == tail[-1]) + 1).tolist() if len(tail) else ():

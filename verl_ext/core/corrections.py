@@ -34,7 +34,7 @@ TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
 IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # optional fields of a LossBatch
 CLAMP_P = 1e-6
-UNCUT = 1e4  # a cap of at least this cuts nothing: M2PO's preset sets it, because the paper does not cut
+UNCUT = 1e4  # a cap of at least this cuts next to nothing: M2PO's preset sets it, because the paper does not cut
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Correction(Method):
         reads: the quantities, or the optional fields of the batch.
         by_ratio: whether it weighs a token by its ratio, or a function from the settings to that. Two such corrections
             would count the ratio twice.
-        as_mask: the override of its settings that stops it from weighing by the ratio; empty if there is none.
+        mask_override: the override of its settings that stops it from weighing by the ratio; empty if there is none.
         is_ratio: a function from the settings to whether the weight is the token's ratio k itself, without a cap. A
             loss that already has this ratio, as in verl's bypass mode, needs no such correction.
         drops: whether it also drops tokens. In verl's bypass mode the loss already has the ratio k, so only the drops
@@ -69,7 +69,7 @@ class Correction(Method):
 
     reads: tuple[str, ...] = ()
     by_ratio: bool | Callable[[Any], bool] = False
-    as_mask: str = ""
+    mask_override: str = ""
     is_ratio: Callable[[Any], bool] = lambda settings: False
     drops: bool = False
     in_update: bool = False
@@ -288,7 +288,7 @@ class Mis:
 
 
 @register_correction(
-    "mis", Mis, reads=("log_rho",), by_ratio=lambda settings: settings.weight == "ratio", as_mask="weight=one"
+    "mis", Mis, reads=("log_rho",), by_ratio=lambda settings: settings.weight == "ratio", mask_override="weight=one"
 )
 def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
     """Keeps a sequence where rho <= cap; its tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`), others 0.

@@ -51,7 +51,6 @@ class FilterBatch:
         responses_N: [N] int64 token ids.
         max_response_length: tokens after which the rollout cuts a response (verl's `data.max_response_length`).
         eos_ids: token ids that end a response.
-        agreement_N: [N] float in 0..1, share of a token's experts that both training and rollout chose.
         decode, encode: of the rollout's tokenizer; decode keeps special tokens, encode adds none.
         kept_N: [N] bool, the generated tokens that the former filters kept; for the first filter, all of them, or those
             that the corrections kept (`stability.denominator=kept`).
@@ -64,7 +63,6 @@ class FilterBatch:
     responses_N: Tensor
     max_response_length: int
     eos_ids: frozenset[int]
-    agreement_N: Tensor | None = None
     decode: Callable[[list[int]], str] | None = None
     encode: Callable[[str], list[int]] | None = None
     kept_N: Tensor = field(default=None, kw_only=True)
@@ -74,8 +72,6 @@ class FilterBatch:
             object.__setattr__(self, "kept_N", self.tokens.mask)
         rows, tokens = len(self.tokens.offsets) - 1, len(self.tokens.mask)
         expected = {"keys": rows, "rewards_B": rows, "advantages_N": tokens, "responses_N": tokens, "kept_N": tokens}
-        if self.agreement_N is not None:
-            expected["agreement_N"] = tokens
         wrong = [f"{name} {len(getattr(self, name))}" for name, n in expected.items() if len(getattr(self, name)) != n]
         if wrong:
             raise ValueError(
@@ -86,6 +82,11 @@ class FilterBatch:
     def lag(self) -> Lag | None:
         """The lag of each trajectory: how much older than the policy its weights are."""
         return self.tokens.lag
+
+    @property
+    def agreement_N(self) -> Tensor | None:  # noqa: N802 (the shape)
+        """[N] float in 0..1, share of a token's experts that both training and rollout chose."""
+        return self.tokens.agreement
 
     def require(self, name: str, needed_by: str) -> Any:
         """Returns the optional field `name`; if it is None, a ConfigError names the setting that provides it."""
@@ -213,8 +214,10 @@ class FilterTally:
             return "no trajectory has a token that the model generated"
         if self.kept_trajectories:
             return ""
-        shares = [f"{name} dropped {self.dropped[name][0] / self.tokens:.0%}" for name in self.examples]
-        return f"the filters left no token: {', '.join(shares)}"
+        dropped = {"the corrections": self.tokens - sum(self.dropped[name][0] for name in self.examples)}
+        dropped |= {name: self.dropped[name][0] for name in self.examples}
+        shares = [f"{name} dropped {count / self.tokens:.0%}" for name, count in dropped.items() if count]
+        return f"no token is left: {', '.join(shares)}"
 
     @property
     def empty(self) -> bool:

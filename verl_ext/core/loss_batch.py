@@ -33,7 +33,7 @@ MAY_LACK = ("lag",)  # no trajectory of synchronous training has one
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The tensors of a micro-batch, [B, T] each, 0 where the mask is 0.
+    """The tensors of a micro-batch, [B, T] each; all but l_theta are 0 where the mask is 0.
 
     A method is given the optional inputs that it is registered to read.
 

@@ -23,7 +23,8 @@ from verl_ext.features.feature import IN_THE_STEP, Demand, Feature, RunFeatures,
 if TYPE_CHECKING:
     from torch import Tensor
 
-_keys: ContextVar[Sequence[str] | None] = ContextVar("session_keys", default=None)
+# The trajectory ids of the batch, and whether the guard has refused it.
+_batch: ContextVar[tuple[Sequence[str] | None, bool]] = ContextVar("session_keys", default=(None, False))
 
 
 def estimator_settings(method: Method, algorithm: Any) -> Any:
@@ -65,7 +66,7 @@ ESTIMATOR = Feature(needs, check, lines=lines)
 
 
 @contextmanager
-def session_keys(keys: Sequence[str]) -> Iterator[None]:
+def session_keys(keys: Sequence[str], *, refused: bool = False) -> Iterator[None]:
     """Passes the session of each row to the estimators, while verl computes advantages.
 
     A session can have several outputs, each a row. verl handles that only in its own GRPO
@@ -75,12 +76,13 @@ def session_keys(keys: Sequence[str]) -> Iterator[None]:
 
     Args:
         keys: [B] trajectory ids `{uid}_{session}_{index}`, in the order of the rows.
+        refused: the batch makes no update. A reward that is not finite is then no error: it may be the reason.
     """
-    token = _keys.set(tuple(keys))
+    token = _batch.set((tuple(keys), refused))
     try:
         yield
     finally:
-        _keys.reset(token)
+        _batch.reset(token)
 
 
 def estimate(
@@ -101,17 +103,23 @@ def estimate(
         index: [B] uids; rows of the same uid form a group.
         config: verl's `algorithm` node, or None for the defaults.
 
-    Returns advantages and returns, the same [B, T] tensor: constant over a row's generated tokens, 0 elsewhere.
+    Returns advantages and returns, the same [B, T] tensor: constant over a row's generated tokens, 0 elsewhere. All are
+    NaN if the batch is refused and has a reward that is NaN or infinite.
 
     Raises:
-        BatchError: a reward is NaN or infinite, or the keys of `session_keys` do not fit the batch.
+        BatchError: a reward is NaN or infinite, and the batch is not refused; or the keys of `session_keys` do not fit
+            the batch.
         ConfigError: a setting of `algorithm.NAME` is not valid.
     """
     norm_by_std = config is None or bool(config.get("norm_adv_by_std_in_grpo", True))
     settings = asdict(estimator_settings(method, config))
     estimator = partial(method.function, norm_by_std=norm_by_std, **settings)
     rewards_B = token_level_rewards.double().sum(dim=-1)
-    advantages_B = advantages_of_rows(estimator, rewards_B, index, _keys.get())
+    keys, refused = _batch.get()
+    if refused and not rewards_B.isfinite().all():
+        advantages_B = rewards_B * float("nan")
+    else:
+        advantages_B = advantages_of_rows(estimator, rewards_B, index, keys)
     advantages = advantages_B.to(token_level_rewards.dtype).unsqueeze(-1) * response_mask
     return advantages, advantages
 

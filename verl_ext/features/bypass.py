@@ -120,7 +120,7 @@ def _check_ratio(config: DictConfig, stability: StabilityConfig) -> None:
         method = chosen.method
         if not method.weighs_by_ratio(chosen.settings) or method.drops:
             continue
-        mask = f"stability.{chosen.name}.{method.as_mask}, or " if method.as_mask else ""
+        mask = f"stability.{chosen.name}.{method.mask_override}, or " if method.mask_override else ""
         _forbid(
             f"stability.correction={chosen.name}",
             f"weighs a token by a ratio that {LOSS}.loss_mode={loss_mode(config)} already has, so it would count twice",

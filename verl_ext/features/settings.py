@@ -381,7 +381,7 @@ def _usual_text(value: Any) -> str:
 def _drops(chosen: ConfiguredMethod[Correction]) -> bool:
     """Returns True if a correction may drop tokens; a correction that is registered to weigh by the ratio may not."""
     method = chosen.method
-    return method.drops or bool(method.as_mask) or not method.weighs_by_ratio(chosen.settings)
+    return method.drops or bool(method.mask_override) or not method.weighs_by_ratio(chosen.settings)
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,7 @@ class StabilityConfig(Switches):
         weigh = [chosen for chosen in self.correction if chosen.method.weighs_by_ratio(chosen.settings)]
         if len(weigh) < 2:
             return
-        masks = [f"stability.{one.name}.{one.method.as_mask}" for one in weigh if one.method.as_mask]
+        masks = [f"stability.{one.name}.{one.method.mask_override}" for one in weigh if one.method.mask_override]
         also = f" ({weigh[-1].name} can be combined with another correction: {masks[-1]})" if masks else ""
         raise ConfigError(
             f"stability.correction={list(self.correction_names)}: {' and '.join(one.name for one in weigh)} each weigh "

@@ -106,6 +106,17 @@ def drafts(config: DictConfig) -> bool:
     return all(OmegaConf.select(config, f"{MTP}.{name}") for name in ("enable", "enable_rollout"))
 
 
+VIRTUAL_STAGES = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"
+
+
+def passes_at_once(config: DictConfig) -> int:
+    """Returns the number that a rank's forward passes must be a multiple of: Megatron's stages with virtual ones, else
+    1."""
+    if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL_STAGES):
+        return 1
+    return int(config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)
+
+
 def strategy_of(config: DictConfig) -> str:
     """Returns the name of the training engine."""
     return OmegaConf.select(config, f"{ACTOR}.strategy") or "fsdp"

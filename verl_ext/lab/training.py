@@ -92,7 +92,6 @@ class StepBatch:
             responses_N=batch.packed(batch.sampled.responses),
             max_response_length=batch.sampled.mask.shape[1],
             eos_ids=frozenset({END}),
-            agreement_N=self.tokens.agreement,
             decode=decode,
             encode=encode,
         )
@@ -154,7 +153,7 @@ class Training:
         step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
         ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
         step.measure(ours, metrics)
-        fields[names.ADVANTAGES] = self.advantages(batch)
+        fields[names.ADVANTAGES] = self.advantages(batch, refused=step.outcome.refused is not None)
         metrics |= summary("critic/advantages", batch.packed(fields[names.ADVANTAGES]))
         outcome = step.settle(ours, metrics)
         if outcome.refused is None:
@@ -199,11 +198,11 @@ class Training:
             fields[names.AGREEMENT] = batch.padded(agreement_N)
         return fields
 
-    def advantages(self, batch: LabBatch) -> Tensor:
+    def advantages(self, batch: LabBatch, *, refused: bool) -> Tensor:
         """Returns advantages [B, T] from the estimator that is registered in verl as algorithm.adv_estimator."""
         algorithm = self.setup.config.algorithm
         grpo = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo}
-        with session_keys(batch.keys):
+        with session_keys(batch.keys, refused=refused):
             advantages, _ = get_adv_estimator_fn(algorithm.adv_estimator)(
                 token_level_rewards=batch.token_rewards(),
                 response_mask=batch.sampled.mask.float(),

@@ -13,6 +13,7 @@ from verl_ext.features.verl_config import (
     REPLAY,
     ROLLOUT,
     ROLLOUTS,
+    passes_at_once,
     rollout_name,
     strategy_of,
     verls_replay_setting,
@@ -20,7 +21,6 @@ from verl_ext.features.verl_config import (
 from verl_ext.launch.sizes import data_parallel_size
 from verl_ext.routing.engines import ACTOR, ENGINES, TOP_KS, first_of
 
-VIRTUAL = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 DYNAMIC_CONTEXT = f"{ACTOR}.megatron.dynamic_context_parallel"
 PROGRESS = "verl_ext: probe: "  # start of the process's progress lines
 # Settings of the run's config: the file for what is found, the number of batches, the format of rounded layers.
@@ -110,13 +110,6 @@ def _check_rounds(config: Any) -> None:
             "rounds all of them",
             fix=(f"{ROLLOUT}.quantization=null",),
         )
-
-
-def passes_at_once(config: Any) -> int:
-    """Returns the number that the passes must be a multiple of: Megatron's stages with virtual ones, else 1."""
-    if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL):
-        return 1
-    return int(config.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size)
 
 
 def _reads_agreement(config: Any) -> bool:

@@ -16,7 +16,7 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
 from verl_ext.features.routing import replayed_field
-from verl_ext.probe.overrides import BATCHES, LAYERS, OUT, PROGRESS, experts_of, passes_at_once
+from verl_ext.probe.overrides import BATCHES, LAYERS, OUT, PROGRESS, experts_of
 from verl_ext.probe.readings import (
     BASE,
     DECODE,
@@ -36,7 +36,7 @@ from verl_ext.probe.readings import (
 from verl_ext.probe.sweep import GroupGap
 from verl_ext.routing.recorder import MOST_ROWS, joined_passes
 from verl_ext.trainer.canary_scores import CanaryTrajectories
-from verl_ext.trainer.queue import get_fields, put_fields
+from verl_ext.trainer.queue import get_fields, put_fields, ranks_of, row_multiple
 from verl_ext.trainer.task_runner import StabilityTaskRunner
 from verl_ext.trainer.trainers import StabilityMixin, StabilityTrainerSync, replace_workers
 from verl_ext.trainer.watch import watch_of
@@ -106,11 +106,9 @@ class ProbeTrainer(StabilityTrainerSync):
     def probe(self, batch: KVBatchMeta) -> dict[str, Any]:
         """Compares the readings and the hidden states of a batch; returns plain values for JSON."""
         workers, server = self.actor_rollout_wg, self._rollout_server_managers()[-1].server_handles[0]
-        ranks = self.ranks
-        self.scores = scores = CanaryTrajectories(batch, len(batch), ranks)
-        group = passes_at_once(self.config)  # --prompts is a multiple of it
-        sequences = min(-(-SEQUENCES // group) * group, len(batch) // ranks)
-        compared = CanaryTrajectories(batch, sequences * ranks, ranks)
+        ranks, multiple = ranks_of(workers), row_multiple(workers, self.config)  # --prompts is a multiple of both
+        self.scores = scores = CanaryTrajectories(batch, len(batch), multiple)
+        compared = CanaryTrajectories(batch, min(SEQUENCES * ranks, len(batch)), multiple)
         print_progress(f"the rollout engine scores {len(scores.l_infer_N)} tokens")
         readings: dict[str, Tensor] = {DECODE: scores.l_infer_N, PREFILL: scores.score_in_servers([server])[0]}
         readings[PREFILL_AGAIN] = scores.score_in_servers([server], backwards=True)[0]
@@ -150,11 +148,6 @@ class ProbeTrainer(StabilityTrainerSync):
             "head": head,
         }
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks share a batch; verl has fetched it from the workers to balance the batch."""
-        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         """Yields the gaps of all batches so far; each has new answers, sampled after a sync of the same weights."""
         found = [asdict(self.gap)]
@@ -162,7 +155,7 @@ class ProbeTrainer(StabilityTrainerSync):
             print_progress(f"batch {number} with the same weights")
             self.checkpoint_manager.update_weights(self.global_steps)
             batch = self.sampled()
-            scores = CanaryTrajectories(batch, len(batch), self.ranks)
+            scores = CanaryTrajectories(batch, len(batch), row_multiple(self.actor_rollout_wg, self.config))
             self.on_sample_end()
             train_N = scores.score_in_workers(self.actor_rollout_wg, replays=False)
             readings = {DECODE: scores.l_infer_N, TRAIN: train_N}

@@ -218,7 +218,8 @@ class QueueBatch:
         for part in self._parts:
             rewards = get_fields(part.batch, [names.REWARDS])[names.REWARDS] if self._rewards is None else self._rewards
             scores[part.rows] = segment_sums(rewards.values().double(), rewards.offsets().diff())
-        real = [row for row in range(len(scores)) if row not in self.added]
+        added = self.added
+        real = [row for row in range(len(scores)) if row not in added]
         return [self._batch.keys[row] for row in real], scores[real]
 
     def answer_metrics(self, models: DictConfig, tokenizer: Any) -> dict[str, float]:
@@ -356,7 +357,6 @@ def filter_batch(
         responses_N=packed[names.RESPONSES],
         max_response_length=models.rollout.response_length,
         eos_ids=end_tokens(models.model.path, tokenizer.eos_token_id),
-        agreement_N=tokens.agreement,
         decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         encode=partial(tokenizer.encode, add_special_tokens=False),
     )

@@ -18,14 +18,13 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.base.names import ONE_A_PASS, OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
 from verl_ext.trainer.queue import MODEL_INPUTS, computed_log_probs, get_fields, part_of
 
 PARTITION = "verl_ext_canary"  # apart from "train", which the replay buffer reads
 WITHOUT_CANARY = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 TIMEOUT_S = 600.0
-# One trajectory per forward pass: so small a batch may not divide into the run's micro-batches.
-ONE_A_PASS = {"calculate_entropy": False, "compute_loss": False, "temperature": 1.0, "micro_batch_size_per_gpu": 1}
+TEMPERATURE = 1.0  # of the servers' scores
 
 
 def has_other_inputs(data: TensorDict) -> bool:
@@ -44,17 +43,22 @@ class CanaryTrajectories:
 
     Args:
         batch: the batch, with the fields that compute_log_prob gets.
-        count: the number of trajectories, rounded up so that each of the `ranks` has the same number.
+        count: the number of trajectories, rounded up to a multiple of `multiple`.
+        multiple: `queue.row_multiple`.
 
     Raises:
         HookError: the trajectories have images or other inputs, which a server would need too, or are too few.
     """
 
-    def __init__(self, batch: KVBatchMeta, count: int, ranks: int):
+    def __init__(self, batch: KVBatchMeta, count: int, multiple: int):
         real = (number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False))
-        rows = list(islice(real, -(-count // ranks) * ranks))
-        if len(rows) % ranks:
-            raise HookError(f"stability.sync_canary: {len(rows)} trajectories for {ranks} ranks", fix=WITHOUT_CANARY)
+        rows = list(islice(real, -(-count // multiple) * multiple))
+        if len(rows) % multiple:
+            raise HookError(
+                f"stability.sync_canary: the workers score a multiple of {multiple} trajectories (data-parallel ranks, "
+                f"times the stages of an interleaved pipeline), and the batch has only {len(rows)}",
+                fix=WITHOUT_CANARY,
+            )
         chosen = part_of(batch, rows)
         data = get_fields(chosen, batch.fields)
         if has_other_inputs(data):
@@ -84,7 +88,7 @@ class CanaryTrajectories:
         settings: dict[str, Any] = {} if replays else {OWN_ROUTES: True}
         settings |= {} if adapter else {"no_lora_adapter": True}
         settings |= {"use_dynamic_bsz": True, "max_token_len_per_gpu": tokens_at_once} if tokens_at_once else {}
-        self._batch.extra_info = ONE_A_PASS | settings
+        self._batch.extra_info = ONE_A_PASS | {"temperature": TEMPERATURE} | settings
         workers.compute_log_prob(self._batch)
         return self._packed(computed_log_probs(self._batch).unbind())
 

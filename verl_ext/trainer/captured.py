@@ -46,10 +46,11 @@ class Counts:
     @classmethod
     def from_sums(cls, packed_BC: Tensor) -> "Counts":
         """Counts the generated tokens from the trajectories' packed RouterSums."""
-        left_out = int((RouterSums.unpack(packed_BC).left_out > 0).sum())
-        sums = RouterSums.unpack(packed_BC.sum(0, keepdim=True))
+        rows, sums = RouterSums.unpack(packed_BC), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
+        # verl's rows to fill the batch have no token.
+        came = (rows.tokens + rows.unknown)[:, 0] + rows.refused.sum(1) > 0
         refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
-        return cls(int(sums.tokens), int(sums.unknown), refused, len(packed_BC) - left_out, left_out)
+        return cls(int(sums.tokens), int(sums.unknown), refused, int(came.sum()), int((rows.left_out > 0).sum()))
 
     @classmethod
     def from_routes(cls, routes: Sequence[Tensor]) -> "Counts":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import transfer_queue as tq
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
@@ -25,6 +26,7 @@ from verl_ext.base.names import (
 )
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import replayed_field
+from verl_ext.features.verl_config import passes_at_once
 
 SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
 TOP_TOKEN_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
@@ -69,10 +71,12 @@ def drop_fields(batch: KVBatchMeta, unread: Collection[str]) -> KVBatchMeta:
     return replace(batch, fields=[field for field in batch.fields if field not in unread])
 
 
-def drop_heavy_fields(batch: KVBatchMeta, read: Collection[str | None] = ()) -> KVBatchMeta:
+def drop_heavy_fields(
+    batch: KVBatchMeta, read: Collection[str | None] = (), unread: Collection[str] = ()
+) -> KVBatchMeta:
     """Returns a copy of the meta without routing and top tokens, hundreds of bytes per token each, except those that a
-    stage reads."""
-    return drop_fields(batch, set(HEAVY_FIELDS) - set(read))
+    stage reads; and without the fields `unread`."""
+    return drop_fields(batch, (set(HEAVY_FIELDS) - set(read)) | set(unread))
 
 
 class WorkerFields:
@@ -92,17 +96,32 @@ class WorkerFields:
             return replace(batch)
         schema = schema_of(batch)
         self._unread = frozenset(name for name, of in schema.items() if of["is_non_tensor"] and name != MODEL_INPUTS)
-        return drop_fields(replace(batch, fields=batch.fields or list(schema)), self._unread)
+        return replace(batch, fields=[name for name in batch.fields or schema if name not in self._unread])
 
     def reference_batch(self, batch: KVBatchMeta, features: RunFeatures, *, in_actor: bool) -> KVBatchMeta:
         # A LoRA's reference is the actor without its adapter, and is routed as the actor is.
         read = {replayed_field(features.config)} if in_actor else set()
-        return drop_fields(drop_heavy_fields(batch, read), self._unread)
+        return drop_heavy_fields(batch, read, self._unread)
+
+    def canary_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
+        return drop_heavy_fields(batch, {replayed_field(features.config)}, self._unread)
 
     def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
         top_tokens = TOP_TOKEN_FIELDS if Need.TOP_TOKENS_IN_UPDATE in features.needs else ()
         read = {replayed_field(features.config), *SHIFT_FIELDS, *top_tokens}
-        return drop_fields(drop_heavy_fields(batch, read), self._unread)
+        return drop_heavy_fields(batch, read, self._unread)
+
+
+def ranks_of(workers: Any) -> int:
+    """Returns how many data-parallel ranks share a batch; verl has fetched it from the actor's workers, to balance the
+    batch."""
+    return max(workers._dispatch_info["actor"]) + 1
+
+
+def row_multiple(workers: Any, config: DictConfig) -> int:
+    """Returns the number of which the rows that the actor's workers score must be a multiple: the ranks, times the
+    passes that each makes at once."""
+    return ranks_of(workers) * passes_at_once(config)
 
 
 def part_of(batch: KVBatchMeta, rows: Sequence[int]) -> KVBatchMeta:

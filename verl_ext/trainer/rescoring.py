@@ -12,15 +12,15 @@ from typing import Any
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
+from verl_ext.base.names import ONE_A_PASS
 from verl_ext.features.settings import Rescoring
-from verl_ext.trainer.canary_scores import ONE_A_PASS
 from verl_ext.trainer.queue import computed_log_probs
 
 NOW = "present weights"  # a key of verl's copies
 
 
 def rescore(
-    batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, ranks: int, temperature: float
+    batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, multiple: int, temperature: float
 ) -> dict[str, Tensor]:
     """Returns key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not
     due.
@@ -29,7 +29,7 @@ def rescore(
 
     Args:
         workers: verl's worker group of the actor.
-        ranks: number of data-parallel ranks. verl has padded the batch to a multiple of them (`_balance_batch`).
+        multiple: `queue.row_multiple`. verl has padded the batch to a multiple of its ranks (`_balance_batch`).
         temperature: the rollout's.
     """
     kept = workers.keep_version(step - 2, oldest=step - 1 - settings.versions)[0]
@@ -40,7 +40,7 @@ def rescore(
     workers.save_model_to_cpu(NOW)
     for version, rows in chosen.items():
         workers.use_version(version)
-        sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, ranks, len(batch))])
+        sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, multiple, len(batch))])
         sent.extra_info |= ONE_A_PASS | {"temperature": temperature}
         workers.compute_log_prob(sent)
         asked = batch.select_keys([batch.keys[row] for row in rows])
@@ -66,8 +66,8 @@ def choose_by_version(
     return by_version
 
 
-def fill_rows(rows: Sequence[int], ranks: int, size: int) -> list[int]:
-    """Returns these rows, and others of the batch until their number is a multiple of the ranks."""
+def fill_rows(rows: Sequence[int], multiple: int, size: int) -> list[int]:
+    """Returns these rows, and others of the batch until their number is a multiple of `multiple`."""
     taken = set(rows)
     others = [row for row in range(size) if row not in taken]
-    return [*rows, *others[: -len(rows) % ranks]]
+    return [*rows, *others[: -len(rows) % multiple]]

@@ -14,7 +14,7 @@ from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.answers import Servers
 from verl_ext.core.measure import split_gap
-from verl_ext.features.feature import Need, RunFeatures
+from verl_ext.features.feature import Need
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
@@ -23,7 +23,7 @@ from verl_ext.trainer.batch import QueueBatch, read_batch
 from verl_ext.trainer.captured import CapturedRouting, CapturedTopTokens
 from verl_ext.trainer.guard_actions import GuardActions, build_guard
 from verl_ext.trainer.logs import LineFile, keep_metrics
-from verl_ext.trainer.queue import WorkerFields
+from verl_ext.trainer.queue import WorkerFields, row_multiple
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, Step, update_request
 from verl_ext.trainer.sync_canary import CanaryRun
@@ -38,17 +38,15 @@ class StabilityRun:
         stability: its `stability` node.
 
     Attributes:
-        features: the features that are on; `use` replaces them.
+        features: the features that are on.
         guard, actions: the guard, with the rules that the run began with; the object that carries out its decisions.
         worker_fields: the fields of a batch that go to the workers.
         dump: the file of trajectories, once the run trains.
         canary: the check of weight syncs, if it is on.
     """
 
-    features: RunFeatures
-
     def __init__(self, config: DictConfig, stability: StabilityConfig):
-        self.use(config, stability)
+        self.features = read_features(config, stability)
         self.guard = build_guard(stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.worker_fields = WorkerFields()
@@ -62,10 +60,6 @@ class StabilityRun:
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
         self._step: Step | None = None  # of the batch at hand, if it is measured
         self._batch: QueueBatch | None = None  # while verl computes its advantages
-
-    def use(self, config: DictConfig, stability: StabilityConfig) -> None:
-        """Uses these settings from the next batch on. The guard and the files stay those of the run."""
-        self.features = read_features(config, stability)
 
     def use_servers(self, addresses: Iterable[str]) -> None:
         """Breaks the gap down by these servers of the rollout, and prints their numbers if there are several."""
@@ -115,9 +109,8 @@ class StabilityRun:
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
         """Runs `rescoring.rescore`; `measure` turns its result into metrics."""
         rollout = self.features.config.actor_rollout_ref.rollout
-        ranks = max(workers._dispatch_info["actor"]) + 1  # as verl's _balance_batch reads it, which ran before
-        settings = self.features.stability.rescoring
-        self._rescored = rescore(batch, self.guard.step, settings, workers, ranks, rollout.temperature)
+        settings, multiple = self.features.stability.rescoring, row_multiple(workers, self.features.config)
+        self._rescored = rescore(batch, self.guard.step, settings, workers, multiple, rollout.temperature)
 
     @property
     def outcome(self) -> Outcome:

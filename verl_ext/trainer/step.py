@@ -78,7 +78,7 @@ class Step:
         guard, actions: those of the run; only they keep state from one batch to the next.
 
     Attributes:
-        outcome: the decision, once it is settled.
+        outcome: the decision so far; final once it is settled.
     """
 
     def __init__(self, features: RunFeatures, guard: Guard, actions: "GuardActions"):
@@ -100,6 +100,7 @@ class Step:
             decision = self._judge_measured(batch, metrics)
         self._actions.record_decision(decision)
         self._refused = decision.refusal
+        self.outcome = Outcome(self._refused)
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
         """Judges by the advantages' sign, filters, and counts the outcome; in bypass mode, `judge_first_pass` does."""

@@ -133,20 +133,26 @@ class CanaryRun:
         self._first: Tensor | None = None
         self._train: Tensor | None = None
 
-    def before_update(self, batch: KVBatchMeta, workers: Any) -> None:
-        """Chooses the trajectories in the first batch, and scores them.
+    @property
+    def waits(self) -> bool:
+        """Whether it still has to choose its trajectories."""
+        return self._trajectories is None and not self._off
+
+    def choose(self, batch: KVBatchMeta, workers: Any, multiple: int) -> None:
+        """Chooses the trajectories from the first batch, and scores them before its update.
+
+        Args:
+            multiple: `queue.row_multiple`.
 
         Raises:
             HookError: the trajectories cannot be scored, and the user asked for the canary.
         """
-        if self._trajectories is None and not self._off:
-            ranks = max(workers._dispatch_info["actor"]) + 1  # verl has computed it, to balance the batch
-            try:
-                self._trajectories = CanaryTrajectories(batch, self._settings.trajectories or 0, ranks)
-            except HookError as error:
-                self._switch_off(error)
-                return
-            self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
+        try:
+            self._trajectories = CanaryTrajectories(batch, self._settings.trajectories or 0, multiple)
+        except HookError as error:
+            self._switch_off(error)
+            return
+        self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
 
     def after_update(self, step: int, workers: Any) -> None:
         """Scores with the updated weights before the sync, when the workers may have to make room for the rollout."""

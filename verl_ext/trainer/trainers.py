@@ -16,11 +16,10 @@ from verl.utils.debug import marked_timer
 from verl_ext.base.patching import actor_class, patch
 from verl_ext.features.advantages import register_estimators, session_keys
 from verl_ext.features.feature import Engines, Need, RunFeatures
-from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import print_table, verify
 from verl_ext.trainer import checkpoints
-from verl_ext.trainer.queue import drop_heavy_fields
+from verl_ext.trainer.queue import drop_heavy_fields, row_multiple
 from verl_ext.trainer.run import StabilityRun
 from verl_ext.trainer.watch import watch_of
 
@@ -105,7 +104,7 @@ class StabilityMixin(VerlTrainer):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self.stability_run.measure(batch, metrics, self.tokenizer)
-        with session_keys(batch.keys):
+        with session_keys(batch.keys, refused=self.stability_run.outcome.refused is not None):
             batch = super()._compute_advantage(batch, metrics)
         return self.stability_run.settle(batch, metrics, self.tokenizer)
 
@@ -115,9 +114,9 @@ class StabilityMixin(VerlTrainer):
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if canary := self.stability_run.canary:
-            sent = drop_heavy_fields(batch, {replayed_field(self.stability_run.features.config)})
-            canary.before_update(sent, self.actor_rollout_wg)
+        if (canary := self.stability_run.canary) and canary.waits:
+            sent = self.stability_run.worker_fields.canary_batch(batch, self.stability_run.features)
+            canary.choose(sent, self.actor_rollout_wg, row_multiple(self.actor_rollout_wg, self.config))
         if self.stability_run.outcome.refused is None:
             super()._update_actor(self.stability_run.update_batch(batch), metrics)
             self.stability_run.judge_first_pass(metrics)

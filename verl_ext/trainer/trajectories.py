@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_ext.base.names import older_part
+from verl_ext.base import names
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.trainer.batch import QueueBatch
 from verl_ext.trainer.logs import LineFile, say
 from verl_ext.trainer.queue import get_fields, part_of
 
-FIELDS = ("prompts", "responses", "response_mask", "advantages", "rm_scores")
+FIELDS = (names.PROMPTS, names.RESPONSES, names.RESPONSE_MASK, names.ADVANTAGES, names.REWARDS)
 PROMPT_CHARACTERS = 4000  # only the end of a longer prompt is written
 DIGITS = 7  # decimal places of a log-probability; float32 has as many
 MEGABYTE = 1e6
@@ -41,7 +41,8 @@ class TrajectoryLog:
     """
 
     def __init__(self, path: Path, settings: TrajectoryDump, *, resumed: int):
-        self._path, self._older = path, older_part(path)
+        path = path.absolute()  # the process may change its folder
+        self._path, self._older = path, names.older_part(path)
         self._half = settings.max_megabytes * MEGABYTE / 2
         if not resumed:
             self._older.unlink(missing_ok=True)
@@ -105,7 +106,7 @@ class Dump:
 
 
 def forget_trajectories(path: Path) -> None:
-    for file in (path, older_part(path)):
+    for file in (path, names.older_part(path)):
         file.unlink(missing_ok=True)
 
 
@@ -199,11 +200,11 @@ def record(
         "agreement": tokens.agreement,
         "entropy": tokens.entropy,
     }
-    ids = fields["responses"][index].tolist()
-    advantages = fields["advantages"][tokens.mask.cpu()].double()
+    ids = fields[names.RESPONSES][index].tolist()
+    advantages = fields[names.ADVANTAGES][tokens.mask.cpu()].double()
     return {
-        "prompt": tokenizer.decode(fields["prompts"].tolist(), skip_special_tokens=False)[-PROMPT_CHARACTERS:],
-        "reward": float(fields["rm_scores"].double().sum()),
+        "prompt": tokenizer.decode(fields[names.PROMPTS].tolist(), skip_special_tokens=False)[-PROMPT_CHARACTERS:],
+        "reward": float(fields[names.REWARDS].double().sum()),
         "advantage": float(advantages.mean()),
         "tokens": len(tokens.mask),
         "start": [start for start, _ in stretches],
@@ -211,11 +212,11 @@ def record(
         "text": [
             text
             for start, length in stretches
-            for text in decode_pieces(fields["responses"][start : start + length].tolist(), tokenizer)
+            for text in decode_pieces(fields[names.RESPONSES][start : start + length].tolist(), tokenizer)
         ],
         "id": ids,
         "generated": generated.int().tolist(),
-        "kept": fields["response_mask"][index].ne(0).int().tolist(),
+        "kept": fields[names.RESPONSE_MASK][index].ne(0).int().tolist(),
         **{name: _numbers(values.cpu()[index], generated) for name, values in per_token.items() if values is not None},
     }
 

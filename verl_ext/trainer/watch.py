@@ -43,7 +43,7 @@ def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = 
 
     def watched() -> dict[str, list[Any]]:
         if not storage:
-            storage.extend(ray.get_actor(name) for name in ray.util.list_named_actors() if name.startswith(STORAGE))
+            storage.extend(_storage_units())
         servers = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
         workers = agent_loop_manager.agent_loop_workers
         return {"rollout server": servers, "agent loop worker": workers, "TransferQueue's storage unit": storage}
@@ -53,6 +53,16 @@ def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = 
 
     slow_step = SlowStep(lambda: trainer.global_steps, slow_step_s)
     return Watch(watched, trainer.config.trainer.default_local_dir, slow_step, answerable)
+
+
+def _storage_units() -> list[Any]:
+    """Returns the handles of TransferQueue's storage units; those that have died have no name any more."""
+    found = []
+    for name in ray.util.list_named_actors():
+        if name.startswith(STORAGE):
+            with contextlib.suppress(ValueError):  # it died in between
+                found.append(ray.get_actor(name))
+    return found
 
 
 class Watch:

@@ -21,7 +21,15 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.utils.padding import no_padding_2_padding
 
-from verl_ext.base.names import ADVANTAGES, FIRST_PASS, OLD_LOG_PROBS, RESPONSE_MASK, ROLLOUT_LOG_PROBS, UPDATE
+from verl_ext.base.names import (
+    ADVANTAGES,
+    FIRST_PASS,
+    OLD_LOG_PROBS,
+    ONE_A_PASS,
+    RESPONSE_MASK,
+    ROLLOUT_LOG_PROBS,
+    UPDATE,
+)
 from verl_ext.base.patching import wrap
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.mismatch import k3_of
@@ -30,13 +38,6 @@ from verl_ext.workers.first_pass import FirstPass
 from verl_ext.workers.undo import KeptUpdate, megatron_optimizers
 
 AFTER_UPDATE = "after_update"  # prefix of the metrics that are measured after an update
-# One trajectory per forward pass: so few may not divide into the run's micro-batches.
-ONE_A_PASS = {
-    "calculate_entropy": False,
-    "compute_loss": False,
-    "use_dynamic_bsz": False,
-    "micro_batch_size_per_gpu": 1,
-}
 
 
 class Gate:
@@ -89,8 +90,8 @@ class Gate:
         return outputs
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
-        """Wraps verl's method. If limits are set, adds gate/refused (0 or 1) and its signals to the metrics; in bypass
-        mode, also the first mini-batch's measurements."""
+        """Wraps verl's method. Adds gate/refused to the metrics, 1 for a mini-batch without an optimizer step; with
+        limits, also their signals; in bypass mode, also the first mini-batch's measurements."""
         self._data, self._taken, self._metrics = data, True, {}
         if self.first_pass is not None:
             self.first_pass.begin_mini_batch()
@@ -103,6 +104,7 @@ class Gate:
             self._data = None
         if self.engine.is_mp_src_rank_with_outputs():
             outputs["metrics"].update(self._metrics)
+            outputs["metrics"]["gate/refused"] = [float(not self._taken)]
             if not self._taken:  # a norm of 0 would be averaged with those of real steps
                 outputs["metrics"].pop("grad_norm", None)
         return outputs
@@ -125,8 +127,7 @@ class Gate:
         if self._data is not None and self.limits.active:
             signals = self._agree()
             self._taken = not breaks_limits(signals, asdict(self.limits))
-            reported = signals | {"refused": float(not self._taken)}
-            self._metrics = {f"gate/{name}": [value] for name, value in reported.items()}
+            self._metrics = {f"gate/{name}": [value] for name, value in signals.items()}
         if self._data is not None and self.first_pass is not None:
             taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken

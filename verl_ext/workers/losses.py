@@ -15,11 +15,10 @@ from typing import Any
 
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_policy_loss
-from verl.utils.torch_functional import masked_mean
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import ConfiguredMethod
-from verl_ext.core.loss_batch import LossBatch, call_method
+from verl_ext.core.loss_batch import LossBatch, call_method, masked_mean
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
 
@@ -79,11 +78,11 @@ def changed_loss(
     if not isinstance(ours, loss_config.ComposedLossConfig):
         ours = loss_config.build_loss_config(loss_mode=name)
     method = LOSSES[name]
-    batch, weight = LossBatch(log_prob, old_log_prob, advantages, response_mask.bool()), rollout_is_weights
+    mask, weight = response_mask.bool(), rollout_is_weights
+    batch = LossBatch(log_prob, old_log_prob, advantages, mask)
     if method.reads == ("k",) and _current.get(None) is None:
         batch, weight = replace(batch, k=_ratio_of_plain_verl(name, rollout_is_weights)), None
     elif method.reads:
-        mask = response_mask.bool()
         batch = replace(current_batch(), l_theta=log_prob, l_old=old_log_prob, advantages=advantages, mask=mask)
     changed = call_method(ConfiguredMethod(method, ours.settings), batch, method.gives)
     if changed.weight is not None:
@@ -102,7 +101,7 @@ def changed_loss(
         config=config,
     )
     if changed.log_factor is not None:  # from the unscaled ratio, as without the factor
-        metrics["actor/ppo_kl"] += masked_mean(changed.log_factor, batch.mask).item()
+        metrics["actor/ppo_kl"] += masked_mean(changed.log_factor, mask)
     if changed.term is not None:
         info = config.global_batch_info
         loss = loss + agg_loss(loss_mat=changed.term, loss_mask=batch.mask, loss_agg_mode="token-mean", **info)

@@ -172,7 +172,8 @@ def test_retokenization_drops_each_trajectory_from_its_first_drift_on():
     ],
 )
 def test_what_a_filter_lacks_is_named_with_the_setting_that_provides_it(name, field, remedy):
-    batch = make_batch([[{}]], agreement_N=None)
+    batch = make_batch([[{}]])
+    batch = replace(batch, tokens=replace(batch.tokens, agreement=None))
     settings = {"threshold": 0.5} if name == "low_agreement" else {}
     with pytest.raises(ConfigError, match=f"stability.filters.{name} needs {field}, which .*{remedy}"):
         apply_filters(batch, [(name, settings)])
@@ -278,7 +279,10 @@ def test_an_outcome_with_nothing_left_says_which_filters_took_it():
     rows = [[{}] * 4, [{"agreement": 0.0}]]
     found = apply_filters(make_batch(rows), [("overlong", {}), ("low_agreement", {"threshold": 0.5})])
     assert found.empty and found.scale == 1
-    assert found.reason == "the filters left no token: overlong dropped 80%, low_agreement dropped 20%"
+    assert found.reason == "no token is left: overlong dropped 80%, low_agreement dropped 20%"
+    batch = make_batch(rows)
+    batch = replace(batch, kept_N=torch.zeros_like(batch.tokens.mask))
+    assert apply_filters(batch, [("overlong", {})]).reason == "no token is left: the corrections dropped 100%"
     # And filters that follow have nothing to trip over.
     more = {"low_probability": {"threshold": 0.1}, "off_policy_negative": {"delta": 0}, "retokenization_drift": {}}
     batch = make_batch([[{}] * 4], decode=decode, encode=encode)

@@ -122,6 +122,13 @@ def test_a_nan_reward_names_the_tensor():
         qae(torch.tensor([[float("nan")], [1.0]]), torch.ones(2, 1), ["u", "u"])
 
 
+def test_a_nan_reward_of_a_batch_that_was_refused_ends_nothing():
+    rewards, mask = torch.tensor([[float("nan")], [1.0], [0.0]]), torch.tensor([[1.0], [1.0], [0.0]])
+    with session_keys(["u_0_0", "u_1_0", "v_0_0"], refused=True):
+        assert qae(rewards, mask, ["u", "u", "v"])[0].isnan().all()
+        assert qae(rewards.nan_to_num(), mask, ["u", "u", "v"])[0].isfinite().all()
+
+
 def test_keys_of_another_batch_are_refused():
     with session_keys(["u_0_0"]), pytest.raises(BatchError, match="1 trajectory ids and the batch 2 rows"):
         qae(torch.zeros(2, 1), torch.ones(2, 1), ["u", "u"])

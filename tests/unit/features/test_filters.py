@@ -28,7 +28,8 @@ def parse_filters(node):
 @pytest.fixture
 def batch():
     """Trajectories of one and of two tokens."""
-    tokens = Tokens(torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 3]))
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    tokens = Tokens(zeros, zeros, ones.bool(), torch.tensor([0, 1, 3]), agreement=ones)
     return FilterBatch(
         tokens=tokens,
         keys=["u_0_0", "u_1_0"],
@@ -37,7 +38,6 @@ def batch():
         responses_N=torch.zeros(3, dtype=torch.int64),
         max_response_length=4,
         eos_ids=frozenset({0}),
-        agreement_N=torch.ones(3),
         decode=lambda ids: "a" * len(ids),
         encode=lambda text: [0] * len(text),
     )

@@ -86,7 +86,7 @@ def test_the_gradient_is_that_of_the_weighted_clipped_objective(training):
     batch = replace(batch, rewards=torch.rand(64))  # no group of one reward, whose advantages are rounding
     l_old, mask = scored.log_probs.detach(), batch.sampled.mask
     weights = torch.rand(mask.shape)
-    advantages = run.advantages(batch)
+    advantages = run.advantages(batch, refused=False)
     fields = loss_fields(l_old, advantages, mask, scored.entropy, rollout_is_weights=weights)
     rewards = batch.rewards.double().view(8, 8)
     A = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)

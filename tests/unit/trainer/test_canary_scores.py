@@ -97,7 +97,7 @@ def batch(store):
 
 def test_both_engines_score_the_same_tokens(store, batch):
     """The tokens are all but the last of each response, without tool output and padding rows."""
-    scores = CanaryTrajectories(batch, 2, ranks=1)
+    scores = CanaryTrajectories(batch, 2, multiple=1)
     expected = value([*PROMPTS[0], *RESPONSES[0]])[2:-1]  # of the response [6] nothing is left
     assert scores.l_infer_N.tolist() == pytest.approx(expected)
     workers = Workers(store)
@@ -111,14 +111,14 @@ def test_both_engines_score_the_same_tokens(store, batch):
 
 
 def test_a_tools_tokens_are_not_scored(store, batch):
-    scores = CanaryTrajectories(batch, 3, ranks=1)
+    scores = CanaryTrajectories(batch, 3, multiple=1)
     assert scores.l_infer_N.tolist() == pytest.approx([*value([*PROMPTS[0], *RESPONSES[0]])[2:-1], -8.01, -10.03])
     assert torch.equal(scores.score_in_servers([Server()])[0], scores.score_in_workers(Workers(store)))
 
 
 def test_the_ranks_share_them_evenly_or_the_run_stops(store, batch):
-    with pytest.raises(HookError, match="3 trajectories for 2 ranks") as error:
-        CanaryTrajectories(batch, 3, ranks=2)  # four, and one of the batch's is padding
+    with pytest.raises(HookError, match=r"a multiple of 2 trajectories .* only 3") as error:
+        CanaryTrajectories(batch, 3, multiple=2)  # four, and one of the batch's is padding
     assert error.value.fix == ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 
 
@@ -137,7 +137,8 @@ def test_the_first_sync_is_compared_with_the_rollout_itself_where_its_log_probs_
     run, workers = CanaryRun(SyncCanarySettings(2), comparable), Workers(store)
     found = []
     for step, (train, rollout) in enumerate([(0.1, 0.0), (0.2, 0.2)], 1):
-        run.before_update(batch, workers)
+        if run.waits:
+            run.choose(batch, workers, multiple=1)
         workers.moved = train
         run.after_update(step, workers)
         found.append([(event.step, event.action) for event in run.after_sync(step, [Server(rollout)]).events])
@@ -148,7 +149,7 @@ def test_the_first_sync_is_compared_with_the_rollout_itself_where_its_log_probs_
 def test_syncs_between_are_not_looked_at(store, batch):
     """The first three syncs are checked in any case."""
     run, workers = CanaryRun(SyncCanarySettings(2, every=4), comparable=True), Workers(store)
-    run.before_update(batch, workers)
+    run.choose(batch, workers, multiple=1)
     checked = []
     for step in range(1, 10):
         run.after_update(step, workers)
@@ -159,14 +160,14 @@ def test_syncs_between_are_not_looked_at(store, batch):
 
 def test_a_canary_that_is_on_by_default_and_cannot_score_is_off_with_a_reason(store, batch, capsys):
     workers = Workers(store)
-    workers._dispatch_info = {"actor": [0, 1]}  # three trajectories for two ranks
     with pytest.raises(HookError):
-        CanaryRun(SyncCanarySettings(3), True).before_update(batch, workers)
+        CanaryRun(SyncCanarySettings(3), True).choose(batch, workers, multiple=2)
     run = CanaryRun(SyncCanarySettings(3), True, required=False)
+    run.choose(batch, workers, multiple=2)
+    assert not run.waits
     for step in (1, 2):
-        run.before_update(batch, workers)
         run.after_update(step, workers)
         assert not run.after_sync(step, [Server()]).events and run.metrics == {}
     said = capsys.readouterr().out
-    assert said.count("verl_ext: weight syncs are not checked: stability.sync_canary: 3 trajectories for 2 ranks") == 1
+    assert said.count("verl_ext: weight syncs are not checked: stability.sync_canary: the workers score") == 1
     assert not workers.asked

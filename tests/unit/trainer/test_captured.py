@@ -1,11 +1,13 @@
 """Reports of routing that cannot be right, and the runs that stop for it."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.routing import REASONS, STUCK_TOKENS
+from verl_ext.core.routing import REASONS, STUCK_TOKENS, RouterSums
 from verl_ext.trainer.captured import CapturedRouting, Counts
 
 
@@ -32,6 +34,15 @@ def test_a_share_of_which_nothing_is_left_out_stops_the_run(share, processes, tr
     captured.judge_counts(Counts(9, 0, {}, compared=1, left_out=1), asked, 1)
     captured.judge_counts(enough, asked, 2)
     CapturedRouting().judge_counts(enough, of_a_share(1.0, processes), 1)
+
+
+def test_rows_that_fill_a_batch_do_not_count_as_compared():
+    """One of four trajectories was left out, and verl added one without a generated token."""
+    shape = {"agree": 2, "exact": 2, "first": 2, "own": 2, "refused": len(REASONS)}
+    sums = RouterSums(**{each.name: torch.zeros(4, shape.get(each.name, 1)) for each in fields(RouterSums)})
+    sums.tokens[0], sums.unknown[1], sums.left_out[2] = 5.0, 3.0, 4.0
+    found = Counts.from_sums(sums.pack())
+    assert (found.accepted, found.unknown, found.compared, found.left_out) == (5, 3, 2, 1)
 
 
 def counts(accepted=0, unknown=0, **refused):

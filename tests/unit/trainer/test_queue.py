@@ -1,9 +1,12 @@
 """A batch in blocks has the same result as whole, and is never in memory at once; the fields that a stage is sent."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 
 from tests.support.examples import at_most
@@ -14,7 +17,7 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.trainer import batch as batches
 from verl_ext.trainer import queue
 from verl_ext.trainer.batch import QueueBatch, parts_of
-from verl_ext.trainer.queue import drop_fields, drop_heavy_fields, schema_of
+from verl_ext.trainer.queue import drop_fields, drop_heavy_fields, row_multiple, schema_of
 
 CORRECTIONS = {"icepop": {"alpha": 0.5, "beta": 2.0}, "geo_mask": {"low": 0.5, "high": 2.0}}
 
@@ -101,6 +104,13 @@ def test_lengths_that_nobody_tells_make_one_block(monkeypatch):
     monkeypatch.setattr(batches, "BLOCK_TOKENS", 1)
     batch = KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{}, {}], partition_id="train")
     assert [part.rows for part in parts_of(batch)] == [[0, 1]]
+
+
+@pytest.mark.parametrize(("stages", "virtual", "multiple"), [(4, 2, 8), (4, None, 2), (1, None, 2)])
+def test_rows_divide_among_the_ranks_and_the_passes_of_an_interleaved_pipeline(stages, virtual, multiple):
+    sizes = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
+    config = OmegaConf.create({"actor_rollout_ref": {"actor": {"strategy": "megatron", "megatron": sizes}}})
+    assert row_multiple(SimpleNamespace(_dispatch_info={"actor": [0, 0, 1, 1]}), config) == multiple
 
 
 STORED = {"uid": "a", "multi_modal_inputs": {}, "input_ids": torch.ones(1, 3), "routed_experts": torch.ones(1, 3, 2, 2)}

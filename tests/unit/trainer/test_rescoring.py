@@ -104,7 +104,7 @@ def test_each_version_scores_its_own_trajectories_and_the_present_weights_come_b
     assert workers.weights == 6 and workers.saved == {}
     assert workers.called[0] == ("keep", 5, 3), "verl's copy, of the start of step 6, is of what step 5 left"
     assert [(weights, len(keys)) for weights, keys, _ in workers.called[1:]] == [(5, 4), (4, 4)]
-    asked = {"calculate_entropy": False, "compute_loss": False, "micro_batch_size_per_gpu": 1}
+    asked = {"calculate_entropy": False, "compute_loss": False, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1}
     assert workers.called[1][2] == {"temperature": 0.7} | asked
 
 

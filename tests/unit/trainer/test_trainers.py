@@ -10,6 +10,7 @@ from tests.support.store import VERLS, nested
 from tests.support.training_step import COLUMNS, OLD, READ, Trainer, ran, router_sums, rows
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
+from verl_ext.features.table import read_features
 from verl_ext.trainer import trajectories
 from verl_ext.trainer.batch import FIELDS, FILTER_FIELDS
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog
@@ -102,7 +103,7 @@ def test_a_batch_of_which_the_filters_leave_nothing_is_skipped_with_the_reason(s
     trainer, metrics, store = step({"filters": {"low_probability": {"threshold": 1.0}}})
     assert ran(trainer) == ["advantage"]
     assert metrics["guard/skipped"] == trainer.stability_run.guard.state.skips == 1
-    assert "update skipped: the filters left no token: low_probability dropped 100%" in capsys.readouterr().out
+    assert "update skipped: no token is left: low_probability dropped 100%" in capsys.readouterr().out
     assert rows(store, "response_mask") == [[1, 1], [1]]
 
 
@@ -204,7 +205,7 @@ def test_nothing_asked_for_changes_nothing(step):
 def test_settings_are_taken_over_from_the_next_batch_on_and_the_guard_stays_the_runs(step):
     trainer, _, store = step({"metrics": True, "batch_skip": {"threshold": 9}})
     run, metrics = trainer.stability_run, {}
-    run.use(trainer.config, stability_config({"correction": "icepop"}))
+    run.features = read_features(trainer.config, stability_config({"correction": "icepop"}))
     batch = KVBatchMeta(keys=["a_0_0", "a_1_0"], tags=[{}, {}], partition_id="train", fields=["old_log_probs"])
     trainer._compute_advantage(batch, metrics)
     assert rows(store, "rollout_is_weights")[1] == [0.0]

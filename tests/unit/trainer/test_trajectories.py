@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +227,20 @@ def test_the_files_stay_within_their_size_and_hold_the_newest(tmp_path):
 
 def steps_of(*paths):
     return [[json.loads(line)["step"] for line in path.read_text().splitlines()] for path in paths]
+
+
+def test_the_files_stay_together_if_the_process_changes_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = TrajectoryLog(Path("run.trajectories.jsonl"), TrajectoryDump(max_megabytes=1e-4), resumed=0)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for step in range(1, 9):
+        log.write({"step": step, "text": "a" * 20})
+    log.close()
+    assert {file.name for file in tmp_path.iterdir() if file.is_file()} == {
+        "run.trajectories.jsonl",
+        "run.trajectories.1.jsonl",
+    }
 
 
 def test_a_resumed_run_goes_on_after_its_checkpoint_and_a_new_one_starts_empty(tmp_path):

@@ -84,7 +84,8 @@ def test_a_mini_batch_without_a_token_takes_no_optimizer_step(make_batch, actor_
     worker.configure_loss({})
     worker.configure_loss({"corrections": {"opsm": {"delta": 0.1}}})  # again: the engine has one gate
     engine = worker.actor.engine
-    for tokens, metrics, steps in ((0, {}, 0), (7, {"grad_norm": 0.5}, 1), (0, {}, 1)):
+    refused = {"gate/refused": [1.0]}
+    for tokens, metrics, steps in ((0, refused, 0), (7, {"grad_norm": 0.5, "gate/refused": [0.0]}, 1), (0, refused, 1)):
         model_output, data = make_batch(0, batch_num_tokens=tokens).whole()
         loss = partial(worker.actor.loss_fn, model_output)
         outputs = engine.train_batch(data, loss)
@@ -108,7 +109,7 @@ def test_in_bypass_mode_the_first_mini_batch_decides_over_the_steps_of_all(bound
         assert worker.actor.engine.steps - taken == steps
         assert first["first_pass/refused"] == [float(steps == 0)] and first["vllm_kl/k3"][0] > 0
         assert ("grad_norm" in first) == ("grad_norm" in second) == (steps > 0)
-        assert second.keys() <= {"grad_norm"}
+        assert second.keys() <= {"grad_norm", "gate/refused"}
 
 
 def test_a_setting_that_cannot_work_leaves_the_installed_loss(actor_config):

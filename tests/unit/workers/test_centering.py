@@ -161,7 +161,6 @@ class Drift:
             responses_N=sampled.flatten(),
             max_response_length=T,
             eos_ids=frozenset({0}),
-            agreement_N=agreement,
             decode=lambda ids: "".join("aab"[min(i, 2)] for i in ids),
             encode=lambda text: [{"a": 0, "b": 2}[letter] for letter in text],
         )

@@ -87,7 +87,7 @@ KL = {"use_kl_loss": True, "kl_loss_type": "k1"}
 )
 def test_a_step_whose_loss_drops_every_token_is_left_out(moved, corrections, advantage, gap):
     distance, metrics = moved(corrections, advantage, gap)
-    assert distance == 0 and metrics == {}
+    assert distance == 0 and metrics == {"gate/refused": [1.0]}
 
 
 @pytest.mark.parametrize(
@@ -101,4 +101,4 @@ def test_a_step_whose_loss_drops_every_token_is_left_out(moved, corrections, adv
 )
 def test_every_other_step_is_taken(moved, corrections, advantage, gap, settings):
     distance, metrics = moved(corrections, advantage, gap, **settings)
-    assert distance > 0 and metrics == {"grad_norm": 1.0}
+    assert distance > 0 and metrics == {"grad_norm": 1.0, "gate/refused": [0.0]}

@@ -384,7 +384,12 @@ UPDATE = Section(
     "Logged by the workers, with the feature in the name: the mini-batch gate, a policy loss, OPSM, a filter, "
     "routing replay. Shares and means are of a micro-batch, averaged over the step.",
     (
-        after("actor/gate/refused", "mini-batches whose optimizer step was refused", "share", "lower"),
+        after(
+            "actor/gate/refused",
+            "mini-batches without an optimizer step: they passed a bound, or had no token left to learn from",
+            "share",
+            "lower",
+        ),
         after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", NATS),
         after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where l_old is l_infer", NATS),
         after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", NATS),
