@@ -12,7 +12,7 @@ they have said already. The first of these that holds decides the word:
                         the guard lately rolled back
     suspect             a cause other than harmless rounding is named, or the gap is larger than rounding leaves
     flat                the reward does not move
-    not enough data     too few readings of the reward and of the gap
+    not enough data     too few readings of the reward; or no reward was logged, and the gap too seldom
     healthy             none of these: the reward rose, or the engines agree and no reward was logged
 
 While an alarm is active (the guard stopped the run, or refused or took back an update in its last steps), there is no
