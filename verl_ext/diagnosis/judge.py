@@ -16,7 +16,7 @@ from verl_ext.diagnosis.causes import Cause, known_causes
 from verl_ext.diagnosis.findings import finite, gap, reward, routers
 from verl_ext.diagnosis.findings.registry import Finding, find_all
 from verl_ext.diagnosis.names import REWARD, by_quantity
-from verl_ext.diagnosis.rank import OpenQuestion, Suspect, name_causes
+from verl_ext.diagnosis.rank import MayAsk, OpenQuestion, Suspect, name_causes
 from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, beginning_label, beginning_of, now_label, now_of
 
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
@@ -71,15 +71,16 @@ class Judgement:
         return any(each.mark in marks for each in self.findings.values())
 
 
-def judge(run: Readings, causes: Iterable[Cause] = ()) -> Judgement:
+def judge(run: Readings, causes: Iterable[Cause] = (), may_ask: MayAsk = lambda setting: True) -> Judgement:
     """Returns the judgement of a run, from all its readings.
 
     Args:
         causes: the causes to choose from; all known ones by default.
+        may_ask: tells whether the question may be for a setting.
     """
     chosen = list(causes) or list(known_causes().values())  # before the findings: a package may bring both
     found = find_all(run)
-    suspects, question = name_causes(run, found, chosen)
+    suspects, question = name_causes(run, found, chosen, may_ask)
     return Judgement(
         judge_learning(run, found), judge_engines(run, found), found, tuple(suspects), question, routers.is_moe(run)
     )
@@ -89,10 +90,10 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
     """Returns the state of the learning; `found` are the findings of the run."""
     marks = {each.mark: each for each in found.values()}
     not_finite = marks.get("not_finite.training")
-    before = f"{not_finite.text}; " if not_finite else ""
-    if lost := marks.get("not_finite.reward"):
+    lost, course = marks.get("not_finite.reward"), reward.course_of(run)
+    before = "".join(f"{each.text}; " for each in (not_finite, lost) if each is not None)
+    if lost is not None and (course is None or not (course.collapsed or course.falls)):
         return Judged("unstable", lost.text, lost.step)
-    course = reward.course_of(run)
     if course is None:
         return Judged("too short", before + _too_few_rewards(run))
     fell = f"from {course.best:.2g} to {course.now:.2g} ({course.label})"

@@ -6,11 +6,10 @@ logged add nothing. A cause is named if it has LEAST points, or SECOND points as
 finding has a level that its file lists as "never". docs/diagnosis.md shows how often the right cause comes first.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from verl_ext.base.metrics.ours import ROUTING
 from verl_ext.diagnosis.causes import LEAST, WORDS, Cause
 from verl_ext.diagnosis.findings.registry import RULES, Finding, FindingRule
 from verl_ext.diagnosis.findings.routers import is_moe
@@ -20,6 +19,7 @@ from verl_ext.diagnosis.series import Readings
 SECOND = 1.5  # points from which the alternative to the first cause is shown
 DECIDED = 2.0  # lead in points that decides between two causes, and that a finding must be able to change
 MOST_NAMED = 3  # causes that are named
+MayAsk = Callable[[str], bool]  # of a setting
 # Prefixes of the settings that only measure, and do not change the training.
 MEASURES = tuple(f"stability.{name}" for name in ("metrics", "router_agreement", "sync_canary"))
 
@@ -94,7 +94,7 @@ class Suspect:
 
 
 def name_causes(
-    run: Readings, found: Mapping[str, Finding], causes: Iterable[Cause]
+    run: Readings, found: Mapping[str, Finding], causes: Iterable[Cause], may_ask: MayAsk = lambda setting: True
 ) -> tuple[list[Suspect], OpenQuestion | None]:
     """Returns the causes with at least LEAST points, the likeliest first, and the question that would decide between
     the first two, even if no cause has LEAST.
@@ -105,10 +105,12 @@ def name_causes(
     Args:
         found: the findings of the run, by name.
         causes: those to choose from.
+        may_ask: tells whether the question may be for a setting.
     """
     judged, marks = _judged(found, is_moe(run), causes), {each.mark for each in found.values()}
     ranked = [suspect for suspect in judged if not suspect.cause.only_with or marks & set(suspect.cause.only_with)]
-    question = _question(run, found, [each for each in judged if each in ranked or _may_be(run, found, each.cause)])
+    possible = [each for each in judged if each in ranked or _may_be(run, found, each.cause, may_ask)]
+    question = _question(run, found, possible, may_ask)
     if not ranked or ranked[0].points < LEAST:
         return [], question
     named = [
@@ -144,10 +146,10 @@ def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) ->
     return judged
 
 
-def _may_be(run: Readings, found: Mapping[str, Finding], cause: Cause) -> bool:
+def _may_be(run: Readings, found: Mapping[str, Finding], cause: Cause, may_ask: MayAsk) -> bool:
     """Returns True if a metric that can be switched on may show a level that this cause requires (`only_with`)."""
     names = {mark.partition(".")[0] for mark in cause.only_with} - found.keys()
-    return any(_setting(run, RULES[name]) for name in names)
+    return any(_setting(run, RULES[name], may_ask) for name in names)
 
 
 def evidence_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Evidence, ...]:
@@ -162,7 +164,9 @@ def evidence_of(cause: Cause, found: Mapping[str, Finding]) -> tuple[Evidence, .
     return tuple(sorted(best.values(), key=lambda each: (-each.points, not each.finding.notable)))
 
 
-def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Suspect]) -> OpenQuestion | None:
+def _question(
+    run: Readings, found: Mapping[str, Finding], possible: Sequence[Suspect], may_ask: MayAsk
+) -> OpenQuestion | None:
     """Returns the question for the finding whose possible levels move the first cause and another one furthest apart.
 
     A finding counts only if one of its levels would reverse the order of the two and another would confirm it.
@@ -170,7 +174,7 @@ def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Su
     if not possible or possible[0].harmless:
         return None
     furthest, chosen = DECIDED, None
-    unseen = [(rule, _setting(run, rule)) for rule in RULES.values() if rule.name not in found]
+    unseen = [(rule, _setting(run, rule, may_ask)) for rule in RULES.values() if rule.name not in found]
     likely = [suspect for suspect in possible if suspect.points > max(possible[0].points - DECIDED, 0)]
     rivals = [each for each in likely[1:] if each.cause.about == likely[0].cause.about]  # others may hold too
     for rival, (rule, setting) in product(rivals, unseen):
@@ -182,11 +186,7 @@ def _question(run: Readings, found: Mapping[str, Finding], possible: Sequence[Su
     return chosen
 
 
-def _setting(run: Readings, rule: FindingRule) -> str:
-    """Returns the setting that makes a run log what a finding needs and the run lacks; "" if there is none.
-
-    A dense model has no routers to compare, and a launch refuses to.
-    """
+def _setting(run: Readings, rule: FindingRule, may_ask: MayAsk) -> str:
+    """Returns the setting that makes a run log what a finding needs and the run lacks; "" if there is none."""
     asked = (setting_for(name) for name in rule.needs if run.get(name) is None)
-    able = (setting for setting in asked if is_moe(run) or setting != ROUTING.override)
-    return next((setting for setting in able if setting.startswith(MEASURES)), "")
+    return next((setting for setting in asked if setting.startswith(MEASURES) and may_ask(setting)), "")

@@ -313,7 +313,7 @@ class Context:
 
 LEVELS = ("error", "warning", "note", "ok")  # worst first
 ABSENT = object()
-OFF_VALUES = (None, False, 0, "none", "disabled")
+OFF_IF_MISSING = (None, False, 0, "none", "disabled")
 
 
 @dataclass(frozen=True)
@@ -411,7 +411,7 @@ def apply_fix(
     for override in failure.fix:
         key, value = parse_override(override)
         present = OmegaConf.select(config, key, default=ABSENT)
-        if present == value or (present is ABSENT and value in OFF_VALUES):  # a missing setting is already off
+        if present == value or (present is ABSENT and value in OFF_IF_MISSING):  # a missing setting is already off
             continue
         OmegaConf.update(fixed, key, value, force_add=True)
         fix.append(override)

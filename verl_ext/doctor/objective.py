@@ -218,8 +218,8 @@ def trust_region(context: Context) -> Iterable[CheckResult]:
         return
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     bounds = context.methods("stability.correction")
-    by_age = (name for name in context.methods("stability.filters") if name in BATCH_FILTERS)
-    bounds += [name for name in by_age if BATCH_FILTERS[name].needs_l_old or BATCH_FILTERS[name].needs_lag]
+    filters = (name for name in context.methods("stability.filters") if name in BATCH_FILTERS)
+    bounds += [name for name in filters if BATCH_FILTERS[name].needs_l_old or BATCH_FILTERS[name].needs_lag]
     bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
     bounds += [f"rollout_correction.{one}" for one in context.verls_corrections]
     bounds += ["bypass mode"] if context.get(BYPASS) else []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # The trajectory ids of the batch, and whether the guard has refused it.
-_batch: ContextVar[tuple[Sequence[str] | None, bool]] = ContextVar("session_keys", default=(None, False))
+_estimator_batch: ContextVar[tuple[Sequence[str] | None, bool]] = ContextVar("estimator_batch", default=(None, False))
 
 
 def estimator_settings(method: Method, algorithm: Any) -> Any:
@@ -78,11 +78,11 @@ def session_keys(keys: Sequence[str], *, refused: bool = False) -> Iterator[None
         keys: [B] trajectory ids `{uid}_{session}_{index}`, in the order of the rows.
         refused: the batch makes no update. A reward that is not finite is then no error: it may be the reason.
     """
-    token = _batch.set((tuple(keys), refused))
+    token = _estimator_batch.set((tuple(keys), refused))
     try:
         yield
     finally:
-        _batch.reset(token)
+        _estimator_batch.reset(token)
 
 
 def estimate(
@@ -115,7 +115,7 @@ def estimate(
     settings = asdict(estimator_settings(method, config))
     estimator = partial(method.function, norm_by_std=norm_by_std, **settings)
     rewards_B = token_level_rewards.double().sum(dim=-1)
-    keys, refused = _batch.get()
+    keys, refused = _estimator_batch.get()
     if refused and not rewards_B.isfinite().all():
         advantages_B = rewards_B * float("nan")
     else:

@@ -186,8 +186,8 @@ class Rescoring:
     that copy, kept until the next one. Each further version is one more copy; each rank keeps its shard (the bytes of
     the parameters, no optimizer). A step that rescores copies the current weights once more and loads each version that
     it needs. It computes log-probabilities of that version's trajectories, and of a few others so that every rank has
-    equally many (one trajectory per pass, or micro-batches by tokens). Then it loads the current weights again. The
-    time is logged as `timing_s/rescore`.
+    equally many (one trajectory per pass). Then it loads the current weights again. The time is logged as
+    `timing_s/rescore`.
 
     Trajectories that are older than the kept versions, or that several versions sampled, are not rescored. The other
     modes and bypass mode keep no copies, so rescoring is refused there.

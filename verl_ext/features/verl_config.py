@@ -110,7 +110,7 @@ VIRTUAL_STAGES = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parall
 
 
 def passes_at_once(config: DictConfig) -> int:
-    """Returns the number that a rank's forward passes must be a multiple of: Megatron's stages with virtual ones, else
+    """Returns how many forward passes a rank makes together: the pipeline's stages if Megatron interleaves them, else
     1."""
     if strategy_of(config) != "megatron" or not OmegaConf.select(config, VIRTUAL_STAGES):
         return 1

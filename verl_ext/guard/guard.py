@@ -144,9 +144,9 @@ class Guard:
         events = self._not_finite(new, "warn")
         undoing = {rule.signal for rule in self.rules if rule.action == "undo"}
         events = [replace(event, action="undo") if event.signal in undoing else event for event in events]
-        refused = new.get(REFUSED, 0.0) if self.state.updated else 0.0  # in bypass mode, a refused batch's are too
+        refused = new.get(REFUSED, 0.0)
         if refused > 0:
-            reason = f"{refused:.0%} of the mini-batches made no optimizer step: they passed a bound of "
+            reason = f"{refused:.0%} of the mini-batches were refused: they passed a bound of "
             reason += "stability.guard.mini_batch, or had no token left to learn from"
             events.append(Event(self.step, "mini_batch", REFUSED, refused, 0.0, "warn", reason))
         self._failed |= bool(events) and (refused == 1 or "actor/grad_norm" in {event.signal for event in events})

@@ -11,6 +11,7 @@ from verl_ext.diagnosis.causes import CAUSES, Settling
 from verl_ext.diagnosis.collapse import RECORDED, Move, what_moved
 from verl_ext.diagnosis.findings.answers import LONGEST
 from verl_ext.diagnosis.findings.registry import notable
+from verl_ext.diagnosis.findings.routers import is_moe
 from verl_ext.diagnosis.judge import Judgement
 from verl_ext.diagnosis.names import K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
@@ -90,6 +91,12 @@ def is_on(run: Run, override: str) -> bool:
     return any(override.startswith(start) and run.readings.has(name) for start, name in LOGGED_IF_ON.items())
 
 
+def may_ask(run: Run, setting: str) -> bool:
+    """Returns True if a setting would add to this run's metrics. A launch refuses to compare the routers of a dense
+    model."""
+    return not is_on(run, setting) and (is_moe(run.readings) or setting != ROUTERS)
+
+
 def moves_of(run: Run, began: int, until: int) -> tuple[Move, ...]:
     return what_moved({name: each.pairs() for name in RECORDED if (each := run.get(name)) is not None}, began, until)
 
@@ -110,7 +117,8 @@ def next_steps(
         if words and words <= said:
             continue
         said |= words.union(*(INCLUDES.get(word, set()) for word in words))
-        if any(word.startswith("stability=") for word in words):
+        asked = question is not None and question.setting == METRICS
+        if any(word.startswith("stability=") for word in words) and not asked:
             said.add(METRICS)  # every method logs the gap
         yield step
 
@@ -127,7 +135,7 @@ def _all_steps(
     yield from remedies
     asked = found.question
     unknown = question is None and found.first is None and found.engines.state in ("apart", "growing")
-    if unknown and asked is not None and not is_on(run, asked.setting):
+    if unknown and asked is not None:
         yield NextStep(asked.setting, "distinguishes the likeliest causes")
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second

@@ -22,6 +22,7 @@ advice on tuning: only the remedy of the likeliest cause remains, or the way to 
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from verl_ext.diagnosis.causes import Cause, Settling, settling_of
@@ -36,7 +37,7 @@ from verl_ext.diagnosis.rank import Evidence, OpenQuestion, Suspect
 from verl_ext.diagnosis.series import LEVEL_READINGS
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import NextStep, is_on, moves_of, next_steps
+from verl_ext.report.advice import NextStep, may_ask, moves_of, next_steps
 from verl_ext.report.guard_facts import (
     Fact,
     act_sentence,
@@ -207,11 +208,11 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     Args:
         causes: those to choose from; all known ones by default.
     """
-    found = judge(run.readings, causes)
+    found = judge(run.readings, causes, partial(may_ask, run))
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     state: State = "stopped" if stop is not None else _word(run, found)
     lately = recent_acts(run, REFUSING, ALARM_STEPS)
-    question, settle = _open_question(run, found), _settling(found)
+    question, settle = _open_question(found), _settling(found)
     steps = tuple(next_steps(run, found, state, question, settle))
     if lately:  # then there is one remedy, or none
         remedies = [step for step in steps if not step.only_measures]
@@ -236,10 +237,10 @@ def _alarm(run: Run, event: Event, *, is_said: bool) -> str:
     return f"Deal with this first, before you tune anything{act} {AFTER_ALARM}"
 
 
-def _open_question(run: Run, found: Judgement) -> OpenQuestion | None:
+def _open_question(found: Judgement) -> OpenQuestion | None:
     """Returns the question for the metric that would decide, if there is more than one cause to decide between."""
     asked = found.question
-    if asked is None or len(found.suspects) == 1 or is_on(run, asked.setting):
+    if asked is None or len(found.suspects) == 1:
         return None
     return asked if found.first is not None and found.first.cause == asked.first else None
 

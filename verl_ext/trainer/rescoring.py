@@ -39,11 +39,14 @@ def rescore(
     found: dict[str, Tensor] = {}
     workers.save_model_to_cpu(NOW)
     for version, rows in chosen.items():
+        filled = fill_rows(rows, multiple, len(batch))
+        if not filled:
+            continue
         workers.use_version(version)
-        sent = batch.select_keys([batch.keys[row] for row in fill_rows(rows, multiple, len(batch))])
+        sent = batch.select_keys([batch.keys[row] for row in filled])
         sent.extra_info |= ONE_A_PASS | {"temperature": temperature}
         workers.compute_log_prob(sent)
-        asked = batch.select_keys([batch.keys[row] for row in rows])
+        asked = batch.select_keys([batch.keys[row] for row in rows if row in filled])
         found |= dict(zip(asked.keys, computed_log_probs(asked).unbind(), strict=True))
     workers.restore_model_from_cpu(NOW)
     workers.clear_cpu_model(NOW)
@@ -67,7 +70,9 @@ def choose_by_version(
 
 
 def fill_rows(rows: Sequence[int], multiple: int, size: int) -> list[int]:
-    """Returns these rows, and others of the batch until their number is a multiple of `multiple`."""
+    """Returns these rows, and others of the batch until their number is a multiple of `multiple`; fewer of them if the
+    batch is too small for that."""
+    rows = rows[: size // multiple * multiple]
     taken = set(rows)
     others = [row for row in range(size) if row not in taken]
     return [*rows, *others[: -len(rows) % multiple]]

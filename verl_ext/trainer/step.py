@@ -21,7 +21,7 @@ from verl_ext.core.mismatch import advantage_metrics, count_non_finite
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.settings import StabilityConfig
-from verl_ext.guard.guard import Guard
+from verl_ext.guard.guard import REFUSED, Guard
 from verl_ext.guard.state import Decision, Event
 from verl_ext.workers.first_pass import take_measured
 
@@ -132,6 +132,8 @@ class Step:
             return
         self._is_late, guard = False, self._guard
         measured, refused = take_measured(metrics)
+        if refused:  # by the batch's measurements: its mini-batches are not refused one by one
+            metrics.pop(REFUSED, None)
         self._count(refused or self.outcome.refused is not None, metrics)
         foreseen, jump = guard.foresee(metrics | measured.metrics)
         bad = {"the training engine's log-probs": measured.non_finite} if measured.non_finite else {}

@@ -90,8 +90,8 @@ class Gate:
         return outputs
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
-        """Wraps verl's method. Adds gate/refused to the metrics, 1 for a mini-batch without an optimizer step; with
-        limits, also their signals; in bypass mode, also the first mini-batch's measurements."""
+        """Wraps verl's method. Adds gate/refused to the metrics, 1 for a mini-batch that is refused. If limits are set,
+        adds the signals that they bound; in bypass mode, the first mini-batch's measurements."""
         self._data, self._taken, self._metrics = data, True, {}
         if self.first_pass is not None:
             self.first_pass.begin_mini_batch()

@@ -28,15 +28,12 @@ def logged(*names):
     return Readings.of_pairs({name: [(1, 0.5)] for name in names})
 
 
-MOE = logged("router/tokens")
-
-
 def named(findings, *causes):
     return [suspect.cause.name for suspect in name_causes(logged(), findings, causes)[0]]
 
 
-def question(findings, *causes, run=None):
-    asked = name_causes(run or MOE, findings, causes)[1]
+def question(findings, *causes, run=None, **more):
+    asked = name_causes(run or logged(), findings, causes, **more)[1]
     return asked and (asked.first.name, asked.second.name, asked.setting)
 
 
@@ -233,21 +230,21 @@ def test_the_question_names_what_is_not_logged_and_would_turn_the_order(causes, 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        (("vllm_kl/k3", "router/tokens"), ("ties", "much", ROUTERS)),
+        (("vllm_kl/k3",), ("ties", "much", ROUTERS)),
         (("router/agreement",), None),  # it is logged, and shows nothing of the finding
-        (("vllm_kl/k3",), None),  # by its metrics a dense model, whose launch would refuse the setting
     ],
 )
 def test_what_is_logged_is_not_asked_for(names, expected):
     assert question(found(gap_started="at_once"), ties, much, run=logged(*names)) == expected
 
 
-def test_a_dense_model_is_asked_for_the_next_best_metric():
+def test_where_a_setting_may_not_be_asked_for_it_is_the_next_best():
     """The routers would move the two by 7 points, and the sync's canary by 4.5."""
     one = cause("one", gap_started=AT_ONCE, updates_arrived={"part": "often"}, routers_differ={"much": "always"})
     other = cause("other", gap_started=AT_ONCE, updates_arrived={"all": "always"}, routers_differ={"in_ties": "always"})
-    for run, setting in ((MOE, ROUTERS), (logged(), SYNC)):
-        assert question(found(gap_started="at_once"), one, other, run=run) == ("one", "other", setting)
+    assert question(found(gap_started="at_once"), one, other) == ("one", "other", ROUTERS)
+    only = question(found(gap_started="at_once"), one, other, may_ask=lambda setting: setting != ROUTERS)
+    assert only == ("one", "other", SYNC)
 
 
 def test_a_question_needs_levels_that_move_the_two_far_enough():
@@ -264,7 +261,7 @@ def test_the_question_is_asked_also_if_no_cause_is_named():
         Cause(each.name, each.name, "gap", "it", shows=each.shows | {"gap_started": {"at_once": "often"}})
         for each in (ties, much)
     ]
-    suspects, asked = name_causes(MOE, found(gap_started="at_once"), weak)
+    suspects, asked = name_causes(logged(), found(gap_started="at_once"), weak)
     assert suspects == [] and asked.setting == ROUTERS
 
 
@@ -274,6 +271,6 @@ def test_the_first_suspect_has_the_question_and_the_advice_of_its_model():
     dense, routed = (name_causes(run, findings, [old])[0][0] for run in (logged(), logged("router/agreement")))
     assert (dense.override, routed.override) == (old.override, old.moe_override) and old.moe_override != old.override
     assert old.override in dense.advice and old.moe_override in routed.advice
-    (first, second), asked = name_causes(MOE, found(gap_started="at_once"), [ties, much])
+    (first, second), asked = name_causes(logged(), found(gap_started="at_once"), [ties, much])
     assert first.question == asked and second.question is None
     assert ROUTERS in first.sentence and ROUTERS not in second.sentence

@@ -90,6 +90,14 @@ def test_what_fix_prints_makes_the_findings_go_away(doctor):
     assert doctor("--strict", "--fix", *wrong, *lines) == (0, "")
 
 
+def test_fix_sets_a_setting_that_is_missing(doctor):
+    """Only a fix that switches something off has nothing to do where the setting is missing."""
+    missing = ("stability.correction=none", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm")
+    code, out = doctor("--fix", *missing)
+    assert (code, out) == (1, "actor_rollout_ref.actor.policy_loss.delta=0.1\n"), doctor.stderr
+    assert doctor("--fix", *missing, out.strip())[0] == 0
+
+
 def test_fix_tells_on_stderr_what_no_override_fixes(doctor):
     code, out = doctor("--fix", "stability.icepop.alpha=6")
     assert (code, out) == (1, "")

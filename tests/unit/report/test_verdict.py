@@ -57,6 +57,7 @@ def recorded(name):
         ({REWARD: [1.0, 0.7, 0.4, 0.1], K3: QUIET[:11]}, "not enough data", "too short", "close"),
         ({REWARD: [*RISES[:20], *[NAN] * 20], K3: QUIET}, "drifting", "unstable", "close"),
         ({REWARD: [NAN] * 40, K3: QUIET}, "drifting", "unstable", "close"),
+        ({REWARD: [*HALVED, *[NAN] * 4]}, "collapsed", "collapsed", "unmeasured"),
         ({REWARD: [0.5, 0.52] * 20, K3: QUIET}, "flat", "flat", "close"),
         ({REWARD: RISES, K3: [0.02, 0.021] * 20}, "suspect", "learns", "apart"),
         ({REWARD: [0.1] * 12 + [0.7] * 30 + [0.42] * 18, K3: [1e-3] * 60}, "drifting", "falling", "close"),

@@ -16,6 +16,7 @@ def worker_metrics(k3, refused=0.0, tokens=3, kept=3, non_finite=0):
         "actor/correction/dropped": 1 - kept / tokens,
         **{f"actor/first_pass/{name}": value for name, value in counts.items()},
         "actor/entropy_loss": 0.7,
+        "actor/gate/refused": refused,
     }
 
 
@@ -58,6 +59,7 @@ def test_in_bypass_mode_a_batch_that_the_workers_refused_counts_as_skipped_with_
     trainer, metrics, _ = bypassed({"correction": "icepop", "batch_skip": {"threshold": 0.1}}, by_workers)
     assert metrics["guard/skipped"] == trainer.stability_run.guard.state.skips == 1
     assert not trainer.stability_run.guard.state.updated
+    assert "actor/gate/refused" not in metrics, "the guard would report its mini-batches as well"
     assert f"verl_ext: step 7: update skipped: {said}" in capsys.readouterr().out
 
 

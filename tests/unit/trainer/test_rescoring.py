@@ -33,7 +33,17 @@ def test_as_many_as_are_asked_for_others_in_other_steps_and_the_same_in_the_same
     assert found == [tuple(choose_by_version(tags, [5], 4, seed)[5]) for seed in range(20)]
 
 
-@pytest.mark.parametrize(("rows", "ranks", "sent"), [([1, 3], 2, [1, 3]), ([1, 3], 4, [1, 3, 0, 2]), ([2], 1, [2])])
+@pytest.mark.parametrize(
+    ("rows", "ranks", "sent"),
+    [
+        ([1, 3], 2, [1, 3]),
+        ([1, 3], 4, [1, 3, 0, 2]),
+        ([2], 1, [2]),
+        ([1, 3, 4], 2, [1, 3, 4, 0]),
+        ([0, 1, 2, 3, 4], 4, [0, 1, 2, 3]),
+        ([1], 6, []),
+    ],
+)
 def test_others_of_the_batch_make_a_number_that_the_workers_can_divide(rows, ranks, sent):
     assert fill_rows(rows, ranks, size=5) == sent
 
@@ -69,12 +79,8 @@ class Workers:
 
 @pytest.fixture
 def rescored(monkeypatch):
-    """rescored(step, settings...) -> the result, and the workers.
-
-    The run's micro-batches are larger than the batch, as can happen when verl makes them by tokens.
-    """
-    rollout = {"log_prob_micro_batch_size_per_gpu": 16, "temperature": 0.7}
-    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    """rescored(step, settings...) -> the result, and the workers."""
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"temperature": 0.7}}})
 
     def run(step, **settings):
         store = {}

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-from tests.support.store import VERLS, nested
-from tests.support.training_step import COLUMNS, OLD, READ, Trainer, ran, router_sums, rows
+from tests.support.store import VERLS, compute_advantage, nested
+from tests.support.training_step import COLUMNS, OLD, READ, Trainer, VerlTrainer, ran, router_sums, rows
+from verl_ext.features.advantages import register_estimators
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import read_features
@@ -147,6 +149,22 @@ def test_nan_in_the_rollouts_log_probs_skips_without_a_threshold(step, capsys):
     assert ran(trainer) == ["advantage"]
     assert "update skipped: rollout_log_probs has 1 non-finite values" in capsys.readouterr().out
     assert torch.isfinite(store.fields["rollout_is_weights"].values()).all()
+
+
+def test_a_nan_reward_skips_the_update_with_our_estimators_too(step, monkeypatch):
+    estimated = []
+
+    def estimate(self, batch, metrics):
+        rewards = torch.tensor([[float("nan")], [0.0]])
+        estimated.append(get_adv_estimator_fn("qae")(rewards, torch.ones(2, 1), ["a", "a"])[0])
+        compute_advantage(batch, self.advantages)
+        return batch
+
+    register_estimators()
+    monkeypatch.setattr(VerlTrainer, "_compute_advantage", estimate)
+    trainer, metrics, _ = step({"correction": "icepop"}, rm_scores=nested([0.0, float("nan")], [0.0]))
+    assert ran(trainer) == [] and metrics["guard/skipped"] == 1
+    assert estimated[0].isnan().all()
 
 
 MEASURED = {*FIELDS, "rm_scores", "answer_facts"}

@@ -386,7 +386,7 @@ UPDATE = Section(
     (
         after(
             "actor/gate/refused",
-            "mini-batches without an optimizer step: they passed a bound, or had no token left to learn from",
+            "mini-batches whose step was refused: they passed a bound, or had no token left to learn from",
             "share",
             "lower",
         ),

@@ -256,7 +256,8 @@ def _installed_causes() -> Iterable[Path]:
 
 @dataclass(frozen=True)
 class Settling:
-    """A command that decides between causes, with the overrides of the launch; `shows` is what it shows, a clause."""
+    """A command that decides between causes, with the overrides of the launch; `shows` is a clause with its result for
+    each cause."""
 
     command: str
     shows: str

@@ -9,8 +9,7 @@ from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Se
 TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
-OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost
-LASTING = 0.8  # share of the readings that are not finite from the step on in which a metric was lost
+OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
@@ -50,10 +49,10 @@ def lost_gap(run: Readings) -> tuple[str, int] | None:
 
 
 def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
-    """Returns the first of these metrics that was lost, and the step: since then it is hardly ever finite."""
+    """Returns the first of these metrics that was lost, and the step: since then it is mostly not finite."""
     bad = {name: (series, ~np.isfinite(series.values)) for name, series in _bad(run, names).items()}
     steps = {
-        name: step_from(series, lost, LASTING)
+        name: step_from(series, lost, OFTEN)
         for name, (series, lost) in bad.items()
         if lost[-NOW_READINGS:].mean() > OFTEN
     }

@@ -175,14 +175,14 @@ def _level_of_correlation(value: float) -> str:
 
 @finding("gap_at_once", "unrelated apart | close", family="gap_level", needs=(K3, CORRELATION))
 def gap_at_once(run: Readings) -> Seen:
-    """The gap in the first step whose rollouts are as new as the policy: whether the engines compute the same
+    """The gap in the first step, if its rollouts were as new as the policy: whether the engines compute the same
     function."""
     gap, correlation = gap_of(run), run.get(CORRELATION)
     seen: list[tuple[str, str, int]] = []
-    if gap is not None and (first := _first_fresh(gap.series, run)) is not None:
+    if gap is not None and (first := _first_if_fresh(gap.series, run)) is not None:
         step, value = first
         seen.append((_level_of(gap, abs(value), run), f"{gap.name} was {_number(value)}", step))
-    if correlation is not None and (first := _first_fresh(correlation, run)) is not None:
+    if correlation is not None and (first := _first_if_fresh(correlation, run)) is not None:
         step, value = first
         seen.append((_level_of_correlation(value), f"probabilities had a correlation of {value:.3g}", step))
     if not seen:
@@ -193,7 +193,7 @@ def gap_at_once(run: Readings) -> Seen:
     return level, f"{text} in {'the first step' if step <= 1 else f'step {step}'}", step
 
 
-def _first_fresh(series: Series, run: Readings) -> tuple[int, float] | None:
+def _first_if_fresh(series: Series, run: Readings) -> tuple[int, float] | None:
     """Returns step and value of the first reading; None if it is not of the first steps, or its rollouts were old."""
     step = int(series.steps[0])
     return None if step > FIRST_READINGS or step in stale_steps(run) else (step, float(series.values[0]))
