@@ -61,10 +61,10 @@ class Sessions:
         return cls([row for _, row in last], session_B, [uid for uid, _ in sessions])
 
 
-def group_ids(names: Sequence[object]) -> list[int]:
-    """Returns 0, 1, ... for each different name, in the order of appearance."""
+def group_ids(names: Sequence[object], device: torch.device | None = None) -> Tensor:
+    """Returns [S] int64: 0, 1, ... for each different name, in the order of appearance."""
     ids: dict[object, int] = {}
-    return [ids.setdefault(name, len(ids)) for name in names]
+    return torch.tensor([ids.setdefault(name, len(ids)) for name in names], dtype=torch.long, device=device)
 
 
 def prompt_effect(rewards_B: Tensor, keys: Sequence[str]) -> float | None:
@@ -83,7 +83,7 @@ def prompt_effect(rewards_B: Tensor, keys: Sequence[str]) -> float | None:
     """
     sessions = Sessions.from_keys(keys)
     rewards_S = rewards_B.double()[sessions.final_S]
-    group_S = torch.tensor(group_ids(sessions.uid_S), dtype=torch.long, device=rewards_S.device)
+    group_S = group_ids(sessions.uid_S, rewards_S.device)
     groups, total = _group_count(group_S), len(group_S)
     _, centred, _ = _group_statistics(rewards_S, group_S)
     within = centred.square().sum().item()
@@ -152,7 +152,7 @@ def advantages_of_rows(
     if keys is not None:
         sessions = Sessions.from_keys(keys)
         final_S, session_B = sessions.final_S, sessions.session_B
-    group_S = torch.tensor(group_ids([uids[row] for row in final_S]), dtype=torch.long, device=rewards_B.device)
+    group_S = group_ids([uids[row] for row in final_S], rewards_B.device)
     advantages_S = advantages_of_sessions(rewards_B.double()[final_S], group_S)
     return advantages_S[session_B]
 

@@ -361,7 +361,7 @@ def zero_variance(batch: FilterBatch) -> Tensor:
         BatchError: a reward is NaN or infinite.
     """
     sessions = Sessions.from_keys(batch.keys)
-    group_S = torch.tensor(group_ids(sessions.uid_S), dtype=torch.long, device=batch.rewards_B.device)
+    group_S = group_ids(sessions.uid_S, batch.rewards_B.device)
     rewards_S = batch.rewards_B[sessions.final_S]
     require_finite(rewards_S)
     size = torch.bincount(group_S)

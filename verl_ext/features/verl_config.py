@@ -25,6 +25,7 @@ FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its 
 REPLAY = "stability.replay"  # the same for every engine
 REPLAY_MODES = ("disabled", "R2", "R3")
 MTP = f"{MODEL}.mtp"
+VIRTUAL_STAGES = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
@@ -104,9 +105,6 @@ def truncates(config: DictConfig) -> bool:
 def drafts(config: DictConfig) -> bool:
     """Returns True if the rollout speculates with the model's own draft layers."""
     return all(OmegaConf.select(config, f"{MTP}.{name}") for name in ("enable", "enable_rollout"))
-
-
-VIRTUAL_STAGES = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"
 
 
 def passes_at_once(config: DictConfig) -> int:

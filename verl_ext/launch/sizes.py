@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, VIRTUAL_STAGES
 from verl_ext.launch.models import ModelShape
 from verl_ext.launch.packages import LAYERS, MEGATRON, sglang_arguments, vllm_arguments
 
@@ -100,8 +100,7 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     pipeline = _size(config, f"{MEGATRON}.pipeline_model_parallel_size")
     context = _size(config, f"{MEGATRON}.context_parallel_size")
     expert = _size(config, f"{MEGATRON}.expert_model_parallel_size")
-    chunks = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
-    interleaved = _get(config, chunks)
+    interleaved = _get(config, VIRTUAL_STAGES)
     expert_tensor = _get(config, f"{MEGATRON}.expert_tensor_parallel_size") or tensor  # null: as tensor parallelism
     gpus = f"trainer.nnodes x n_gpus_per_node={world}"
     setting = f"{MEGATRON}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size"
@@ -111,7 +110,7 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     whole = (f"{MEGATRON}.expert_tensor_parallel_size=1",) if world % (expert * pipeline) == 0 else ()
     _divide(expert_tensor * expert * pipeline, world, f"{setting}={expert_tensor} x {expert} x {pipeline}", gpus, whole)
     if interleaved is not None and pipeline == 1:
-        raise ConfigError(f"{chunks}={interleaved} needs a pipeline", fix=(f"{chunks}=null",))
+        raise ConfigError(f"{VIRTUAL_STAGES}={interleaved} needs a pipeline", fix=(f"{VIRTUAL_STAGES}=null",))
     if shape is None:
         return
     _check_heads(shape, tensor, f"{MEGATRON}.tensor_model_parallel_size={tensor}")
@@ -128,7 +127,7 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
         setting = f"{MEGATRON}.expert_model_parallel_size"
         raise ConfigError(f"{setting}={expert} needs experts", fix=(f"{setting}=1",))
     for count in pipeline_stages(config, shape.layers):
-        _divide(interleaved or 1, count, f"{chunks}={interleaved}", f"{count} layers of a pipeline stage")
+        _divide(interleaved or 1, count, f"{VIRTUAL_STAGES}={interleaved}", f"{count} layers of a pipeline stage")
     if shape.linear and config.actor_rollout_ref.model.use_remove_padding:  # which verl gives to the engine's own
         raise ConfigError(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
             f"{ARP}.model.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "

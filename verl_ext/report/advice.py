@@ -110,6 +110,7 @@ def next_steps(
     advised twice.
     """
     said: set[str] = set()
+    asks_metrics = question is not None and question.setting == METRICS
     for step in _all_steps(run, found, state, question, settle):
         words = (
             {word for word in step.do.split() if not word.startswith(NO_CHANGE)} if not step.is_command else {step.do}
@@ -117,8 +118,7 @@ def next_steps(
         if words and words <= said:
             continue
         said |= words.union(*(INCLUDES.get(word, set()) for word in words))
-        asked = question is not None and question.setting == METRICS
-        if any(word.startswith("stability=") for word in words) and not asked:
+        if any(word.startswith("stability=") for word in words) and not asks_metrics:
             said.add(METRICS)  # every method logs the gap
         yield step
 

@@ -31,7 +31,11 @@ ACTED = {
     "stop": "stopped the run",
     "skip": "skipped an update",
 }
-FAILED = {"undo": "had no update that it could take back", "rollback": "had no checkpoint to go back to"}
+# Action -> the action of the guard in the same step if it could not be done, and what to say then.
+FAILED = {
+    "undo": ("warn", "had no update that it could take back"),
+    "rollback": ("stop", "had no checkpoint to go back to"),
+}
 DECIDED = {
     "skip": "update skipped",
     "lower_lr": "learning rate lowered",
@@ -180,10 +184,10 @@ def _outside_since(series: Series, outside: np.ndarray, until: int) -> int | Non
 
 
 def act_sentence(run: Run, event: Event) -> str:
-    """Returns what the guard did, or could not do: it then warned or stopped the run in the same step."""
-    instead = {"undo": "warn", "rollback": "stop"}.get(event.action)
+    """Returns what the guard did, or could not do."""
+    instead, failure = FAILED.get(event.action, ("", ""))
     failed = any((each.step, each.rule, each.action) == (event.step, event.action, instead) for each in run.events)
-    act = (FAILED if failed else ACTED)[event.action]
+    act = failure if failed else ACTED[event.action]
     return f"The guard {act} in step {event.step}: {event.reason}."
 
 

@@ -85,7 +85,6 @@ class Step:
         self.outcome = Outcome()
         self._features, self._stability = features, features.stability
         self._guard, self._actions = guard, actions
-        self._refused: Event | None = None
         self._is_late = False  # the workers measure it, and their metrics are still to be judged
 
     def measure(self, batch: Batch, metrics: dict[str, float]) -> None:
@@ -99,26 +98,25 @@ class Step:
         else:
             decision = self._judge_measured(batch, metrics)
         self._actions.record_decision(decision)
-        self._refused = decision.refusal
-        self.outcome = Outcome(self._refused)
+        self.outcome = Outcome(decision.refusal)
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
         """Judges by the advantages' sign, filters, and counts the outcome; in bypass mode, `judge_first_pass` does."""
-        late = Need.MEASURED_IN_UPDATE in self._features.needs
+        late, refused = Need.MEASURED_IN_UPDATE in self._features.needs, self.outcome.refused
         if self._stability.breakdown and not late:
             found = advantage_metrics(batch.sums_by_sign())
             metrics.update(found)
             decision = self._guard.judge(found)
             self._actions.record_decision(decision)
-            self._refused = self._refused or decision.refusal
+            refused = refused or decision.refusal
         scale = 1.0
-        if self._refused is None and Need.LOSS_MASK in self._features.needs:
-            scale = self._filter(batch, metrics)
-        self.outcome = Outcome(self._refused, scale, self._guard.tightens)
+        if refused is None and Need.LOSS_MASK in self._features.needs:
+            refused, scale = self._filter(batch, metrics)
+        self.outcome = Outcome(refused, scale, self._guard.tightens)
         self._is_late = late
         if not late:
-            self._count(self._refused is not None, metrics)
-        elif self._refused is not None:  # there will be no update
+            self._count(refused is not None, metrics)
+        elif refused is not None:  # there will be no update
             self.judge_first_pass(metrics)
         return self.outcome
 
@@ -193,8 +191,9 @@ class Step:
         if fields:
             batch.put(block, fields)
 
-    def _filter(self, batch: Batch, metrics: dict[str, float]) -> float:
-        """Removes the dropped tokens from the loss's mask, unless nothing would be left; returns the filters' scale."""
+    def _filter(self, batch: Batch, metrics: dict[str, float]) -> tuple[Event | None, float]:
+        """Removes the dropped tokens from the loss's mask. Returns the refusal if nothing would be left, and the
+        filters' scale."""
         step, kept = self._guard.step, self._stability.denominator == "kept"
         tallies, waiting = list[FilterTally](), list[tuple[Block, Tensor]]()
         for block, view, weight in batch.views(weighed=kept):
@@ -208,10 +207,11 @@ class Step:
         metrics.update(tally.metrics)
         for name, key in tally.examples.items():
             print(f"verl_ext: step {step}: filter {name} dropped tokens of {key}", flush=True)
-        if tally.empty:
-            self._refused = refusal(step, "filters", tally.reason)
-            self._actions.record_decision(Decision((self._refused,)))
-        return tally.scale
+        if not tally.empty:
+            return None, tally.scale
+        refused = refusal(step, "filters", tally.reason)
+        self._actions.record_decision(Decision((refused,)))
+        return refused, tally.scale
 
     def _add_refusal(
         self, decision: Decision, measured: Measured, *, due: str | None = None, of: str = "the batch"

@@ -31,7 +31,7 @@ LEVELS = st.sampled_from([0.1, 0.25, 0.4, 0.5, 0.55, 0.6, 0.7, 0.9])
 
 def columns(sessions):
     rewards, groups = zip(*sessions, strict=True)
-    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(group_ids(groups))
+    return torch.tensor(rewards, dtype=torch.float64), group_ids(groups)
 
 
 def by_group(sessions):

@@ -23,10 +23,8 @@ def numbers_finite(run: Readings) -> Seen:
             others = ", and training's own metrics are finite" if level == "rollout" else ""
             return level, f"{name} is not a number from step {step} on{others}", step
     if bad := _bad(run, (*TRAINING, REWARD, *GAP)):
-        name, step = _earliest(
-            {name: int(series.steps[~np.isfinite(series.values)][0]) for name, series in bad.items()}
-        )
-        count = int((~np.isfinite(bad[name].values)).sum())
+        name, step = _earliest({name: int(series.steps[wrong][0]) for name, (series, wrong) in bad.items()})
+        count = int(bad[name][1].sum())
         return "once", f"{name} was not a number in {count} step{'s' * (count != 1)}, first in step {step}", step
     logged = [name for name in (*TRAINING, *GAP) if run.logged(name) is not None]
     return ("no", "all numbers are finite") if logged else None
@@ -50,18 +48,19 @@ def lost_gap(run: Readings) -> tuple[str, int] | None:
 
 def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
     """Returns the first of these metrics that was lost, and the step: since then it is mostly not finite."""
-    bad = {name: (series, ~np.isfinite(series.values)) for name, series in _bad(run, names).items()}
     steps = {
-        name: step_from(series, lost, OFTEN)
-        for name, (series, lost) in bad.items()
-        if lost[-NOW_READINGS:].mean() > OFTEN
+        name: step_from(series, wrong, OFTEN)
+        for name, (series, wrong) in _bad(run, names).items()
+        if wrong[-NOW_READINGS:].mean() > OFTEN
     }
     return _earliest(steps) if steps else None
 
 
-def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, Series]:
+def _bad(run: Readings, names: tuple[str, ...]) -> dict[str, tuple[Series, np.ndarray]]:
+    """Returns the metrics that are not always finite: all readings, and which of them are not."""
     found = {name: series for name in names if (series := run.logged(name)) is not None}
-    return {name: series for name, series in found.items() if not np.isfinite(series.values).all()}
+    masks = {name: (series, ~np.isfinite(series.values)) for name, series in found.items()}
+    return {name: (series, wrong) for name, (series, wrong) in masks.items() if wrong.any()}
 
 
 def _earliest(steps: dict[str, int]) -> tuple[str, int]:
