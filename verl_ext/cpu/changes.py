@@ -53,6 +53,19 @@ TABLE = add_changes(
         versions=TORCH,
         test="tests/unit/cpu/test_patches.py::test_the_loss_is_scaled_on_cpu_as_on_a_gpu",
     ),
+    cpu_patch(
+        name="reduce_in_float32",
+        target="`logprobs_from_logits_v2` and `entropy_from_logits` of `verl.utils.torch_functional`",
+        why="autocast computes log_softmax in float32 on CUDA and in bfloat16 on a CPU, whose probabilities then do "
+        "not sum up to 1",
+        versions=VERL,
+        test="tests/unit/cpu/test_patches.py::test_log_probs_of_bfloat16_logits_are_in_float32_as_on_a_gpu",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl: verl_F",
+            "verl.utils.torch_functional.logprobs_from_logits_v2(logits, labels)",
+            "verl.utils.torch_functional.entropy_from_logits(logits)",
+        ),
+    ),
     cpu_vllm(
         name="keep_linear_weights",
         target="`vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm`",

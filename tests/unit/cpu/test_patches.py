@@ -1,4 +1,5 @@
 import importlib.metadata
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +97,32 @@ def test_the_loss_is_scaled_on_cpu_as_on_a_gpu():
     scaler = sharded_grad_scaler.ShardedGradScaler(growth_interval=400)
     assert scaler.is_enabled()
     assert scaler.scale(torch.ones(())) == 2**16
+
+
+def test_log_probs_of_bfloat16_logits_are_in_float32_as_on_a_gpu():
+    from verl.workers.engine.fsdp import transformer_impl
+
+    rows, vocabulary = 64, 32
+    logits_RV = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)).mul(2)
+    logits_RV[:, 0] += torch.linspace(0, 12, rows)  # uncertain to nearly certain
+    logits_RV = logits_RV.bfloat16()
+    exact_RV = logits_RV.double().log_softmax(1)
+    logits_RV.requires_grad_()
+    tokens_RV = torch.arange(vocabulary).expand(rows, vocabulary)
+    with torch.autocast("cpu", torch.bfloat16):
+        log_p = torch.stack(
+            [transformer_impl.logprobs_from_logits(logits_RV, ids, inplace_backward=False) for ids in tokens_RV.T], 1
+        )
+        entropy_R = transformer_impl.verl_F.entropy_from_logits(logits_RV)
+        coarse_R = logits_RV.log_softmax(1).exp().float().sum(1)
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-5, check_dtype=False)
+    assert log_p.dtype == entropy_R.dtype == torch.float32
+    close(log_p, exact_RV)
+    close(entropy_R, -(exact_RV.exp() * exact_RV).sum(1))
+    assert (coarse_R - 1).abs().max() > 1e-3, "what autocast leaves on a CPU"
+    log_p[:, 0].sum().backward()
+    expected_RV = torch.nn.functional.one_hot(torch.zeros(rows, dtype=torch.long), vocabulary) - exact_RV.exp()
+    torch.testing.assert_close(logits_RV.grad, expected_RV.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
 def test_missing_engines_are_refused(monkeypatch):

