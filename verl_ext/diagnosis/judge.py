@@ -17,7 +17,7 @@ from verl_ext.diagnosis.findings import finite, gap, reward, routers
 from verl_ext.diagnosis.findings.registry import Finding, find_all
 from verl_ext.diagnosis.names import REWARD, by_quantity
 from verl_ext.diagnosis.rank import MayAsk, OpenQuestion, Suspect, name_causes
-from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, beginning_label, beginning_of, now_label, now_of
+from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, now_label, now_of
 
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
@@ -104,13 +104,14 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
         return Judged("dead", f"{before}nothing can be learnt, because {dead.text}", dead.step)
     if course.falls:
         return Judged("falling", f"{before}the reward falls since step {course.step}, {fell}", course.step)
-    if course.rise < reward.SURE and (validation := marks.get("validation_fell.fell")):
+    if course.rise.errors < reward.SURE and (validation := marks.get("validation_fell.fell")):
         return Judged("falling", f"the reward stands at {course.now:.2g}, and {validation.text}", validation.step)
     if not_finite:
         return Judged("unstable", not_finite.text, not_finite.step)
     now = f"{now_of(course.series):.3g} ({now_label(course.series)})"
     if blown := next((marks[mark] for mark in BLOWS_UP if mark in marks), None):
-        return Judged("unstable", f"the reward holds at {now}, but {blown.text}", blown.step)
+        course_text = f"rose from {course.moved}" if course.rise.errors >= reward.SURE else f"holds at {now}"
+        return Judged("unstable", f"the reward {course_text}, but {blown.text}", blown.step)
     return _judge_rise(course, now, at_ceiling="reward_flat.at_ceiling" in marks)
 
 
@@ -125,11 +126,10 @@ def _too_few_rewards(run: Readings) -> str:
 
 def _judge_rise(course: "reward.Course", now: str, *, at_ceiling: bool) -> Judged:
     """Returns the state of a reward that did not fall, in a run without exploding metrics."""
-    moved = f"{beginning_of(course.series):.3g} ({beginning_label(course.series)}) to {now}"
-    if course.rise >= reward.SURE:
-        return Judged("learns", f"the reward rose from {moved}")
-    if course.rise >= reward.LIKELY:
-        return Judged("weak", f"the reward rose a little, from {moved}, which noise may be")
+    if course.rise.errors >= reward.SURE:
+        return Judged("learns", f"the reward rose from {course.moved}")
+    if course.rise.errors >= reward.LIKELY:
+        return Judged("weak", f"the reward rose a little, from {course.moved}, which noise may be")
     if at_ceiling:
         return Judged("learns", f"the reward is at its ceiling, at {now}")
     return Judged("flat", f"the reward stands at {now}, no more than noise from where it began")

@@ -152,8 +152,9 @@ def _what_else(start: bytes) -> str:
             "this is JSON, but neither trainer_state.json nor lines of objects with a step; write one object a line, "
             'such as {"step": 1, "reward": 0.5}'
         )
-    first = start.decode("utf-8", errors="replace").splitlines()[0]
-    if any(first.count(separator) > 1 for separator in SEPARATORS):
+    first, *second = start.decode("utf-8", errors="replace").splitlines()[:2]
+    counts = {separator: first.count(separator) for separator in SEPARATORS}
+    if any(count > 1 and all(line.count(each) == count for line in second) for each, count in counts.items()):
         return f"this may be a table, but no column is the step; name one of them {STEP_COLUMNS[2]}"
     return (
         "this is text, but no line has a step with its metrics; verl prints them with trainer.logger=[console], TRL as "

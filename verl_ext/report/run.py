@@ -102,6 +102,11 @@ class Run:
         for logged, alias in self._quantities.get(name, own).items():
             yield self.metrics[logged].converted(alias)
 
+    @property
+    def of_verl(self) -> bool:
+        """Whether verl logged it: it has a metric under a name that verl or this package gives it."""
+        return any(find(name) is not None for name in self.metrics)
+
     @cached_property
     def _quantities(self) -> dict[str, dict[str, Alias]]:
         return by_quantity(self.metrics)

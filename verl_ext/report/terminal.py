@@ -126,7 +126,9 @@ def format_value(value: float, unit: Unit) -> str:
         case "count":
             return f"{value:.0f}"
         case _:
-            return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
+            if value == 0 or 0.01 <= abs(value) < 1e5:
+                return f"{value:.3f}"
+            return f"{value:.2e}" if value > 0 else f"{value:.1e}"
 
 
 def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = SPARK_CELLS, blocks: str = BLOCKS) -> str:
@@ -319,7 +321,7 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
         yield f"{more} more scores of validation sets"
     yield from not_finite(run)
     yield from run.all_notes()
-    for metric, what, override in REMEDIES:
+    for metric, what, override in REMEDIES if run.of_verl else ():
         experts = metric.startswith(ROUTER) and not is_moe(run.readings)  # a dense model has none
         if run.get(metric) is None and override not in advised and not experts:
             yield f"not logged: {what}; add {override}"

@@ -64,6 +64,7 @@ ROUNDING = {"close": "no more than rounding leaves", "apart": "more than roundin
 # Finding -> findings and other facts that report the same with more detail.
 SAID_BY = {
     "advantages": {"reward_constant"},
+    "answers_cut": {"cut_and_low"},
     "correction_on": {"tokens_dropped", "many_dropped"},
     "gap_level": {"gap_grew", "past_boundary"},
     "gradient_large": {"gradient_grew"},
@@ -95,6 +96,7 @@ class RunVerdict:
         settle: the command that decides between them, and what it shows for each; "" if none does.
         alarm: the guard's actions in the last steps, which must be dealt with first; "" if there are none.
         steps: what to do, the most useful first.
+        of_verl: whether verl logged the run; another trainer has its own names for the settings.
     """
 
     state: State
@@ -107,6 +109,7 @@ class RunVerdict:
     settle: str = ""
     alarm: str = ""
     steps: tuple[NextStep, ...] = ()
+    of_verl: bool = True
 
     @property
     def first(self) -> NextStep | None:
@@ -121,11 +124,14 @@ class RunVerdict:
         """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
         what = "run, with the overrides of the launch:" if run_it else "start the run again with"
+        if not self.of_verl:
+            what = "set your trainer's counterpart of"
         return f"{'After that' if self.alarm else 'Do this first'}: {what}"
 
     @property
     def others_heading(self) -> str:
-        return "Worth adding" if self.first is None else "Then"
+        heading = "Worth adding" if self.first is None else "Then"
+        return heading if self.of_verl else f"{heading}, by verl's names"
 
     @property
     def others(self) -> tuple[NextStep, ...]:
@@ -214,6 +220,8 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     lately = recent_acts(run, REFUSING, ALARM_STEPS)
     question, settle = _open_question(found), _settling(found)
     steps = tuple(next_steps(run, found, state, question, settle))
+    if not run.of_verl:  # what only measures is no setting of its trainer
+        steps = tuple(step for step in steps if not step.only_measures)
     if lately:  # then there is one remedy, or none
         remedies = [step for step in steps if not step.only_measures]
         steps = tuple(remedies[:1]) if found.learning.state == "collapsed" or found.first is not None else ()
@@ -228,6 +236,7 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         settle=settle.sentence if settle is not None else "",
         alarm=_alarm(run, lately[-1], is_said=lately[-1] == stop) if lately else "",
         steps=steps,
+        of_verl=run.of_verl,
     )
 
 

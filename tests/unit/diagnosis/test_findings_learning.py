@@ -39,6 +39,9 @@ CASES = [
     ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [0.05] * 40}),
     ("cut_and_low.yes", None, {CUT: [0.9] * 40, REWARD: [-0.95] * 40, REWARD_MAX: [1.0] * 40, REWARD_MIN: [-1.0] * 40}),
     ("cut_and_low.no", None, {CUT: [0.9] * 40, REWARD: LEARNS}),
+    ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 40, REWARD: LEARNS}),
+    ("cut_and_low.no", None, {CUT: [0.9] * 40, REWARD: [0.5, 0.52] * 20}),  # they may be complete
+    ("cut_and_low.yes", None, {SURELY_CUT: [0.9] * 40, REWARD: [0.5, 0.52] * 20}),
     ("cut_and_low.no", None, {CUT: [0.1] * 40, REWARD: [0.05] * 40}),
     ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: FLAT}),
     ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: LEARNS, CUT: then(0.0, 0.9)}),
@@ -111,6 +114,20 @@ CASES = [
 @pytest.mark.parametrize(("mark", "step", "metrics"), CASES, ids=[mark for mark, _, _ in CASES])
 def test_level_and_step(mark, step, metrics):
     assert seen_as(mark, run_of(metrics)) == (mark, step)
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics"),
+    [
+        ("answers_cut", {CUT: then(0.1, 0.9)}),
+        ("length_exploded", {LENGTH: then(100.0, 900.0)}),
+        ("length_collapsed", {LENGTH: then(900.0, 9.0)}),
+        ("gradient_large", {GRADIENT: then(1.0, 900.0)}),
+    ],
+)
+def test_a_value_of_now_is_not_told_as_of_the_step_at_which_it_began(name, metrics):
+    found = find_all(run_of(metrics))[name]
+    assert found.step == 21 and re.search(r"\bstep 21\b", found.text)
 
 
 ENDINGS = [

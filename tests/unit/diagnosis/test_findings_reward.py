@@ -1,6 +1,7 @@
 """What the reward shows: a small run for every level, and sound runs of which nothing is to be heard."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -98,6 +99,30 @@ def test_level_and_step(mark, step, metrics):
 
 def test_every_level_has_a_case():
     assert {mark for mark, _, _ in CASES} == levels_of(subject)
+
+
+def test_one_odd_batch_at_the_end_is_no_fall():
+    sound = wave(0.8, 0.01, 40)
+    assert seen_as("reward_fell", run_of({REWARD: [*sound, 0.1]})) == ("reward_fell.holds", None)
+    assert seen_as("reward_fell", run_of({REWARD: [*sound, 0.1, 0.1, 0.1]})) == ("reward_fell.collapsed", 41)
+
+
+def test_the_best_of_several_answers_is_no_score_beside_the_mean():
+    best, mean = ("val-core/aime/acc/best@16/mean", "val-core/aime/acc/mean@16")
+    falls, holds = [0.2, 0.4, 0.6, 0.2, 0.2, 0.2], [0.1, 0.2, 0.2, 0.2, 0.2, 0.2]
+    assert seen_as("validation_fell", run_of({best: falls})) == ("validation_fell.fell", 3)
+    assert seen_as("validation_fell", run_of({best: falls, mean: holds})) == ("validation_fell.holds", None)
+    assert seen_as("validation_fell", run_of({best: holds, mean: falls})) == ("validation_fell.fell", 3)
+
+
+@pytest.mark.parametrize("odd_ends", [False, True])
+def test_a_rise_is_told_with_numbers_that_show_it(odd_ends):
+    """The first readings of a noisy run may be high by chance; its thirds show the rise then."""
+    values = [0.58] * 3 + noisy_rise(8)[3:-3] + [0.5] * 3 if odd_ends else noisy_rise(6)
+    course = subject.course_of(run_of({REWARD: values}))
+    assert course.rise.errors > subject.SURE
+    start, end = (float(word) for word in re.findall(r"0\.\d+", course.moved))
+    assert end > start and ("median" in course.moved) == (not odd_ends)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,11 @@ def test_the_state_of_the_learning(metrics, state, steps):
         assert steps[0] <= found.step <= steps[1]
 
 
+@pytest.mark.parametrize(("values", "word"), [(RISES, "rose"), (HOLDS, "holds")])
+def test_a_reward_beside_what_explodes_is_told_as_it_moved(values, word):
+    assert f"the reward {word}" in learning(reward(values, **{"actor/entropy": [0.3] * 40 + [4.0] * 20})).text
+
+
 # ------------------------------------------------------------------------------------------------------------ engines
 
 

@@ -200,6 +200,9 @@ VALIDATION = "val-core/**/mean@*"
         ("val-aux/math_dapo/acc/std@32", None),
         ("val/test_score/openai/gsm8k", VALIDATION),
         ("test_score/openai/gsm8k", VALIDATION),
+        ("val/nq/test_score", VALIDATION),
+        ("val/nq_success_rate", VALIDATION),
+        ("val/nq/tool_call_count/mean", None),
         ("eval/aime24", VALIDATION),  # slime
         ("eval/math-500", VALIDATION),
         ("eval/aime24-truncated_ratio", None),

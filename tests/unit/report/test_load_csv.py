@@ -31,6 +31,28 @@ def test_a_history_has_one_column_a_metric(tmp_path, step):
     assert step not in run.metrics
 
 
+def test_a_column_of_text_names_the_runs_if_steps_repeat(tmp_path):
+    rows = ["step,note,method,a", "2,x,ppo,0.2", "1,y,ppo,0.1", "1,x,grpo,0.3", "2,y,grpo,0.4", "3,z,grpo,0.5"]
+    file = write(tmp_path, *rows)
+    with pytest.raises(ReportError, match=r"2 runs in this file; .*1 = ppo, 2 = grpo"):
+        read_run(file)
+    run = read_run(file, which=2)
+    assert run.name == "grpo" and values(run, "a") == {1: 0.3, 2: 0.4, 3: 0.5}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["1,first,0.1", "2,first,0.2", "2,second,0.3", "3,second,0.4"],  # resumed: the second has no first step
+        ["1,a,0.1", "1,a,0.2", "2,b,0.3", "3,b,0.4"],  # a step repeats within a name
+        ["1,a,0.1", "2,b,0.3", "3,a,0.4"],  # no step repeats
+        ["1,7,0.1", "1,8,0.2", "2,7,0.3", "3,8,0.4"],  # numbers are a metric
+    ],
+)
+def test_a_column_that_does_not_name_runs(tmp_path, rows):
+    assert values(read_run(write(tmp_path, "step,x,a", *rows)), "a")[3] == 0.4
+
+
 def test_the_first_of_several_step_columns_counts(tmp_path):
     run = read_run(write(tmp_path, "training/global_step,_step,a", "7,1,0.5"))
     assert values(run, "a") == {1: 0.5}

@@ -60,6 +60,11 @@ SAMPLES = {
     "list of log entries": ("history.json", json.dumps(json.loads(STATE)["log_history"]), "reward"),
     "notebook, printed": ("run.ipynb", notebook(printed("hello\n"), printed(many(TRL))), "reward"),
     "notebook, table": ("run.ipynb", notebook({"data": {"text/html": [TABLE]}}), "reward"),
+    "notebook, table of Unsloth": (
+        "run.ipynb",
+        notebook({"data": {"text/html": [TABLE.replace(">reward<", ">rewards / right / mean<")]}}),
+        "rewards/right/mean",
+    ),
     "notebook, odd outputs": ("run.ipynb", notebook("x", None, {"data": {"text/html": [TABLE]}}), "reward"),
     "flat JSON lines": ("run.log", many('{{"step": {0}, "reward": {1}}}\n').rstrip(), "reward"),
     "nested JSON lines": ("run.jsonl", many('{{"iteration": {0}, "train": {{"reward": {1}}}}}\n'), "train/reward"),
@@ -197,6 +202,20 @@ def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
 )
 def test_what_is_no_end(tmp_path, text):
     assert read_run(log(tmp_path, many(VERL) + text)).events == ()
+
+
+HANDLED = "Traceback (most recent call last):\nValueError: answer {} could not be parsed: {}\n"
+
+
+def test_an_error_that_the_run_went_on_with_twice_is_not_its_end(tmp_path):
+    rows = [HANDLED.format(step, "xyz"[step]) + many(VERL, (0.1,), first=step) for step in (0, 1, 2)]
+    end = HANDLED.format(99, "abc")
+    assert read_run(log(tmp_path, "".join(rows) + end)).events == ()
+    (event,) = read_run(log(tmp_path, rows[0] + many(VERL, first=1) + end, "once.log")).events
+    assert "could not be parsed: abc" in event.reason, "one step followed it: it may have been a restart"
+    other = "Traceback (most recent call last):\nKeyError: 'a'\n"
+    (event,) = read_run(log(tmp_path, "".join(rows) + other + end, "other.log")).events
+    assert "KeyError: 'a'" in event.reason
 
 
 def test_slimes_rollouts_belong_to_the_first_step_on_them(tmp_path):
@@ -375,6 +394,20 @@ def test_decimal_commas(tmp_path):
 def test_a_run_that_died_before_its_first_step_says_by_what(tmp_path):
     text = "loading\n" + next(iter(ENDS))
     with pytest.raises(ReportError, match=r"It ended before its first step by torch\.OutOfMemoryError"):
+        read_run(log(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_a_table"),
+    [
+        ("name,a,b\nx,1,2\n", True),
+        ("name,a,b\n", True),
+        ("loading a, b, and c\nready\n", False),
+        ("loading a, b, and c\nready, a, b, and c\n", False),
+    ],
+)
+def test_text_with_commas_is_a_table_only_if_two_lines_have_as_many(tmp_path, text, is_a_table):
+    with pytest.raises(ReportError, match="may be a table" if is_a_table else "this is text"):
         read_run(log(tmp_path, text))
 
 

@@ -9,7 +9,7 @@ from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import RULES
-from verl_ext.diagnosis.names import K3, REWARD, setting_for
+from verl_ext.diagnosis.names import K3, LENGTH, REWARD, setting_for
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS
 from verl_ext.report.load import read_run
@@ -317,6 +317,14 @@ def test_no_filter_of_groups_is_advised_where_it_would_leave_none(metrics):
 def test_answers_that_are_cut_get_twice_the_room():
     cut = {REWARD: [0.0, 0.02] * 20, "response_length/clip_ratio": [1.0] * 40, "response_length/max": [512.0] * 40}
     assert judged(cut).first.do == "data.max_response_length=1024"
+
+
+def test_another_trainer_is_not_told_to_set_what_it_does_not_have():
+    cut = {"reward": [0.0, 0.02] * 20, "completions/clipped_ratio": [1.0] * 40, "completions/max_length": [512.0] * 40}
+    verls, others = judged(cut | {LENGTH: [512.0] * 40}), judged(cut)
+    assert verls.of_verl and not others.of_verl
+    assert verls.first == others.first and verls.first_heading != others.first_heading
+    assert METRICS in done(verls) and METRICS not in done(others)
 
 
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():

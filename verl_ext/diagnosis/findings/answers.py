@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import SURE, course_of
+from verl_ext.diagnosis.findings.reward import LIKELY, SURE, course_of
 from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import (
     NOW_READINGS,
@@ -70,7 +70,8 @@ def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen
     text = f"{now:.0%} of the answers {words}"
     for level, limit in limits.items():
         if now >= limit:
-            return level, text, step_from(series, series.values >= limit, LASTING)
+            step = step_from(series, series.values >= limit, LASTING)
+            return level, f"{text} ({limit:.0%} or more since step {step})", step
     return "few", text
 
 
@@ -103,18 +104,21 @@ def cut_and_low(run: Readings) -> Seen:
     """Most answers are cut, and the reward is low: they are cut before they have given the result.
 
     Answers of one length may all reach the limit and be complete. Low means the lowest quarter of the scale, whose top
-    is the best reward of an answer, or at least 1 if that is not logged.
+    is the best reward of an answer, or at least 1 if that is not logged. Of answers that are known to lack their end,
+    it is enough that the reward does not rise.
     """
-    cut, course = cut_share(run), course_of(run)
-    if cut is None or course is None:
+    cut, course, now = cut_share(run), course_of(run), run.late(REWARD)
+    if cut is None or course is None or now is None:
         return None
     top = (
         float(run.values(REWARD_MAX).max())
         if run.get(REWARD_MAX) is not None
         else max(1.0, float(course.series.values.max()))
     )
-    low = course.now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
-    text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {course.now:.2g}"
+    low = now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
+    text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
+    if not low and run.get(SURELY_CUT) is not None and course.rise.errors < LIKELY:
+        low, text = True, f"{now_of(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
 
 
@@ -147,11 +151,12 @@ def length_exploded(run: Readings) -> Seen:
             return "grew", f"answers are {now / first:.2g} times as long as at the start"
         return "steady", f"answers are {now / first:.2g} times as long as at the start"
     course, cut = course_of(run), cut_share(run)
-    pays = course is not None and not course.falls and course.rise >= SURE
+    pays = course is not None and not course.falls and course.rise.errors >= SURE
     if pays and (cut is None or now_of(cut) < MANY_CUT):
         return "grew", f"{text}, and the reward rose with them"
     middle = (now * shortest) ** 0.5
-    return "exploded", text, step_from(series, series.values > middle, LASTING)
+    step = step_from(series, series.values > middle, LASTING)
+    return "exploded", f"{text} (past {middle:.0f} since step {step})", step
 
 
 @finding("length_collapsed", "collapsed | no", family="length", needs=(LENGTH,))
@@ -159,10 +164,11 @@ def length_collapsed(run: Readings) -> Seen:
     """Answers have become very short without a gain in reward, or nothing is left of them."""
     series, first, _, now = require_logged(_lengths(run))
     course = course_of(run)
-    gained = course is not None and not course.falls and course.rise >= SURE
+    gained = course is not None and not course.falls and course.rise.errors >= SURE
     if now < first / (VANISHED if gained else SHRANK):
         step = step_from(series, series.values < first / SHRANK, LASTING)
-        return "collapsed", f"answers shrank from {first:.0f} to {now:.0f} tokens", step
+        text = f"answers shrank from {first:.0f} to {now:.0f} tokens"
+        return "collapsed", f"{text} (under {first / SHRANK:.3g} since step {step})", step
     return "no", f"answers are {now / max(first, 1e-9):.2g} times as long as at the start"
 
 
@@ -170,7 +176,7 @@ def length_collapsed(run: Readings) -> Seen:
 def reward_pays_length(run: Readings) -> Seen:
     """Answers grow to the limit, and the reward follows their length step by step."""
     both = run.joined(LENGTH, REWARD)
-    cut = run.get(CUT)
+    cut = cut_share(run)
     if len(both) < 20 or cut is None:
         return None
     length, reward = both[:, 1], both[:, 2]

@@ -26,7 +26,8 @@ def gradient_large(run: Readings) -> Seen:
     text = f"the gradient's norm is {now:.3g}"
     if now <= LARGE:
         return "usual", text
-    return "large", text, int(series.steps[int(np.argmax(series.values > LARGE))])
+    step = int(series.steps[int(np.argmax(series.values > LARGE))])
+    return "large", f"{text} (first past {LARGE:g} in step {step})", step
 
 
 @finding("gradient_grew", "grew | steady", family="gradient", needs=(GRADIENT,))
@@ -67,7 +68,8 @@ def gradient_zero(run: Readings) -> Seen:
     began = holds_from(none, 0.9)
     if len(none) - began < max(0.25 * len(none), 3):
         return "some", f"the gradient's norm is {now_of(series):.2g}"
-    return "zero", f"the gradient is 0 in {int(none[began:].sum())} steps", int(series.steps[began])
+    step = int(series.steps[began])
+    return "zero", f"the gradient is 0 in {int(none[began:].sum())} steps, from step {step} on", step
 
 
 @finding("reference_kl_grew", "grew | near", family="reference", needs=(REFERENCE,))
@@ -79,7 +81,8 @@ def reference_kl_grew(run: Readings) -> Seen:
     text = f"the KL to the reference went from {start:.2g} to {now:.2g}"
     if now < RUNAWAY or now < GREW * max(start, NOTHING):
         return "near", text
-    return "grew", text, int(series.steps[int(np.argmax(series.values > RUNAWAY))])
+    step = int(series.steps[int(np.argmax(series.values > RUNAWAY))])
+    return "grew", f"{text} (first past {RUNAWAY:g} in step {step})", step
 
 
 @finding("stride", "far | near", needs=(STRIDE,))

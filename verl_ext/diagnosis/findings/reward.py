@@ -12,7 +12,8 @@ The guard has a stricter rule, for a run that still trains: `diagnosis.collapse`
 """
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,12 +29,14 @@ from verl_ext.diagnosis.series import (
     beginning_of,
     cached_per_run,
     holds_from,
+    now_label,
     now_of,
     require_logged,
 )
 
 SPREAD = "critic/score/std"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
+OF_SEVERAL = re.compile("/(?:best|maj)@")  # verl's scores of n answers together
 FEWEST_REWARDS = 5  # readings without which a reward cannot be judged
 SURE, LIKELY = 3.0, 2.0  # standard errors of a rise, and of a small rise
 # Standard errors of a loss, beyond the excess that the best of so many levels has by chance; the second is for long
@@ -62,7 +65,8 @@ class Course:
         lowest, least: the lowest level up to the best one, and the lowest since, of twice the width.
         best_step: the last step of the best level.
         step: the step from which on the reward is nearer to its level now than to its best, if it fell.
-        rise: the largest rise between two ends of the run, in its standard errors.
+        rise: the surest rise from the beginning of the run to its end.
+        twice: whether a loss was there one reading earlier too. One odd batch at the end is no fall.
     """
 
     series: Series
@@ -76,7 +80,8 @@ class Course:
     now: float
     best_step: int
     step: int
-    rise: float
+    rise: "Rise"
+    twice: bool = True
 
     @property
     def height(self) -> float:
@@ -86,6 +91,15 @@ class Course:
     def label(self) -> str:
         """What its levels are means of, for the text next to the numbers."""
         return f"means of {self.width} readings" if self.width > 1 else "single readings"
+
+    @property
+    def moved(self) -> str:
+        """From where to where it went, with what the numbers are of: medians of both ends, or the means by which its
+        rise was judged, if the medians show less of it."""
+        start, now = beginning_of(self.series), now_of(self.series)
+        if now - start < self.rise.end - self.rise.start:
+            return self.rise.text
+        return f"{start:.3g} ({beginning_label(self.series)}) to {now:.3g} ({now_label(self.series)})"
 
     @property
     def lost(self) -> float:
@@ -115,12 +129,12 @@ class Course:
 
     @property
     def falls(self) -> bool:
-        return self.is_lost and self.lost > FALLS and self.of_gain > OF_GAIN
+        return self.twice and self.is_lost and self.lost > FALLS and self.of_gain > OF_GAIN
 
     @property
     def collapsed(self) -> bool:
         worst = (self.best - self.least) / self.height
-        return self.is_lost and max(worst, self.lost) > HALF and self.lost > 1 - BACK
+        return self.twice and self.is_lost and max(worst, self.lost) > HALF and self.lost > 1 - BACK
 
 
 @cached_per_run
@@ -133,6 +147,14 @@ def course_of(run: Readings) -> Course | None:
     series = run.get(REWARD)
     if series is None or len(series.steps) < FEWEST_REWARDS:
         return None
+    course = _surest(series, run)
+    if not (course.falls or course.collapsed) or len(series.steps) <= FEW:
+        return course
+    before = _surest(Series(series.steps[:-1], series.values[:-1]), run)
+    return replace(course, twice=before.falls or before.collapsed)
+
+
+def _surest(series: Series, run: Readings) -> Course:
     n = len(series.steps)
     widths = [width for width in WIDTHS if n / 30 <= width <= (n + 2) / 5] or WIDTHS[-1:]
     courses = [_course(series, run, width) for width in widths if width > 1 or n < 8]
@@ -179,22 +201,48 @@ def _level_means(values: np.ndarray, width: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, min(width, len(values))).mean(axis=1)
 
 
-def _rise(values: np.ndarray) -> float:
-    """Returns the surest rise from the first readings to the last third, in its standard errors.
+@dataclass(frozen=True)
+class Rise:
+    """A rise, or a fall if `errors` is negative, from the mean of the first `count` readings to that of the last ones.
+
+    Attributes:
+        errors: its size in standard errors.
+        last: readings at the end.
+    """
+
+    errors: float
+    start: float
+    count: int
+    end: float
+    last: int
+
+    @property
+    def text(self) -> str:
+        """The two means, with what they are of: the numbers from which the rise was judged."""
+        start, end = _mean_label("first", self.count), _mean_label("last", self.last)
+        return f"{self.start:.3g} ({start}) to {self.end:.3g} ({end})"
+
+
+def _mean_label(side: str, count: int) -> str:
+    return f"mean of the {side} {count}" if count > 1 else f"the {side} reading"
+
+
+def _rise(values: np.ndarray) -> Rise:
+    """Returns the surest rise from the first readings to the last third.
 
     A run that learns at once shows it only in its first readings, a noisy run in thirds. Because two starts are tried,
     and few readings may be odd, the shorter start has to be surer.
     """
     n = len(values)
     third = max(n // 3, 1)
-    last = values[-third:].mean()
+    end = float(values[-third:].mean())
     found = []
     for count, trust in ((third, 1.0), (max(n // 10, 1), 0.75)):
-        gain = float(last - values[:count].mean())
+        start = float(values[:count].mean())
         error = math.hypot(level_error(values, count), level_error(values, third))
         error = max(error, SAME * float(np.abs(values).max()), 1e-12)
-        found.append(trust * gain / error)
-    return max(found)
+        found.append(Rise(trust * (end - start) / error, start, count, end, third))
+    return max(found, key=lambda rise: rise.errors)
 
 
 @finding("reward_constant", "constant | varies", family="reward_spread", needs=(REWARD_MAX, REWARD_MIN))
@@ -266,15 +314,14 @@ def fall_came_back(run: Readings) -> Seen:
 def reward_flat(run: Readings) -> Seen:
     """The reward did not move over the whole run."""
     course = require_logged(course_of(run))
-    series = course.series
-    text = f"the reward went from {beginning_of(series):.3g} ({beginning_label(series)}) to {now_of(series):.3g}"
+    text = f"the reward went from {course.moved}"
     if course.falls or course.collapsed:
         return "fell", text
-    if course.rise >= SURE:
+    if course.rise.errors >= SURE:
         return "rose", text
-    if course.rise >= LIKELY:
+    if course.rise.errors >= LIKELY:
         return "rose_little", f"{text}, which noise may be"
-    most, values = run.values(REWARD_MAX), series.values
+    most, values = run.values(REWARD_MAX), course.series.values
     known = most.size > 0 and course.now > CEILING * most.max() > 0
     if known or (not most.size and 0 <= values.min() <= values.max() <= 1 and course.now > SURE_CEILING):
         return "at_ceiling", f"{text}, near the best that an answer gets"
@@ -303,10 +350,13 @@ def reward_gain(run: Readings) -> Seen:
 
 @finding("validation_fell", "fell | holds", family="validation")
 def validation_fell(run: Readings) -> Seen:
-    """The score of a validation set is far below its best."""
+    """The score of a validation set is far below its best. Of a set whose mean is logged, the best of n answers and
+    the majority's do not count: they scatter far more."""
     known = ((name, quantity_of(name)) for name in run.names())
-    scores = {name: run.need(name) for name, quantity in known if quantity is not None and quantity.name == VALIDATION}
-    scores = {name: series for name, series in scores.items() if len(series.steps) >= 3}
+    names = [name for name, quantity in known if quantity is not None and quantity.name == VALIDATION]
+    means = {name.rpartition("/")[0] for name in names if "/mean@" in name}
+    names = [name for name in names if not (OF_SEVERAL.search(name) and OF_SEVERAL.split(name)[0] in means)]
+    scores = {name: series for name in names if len((series := run.need(name)).steps) >= 3}
     falls = []
     for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
@@ -338,7 +388,7 @@ def group_size(run: Readings) -> Seen:
     if share is None or reward is None or most is None or least is None or most <= least:
         return None
     rate = (reward - least) / (most - least)
-    flat = (course := course_of(run)) is not None and course.rise < SURE
+    flat = (course := course_of(run)) is not None and course.rise.errors < SURE
     if share >= MOST_DEAD and 0.05 < rate < 0.8 and flat and rate**4 + (1 - rate) ** 4 < share:
         text = f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread: too few answers a prompt"
         return "small", text

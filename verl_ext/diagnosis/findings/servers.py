@@ -48,10 +48,14 @@ def server_differs(run: Readings) -> Seen:
     node = max(_excesses("node", nodes), key=lambda each: each.level, default=None)
     if node is not None and node.level > SAME * furthest.level:
         furthest = node
-    text = f"k3 of {furthest.where} is {np.exp(furthest.level):,.1f} times that of the others"
     # It begins at the step from which the sum of (ratio minus half of the excess) is largest.
     after = np.cumsum((furthest.ratios.values - furthest.level / 2)[::-1])[::-1]
-    return "one", text, int(furthest.ratios.steps[after.argmax()])
+    step = int(furthest.ratios.steps[after.argmax()])
+    return (
+        "one",
+        f"k3 of {furthest.where} is {np.exp(furthest.level):,.1f} times that of the others since step {step}",
+        step,
+    )
 
 
 def _by_server(run: Readings, axis: str) -> dict[str, Series]:

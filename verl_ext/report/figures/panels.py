@@ -292,6 +292,7 @@ PANELS = (
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
             ("response_length/clip_ratio", "responses of the largest length", ORANGE),
+            ("answers/cut", "responses cut at the limit", GREEN),
             zero=True,
         ),
         "No clip fractions were logged.",

@@ -1,8 +1,9 @@
-"""Reads CSV tables: a run's history, as anybody writes it, or a chart of one or several runs, as W&B exports it.
+"""Reads CSV tables: histories of runs, as anybody writes them, or a chart of one or several runs, as W&B exports it.
 
 | | columns |
 |---|---|
 | history | one of STEP_COLUMNS, and one per metric |
+| histories of several runs | also one with the runs' names |
 | chart | the x axis, and `RUN - metric`, `RUN - metric__MIN`, `RUN - metric__MAX` for every run |
 
 An empty cell was not logged. Text is left out. W&B refuses a step that goes back, so the rows are sorted. Python's csv
@@ -28,7 +29,7 @@ TRUTH = {"true": 1.0, "false": 0.0}
 
 
 class CsvSource:
-    """One run of a CSV export; `which` is its number in a chart's export, from 1 in the order of the columns."""
+    """One run of a CSV export; `which` is its number in a table of several, from 1 in the table's order."""
 
     def __init__(self, path: Path, which: int | None):
         self.files = (path,)
@@ -54,18 +55,23 @@ class CsvSource:
             self._table = MetricTable(rows_are_units=False)
             self._table.begin_unit()
             broken: list[int] = []
+            whole: list[tuple[int, list[str]]] = []
             for number, row in enumerate(rows, start=2):
                 if separator == ";":  # where it is used, decimals have a comma
                     row = [cell.replace(",", ".") for cell in row]
                 step = _cell_step(row[step_column]) if len(row) == len(header) else None
                 if step is not None:
-                    data = {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}
-                    if data:
-                        self._table.add(step, data)
+                    whole.append((step, row))
                 elif row:
                     broken.append(number)
         if broken and broken[-1] == number and len(row) < len(header):
             broken.pop()  # the last row is cut
+        if (by_run := _rows_by_run(whole)) is not None:
+            whole = by_run[self._choose(list(by_run))]
+        for step, row in whole:
+            data = {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}
+            if data:
+                self._table.add(step, data)
         self._notes = ()
         if broken:
             self._notes = (f"rows without a step, or cut: {len(broken)} (the first is row {broken[0]}); left out",)
@@ -131,8 +137,8 @@ register_kind(
     Kind(
         title="CSV or TSV",
         example="table.csv",
-        remarks="a column for the step, as above; or a chart's export of W&B with columns `RUN - metric` (`--run N` or "
-        "`FILE:N` is its Nth run)",
+        remarks="a column for the step, as above, and one with the run's name if there are several; or W&B's export of "
+        "a chart, with columns `RUN - metric` (`--run N` or `FILE:N` is the Nth run)",
         order=6,
         open=CsvSource,
         sniff=_is_table,
@@ -147,6 +153,23 @@ def separator_of(path: Path) -> str:
     with open_regular(path) as file:
         header = file.readline(MOST_LINE)
     return max(SEPARATORS, key=lambda each: header.count(each.encode()))
+
+
+def _rows_by_run(rows: list[tuple[int, list[str]]]) -> dict[str, list[tuple[int, list[str]]]] | None:
+    """Returns the rows of each run, if steps repeat and a column of text names the runs: within one of its values no
+    step repeats, and every value has the first step. (A resumed run repeats steps, but not its first one.)"""
+    steps = [step for step, _ in rows]
+    first = min(steps, default=0)
+    if len(set(steps)) == len(steps):
+        return None
+    for column in range(len(rows[0][1])):
+        runs: dict[str, list[tuple[int, list[str]]]] = {}
+        for step, row in rows:
+            runs.setdefault(row[column], []).append((step, row))
+        named = len(runs) > 1 and all(name and _cell_number(name) is None for name in runs)
+        if named and all(first in (by_step := dict(own)) and len(by_step) == len(own) for own in runs.values()):
+            return runs
+    return None
 
 
 def _csv_rows(file, separator: str) -> Iterator[list[str]]:

@@ -1,6 +1,8 @@
 """How the processes of a log ended: the last line of a traceback, or the words of whoever killed them."""
 
 import re
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from verl_ext.guard.state import Event
@@ -53,6 +55,8 @@ FOLLOWING = re.compile(
 NCCL = re.compile(r"Watchdog caught collective operation timeout")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
 BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
+HANDLED = 2  # times that later steps followed an error which the run's processes handle
+ALIKE = 40  # characters by which an error is known again, digits aside
 BARS_BEHIND = 3  # progress bars behind an error; one is printed again when a process ends
 
 
@@ -73,12 +77,20 @@ class Error:
     what: str
     rank: int
 
+    @property
+    def kind(self) -> str:
+        """What is alike in the same error elsewhere."""
+        return re.sub(r"\d+", "", self.what)[:ALIKE]
 
-def last_error(text: bytes) -> Error | None:
+
+def last_error(text: bytes, handled: Collection[str] = ()) -> Error | None:
     """Returns the error that a text of a log ends with: the last of the highest rank; None if there is none.
 
     An error without a traceback counts near the end only, because answers of models and handled errors look alike. None
     counts if progress bars follow. After the run had finished, only a traceback or a kill does.
+
+    Args:
+        handled: kinds of errors that this run's processes handle.
     """
     found: Error | None = None
     traced, finished, bars = False, False, 0
@@ -95,7 +107,7 @@ def last_error(text: bytes) -> Error | None:
                 found, traced = None, False
         elif TRACEBACK in said:
             traced = True
-        elif error := _error_of(said):
+        elif (error := _error_of(said)) and error.kind not in handled:
             seen = traced if error.rank == 2 else error.rank == 3
             if seen or (not finished and (error.rank < 2 or number > len(lines) - NEAR_LINES)):
                 found, bars = (error if found is None or error.rank >= found.rank else found), 0
@@ -124,7 +136,8 @@ class Ends:
     """Looks for the ends of a log's processes.
 
     An error ends a process if no row of a later step follows: either none at all, or the steps go back, because the run
-    was started again. So only the text that follows such a row is examined.
+    was started again. So only the text that follows such a row is examined. An error that later steps followed HANDLED
+    times is one that the run goes on with, such as an answer's that a tool or a reward cannot read.
     """
 
     def __init__(self) -> None:
@@ -133,20 +146,22 @@ class Ends:
         self._found: tuple[tuple[int, int, Error], ...] = ()  # (run, step, error)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
+        self._survived: Counter[str] = Counter()  # kind of an error -> rows of a later step that followed it
 
     def row(self, step: int, validates: bool = False) -> None:
         """Notes a row of a step. A row that only validates may belong to the step before it."""
         if self._step is not None and (step < self._step or (step == self._step and not validates)):
             self._found = (*self._found, *self._look())
             self._run += step <= FIRST_STEPS and step < self._step
+        elif TRACEBACK.encode() in (text := b"".join(self._behind)):
+            lines = (_without_prefixes(plain(line)) for line in text.splitlines() if SIGNS.search(line))
+            self._survived.update({error.kind for line in lines if (error := _error_of(line)) and error.rank == 2})
         self._step = step
         if self._size:
             self._behind, self._size = [], 0
 
     def add(self, text: bytes) -> None:
         """Notes text without a row. If there is much of it, only its beginning and its end are kept."""
-        if self._step is None:
-            return
         self._behind.append(text)
         self._size += len(text)
         if self._size > 2 * KEPT_BYTES:
@@ -169,5 +184,6 @@ class Ends:
 
     def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, Error], ...]:
         """Returns how the process of the last row ended, if it did."""
-        error = None if self._step is None else last_error(b"".join([*self._behind, tail]))
+        handled = {kind for kind, times in self._survived.items() if times >= HANDLED}
+        error = None if self._step is None else last_error(b"".join([*self._behind, tail]), handled)
         return () if error is None or self._step is None else ((self._run, self._step, error),)

@@ -90,7 +90,7 @@ class _Table(HTMLParser):
         header: list[str] = []
         for line in table.lines:
             if line[:1] == ["Step"]:
-                header = line
+                header = [name.replace(" / ", "/") for name in line]  # Unsloth's "completions / mean_length"
             elif header and len(line) == len(header):
                 values = numbers_of(dict(zip(header, line, strict=True)))
                 step = values.pop("Step", None)
