@@ -39,10 +39,10 @@ def sample_output() -> str:
 
 
 def _config(given: list[str]) -> DictConfig:
-    config, failure = compose(given)
-    if config is None:
-        raise ConfigError(failure)
-    return config
+    composed = compose(given)
+    if composed.config is None or composed.refused:
+        raise ConfigError(composed.failure or f"refused: {composed.refused}")
+    return composed.config
 
 
 def agreement_table() -> list[list[str]]:

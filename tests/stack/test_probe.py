@@ -40,7 +40,7 @@ def found(request, assets, tmp_path_factory):
 
 def looks(launch, assets, folder, stack, batches=1, layers=""):
     own = [*launch, f"assets={assets}", "stability=none"]
-    overrides = [*own, *probe_overrides(compose(own)[0], 8, folder, batches, layers), f"+{OUT}={folder}/probe.json"]
+    overrides = [*own, *probe_overrides(compose(own).config, 8, folder, batches, layers), f"+{OUT}={folder}/probe.json"]
     finished = run(["-m", "tests.stack.probing", *overrides], folder, stack)
     assert finished.code == 0, finished.tail
     return json.loads((folder / "probe.json").read_text())

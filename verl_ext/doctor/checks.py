@@ -32,7 +32,7 @@ from verl_ext.features.verl_config import (
     key_of,
     parse_override,
 )
-from verl_ext.launch.command_line import plugins
+from verl_ext.launch.command_line import Refused, plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.models import ModelShape, shape_of
 from verl_ext.launch.packages import FSDP, LAYERS, has_module, model_type, package_folder, pinned, source
@@ -80,6 +80,7 @@ class Context:
         plugins: entry-point group -> names in it.
         environ: environment variables.
         failure: why the overrides do not compose; "" if they do, or none were given.
+        refused: the overrides that Hydra refuses; the config is without them.
         overrides: the command line from which the config is composed.
         gpu: the rollout's GPU, if it is known.
         trust: whether code that the config names may run (`hooks.py`).
@@ -94,6 +95,7 @@ class Context:
     environ: Mapping[str, str] = field(default_factory=dict)
     config: Any = None  # DictConfig | None
     failure: str = ""
+    refused: Sequence[Refused] = ()
     overrides: Sequence[str] = ()
     gpu: Gpu | None = None
     trust: bool = False

@@ -29,10 +29,10 @@ from verl_ext.doctor.checks import (
     run_checks,
 )
 from verl_ext.features.verl_config import key_of
-from verl_ext.launch.command_line import compose
+from verl_ext.launch.command_line import Composed, compose
 from verl_ext.launch.gpus import Gpu, present
 
-MOST_ROUNDS = 6  # each round applies all known fixes
+MOST_ROUNDS = 8  # each round applies all known fixes
 
 
 def diagnose(
@@ -45,17 +45,18 @@ def diagnose(
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported; nothing is downloaded
     versions = versions or installed_versions()
-    config, failure, other_machine = None, "", gpu is not None
+    composed, other_machine = Composed(None), gpu is not None
     with contextlib.redirect_stdout(sys.stderr):  # verl and its imports print; stdout is for the findings
         if arguments:
-            config, failure = compose(arguments, trust=trust)
+            composed = compose(arguments, trust=trust)
             gpu = gpu or present()
         context = Context(
             versions,
             installed_plugins(),
             os.environ,
-            config,
-            failure,
+            composed.config,
+            composed.failure,
+            composed.refused,
             overrides=arguments,
             gpu=gpu,
             trust=trust,
@@ -71,13 +72,16 @@ def mend(
     """Returns the overrides that fix findings, and the findings on the launch with these overrides.
 
     An error can hide other findings, so the launch is checked again after each fix, until nothing new can be fixed.
+    Errors come first: a warning on a launch with errors may be of a setting that their fixes change.
 
     Args:
         again: returns the findings on the launch with these additional overrides.
     """
     chosen, left = dict[str, str](), list(findings)
     for _ in range(MOST_ROUNDS):
-        new = [one for one in fixes(left) if key_of(one) not in chosen]
+        errors = [finding for finding in left if finding.level == "error"]
+        new = [one for one in fixes(errors) if key_of(one) not in chosen]
+        new = new or [one for one in fixes(left) if key_of(one) not in chosen]
         if not new:
             break
         chosen |= {key_of(one): one for one in new}

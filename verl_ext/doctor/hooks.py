@@ -19,6 +19,7 @@ import copy
 import importlib
 import io
 import math
+import os
 import re
 import sys
 import types
@@ -31,24 +32,36 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import UserError
+from verl_ext.base.errors import ConfigError, UserError
 from verl_ext.base.patching import Undo, apply_all, patch
 from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
+from verl_ext.doctor.moved import is_plain, new_place
 from verl_ext.features import losses
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.fit import fit_run
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, left_out, read_features, table_lines
-from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT
+from verl_ext.features.verl_config import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    check_overlong,
+    check_warmup,
+    needs_critic,
+    needs_reference,
+    trains_lora,
+)
+from verl_ext.launch.command_line import MEGATRON_SIZE, NO_MEGATRON
 from verl_ext.launch.packages import package_folder
 
 NAME = f"{ROLLOUT}.name"
-MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
-MEGATRONS = f"Could not override '{ACTOR}.megatron."  # Hydra's error if model_engine is not megatron
 TRUST = f"{MODEL}.trust_remote_code"
+PRIMARY = re.compile("Cannot find primary config")  # Hydra's error
+UNPARSED = re.compile("mismatched input|extraneous input|no viable alternative|LexerNoViableAlt")  # Hydra's errors
 MOST_ERRORS = 20  # each is found after the previous one is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
 FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # folders of verl's configs that compose BUILT
+WORKERS = ("model", "optim", "profiler", "engine", "actor", "ref", "rollout")  # and what its workers build
 UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 INDIVISIBLE = re.compile(r"real_train_batch_size \((\d+)\) must be divisible by minimal possible batch size \((\d+)\)")
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
@@ -68,16 +81,42 @@ KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": (
 
 @check("config")
 def config_composes(context: Context) -> Iterable[CheckResult]:
-    """Overrides that do not compose; no `rollout.name`.
+    """Overrides that do not compose, among them all settings that verl 0.9.1 does not have; no `rollout.name`.
 
-    Source: verl/trainer/config/rollout/rollout.yaml (0.9.1), where rollout.name is `???`, which is mandatory in Hydra.
+    Source: verl/trainer/config (0.9.1); in rollout/rollout.yaml, rollout.name is `???`, which is mandatory in Hydra.
     """
     if context.failure:
-        fix = ("model_engine=megatron",) if MEGATRONS in context.failure else ()
-        why = "verl's config has Megatron's settings with model_engine=megatron" if fix else "correct the named setting"
+        why, fix = "correct the named setting", list[str]()
+        if context.failure.startswith(NO_MEGATRON):
+            why, fix = "verl's has them with model_engine=megatron", ["model_engine=megatron"]
+        elif PRIMARY.search(context.failure):
+            why = "verl 0.9.1 has ppo_trainer; its trainer.v1.trainer_mode is sync, colocate_async or separate_async"
+        elif UNPARSED.search(context.failure):
+            why = "Hydra reads = , [ ] { } < > and blanks in a value only between quotes: \"key='value'\""
         yield error(context.failure, f"nothing else of the run was checked; {why}", *fix)
+    yield from _refused(context)
+    for text in context.overrides:
+        if text.endswith("=") and not text.startswith(("~", "--")):
+            yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
+
+
+def _refused(context: Context) -> Iterator[CheckResult]:
+    """Yields the overrides that Hydra refuses, those without a new place together."""
+    stops, gone = "the launch stops at it", []
+    for one in context.refused:
+        if one.exists:
+            yield error(f"+{one.key} is in the config already", f"{stops}; write ++{one.key}, or leave out the +")
+        elif place := new_place(one.key, context.config):
+            given = any(text.lstrip("+").partition("=")[0] == place for text in context.overrides)
+            fix = (f"++{place}={one.value}",) if is_plain(one.value) and not given else ()
+            yield error(f"{one.key}: not a setting of verl 0.9.1", f"{stops}; leave it out, it is {place} now", *fix)
+        else:
+            gone.append(one.key)
+    if gone:
+        why = "the launch stops at the first; leave them out: with a +, a worker refuses them, or nothing reads them"
+        yield error(f"not settings of verl 0.9.1: {', '.join(gone)}", why)
 
 
 @check("hooks", needs="can_be_fitted")
@@ -120,6 +159,12 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
     if context.on_megatron and (engine := context.get(f"{ACTOR}.fsdp_config")):
         yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
+    if not features_of(context.config).demands:  # else our checks of the launch are among `errors_once`
+        for check_setting in (check_overlong, check_warmup):
+            try:
+                check_setting(context.config)
+            except ConfigError as failure:
+                yield error(str(failure), "a worker would stop at it", *failure.fix)
     config = _as_launched(context.config)
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
     try:
@@ -151,13 +196,48 @@ def _validation_fix(said: str, context: Context) -> Iterator[str]:
     """Yields the overrides that fix an error of verl's validation, if its message has the numbers or the name."""
     if found := UNKNOWN_FIELD.search(said):
         owner, field = found.groups()
-        parts = built_settings(context.config).items()
-        for path, target in (pair for part, values in parts for pair in _targets(values, part)):
-            if str(target).endswith(f".{owner}"):
-                yield f"~{path}.{field}"
+        for part, values in built_settings(context.config).items():
+            for path, node in _nodes(values, part):
+                if str(node.get("_target_")).endswith(f".{owner}") and field in node:
+                    yield f"~{path}.{field}"
     if found := INDIVISIBLE.search(said):
         batch, least = map(int, found.groups())
         yield f"data.train_batch_size={math.lcm(batch, least) // context.get(f'{ROLLOUT}.n', 1)}"
+
+
+@check("verl's classes", needs="can_be_fitted")
+def verls_classes(context: Context) -> Iterable[CheckResult]:
+    """Settings of rollout, model and reference policy that the classes of verl's workers do not take.
+
+    Source: `omega_conf_to_dataclass` of verl/workers/engine_workers.py (0.9.1), which builds them when the workers
+    start. It renames the reference policy's `log_prob_*` before.
+    """
+    roles = [ROLLOUT, MODEL]
+    if needs_reference(context.config) and not trains_lora(context.config):
+        roles.append("actor_rollout_ref.ref")
+    unknown = list[str]()
+    for role in roles:
+        with contextlib.suppress(OmegaConfBaseException):  # the validation reports it
+            plain = OmegaConf.to_container(OmegaConf.select(context.config, role), resolve=True)
+            unknown += [name for name in _unknown_fields(plain, role) if ".ref.log_prob_" not in name]
+    if unknown:
+        why = "verl's classes do not take them, and the workers would stop"
+        values = {new_place(name, context.config): context.get(name) for name in unknown}
+        moved = (f"++{place}={value}" for place, value in values.items() if place and is_plain(value))
+        yield error(f"not settings of verl 0.9.1: {', '.join(unknown)}", why, *(f"~{name}" for name in unknown), *moved)
+
+
+def _unknown_fields(plain: Any, path: str) -> Iterator[str]:
+    """Yields the settings below a node that the class in the node's `_target_` has no field for."""
+    known = settings_classes(WORKERS)
+    with _settings_alone() if "verl" not in sys.modules else contextlib.nullcontext():
+        for place, node in _nodes(plain, path):
+            target = node.get("_target_")
+            if target not in known:
+                continue
+            module, _, name = target.rpartition(".")
+            fields = getattr(getattr(importlib.import_module(module), name), "__dataclass_fields__", node)
+            yield from (f"{place}.{key}" for key in node if key not in fields and key != "_target_")
 
 
 @check("code", needs="config")
@@ -215,21 +295,11 @@ def errors_once(context: Context) -> list[CheckResult]:
     return context.errors
 
 
-def needs_reference(config: DictConfig) -> bool:
-    """Repeats `need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), which imports pandas and datasets too."""
-    return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
-
-
-def needs_critic(config: DictConfig) -> bool:
-    """Repeats `need_critic` of the same file."""
-    enabled = config.critic.enable
-    return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
-
-
 def unknown_targets(built: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns path and name of each `_target_` in `built_settings` that is not a settings class."""
     known = settings_classes()
-    found = (pair for path, values in built.items() for pair in _targets(values, path))
+    nodes = (pair for path, values in built.items() for pair in _nodes(values, path))
+    found = ((place, node["_target_"]) for place, node in nodes if "_target_" in node)
     return [(place, str(target)) for place, target in found if not isinstance(target, str) or target not in known]
 
 
@@ -249,11 +319,11 @@ def built_settings(config: Any) -> dict[str, Any]:
     return built
 
 
-def settings_classes() -> set[str]:
+def settings_classes(folders: Iterable[str] = FOLDERS) -> set[str]:
     """Returns the classes in verl's own files for actor and critic, and the function for our losses' settings."""
     from verl_ext.launch.compose import VERL_CONFIGS
 
-    files = (file for folder in FOLDERS for file in (VERL_CONFIGS / folder).glob("*.yaml"))
+    files = (file for folder in folders for file in (VERL_CONFIGS / folder).glob("*.yaml"))
     verls = {target for file in files for target in TARGET_LINE.findall(file.read_text(encoding="utf-8"))}
     return {*verls, losses.TARGET}
 
@@ -308,7 +378,7 @@ def _first_error(config: DictConfig, context: Context) -> UserError | None:
     if trusts and not context.trust:
         OmegaConf.update(config, TRUST, False)
     try:
-        fit_run(config, context.overrides, read_model=not context.model_code)
+        fit_run(config, context.overrides, read_model=_has_model(context))
     except UserError as failure:
         return failure
     except OmegaConfBaseException as failure:
@@ -319,21 +389,30 @@ def _first_error(config: DictConfig, context: Context) -> UserError | None:
     return None
 
 
+def _has_model(context: Context) -> bool:
+    """Returns True unless the model's files may not be read, or are on the machine that the run is for."""
+    if context.model_code:
+        return False
+    model = context.config.actor_rollout_ref.model
+    here = (path for path in (model.path, model.get("tokenizer_path")) if path and os.path.isabs(str(path)))
+    return not context.elsewhere or all(map(os.path.isdir, here))
+
+
 def _instead(engine: DictConfig) -> str:
     if engine.get("dtype") == "float16":
         return "use precision=fp16_megatron; precision=fp16 is for FSDP"
     return "leave out actor.fsdp_config and precision=bf16 or fp32, which set it; Megatron's default is bfloat16"
 
 
-def _targets(values: Any, path: str) -> Iterator[tuple[str, Any]]:
+def _nodes(values: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields path and content of each mapping in plain values."""
     if isinstance(values, dict):
-        if "_target_" in values:
-            yield path, values["_target_"]
+        yield path, values
         for key, value in values.items():
-            yield from _targets(value, f"{path}.{key}")
+            yield from _nodes(value, f"{path}.{key}")
     elif isinstance(values, list):
         for index, value in enumerate(values):
-            yield from _targets(value, f"{path}.{index}")
+            yield from _nodes(value, f"{path}.{index}")
 
 
 @contextlib.contextmanager

@@ -9,28 +9,25 @@ from omegaconf import OmegaConf
 
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
-from verl_ext.doctor.hooks import needs_critic, needs_reference
+from verl_ext.doctor.moved import is_plain, new_place
 from verl_ext.doctor.precision import BFLOAT16, DTYPES, dtype_name
 from verl_ext.doctor.sampling import CORRECTION
 from verl_ext.features.losses import LOSSES
-from verl_ext.features.verl_config import ACTOR, BYPASS, MODE, MODEL, MTP, ROLLOUT, ignores_advantages, trains_lora
+from verl_ext.features.verl_config import (
+    ACTOR,
+    BYPASS,
+    MODE,
+    MODEL,
+    MTP,
+    ROLLOUT,
+    ignores_advantages,
+    needs_critic,
+    needs_reference,
+    trains_lora,
+)
 
-# Old place of a setting -> where verl 0.9.1 reads it; the longest match counts.
-MOVED = {
-    "custom_reward_function": "reward.custom_reward_function",
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_model.reward_kwargs": "reward.reward_kwargs",
-    "reward_model.reward_loop_source": "reward.reward_manager.source",
-    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
-    "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
-    "reward_model.model": "",  # only the path has a new place
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model": "reward.reward_model",
-    "sandbox_fusion": "reward.sandbox_fusion",
-}
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
-ROOTS = tuple(dict.fromkeys(old.partition(".")[0] for old in MOVED))
+ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
 UNFED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
 FEW = 4  # responses; verl's examples have at least as many
 ESTIMATOR = "algorithm.adv_estimator"
@@ -57,22 +54,12 @@ def old_reward_settings(context: Context) -> Iterable[CheckResult]:
     """
     given = {leaf: value for root in ROOTS for leaf, value in _set_below(context.get(root), root)}
     if given:
-        places = {leaf: _new_place(leaf) for leaf in given}
+        places = {leaf: new_place(leaf) for leaf in given}
         fix = [f"{leaf}=null" for leaf in given] + [f"++{places[leaf]}={value}" for leaf, value in given.items()]
         known = ", ".join(dict.fromkeys(filter(None, places.values()))) or "no such setting"
         why = f"verl 0.9.1 silently uses its default reward: it reads {known}"
         movable = all(places.values()) and all(map(is_plain, given.values()))
         yield warning(f"{', '.join(given)}: not read", why, *(fix if movable else ()))
-
-
-def is_plain(value: object) -> bool:
-    """Returns True if a value may be part of a fix: a number, a bool or a name, but no other text of the config."""
-    return isinstance(value, bool | int | float) or str(value).isidentifier()
-
-
-def _new_place(leaf: str) -> str:
-    old = max((one for one in MOVED if leaf == one or leaf.startswith(f"{one}.")), key=len)
-    return MOVED[old] + leaf.removeprefix(old) if MOVED[old] else ""
 
 
 def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:

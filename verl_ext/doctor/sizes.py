@@ -35,6 +35,10 @@ def sizes(context: Context) -> Iterable[CheckResult]:
         _, fix = apply_fix(context.config, failure, lambda fixed: _sizes_error(fixed, shape))
         yield error(str(failure), "the workers would stop, or part of the machines would be idle", *fix)
         return
+    batch, mini = context.get("data.train_batch_size"), context.get(f"{ACTOR}.ppo_mini_batch_size")
+    if batch % mini:
+        why = f"the last one has {batch % mini} prompts and padding, and makes a whole optimizer step"
+        yield note(f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}", why)
     beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
     yield ok(f"batches, lengths and ranks fit each other{beside}")
 

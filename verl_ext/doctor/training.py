@@ -9,9 +9,8 @@ from packaging.version import Version
 
 from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
 from verl_ext.doctor.families import BIASED, OVERLAPPED, RECURRENT
-from verl_ext.doctor.hooks import needs_critic
 from verl_ext.doctor.precision import BFLOAT16, FSDP, dtype_name
-from verl_ext.features.verl_config import ACTOR, MODEL, trains_lora
+from verl_ext.features.verl_config import ACTOR, MODEL, needs_critic, trains_lora
 from verl_ext.launch.packages import ATTENTION, LAYERS, MEGATRON
 from verl_ext.launch.sizes import ulysses_size, world_size
 

@@ -139,6 +139,17 @@ def replays_here(config: DictConfig) -> bool:
     return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
 
 
+def needs_reference(config: DictConfig) -> bool:
+    """Repeats `need_reference_policy` of verl/trainer/ppo/utils.py (0.9.1), which imports pandas and datasets too."""
+    return bool(config.algorithm.get("use_kl_in_reward", False) or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def needs_critic(config: DictConfig) -> bool:
+    """Repeats `need_critic` of the same file."""
+    enabled = config.critic.enable
+    return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
+
+
 def trains_lora(config: DictConfig) -> bool:
     """Returns True if the model is trained as a LoRA."""
     names = ("lora_rank", "lora.rank", "lora_adapter_path")

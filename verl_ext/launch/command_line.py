@@ -5,17 +5,23 @@ import contextlib
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
+from verl_ext.features.verl_config import ACTOR
 
 FLAGS = ("config-path", "config-name")
 KEY = "hydra.searchpath"
 MOST_SAID = 2000  # characters of an error; OmegaConf can print a key in 1,000 brackets
+REFUSED = re.compile("Could not (?:override|append to config|delete from config)")  # Hydra's, on one override
+MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
+NO_MEGATRON = "the config has no settings of Megatron"
 KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 
 
@@ -39,8 +45,26 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
 
-def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfig | None, str]:
-    """Returns the config of a run, or None and the reason.
+@dataclass(frozen=True)
+class Refused:
+    """An override that Hydra refuses: its setting does not exist, or exists although the override has a plus sign."""
+
+    key: str
+    value: Any
+    exists: bool
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The config of a run, without the overrides that Hydra refuses; or None and the reason."""
+
+    config: DictConfig | None
+    failure: str = ""
+    refused: tuple[Refused, ...] = ()
+
+
+def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
+    """Composes the config of a run.
 
     Without `trust`, a config is refused if Hydra would import packages (`pkg://` in hydra.searchpath) other than
     verl's and ours.
@@ -50,7 +74,7 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfi
 
         from verl_ext.launch import compose as ours
     except ImportError as error:
-        return None, f"the run's config cannot be composed here: {error}"
+        return Composed(None, f"the run's config cannot be composed here: {error}")
     try:
         folder, name, overrides = ours.VERL_CONFIGS, ours.PRIMARY, []
         for argument in ours.prepare(arguments):
@@ -62,12 +86,51 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> tuple[DictConfi
             else:
                 overrides.append(argument)
         if not trust and (packages := _packages(folder / f"{name.removesuffix('.yaml')}.yaml", overrides)):
-            return None, f"hydra.searchpath={packages} would be imported; --trust allows it"
+            return Composed(None, f"hydra.searchpath={packages} would be imported; --trust allows it")
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
-            return hydra.compose(name, overrides), ""
+            try:
+                return Composed(hydra.compose(name, overrides))
+            except Exception as error:
+                if not REFUSED.match(str(error)):
+                    raise
+                refused = _find_refused(name, overrides)
+                config = hydra.compose(name, [one for one in overrides if one not in refused])
+                megatrons = next((one.key for one in refused.values() if ".megatron." in one.key), None)
+                if megatrons and OmegaConf.select(config, MEGATRON_SIZE) is None:
+                    return Composed(None, f"{NO_MEGATRON}: {megatrons}")
+                return Composed(config, "", tuple(refused.values()))
     except Exception as error:  # a broken config makes Hydra and OmegaConf raise nearly any error
-        said = str(error).partition("\nConfig search path:")[0] or type(error).__name__
-        return None, printable(" ".join(said.split()), MOST_SAID)
+        said = str(error).partition("\nConfig search path:")[0].partition("\nTo append to your config")[0]
+        if (override := getattr(error, "override", None)) and override not in said:  # a text that does not parse
+            said = f"{override}: {said}"
+        return Composed(None, printable(" ".join(said.split()), MOST_SAID) or type(error).__name__)
+
+
+def _find_refused(name: str, overrides: Sequence[str]) -> dict[str, Refused]:
+    """Returns the overrides that Hydra refuses, as it finds only the first of them.
+
+    It applies each to the config that the groups give, as `_apply_overrides_to_config` does in Hydra's
+    hydra/_internal/config_loader_impl.py (1.3).
+    """
+    import hydra
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import ConfigCompositionException
+
+    loader = GlobalHydra.instance().config_loader()
+    parsed = dict(zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True))
+    groups = [text for text, one in parsed.items() if loader.get_group_options(one.key_or_group.partition("@")[0])]
+    config = hydra.compose(name, groups)
+    found = {}
+    for text, one in parsed.items():
+        if text in groups:
+            continue
+        try:
+            ConfigLoaderImpl._apply_overrides_to_config([one], config)
+        except ConfigCompositionException:
+            found[text] = Refused(one.key_or_group, one.value(), exists=one.is_add())
+    return found
 
 
 def required_config(arguments: argparse.Namespace) -> DictConfig:
@@ -77,9 +140,12 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
         ConfigError: the config cannot be composed, or it would import modules without --trust.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
-        config, failure = compose(given_arguments(arguments), trust=arguments.trust)
+        composed = compose(given_arguments(arguments), trust=arguments.trust)
+    config = composed.config
     if config is None:
-        raise ConfigError(failure)
+        raise ConfigError(composed.failure)
+    if keys := ", ".join(one.key for one in composed.refused):
+        raise ConfigError(f"the launch would stop at {printable(keys, MOST_SAID)}; `verl-ext doctor` says why")
     if not arguments.trust and (named := plugins(config)):
         raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")
     from verl_ext.features.fit import fit_run

@@ -11,7 +11,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, VIRTUAL_STAGES
+from verl_ext.features.verl_config import (
+    ACTOR,
+    ROLLOUT,
+    ROLLOUTS,
+    VIRTUAL_STAGES,
+    needs_critic,
+    needs_reference,
+    trains_lora,
+)
 from verl_ext.launch.models import ModelShape
 from verl_ext.launch.packages import LAYERS, MEGATRON, sglang_arguments, vllm_arguments
 
@@ -167,19 +175,31 @@ def _check_batches(config: DictConfig) -> None:
     ranks = data_parallel_size(config)
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     setting = f"{ACTOR}.ppo_mini_batch_size={mini}"
-    _divide(mini, batch, setting, f"data.train_batch_size={batch}")  # else verl fills the last one with padding
     trajectories = mini * rollout.n
     enough = mini * (ranks // math.gcd(ranks, trajectories))
     fix = (f"{ACTOR}.ppo_mini_batch_size={enough}", f"data.train_batch_size={math.lcm(batch, enough)}")
     _divide(ranks, trajectories, f"{ranks} data-parallel ranks", f"{setting} x {ROLLOUT}.n={rollout.n}", fix)
-    if not actor.use_dynamic_bsz:
-        for where in (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"):
-            micro = _get(config, where)
-            if not micro:
-                raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
-            of_rank = trajectories // ranks
-            fitting = (f"{where}={math.gcd(micro, of_rank)}",)
-            _divide(micro, of_rank, f"{where}={micro}", f"{of_rank} trajectories per rank", fitting)
+    dynamic, rollouts = f"{ACTOR}.use_dynamic_bsz={actor.use_dynamic_bsz}", f"{ROLLOUT}.log_prob_use_dynamic_bsz"
+    if rollout.log_prob_use_dynamic_bsz != actor.use_dynamic_bsz:  # engine_workers.py asserts it
+        same = (f"{rollouts}={str(actor.use_dynamic_bsz).lower()}",)
+        raise ConfigError(f"{rollouts}={rollout.log_prob_use_dynamic_bsz} contradicts {dynamic}", fix=same)
+    # Log-probs are computed of the whole batch, which verl pads to whole mini-batches (v1/trainer_base.py).
+    multiple = math.lcm(mini, config.critic.ppo_mini_batch_size) if needs_critic(config) else mini
+    prompts = mini if config.trainer.v1.trainer_mode == "separate_async" else batch
+    whole = math.ceil(prompts / multiple) * multiple * rollout.n
+    passes = [(f"{ACTOR}.ppo_micro_batch_size_per_gpu", actor.use_dynamic_bsz, trajectories)]
+    passes += [(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", actor.use_dynamic_bsz, whole)]
+    if needs_reference(config) and not trains_lora(config):  # else the actor without its adapter
+        by_tokens = config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
+        passes += [(f"{ARP}.ref.log_prob_micro_batch_size_per_gpu", by_tokens, whole)]
+    for where, by_tokens, rows in passes:
+        if by_tokens:
+            continue
+        micro = _get(config, where)
+        if not micro:
+            raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
+        fitting = (f"{where}={math.gcd(micro, rows // ranks)}",)
+        _divide(micro, rows // ranks, f"{where}={micro}", f"{rows // ranks} trajectories per rank", fitting)
     if config.trainer.v1.trainer_mode != "separate_async":
         return
     steps = config.trainer.v1.separate_async.parameter_sync_step

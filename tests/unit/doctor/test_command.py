@@ -152,7 +152,7 @@ def test_overrides_may_stand_on_both_sides_of_a_flag(doctor):
 def test_overrides_that_do_not_compose_are_an_error_beside_the_installation(override, capsys):
     assert main(["doctor", "--json", override]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [finding["check"] for finding in found if finding["level"] == "error"] == ["config"]
+    assert {finding["check"] for finding in found if finding["level"] == "error"} == {"config"}
     assert "packages" in {finding["check"] for finding in found}
 
 
@@ -182,3 +182,89 @@ def test_a_gpu_by_its_name(name, capability):
 def test_of_two_fixes_for_a_setting_that_of_the_worse_finding_is_printed():
     found = [CheckResult("warning", "w", fix=("a.b=1",)), CheckResult("error", "e", fix=("++a.b=2", "c.d=3"))]
     assert fixes(found) == ["++a.b=2", "c.d=3"]
+
+
+SEARCH_R1 = [
+    f"{ROLLOUT}.n_val=5",
+    "+trainer.val_before_train=true",
+    "max_turns=2",
+    "actor_rollout_ref.actor.fsdp_config.grad_offload=true",
+    "critic.model.fsdp_config.param_offload=true",
+    "critic.model.fsdp_config.grad_offload=true",
+    "reward_model.rm_coef=5",
+]
+
+
+def test_all_settings_of_an_older_verl_are_told_at_once_with_their_new_places(doctor):
+    code, out = doctor("--json", *SEARCH_R1, f"{ROLLOUT}.temperature=0.7")
+    found = json.loads(out)
+    errors = [each for each in found if each["check"] == "config"]
+    fixes = {fix for each in errors for fix in each["fix"]}
+    assert code == 1 and fixes == {f"++{ROLLOUT}.val_kwargs.n=5", "++critic.fsdp.param_offload=True"}
+    (gone,) = [each["found"] for each in errors if "max_turns" in each["found"]]
+    assert (
+        "reward_model.rm_coef" in gone
+        and "actor.fsdp_config.grad_offload" in gone
+        and "critic.model.fsdp_config.grad_offload" in gone
+    )
+    assert any("val_before_train is in the config already" in each["found"] for each in errors)
+    assert any(each["check"] == "temperature" for each in found), "the rest of the launch is checked too"
+
+
+def test_a_new_place_that_the_launch_sets_itself_keeps_its_value(doctor):
+    _, out = doctor("--json", f"{ROLLOUT}.n_agent=5", f"{ROLLOUT}.n=3")
+    assert not [fix for each in json.loads(out) if each["check"] == "config" for fix in each["fix"]]
+
+
+def test_a_value_that_hydra_cannot_read_is_told_with_its_setting(doctor):
+    _, out = doctor("--json", "trainer.default_local_dir=A=/b")
+    (config,) = [each for each in json.loads(out) if each["check"] == "config"]
+    assert "trainer.default_local_dir=A=/b" in config["found"] and "quotes" in config["why"]
+
+
+@pytest.mark.parametrize("setting", [f"+{ROLLOUT}.no_such=5", "+actor_rollout_ref.model.no_such=1"])
+def test_a_setting_that_a_workers_class_does_not_take_is_an_error(doctor, setting):
+    _, out = doctor("--json", setting)
+    (classes,) = [each for each in json.loads(out) if each["check"] == "verl's classes"]
+    key = setting.strip("+").partition("=")[0]
+    assert key in classes["found"] and classes["fix"] == [f"~{key}"]
+
+
+def test_a_fix_takes_a_field_only_from_where_it_is(doctor):
+    """The critic's settings are of the same class as the actor's."""
+    _, out = doctor("--fix", "+actor_rollout_ref.actor.fsdp_config.no_such=true")
+    assert out.splitlines() == ["~actor_rollout_ref.actor.fsdp_config.no_such"]
+
+
+def test_an_old_setting_of_a_class_moves_to_its_new_place(doctor):
+    _, out = doctor("--fix", f"+{ROLLOUT}.val_temperature=0.5")
+    assert set(out.splitlines()) == {f"~{ROLLOUT}.val_temperature", f"++{ROLLOUT}.val_kwargs.temperature=0.5"}
+
+
+def test_a_model_on_the_machine_of_the_run_is_no_error_here(doctor):
+    path, away = "actor_rollout_ref.model.path=/nowhere/here", ("--gpu", "H100", "trainer.device=cuda")
+    for overrides in ([], ["actor_rollout_ref.model.tokenizer_path=/nowhere"]):
+        _, out = doctor("--json", *away, path, *overrides)
+        assert not [each for each in json.loads(out) if each["level"] == "error" and "nowhere" in each["found"]]
+        assert [each for each in json.loads(out) if each["check"] == "hooks" and each["level"] == "ok"]
+    _, out = doctor("--json", path)
+    assert [each for each in json.loads(out) if each["level"] == "error" and "/nowhere/here" in each["found"]]
+
+
+def test_a_warm_up_as_long_as_the_run_is_told_without_a_feature_too(doctor):
+    warm_up = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+    _, out = doctor("--json", "model_engine=megatron", "trainer.total_training_steps=10", f"{warm_up}=10")
+    (finding,) = [each for each in json.loads(out) if warm_up in each["found"]]
+    assert (finding["level"], finding["fix"]) == ("error", [f"{warm_up}=0"])
+
+
+def test_an_empty_value_is_told_as_a_variable_that_may_not_be_set(doctor):
+    _, out = doctor("--json", "trainer.experiment_name=")
+    assert [each["level"] for each in json.loads(out) if "trainer.experiment_name=" in each["found"]] == ["warning"]
+
+
+def test_padding_of_the_last_mini_batch_is_a_note(doctor):
+    actor = "actor_rollout_ref.actor"
+    sizes = ["data.train_batch_size=100", f"{actor}.ppo_mini_batch_size=64", f"{actor}.use_dynamic_bsz=true"]
+    _, out = doctor("--json", *sizes)
+    assert [each["level"] for each in json.loads(out) if "ppo_mini_batch_size=64" in each["found"]] == ["note"]

@@ -22,13 +22,12 @@ from verl_ext.doctor.command import print_findings
 from verl_ext.doctor.hooks import (
     built_settings,
     fit_presets,
-    needs_critic,
-    needs_reference,
     passes_quickly,
     settings_classes,
     unknown_targets,
 )
 from verl_ext.features.losses import TARGET
+from verl_ext.features.verl_config import needs_critic, needs_reference
 from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -198,7 +197,8 @@ CASES = [
 ]
 CODE = """
 import json, pickle, sys
-from verl_ext.doctor.hooks import needs_critic, needs_reference, passes_quickly
+from verl_ext.doctor.hooks import passes_quickly
+from verl_ext.features.verl_config import needs_critic, needs_reference
 said = []
 for config in pickle.load(sys.stdin.buffer):
     config.critic.model = None  # as `built_settings` leaves it
@@ -511,7 +511,7 @@ def test_a_check_that_stumbles_over_a_value_takes_no_other_with_it(look):
 
 
 def test_what_a_config_says_is_printed_as_text_by_plan(capsys):
-    assert main(["plan", "no/such/group='\x1b]0;[bold]'"]) == 2
+    assert main(["plan", "data.x=='\x1b]0;[bold]'"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "\x1b" not in error and r"\x1b]0;[bold]" in error
 

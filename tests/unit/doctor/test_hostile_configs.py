@@ -45,8 +45,8 @@ def said_of(content: bytes) -> tuple[str, str]:
         try:
             prepare(arguments)
         except ConfigError as error:
-            return str(error), command_line.compose(arguments)[1]
-        return "", command_line.compose(arguments)[1]
+            return str(error), command_line.compose(arguments).failure
+        return "", command_line.compose(arguments).failure
 
 
 @at_most(10)  # Hydra takes most of a second to compose one

@@ -291,7 +291,7 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
         (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is not in verl_ext/launch/models.py"),
         (["recipe=nope"], "Could not find 'recipe/nope'"),
         (["foo bar"], "foo bar"),
-        ([*KNOWN, "trainer.nnnodes=2"], "Could not override 'trainer.nnnodes'"),
+        ([*KNOWN, "trainer.nnnodes=2"], "the launch would stop at trainer.nnnodes"),
         ([*KNOWN, "stability=nope"], "stability=nope is not known"),
         ([*KNOWN, "--gpu", "abacus"], "--gpu=abacus is not known; choose one of"),
         ([*KNOWN, "--nodes", "0"], "--nodes=0 must be above 0"),

@@ -161,15 +161,15 @@ def test_a_dense_model_is_probed_without_its_routing(tmp_path):
     from transformers import Qwen3Config
 
     Qwen3Config().save_pretrained(tmp_path)
-    dense = compose(["recipe=cpu_smoke", f"actor_rollout_ref.model.path={tmp_path}"])[0]
+    dense = compose(["recipe=cpu_smoke", f"actor_rollout_ref.model.path={tmp_path}"]).config
     assert not any("router" in override for override in probe_overrides(dense, 8, tmp_path))
 
 
 def overrides_of(moe_override, *given, prompts=8):
-    config, failure = compose([*given, moe_override])
-    assert config is not None, failure
-    overrides = probe_overrides(config, prompts, Path())
-    assert compose([*given, moe_override, *overrides])[0] is not None
+    composed = compose([*given, moe_override])
+    assert composed.config is not None and not composed.refused, composed
+    overrides = probe_overrides(composed.config, prompts, Path())
+    assert compose([*given, moe_override, *overrides]).config is not None
     return dict(override.split("=", 1) for override in overrides)
 
 

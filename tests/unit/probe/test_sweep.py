@@ -108,8 +108,8 @@ def test_a_setting_that_cannot_be_swept_is_one_line(sweep, capsys, arguments, sa
 
 
 def test_all_takes_what_fits_the_launch():
-    cpu = {change.name for change in changes_of(compose(["recipe=cpu_smoke"])[0], ["all"], {})}
-    gpu = {change.name for change in changes_of(compose(["recipe=qwen3_30b_a3b"])[0], ["all"], {})}
+    cpu = {change.name for change in changes_of(compose(["recipe=cpu_smoke"]).config, ["all"], {})}
+    gpu = {change.name for change in changes_of(compose(["recipe=qwen3_30b_a3b"]).config, ["all"], {})}
     assert {"fp32", "one_at_a_time", "no_prefix_cache"} <= cpu & gpu
     assert not cpu & {"graphs", "no_cascade", "attention_flashinfer", "tensor_parallel_1"}
     assert {"eager", "attention_flashinfer", "tensor_parallel_1"} <= gpu
@@ -118,7 +118,7 @@ def test_all_takes_what_fits_the_launch():
 def test_all_takes_what_the_engines_of_the_launch_know():
     """Megatron gets float32 only on CPU cores; changes of attention are for vLLM and FSDP only."""
     of_gpu, of_cpu = (
-        {change.name: change.overrides for change in changes_of(compose(given)[0], ["all"], {})}
+        {change.name: change.overrides for change in changes_of(compose(given).config, ["all"], {})}
         for given in (["recipe=qwen3_30b_a3b_megatron"], ["recipe=cpu_megatron_sglang"])
     )
     assert of_gpu["fp16"] == of_cpu["fp16"] == ("precision=fp16_megatron",) and "fp32" not in of_gpu
@@ -138,10 +138,10 @@ def launch_of(change):
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: f"{change.name} {change.overrides[0]}")
 def test_each_change_composes_and_then_fits_no_more(change):
     given = launch_of(change)
-    config, failure = compose(with_change(given, change))
-    assert config is not None, failure
+    composed = compose(with_change(given, change))
+    assert composed.config is not None and not composed.refused, composed
     with pytest.raises(ConfigError, match="already has this setting"):
-        changes_of(config, [change.name], {})
+        changes_of(composed.config, [change.name], {})
 
 
 def test_a_sweep_says_what_matters_more_than_its_error():
@@ -206,6 +206,6 @@ def test_a_layer_without_a_number_is_listed_first():
     ],
 )
 def test_weights_that_are_not_sent_in_16_bits_cannot_be_swept(given, said):
-    config, _ = compose(["recipe=cpu_smoke", *given])
+    config = compose(["recipe=cpu_smoke", *given]).config
     with pytest.raises(ConfigError, match=said):
         probe_overrides(config, 8, Path(), layers="fp8")

@@ -164,6 +164,8 @@ def test_deepseek_v3_also_fits_the_twelve_nodes_of_its_readme(compose):
 MEGATRON = "actor_rollout_ref.actor.megatron"
 STAGES = f"{MEGATRON}.override_transformer_config"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+REF_MICRO = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
+GPUS = ("trainer.nnodes=1", "trainer.n_gpus_per_node=8")
 WRONG = [
     (
         "qwen3_30b_a3b_megatron",
@@ -191,7 +193,6 @@ WRONG = [
     ("qwen3_30b_a3b", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=3", "ulysses_sequence_parallel_size=3"),
     ("qwen3_30b_a3b", f"{ACTOR}.fsdp_config.fsdp_size=5", "fsdp_size=5"),
     ("qwen3_30b_a3b", f"{ACTOR}.ppo_max_token_len_per_gpu=8192", r"cannot hold data\.max_prompt_length"),
-    ("qwen3_30b_a3b", f"{ACTOR}.ppo_mini_batch_size=100", "ppo_mini_batch_size=100 must divide"),
     ("qwen3_30b_a3b", f"{ROLLOUT}.n=1 {ACTOR}.ppo_mini_batch_size=8", "16 data-parallel ranks must divide"),
     ("qwen3_30b_a3b", f"{ROLLOUT}.data_parallel_size=3", "data_parallel_size=3"),
     (
@@ -201,12 +202,30 @@ WRONG = [
     ),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5"),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "is not set"),
+    ("gpt_oss_20b", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=5", "log_prob_micro_batch_size_per_gpu=5"),
+    ("gpt_oss_20b", f"{REF_MICRO}=7 {ACTOR}.use_kl_loss=true", "ref.log_prob_micro_batch_size_per_gpu=7"),
+    ("gpt_oss_20b", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true", "log_prob_use_dynamic_bsz=True contradicts"),
     ("gpt_oss_20b", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "needs packed sequences"),
     ("qwen3_next_80b_a3b", "actor_rollout_ref.model.use_remove_padding=true", "use_remove_padding=true packs"),
     ("qwen3_30b_a3b_async", "trainer.v1.separate_async.parameter_sync_step=2", "parameter_sync_step=2"),
     ("qwen3_30b_a3b_async", f"{ROLLOUT}.checkpoint_engine.backend=naive", "backend=naive"),
     ("qwen3_30b_a3b_async", f"{ROLLOUT}.nnodes=0", "nnodes=0 leaves"),
 ]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # 64 prompts x 8 on 8 ranks: log-probs are computed of the whole batch, not of a mini-batch.
+        f"{ACTOR}.ppo_mini_batch_size=32 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=64",
+        # Padding makes two mini-batches of 64 of 80 prompts: 128 trajectories a rank.
+        f"data.train_batch_size=80 {ACTOR}.ppo_mini_batch_size=64 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=128",
+        f"{REF_MICRO}=7",  # no reference policy
+        f"{REF_MICRO}=7 {ACTOR}.use_kl_loss=true actor_rollout_ref.model.lora_rank=8",  # the actor is the reference
+    ],
+)
+def test_sizes_of_passes_that_fit(compose, overrides):
+    checked(compose, "gpt_oss_20b", "data.train_batch_size=64", f"{ROLLOUT}.n=8", *GPUS, *overrides.split())
 
 
 @pytest.mark.parametrize(("name", "overrides", "message"), WRONG)
