@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-FILE = "VERL_EXT_TEST_REWARD"  # environment: a file that holds `nan`, `hang` or `raise`
+FILE = "VERL_EXT_TEST_REWARD"  # environment: a file that holds `nan`, `hang`, `raise` or nothing
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> float:

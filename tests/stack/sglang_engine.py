@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from tests.stack.small_models import NEAR_TIE
 from verl_ext.core.fake_quant import fake_quantized
 from verl_ext.upstream import fake_quantization
 
@@ -55,16 +56,23 @@ def reference(folder):
 
 
 @torch.no_grad()
-def experts_of(model, tokens) -> torch.Tensor:
-    """[n - 1, L, K], sorted, of all of these n tokens but the last."""
+def experts_of(model, tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n - 1, L, K], sorted, of all of these n tokens but the last; and [n - 1], whether they are decided.
+
+    Where the last expert chosen and the first one left out are as good as equal, rounding decides, in each engine for
+    itself. Then this token's later layers may differ too, and all tokens after it.
+    """
     scores = model(torch.tensor([tokens]), output_router_logits=True).router_logits
     top_k = model.config.num_experts_per_tok
-    return torch.stack([of_layer.topk(top_k)[1] for of_layer in scores], 1)[:-1].sort(-1)[0]
+    best = torch.stack(scores, 1)[:-1].topk(top_k + 1)
+    decided_nL = best.values[..., top_k - 1] - best.values[..., top_k] > NEAR_TIE
+    return best.indices[..., :top_k].sort(-1)[0], decided_nL.all(1).int().cumprod(0).bool()
 
 
 @torch.no_grad()
 def compare(engine, model) -> dict[str, float]:
-    """Returns the largest difference of the answers' log-probs, and the share of (token, layer) with equal experts."""
+    """Returns the largest difference of the answers' log-probs, and the share of (token, layer) with equal experts,
+    among the tokens whose experts are decided; and their share."""
     layers, top_k = model.config.num_hidden_layers, model.config.num_experts_per_tok
     sampling = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     answers = engine.generate(
@@ -73,7 +81,7 @@ def compare(engine, model) -> dict[str, float]:
         return_logprob=True,
         return_routed_experts=True,
     )
-    apart, same, cached = [], [], 0
+    apart, same, decided, cached = [], [], [], 0
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         meta = answer["meta_info"]
         cached += meta["cached_tokens"]
@@ -81,11 +89,19 @@ def compare(engine, model) -> dict[str, float]:
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0]
         places = torch.arange(len(prompt) - 1, len(prompt) + TOKENS - 1)
         expected = logits.double().log_softmax(-1)[places, torch.tensor(tokens)]
-        apart.append((torch.tensor(l_infer).double() - expected).abs().max())
+        experts, decided_n = experts_of(model, [*prompt, *tokens])
+        decided.append(decided_n)
+        apart.append((torch.tensor(l_infer).double() - expected).abs()[decided_n[places]])
         found = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).copy()
         found_nLK = torch.from_numpy(found).view(-1, layers, top_k).sort(-1)[0]
-        same.append((found_nLK == experts_of(model, [*prompt, *tokens])).all(-1).flatten())
-    return {"apart": float(max(apart)), "same_experts": float(torch.cat(same).float().mean()), "cached": cached}
+        same.append((found_nLK == experts).all(-1)[decided_n].flatten())
+    apart, same, decided = (torch.cat(parts).double() for parts in (apart, same, decided))
+    return {
+        "apart": float(apart.max()),
+        "same_experts": float(same.mean()),
+        "decided": float(decided.mean()),
+        "cached": cached,
+    }
 
 
 def without_copy(*args, **kwargs):
@@ -120,7 +136,8 @@ MARGIN = 1e-3  # of a mass from top_p: nearer ones are decided by rounding
 @torch.no_grad()
 def compare_top_tokens(engine, server, model, sampling) -> dict[str, float]:
     """Compares what verl's server returns with transformers' logits in float64: the largest difference of log-probs, of
-    the sampled tokens and of the top tokens, and the number of places at which something else was kept."""
+    the sampled tokens and of the top tokens, and the number of places at which something else was kept. Places whose
+    experts are not decided are left out."""
     from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
     from verl_ext.upstream.agent_loop import TOP_TOKENS_ASKED
 
@@ -132,6 +149,7 @@ def compare_top_tokens(engine, server, model, sampling) -> dict[str, float]:
         ids, log_q = (answer.extra_fields[name] for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
         assert len(tokens) == len(ids) == TOKENS
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].double()
+        logits = logits[: int(experts_of(model, [*prompt, *tokens])[1][len(prompt) - 1 :].sum())]
         for place, p in enumerate((logits / sampling["temperature"]).softmax(-1)):
             mass, order = 0.0, p.argsort(descending=True)[: sampling.get("top_k", -1) % (len(p) + 1)]
             kept = []
@@ -160,7 +178,7 @@ def compare_top_tokens(engine, server, model, sampling) -> dict[str, float]:
 
 def compare_turns(server, model, run) -> dict[str, float]:
     """Runs two turns through verl's server; the second brings only new rows. Returns how many rows of both have the
-    model's experts, and how many rows there are."""
+    model's experts, and how many rows there are, where experts are decided."""
     from verl_ext.upstream.agent_loop import ROWS_HELD, Turn
 
     same, rows = 0, 0
@@ -175,9 +193,10 @@ def compare_turns(server, model, run) -> dict[str, float]:
         assert second.extra_fields[ROWS_HELD] == held == len(longer) - 3
         assert len(second.routed_experts) == len(longer) + len(second.token_ids) - 1 - held
         joined, _ = turn.joined(held, second.routed_experts)
-        chosen_nLK = experts_of(model, [*longer, *second.token_ids])
-        same += int((torch.from_numpy(joined).sort(-1)[0] == chosen_nLK).all(-1).sum())
-        rows += joined.shape[0] * joined.shape[1]
+        chosen_nLK, decided_n = experts_of(model, [*longer, *second.token_ids])
+        agree_nL = (torch.from_numpy(joined).sort(-1)[0] == chosen_nLK).all(-1)[decided_n]
+        same += int(agree_nL.sum())
+        rows += agree_nL.numel()
     return {"same_experts": same / rows, "rows": rows}
 
 
@@ -287,7 +306,7 @@ def retracted(folder):
             *(server.generate(list(prompt), dict(asked), uuid.uuid4().hex) for prompt in prompts)
         )
 
-    found = {"retractions": 0, "apart": 0.0, "top_apart": 0.0, "other_experts": 0}
+    found = {"retractions": 0, "apart": 0.0, "top_apart": 0.0, "other_experts": 0, "places": 0}
     with torch.no_grad():
         for prompt, answer in zip(*engine.loop.run_until_complete(all_at_once()), strict=True):
             tokens = torch.tensor(answer.token_ids)
@@ -297,10 +316,15 @@ def retracted(folder):
             own = torch.tensor(answer.log_probs).double() - expected.gather(1, tokens[:, None])[:, 0]
             ids, log_q = (torch.from_numpy(answer.extra_fields[name]) for name in (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS))
             routes = torch.from_numpy(answer.routed_experts).sort(-1)[0]
+            experts, decided_n = experts_of(model, [*prompt, *answer.token_ids])
+            places = int(decided_n[len(prompt) - 1 :].sum())  # from the first on
             found["retractions"] += answer.num_preempted
-            found["apart"] = max(found["apart"], float(own.abs().max()))
-            found["top_apart"] = max(found["top_apart"], float((log_q - expected.gather(1, ids.long())).abs().max()))
-            found["other_experts"] += int((routes != experts_of(model, [*prompt, *answer.token_ids])).sum())
+            found["places"] += places
+            if places:
+                top = (log_q - expected.gather(1, ids.long()))[:places]
+                found["apart"] = max(found["apart"], float(own[:places].abs().max()))
+                found["top_apart"] = max(found["top_apart"], float(top.abs().max()))
+            found["other_experts"] += int((routes != experts)[decided_n].sum())
     engine.shutdown()
     return found
 
@@ -340,7 +364,7 @@ def interrupted(folder):
 
     answers = engine.loop.run_until_complete(run())
     engine.shutdown()
-    found = {"parts": max(map(len, parts)), "apart": 0.0, "other_experts": 0, "rows": 0, "missing": 0}
+    found = {"parts": max(map(len, parts)), "apart": 0.0, "other_experts": 0, "rows": 0, "decided": 0, "missing": 0}
     for pieces, (prompt, answer) in zip(parts, answers, strict=True):
         sequence, end = [*prompt, *answer.token_ids], len(prompt)
         assert len(answer.log_probs) == len(answer.token_ids)
@@ -356,12 +380,15 @@ def interrupted(folder):
                 l_all = model(torch.tensor([sequence[:end]])).logits[0, len(before) - 1 : -1].double().log_softmax(-1)
             own = l_all.gather(1, torch.tensor(piece.token_ids)[:, None])[:, 0]
             given = torch.tensor(answer.log_probs[len(before) - len(prompt) : end - len(prompt)]).double()
-            found["apart"] = max(found["apart"], float((given - own).abs().max()))
-            expected = experts_of(model, sequence[:end])[start_at:]
+            expected, decided_n = experts_of(model, sequence[:end])
+            apart = (given - own).abs()[decided_n[len(before) - 1 :]]
+            found["apart"] = max(found["apart"], float(apart.max()) if len(apart) else 0.0)
+            expected, decided_n = expected[start_at:], decided_n[start_at:]
             given = routes[start_at : end - 1]
-            same = given.shape == expected.shape and bool((given == expected).all())
+            same = given.shape == expected.shape and torch.equal(given[decided_n], expected[decided_n])
             found["other_experts"] += 0 if same else len(expected)
             found["rows"] += len(expected)
+            found["decided"] += int(decided_n.sum())
     return found
 
 

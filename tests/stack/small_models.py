@@ -8,6 +8,7 @@ import torch
 
 from recipes.make_assets import build_model, build_tokenizer
 
+NEAR_TIE = 1e-5  # between the router's scores of two experts: rounding in float32 may order nearer ones either way
 FAR_APART = 4.0  # times the usual deviation of 0.02, which leaves every probability near that of any other token
 
 

@@ -76,7 +76,7 @@ def test_a_run_is_submitted_stopped_and_resumed_to_its_end(cluster, imports, ass
         *SMALL,
         f"assets={assets}",
         "stability=icepop",
-        "trainer.total_training_steps=4",
+        "trainer.total_training_steps=8",  # so that it is stopped before its end
         "trainer.save_freq=1",
         f"{PY_EXECUTABLE}={imports.python}",
     )
@@ -95,8 +95,8 @@ def test_a_run_is_submitted_stopped_and_resumed_to_its_end(cluster, imports, ass
     assert resumed.returncode == 0, resumed.stdout[-3000:] + resumed.stderr
     assert "Resuming from" in resumed.stdout and "SUCCEEDED" in resumed.stderr
     steps = [line for line in (run_dir / "metrics.jsonl").read_text().splitlines() if line.startswith('{"step":')]
-    assert steps[0].startswith('{"step":1,') and steps[-1].startswith('{"step":4,')
-    assert tracker.read_text() == "4"
+    assert steps[0].startswith('{"step":1,') and steps[-1].startswith('{"step":8,')
+    assert tracker.read_text() == "8"
     assert (run_dir / "metrics.guard.jsonl").exists() and (run_dir / "hydra").is_dir()
 
 

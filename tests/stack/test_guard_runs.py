@@ -78,7 +78,9 @@ def test_a_lora_whose_first_weight_sync_is_lost_and_log_probs_that_are_short(wit
 
 def test_a_lora_that_the_rollout_applies_twice_as_strongly(with_faults, dense_lora):
     """vLLM is told twice the alpha that training has: every token moves twice as far there."""
-    run = with_faults("doubled adapter", "stability=tis", "precision=fp32", *dense_lora, steps=9)
+    small = "actor_rollout_ref.actor.optim.lr=3e-4"  # updates: twice a large step is not twice its change
+    # Too few steps to judge the reward: answers are cut, which is the likelier cause where the reward does not rise.
+    run = with_faults("doubled adapter", "stability=tis", "precision=fp32", *dense_lora, small, steps=4)
     assert run.code == 0, run.tail
     first = run.steps[0]
     assert first["sync/arrived_median"] == pytest.approx(2, rel=0.1) and first["sync/arrived_spread"] < 0.2
@@ -118,7 +120,8 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     norms = [(step["actor/gate/grad_norm"], step["actor/grad_norm"]) for step in run.steps]
     finite = [pair for pair in norms if None not in pair]
     assert finite and all(0.1 < gate / verls < 10 for gate, verls in finite)
-    assert run.steps[0]["vllm_kl/k3"] < 1e-5, "bf16 has some 5e-5 here"
+    # fp16 has some 2.2e-4 here and bf16 1.7e-3. Both vary by a tenth; k3 varies more, by near ties of the routers.
+    assert run.steps[0]["vllm_kl/log_ratio_abs_mean"] < 6e-4
     seen = events(run.folder)
     assert [event["signal"] for event in seen if event["rule"] == "mini_batch"] == ["actor/gate/refused"] * 3
     assert len(seen) == 3 + len(norms) - len(finite) and {event["action"] for event in seen} == {"warn"}

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import time
 from functools import partial
 
 import pytest
@@ -75,7 +76,11 @@ def test_it_ends_with_one_error_and_the_last_checkpoint_can_be_read(begin, tmp_p
 
 def read_only(folder, mark):
     """Makes the checkpoints' file system read-only, as after an error of the disk."""
-    subprocess.run(["mount", "-o", "remount,ro", str(folder / "checkpoints")], check=True)
+    remount = ["mount", "-o", "remount,ro", str(folder / "checkpoints")]
+    deadline = time.monotonic() + 60
+    while (mounted := subprocess.run(remount, stderr=subprocess.PIPE)).returncode:  # busy while a checkpoint is written
+        assert time.monotonic() < deadline, mounted.stderr
+        time.sleep(0.05)
 
 
 def out_of_memory(folder, mark):
@@ -124,7 +129,7 @@ def test_a_reward_that_is_no_number_then_hangs_and_then_raises(begin, tmp_path):
         word.write_text("hang")
         run.wait_for(lambda: re.search(r"step \d+ has been running for \d+ s\b", run.console), 150)
         last = last_saved(tmp_path)
-        word.unlink()
+        word.write_text("")  # not unlinked: the rewards that hang read it
         run.wait_for(lambda: has_saved(tmp_path, last + 1))
         word.write_text("raise")
         run.wait_for_end(1)

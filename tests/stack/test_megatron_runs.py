@@ -183,7 +183,7 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
     logged = tmp_path / "verl_ext" / "cpu_megatron.jsonl"
     command = forked_command(fault_arguments("killed", *settings, **options), stack)
     with live(command, tmp_path, stack.environment) as killed:
-        killed.wait_for(lambda: logged.exists() and logged.read_text().count("\n") == 3, seconds=120)
+        killed.wait_for(lambda: logged.exists() and logged.read_text().count("\n") == 3)
     assert last_saved(tmp_path) == 3
 
     finished = run(fault_arguments("resumed", *settings, **options), tmp_path, stack)

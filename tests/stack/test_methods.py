@@ -275,10 +275,10 @@ def test_filters_run_in_order_and_name_an_example(step_of, switching_run):
 
 
 @runs_with(LOW_AGREEMENT)
-def test_low_agreement_drops_tokens_whose_routing_differs(step_of):
+def test_low_agreement_drops_tokens_whose_routing_differs(engine, step_of):
     step = step_of(*LOW_AGREEMENT)
-    # Every token with a layer that differs: some 5 %.
-    assert 0 < step["filter/low_agreement/dropped_tokens"] < 0.2
+    # Every token with a layer that differs: some 5 % with vLLM, twice as many with SGLang.
+    assert 0 < step["filter/low_agreement/dropped_tokens"] < (0.4 if engine == "sglang" else 0.2)
 
 
 @runs_with(NOTHING_LEFT)

@@ -24,7 +24,7 @@ SETTINGS = (
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype=fp32",
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype=fp32",
-    "actor_rollout_ref.actor.optim.lr=1e-5",  # the gap is the engines', not the policy's movement
+    "actor_rollout_ref.actor.optim.lr=1e-9",  # the gap is the engines': a rollout in bf16 loses a part of each update
 )
 
 
@@ -98,13 +98,13 @@ def test_routing_that_no_router_chooses_is_refused_and_told_once(finished, steps
 
 def test_r3_takes_the_experts_share_out_of_vllm_kl(steps):
     without, with_r3 = (average(steps[mode], "vllm_kl/k3") for mode in ("disabled", "R3"))
-    assert with_r3 < without / 5
+    assert with_r3 < without / 20
 
 
 def test_r3_in_bypass_mode_is_replayed_in_the_update_whose_gap_is_measured(steps):
     (bypassed,) = steps[BYPASSED]
     assert 0.9 < bypassed["actor/router_own_agreement"] < 0.9999
-    assert bypassed["vllm_kl/k3"] < average(steps["disabled"], "vllm_kl/k3") / 5
+    assert bypassed["vllm_kl/k3"] < average(steps["disabled"], "vllm_kl/k3") / 20
     assert bypassed["router/unknown"] == bypassed["router/invalid"] == 0
     assert "router/agreement" not in bypassed, "compute_log_prob does not run"
 

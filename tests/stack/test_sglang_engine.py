@@ -15,7 +15,7 @@ from tests.stack.running import CPU, MARK, RETRACTS, kill_all
 from tests.stack.sglang_engine import FP4
 from tests.stack.small_models import FAR_APART, save_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_log_probs_experts_and_updated_weights_are_those_of_transformers(found):
     assert states["points"] == 2 + 4 * 4 and states["tokens"] == 19, "all tokens of the prompts, and no other"
     for when in ("first", "again", "after", "rounded"):
         assert readings[when]["apart"] < 1e-4, "log-probs of some -4"
-        assert readings[when]["same_experts"] == 1
+        assert readings[when]["same_experts"] == 1 and readings[when]["decided"] > 0.3
     assert readings["again"]["cached"] > 0, "prompts that are read again come from the prefix cache"
     assert report == {"settings": FP4, "rounded": {"linear": 4 * (4 + 3 * 16)}}, "as the trainer asks for it"
     assert readings["unrounded"]["apart"] > 0.1
@@ -88,7 +88,7 @@ def test_top_tokens_are_transformers_over_what_was_kept_and_turns_have_all_rows(
     assert turns["same_experts"] == 1 and turns["rows"] > 100
     for name, reading in readings.items():
         assert reading["own"] < 1e-4 and reading["top"] < 1e-4, name
-        assert reading["other_kept"] == 0 and reading["places"] > 50, name
+        assert reading["other_kept"] == 0 and reading["places"] > 30, name
     assert readings["all"]["kept"] == 8 * readings["all"]["places"]
     assert readings["top_k"]["kept"] == 5 * readings["top_k"]["places"]
     assert readings["both"]["kept"] < 7 * readings["both"]["places"]
@@ -100,7 +100,7 @@ def test_retractions_are_counted_and_all_stays_at_its_token(found, monkeypatch):
     reading = found("retracted")
     assert reading["retractions"] > 0
     assert reading["apart"] < 1e-4 and reading["top_apart"] < 1e-4
-    assert reading["other_experts"] == 0
+    assert reading["other_experts"] == 0 and reading["places"] > 20
 
 
 def test_a_response_that_syncs_interrupt_has_each_token_of_the_weights_that_sampled_it(found):
@@ -109,7 +109,7 @@ def test_a_response_that_syncs_interrupt_has_each_token_of_the_weights_that_samp
     assert reading["parts"] > 1
     assert reading["missing"] == 0 and reading["rows"] > 200
     assert reading["apart"] < 1e-4
-    assert reading["other_experts"] == 0
+    assert reading["other_experts"] == 0 and reading["decided"] > 100
 
 
 def test_two_ranks_agree_with_transformers(found):

@@ -68,6 +68,7 @@ def test_moe_replays_the_rollouts_experts_and_each_update_is_undone(train, tmp_p
         "stability=moe",
         "stability.router_agreement=false",
         "stability.filters=[overlong,zero_variance]",
+        "data.max_response_length=32",  # some responses end before it
         "stability.guard.mini_batch={grad_norm:1.0e+30,policy_kl:1.0,vllm_kl:1.0}",  # which only measures
         "stability.guard.after_update.trajectories=8",
         "stability.guard.rules={moved:{signal:actor/after_update/policy_kl,above:0,action:undo}}",
