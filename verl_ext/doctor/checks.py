@@ -262,7 +262,7 @@ class Context:
 
     @cached_property
     def shape(self) -> ModelShape | None:
-        """The model's shape, if `verl_ext/launch/models.py` has it."""
+        """The model's shape, if its config.json or `verl_ext/launch/models.py` has it."""
         try:
             return shape_of(str(self._model_path or ""))
         except ConfigError:

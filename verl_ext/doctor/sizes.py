@@ -17,8 +17,9 @@ LARGE = 0.01  # nats; 1% in every ratio, if the model has not learnt to avoid th
 
 @check("sizes", needs="engine")
 def sizes(context: Context) -> Iterable[CheckResult]:
-    """Batches, lengths and ranks that contradict each other, or the model if it is one of `verl_ext/launch/models.py`.
-    A note: a size that is not set, or a strategy other than `fsdp`, `fsdp2` and `megatron`, whose sizes are not known.
+    """Batches, lengths and ranks that contradict each other, or the model if its shape is known from config.json or
+    `verl_ext/launch/models.py`. A note: a size that is not set, or a strategy other than `fsdp`, `fsdp2` and
+    `megatron`, whose sizes are not known.
 
     Source: the comments in verl_ext/launch/sizes.py, on verl 0.9.1, megatron-core 0.16, transformers and vLLM 0.27.
     """
@@ -39,7 +40,7 @@ def sizes(context: Context) -> Iterable[CheckResult]:
     if batch % mini:
         why = f"the last one has {batch % mini} prompts and padding, and makes a whole optimizer step"
         yield note(f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}", why)
-    beside = "" if shape else "; the model's shape is not in verl_ext/launch/models.py, and was left out"
+    beside = "" if shape else "; the model's shape is not known, and was left out"
     yield ok(f"batches, lengths and ranks fit each other{beside}")
 
 

@@ -1,14 +1,17 @@
-"""Published model shapes, and numbers derived from them: parameters, active parameters, bytes of KV cache per token.
+"""Model shapes, published or read from config.json, and numbers derived from them: parameters, active parameters, bytes
+of KV cache per token.
 
-The numbers are copies of those in each model's config.json on Hugging Face; `source` names where the copy was read.
-tests/unit/recipes/test_cluster_recipes.py compares the resulting parameters with the published ones. Not counted are
-norms and biases, below 0.1 %, and the layers for multi-token prediction, which the recipes do not train.
+The published numbers are copies of those in each model's config.json on Hugging Face; `source` names where the copy was
+read. tests/unit/recipes/test_cluster_recipes.py compares the resulting parameters with the published ones. Not counted
+are norms and biases, below 0.1 %, and the layers for multi-token prediction, which the recipes do not train.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.verl_config import MODEL
+from verl_ext.features.verl_config import MODEL, json_of_model
 
 
 @dataclass(frozen=True)
@@ -274,17 +277,53 @@ SHAPES = {
 }
 
 
+# Types of models in transformers with one kind of layer, of which config.json says everything.
+UNIFORM = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+def read_shape(found: Mapping[str, Any]) -> ModelShape | None:
+    """Returns the shape that a config.json describes; None if its type is not in UNIFORM, or numbers are missing."""
+    moe = found.get("model_type") == "qwen3_moe"
+    mixed = found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1 or found.get("use_sliding_window")
+    if found.get("model_type") not in UNIFORM or mixed:
+        return None
+    try:
+        layers, hidden, heads = (
+            int(found[name]) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+        )
+        return ModelShape(
+            source="its config.json",
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(found.get("num_key_value_heads") or heads),
+            head_dim=int(found.get("head_dim") or hidden // heads),
+            vocabulary=int(found["vocab_size"]),
+            dense_layers=0 if moe else layers,
+            routed_experts=int(found.get("num_experts") or found["num_local_experts"]) if moe else 0,  # since 5.0
+            top_k=int(found["num_experts_per_tok"]) if moe else 0,
+            moe_intermediate=int(found["moe_intermediate_size"]) if moe else 0,
+            dense_intermediate=0 if moe else int(found["intermediate_size"]),
+            tied_embeddings=bool(found.get("tie_word_embeddings")),
+        )
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
 def shape_of(path: str, setting: str = f"{MODEL}.path") -> ModelShape:
     """Returns the shape of a model folder or Hugging Face name, such as Qwen/Qwen3-30B-A3B-Base.
 
     Raises:
-        ConfigError: the path's last part starts with no name of the table.
+        ConfigError: neither config.json, if it is on this machine, nor the beginning of the path's last part says it.
     """
+    if path and (shape := read_shape(json_of_model(path, "config.json"))) is not None:
+        return shape
     name = path.rstrip("/").rsplit("/", 1)[-1].lower()
     for known, shape in SHAPES.items():
         if name.startswith(known.lower()):
             return shape
     raise ConfigError(
-        f"{setting}={path} is not in verl_ext/launch/models.py, so the sizes of the model, and of a vision tower, are "
-        f"not known; the file has: {', '.join(SHAPES)}"
+        f"{setting}={path} is not in verl_ext/launch/models.py, and its config.json is not on this machine or is not "
+        f"of {', '.join(UNIFORM)}, so the sizes of the model, and of a vision tower, are not known; the file has: "
+        f"{', '.join(SHAPES)}"
     )

@@ -1,5 +1,6 @@
 """Every recipe for GPUs composes, passes verl's own validation, and fits its model and its machines."""
 
+import json
 import os
 import re
 from dataclasses import fields
@@ -7,6 +8,7 @@ from functools import partial
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from tests import ROOT
 from tests.support.examples import slow_cases
@@ -113,6 +115,41 @@ def test_a_model_is_found_by_the_start_of_its_name():
     assert shape_of("/models/gpt-oss-20b-bf16/") is SHAPES["gpt-oss-20b"]
     with pytest.raises(ConfigError, match=r"model\.path=some/model is not in verl_ext/launch/models\.py"):
         shape_of("some/model")
+
+
+SMALL = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("of", "more"),
+    [
+        (LlamaConfig, {"intermediate_size": 80}),
+        (Qwen2Config, {"intermediate_size": 80, "tie_word_embeddings": True}),
+        (Qwen3Config, {"intermediate_size": 80, "head_dim": 16}),
+        (Qwen3MoeConfig, {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}),
+    ],
+)
+def test_a_models_own_config_gives_its_shape(tmp_path, of, more):
+    config = of(**SMALL, **more, vocab_size=100)
+    config.save_pretrained(tmp_path / "checkpoint")
+    shape = shape_of(str(tmp_path / "checkpoint"))
+    weights = [each.numel() for each in AutoModelForCausalLM.from_config(config).parameters() if each.dim() > 1]
+    assert (shape.parameters, shape.layers, shape.kv_heads) == (sum(weights), 3, 2)
+    assert shape.active_parameters == shape.parameters - 3 * 6 * 3 * 48 * 24 * (of is Qwen3MoeConfig)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model_type": "unheard_of"}, {"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"hidden_size": None}],
+)
+def test_a_config_that_does_not_say_all_gives_no_shape(tmp_path, change):
+    found = Qwen3MoeConfig(**SMALL).to_dict() | change
+    (tmp_path / "Qwen3-30B-A3B").mkdir()
+    (tmp_path / "Qwen3-30B-A3B" / "config.json").write_text(json.dumps(found))
+    assert shape_of(str(tmp_path / "Qwen3-30B-A3B")) is SHAPES["Qwen3-30B-A3B"], "its name says it"
+    (tmp_path / "Qwen3-30B-A3B").rename(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="mine is not in"):
+        shape_of(str(tmp_path / "mine"))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
