@@ -88,7 +88,7 @@ def config_composes(context: Context) -> Iterable[CheckResult]:
     if context.failure:
         why, fix = "correct the named setting", list[str]()
         if context.failure.startswith(NO_MEGATRON):
-            why, fix = "verl's has them with model_engine=megatron", ["model_engine=megatron"]
+            why, fix = "verl's config has them with model_engine=megatron", ["model_engine=megatron"]
         elif PRIMARY.search(context.failure):
             why = "verl 0.9.1 has ppo_trainer; its trainer.v1.trainer_mode is sync, colocate_async or separate_async"
         elif UNPARSED.search(context.failure):
@@ -106,17 +106,26 @@ def _refused(context: Context) -> Iterator[CheckResult]:
     """Yields the overrides that Hydra refuses, those without a new place together."""
     stops, gone = "the launch stops at it", []
     for one in context.refused:
-        if one.exists:
+        if one.how == "delete":
+            yield error(f"~{one.key}: nothing to delete", f"{stops}: there is no such setting, or it has another value")
+        elif one.how == "add":
             yield error(f"+{one.key} is in the config already", f"{stops}; write ++{one.key}, or leave out the +")
         elif place := new_place(one.key, context.config):
-            given = any(text.lstrip("+").partition("=")[0] == place for text in context.overrides)
-            fix = (f"++{place}={one.value}",) if is_plain(one.value) and not given else ()
+            fix = _moved(one.key, one.value, context)
             yield error(f"{one.key}: not a setting of verl 0.9.1", f"{stops}; leave it out, it is {place} now", *fix)
         else:
             gone.append(one.key)
     if gone:
         why = "the launch stops at the first; leave them out: with a +, a worker refuses them, or nothing reads them"
         yield error(f"not settings of verl 0.9.1: {', '.join(gone)}", why)
+
+
+def _moved(setting: str, value: Any, context: Context) -> Iterator[str]:
+    """Yields the override that gives an old setting's value to its new place, unless the launch sets that too."""
+    place = new_place(setting, context.config)
+    given = any(text.lstrip("+").partition("=")[0] == place for text in context.overrides)
+    if place and is_plain(value) and not given:
+        yield f"++{place}={value}"
 
 
 @check("hooks", needs="can_be_fitted")
@@ -200,6 +209,7 @@ def _validation_fix(said: str, context: Context) -> Iterator[str]:
             for path, node in _nodes(values, part):
                 if str(node.get("_target_")).endswith(f".{owner}") and field in node:
                     yield f"~{path}.{field}"
+                    yield from _moved(f"{path}.{field}", node[field], context)
     if found := INDIVISIBLE.search(said):
         batch, least = map(int, found.groups())
         yield f"data.train_batch_size={math.lcm(batch, least) // context.get(f'{ROLLOUT}.n', 1)}"
@@ -222,9 +232,9 @@ def verls_classes(context: Context) -> Iterable[CheckResult]:
             unknown += [name for name in _unknown_fields(plain, role) if ".ref.log_prob_" not in name]
     if unknown:
         why = "verl's classes do not take them, and the workers would stop"
-        values = {new_place(name, context.config): context.get(name) for name in unknown}
-        moved = (f"++{place}={value}" for place, value in values.items() if place and is_plain(value))
-        yield error(f"not settings of verl 0.9.1: {', '.join(unknown)}", why, *(f"~{name}" for name in unknown), *moved)
+        moved = (fix for name in unknown for fix in _moved(name, context.get(name), context))
+        fixes = (*(f"~{name}" for name in unknown), *moved)
+        yield error(f"not settings of verl 0.9.1: {', '.join(unknown)}", why, *fixes)
 
 
 def _unknown_fields(plain: Any, path: str) -> Iterator[str]:

@@ -47,4 +47,4 @@ def new_place(setting: str, config: DictConfig | None = None) -> str:
 
 def is_plain(value: object) -> bool:
     """Returns True if a value may be part of a fix: a number, a bool or a name, but no other text of the config."""
-    return isinstance(value, bool | int | float) or str(value).isidentifier()
+    return isinstance(value, bool | int | float) or (value is not None and str(value).isidentifier())

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -47,11 +47,16 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True)
 class Refused:
-    """An override that Hydra refuses: its setting does not exist, or exists although the override has a plus sign."""
+    """An override that Hydra refuses.
+
+    Attributes:
+        how: "set", of a setting that does not exist; "add", of one that does; "delete", of one that does not, or that
+            has another value.
+    """
 
     key: str
     value: Any
-    exists: bool
+    how: Literal["set", "add", "delete"]
 
 
 @dataclass(frozen=True)
@@ -120,16 +125,20 @@ def _find_refused(name: str, overrides: Sequence[str]) -> dict[str, Refused]:
 
     loader = GlobalHydra.instance().config_loader()
     parsed = dict(zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True))
+    # Hydra's own settings are not in the config that it returns; one of them is where it looks for groups.
+    hydras = {text for text, one in parsed.items() if one.is_hydra_override()}
     groups = [text for text, one in parsed.items() if loader.get_group_options(one.key_or_group.partition("@")[0])]
-    config = hydra.compose(name, groups)
+    config = hydra.compose(name, [*hydras, *groups])
     found = {}
     for text, one in parsed.items():
-        if text in groups:
+        if text in hydras or text in groups:
             continue
         try:
             ConfigLoaderImpl._apply_overrides_to_config([one], config)
-        except ConfigCompositionException:
-            found[text] = Refused(one.key_or_group, one.value(), exists=one.is_add())
+        except ConfigCompositionException as error:
+            if REFUSED.match(str(error)):  # others stop the second composition, as they stop the launch
+                how: Any = "delete" if one.is_delete() else "add" if one.is_add() else "set"
+                found[text] = Refused(one.key_or_group, one.value(), how)
     return found
 
 

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.verl_config import (
     ACTOR,
+    BYPASS,
     ROLLOUT,
     ROLLOUTS,
     VIRTUAL_STAGES,
@@ -183,21 +184,23 @@ def _check_batches(config: DictConfig) -> None:
     if rollout.log_prob_use_dynamic_bsz != actor.use_dynamic_bsz:  # engine_workers.py asserts it
         same = (f"{rollouts}={str(actor.use_dynamic_bsz).lower()}",)
         raise ConfigError(f"{rollouts}={rollout.log_prob_use_dynamic_bsz} contradicts {dynamic}", fix=same)
-    # Log-probs are computed of the whole batch, which verl pads to whole mini-batches (v1/trainer_base.py).
-    multiple = math.lcm(mini, config.critic.ppo_mini_batch_size) if needs_critic(config) else mini
+    # Log-probs are computed of the whole batch, which verl pads to whole mini-batches, those of a critic that warms up
+    # aside; in bypass mode those of the policy are the rollout's (v1/trainer_base.py).
+    multiple = math.lcm(mini, config.critic.ppo_mini_batch_size or mini) if needs_critic(config) else mini
     prompts = mini if config.trainer.v1.trainer_mode == "separate_async" else batch
     whole = math.ceil(prompts / multiple) * multiple * rollout.n
-    passes = [(f"{ACTOR}.ppo_micro_batch_size_per_gpu", actor.use_dynamic_bsz, trajectories)]
-    passes += [(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", actor.use_dynamic_bsz, whole)]
+    passes = [(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", trajectories)]
+    own = 0 if _get(config, BYPASS) else whole
+    passes += [(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", own)]
     if needs_reference(config) and not trains_lora(config):  # else the actor without its adapter
-        by_tokens = config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz
-        passes += [(f"{ARP}.ref.log_prob_micro_batch_size_per_gpu", by_tokens, whole)]
+        of_ref = f"{ARP}.ref.log_prob_micro_batch_size_per_gpu"
+        passes += [(of_ref, f"{ARP}.ref.log_prob_use_dynamic_bsz", whole)]
     for where, by_tokens, rows in passes:
-        if by_tokens:
+        if _get(config, by_tokens):
             continue
         micro = _get(config, where)
         if not micro:
-            raise ConfigError(f"{where} is not set", fix=(f"{ACTOR}.use_dynamic_bsz=true",), otherwise="set it")
+            raise ConfigError(f"{where} is not set", fix=(f"{by_tokens}=true",), otherwise="set it")
         fitting = (f"{where}={math.gcd(micro, rows // ranks)}",)
         _divide(micro, rows // ranks, f"{where}={micro}", f"{rows // ranks} trajectories per rank", fitting)
     if config.trainer.v1.trainer_mode != "separate_async":

@@ -152,7 +152,7 @@ def _what_else(start: bytes) -> str:
             "this is JSON, but neither trainer_state.json nor lines of objects with a step; write one object a line, "
             'such as {"step": 1, "reward": 0.5}'
         )
-    first, *second = start.decode("utf-8", errors="replace").splitlines()[:2]
+    first, *second = start.decode("utf-8", errors="replace").splitlines()[:2] or [""]
     counts = {separator: first.count(separator) for separator in SEPARATORS}
     if any(count > 1 and all(line.count(each) == count for line in second) for each, count in counts.items()):
         return f"this may be a table, but no column is the step; name one of them {STEP_COLUMNS[2]}"

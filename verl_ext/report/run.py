@@ -21,6 +21,18 @@ LARGEST_WHOLE = 2**53  # from here on, neither a float nor a page's JavaScript d
 MOST_MESSAGE = 4000  # characters
 ENDED = "ended"  # rule and action of the event of an error that ended a run
 FEW_NAMES, LISTED_NAMES = 3, 5
+# Beginnings of names that verl and this package give, and the other trainers of diagnosis/names.toml do not.
+VERLS = (
+    "actor/",
+    "critic/",
+    "response_length/",
+    "timing_s/",
+    "val-core/",
+    "vllm_kl/",
+    "router/",
+    "guard/",
+    "reward/prompt",
+)
 LAYER = re.compile(r"[0-9]{1,4}")
 
 
@@ -104,8 +116,8 @@ class Run:
 
     @property
     def of_verl(self) -> bool:
-        """Whether verl logged it: it has a metric under a name that verl or this package gives it."""
-        return any(find(name) is not None for name in self.metrics)
+        """Whether verl logged it: a metric has the beginning of a name of verl's or of this package."""
+        return any(name.startswith(VERLS) for name in self.metrics)
 
     @cached_property
     def _quantities(self) -> dict[str, dict[str, Alias]]:

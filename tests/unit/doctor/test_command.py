@@ -268,3 +268,18 @@ def test_padding_of_the_last_mini_batch_is_a_note(doctor):
     sizes = ["data.train_batch_size=100", f"{actor}.ppo_mini_batch_size=64", f"{actor}.use_dynamic_bsz=true"]
     _, out = doctor("--json", *sizes)
     assert [each["level"] for each in json.loads(out) if "ppo_mini_batch_size=64" in each["found"]] == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("~trainer.no_such", "~trainer.no_such: nothing to delete"),
+        ("hydra.run.dir=/tmp/x", ""),  # Hydra's own, and right
+        (f"{ROLLOUT}.n_val=null", f"{ROLLOUT}.n_val: not a setting"),
+    ],
+)
+def test_what_hydra_refuses_beside_another_setting(doctor, override, said):
+    _, out = doctor("--json", override, "max_turns=2")
+    found = [each for each in json.loads(out) if each["check"] == "config"]
+    assert {each["found"].partition(" of verl")[0] for each in found} == {*filter(None, [said]), "not settings"}
+    assert not any(each["fix"] for each in found), "no value is moved: null is none"

@@ -38,6 +38,8 @@ def test_a_column_of_text_names_the_runs_if_steps_repeat(tmp_path):
         read_run(file)
     run = read_run(file, which=2)
     assert run.name == "grpo" and values(run, "a") == {1: 0.3, 2: 0.4, 3: 0.5}
+    worker = write(tmp_path, rows[0].replace("method", "worker"), *rows[1:], name="worker.csv")
+    assert values(read_run(worker), "a")[3] == 0.5, "only a column of a telling name is looked into"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_a_column_of_text_names_the_runs_if_steps_repeat(tmp_path):
     ],
 )
 def test_a_column_that_does_not_name_runs(tmp_path, rows):
-    assert values(read_run(write(tmp_path, "step,x,a", *rows)), "a")[3] == 0.4
+    assert values(read_run(write(tmp_path, "step,run,a", *rows)), "a")[3] == 0.4
 
 
 def test_the_first_of_several_step_columns_counts(tmp_path):

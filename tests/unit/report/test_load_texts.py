@@ -213,6 +213,11 @@ def test_an_error_that_the_run_went_on_with_twice_is_not_its_end(tmp_path):
     assert read_run(log(tmp_path, "".join(rows) + end)).events == ()
     (event,) = read_run(log(tmp_path, rows[0] + many(VERL, first=1) + end, "once.log")).events
     assert "could not be parsed: abc" in event.reason, "one step followed it: it may have been a restart"
+    memory = [HANDLED.format(step, "x").replace("ValueError", "torch.OutOfMemoryError") for step in (0, 1, 2)]
+    died = "".join(each + many(VERL, (0.1,), first=step) for step, each in enumerate(memory)) + memory[0]
+    assert read_run(log(tmp_path, died, "memory.log")).events, "no process goes on without memory"
+    resumed = [f"Resuming from global_step_{step}\n{row}" for step, row in enumerate(rows)]
+    assert read_run(log(tmp_path, "".join(resumed) + end, "resumed.log")).events, "each died of it, and was resumed"
     other = "Traceback (most recent call last):\nKeyError: 'a'\n"
     (event,) = read_run(log(tmp_path, "".join(rows) + other + end, "other.log")).events
     assert "KeyError: 'a'" in event.reason

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import LIKELY, SURE, course_of
+from verl_ext.diagnosis.findings.reward import LIKELY, SURE, at_ceiling, course_of
 from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import (
     NOW_READINGS,
@@ -105,11 +105,12 @@ def cut_and_low(run: Readings) -> Seen:
 
     Answers of one length may all reach the limit and be complete. Low means the lowest quarter of the scale, whose top
     is the best reward of an answer, or at least 1 if that is not logged. Of answers that are known to lack their end,
-    it is enough that the reward does not rise.
+    it is enough that the reward does not rise, and is not at its ceiling.
     """
-    cut, course, now = cut_share(run), course_of(run), run.late(REWARD)
-    if cut is None or course is None or now is None:
+    cut, course = cut_share(run), course_of(run)
+    if cut is None or course is None:
         return None
+    now = now_of(course.series)
     top = (
         float(run.values(REWARD_MAX).max())
         if run.get(REWARD_MAX) is not None
@@ -117,7 +118,8 @@ def cut_and_low(run: Readings) -> Seen:
     )
     low = now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
     text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
-    if not low and run.get(SURELY_CUT) is not None and course.rise.errors < LIKELY:
+    stands = course.rise.errors < LIKELY and not at_ceiling(run, course)
+    if not low and stands and run.get(SURELY_CUT) is not None:
         low, text = True, f"{now_of(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
 

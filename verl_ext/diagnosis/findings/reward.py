@@ -321,11 +321,17 @@ def reward_flat(run: Readings) -> Seen:
         return "rose", text
     if course.rise.errors >= LIKELY:
         return "rose_little", f"{text}, which noise may be"
-    most, values = run.values(REWARD_MAX), course.series.values
-    known = most.size > 0 and course.now > CEILING * most.max() > 0
-    if known or (not most.size and 0 <= values.min() <= values.max() <= 1 and course.now > SURE_CEILING):
+    if at_ceiling(run, course):
         return "at_ceiling", f"{text}, near the best that an answer gets"
     return "flat", f"{text}: no more than noise"
+
+
+def at_ceiling(run: Readings, course: Course) -> bool:
+    """Returns True if the reward is near the best that an answer gets."""
+    most, values = run.values(REWARD_MAX), course.series.values
+    if most.size:
+        return bool(course.now > CEILING * most.max() > 0)
+    return bool(0 <= values.min() <= values.max() <= 1 and course.now > SURE_CEILING)
 
 
 @finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, REWARD_MAX))

@@ -3,7 +3,7 @@
 | | columns |
 |---|---|
 | history | one of STEP_COLUMNS, and one per metric |
-| histories of several runs | also one with the runs' names |
+| histories of several runs | also one of RUN_COLUMNS |
 | chart | the x axis, and `RUN - metric`, `RUN - metric__MIN`, `RUN - metric__MAX` for every run |
 
 An empty cell was not logged. Text is left out. W&B refuses a step that goes back, so the rows are sorted. Python's csv
@@ -21,6 +21,19 @@ from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
 
 STEP_COLUMNS = ("Step", "_step", *STEP_NAMES, "global_steps", "iter", "train/step", "rollout/step")
+# Names of a column that has the run's name, where a table has several runs.
+RUN_COLUMNS = (
+    "run",
+    "run_name",
+    "name",
+    "experiment",
+    "condition",
+    "method",
+    "algorithm",
+    "model",
+    "config",
+    "variant",
+)
 SEPARATORS = ",\t;"
 RUN_AND_METRIC = " - "  # between the two in the header of a chart's column
 LIMITS = ("__MIN", "__MAX")
@@ -55,28 +68,33 @@ class CsvSource:
             self._table = MetricTable(rows_are_units=False)
             self._table.begin_unit()
             broken: list[int] = []
-            whole: list[tuple[int, list[str]]] = []
+            run_column = next((at for at, name in enumerate(header) if name.strip().lower() in RUN_COLUMNS), -1)
+            held: list[tuple[int, list[str]]] = []  # rows that may be of several runs
             for number, row in enumerate(rows, start=2):
                 if separator == ";":  # where it is used, decimals have a comma
                     row = [cell.replace(",", ".") for cell in row]
                 step = _cell_step(row[step_column]) if len(row) == len(header) else None
-                if step is not None:
-                    whole.append((step, row))
+                if step is not None and run_column >= 0:
+                    held.append((step, row))
+                elif step is not None:
+                    self._add(step, row, columns)
                 elif row:
                     broken.append(number)
         if broken and broken[-1] == number and len(row) < len(header):
             broken.pop()  # the last row is cut
-        if (by_run := _rows_by_run(whole)) is not None:
-            whole = by_run[self._choose(list(by_run))]
-        for step, row in whole:
-            data = {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}
-            if data:
-                self._table.add(step, data)
+        if (by_run := _rows_by_run(held, run_column)) is not None:
+            held = by_run[self._choose(list(by_run))]
+        for step, row in held:
+            self._add(step, row, columns)
         self._notes = ()
         if broken:
             self._notes = (f"rows without a step, or cut: {len(broken)} (the first is row {broken[0]}); left out",)
         self._seen = seen
         return True
+
+    def _add(self, step: int, row: list[str], columns: list[tuple[int, str]]) -> None:
+        if data := {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}:
+            self._table.add(step, data)
 
     def _columns(self, header: list[str]) -> tuple[int, list[tuple[int, str]]]:
         """Returns the step's column, and the metrics' columns with their names."""
@@ -155,21 +173,18 @@ def separator_of(path: Path) -> str:
     return max(SEPARATORS, key=lambda each: header.count(each.encode()))
 
 
-def _rows_by_run(rows: list[tuple[int, list[str]]]) -> dict[str, list[tuple[int, list[str]]]] | None:
-    """Returns the rows of each run, if steps repeat and a column of text names the runs: within one of its values no
-    step repeats, and every value has the first step. (A resumed run repeats steps, but not its first one.)"""
+def _rows_by_run(rows: list[tuple[int, list[str]]], column: int) -> dict[str, list[tuple[int, list[str]]]] | None:
+    """Returns the rows of each run, if steps repeat and this column names the runs: it has texts, and within each of
+    them no step repeats, and all begin with one step. (A resumed run repeats steps, but not its first one.)"""
     steps = [step for step, _ in rows]
-    first = min(steps, default=0)
-    if len(set(steps)) == len(steps):
+    runs: dict[str, list[tuple[int, list[str]]]] = {}
+    for step, row in rows:
+        runs.setdefault(row[column], []).append((step, row))
+    first, named = min(steps, default=0), all(name and _cell_number(name) is None for name in runs)
+    if len(set(steps)) == len(steps) or len(runs) < 2 or not named:
         return None
-    for column in range(len(rows[0][1])):
-        runs: dict[str, list[tuple[int, list[str]]]] = {}
-        for step, row in rows:
-            runs.setdefault(row[column], []).append((step, row))
-        named = len(runs) > 1 and all(name and _cell_number(name) is None for name in runs)
-        if named and all(first in (by_step := dict(own)) and len(by_step) == len(own) for own in runs.values()):
-            return runs
-    return None
+    whole = (first in (by_step := dict(own)) and 1 < len(by_step) == len(own) for own in runs.values())
+    return runs if all(whole) else None
 
 
 def _csv_rows(file, separator: str) -> Iterator[list[str]]:

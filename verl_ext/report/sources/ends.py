@@ -24,7 +24,7 @@ NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|exit ?code|Watchdog"
-    rb"|inal validation|%\\|"
+    rb"|inal validation|%\|"
 )
 EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)")
 # What killed a process from outside, in the words of Slurm, Ray, Kubernetes, the shell and the kernel.
@@ -57,6 +57,9 @@ FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
 BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
 HANDLED = 2  # times that later steps followed an error which the run's processes handle
 ALIKE = 40  # characters by which an error is known again, digits aside
+# Errors that no process goes on with, and those whose words do not tell one from another.
+FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$")
+RESTARTED = re.compile(rb"Started a local Ray instance|to existing Ray cluster|Resuming from|Training from scratch")
 BARS_BEHIND = 3  # progress bars behind an error; one is printed again when a process ends
 
 
@@ -137,7 +140,7 @@ class Ends:
 
     An error ends a process if no row of a later step follows: either none at all, or the steps go back, because the run
     was started again. So only the text that follows such a row is examined. An error that later steps followed HANDLED
-    times is one that the run goes on with, such as an answer's that a tool or a reward cannot read.
+    times, without a restart, is one that the run goes on with, such as an answer's that a reward cannot read.
     """
 
     def __init__(self) -> None:
@@ -153,9 +156,10 @@ class Ends:
         if self._step is not None and (step < self._step or (step == self._step and not validates)):
             self._found = (*self._found, *self._look())
             self._run += step <= FIRST_STEPS and step < self._step
-        elif TRACEBACK.encode() in (text := b"".join(self._behind)):
+        elif TRACEBACK.encode() in (text := b"".join(self._behind)) and not RESTARTED.search(text):
             lines = (_without_prefixes(plain(line)) for line in text.splitlines() if SIGNS.search(line))
-            self._survived.update({error.kind for line in lines if (error := _error_of(line)) and error.rank == 2})
+            found = {error for line in lines if (error := _error_of(line)) and error.rank == 2}
+            self._survived.update({error.kind for error in found if not FATAL.search(error.what)})
         self._step = step
         if self._size:
             self._behind, self._size = [], 0
