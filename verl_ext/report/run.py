@@ -31,7 +31,6 @@ VERLS = (
     "vllm_kl/",
     "router/",
     "guard/",
-    "reward/prompt",
 )
 LAYER = re.compile(r"[0-9]{1,4}")
 
