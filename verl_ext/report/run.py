@@ -22,16 +22,7 @@ MOST_MESSAGE = 4000  # characters
 ENDED = "ended"  # rule and action of the event of an error that ended a run
 FEW_NAMES, LISTED_NAMES = 3, 5
 # Beginnings of names that verl and this package give, and the other trainers of diagnosis/names.toml do not.
-VERLS = (
-    "actor/",
-    "critic/",
-    "response_length/",
-    "timing_s/",
-    "val-core/",
-    "vllm_kl/",
-    "router/",
-    "guard/",
-)
+VERLS = ("actor/", "critic/", "response_length/", "timing_s/", "val-core/", "vllm_kl/", "router/", "guard/")
 LAYER = re.compile(r"[0-9]{1,4}")
 
 

@@ -321,7 +321,8 @@ def test_answers_that_are_cut_get_twice_the_room():
 
 def test_another_trainer_is_not_told_to_set_what_it_does_not_have():
     cut = {"reward": [0.0, 0.02] * 20, "completions/clipped_ratio": [1.0] * 40, "completions/max_length": [512.0] * 40}
-    verls, others = judged(cut | {LENGTH: [512.0] * 40}), judged(cut)
+    slimes = {"rollout/truncated": [0.0] * 40, "perf/step_time": [9.0] * 40, "train/kl_loss": [0.1] * 40}
+    verls, others = judged(cut | {LENGTH: [512.0] * 40}), judged(cut | slimes)
     assert verls.of_verl and not others.of_verl
     assert verls.first == others.first and verls.first_heading != others.first_heading
     assert METRICS in done(verls) and METRICS not in done(others)
