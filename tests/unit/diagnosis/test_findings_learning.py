@@ -42,6 +42,8 @@ CASES = [
     ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 40, REWARD: LEARNS}),
     ("cut_and_low.no", None, {CUT: [0.9] * 40, REWARD: [0.5, 0.52] * 20}),  # they may be complete
     ("cut_and_low.yes", None, {SURELY_CUT: [0.9] * 40, REWARD: [0.5, 0.52] * 20}),
+    ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 40, REWARD: [0.97, 0.98] * 20}),  # at the ceiling
+    ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 10, REWARD: [0.5, 0.52] * 5}),  # too short to rise
     ("cut_and_low.no", None, {CUT: [0.1] * 40, REWARD: [0.05] * 40}),
     ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: FLAT}),
     ("length_exploded.exploded", 21, {LENGTH: then(100, 900), REWARD: LEARNS, CUT: then(0.0, 0.9)}),

@@ -8,6 +8,7 @@ from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import LIKELY, SURE, at_ceiling, course_of
 from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import (
+    LEVEL_READINGS,
     NOW_READINGS,
     Readings,
     Series,
@@ -118,7 +119,8 @@ def cut_and_low(run: Readings) -> Seen:
     )
     low = now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
     text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
-    stands = course.rise.errors < LIKELY and not at_ceiling(run, course)
+    long = len(course.series.values) >= 2 * LEVEL_READINGS  # in a short run, no reward has risen yet
+    stands = long and course.rise.errors < LIKELY and not at_ceiling(run, course)
     if not low and stands and run.get(SURELY_CUT) is not None:
         low, text = True, f"{now_of(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"
     return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
