@@ -123,9 +123,8 @@ class RunVerdict:
     def first_heading(self) -> str:
         """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
-        what = "run, with the overrides of the launch:" if run_it else "start the run again with"
-        if not self.of_verl:
-            what = "set your trainer's counterpart of"
+        setting = "start the run again with" if self.of_verl else "set your trainer's counterpart of"
+        what = "run, with the overrides of the launch:" if run_it else setting
         return f"{'After that' if self.alarm else 'Do this first'}: {what}"
 
     @property

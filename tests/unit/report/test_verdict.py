@@ -1,6 +1,7 @@
 """The verdict on a run: its states, its facts by id, its causes, and what it advises."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.names import K3, LENGTH, REWARD, setting_for
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS
+from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS, NextStep
 from verl_ext.report.load import read_run
 from verl_ext.report.verdict import judge_run
 
@@ -326,6 +327,8 @@ def test_another_trainer_is_not_told_to_set_what_it_does_not_have():
     assert verls.of_verl and not others.of_verl
     assert verls.first == others.first and verls.first_heading != others.first_heading
     assert METRICS in done(verls) and METRICS not in done(others)
+    probed = replace(others, steps=(NextStep(PROBE, "compares"),))
+    assert probed.first_heading == replace(probed, of_verl=True).first_heading, "a command is run, not set"
 
 
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():
