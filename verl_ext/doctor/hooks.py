@@ -47,6 +47,7 @@ from verl_ext.features.verl_config import (
     ROLLOUT,
     check_overlong,
     check_warmup,
+    key_of,
     needs_critic,
     needs_reference,
     trains_lora,
@@ -123,8 +124,7 @@ def _refused(context: Context) -> Iterator[CheckResult]:
 def _moved(setting: str, value: Any, context: Context) -> Iterator[str]:
     """Yields the override that gives an old setting's value to its new place, unless the launch sets that too."""
     place = new_place(setting, context.config)
-    given = any(text.lstrip("+").partition("=")[0] == place for text in context.overrides)
-    if place and is_plain(value) and not given:
+    if place and is_plain(value) and place not in map(key_of, context.overrides):
         yield f"++{place}={value}"
 
 

@@ -25,8 +25,6 @@ MOVED = {
     f"{ROLLOUT}.n_val": f"{ROLLOUT}.val_kwargs.n",
     f"{ROLLOUT}.val_temperature": f"{ROLLOUT}.val_kwargs.temperature",
 }
-
-
 FREE = "reward.reward_kwargs."  # verl's config does not list what a reward manager takes
 
 

@@ -126,7 +126,7 @@ def _find_refused(name: str, overrides: Sequence[str]) -> dict[str, Refused]:
     loader = GlobalHydra.instance().config_loader()
     parsed = dict(zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True))
     # Hydra's own settings are not in the config that it returns; one of them is where it looks for groups.
-    hydras = {text for text, one in parsed.items() if one.is_hydra_override()}
+    hydras = [text for text, one in parsed.items() if one.is_hydra_override()]
     groups = [text for text, one in parsed.items() if loader.get_group_options(one.key_or_group.partition("@")[0])]
     config = hydra.compose(name, [*hydras, *groups])
     found = {}
