@@ -53,6 +53,8 @@ setup(
         "orjson",
         "rich>=13",
         'tomli; python_version < "3.11"',
+        "tree-sitter>=0.23",
+        "tree-sitter-bash>=0.23",
         "wrapt>=1.16",
     ],
     extras_require={

@@ -24,6 +24,7 @@ from tests import ROOT
 from tests.stack.running import ASYNC_BUFFER
 from tests.support import quick_compose
 from tests.support.launches import launches
+from tests.support.problems import check_run
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Method
 from verl_ext.base.names import DEVIATION
@@ -36,7 +37,7 @@ from verl_ext.features.losses import BASES, LOSS, LOSSES, UNBIASED, loss_mode, u
 from verl_ext.features.settings import BATCH_SKIP, KL_DENOMINATORS, MiniBatchLimits
 from verl_ext.features.stability import stability_config
 from verl_ext.features.sync_canary import canary_settings
-from verl_ext.features.table import check_run, read_features
+from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import (
     MODE,
     MODEL,

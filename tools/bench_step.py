@@ -1,6 +1,8 @@
-"""Measures the plugin's cost per training step: the same run with everything on and with stability=none.
+"""Measures the plugin's cost per training step: the same run with the plugin and with stability=none.
 
-    python tools/bench_step.py [--steps 60] [--rounds 3]
+    python tools/bench_step.py [--steps 60] [--rounds 3] [--on OVERRIDE...] [--both OVERRIDE...]
+
+`--on` replaces the plugin's settings, by default IcePop with the routers' agreement; `--both` changes both runs.
 
 Needs the environment of tools/setup_cpu.sh. Both runs of a round start together and take their steps in turn; meanwhile
 the processes of the other run are stopped. So a machine that slows down slows both. The learning rate is 0 and all
@@ -22,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -120,10 +123,10 @@ class Run:
         return psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
 
 
-def measure(steps: int, folder: Path, *, on_first: bool) -> list[Pair]:
-    """Measures `steps` steps of both runs, after the warm-up."""
+def measure(steps: int, folder: Path, *, on_first: bool, settings: Sequence[str], both: Sequence[str]) -> list[Pair]:
+    """Measures `steps` steps of both runs, after the warm-up, with the plugin's settings and those of both."""
     last = WARM_UP + steps + 1  # not measured: during this step, the other run ends
-    with Run(OFF, last, folder / "off") as off, Run(ON, last, folder / "on") as on:
+    with Run((*OFF, *both), last, folder / "off") as off, Run((*settings, *both), last, folder / "on") as on:
         runs = (on, off) if on_first else (off, on)
         for run in runs:
             run.wait_for_step()
@@ -165,13 +168,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="measured steps per run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
+    parser.add_argument("--on", nargs="+", default=ON, metavar="OVERRIDE", help="the plugin's settings")
+    parser.add_argument("--both", nargs="+", default=(), metavar="OVERRIDE", help="more settings of both runs")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # an exception, which ends the runs
     subprocess.run([sys.executable, "recipes/make_assets.py", "cpu_smoke"], cwd=REPO, check=True)
     rounds: list[list[Pair]] = []
     for index in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            rounds.append(measure(arguments.steps, Path(folder), on_first=index % 2 == 1))
+            asked = {"settings": arguments.on, "both": arguments.both}
+            rounds.append(measure(arguments.steps, Path(folder), on_first=index % 2 == 1, **asked))
         print(f"round {index + 1}: on / off {ratio(rounds[-1], 'step'):.4f}", flush=True)
     print(f"\n{'stage':<16}{'off, s':>10}{'on, s':>10}{'on / off':>10}   95 % interval")
     together = [pair for measured in rounds for pair in measured]

@@ -40,8 +40,8 @@ def sample_output() -> str:
 
 def _config(given: list[str]) -> DictConfig:
     composed = compose(given)
-    if composed.config is None or composed.refused:
-        raise ConfigError(composed.failure or f"refused: {composed.refused}")
+    if composed.config is None or composed.problems:
+        raise ConfigError.of(composed.problems)
     return composed.config
 
 

@@ -5,18 +5,28 @@ is reported in one or two seconds.
 """
 
 import io
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import GuardStopError, UserError
-from verl_ext.features.fit import fit_run
-from verl_ext.features.table import apply_engine_settings, left_out
-from verl_ext.launch import compose
+from verl_ext.base import changes
+from verl_ext.base.errors import ConfigError, GuardStopError, UserError, errors_of, reason_of
+from verl_ext.base.needs import broken, imports, source_of, written_for_others
+from verl_ext.base.patching import runs_on_cpu
+from verl_ext.features.fit import fit, fit_run
+from verl_ext.features.stability import stability_config
+from verl_ext.features.table import apply_engine_settings, left_out, read_features
+from verl_ext.features.verl_config import needs_critic, needs_reference
+from verl_ext.launch import command_line, compose
+from verl_ext.launch.files import file_problems
+from verl_ext.launch.names import unknown_names
+from verl_ext.launch.packages import ANY_VERSION, SUPPORTED, package_folder, unsupported
 from verl_ext.upstream.sglang_processes import worker_died
 
 STOPPED = 3  # exit code of a run that the guard stopped, for launch scripts that restart runs
@@ -29,12 +39,14 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
         task_runner: returns the class of the Ray actor that trains. It is called after the checks.
     """
     overrides = HydraConfig.get().overrides.task
-    features = fit_run(config, overrides, read_model=False)
+    check_versions(config)
+    features, problems = fit(config, overrides, read_model=False)
+    stopping = errors_of([*unknown_names(config), *problems, *file_problems(config)])
+    if stopping or features is None:
+        raise ConfigError.of(stopping)
 
     import ray
     from verl.trainer import main_ppo as verl_main
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
     import verl_ext.plugins.verl  # noqa: F401 (also where VERL_USE_EXTERNAL_PLUGINS leaves it out)
@@ -45,12 +57,66 @@ def run(config: DictConfig, task_runner: Callable[[], type]) -> None:
         print(f"verl_ext: {row.name}: {row.setting}, because {row.where}", flush=True)
     if not features.demands:
         print("verl_ext: no stability.* feature is switched on; running verl unchanged", flush=True)
+        _validate(config)
         verl_main.main.__wrapped__(config)
         return
     apply_engine_settings(features)
     auto_set_device(config)
-    validate_config(config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    _validate(config)
     verl_main.run_ppo(config, task_runner_class=ray.remote(task_runner()))
+
+
+def _validate(config: DictConfig) -> None:
+    """Refuses what verl's own validation refuses, which verl would do in a Ray actor, with a stack trace."""
+    from verl.utils.config import validate_config
+
+    try:
+        validate_config(config, use_reference_policy=needs_reference(config), use_critic=needs_critic(config))
+    except Exception as error:  # assertions, ValueErrors, and Hydra's wrapping of both
+        raise ConfigError(f"verl refuses this config: {reason_of(error)}") from error
+
+
+def check_versions(config: DictConfig) -> None:
+    """Refuses a verl or an engine of this run that verl_ext was not written for; a run without features is verl's own.
+
+    With `stability.any_version=true`, it prints what does not fit instead.
+    """
+    others = unsupported(config)
+    if not others or not _has_features(config):
+        return
+    found = " and ".join(f"{name} {version}" for name, version in others.items())
+    wanted = " and ".join(f"{name}{SUPPORTED[name]}" for name in others)
+    said = f"this run would import {found}, and verl_ext was written for {wanted}"
+    if not OmegaConf.select(config, ANY_VERSION):
+        own_risk = f"set {ANY_VERSION}=true to continue at your own risk"
+        raise ConfigError(said, otherwise=f"install {wanted} (docs/install.md), or {own_risk}")
+    print(f"verl_ext: {ANY_VERSION}=true: {said}", flush=True)
+    for line in _unfit_hooks(others):
+        print(f"verl_ext: {line}", flush=True)
+
+
+def _has_features(config: DictConfig) -> bool:
+    try:
+        return bool(read_features(config, stability_config(config.stability), read_model=False).demands)
+    except Exception:  # perhaps because of the other version, whose config lacks a setting
+        return True
+
+
+def _unfit_hooks(others: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line for each hook that does not fit one of these versions, or was written for others."""
+    table, hooks = changes.TABLE, [*changes.TABLE, *changes.HOOKS, *imports()]
+    if runs_on_cpu():
+        from verl_ext.cpu import changes as cpu
+
+        table, hooks = table + cpu.TABLE, [*hooks, *cpu.TABLE, *cpu.HOOKS]
+    else:
+        hooks = [hook for hook in hooks if not hook.file.startswith("cpu/")]
+    if "verl" in others and (folder := package_folder("verl")):
+        lacking = broken(source_of(folder), hooks)
+        yield from (f"{name} does not fit verl {others['verl']}: {'; '.join(lacks)}" for name, lacks in lacking.items())
+    engines = {name: version for name, version in others.items() if name != "verl"}
+    for (name, wanted), those in written_for_others(table, engines).items():
+        yield from (f"{one} was written for {name}{wanted}, not {engines[name]}" for one in those)
 
 
 def stability_task_runner() -> type:
@@ -93,10 +159,11 @@ def _who_died(said: str) -> str:
 
 
 def stop(error: UserError) -> NoReturn:
-    """Ends the process with a one-line error instead of a stack trace."""
+    """Ends the process with one line for each problem instead of a stack trace."""
     if ray := sys.modules.get("ray"):
         ray.shutdown()
-    print(f"verl_ext: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    for problem in error.problems:
+        print(f"verl_ext: error: {' '.join(str(problem).split())}", file=sys.stderr, flush=True)
     raise SystemExit(STOPPED if isinstance(error, GuardStopError) else 1)
 
 
@@ -112,4 +179,10 @@ def start(entry: Callable[[], None]) -> None:
         sys.argv[1:] = compose.prepare(sys.argv[1:])
     except UserError as error:
         stop(error)
-    entry()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra raises its errors, instead of printing pages
+    try:
+        entry()
+    except HydraException:
+        if problems := command_line.compose(sys.argv[1:], trust=True).problems:
+            stop(ConfigError.of(problems))
+        raise

@@ -18,16 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError, print_error
+from verl_ext.base.errors import ConfigError, Problems, errors_of, print_error
 from verl_ext.base.printable import printable
+from verl_ext.features.stability import stability_config
+from verl_ext.launch.command_line import compose, hydra_value, plugins, read_launch
+from verl_ext.launch.names import unknown_names
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
-# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
-# is one of the grammar's constants.
-PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
-CONSTANTS = ("null", "true", "false", "inf", "nan")
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
 DONE = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
@@ -103,7 +102,8 @@ def add_submit_parser(commands: Any) -> None:
         "overrides",
         nargs="*",
         metavar="override",
-        help="overrides of verl_ext.main_ppo, such as recipe=... stability=...",
+        help="overrides of verl_ext.main_ppo, such as recipe=... stability=...; or a launch script, a YAML file of "
+        "overrides, or behind -- a command that starts verl",
     )
 
     made = verb("status", "list the runs that were submitted, or show one", _status)
@@ -316,9 +316,32 @@ def _reported(run: Any, arguments: argparse.Namespace) -> int:
         return print_error("submit", error)
 
 
+def check_launch(overrides: Sequence[str]) -> None:
+    """Refuses overrides that cannot be composed, names that verl does not have, and settings of stability that do not
+    exist or cannot be parsed. With plugins, the job reads the latter.
+
+    Rules that need the packages or files of the run are left to the job: it runs on other machines.
+
+    Raises:
+        ConfigError: it has a problem for each override that is refused.
+    """
+    composed, problems = compose(overrides, trust=True), Problems()
+    problems.found += composed.problems
+    if composed.config is not None:
+        problems.found += errors_of(unknown_names(composed.config))
+        if not plugins(composed.config):  # they may be only on the nodes
+            with problems:
+                stability_config(composed.config.stability)
+    problems.raise_any()
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    overrides, said = read_launch(arguments.overrides, os.environ, complete=True)
+    check_launch(overrides)
+    if said:
+        print(f"verl-ext submit: {said}", file=sys.stderr)
     job = build_job(
-        arguments.overrides,
+        overrides,
         run_dir=arguments.run_dir,
         working_dir=arguments.working_dir,
         pip=arguments.pip,
@@ -399,8 +422,4 @@ def override(key: str, value: str) -> str:
     Callers refuse a value with `${...}`. OmegaConf interpolates it even in quotes, and no escape survives: verl
     resolves its config in place, which undoes the escape, and reads it again.
     """
-    if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
-        return f"{key}={value}"
-    # Backslashes count before a quote, and nowhere else.
-    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"{key}='{quoted}'"
+    return f"{key}={hydra_value(value)}"

@@ -66,6 +66,8 @@ def run(case, rank, folder):
     from tensordict import NonTensorData
     from verl.utils import tensordict_utils as tu
 
+    from verl_ext.guard.guard import Limit
+    from verl_ext.guard.rules import Rule
     from verl_ext.workers.first_pass import FirstPass
     from verl_ext.workers.gate import Gate
     from verl_ext.workers.worker_loss import LossSettings
@@ -84,7 +86,8 @@ def run(case, rank, folder):
     set_loss(worker, gate, wanted)
     data = batch(rank, **settings)
     if bypasses:  # as the trainer sends it, through TransferQueue
-        data["first_pass"] = NonTensorData({"narrowed": False, "limits": (("vllm_kl/k3", "above", 0.5),)})
+        limits = (Limit(Rule("gap", "vllm_kl/k3", 0.5), 0.5),)
+        data["first_pass"] = NonTensorData({"narrowed": False, "limits": limits})
     output = worker.train_mini_batch(data=data)
     return {"steps": len(steps), "weights": weights_of(worker), "metrics": dict(tu.get(output, "metrics"))}
 
@@ -198,6 +201,65 @@ def drop_tokens(gate, rank, weights_of=weights_of):
     return found
 
 
+def reuse_log_probs(gate, rank, weights_of=weights_of):
+    """Takes a step with l_old of a pass before it, takes it back, and takes it with l_old of its own pass.
+
+    Returns "weights", whether both lead to the same, bit for bit, and differ from those before; "metrics", those of the
+    second step beside what the first is measured to be; {} where the rank has none.
+    """
+    from tensordict import NonTensorData
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.core.measure import measure
+    from verl_ext.core.tokens import Tokens
+    from verl_ext.workers.first_pass import FirstPass
+    from verl_ext.workers.undo import keep_updates_of
+    from verl_ext.workers.worker_loss import LossSettings
+
+    worker, corrections = gate.worker, BYPASS["corrections"]
+    gate.undo, gate.after_update = keep_updates_of(worker.engine), 0
+    whole = len(LENGTHS) * worker.engine.get_data_parallel_size()
+
+    def step(number, data, wanted):
+        gate.first_pass = wanted.first_pass and FirstPass(wanted.first_pass)
+        set_loss(worker, gate, wanted)
+        tu.assign_non_tensor(data, mini_batch_size=whole, global_batch_size=whole)
+        data["guarded_update"] = NonTensorData({"step": number, "lr_scale": 1.0})
+        output = worker.train_mini_batch(data=data)
+        return dict(tu.get(output, "metrics")) if output is not None else {}
+
+    start, scored = weights_of(worker), batch(rank)
+    tu.assign_non_tensor(scored, compute_loss=False)
+    output = worker.infer_batch(scored)
+    found = [None] * dist.get_world_size()
+    own = output["log_probs"].unbind() if output is not None else ()
+    own = [row[prompt - 1 : prompt + n - 1] for row, (prompt, n) in zip(own, LENGTHS, strict=False)]
+    dist.all_gather_object(found, (rank, own))
+    l_old = torch.nested.as_nested_tensor(next(rows for of, rows in found if of == rank and rows), layout=torch.jagged)
+    before = batch(rank)
+    tokens = (before["rollout_log_probs"].values(), l_old.values(), before["response_mask"].values().bool())
+    measured = measure(Tokens(*tokens, before["response_mask"].offsets()), corrections)
+    before["old_log_probs"] = l_old
+    before["rollout_is_weights"] = torch.nested.nested_tensor_from_jagged(measured.weight, l_old.offsets())
+    first = step(1, before, LossSettings())
+    moved = weights_of(worker)
+    gate.take_back(0)
+    after = batch(rank)
+    del after["old_log_probs"]
+    after["first_pass"] = NonTensorData({"narrowed": False, "limits": ()})
+    wanted = {"reuses": True, "first_pass": {"corrections": corrections, "as_mask": False}}
+    second = step(2, after, LossSettings.from_dict(wanted))
+    same = torch.equal(weights_of(worker), moved) and not torch.equal(start, moved)
+    gate.first_pass = None
+    names = ("grad_norm", "actor/pg_loss", "actor/ppo_kl")
+    return {
+        "weights": same,
+        "metrics": {name: (second[name], first[name]) for name in names if name in first},
+        "k3": second.get("vllm_kl/k3"),
+        "dropped": second.get("correction/dropped"),
+    }
+
+
 def update_once(worker, rank, step, lr_scale=1.0):
     """The metrics of an update of two mini-batches; {} where the rank has none."""
     from tensordict import NonTensorData
@@ -240,5 +302,6 @@ def rank_main(rank, ranks, folder, address, results):
     for case, engine in UNDO_CASES.items():
         found[case] = take_back_updates(Gate(build_worker(folder, **engine)), rank)
     found["dropping"] = drop_tokens(Gate(build_worker(folder)), rank)
+    found["reuse"] = reuse_log_probs(Gate(build_worker(folder)), rank)
     torch.save(found, f"{results}/{rank}.pt")
     dist.destroy_process_group()

@@ -166,6 +166,7 @@ def judge_and_undo(folder: Path) -> None:
                 buffer.param_data.untyped_storage().size() == 0 for buffer in engine.module[0].buffers
             )
             found["dropping"] = gate_ranks.drop_tokens(gate, share, weights_of)
+            found["reuse"] = gate_ranks.reuse_log_probs(gate, share, weights_of)
             found["outputs"] = engine.is_mp_src_rank_with_outputs()
             print(f"checked: {json.dumps({'case': name} | found)}", flush=True)
 

@@ -24,7 +24,7 @@ class Parts:
 
     attention: torch.nn.Module
     router: torch.nn.Module
-    experts: list[tuple[torch.Tensor, torch.Tensor]]  # the first two experts: their weights side by side
+    experts: list[list[torch.Tensor]]  # matrix of an expert -> that of each expert
     query_norm: torch.Tensor
 
 
@@ -37,7 +37,7 @@ def parts_of(engine, number) -> list[Parts]:
                 layer.self_attention,
                 layer.mlp.router,
                 [
-                    (linear.weight0.data, linear.weight1.data)
+                    [getattr(linear, f"weight{expert}").data for expert in range(linear.num_gemms)]
                     for linear in layer.mlp.experts.children()
                     if hasattr(linear, "weight0")
                 ],
@@ -49,7 +49,7 @@ def parts_of(engine, number) -> list[Parts]:
     experts = layer.mlp.experts
     stacked = [weight.to_local() for weight in (experts.gate_up_proj, experts.down_proj)]
     norm = layer.self_attn.q_norm.weight.to_local()
-    return [Parts(layer.self_attn, layer.mlp.gate, [(weight[0], weight[1]) for weight in stacked], norm)]
+    return [Parts(layer.self_attn, layer.mlp.gate, [list(weight) for weight in stacked], norm)]
 
 
 def router_in_bf16(engine):
@@ -60,11 +60,12 @@ def router_in_bf16(engine):
 
 
 def permuted_expert(engine):
+    """Each expert gets the weights of the one before it, so that every token shows it."""
     return [
-        back
+        changed(weight, before)
         for part in parts_of(engine, LAST_LAYER)
-        for one, other in part.experts
-        for back in (changed(one, other.clone()), changed(other, one.clone()))
+        for weights in part.experts
+        for weight, before in zip(weights, [one.clone() for one in weights[-1:] + weights[:-1]], strict=True)
     ]
 
 

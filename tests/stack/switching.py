@@ -62,6 +62,11 @@ BYPASS_NARROW = ("stability=icepop", *BYPASS, *NARROW)
 BYPASS_REFUSED = ("stability=icepop", *BYPASS, "stability.icepop.alpha=3", "stability.icepop.beta=4")  # by the workers
 BYPASS_OPSM = ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo")
 BYPASS_TIS = ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg")
+REUSED = (
+    *("stability=icepop", "stability.reuse_log_probs=on", *NARROW),
+    *("stability.router_agreement=false", "stability.top_tokens.k=0"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update a step
+)
 ICEPOP = ("stability=icepop",)
 ICEPOP_LOSS = ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001")
 GSPO = ("stability=icepop", f"{LOSS}.loss_mode=gspo")
@@ -86,6 +91,7 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         BYPASS_REFUSED,
         BYPASS_OPSM,
         BYPASS_TIS,
+        REUSED,
         ICEPOP,
         ("stability=icepop", *NARROW),
         ("stability=icepop", *NARROW, "stability.denominator=kept"),
@@ -113,7 +119,7 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         LOW_AGREEMENT,
         NOTHING_LEFT,
     ],
-    "megatron": [BYPASS_NARROW, BYPASS_REFUSED, ICEPOP, GATED, COMPOSED, ICEPOP_LOSS, SHIFT, GSPO],
+    "megatron": [BYPASS_NARROW, BYPASS_REFUSED, REUSED, ICEPOP, GATED, COMPOSED, ICEPOP_LOSS, SHIFT, GSPO],
     "sglang": [FILTERS, ICEPOP, LOW_AGREEMENT],
 }
 # A method of ours that no entry names takes a step with the settings of its preset.
@@ -127,8 +133,9 @@ def compose(overrides: list[str]):
     import hydra
     from omegaconf import OmegaConf, open_dict
 
+    from tests.support.problems import check_run
     from verl_ext.features.stability import stability_config
-    from verl_ext.features.table import apply_engine_settings, check_run, read_features
+    from verl_ext.features.table import apply_engine_settings, read_features
     from verl_ext.launch.compose import VERL_CONFIGS, prepare
 
     last = {override.split("=")[0].lstrip("+"): override for override in overrides}
@@ -157,6 +164,8 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             entry = entries[self.global_steps - 1]
             config, stability = compose([*base, *entry])
             self.config.algorithm = config.algorithm
+            for name in ("ppo_mini_batch_size", "calculate_entropy"):  # of the update
+                self.config.actor_rollout_ref.actor[name] = config.actor_rollout_ref.actor[name]
             self.stability_run.features = features = read_features(config, stability)
             batches.BLOCK_TOKENS = block_tokens[self.global_steps % 2]
             policy_loss = OmegaConf.to_container(config.actor_rollout_ref.actor.policy_loss)

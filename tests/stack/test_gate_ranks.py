@@ -102,3 +102,11 @@ def test_what_an_update_moved_is_scored_again_over_all_ranks(ranks, case):
     total, tokens = (sum(rank[case]["independently"][i] for rank in ranks) for i in range(2))
     policy_kl, vllm_kl = distances[0]
     assert policy_kl == pytest.approx([total / tokens], rel=1e-5) == vllm_kl, "here l_infer is l_old"
+
+
+def test_a_step_with_the_log_probs_of_its_own_pass_is_that_of_two_passes(ranks):
+    for rank in ranks:
+        assert rank["reuse"]["weights"], "bit for bit"
+        for found, expected in rank["reuse"]["metrics"].values():
+            assert found == expected
+    assert ranks[0]["reuse"]["k3"] == ranks[1]["reuse"]["k3"] and ranks[0]["reuse"]["k3"][0] > 0

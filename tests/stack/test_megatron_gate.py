@@ -74,3 +74,11 @@ def test_a_step_is_left_out_if_the_loss_drops_every_token(ranks, case):
             moved, reported = found["dropping"][what]
             taken = what != "all dropped"
             assert moved is taken and reported is (taken if found["outputs"] else None), what
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_with_the_log_probs_of_its_own_pass_is_that_of_two_passes(ranks, case):
+    for found in ranks[case]:
+        assert found["reuse"]["weights"], "bit for bit"
+        assert all(ours == of_two_passes for ours, of_two_passes in found["reuse"]["metrics"].values())
+    assert any(found["reuse"]["k3"] for found in ranks[case])

@@ -30,6 +30,7 @@ from tests.stack.switching import (
     MIS,
     NARROW,
     NOTHING_LEFT,
+    REUSED,
     SCHEDULES,
     SEQ_MASK_TIS,
     SHIFT,
@@ -46,7 +47,7 @@ EVERY = [
     pytest.param(engine, entry, id=f"{engine}-{' '.join(entry)}")
     for engine, schedule in SCHEDULES.items()
     for entry in schedule
-    if entry not in (NOTHING_LEFT, DPPO, *BYPASSED)
+    if entry not in (NOTHING_LEFT, DPPO, REUSED, *BYPASSED)
 ]
 
 
@@ -113,6 +114,17 @@ def test_in_bypass_mode_other_losses_are_weighed_too(step_of):
         assert step["guard/skipped"] == 0 and step["actor/grad_norm"] > 0
     assert 0 < opsm["actor/opsm/dropped"] < 1 and opsm["actor/opsm/mismatch"] == 0 != opsm["actor/opsm/staleness"]
     assert 0.9 < tis["correction/weight_mean"] < 1, "weights, beside REINFORCE"
+
+
+@runs_with(REUSED)
+def test_without_compute_log_prob_the_update_is_measured_and_weighed_by_its_own_pass(step_of):
+    step = step_of(*REUSED)
+    assert 0 < step["vllm_kl/k3"] < 1e-3 and 0 < step["vllm_kl/k3/turn/01"] < 1e-3
+    assert step["actor/ppo_kl"] == step["actor/pg_clipfrac"] == 0, "l_old is l_theta"
+    assert 0 < step["correction/dropped_low"] < 1 and 0 < step["correction/dropped_high"] < 1
+    assert step["guard/skipped"] == 0 and step["actor/grad_norm"] > 0 and step["actor/kl_loss"] >= 0
+    assert step["actor/entropy"] > 0 and "rollout_corr/kl" not in step
+    assert step["training/rollout_probs_diff_mean"] == step["vllm_kl/prob_diff_mean"] > 0
 
 
 def assert_measured_in_the_update(step):

@@ -23,9 +23,9 @@ def test_moe_on_an_engine_that_the_plugin_does_not_know(train):
     assert_documented(run)
     assert re.search(r"│ left out +│ now stability\.", run.console), "the start-up table says so too"
     assert left_out(run) == [
-        "stability.router_agreement=false",
-        "stability.replay=disabled",
         "stability.correction=tis stability.opsm=null",
+        "stability.replay=disabled",
+        "stability.router_agreement=false",
     ]
     for step in run.steps:
         assert step["vllm_kl/k3"] > 0 and step["actor/grad_norm"] > 0 and step["guard/skipped"] == 0

@@ -21,6 +21,7 @@ from verl_ext import cli
 from verl_ext.base.metrics import OURS
 from verl_ext.report.trajectories import load_trajectories
 from verl_ext.trainer.trajectories import DIGITS
+from verl_ext.upstream.agent_loop import MANAGER
 
 pytestmark = pytest.mark.e2e
 
@@ -106,6 +107,19 @@ def assert_the_report_shows(run):
     assert "not enough data" in page and 'href="trajectories.html"' in page
     assert (out / "trajectories.html").stat().st_size > 10_000
     assert {file.stem for file in (out / "figures").iterdir()} > {"vllm_kl", "router_agreement", "step_time"}
+
+
+def test_log_probs_and_routes_of_an_agent_loop_manager_of_ones_own(train):
+    """What only verl's agent loop workers write is left out with a line, and the run needs none of it."""
+    run = train("stability=icepop", ROUTING, f"++{MANAGER}=tests.stack.own_manager.OwnManager", steps=1)
+    assert run.code == 0, run.tail
+    assert "not watched: agent loop worker ('OwnManager' object has no attribute" in run.console
+    assert f"{MANAGER}=tests.stack.own_manager.OwnManager does not run verl's AgentLoopWorker: without" in run.console
+    (step,) = run.steps
+    assert 0 < step["vllm_kl/k3"] < 0.01 and step["actor/grad_norm"] > 0
+    assert 0.9 < step["router/own_agreement"] < 1 and step["router/unknown"] == step["router/invalid"] == 0
+    assert {"router/checked", "answers/cut"}.isdisjoint(step)
+    assert_documented(run)
 
 
 def assert_near_the_policy(run):

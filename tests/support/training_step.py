@@ -62,7 +62,7 @@ def one_step(
     tags=None,
     **fields,
 ):
-    """(trainer, metrics, store) after one step on two responses; `fields` replace the batch's own."""
+    """(trainer, metrics, store) after one step on two responses; `fields` replace the batch's, None leaves one out."""
     defaults = {
         "rollout_log_probs": nested([-1.0, -2.0], [-3.0]),
         "old_log_probs": nested([-1.5, -2.0], [-0.5]),
@@ -72,7 +72,8 @@ def one_step(
         "advantages": nested([1.0, 1.0], [-1.0]),
         "rm_scores": nested([0.0, 1.0], [0.0]),
     }
-    store = Store(**(defaults | COLUMNS | IMAGES | fields)).install(monkeypatch)
+    given = defaults | COLUMNS | IMAGES | fields
+    store = Store(**{name: value for name, value in given.items() if value is not None}).install(monkeypatch)
     actor = {"policy_loss": {"loss_mode": loss_mode}, "loss_agg_mode": loss_agg_mode} | (actor or {})
     rollout = {"response_length": 1, "n": 1} | (rollout or {})
     parts = {"actor": actor, "rollout": rollout, "model": {"path": "/no/such/model"}}

@@ -31,6 +31,21 @@ def test_wrong_usage_exits_with_two_and_one_line(arguments, capsys):
     assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["docto"], "doctor"),
+        (["submit", "rn"], "run"),
+        (["doctor", "--stict"], "--strict"),
+        (["submit", "logs", "1", "--folow=2"], "--follow"),
+    ],
+)
+def test_a_misspelt_command_or_option_gets_the_similar_one(arguments, near, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"; similar: {near};" in capsys.readouterr().err
+
+
 ENGINES = ("torch", "transformers", "verl", "vllm", "ray")
 IMPORTS = """
 import contextlib, io, json, sys

@@ -19,6 +19,7 @@ import torch
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from tests.support.problems import check_run
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
@@ -30,7 +31,7 @@ from verl_ext.core.tokens import Tokens
 from verl_ext.diagnosis.causes import ENTRY_POINTS, LEAST, WORDS, tomllib
 from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features, table_lines
+from verl_ext.features.table import apply_engine_settings, read_features, table_lines
 from verl_ext.workers.losses import provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ BELOW: dict[str, set[str]] = {
     "features": {"base", "core", "diagnosis", "guard", "routing", "upstream"},
     "launch": {"base", "features"},
     "plugins": {"base", "cpu", "features", "upstream", "workers"},
-    "workers": {"base", "core", "features", "routing", "upstream"},
+    "workers": {"base", "core", "features", "guard", "routing", "upstream"},
     "trainer": {"base", "core", "diagnosis", "features", "guard", "launch", "plugins", "upstream", "workers"},
     "report": {"__version__", "base", "core", "diagnosis", "guard"},
     "probe": {
@@ -91,7 +91,7 @@ def test_tools_import_neither_tests_nor_recipes():
 
 
 # Names that several files may have: what every feature's file offers, and entry points.
-SHARED = {"needs", "check", "apply", "lines", "loss_settings", "main"}
+SHARED = {"needs", "problems", "apply", "lines", "loss_settings", "idle", "main"}
 
 
 def test_a_name_is_defined_once():

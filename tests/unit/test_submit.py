@@ -161,9 +161,33 @@ def command(monkeypatch):
 
 
 def test_dry_run_prints_the_job_and_needs_no_cluster(command, capsys):
-    assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "~data.x") == 0
+    assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "~trainer.project_name") == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed["entrypoint"].startswith("python -m verl_ext.main_ppo recipe=cpu_smoke '~data.x'")
+    assert printed["entrypoint"].startswith("python -m verl_ext.main_ppo recipe=cpu_smoke '~trainer.project_name'")
+
+
+def test_an_override_that_the_launch_would_refuse_is_refused_before_anything_is_printed(command, capsys):
+    wrong = ("stabilty=moe", "trainer.nndes=3", "+trainer.nnodes=3", "~data.x", "stability.guard.foo=1")
+    assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "stability=moe", *wrong) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == len(wrong)
+    assert "verl-ext submit: trainer.nndes is not a setting of this verl; similar: trainer.nnodes" in captured.err
+    assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "trainer.nnodes=[3") == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_plugin_may_be_only_on_the_nodes(command):
+    plugin = "stability.plugins=[not_on_this_machine]"
+    assert command("run", "--run-dir", "/r", "--dry-run", "recipe=cpu_smoke", "stability=icepop", plugin) == 0
+
+
+def test_a_script_is_submitted_as_the_launch_that_it_has(command, capsys, tmp_path):
+    (tmp_path / "run.sh").write_text("N=2\npython3 -m verl.trainer.main_ppo trainer.nnodes=$N data.seed=$SEED")
+    given = ("run", "--run-dir", "/r", "--dry-run", str(tmp_path / "run.sh"), "stability=moe")
+    assert command(*given) == 2 and "values that are not known here: $SEED" in capsys.readouterr().err
+    assert command(*given, "data.seed=3") == 0
+    entrypoint = json.loads(capsys.readouterr().out)["entrypoint"]
+    assert entrypoint.startswith("python -m verl_ext.main_ppo trainer.nnodes=2 stability=moe data.seed=3 ")
 
 
 def test_dry_run_hides_the_values_of_the_environment(command, capsys, monkeypatch):
@@ -189,10 +213,22 @@ def test_a_variable_without_a_name_is_refused_and_not_repeated(command, capsys, 
 
 
 def test_options_stand_anywhere_and_what_follows_the_dashes_passes(command, capsys):
-    arguments = ("run", "recipe=q", "--dry-run", "a=1", "--run-dir", "/d", "--detach", "b=2", "--", "--cfg", "job")
+    arguments = (
+        "run",
+        "recipe=cpu_smoke",
+        "--dry-run",
+        "+a=1",
+        "--run-dir",
+        "/d",
+        "--detach",
+        "+b=2",
+        "--",
+        "--cfg",
+        "job",
+    )
     assert command(*arguments) == 0
     words = shlex.split(json.loads(capsys.readouterr().out)["entrypoint"])[3:]
-    assert words[:3] == ["recipe=q", "a=1", "b=2"]
+    assert words[:3] == ["recipe=cpu_smoke", "+a=1", "+b=2"]
     assert words[-2:] == ["--cfg", "job"], "Hydra takes no override behind a flag"
 
 
@@ -226,7 +262,7 @@ def test_an_address_that_is_not_the_dashboards(command, capsys, address):
     "arguments",
     [
         ("status", "--address", "http://127.0.0.1:9"),
-        ("run", "--address", "http://127.0.0.1:9", "--run-dir", "/r", "recipe=x"),
+        ("run", "--address", "http://127.0.0.1:9", "--run-dir", "/r", "recipe=cpu_smoke"),
         ("stop", "job", "--address", "http://127.0.0.1:9"),
     ],
 )

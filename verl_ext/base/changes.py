@@ -239,6 +239,20 @@ TABLE = add_changes(
         ),
     ),
     Change(
+        name="reuse_log_probs",
+        target="`compute_entropy_from_logits` of the actor's FSDP engine",
+        why="without compute_log_prob, the update computes the entropy that is logged; no loss reads it, so it needs "
+        "no graph",
+        when="`stability.reuse_log_probs` without an entropy bonus, on packed tokens",
+        versions=VERL,
+        file="workers/actor.py",
+        test="tests/unit/workers/test_actor.py::test_an_entropy_that_no_loss_reads_has_no_graph",
+        without="set stability.reuse_log_probs=off",
+        needs=(
+            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: compute_entropy_from_logits",
+        ),
+    ),
+    Change(
         name="megatron_replay",
         target="`forward_step` of the actor's Megatron engine; `get_replay_topk` of its routers' `RouterReplay`",
         why="verl either replays or records; with R3, the router's own choice and the experts in use are recorded as "
@@ -467,8 +481,7 @@ HOOKS = (
         file="trainer/watch.py",
         needs=(
             f"{ROLLOUT}.vllm_rollout.vllm_async_server.vLLMHttpServer: engine",
-            "verl.experimental.agent_loop.agent_loop.AgentLoopManager: agent_loop_workers",
-            "verl.experimental.reward_loop.reward_loop.RewardLoopManager: reward_loop_workers",
+            "verl.experimental.agent_loop.agent_loop.AgentLoopManager: agent_loop_workers, agent_loop_workers_class",
             f"{ROLLOUT}.llm_server.LLMServerManager: server_handles",
         ),
     ),

@@ -1,35 +1,96 @@
-"""Errors that the user has to act on. The entry point prints them as one line instead of a stack trace."""
+"""Problems of a launch, and the errors that the user has to act on, which end a command as one line each."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from verl_ext.base.printable import one_line
+
+LEVELS = ("error", "warning", "note", "ok")  # worst first
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a rule finds in a launch. Rules yield problems; the launch, the fit of a preset and the doctor read them.
+
+    Attributes:
+        found: the setting, version or file, its value, and what is wrong with it.
+        why: why it matters, as a clause; "" if `found` says it.
+        fix: Hydra overrides that together remove the problem; () if none are known.
+        otherwise: another remedy, in words.
+        leave_out: Hydra overrides that turn off the part that cannot work. If a preset asked for that part, they are
+            applied (`features.fit`); () if the user has to decide.
+        level: `error`, the run cannot work; `warning`, it can go wrong silently; `note`, worth knowing; `ok`, checked,
+            and nothing is wrong.
+        check: the name of the doctor's check that found it.
+    """
+
+    found: str
+    why: str = ""
+    fix: tuple[str, ...] = ()
+    otherwise: str = ""
+    leave_out: tuple[str, ...] = ()
+    level: str = "error"
+    check: str = ""
+
+    def __str__(self) -> str:
+        """`FOUND; WHY; set FIX, or OTHERWISE`"""
+        overrides = f"set {' and '.join(self.fix)}" if self.fix else ""
+        return "; ".join(filter(None, (self.found, self.why, ", or ".join(filter(None, (overrides, self.otherwise))))))
 
 
 class UserError(Exception):
     """An error of a setting or an input that cannot work. Its text is `MESSAGE; set FIX, or OTHERWISE`.
 
     Args:
-        message: names the setting or input, and gives the reason.
-        fix: Hydra overrides that together remove this error; () if none are known.
-        otherwise: another remedy, in words.
-        fallback: Hydra overrides that turn off the part that cannot work. If a preset asked for that part, they are
-            applied instead of raising the error (`features.fit`). () if the user has to decide; None leaves it to
-            `with_fallback`.
+        message, fix, otherwise, leave_out: of the problem, as in `Problem`.
     """
 
     def __init__(
-        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", fallback: tuple[str, ...] | None = None
+        self, message: str, fix: tuple[str, ...] = (), otherwise: str = "", leave_out: tuple[str, ...] = ()
     ) -> None:
-        overrides = f"set {' and '.join(fix)}" if fix else ""
-        remedy = ", or ".join(filter(None, (overrides, otherwise)))
-        super().__init__(f"{message}; {remedy}" if remedy else message)  # only the text: Ray pickles by `args`
-        self.fix, self.fallback, self.why = fix, fallback, message
+        self.problems: tuple[Problem, ...] = (Problem(message, "", fix, otherwise, leave_out),)
+        super().__init__(str(self.problems[0]))  # only the text: Ray pickles by `args`
+
+    @property
+    def fix(self) -> tuple[str, ...]:
+        """The overrides that remove all of its problems."""
+        return tuple(dict.fromkeys(override for problem in self.problems for override in problem.fix))
 
 
 class ConfigError(UserError, ValueError):
     """An error in the configuration, found before anything is started."""
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> "ConfigError":
+        """Returns one error of several problems, a line each."""
+        error = cls("")
+        error.problems = tuple(problems)
+        error.args = ("\n".join(map(str, error.problems)),)
+        return error
+
+
+class Problems:
+    """Collects problems, also those of a `with` block that ends with a UserError.
+
+    Several settings that are read one by one can so be refused together.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Problem] = []
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        if not isinstance(error, UserError):
+            return False
+        self.found += error.problems
+        return True
+
+    def raise_any(self) -> None:
+        """Raises a ConfigError of all problems that were collected."""
+        if self.found:
+            raise ConfigError.of(self.found)
 
 
 class SettingError(ConfigError):
@@ -51,17 +112,6 @@ class SettingError(ConfigError):
         )
 
 
-@contextmanager
-def with_fallback(*overrides: str) -> Iterator[None]:
-    """Runs checks whose errors give way by these overrides, unless they name their own."""
-    try:
-        yield
-    except UserError as error:
-        if error.fallback is None:
-            error.fallback = overrides
-        raise
-
-
 class HookError(UserError, RuntimeError):
     """The started engines do not run with the settings that the config asks for."""
 
@@ -78,9 +128,21 @@ class WorkerDiedError(UserError, RuntimeError):
     """A process of the run is gone."""
 
 
+def errors_of(problems: Iterable[Problem]) -> list[Problem]:
+    """Returns the problems with which a run cannot work."""
+    return [problem for problem in problems if problem.level == "error"]
+
+
+def reason_of(error: Exception) -> str:
+    """Returns what the cause of an error says, in one line without the name of its class."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split()) or type(cause).__name__
+
+
 def print_error(command: str, error: Exception) -> int:
-    """Prints an error as the last line of a `verl-ext` command; returns the exit code."""
-    print(f"verl-ext {command}: {one_line(str(error))}", file=sys.stderr)
+    """Prints an error as the last lines of a `verl-ext` command, one for each problem; returns the exit code."""
+    for problem in error.problems if isinstance(error, UserError) else (error,):
+        print(f"verl-ext {command}: {one_line(str(problem))}", file=sys.stderr)
     return 2
 
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dat
 from functools import cache
 from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
 
-from verl_ext.base.errors import ConfigError, SettingError
+from verl_ext.base.errors import ConfigError, Problem, Problems, SettingError
 
 KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
@@ -105,22 +105,23 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
     """Builds the dataclass `kind` from the settings given, nested ones included.
 
     Raises:
-        ConfigError: a setting is not known, missing, of another type, or refused by the dataclass; it names the setting
-            by its place in the config, `where`. A field may give a value to try in its metadata, under "for example".
+        ConfigError: settings are not known, missing, of another type, or refused by the dataclass; it names them by
+            their place in the config, `where`. A field may give a value to try in its metadata, under "for example".
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given} must be a mapping of its settings, {{}} for none")
     hints = get_type_hints(kind)
     require_known(given or {}, hints, where)
+    values, problems = dict[str, Any](), Problems()
     for one in fields(kind):
-        if one.default is MISSING and one.default_factory is MISSING and (given or {}).get(one.name) is None:
-            _raise_missing(one, f"{where}.{one.name}")
-    values = {
-        name: build(hints[name], value, f"{where}.{name}")
-        if is_dataclass(hints[name])
-        else _converted(hints[name], value, f"{where}.{name}")
-        for name, value in (given or {}).items()
-    }
+        value, place = (given or {}).get(one.name), f"{where}.{one.name}"
+        with problems:
+            if one.default is MISSING and one.default_factory is MISSING and value is None:
+                _raise_missing(one, place)
+            if one.name in (given or {}):
+                convert = build if is_dataclass(hints[one.name]) else _converted
+                values[one.name] = convert(hints[one.name], value, place)
+    problems.raise_any()
     try:
         return kind(**values)
     except SettingError as error:
@@ -130,18 +131,20 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
 
 
 def require_known(given: Iterable[str], known: Collection[str], where: str, otherwise: str = "") -> None:
-    """Raises ConfigError for the first unknown setting given at `where`; the error lists similar names.
+    """Raises ConfigError for the unknown settings given at `where`; the error lists similar names.
 
     Args:
         otherwise: the remedy if no name is similar; by default the list of all known names.
     """
+    unknown = list[Problem]()
     for name in given:
-        if name in known:
-            continue
-        if near := difflib.get_close_matches(str(name), known, n=3):
-            raise ConfigError(f"{where}.{name} is not known; similar names: {', '.join(near)}")
-        choices = otherwise or f"its settings are: {', '.join(known) or 'none'}"
-        raise ConfigError(f"{where}.{name} is not known; {choices}")
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3)
+            choices = f"similar names: {', '.join(near)}" if near else otherwise
+            choices = choices or f"its settings are: {', '.join(known) or 'none'}"
+            unknown.append(Problem(f"{where}.{name} is not known", choices))
+    if unknown:
+        raise ConfigError.of(unknown)
 
 
 def _converted(hint: Any, value: Any, setting: str) -> Any:

@@ -105,6 +105,7 @@ def bucket_names(edges: tuple[float, ...]) -> list[str]:
 
 _SERVERS = [*(f"{number:02d}" for number in range(REPLICAS)), "other"]
 
+FEWEST_PROMPTS = 4  # of the sync canary's trajectories: with fewer, the error of the share that arrived is not known
 BUCKETS = {  # axis -> the names of its buckets
     "prob": bucket_names(PROBABILITY_EDGES),
     "entropy": bucket_names(ENTROPY_EDGES),

@@ -1,9 +1,11 @@
 """Makes foreign text (from files, folder names, command lines) safe to show in a terminal, on a page, in a figure.
 
 A terminal obeys ESC and the C1 controls; a lone surrogate (a JSON escape, a file name that is not UTF-8) can be neither
-printed nor written; XML, and so every SVG figure, allows no NUL and no U+FFFF; U+202E reverses the text.
+printed nor written; XML, and so every SVG figure, allows no NUL and no U+FFFF; U+202E reverses the text. The text of an
+error may have a key in it, and a report is sent to others.
 """
 
+import re
 import sys
 import unicodedata
 from typing import TYPE_CHECKING
@@ -16,15 +18,37 @@ MOST = 400  # characters of a name; no name that a person chose is longer
 WIDTH = 120  # columns
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+# A key by its own form, or what follows a name for one; the groups are what stays in front of it.
+SECRET = re.compile(
+    r"""
+    \b(?:(?:hf|api_org|gh[opsur]|github_pat|wandb_v\d)_\w{20,}|(?:sk|glpat|xox[abeoprs])-[\w-]{16,}
+        |(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{30,}|eyJ[\w-]{10,500}\.[\w-]+\.[\w-]*)
+    |(://[^\s/:@]*:)[^\s/@]+(?=@)
+    |(://)[^\s/:@]{16,}(?=@)
+    |(\b[Bb](?:earer|asic)\s+)[\w.~+/=-]{16,}
+    |(?i:((?:authorization["']?\s*[:=]\s*["']?(?:(?:bearer|basic|token)\s+|(?!bearer|basic|token))
+        |(?:api|access|secret|private)[_-]?key(?:[_-]id)?["']?\s*[:=]\s*["']?
+        |(?:passw(?:or)?d|secret|signature|(?:auth|access|refresh|hub|hf|api|security)[_-]token)["']?\s*[:=]\s*["']?
+        |(?<![a-z])token["']?\s*[:=]\s*["']?(?=[\w.-]{8})))[^\s"'&,;)\]}]{4,})
+    """,
+    re.VERBOSE,
+)
+HIDDEN_SECRET = "***"
+
+
+def without_secrets(text: str) -> str:
+    """Returns the text with stars for keys, tokens and passwords."""
+    return SECRET.sub(lambda found: "".join(each for each in found.groups() if each) + HIDDEN_SECRET, text)
 
 
 def printable(text: str, most: int | None = MOST) -> str:
-    """Returns the text in one line, unchanged if it only has visible characters and spaces.
+    """Returns the text in one line, unchanged if it only has visible characters and spaces, and no secrets.
 
     Every other character becomes Python's escape for it (`\\x1b`, `\\n`, `\\u202e`, `\\udc80`), so that different names
     stay different. If there are more than `most` characters, the middle is left out; None keeps all. The result is
     valid UTF-8 and XML text. It is not escaped for HTML, nor for rich's markup.
     """
+    text = without_secrets(text)
     if most is not None and len(text) > most:
         half = (most - 3) // 2
         text = f"{text[:half]}...{text[len(text) - half :]}"

@@ -61,7 +61,9 @@ class Correction(Method):
             would count the ratio twice.
         mask_override: the override of its settings that stops it from weighing by the ratio; empty if there is none.
         is_ratio: a function from the settings to whether the weight is the token's ratio k itself, without a cap. A
-            loss that already has this ratio, as in verl's bypass mode, needs no such correction.
+            loss that already has this ratio, as in verl's bypass mode, needs no such correction. Any other loss needs a
+            second correction that bounds the ratio.
+        bounds: whether it bounds the ratio of the tokens that it keeps, and leaves the weight to another correction.
         drops: whether it also drops tokens. In verl's bypass mode the loss already has the ratio k, so only the drops
             have an effect there.
         in_update: whether it acts inside each update step, on the policy being updated, and not before the update.
@@ -71,6 +73,7 @@ class Correction(Method):
     by_ratio: bool | Callable[[Any], bool] = False
     mask_override: str = ""
     is_ratio: Callable[[Any], bool] = lambda settings: False
+    bounds: bool = False
     drops: bool = False
     in_update: bool = False
 
@@ -317,7 +320,7 @@ class GeoMask:
         _require_band(self, "low", "high")
 
 
-@register_correction("geo_mask", GeoMask, reads=("log_g",))
+@register_correction("geo_mask", GeoMask, reads=("log_g",), bounds=True)
 def geo_mask(log_g: Tensor, low: float, high: float) -> Weights:
     """Returns 1 where low <= g <= high, else 0, for every token of a sequence; g = exp(mean log k), its geometric mean.
 
@@ -438,7 +441,7 @@ class M2po:
         require(self, "threshold", 0 < self.threshold < math.inf, "must be above 0 and finite")
 
 
-@register_correction("m2po", M2po, reads=("l_infer",), in_update=True)
+@register_correction("m2po", M2po, reads=("l_infer",), in_update=True, bounds=True)
 def m2po(batch: LossBatch, *, threshold: float) -> LossChange:
     """Gives weight 0 to the tokens that an update moves further from the rollout, largest (log r)^2 first, until the
     mean of the rest is at most `threshold`; r = exp(l_theta - l_infer).

@@ -216,11 +216,17 @@ def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
 class RouterShift:
     """The bound of the factor on the ratio.
 
+    The paper's gamma_min is 0.8, on GMPO, which clips the logarithm of a token's ratio at 0.4 (arXiv 2507.20673). So
+    the factor alone never clips a token there. verl clips at 0.2, half as far, and a floor of 0.8 is exactly 1 - 0.2:
+    rounding would decide which tokens with A < 0 keep their gradient. The default is as far inside verl's clip as the
+    paper's is inside GMPO's: 0.8 ** (0.2 / 0.4).
+
     Attributes:
-        floor: the smallest factor on a token's ratio, the paper's gamma_min, between 0 and 1.
+        floor: the smallest factor on a token's ratio, the paper's gamma_min, between 0 and 1. At `1 - clip_ratio_low`,
+            rounding decides which tokens are clipped.
     """
 
-    floor: float = 0.8
+    floor: float = 0.89
 
     def __post_init__(self) -> None:
         require(self, "floor", 0 <= self.floor <= 1, "must be between 0 and 1")

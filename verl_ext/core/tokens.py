@@ -137,8 +137,8 @@ class Tokens:
             same, and where the rollout's routing is unknown; NaN in a trajectory whose routing was not compared. None
             if no routing was compared.
         lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
-        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`; the axis `lag` is not
-            among them.
+        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`; the axis `lag` is
+            among them only where `lag` itself is not known, as in the workers.
     """
 
     l_infer: Tensor

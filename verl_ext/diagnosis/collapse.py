@@ -1,24 +1,14 @@
-"""The rule for a dead reward, and the metrics that moved before it fell.
+"""The collapse of a run that trains, and the metrics that moved before its reward fell."""
 
-The guard applies it while a run trains. Therefore it is stricter than `findings.reward.Course`, which judges what has
-been logged: a reward is dead only if it lost nine tenths of its best level and stays there.
-"""
-
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import itemgetter
-from statistics import median
 
-from verl_ext.diagnosis.growth import scatter
+import numpy as np
+
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
+from verl_ext.diagnosis.statistics import DEVIATIONS, STAYS, STRETCH, dead_since, leaves, level_means, scatter
 
-STRETCH, STAYS = 8, 24  # readings of a level; readings at the bottom that count as staying there
-NINE_TENTHS = 0.9  # of the scale
-KNOWN = -2.0  # the scale of a reward below this is unknown: DAPO's penalty for overlong answers reaches -2
 BEFORE = 64  # readings before the fall; a series is taken to be calm in the earlier half of these
-DEVIATIONS = 3.0
 LEAST_MOVE = 0.1  # of the calm level; smaller moves do not break a run
 HARMLESS_GAP = 1e-3  # k3 below this is harmless: a hundredth of the boundary
 SIGNAL_WORDS = {K3: "k3", GRADIENT: "the gradient norm", ENTROPY: "the entropy", LENGTH: "the response length"}
@@ -84,45 +74,18 @@ class Collapse:
 
 
 def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
-    """Returns the collapse of a reward that is dead at its last reading; for a run that still trains.
-
-    It is dead if it has lost nine tenths of its best level and stays there. A level is the mean of STRETCH readings in
-    a row (docs/report.md lists the rule's false alarms):
-
-    - The best is the highest level before the last STAYS readings. The scale reaches from the best to the bottom, which
-      is 0, or -1 if a reading is negative. If a reading up to the best is below -1, or any reading below KNOWN, the
-      bottom is unknown and the run is not judged.
-    - The mean of STAYS readings in a row has come into the lowest tenth of the scale. No level since then, nor in the
-      last STAYS readings, has left the lowest fifth.
-    - None of the last STAYS readings is as high as the second-lowest reading of the best level.
+    """Returns the collapse of a reward that is dead at its last reading (`statistics.dead_since`); None if it is not.
 
     Args:
         series: name of a metric -> its readings; those of RECORDED that were logged.
-
-    Returns None if the run is not dead, or has fewer than STRETCH + STAYS readings.
     """
     reward = series.get(REWARD, ())
-    early = len(reward) - STAYS
-    if early < STRETCH:
+    found = dead_since(np.array([value for _, value in reward]))
+    if found is None:
         return None
-    values = [value for _, value in reward]
-    levels = _means(values, STRETCH)  # index i: the level that begins at reading i
-    at = max(range(early - STRETCH + 1), key=levels.__getitem__)
-    best, calm = levels[at], values[at : at + STRETCH]
-    bottom = 0.0 if min(values) >= 0 else -1.0
-    if min(values[: at + STRETCH]) < bottom or min(values) < KNOWN or max(values[early:]) >= sorted(calm)[1]:
-        return None
-    tenth = (1 - NINE_TENTHS) * (best - bottom)
-    high = [i for i, level in enumerate(levels) if level > bottom + 2 * tenth]
-    if not high or high[-1] >= early or min(_means(values[high[-1] + 1 :], STAYS)) > bottom + tenth:
-        return None
-    # The scatter of calm readings may be as wide as the fall.
-    low = median(calm) - min(DEVIATIONS * scatter(calm), (best - bottom) / 2)
-    left = _leaves(values[at + STRETCH :], lambda value: value < low)
-    began = early if left is None else min(at + STRETCH + left, early)
-    until = reward[high[-1] + STRETCH][0]
-    step = reward[began][0]
-    return Collapse(best, sum(values[early:]) / STAYS, step, what_moved(series, step, until))
+    best, began, until = found
+    step, now = reward[began][0], [value for _, value in reward[-STAYS:]]
+    return Collapse(best, sum(now) / STAYS, step, what_moved(series, step, reward[until][0]))
 
 
 def what_moved(series: Mapping[str, Pairs], began: int, until: int) -> tuple[Move, ...]:
@@ -141,35 +104,22 @@ def what_moved(series: Mapping[str, Pairs], began: int, until: int) -> tuple[Mov
 
 def _move(name: str, readings: Pairs, began: int, until: int) -> Move | None:
     """Returns the move of one series, if it left its calm before `until`; the arguments are those of `what_moved`."""
-    before = [value for step, value in readings if step <= began][-BEFORE:]
-    start = bisect_right(readings, began, key=itemgetter(0)) - len(before)
-    values = [value for _, value in readings[start:]]
-    calm = values[: max(len(before) // 2, STRETCH)]
+    steps, values = (np.array(column) for column in zip(*readings, strict=True)) if readings else (np.empty(0),) * 2
+    last = int(np.searchsorted(steps, began, side="right"))
+    start = max(last - BEFORE, 0)
+    calm = values[start:][: max((last - start) // 2, STRETCH)]
     if len(calm) < STRETCH:
         return None
-    middle, off = median(calm), max(DEVIATIONS * scatter(calm), LEAST_MOVE * abs(median(calm)))
+    middle = float(np.median(calm))
+    off = max(DEVIATIONS * scatter(calm), LEAST_MOVE * abs(middle))
     high, low = middle + off, middle - off
     if name == K3:
         high = max(high, HARMLESS_GAP)
-    rest = values[len(calm) :]
-    sides = [_leaves(rest, lambda value: value > high)]
-    if name not in RISES_ONLY:
-        sides.append(_leaves(rest, lambda value: value < low))
+    rest = values[start + len(calm) :]
+    sides = [leaves(rest > high), None if name in RISES_ONLY else leaves(rest < low)]
     left = min((side for side in sides if side is not None), default=None)
-    if left is None or (step := readings[start + len(calm) + left][0]) > until:
+    if left is None or (at := start + len(calm) + left) >= len(steps) or steps[at] > until:
         return None
-    away = values[len(calm) + left : bisect_right(readings, until, key=itemgetter(0)) - start]
-    after = max(_means(away, STRETCH) or [sum(away) / len(away)], key=lambda level: abs(level - middle))
-    return Move(name, step, middle, after)
-
-
-def _means(values: Sequence[float], count: int) -> list[float]:
-    """Returns the means of `count` readings in a row, from each reading on; empty if there are fewer readings."""
-    sums = [0.0, *accumulate(values)]
-    return [(later - sooner) / count for sooner, later in zip(sums, sums[count:], strict=False)]
-
-
-def _leaves(values: Sequence[float], outside: Callable[[float], bool]) -> int | None:
-    """Returns the index of the first reading outside that begins STRETCH readings with at most one inside."""
-    out = [outside(value) for value in values]
-    return next((i for i in range(len(out) - STRETCH + 1) if out[i] and sum(out[i : i + STRETCH]) >= STRETCH - 1), None)
+    away = values[at : int(np.searchsorted(steps, until, side="right"))]
+    after = max(level_means(away, STRETCH), key=lambda level: abs(level - middle))
+    return Move(name, int(steps[at]), middle, float(after))

@@ -18,6 +18,7 @@ from verl_ext.diagnosis.findings.registry import Finding, find_all
 from verl_ext.diagnosis.names import REWARD, by_quantity
 from verl_ext.diagnosis.rank import MayAsk, OpenQuestion, Suspect, name_causes
 from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, now_label, now_of
+from verl_ext.diagnosis.statistics import FEWEST, LIKELY, SAME, SURE, Course
 
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
@@ -90,28 +91,34 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
     """Returns the state of the learning; `found` are the findings of the run."""
     marks = {each.mark: each for each in found.values()}
     not_finite = marks.get("not_finite.training")
-    lost, course = marks.get("not_finite.reward"), reward.course_of(run)
+    lost, course = marks.get("not_finite.reward"), reward.reward_course(run)
     before = "".join(f"{each.text}; " for each in (not_finite, lost) if each is not None)
     if lost is not None and (course is None or not (course.collapsed or course.falls)):
         return Judged("unstable", lost.text, lost.step)
     if course is None:
         return Judged("too short", before + _too_few_rewards(run))
-    fell = f"from {course.best:.2g} to {course.now:.2g} ({course.label})"
     if course.collapsed:
-        return Judged("collapsed", f"{before}the reward collapsed at step {course.step}, {fell}", course.step)
-    stands = float(np.ptp(course.series.values[-LEVEL_READINGS:])) <= reward.SAME * course.height
-    if dead := marks.get("reward_constant.constant") or (marks.get("gradient_zero.zero") if stands else None):
+        text = f"{before}the reward collapsed at step {course.step}, from {course.fell}"
+        return Judged("collapsed", text, course.step)
+    ended = float(np.ptp(course.series.values[-LEVEL_READINGS:])) <= SAME * course.height
+    stands = abs(course.rise.errors) < SURE and not reward.at_ceiling(run, course)
+    possible = {"reward_constant.constant": True, "gradient_zero.zero": ended, "gradient_zero.lost": stands}
+    possible["groups_dead.all"] = stands
+    dead = next((marks[mark] for mark, counts in possible.items() if counts and mark in marks), None)
+    if dead is not None and "validation_fell.rose" not in marks:
         return Judged("dead", f"{before}nothing can be learnt, because {dead.text}", dead.step)
     if course.falls:
-        return Judged("falling", f"{before}the reward falls since step {course.step}, {fell}", course.step)
-    if course.rise.errors < reward.SURE and (validation := marks.get("validation_fell.fell")):
-        return Judged("falling", f"the reward stands at {course.now:.2g}, and {validation.text}", validation.step)
+        return Judged("falling", f"{before}the reward falls since step {course.step}, from {course.fell}", course.step)
+    now = f"{now_of(course.series):.3g} ({now_label(course.series)})"
+    if course.rise.errors < SURE and (validation := marks.get("validation_fell.fell")):
+        return Judged("falling", f"the reward stands at {now}, and {validation.text}", validation.step)
     if not_finite:
         return Judged("unstable", not_finite.text, not_finite.step)
-    now = f"{now_of(course.series):.3g} ({now_label(course.series)})"
     if blown := next((marks[mark] for mark in BLOWS_UP if mark in marks), None):
-        course_text = f"rose from {course.moved}" if course.rise.errors >= reward.SURE else f"holds at {now}"
+        course_text = f"rose from {course.moved}" if course.rise.errors >= SURE else f"holds at {now}"
         return Judged("unstable", f"the reward {course_text}, but {blown.text}", blown.step)
+    if penalties := marks.get("penalties_vanish.only"):
+        return Judged("flat", f"the reward went from {course.moved}, but {penalties.text}")
     return _judge_rise(course, now, at_ceiling="reward_flat.at_ceiling" in marks)
 
 
@@ -120,19 +127,23 @@ def _too_few_rewards(run: Readings) -> str:
     if series is None:
         return "no reward was logged"
     if len(series.steps) == 1:
-        return f"there is 1 reading of the reward, and {reward.FEWEST_REWARDS} are needed"
-    return f"there are {len(series.steps)} readings of the reward, and {reward.FEWEST_REWARDS} are needed"
+        return f"there is 1 reading of the reward, and {FEWEST} are needed"
+    return f"there are {len(series.steps)} readings of the reward, and {FEWEST} are needed"
 
 
-def _judge_rise(course: "reward.Course", now: str, *, at_ceiling: bool) -> Judged:
+def _judge_rise(course: Course, now: str, *, at_ceiling: bool) -> Judged:
     """Returns the state of a reward that did not fall, in a run without exploding metrics."""
-    if course.rise.errors >= reward.SURE:
+    if course.rise.errors >= SURE:
         return Judged("learns", f"the reward rose from {course.moved}")
-    if course.rise.errors >= reward.LIKELY:
-        return Judged("weak", f"the reward rose a little, from {course.moved}, which noise may be")
+    if course.rise.errors >= LIKELY:
+        return Judged("weak", f"the reward rose a little, from {course.rise.beyond_noise}")
     if at_ceiling:
         return Judged("learns", f"the reward is at its ceiling, at {now}")
-    return Judged("flat", f"the reward stands at {now}, no more than noise from where it began")
+    if course.is_open:
+        count = len(course.series.values)
+        return Judged("too short", f"{count} readings do not show whether the reward moves: {course.rise.text}")
+    went = "fell" if course.rise.errors <= -LIKELY else "hardly moved"
+    return Judged("flat", f"the reward {went}, from {course.rise.beyond_noise}")
 
 
 def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
@@ -152,7 +163,8 @@ def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
         return Judged("broken", level.text, grew.step if grew is not None else None)
     if level.level == "apart":
         return Judged("apart", level.text) if grew is None else Judged("growing", grew.text, grew.step)
-    return Judged("close", level.text)
+    grew = marks.get("gap_grew.grew")
+    return Judged("close", level.text) if grew is None else Judged("growing", grew.text, grew.step)
 
 
 LOOK_EVERY, LOOKS = 5, 3  # steps between two looks; looks in a row that must find the same cause before it is reported

@@ -5,15 +5,22 @@ A report asks for a quantity by its canonical name, and finds it under whatever 
     for alias in aliases_of("vllm_kl/k1"):
         for name in filter(alias.matches, logged):
             values = alias.convert(logged[name])
+
+A logged name and a name of the table are the same if their normal forms are: `Mismatch KL`, `mismatch_kl` and
+`Mismatch-KL (nats)` are one name in every form of file.
 """
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from verl_ext.base.metrics import SECTIONS, find
 from verl_ext.base.metrics.metric import Metric
@@ -30,6 +37,22 @@ VALIDATION = "val-core/**/mean@*"  # all scores of validation sets
 LENGTH, ENTROPY, GRADIENT = "response_length/mean", "actor/entropy", "actor/grad_norm"
 K3, K1 = "vllm_kl/k3", "vllm_kl/k1"
 LOG_RATIO, PROB_DIFF = "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
+SEPARATORS = str.maketrans(" .-", "___")
+UNIT = re.compile(r"(?<=\w)\s*[(\[][^()\[\]]*[)\]]$")  # "seq_len (tok/sample)"
+EVERYTHING = (-math.inf, math.inf)
+TELLING = re.compile(r"log_?p|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage")
+# What is no mean of a batch: settings, times, one of several rewards, and other parts of a distribution.
+PART = re.compile(
+    r"(?:^|/)rewards/|(?:^|[/_])(?:std|min|max|median|p\d+|coe?f\w*|threshold|target|cap|eps\w*|low|high|time|timing)(?:[/_]|$)"
+)
+MOSTLY = 0.5  # a name that is logged at fewer of the steps than this is not the run's series
+
+
+@lru_cache(maxsize=1 << 16)
+def normal(name: str) -> str:
+    """Returns a name without differences of case, separators, blanks around a slash, and a unit at its end."""
+    parts = UNIT.sub("", name.strip().lower()).split("/")
+    return "/".join(re.sub("_+", "_", part.strip().translate(SEPARATORS)) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -40,6 +63,8 @@ class Alias:
         name: in the name of a family, `*` matches one part, `**` any number of parts, `{a,b}` a or b.
         frameworks: the frameworks that log it; () if unknown.
         scale, offset: the quantity is `scale * logged + offset`.
+        log: the quantity is the logarithm of what is logged.
+        range: what the quantity can be; a name whose median is outside measures something else.
         exceptions: names and families within this family that measure something else.
     """
 
@@ -47,6 +72,8 @@ class Alias:
     frameworks: tuple[str, ...] = ()
     scale: float = 1.0
     offset: float = 0.0
+    log: bool = False
+    range: tuple[float, float] = EVERYTHING
     exceptions: tuple[str, ...] = ()
 
     @property
@@ -54,21 +81,26 @@ class Alias:
         return "*" in self.name or "{" in self.name
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return Metric(self.name, "").pattern  # families are written as those of our own metrics
-
-    @cached_property
-    def _exceptions(self) -> tuple[re.Pattern[str], ...]:
-        return tuple(Metric(each, "").pattern for each in self.exceptions)
+    def _patterns(self) -> tuple[re.Pattern[str], ...]:
+        """The name's pattern, and those of its exceptions; families are written as those of our own metrics."""
+        return tuple(Metric(normal(each), "").pattern for each in (self.name, *self.exceptions))
 
     def matches(self, logged_name: str) -> bool:
         """Returns True if a run that logged this name logged the quantity."""
-        if self._pattern.fullmatch(logged_name) is None:
-            return False
-        return not any(pattern.fullmatch(logged_name) for pattern in self._exceptions)
+        found, *excepted = (pattern.fullmatch(normal(logged_name)) is not None for pattern in self._patterns)
+        return found and not any(excepted)
+
+    def can_be(self, values: Any) -> bool:
+        """Returns True if logged values can be values of the quantity: their median is within its range."""
+        low, high = self.range
+        finite = np.asarray(values)[np.isfinite(values)]
+        return not finite.size or bool(low <= np.median(finite) <= high)
 
     def convert(self, values: Any) -> Any:
         """Returns logged values as values of the quantity, in its unit and with its sign."""
+        if self.log:
+            with np.errstate(all="ignore"):
+                values = np.log(values)
         return self.scale * values + self.offset
 
 
@@ -99,40 +131,66 @@ def aliases_of(canonical: str) -> tuple[Alias, ...]:
     return (Alias(canonical),) if found is None else found.aliases
 
 
-@lru_cache(maxsize=4096)
-def quantity_of(logged_name: str) -> Quantity | None:
-    """Returns the quantity that a metric measures: by its exact name, else by the first family that it belongs to."""
-    if (exact := _exact_names().get(logged_name)) is not None:
+@lru_cache(maxsize=1 << 16)
+def _readings_of(logged_name: str) -> tuple[tuple[Quantity, Alias], ...]:
+    """Returns what a metric may measure, under which alias: by its exact name, else by the first family it is in."""
+    if exact := _exact_names().get(normal(logged_name)):
         return exact
-    return next((quantity for alias, quantity in _families() if alias.matches(logged_name)), None)
+    return tuple(islice(((quantity, alias) for quantity, alias in _families() if alias.matches(logged_name)), 1))
 
 
-def by_quantity(logged_names: Iterable[str]) -> dict[str, dict[str, Alias]]:
-    """Returns canonical name -> logged name -> its alias, in order of preference.
+def quantity_of(logged_name: str) -> Quantity | None:
+    """Returns the quantity that a metric measures; the likelier one, if its values decide between two."""
+    return next((quantity for quantity, _ in _readings_of(logged_name)), None)
 
-    A metric of no known quantity, or of a quantity with many series such as a validation, keeps its own name.
+
+def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
+    """Returns canonical name -> logged name -> its alias: which of several metrics is the run's comes first.
+
+    That is the one that the table prefers, of those that are logged at MOSTLY of the steps at which any of them is: a
+    printed sample's reward has the run's name, and is printed now and then. A metric of no known quantity, or of a
+    quantity with many series such as a validation, keeps its own name.
+
+    Args:
+        logged: the readings of each metric, a number or a series.
     """
     found: dict[str, dict[str, Alias]] = {}
-    for name in logged_names:
-        canonical, alias, _ = _alias_of(name)
-        found.setdefault(canonical, {})[name] = alias
-    return {
-        canonical: dict(sorted(names.items(), key=lambda item: _alias_of(item[0])[2]) if len(names) > 1 else names)
-        for canonical, names in found.items()
-    }
+    for name, series in logged.items():
+        values = getattr(series, "values", series)
+        readings = _readings_of(name)
+        fitting = (each for each in readings if each[1].range == EVERYTHING or each[1].can_be(values))
+        quantity, alias = next(fitting, (None, None))
+        if quantity is None or alias is None or quantity.aliases[0].is_family:
+            found.setdefault(name, {})[name] = Alias(name)
+        else:
+            found.setdefault(quantity.name, {})[name] = alias
+    return {canonical: _preferred(canonical, names, logged) for canonical, names in found.items()}
 
 
-@lru_cache(maxsize=1 << 16)
-def _alias_of(logged_name: str) -> tuple[str, Alias, int]:
-    """Returns the canonical name of a metric, its alias, and the alias's place in the order of preference."""
-    quantity = quantity_of(logged_name)
-    if quantity is None or quantity.aliases[0].is_family:
-        return logged_name, Alias(logged_name), 0
-    exact = (place for place, alias in enumerate(quantity.aliases) if alias.name == logged_name)
-    family = (place for place, alias in enumerate(quantity.aliases) if alias.matches(logged_name))
-    place = next(exact, None)
-    place = next(family) if place is None else place
-    return quantity.name, quantity.aliases[place], place
+def _preferred(canonical: str, names: dict[str, Alias], logged: Mapping[str, Any]) -> dict[str, Alias]:
+    if len(names) < 2:
+        return names
+    sizes = {name: np.size(getattr(logged[name], "values", logged[name])) for name in names}
+    enough = MOSTLY * max(sizes.values())
+    places = {alias: place for place, alias in enumerate(_canonical_names()[canonical].aliases)}
+    return dict(sorted(names.items(), key=lambda item: (sizes[item[0]] < enough, places[item[1]])))
+
+
+def differences() -> Iterator[tuple[str, str, str]]:
+    """Yields the names `A - B` of the table, with A and B: the difference of two metrics is the quantity."""
+    for name in (alias.name for quantity in quantities() for alias in quantity.aliases):
+        first, minus, second = name.partition(" - ")
+        if minus:
+            yield name, first, second
+
+
+def unread_names(logged_names: Iterable[str]) -> list[str]:
+    """Returns the names that no quantity has, but that look as if they mattered."""
+    return [
+        name
+        for name in logged_names
+        if TELLING.search(normal(name)) and not PART.search(normal(name)) and not _readings_of(name) and not find(name)
+    ]
 
 
 def setting_for(canonical: str) -> str:
@@ -155,14 +213,20 @@ def _canonical_names() -> Mapping[str, Quantity]:
 
 
 @cache
-def _exact_names() -> Mapping[str, Quantity]:
-    """Returns the quantities by each of their names that is not a family."""
-    return {alias.name: quantity for quantity in quantities() for alias in quantity.aliases if not alias.is_family}
+def _exact_names() -> Mapping[str, tuple[tuple[Quantity, Alias], ...]]:
+    """Returns what each name that is not a family may measure, by its normal form."""
+    found: dict[str, tuple[tuple[Quantity, Alias], ...]] = {}
+    for quantity in quantities():
+        for alias in (each for each in quantity.aliases if not each.is_family):
+            known = found.get(normal(alias.name), ())
+            if all(each is not quantity for each, _ in known):
+                found[normal(alias.name)] = (*known, (quantity, alias))
+    return found
 
 
 @cache
-def _families() -> tuple[tuple[Alias, Quantity], ...]:
-    return tuple((alias, quantity) for quantity in quantities() for alias in quantity.aliases if alias.is_family)
+def _families() -> tuple[tuple[Quantity, Alias], ...]:
+    return tuple((quantity, alias) for quantity in quantities() for alias in quantity.aliases if alias.is_family)
 
 
 def read_table(text: str) -> tuple[Quantity, ...]:
@@ -185,6 +249,14 @@ def _aliases(name: str, value: str | Mapping[str, Any], prefixes: Mapping[str, l
     """Yields an alias under every prefix of the frameworks that log it."""
     entry = {"in": value} if isinstance(value, str) else value
     frameworks = tuple(entry["in"].split(", "))
-    scale, offset, exceptions = float(entry.get("scale", 1)), float(entry.get("offset", 0)), tuple(entry.get("but", ()))
+    alias = Alias(
+        name,
+        frameworks,
+        scale=float(entry.get("scale", 1)),
+        offset=float(entry.get("offset", 0)),
+        log=bool(entry.get("log")),
+        range=tuple(entry.get("range", EVERYTHING)),
+        exceptions=tuple(entry.get("but", ())),
+    )
     for prefix in dict.fromkeys(prefix for each in frameworks for prefix in prefixes.get(each, [""])):
-        yield Alias(prefix + name, frameworks, scale, offset, exceptions)
+        yield replace(alias, name=prefix + name)

@@ -1,16 +1,11 @@
-"""The noise of a metric's readings: of a level within one run, and of the difference between two runs.
+"""The final value of a metric, and whether those of two runs differ by more than the noise of their steps.
 
-Readings of neighbouring steps depend on each other, so n of them have the information of n (1 - rho) / (1 + rho)
-independent ones, with rho the correlation of neighbours (Bayley and Hammersley, 1946; Zieba, 2010, equations 13 and 20
-for the variance). Two places need a standard error of a mean, and their readings differ:
-
-- A level within a run (`level_error`): the run may rise, fall and jump around it. The noise is taken from the
-  differences of neighbours, or from short stretches of the run, each around its own mean.
-- The end of a run (`final`), to compare two runs: the metric should not move there. rho from a short window is too
-  small and scatters: it is corrected (Marriott and Pope, 1954), and CAUTION standard errors are added, because a slow
-  wave looks like a level. Single spikes hide the dependence of the readings between them, so rho is estimated from
-  residuals that are cut. Two means are compared by Welch's t; Holm's procedure (1979) covers all comparisons of one
-  table. `python tools/compare_alarms.py` counts how often differences are found, and falsely.
+The metric should not move at the end of a run (`final`). rho, the correlation of neighbours (`statistics`), is too
+small and scatters in a short window: it is corrected (Marriott and Pope, 1954), and CAUTION standard errors are added,
+because a slow wave looks like a level. Single spikes hide the dependence of the readings between them, so rho is
+estimated from residuals that are cut. Two means are compared by Welch's t; Holm's procedure (1979) covers all
+comparisons of one table.
+`python tools/compare_alarms.py` counts how often differences are found, and falsely.
 """
 
 import math
@@ -22,12 +17,8 @@ from typing import Literal
 import numpy as np
 
 from verl_ext.base.metrics.metric import Scale
-from verl_ext.diagnosis.growth import FLOOR, LARGEST_AUTOCORRELATION, NORMAL_MAD
 from verl_ext.diagnosis.series import Series
-
-ENOUGH = 32  # from so many readings on, stretches show the correlation of neighbours
-STRETCHES = 8  # parts of a run, each around its own mean, in which its noise is measured
-JUMPS = 2  # parts with the most scatter, which are left out: the values may have jumped there
+from verl_ext.diagnosis.statistics import FLOOR, NORMAL_MAD
 
 TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
 NoiseVerdict = Literal["differs", "within noise", "too few readings to tell"]
@@ -46,48 +37,6 @@ LARGEST_CORRELATION = 0.99
 FEWEST_EFFECTIVE = 3.0  # independent readings; fewer give no verdict
 CUT = 1.5  # robust standard deviations at which residuals are cut before they are correlated
 ROUNDING = 1e-12  # relative; a smaller difference is only arithmetic
-
-
-def difference_noise(values: np.ndarray) -> float:
-    """Returns the standard deviation of one reading around a slow course, from the differences of neighbours.
-
-    The largest tenth of the differences is left out, because the readings may have jumped there. If neighbours depend
-    on each other, the result is too small.
-    """
-    squares = np.sort(np.square(np.diff(values)))
-    kept = squares[: len(squares) - max(len(squares) // 10, len(squares) > 2)]
-    return float(np.sqrt(kept.mean() / 2)) if kept.size else 0.0
-
-
-def level_error(values: np.ndarray, count: int) -> float:
-    """Returns the standard error of the mean of `count` of these readings in a row.
-
-    From ENOUGH readings on, it includes the dependence of neighbours. Fewer readings do not show that, and give a poor
-    estimate of the noise: for these it is a little larger.
-    """
-    error = difference_noise(values) / count**0.5
-    if len(values) >= ENOUGH:
-        return max(error, mean_error(values, count, caution=1.0))
-    return error * (1 + 2 / len(values))
-
-
-def mean_error(values: np.ndarray, count: float, *, caution: float = 0.0) -> float:
-    """Returns the standard error of the mean of `count` readings in a row, whose neighbours may depend on each other.
-
-    Args:
-        values: at least four for each of STRETCHES.
-        caution: standard errors that are added to the correlation of neighbours.
-    """
-    parts = sorted((part - part.mean() for part in np.array_split(values, STRETCHES)), key=np.var)[:-JUMPS]
-    length = sum(map(len, parts)) / len(parts)
-    power = sum(float(np.mean(part**2)) for part in parts) / len(parts) * length / (length - 1)
-    if power == 0:
-        return 0.0
-    rho: float = sum(float(np.mean(part[1:] * part[:-1])) for part in parts) / len(parts) / power
-    # Short parts hide some of it.
-    rho += (1 + 3 * max(rho, 0.0)) / length + caution / float(np.sqrt(length * len(parts)))
-    rho = min(max(rho, 0.0), LARGEST_AUTOCORRELATION)
-    return float(np.sqrt(power / count * (1 + rho) / (1 - rho)))
 
 
 @dataclass(frozen=True)

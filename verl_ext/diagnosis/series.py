@@ -36,6 +36,11 @@ class Series:
         """Returns the values that were logged under an alias as those of its quantity."""
         return Series(self.steps, alias.convert(self.values))
 
+    def at(self, step: int) -> float | None:
+        """Returns the reading of a step; None if it logged none."""
+        index = int(np.searchsorted(self.steps, step))
+        return float(self.values[index]) if index < len(self.steps) and self.steps[index] == step else None
+
     def pairs(self) -> list[tuple[int, float]]:
         return list(zip(self.steps.tolist(), self.values.tolist(), strict=True))
 
@@ -92,6 +97,10 @@ class Readings:
     def logged(self, name: str) -> Series | None:
         """Returns all readings of a metric, also those that are not finite."""
         return self._logged.get(name)
+
+    def every_name(self) -> Iterator[str]:
+        """Yields the names of all metrics, also of those that were never finite."""
+        return iter(self._logged)
 
     def names(self, start: str = "") -> Iterator[str]:
         """Yields the names of the metrics that have a finite reading and begin like this."""

@@ -4,8 +4,6 @@ Parts of the installation or the config that are slow to read are read once, and
 """
 
 import ast
-import contextlib
-import copy
 import functools
 import os
 import sys
@@ -20,8 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
-from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.errors import LEVELS, ConfigError, Problem
 from verl_ext.diagnosis.causes import CAUSES
+from verl_ext.features.feature import RunFeatures
 from verl_ext.features.verl_config import (
     ACTOR,
     MODEL,
@@ -32,10 +31,19 @@ from verl_ext.features.verl_config import (
     key_of,
     parse_override,
 )
-from verl_ext.launch.command_line import Refused, plugins
+from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.models import ModelShape, shape_of
-from verl_ext.launch.packages import FSDP, LAYERS, has_module, model_type, package_folder, pinned, source
+from verl_ext.launch.packages import (
+    FSDP,
+    LAYERS,
+    has_module,
+    installed,
+    model_type,
+    package_folder,
+    pinned,
+    source,
+)
 from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
 DISTRIBUTIONS = (
@@ -62,8 +70,8 @@ def installed_versions() -> dict[str, str]:
     answers for `vllm`."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in DISTRIBUTIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+        if version := installed(name):
+            versions[name] = version
     return versions
 
 
@@ -79,30 +87,31 @@ class Context:
         versions: installed distribution -> version.
         plugins: entry-point group -> names in it.
         environ: environment variables.
-        failure: why the overrides do not compose; "" if they do, or none were given.
-        refused: the overrides that Hydra refuses; the config is without them.
+        refused: why the overrides do not compose, or those that Hydra refuses; the config is without them.
         overrides: the command line from which the config is composed.
         gpu: the rollout's GPU, if it is known.
         trust: whether code that the config names may run (`hooks.py`).
         folder: returns the folder of a package's source.
         has: returns True if a module can be found.
         other_machine: whether --gpu was given, so that the run is for another machine.
-        errors: the findings of `hooks.errors_once`.
+        features: the features that the config switches on, as fitted to the run (`hooks.fit_presets`); None if the
+            settings cannot be read, or a plugin may not be imported.
+        problems: the errors with which the launch would stop before Ray starts.
     """
 
     versions: Mapping[str, str]
     plugins: Mapping[str, Collection[str]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     config: Any = None  # DictConfig | None
-    failure: str = ""
-    refused: Sequence[Refused] = ()
+    refused: Sequence[Problem] = ()
     overrides: Sequence[str] = ()
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
     has: Callable[[str], bool] = has_module
     other_machine: bool = False
-    errors: list[Any] | None = None
+    features: RunFeatures | None = None
+    problems: list[Problem] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a setting; `default` if it is missing, null, or an interpolation that does not resolve."""
@@ -111,6 +120,11 @@ class Context:
         except OmegaConfBaseException:
             return default
         return default if value is None else value
+
+    @property
+    def given(self) -> set[str]:
+        """The settings of the command line."""
+        return {*map(key_of, self.overrides)}
 
     @property
     def guard_rules(self) -> list[Any]:
@@ -313,55 +327,33 @@ class Context:
         return None
 
 
-LEVELS = ("error", "warning", "note", "ok")  # worst first
+def error(found: str, why: str, *fix: str) -> Problem:
+    return Problem(found, why, fix)
+
+
+def warning(found: str, why: str, *fix: str) -> Problem:
+    return Problem(found, why, fix, level="warning")
+
+
+def note(found: str, why: str) -> Problem:
+    return Problem(found, why, level="note")
+
+
+def ok(found: str) -> Problem:
+    return Problem(found, level="ok")
+
+
 ABSENT = object()
 OFF_IF_MISSING = (None, False, 0, "none", "disabled")
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One line of the doctor's table.
-
-    Attributes:
-        level: `error`, the run cannot work; `warning`, it can go wrong silently; `note`, worth knowing; `ok`.
-        found: the setting or version, and its value.
-        why: why it matters, in one sentence.
-        fix: Hydra overrides that remove the finding; some errors and warnings have them.
-        check: the name of the check, set by `run_checks`.
-    """
-
-    level: str
-    found: str
-    why: str = ""
-    fix: tuple[str, ...] = ()
-    check: str = ""
-
-    @property
-    def cause(self) -> str:
-        """The name of the cause in diagnosis/causes under which a report of the run would show the finding; "" if
-        nothing is wrong or no metric shows it."""
-        return "" if self.level == "ok" else CAUSE_OF_CHECK.get(self.check, "")
-
-
-def error(found: str, why: str, *fix: str) -> CheckResult:
-    return CheckResult("error", found, why, fix)
-
-
-def warning(found: str, why: str, *fix: str) -> CheckResult:
-    return CheckResult("warning", found, why, fix)
-
-
-def note(found: str, why: str) -> CheckResult:
-    return CheckResult("note", found, why)
-
-
-def ok(found: str) -> CheckResult:
-    return CheckResult("ok", found)
-
-
 CAUSE_OF_CHECK = {check: cause.name for cause in CAUSES.values() for check in cause.doctor}
-Check = Callable[[Context], Iterable[CheckResult]]
+Check = Callable[[Context], Iterable[Problem]]
 CHECKS: dict[str, Check] = {}
+
+
+def cause_of(finding: Problem) -> str:
+    """Returns the name of the cause in diagnosis/causes under which a report of the run would show the finding; "" if
+    nothing is wrong or no metric shows it."""
+    return "" if finding.level == "ok" else CAUSE_OF_CHECK.get(finding.check, "")
 
 
 def check(name: str, needs: str = "") -> Callable[[Check], Check]:
@@ -375,7 +367,7 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
         assert name not in CHECKS, name
 
         @functools.wraps(function)
-        def checked(context: Context) -> Iterable[CheckResult]:
+        def checked(context: Context) -> Iterable[Problem]:
             return function(context) if not needs or getattr(context, needs) else ()
 
         CHECKS[name] = checked
@@ -384,12 +376,12 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
     return register
 
 
-def run_checks(context: Context, names: Iterable[str] = ()) -> list[CheckResult]:
+def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
     return [replace(found, check=name) for name in names or CHECKS for found in _findings_of(CHECKS[name], context)]
 
 
-def fixes(findings: Iterable[CheckResult]) -> list[str]:
+def fixes(findings: Iterable[Problem]) -> list[str]:
     """Returns the overrides of all findings, worst first, each key once."""
     chosen: dict[str, str] = {}
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
@@ -398,34 +390,30 @@ def fixes(findings: Iterable[CheckResult]) -> list[str]:
     return list(chosen.values())
 
 
-def apply_fix(
-    config: DictConfig, failure: UserError, found: Callable[[DictConfig], UserError | None]
-) -> tuple[DictConfig, tuple[str, ...]]:
-    """Applies an error's fix, to see whether the error goes away.
+def unset(config: DictConfig, overrides: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of the overrides that would change the config.
 
-    Returns the config with the fix, and the overrides of the fix that were not yet set. If the fix does not help,
-    returns the original config and ().
-
-    Args:
-        found: returns the error of a config; None if it has none.
+    A missing setting is off, unless the override adds it (`++`): then what reads it has no default.
     """
-    fixed, fix = copy.deepcopy(config), list[str]()
-    for override in failure.fix:
+    changing = list[str]()
+    for override in overrides:
         key, value = parse_override(override)
         present = OmegaConf.select(config, key, default=ABSENT)
-        if present == value or (present is ABSENT and value in OFF_IF_MISSING):  # a missing setting is already off
-            continue
-        OmegaConf.update(fixed, key, value, force_add=True)
-        fix.append(override)
-    if not fix or str(found(fixed)) == str(failure):
-        return config, ()
-    return fixed, tuple(fix)
+        is_off = present is ABSENT and value in OFF_IF_MISSING and not override.startswith("++")
+        if present != value and not is_off:
+            changing.append(override)
+    return tuple(changing)
 
 
-def _findings_of(function: Check, context: Context) -> list[CheckResult]:
+def _findings_of(function: Check, context: Context) -> list[Problem]:
     try:
         return list(function(context))
     except Exception as failure:  # a value that the check did not expect: the other checks still run
-        said = " ".join(str(failure).split()) or "no more is known"
-        why = "a setting that the check reads has a value of the wrong type; the run may stop there too"
-        return [error(f"the check itself ended with {type(failure).__name__}: {said}", why)]
+        return [unread(failure)]
+
+
+def unread(failure: Exception) -> Problem:
+    """Returns the finding of a check that ended with an error, because it did not expect a value of the config."""
+    said = " ".join(str(failure).split()) or "no more is known"
+    why = "a setting that the check reads has a value of the wrong type; the run may stop there too"
+    return error(f"the check itself ended with {type(failure).__name__}: {said}", why)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
+from verl_ext.base.errors import UserError, errors_of, print_error
 from verl_ext.base.printable import printable, wide_console
 from verl_ext.launch.command_line import add_arguments, given_arguments
 from verl_ext.launch.gpus import GPUS, Gpu, named
 
 if TYPE_CHECKING:
-    from verl_ext.doctor.checks import CheckResult
+    from verl_ext.base.errors import Problem
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
 COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
@@ -39,6 +40,11 @@ examples:
                                                       with the overrides of `python -m verl_ext.main_ppo`
   verl-ext doctor --gpu A100 stability=icepop ...     for a GPU that this machine does not have
   verl-ext doctor --fix stability=icepop ...          print the overrides to add, one per line
+  verl-ext doctor run.sh                              the launch in a script, which is read and not run
+  verl-ext doctor run.sh stability=moe                with more overrides; words without = are the script's arguments
+  verl-ext doctor -- python3 -m verl.trainer.main_ppo ...
+                                                      a command as it stands in a script; also ray job submit, srun
+  verl-ext doctor overrides.yaml                      a YAML list of overrides, or settings as a mapping
   verl-ext doctor --trust stability=icepop ...        run plugins and other code that the config names
 """
 
@@ -66,9 +72,12 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from verl_ext.doctor.checks import installed_versions
     from verl_ext.doctor.diagnose import diagnose, mend
 
-    given, versions = given_arguments(arguments), installed_versions()
+    try:
+        given, versions = given_arguments(arguments), installed_versions()
+    except UserError as error:
+        return print_error("doctor", error)
 
-    def look(overrides: Sequence[str]) -> "list[CheckResult]":
+    def look(overrides: Sequence[str]) -> "list[Problem]":
         return diagnose([*given, *overrides], arguments.gpu, trust=arguments.trust, versions=versions)
 
     findings = look(())
@@ -76,12 +85,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         overrides, left = mend(findings, look)
         for override in overrides:
             print(override)
-        for finding in left:
-            if finding.level == "error":
-                found = printable(finding.found, most=None)
-                print(f"verl-ext doctor: {finding.check}: {found}; {finding.why}", file=sys.stderr)
+        for finding in errors_of(left):
+            found = printable(finding.found, most=None)
+            print(f"verl-ext doctor: {finding.check}: {found}; {finding.why}", file=sys.stderr)
     elif arguments.json:
-        print(json.dumps([{name: getattr(finding, name) for name in COLUMNS} for finding in findings], indent=2))
+        print(json.dumps([_as_row(finding) for finding in findings], indent=2))
     else:
         print_findings(findings)
         print_mended(*mend(findings, look))
@@ -89,13 +97,20 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return int(any(finding.level in bad for finding in findings))
 
 
-def print_findings(findings: "Sequence[CheckResult]") -> None:
+def _as_row(finding: "Problem") -> dict[str, Any]:
+    from verl_ext.doctor.checks import cause_of
+
+    return {name: cause_of(finding) if name == "cause" else getattr(finding, name) for name in COLUMNS}
+
+
+def print_findings(findings: "Sequence[Problem]") -> None:
     """Prints the table, worst first."""
     from rich.table import Table
     from rich.text import Text
 
+    from verl_ext.base.errors import LEVELS
     from verl_ext.diagnosis.causes import CAUSES
-    from verl_ext.doctor.checks import LEVELS
+    from verl_ext.doctor.checks import cause_of
 
     table = Table("level", "check", title="verl-ext doctor", title_justify="left")
     table.add_column("found, and why it matters", overflow="fold")
@@ -104,19 +119,19 @@ def print_findings(findings: "Sequence[CheckResult]") -> None:
         said = Text(printable(finding.found, most=None))  # Text: brackets are no markup
         if finding.why:
             said.append(f"\n{printable(finding.why, most=None)}", style="dim")
-        if finding.cause:
-            said.append(f"\ncause: {CAUSES[finding.cause].title}", style="dim")
+        if cause := cause_of(finding):
+            said.append(f"\ncause: {CAUSES[cause].title}", style="dim")
         table.add_row(level, finding.check, said)
     wide_console().print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
 
-def print_mended(overrides: Sequence[str], left: "Sequence[CheckResult]") -> None:
+def print_mended(overrides: Sequence[str], left: "Sequence[Problem]") -> None:
     """Prints the overrides that fix findings, and how many errors they leave."""
     if not overrides:
         return
-    errors = sum(finding.level == "error" for finding in left)
+    errors = len(errors_of(left))
     after = f"{errors} error(s) are left" if errors else "the launch has no error"
     print(f" with these overrides (--fix prints only them) {after}:")
     for override in overrides:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
 # isort: split
+from verl_ext.base.errors import Problem, errors_of
 from verl_ext.doctor import (  # noqa: F401 (as above)
     engine,
     experts,
@@ -21,7 +22,6 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     zero_mismatch,
 )
 from verl_ext.doctor.checks import (
-    CheckResult,
     Context,
     fixes,
     installed_plugins,
@@ -37,7 +37,7 @@ MOST_ROUNDS = 8  # each round applies all known fixes
 
 def diagnose(
     arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False, versions: Mapping[str, str] | None = None
-) -> list[CheckResult]:
+) -> list[Problem]:
     """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
     Code that the config names runs only with `trust`. If verl is already imported, `versions` must be
@@ -55,8 +55,7 @@ def diagnose(
             installed_plugins(),
             os.environ,
             composed.config,
-            composed.failure,
-            composed.refused,
+            composed.problems,
             overrides=arguments,
             gpu=gpu,
             trust=trust,
@@ -67,8 +66,8 @@ def diagnose(
 
 
 def mend(
-    findings: Sequence[CheckResult], again: Callable[[Sequence[str]], list[CheckResult]]
-) -> tuple[list[str], list[CheckResult]]:
+    findings: Sequence[Problem], again: Callable[[Sequence[str]], list[Problem]]
+) -> tuple[list[str], list[Problem]]:
     """Returns the overrides that fix findings, and the findings on the launch with these overrides.
 
     An error can hide other findings, so the launch is checked again after each fix, until nothing new can be fixed.
@@ -79,10 +78,8 @@ def mend(
     """
     chosen, left = dict[str, str](), list(findings)
     for _ in range(MOST_ROUNDS):
-        errors = [finding for finding in left if finding.level == "error"]
-        new = [one for one in fixes(errors) if key_of(one) not in chosen]
-        new = new or [one for one in fixes(left) if key_of(one) not in chosen]
-        if not new:
+        ways = ([one for one in fixes(some) if key_of(one) not in chosen] for some in (errors_of(left), left))
+        if not (new := next(filter(None, ways), [])):
             break
         chosen |= {key_of(one): one for one in new}
         left = again(list(chosen.values()))

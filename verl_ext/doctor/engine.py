@@ -7,10 +7,12 @@ another file is named.
 import math
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import RUNNER, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import RUNNER, Context, check, error, note, ok, warning
 from verl_ext.doctor.experts import MOE_BACKEND
 from verl_ext.features.cascade_attention import DISABLED
 from verl_ext.features.verl_config import MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
+from verl_ext.upstream.agent_loop import MANAGER
 
 CASCADE = "stability.cascade_attention"
 ISSUE = "vLLM issue 22103"
@@ -23,7 +25,7 @@ SAME_FACTOR = 1e-3  # relative difference below which two factors are the same
 
 
 @check("cascade attention", needs="with_vllm")
-def cascade_attention(context: Context) -> Iterable[CheckResult]:
+def cascade_attention(context: Context) -> Iterable[Problem]:
     """vLLM's cascade attention on a GPU other than Hopper's; off by default since March 2026.
 
     Source: vLLM issue 22103 (A100: 10 of 18 answers right, 18 without cascade attention; H100: 18), still open; verl PR
@@ -72,7 +74,7 @@ def cascade_attention(context: Context) -> Iterable[CheckResult]:
 
 
 @check("lengths", needs="engine")
-def lengths(context: Context) -> Iterable[CheckResult]:
+def lengths(context: Context) -> Iterable[Problem]:
     """`max_model_len` above the model's positions; without chunked prefill, `max_num_batched_tokens` below it.
 
     Source: `_validate_configs` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1). Without chunked
@@ -96,9 +98,10 @@ def lengths(context: Context) -> Iterable[CheckResult]:
 
 
 @check("rollout placement", needs="config")
-def rollout_placement(context: Context) -> Iterable[CheckResult]:
-    """`hybrid_engine=False` in a mode that does not read it. In `separate_async` it is supported: our workers replace
-    verl's `Role.Actor`. A `rollout.router_config_path` is supported too: requests still pass our agent loop.
+def rollout_placement(context: Context) -> Iterable[Problem]:
+    """`hybrid_engine=False` in a mode that does not read it; tensor parallelism of the rollout across nodes. In
+    `separate_async`, `hybrid_engine=False` is supported: our workers replace verl's `Role.Actor`. A
+    `rollout.router_config_path` is supported too: requests still pass our agent loop.
 
     Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
     `Role.Actor` (trainer/ppo/v1/trainer_base.py). `trainer.trainers.replace_workers` replaces this role too, and the
@@ -110,14 +113,42 @@ def rollout_placement(context: Context) -> Iterable[CheckResult]:
     if context.get(HYBRID) is False and separate:
         yield ok("hybrid_engine=False: our workers replace verl's actor, whose role is Role.Actor")
     elif context.get(HYBRID) is False:
-        why = "only trainer_mode=separate_async reads it: rollouts stay on the GPUs of training"
-        yield warning(f"hybrid_engine=False in {context.get(MODE, 'sync')}", why, f"{HYBRID}=true")
+        why = "only separate_async reads it, and rollouts stay on the GPUs of training"
+        found = f"hybrid_engine=False in {context.get(MODE, 'sync')}"
+        yield warning(found, f"{why}; for GPUs of their own, set {MODE}=separate_async and {ROLLOUT}.nnodes")
+    tensor = f"{ROLLOUT}.tensor_model_parallel_size"
+    node = context.get(f"{ROLLOUT if separate else 'trainer'}.n_gpus_per_node", 0)
+    if 0 < node < context.get(tensor, 1):
+        why = "each layer then adds its parts across nodes for each token; vLLM fails at its start in some set-ups"
+        found = f"{tensor}={context.get(tensor)} with {node} GPUs per node"
+        yield warning(found, f"{why} (vLLM issue 29447); for experts, use data_parallel_size and expert_parallel_size")
     if path := context.get(f"{ROLLOUT}.router_config_path"):
         yield ok(f"router_config_path={path} only picks servers: requests and answers pass through our agent loop")
 
 
+@check("tools", needs="config")
+def tools(context: Context) -> Iterable[Problem]:
+    """Tools or several turns that the default agent loop never uses (verl issue 5300).
+
+    Source: verl issue 5300. Without a column `agent_name` in the data, `generate_sequences` of v1/agent_loop_tq.py
+    takes `default_agent_loop`, which is single_turn_agent. Its prompts have no tools
+    (experimental/agent_loop/single_turn_agent_loop.py). Only the old trainer reads `multi_turn.enable`.
+    """
+    loop, turns = f"{ROLLOUT}.agent.default_agent_loop", f"{ROLLOUT}.multi_turn"
+    names = (name for name in ("tool_config_path", "function_tool_path", "enable") if context.get(f"{turns}.{name}"))
+    asked = ", ".join(f"multi_turn.{name}={context.get(f'{turns}.{name}')}" for name in names)
+    if not asked or context.get(loop) != "single_turn_agent" or context.get(MANAGER):
+        return
+    found = f"{asked} with default_agent_loop=single_turn_agent"
+    why = "this agent loop answers in one turn and offers no tools, unless the data has a column agent_name"
+    if context.get("data.custom_cls.path"):  # such a class often adds the column
+        yield note(found, why)
+    else:
+        yield warning(found, why, f"{loop}=tool_agent")
+
+
 @check("vLLM version", needs="vllm_release")
-def vllm_version(context: Context) -> Iterable[CheckResult]:
+def vllm_version(context: Context) -> Iterable[Problem]:
     """vLLM 0.32 and newer, which needs newer transformers than verl 0.9.1 accepts; cascade attention on, from 0.29 on.
 
     Source: the metadata of vllm 0.32.0 and 0.33.0 (transformers>=5.16.1) and of verl 0.9.1 (transformers<5.11);
@@ -138,7 +169,7 @@ def vllm_version(context: Context) -> Iterable[CheckResult]:
 
 
 @check("sampling mask", needs="vllm_release")
-def sampling_mask(context: Context) -> Iterable[CheckResult]:
+def sampling_mask(context: Context) -> Iterable[Problem]:
     """`return_sampling_mask` if vLLM would refuse it; a note that verl 0.9.1 does not read it.
 
     Source: `_verify_sampling_replay_config`. vLLM 0.28 added the argument; it works with speculative decoding from 0.32
@@ -163,7 +194,7 @@ def sampling_mask(context: Context) -> Iterable[CheckResult]:
 
 
 @check("flashinfer variable", needs="with_vllm")
-def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
+def flashinfer_variable(context: Context) -> Iterable[Problem]:
     """`VLLM_USE_FLASHINFER_MOE_FP16`: garbage after the first sync with vLLM 0.23 (verl issue 6847); a note: newer
     versions do not read it.
 
@@ -179,7 +210,7 @@ def flashinfer_variable(context: Context) -> Iterable[CheckResult]:
 
 
 @check("attention factor", needs="model_config")
-def attention_factor(context: Context) -> Iterable[CheckResult]:
+def attention_factor(context: Context) -> Iterable[Problem]:
     """YaRN with an `attention_factor` that the rollout engine reads from another setting (vLLM issue 48621).
 
     Source: `_compute_yarn_parameters` of transformers/modeling_rope_utils.py reads attention_factor, or the ratio of

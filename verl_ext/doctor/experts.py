@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import RUNNER, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import RUNNER, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS, replay_mode
 
 TO_ANOTHER_ENGINE = ("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector")
@@ -26,7 +27,7 @@ def captures_routing(context: Context) -> bool:
 
 
 @check("routing capture", needs="with_vllm")
-def routing_capture(context: Context) -> Iterable[CheckResult]:
+def routing_capture(context: Context) -> Iterable[Problem]:
     """Features that vLLM cannot combine with routed experts: context and pipeline parallelism, KV connectors (from 0.31
     on only those to another engine), prefill and decode on different servers. Prefix caching and chunked prefill work.
 
@@ -62,7 +63,7 @@ def routing_capture(context: Context) -> Iterable[CheckResult]:
 
 
 @check("captured routing", needs="engine")
-def captured_routing(context: Context) -> Iterable[CheckResult]:
+def captured_routing(context: Context) -> Iterable[Problem]:
     """vLLM before 0.27 on Blackwell or with a FlashInfer kernel, which returns zeros for the experts (vLLM issue
     54730); SGLang with such a kernel, set by `moe_runner_backend` or chosen by SGLang.
 
@@ -92,7 +93,7 @@ def captured_routing(context: Context) -> Iterable[CheckResult]:
 
 
 @check("routing delivery", needs="vllm_release")
-def routing_delivery(context: Context) -> Iterable[CheckResult]:
+def routing_delivery(context: Context) -> Iterable[Problem]:
     """Settings that vLLM 0.31 and newer needs for routed experts (prefix caching, model runner V2), or refuses with
     them (adaptive verification of drafts).
 
@@ -120,7 +121,7 @@ def routing_delivery(context: Context) -> Iterable[CheckResult]:
         yield ok(f"{context.vllm} stores routed experts with the blocks of the prefix cache")
 
 
-def _sglang_capture(context: Context) -> Iterable[CheckResult]:
+def _sglang_capture(context: Context) -> Iterable[Problem]:
     """Source: SGLang 0.5.12. `TopK.forward_cuda` (srt/layers/moe/topk.py) captures only in `select_experts`, which the
     backends of SILENT do not call. For moe_runner_backend=auto, `ServerArgs` (srt/server_args.py) picks one of them for
     gpt-oss on NVIDIA's GPUs, and on Blackwell for Qwen3-MoE, Qwen3-Next, DeepSeek-V3 and their relatives.
@@ -139,7 +140,7 @@ def _sglang_capture(context: Context) -> Iterable[CheckResult]:
         yield _default_kernel(context, "SGLang", SGLANG_RUNNER, why, ", moe_runner_backend=auto")
 
 
-def _default_kernel(context: Context, engine: str, setting: str, why: str, asked: str = "") -> CheckResult:
+def _default_kernel(context: Context, engine: str, setting: str, why: str, asked: str = "") -> Problem:
     """Judges the kernel that an engine picks by itself: on Blackwell it chooses experts inside."""
     found = f"routing capture of {engine}"
     if context.gpu is None:

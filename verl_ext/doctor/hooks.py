@@ -14,6 +14,7 @@ a run, never by these checks.
 `passes_quickly` validates a config without `import verl`, which takes seconds. It is written for verl 0.9.1.
 """
 
+import ast
 import contextlib
 import copy
 import importlib
@@ -25,45 +26,43 @@ import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.errors import Problem, errors_of, reason_of
 from verl_ext.base.patching import Undo, apply_all, patch
-from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
-from verl_ext.doctor.moved import is_plain, new_place
+from verl_ext.doctor.checks import Context, check, error, note, ok, unread, unset, warning
 from verl_ext.features import losses
-from verl_ext.features.feature import RunFeatures
-from verl_ext.features.fit import fit_run
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, left_out, read_features, table_lines
+from verl_ext.features.fit import fit
+from verl_ext.features.table import apply_engine_settings, left_out, table_lines
 from verl_ext.features.verl_config import (
     ACTOR,
     MODEL,
     ROLLOUT,
-    check_overlong,
-    check_warmup,
+    is_folder_path,
     key_of,
+    model_json,
     needs_critic,
     needs_reference,
     trains_lora,
 )
-from verl_ext.launch.command_line import MEGATRON_SIZE, NO_MEGATRON
-from verl_ext.launch.packages import package_folder
+from verl_ext.launch.command_line import MEGATRON_SIZE
+from verl_ext.launch.names import GROUPS, similar, unknown_names
+from verl_ext.launch.packages import package_folder, source
+from verl_ext.launch.refused import is_misspelt, is_read, moved_fix
+from verl_ext.upstream.agent_loop import MANAGER, PLACE, Extras, parse_extras, without_workers
 
 NAME = f"{ROLLOUT}.name"
 TRUST = f"{MODEL}.trust_remote_code"
-PRIMARY = re.compile("Cannot find primary config")  # Hydra's error
-UNPARSED = re.compile("mismatched input|extraneous input|no viable alternative|LexerNoViableAlt")  # Hydra's errors
-MOST_ERRORS = 20  # each is found after the previous one is fixed
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
 FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # folders of verl's configs that compose BUILT
 WORKERS = ("model", "optim", "profiler", "engine", "actor", "ref", "rollout")  # and what its workers build
-UNKNOWN_FIELD = re.compile(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'")
 INDIVISIBLE = re.compile(r"real_train_batch_size \((\d+)\) must be divisible by minimal possible batch size \((\d+)\)")
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 
@@ -75,92 +74,75 @@ HOLLOW = {
     "transformers": ("AutoConfig",),
     "verl.utils": ("hf_processor", "hf_tokenizer"),
     "verl.utils.model": ("get_generation_config", "update_model_config"),
+    "vllm": (),
+    (RANKS := "verl.workers.rollout.vllm_rollout.utils"): (),
 }
+CHECKS_RANK = "get_vllm_max_lora_rank"  # the one function of RANKS that `validate_config` calls
 ON_TOP = "verl_ext.workers.loss_config"  # our dataclass, which inherits from one of these
 KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": ("core", "QATConfig")}
 
 
 @check("config")
-def config_composes(context: Context) -> Iterable[CheckResult]:
-    """Overrides that do not compose, among them all settings that verl 0.9.1 does not have; no `rollout.name`.
+def config_composes(context: Context) -> Iterable[Problem]:
+    """Overrides that do not compose, among them all settings that verl 0.9.1 does not have; no `rollout.name`; a
+    setting that a plus sign adds next to one with almost the same name.
 
     Source: verl/trainer/config (0.9.1); in rollout/rollout.yaml, rollout.name is `???`, which is mandatory in Hydra.
     """
-    if context.failure:
-        why, fix = "correct the named setting", list[str]()
-        if context.failure.startswith(NO_MEGATRON):
-            why, fix = "verl's config has them with model_engine=megatron", ["model_engine=megatron"]
-        elif PRIMARY.search(context.failure):
-            why = "verl 0.9.1 has ppo_trainer; its trainer.v1.trainer_mode is sync, colocate_async or separate_async"
-        elif UNPARSED.search(context.failure):
-            why = "Hydra reads = , [ ] { } < > and blanks in a value only between quotes: \"key='value'\""
-        yield error(context.failure, f"nothing else of the run was checked; {why}", *fix)
-    yield from _refused(context)
+    stops = "the launch stops at it" if context.config is not None else "nothing else of the run was checked"
+    for problem in context.refused:
+        yield replace(problem, why="; ".join(filter(None, (stops, problem.why))))
     for text in context.overrides:
         if text.endswith("=") and not text.startswith(("~", "--")):
             yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
+        elif text.startswith("+") and context.config is not None:
+            yield from _added(key_of(text), context)
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
 
 
-def _refused(context: Context) -> Iterator[CheckResult]:
-    """Yields the overrides that Hydra refuses, those without a new place together."""
-    stops, gone = "the launch stops at it", []
-    for one in context.refused:
-        if one.how == "delete":
-            yield error(f"~{one.key}: nothing to delete", f"{stops}: there is no such setting, or it has another value")
-        elif one.how == "add":
-            yield error(f"+{one.key} is in the config already", f"{stops}; write ++{one.key}, or leave out the +")
-        elif place := new_place(one.key, context.config):
-            fix = _moved(one.key, one.value, context)
-            yield error(f"{one.key}: not a setting of verl 0.9.1", f"{stops}; leave it out, it is {place} now", *fix)
-        else:
-            gone.append(one.key)
-    if gone:
-        why = "the launch stops at the first; leave them out: with a +, a worker refuses them, or nothing reads them"
-        yield error(f"not settings of verl 0.9.1: {', '.join(gone)}", why)
-
-
-def _moved(setting: str, value: Any, context: Context) -> Iterator[str]:
-    """Yields the override that gives an old setting's value to its new place, unless the launch sets that too."""
-    place = new_place(setting, context.config)
-    if place and is_plain(value) and place not in map(key_of, context.overrides):
-        yield f"++{place}={value}"
+def _added(key: str, context: Context) -> Iterator[Problem]:
+    """Yields a setting that only its plus sign adds, if it is next to one with almost the same name."""
+    above, _, leaf = key.rpartition(".")
+    node = OmegaConf.select(context.config, above) if above else context.config
+    near = [one for one in similar(leaf, {*map(str, node)} - {leaf}) if is_misspelt(leaf, one)]
+    if near and leaf in node and not (leaf in GROUPS or is_read(key, context.config)):
+        yield warning(f"+{key} is added next to {', '.join(near)}", "verl reads only the names that its configs have")
 
 
 @check("hooks", needs="can_be_fitted")
-def hooks(context: Context) -> Iterable[CheckResult]:
+def hooks(context: Context) -> Iterable[Problem]:
     """Errors with which `verl_ext` would stop at its start, including those of the model's routers; otherwise the
     features that are switched on.
 
-    Source: `fit_run` of verl_ext, as `verl_ext.start.run` calls it. It also probes the model's routers, unless that
-    would run the model's own code.
+    Source: `fit` of verl_ext, as `verl_ext.start.run` calls it. It also probes the model's routers, unless that would
+    run the model's own code.
     """
-    if errors := errors_once(context):
-        yield from errors
+    for problem in context.problems:
+        said, fix = " ".join(str(problem).split()), unset(context.config, problem.fix)
+        yield error(said, "the run would stop with this line before Ray starts", *fix)
+    if context.problems or context.features is None:
         return
-    features = features_of(context.config)
-    if not features.demands:
+    if not context.features.demands:
         yield note("no feature of stability.* is switched on", "verl runs unchanged; see docs/methods.md")
-    for line in table_lines(features):
+    for line in table_lines(context.features):
         yield ok(f"{line.name}: {line.setting} ({line.where})")
-    for row in left_out(features):
+    for row in left_out(context.features):
         yield note(f"{row.name}: {row.setting}", row.where)
 
 
 @check("verl's validation", needs="can_be_fitted")
-def verl_validation(context: Context) -> Iterable[CheckResult]:
-    """Settings that verl's `validate_config` would refuse; a `precision=` of FSDP on Megatron;
-    `actor.strategy=megatron` without Megatron's settings. A note: verl's check imports a package that is not installed
-    here, such as vLLM for a LoRA's rank.
+def verl_validation(context: Context) -> Iterable[Problem]:
+    """Settings that the classes of verl's workers do not take, or that verl's `validate_config` would refuse; a
+    `precision=` of FSDP on Megatron; `actor.strategy=megatron` without Megatron's settings. A note: verl's check
+    imports a package that is not installed here, such as vLLM for a LoRA's rank.
 
-    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For a LoRA's
-    rank it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without its
+    Source: `omega_conf_to_dataclass` of verl/workers/engine_workers.py (0.9.1), which builds the classes when the
+    workers start. `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For a
+    LoRA's rank it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without its
     settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the strategy's name, and MegatronEngine
     then looks for sizes that FSDP's settings do not have.
     """
-    if errors_once(context):
-        return
     if context.on_megatron and context.get(MEGATRON_SIZE) is None:
         why = "verl would use FSDP's settings; model_engine=megatron composes Megatron's"
         yield error(f"{MEGATRON_SIZE} is missing", why, "model_engine=megatron")
@@ -168,13 +150,13 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
     if context.on_megatron and (engine := context.get(f"{ACTOR}.fsdp_config")):
         yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
-    if not features_of(context.config).demands:  # else our checks of the launch are among `errors_once`
-        for check_setting in (check_overlong, check_warmup):
-            try:
-                check_setting(context.config)
-            except ConfigError as failure:
-                yield error(str(failure), "a worker would stop at it", *failure.fix)
-    config = _as_launched(context.config)
+    if unknown := [*_unknown_settings(context)]:
+        moved = (fix for name in unknown for fix in moved_fix(name, context.get(name), context.config, context.given))
+        why = "verl's classes do not take them, and the workers would stop"
+        yield error(f"not settings of this verl: {', '.join(unknown)}", why, *(f"~{name}" for name in unknown), *moved)
+    if unknown or context.problems or errors_of(unknown_names(context.config)):
+        return
+    config = _as_launched(context)
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
     try:
         if not context.trust:
@@ -189,52 +171,34 @@ def verl_validation(context: Context) -> Iterable[CheckResult]:
                 importlib.import_module("verl_ext.plugins.verl")  # before verl, as `verl_ext.main_ppo` does
                 importlib.import_module("verl.utils.config").validate_config(config, **roles)
     except Exception as failure:  # assertions, ValueErrors and Hydra's wrapping of both
-        cause = failure.__cause__ or failure
-        said = " ".join(str(cause).split()) or type(cause).__name__
+        said = reason_of(failure)
         if isinstance(failure, PackageNotFoundError) or (isinstance(failure, ImportError) and context.elsewhere):
             why = f"validate_config imports a package that is not on this machine: {failure.name or said}"
             yield note("verl's validate_config was not finished", why)
         else:
             why = "verl's own validation would stop the run with this error"
-            yield error(said, why, *_validation_fix(said, context))
+            yield error(said, why, *_larger_batch(said, context))
         return
     yield ok("verl's validate_config passes")
 
 
-def _validation_fix(said: str, context: Context) -> Iterator[str]:
-    """Yields the overrides that fix an error of verl's validation, if its message has the numbers or the name."""
-    if found := UNKNOWN_FIELD.search(said):
-        owner, field = found.groups()
-        for part, values in built_settings(context.config).items():
-            for path, node in _nodes(values, part):
-                if str(node.get("_target_")).endswith(f".{owner}") and field in node:
-                    yield f"~{path}.{field}"
-                    yield from _moved(f"{path}.{field}", node[field], context)
+def _larger_batch(said: str, context: Context) -> Iterator[str]:
+    """Yields the batch size that fixes an error of verl's validation, if its message has the numbers."""
     if found := INDIVISIBLE.search(said):
         batch, least = map(int, found.groups())
         yield f"data.train_batch_size={math.lcm(batch, least) // context.get(f'{ROLLOUT}.n', 1)}"
 
 
-@check("verl's classes", needs="can_be_fitted")
-def verls_classes(context: Context) -> Iterable[CheckResult]:
-    """Settings of rollout, model and reference policy that the classes of verl's workers do not take.
-
-    Source: `omega_conf_to_dataclass` of verl/workers/engine_workers.py (0.9.1), which builds them when the workers
-    start. It renames the reference policy's `log_prob_*` before.
-    """
-    roles = [ROLLOUT, MODEL]
+def _unknown_settings(context: Context) -> Iterator[str]:
+    """Yields the settings of the run's roles that verl's classes have no field for."""
+    roles = [ACTOR, ROLLOUT, MODEL, *(["critic"] if needs_critic(context.config) else [])]
     if needs_reference(context.config) and not trains_lora(context.config):
         roles.append("actor_rollout_ref.ref")
-    unknown = list[str]()
     for role in roles:
         with contextlib.suppress(OmegaConfBaseException):  # the validation reports it
             plain = OmegaConf.to_container(OmegaConf.select(context.config, role), resolve=True)
-            unknown += [name for name in _unknown_fields(plain, role) if ".ref.log_prob_" not in name]
-    if unknown:
-        why = "verl's classes do not take them, and the workers would stop"
-        moved = (fix for name in unknown for fix in _moved(name, context.get(name), context))
-        fixes = (*(f"~{name}" for name in unknown), *moved)
-        yield error(f"not settings of verl 0.9.1: {', '.join(unknown)}", why, *fixes)
+            # verl renames the reference policy's `log_prob_*` before
+            yield from (name for name in _unknown_fields(plain, role) if ".ref.log_prob_" not in name)
 
 
 def _unknown_fields(plain: Any, path: str) -> Iterator[str]:
@@ -247,11 +211,12 @@ def _unknown_fields(plain: Any, path: str) -> Iterator[str]:
                 continue
             module, _, name = target.rpartition(".")
             fields = getattr(getattr(importlib.import_module(module), name), "__dataclass_fields__", node)
-            yield from (f"{place}.{key}" for key in node if key not in fields and key != "_target_")
+            ours = ("base", *losses.own_settings()) if place == losses.LOSS else ()  # the check `hooks` judges them
+            yield from (f"{place}.{key}" for key in node if key not in (*fields, *ours, "_target_"))
 
 
 @check("code", needs="config")
-def code(context: Context) -> Iterable[CheckResult]:
+def code(context: Context) -> Iterable[Problem]:
     """Code that the config names: `stability.plugins`, a model's own code, a `_target_` that is not a settings class.
     Lists the checks that were left out.
 
@@ -277,32 +242,44 @@ def code(context: Context) -> Iterable[CheckResult]:
         yield warning(f"{path}._target_={target} is not a settings class of verl or verl_ext, and was not called", why)
 
 
-def features_of(config: DictConfig, *, read_model: bool = True) -> RunFeatures:
-    """Returns the features that a config switches on.
+@check("agent loop manager", needs="can_be_fitted")
+def agent_loop_manager(context: Context) -> Iterable[Problem]:
+    """An agent loop manager of the user's own (`agent_loop_manager_class`): what the run lacks if its workers are not
+    verl's AgentLoopWorker. The class is not imported.
 
-    Raises:
-        UserError: the run would stop with this error.
+    Source: `TaskRunnerV1.init_agent_loop_manager` of verl/trainer/main_ppo.py (0.9.1), which asks of a manager only
+    that it fills TransferQueue; `check_manager` of verl_ext/upstream/agent_loop.py.
     """
-    return read_features(config, stability_config(config.stability), read_model=read_model)
+    if not (manager := context.get(MANAGER)) or context.problems:
+        return
+    asked = OmegaConf.select(_as_launched(context), PLACE)
+    needed, left_out = without_workers(Extras(**parse_extras(str(asked or ""))))
+    found, unless = f"{MANAGER}={manager} was not imported", "unless its workers derive from verl's AgentLoopWorker"
+    if needed:
+        stops = "; ".join(f"{what} needs them: {remedy}" for what, remedy in needed)
+        yield warning(found, f"{unless}, the run stops before its first rollout: {stops}")
+        return
+    without = f"; {unless}, the run is without {' and '.join(left_out)}" if left_out else ""
+    yield note(found, f"the run sees that one of its workers dies only if it has agent_loop_workers{without}")
 
 
 def fit_presets(context: Context) -> None:
     """Fits the context's config as a launch would, unless that would run code that the config names."""
-    if context.can_be_fitted:
-        config = copy.deepcopy(context.config)
-        with contextlib.suppress(Exception):  # a value of the wrong type: the checks report it
-            if _first_error(config, context) is None:
-                context.errors = []  # `errors_once` need not search again
-            context.config = config
-
-
-def errors_once(context: Context) -> list[CheckResult]:
-    """Returns the errors of the run's own checks, computed once; none if plugins may not be imported."""
-    if context.errors is None:
-        context.errors = []  # also if the next line fails: one check reports that, and not each that asks
-        if not context.plugin_modules:
-            context.errors = _errors_of(context)
-    return context.errors
+    if not context.can_be_fitted:
+        return
+    config = copy.deepcopy(context.config)
+    trusts = OmegaConf.select(config, TRUST)
+    if trusts and not context.trust:
+        OmegaConf.update(config, TRUST, False)
+    try:
+        context.features, context.problems = fit(config, context.overrides, read_model=_has_model(context))
+    except OmegaConfBaseException as failure:
+        context.problems = [Problem(f"{failure.full_key}: {str(failure).splitlines()[0]}")]
+    except Exception as failure:  # a value of a type that no rule expects
+        context.problems = [unread(failure)]
+    if trusts:
+        OmegaConf.update(config, TRUST, trusts)
+    context.config = config
 
 
 def unknown_targets(built: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -358,45 +335,12 @@ def passes_quickly(config: Any, **roles: bool) -> bool:
     return True
 
 
-def _errors_of(context: Context) -> list[CheckResult]:
-    """Returns the errors of a config; each is found after the previous ones are fixed."""
-    config, found, said_before = copy.deepcopy(context.config), list[CheckResult](), set[str]()
-    while len(found) < MOST_ERRORS and (failure := _first_error(config, context)):
-        if str(failure) in said_before:  # a fix has undone an earlier fix
-            break
-        said_before.add(str(failure))
-        config, fix = apply_fix(config, failure, lambda fixed: _first_error(fixed, context))
-        said = " ".join(str(failure).split())
-        found.append(error(said, "the run would stop with this line before Ray starts", *fix))
-        if not fix:
-            break
-    return found
-
-
-def _as_launched(config: DictConfig) -> DictConfig:
+def _as_launched(context: Context) -> DictConfig:
     """Returns the config with the settings that our entry point adds before verl gets it; it must have no errors."""
-    config = copy.deepcopy(config)
-    features = features_of(config)
-    if features.demands:
-        apply_engine_settings(features)
+    config = copy.deepcopy(context.config)
+    if context.features is not None and context.features.demands:
+        apply_engine_settings(replace(context.features, config=config))
     return config
-
-
-def _first_error(config: DictConfig, context: Context) -> UserError | None:
-    """Fits the config to the run; returns the error with which the run would stop, None if it would not."""
-    trusts = OmegaConf.select(config, TRUST)
-    if trusts and not context.trust:
-        OmegaConf.update(config, TRUST, False)
-    try:
-        fit_run(config, context.overrides, read_model=_has_model(context))
-    except UserError as failure:
-        return failure
-    except OmegaConfBaseException as failure:
-        return UserError(f"{failure.full_key}: {str(failure).splitlines()[0]}")
-    finally:
-        if trusts:
-            OmegaConf.update(config, TRUST, trusts)
-    return None
 
 
 def _has_model(context: Context) -> bool:
@@ -404,8 +348,10 @@ def _has_model(context: Context) -> bool:
     if context.model_code:
         return False
     model = context.config.actor_rollout_ref.model
-    here = (path for path in (model.path, model.get("tokenizer_path")) if path and os.path.isabs(str(path)))
-    return not context.elsewhere or all(map(os.path.isdir, here))
+    folders = [str(path) for path in (model.path, model.get("tokenizer_path")) if path and is_folder_path(str(path))]
+    if context.elsewhere and not all(map(os.path.isdir, folders)):
+        return False
+    return bool(folders or model_json(context.config))  # else there is nothing to read, and transformers takes seconds
 
 
 def _instead(engine: DictConfig) -> str:
@@ -443,11 +389,24 @@ def _settings_alone() -> Iterator[None]:
     try:
         for name, (module_name, member) in KEPT.items():
             vars(ours[name])[member] = getattr(importlib.import_module(f"{name}.{module_name}"), member)
+        if RANKS in ours:
+            vars(ours[RANKS])[CHECKS_RANK] = _function_of(folder, RANKS, CHECKS_RANK)
         yield
     finally:
         undo()
         for name in [name for name in sys.modules if name.partition(".")[0] == "verl" or name == ON_TOP]:
             del sys.modules[name]
+
+
+def _function_of(folder: Path, module: str, name: str) -> Any:
+    """Returns a function of one of verl's modules, whose other content is not run."""
+    text = source(folder, f"{module.partition('.')[2].replace('.', '/')}.py")
+    nodes: list[ast.stmt] = [
+        node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == name
+    ]
+    names: dict[str, Any] = {"Literal": Literal, "get_args": get_args}
+    exec(compile(ast.Module(nodes, []), module, "exec"), names)
+    return names.get(name, _LeftOut)
 
 
 class _LeftOut:

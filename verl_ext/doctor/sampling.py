@@ -2,19 +2,21 @@
 
 from collections.abc import Iterable
 
-from verl_ext.doctor.checks import CORRECTION, CheckResult, Context, check, ok, warning
-from verl_ext.doctor.hooks import errors_once, features_of
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import CORRECTION, Context, check, note, ok, warning
 from verl_ext.doctor.precision import BOTH_HEADS, FLOAT32, has_float32_head, training_dtype
+from verl_ext.doctor.zero_mismatch import SWITCHES
 from verl_ext.features.feature import Need
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
-from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, truncates
+from verl_ext.features.top_tokens import USUAL_TOP_K, truncation_problems
+from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, needs_reference, truncates
 
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 DETERMINISM = f"{ROLLOUT}.full_determinism"
 
 
 @check("truncated sampling", needs="engine")
-def truncated_sampling(context: Context) -> Iterable[CheckResult]:
+def truncated_sampling(context: Context) -> Iterable[Problem]:
     """Top-p or top-k that the training engine does not know. vLLM's `processed_logprobs` are then over the kept tokens;
     its `raw_logprobs`, SGLang's log-probs and the training engine's are over all tokens.
 
@@ -25,7 +27,7 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
     rollout.top_p and top_k to the rollout (verl/trainer/ppo/v1/agent_loop_tq.py), but not to its training engines. With
     `stability.top_tokens` the rollout returns the kept tokens, and both engines normalise over them (TRL issue 7269).
     """
-    if any(f"{ROLLOUT}.top_p=" in error.found for error in errors_once(context)):  # found by features/top_tokens.py
+    if context.features is not None and any(truncation_problems(context.features)):
         return
     top_p, top_k = context.get(f"{ROLLOUT}.top_p", 1), context.get(f"{ROLLOUT}.top_k", -1)
     if top_p >= 1 and top_k <= 0:
@@ -35,11 +37,15 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
         yield ok(f"rollout.top_p={top_p}, top_k={top_k}: l_old and l_theta are over the kept tokens too")
         return
     _, mode = context.engine_argument("logprobs_mode")
-    if context.with_vllm and mode == "processed_logprobs":
+    if top_k == 1:
+        why = "the rollout is greedy: all answers to a prompt are equal, and a group has no advantage"
+    elif context.with_vllm and mode == "processed_logprobs":
         why = "vLLM's log-probs are over the kept tokens, the training engine's over all, so every ratio is biased"
     else:
         why = "only the kept tokens are sampled, but the log-probs of both engines are over all, so ratios are biased"
-    if context.engine and mode == "processed_logprobs" and top_k > 0:
+    # The reference's log-probs are over the whole vocabulary, so a KL to it needs that of the policy, too.
+    kept = 1 < top_k <= USUAL_TOP_K and not needs_reference(context.config)
+    if context.engine and mode == "processed_logprobs" and kept:
         yield warning(f"rollout.top_p={top_p}, top_k={top_k}", why, f"stability.top_tokens.k={top_k}")
         return
     fix = [f"{ROLLOUT}.top_p=1"] if top_p < 1 else []
@@ -48,13 +54,11 @@ def truncated_sampling(context: Context) -> Iterable[CheckResult]:
 
 
 def _knows_kept_tokens(context: Context) -> bool:
-    if context.plugin_modules or not truncates(context.config):
-        return False
-    return Need.TOP_TOKENS in features_of(context.config).needs
+    return truncates(context.config) and context.features is not None and Need.TOP_TOKENS in context.features.needs
 
 
 @check("log-prob mode")
-def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
+def rollout_logprobs(context: Context) -> Iterable[Problem]:
     """Raw log-probs with a temperature other than 1; logits instead of log-probs.
 
     Source: `ModelConfig.logprobs_mode` of vllm/config/model.py (0.27), whose default is raw_logprobs, before the
@@ -77,7 +81,7 @@ def rollout_logprobs(context: Context) -> Iterable[CheckResult]:
         yield ok(f"logprobs_mode={mode} with rollout.temperature={temperature}")
 
 
-def _sglang_log_probs(context: Context) -> Iterable[CheckResult]:
+def _sglang_log_probs(context: Context) -> Iterable[Problem]:
     temperature = context.get(f"{ROLLOUT}.temperature", 1)
     raw = raw_log_probs(context.config, context.environ)
     if raw and temperature != 1:
@@ -88,7 +92,7 @@ def _sglang_log_probs(context: Context) -> Iterable[CheckResult]:
 
 
 @check("temperature", needs="config")
-def temperature_rounding(context: Context) -> Iterable[CheckResult]:
+def temperature_rounding(context: Context) -> Iterable[Problem]:
     """A temperature other than 1 under FSDP: verl divides bfloat16 logits in bfloat16, vLLM and SGLang in float32.
 
     Source: `_scale_logits_by_temperature` of verl/workers/engine/fsdp/transformer_impl.py (0.9.1) casts the temperature
@@ -109,7 +113,7 @@ def temperature_rounding(context: Context) -> Iterable[CheckResult]:
 
 
 @check("one answer for all", needs="with_vllm")
-def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
+def one_answer_for_all(context: Context) -> Iterable[Problem]:
     """`rollout.full_determinism` with several responses: all get one seed.
 
     Source: `generate` of workers/rollout/vllm_rollout/vllm_async_server.py and workers/rollout/router.py: with
@@ -122,10 +126,12 @@ def one_answer_for_all(context: Context) -> Iterable[CheckResult]:
 
 
 @check("validation", needs="config")
-def validation(context: Context) -> Iterable[CheckResult]:
-    """Several answers per validation prompt at temperature 0, which are identical.
+def validation(context: Context) -> Iterable[Problem]:
+    """Several answers per validation prompt at temperature 0, which are identical. A note: validation of weights that
+    do not change, whose scores still differ.
 
-    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is.
+    Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is. verl
+    issues 4121 and 6802: the engines' kernels round by the batch, so that greedy answers differ between validations.
     """
     kwargs = f"{ROLLOUT}.val_kwargs"
     several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
@@ -133,10 +139,20 @@ def validation(context: Context) -> Iterable[CheckResult]:
         asked = f"n={several}" if several > 1 else "do_sample=True"
         why = "verl decodes greedily at temperature 0: all answers to a prompt are identical"
         yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
+    validates = context.get("trainer.test_freq", -1) > 0 or context.get("trainer.val_before_train")
+    if temperature == 0 and validates and context.get(f"{ACTOR}.optim.lr") == 0 and not _is_repeatable(context):
+        why = "greedy answers depend on what else is in the engine's batch: no sign of other weights (verl issue 6802)"
+        yield note("validation at temperature 0 of weights that do not change (lr=0): its scores still differ", why)
+
+
+def _is_repeatable(context: Context) -> bool:
+    """Returns True if the rollout engine's results do not depend on what else is in a batch."""
+    switches = (one for one in SWITCHES if context.get(f"{ROLLOUT}.name") in one.engines)
+    return bool(context.get(DETERMINISM)) or any(one.is_on(context) for one in switches)
 
 
 @check("bypass mode")
-def bypass_mode(context: Context) -> Iterable[CheckResult]:
+def bypass_mode(context: Context) -> Iterable[Problem]:
     """A correction that verl would leave out in its bypass mode (verl issue 4912).
 
     Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction in bypass mode;

@@ -2,21 +2,19 @@
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
-from omegaconf import DictConfig
-
-from verl_ext.base.errors import ConfigError
-from verl_ext.doctor.checks import CheckResult, Context, apply_fix, check, error, note, ok, warning
+from verl_ext.base.errors import ConfigError, Problem
+from verl_ext.doctor.checks import Context, check, note, ok, unset, warning
 from verl_ext.features.verl_config import ACTOR
-from verl_ext.launch.models import ModelShape
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
-from verl_ext.plan.sizes import check_sizes
+from verl_ext.plan.sizes import problems_of_sizes
 
 LARGE = 0.01  # nats; 1% in every ratio, if the model has not learnt to avoid the ids of the padding
 
 
 @check("sizes", needs="engine")
-def sizes(context: Context) -> Iterable[CheckResult]:
+def sizes(context: Context) -> Iterable[Problem]:
     """Batches, lengths and ranks that contradict each other, or the model if its shape is known from config.json or
     `verl_ext/launch/models.py`. A note: a size that is not set, or a strategy other than `fsdp`, `fsdp2` and
     `megatron`, whose sizes are not known.
@@ -28,13 +26,18 @@ def sizes(context: Context) -> Iterable[CheckResult]:
         yield note(f"{ACTOR}.strategy={context.strategy}", why)
         return
     shape = context.shape
-    failure = _sizes_error(context.config, shape)
-    if isinstance(failure, MissingSizeError):
+    try:
+        problems = problems_of_sizes(context.config, shape)
+    except MissingSizeError as failure:
         yield note(str(failure), "batches, lengths and ranks were not checked")
         return
-    if failure:
-        _, fix = apply_fix(context.config, failure, lambda fixed: _sizes_error(fixed, shape))
-        yield error(str(failure), "the workers would stop, or part of the machines would be idle", *fix)
+    except ConfigError as failure:
+        problems = [*failure.problems]
+    for problem in problems:
+        why = problem.why or "the workers would stop, or part of the machines would be idle"
+        found = str(replace(problem, why=""))
+        yield Problem(found, why, unset(context.config, problem.fix), level=problem.level)
+    if problems:
         return
     batch, mini = context.get("data.train_batch_size"), context.get(f"{ACTOR}.ppo_mini_batch_size")
     if batch % mini:
@@ -45,7 +48,7 @@ def sizes(context: Context) -> Iterable[CheckResult]:
 
 
 @check("gpu")
-def gpu(context: Context) -> Iterable[CheckResult]:
+def gpu(context: Context) -> Iterable[Problem]:
     """A note: `trainer.device=cuda` and no GPU here; give `--gpu`.
 
     Source: `torch.cuda.is_available`, and --gpu.
@@ -55,7 +58,7 @@ def gpu(context: Context) -> Iterable[CheckResult]:
 
 
 @check("vocabulary", needs="with_vllm")
-def vocabulary(context: Context) -> Iterable[CheckResult]:
+def vocabulary(context: Context) -> Iterable[Problem]:
     """Ids above the tokenizer's length, which verl masks in the rollout but not in training.
 
     Source: `monkey_patch_compute_logits` of verl/workers/rollout/vllm_rollout/utils.py (0.9.1) masks ids from
@@ -79,11 +82,3 @@ def vocabulary(context: Context) -> Iterable[CheckResult]:
         why = f"verl masks the extra ids in vLLM but not in training: about {log_k:.2g} nats in every log-ratio"
         level = warning if log_k > LARGE else note
         yield level(found, f"{why}, for a model that has not learnt to avoid them")
-
-
-def _sizes_error(config: DictConfig, shape: ModelShape | None) -> ConfigError | None:
-    try:
-        check_sizes(config, shape)
-    except ConfigError as failure:
-        return failure
-    return None

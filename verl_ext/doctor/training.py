@@ -4,13 +4,16 @@ The files of verl are those of 0.9.1; megatron-core was read in 0.12 to 0.19, Me
 """
 
 from collections.abc import Iterable, Iterator
+from math import ceil, inf
 
 from packaging.version import Version
 
-from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.families import BIASED, OVERLAPPED, RECURRENT
 from verl_ext.doctor.precision import BFLOAT16, FSDP, dtype_name
-from verl_ext.features.verl_config import ACTOR, MODEL, needs_critic, trains_lora
+from verl_ext.features.verl_config import ACTOR, BYPASS, MODEL, ROLLOUT, needs_critic, trains_lora
+from verl_ext.launch.names import unknown_names
 from verl_ext.launch.packages import ATTENTION, LAYERS, MEGATRON
 from verl_ext.launch.sizes import ulysses_size, world_size
 
@@ -42,8 +45,79 @@ TRAINING_ONLY = {
 }
 
 
+@check("names", needs="config")
+def verls_names(context: Context) -> Iterable[Problem]:
+    """Names that verl or an engine does not have, such as `algorithm.adv_estimator=grop`; a text in the place of a
+    number or of true and false; `resume_mode=resume_path` without a path. A note: a plugin may register the name.
+
+    Source: the table of verl_ext/launch/names.py, read from the installed sources.
+    """
+    yield from unknown_names(context.config)
+
+
+@check("warm-up", needs="config")
+def warm_up_start(context: Context) -> Iterable[Problem]:
+    """A note: with a warm-up, the learning rate of the first step is 0 (verl issue 3674).
+
+    Source: verl issue 3674. `get_constant_schedule_with_warmup` of verl/utils/torch_functional.py starts at 0 /
+    lr_warmup_steps, and so does the cosine schedule unless `zero_indexed_step` is False. megatron-core's starts at
+    `lr_warmup_init` (optimizer_param_scheduler.py). `train_mini_batch` of verl/workers/engine_workers.py moves the
+    schedule after the last update of a batch.
+    """
+    optim = f"{ACTOR}.optim"
+    steps, share = context.get(f"{optim}.lr_warmup_steps", 0), context.get(f"{optim}.lr_warmup_steps_ratio", 0)
+    asked = f"lr_warmup_steps={steps}" if steps > 0 else f"lr_warmup_steps_ratio={share}"
+    later = context.get(f"{optim}.lr_scheduler_type") == "cosine" and not context.get(
+        f"{optim}.zero_indexed_step", True
+    )
+    if later or context.get(f"{optim}.lr_warmup_init", 0) or not (context.on_fsdp or context.on_megatron):
+        return
+    if steps <= 0 and not share * context.get("trainer.total_training_steps", inf) >= 1:
+        return
+    why = (
+        "nothing is learnt in it: the weights and the validation after it are those before, as with a lost weight sync"
+    )
+    yield note(f"{asked}: in the first step the learning rate is 0", why)
+
+
+@check("repeated passes", needs="config")
+def repeated_passes(context: Context) -> Iterable[Problem]:
+    """Settings with which l_old and l_theta of the same weights differ: experts whose outputs are added in any order
+    (`moe_permute_fusion=False`, NeMo-RL issue 2255). A note: micro-batches of another size for l_old (verl issue 6280).
+
+    Source: NeMo-RL issue 2255, PR 2258: without the fusion, megatron-core's `unpermute` adds by `scatter_add_`, and two
+    passes differ. megatron-core's default is False; the bridges of Qwen3-MoE and DeepSeek-V3 set True
+    (Megatron-Bridge 0.3.1). verl issue 6280: with one update a batch, a clip fraction above 0 that equal micro-batches
+    remove.
+    """
+    fusion = f"{LAYERS}.moe_permute_fusion"
+    if context.on_megatron and context.has_experts and context.get(fusion) is False:
+        why = "the sum over experts then has no fixed order, and two passes of the same weights differ: r is not 1"
+        yield warning("moe_permute_fusion=False", f"{why} (NeMo-RL issue 2255)", f"++{fusion}=true")
+    if updates_of_a_batch(context) != 1 or context.get(f"{ACTOR}.use_dynamic_bsz") or context.get(BYPASS):
+        return
+    ours, theirs = f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
+    update, before = context.get(ours), context.get(theirs)
+    if update and before and update != before:
+        why = "kernels round by the batch: with one update a batch, r is not exactly 1 and some tokens may be clipped"
+        yield note(f"{theirs}={before}, {ours}={update}", f"{why}; equal sizes avoid it (verl issue 6280)")
+
+
+def updates_of_a_batch(context: Context) -> int:
+    """Returns the optimizer steps between two computations of l_old, or in separate_async between two weight syncs; 0
+    if a size is not known.
+
+    Source: `_update_actor` of verl/trainer/ppo/v1/trainer_base.py (0.9.1), and `step`: separate_async trains on
+    `parameter_sync_step` mini-batches, whose l_old is that of the weights before the first.
+    """
+    sizes = (context.get("data.train_batch_size"), context.get(f"{ACTOR}.ppo_mini_batch_size"))
+    epochs = context.get(f"{ACTOR}.ppo_epochs", 1)
+    known = all(isinstance(one, int) and one > 0 for one in (*sizes, epochs))
+    return ceil(sizes[0] / sizes[1]) * epochs if known else 0
+
+
 @check("gradient reduction", needs="config")
-def gradient_reduction(context: Context) -> Iterable[CheckResult]:
+def gradient_reduction(context: Context) -> Iterable[Problem]:
     """FSDP1 with `fsdp_size=1` on several GPUs, which sums no gradients (verl issue 7493).
 
     Source: verl issue 7493 (closed). `create_device_mesh` of workers/engine/fsdp/utils.py makes a mesh of (N, 1). torch
@@ -56,7 +130,7 @@ def gradient_reduction(context: Context) -> Iterable[CheckResult]:
 
 
 @check("master weights", needs="on_fsdp")
-def master_weights(context: Context) -> Iterable[CheckResult]:
+def master_weights(context: Context) -> Iterable[Problem]:
     """FSDP with weights in bfloat16: AdamW's steps of 1e-6 are lost in most weights.
 
     Source: `_build_module` and `_build_optimizer` of workers/engine/fsdp/transformer_impl.py; AReaL PRs 1369 and 1634.
@@ -74,7 +148,7 @@ def master_weights(context: Context) -> Iterable[CheckResult]:
 
 
 @check("sharded attention", needs="on_fsdp")
-def sharded_attention(context: Context) -> Iterable[CheckResult]:
+def sharded_attention(context: Context) -> Iterable[Problem]:
     """Ulysses with attention other than FlashAttention, or with gpt-oss.
 
     Source: `apply_monkey_patch` of models/transformers/monkey_patch.py replaces only `_flash_attention_forward`. For
@@ -93,7 +167,7 @@ def sharded_attention(context: Context) -> Iterable[CheckResult]:
 
 
 @check("recurrent layers", needs="config")
-def recurrent_layers(context: Context) -> Iterable[CheckResult]:
+def recurrent_layers(context: Context) -> Iterable[Problem]:
     """Packed or sharded sequences of a model with Mamba's or other recurrent layers that is not in the plan's table.
 
     Source: the layers of RECURRENT in transformers 5.10 need `seq_idx` or `cu_seqlens`, which verl's FSDP engine does
@@ -115,7 +189,7 @@ def recurrent_layers(context: Context) -> Iterable[CheckResult]:
 
 
 @check("expert gradients", needs="has_experts")
-def expert_gradients(context: Context) -> Iterable[CheckResult]:
+def expert_gradients(context: Context) -> Iterable[Problem]:
     """Megatron with `expert_model_parallel_size=1` and experts that are split differently from the dense layers, such
     as tensor parallelism 2 with `expert_tensor_parallel_size=1`: megatron-core before 0.19 reduces their gradients over
     the wrong ranks (Megatron-LM PR 5916). A note: with tensor parallelism and Transformer Engine 2.13 or newer, its
@@ -152,7 +226,7 @@ def expert_gradients(context: Context) -> Iterable[CheckResult]:
 
 
 @check("LoRA of experts", needs="on_megatron")
-def lora_of_experts(context: Context) -> Iterable[CheckResult]:
+def lora_of_experts(context: Context) -> Iterable[Problem]:
     """A LoRA on Megatron with tensor parallelism and overlapped shared experts, or split experts (Megatron-Bridge issue
     5634).
 
@@ -177,7 +251,7 @@ def lora_of_experts(context: Context) -> Iterable[CheckResult]:
 
 
 @check("router training", needs="on_megatron")
-def router_training(context: Context) -> Iterable[CheckResult]:
+def router_training(context: Context) -> Iterable[Problem]:
     """An auxiliary loss (`moe_router_load_balancing_type`) or a router bias that moves (`moe_router_bias_update_rate`,
     0.001 by default), on Megatron.
 
@@ -207,7 +281,7 @@ def router_training(context: Context) -> Iterable[CheckResult]:
 
 
 @check("training alone", needs="on_megatron")
-def training_alone(context: Context) -> Iterable[CheckResult]:
+def training_alone(context: Context) -> Iterable[Problem]:
     """Settings of Megatron that act only in training passes: z-loss, expert capacity, dropout, switches for benchmarks;
     a gather of weights after they were sent.
 
@@ -227,7 +301,7 @@ def training_alone(context: Context) -> Iterable[CheckResult]:
 
 
 @check("resumed schedule")
-def resumed_schedule(context: Context) -> Iterable[CheckResult]:
+def resumed_schedule(context: Context) -> Iterable[Problem]:
     """Megatron with a warm-up or a decay of the learning rate, and `optim.use_checkpoint_opt_param_scheduler=false`,
     verl's default: the schedule starts again whenever the run resumes.
 
@@ -251,7 +325,7 @@ def resumed_schedule(context: Context) -> Iterable[CheckResult]:
 
 
 @check("ignored optimizer settings", needs="on_megatron")
-def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
+def ignored_optimizer_settings(context: Context) -> Iterable[Problem]:
     """`optim.betas` on Megatron.
 
     Source: `init_megatron_optim_config` of utils/megatron/optimizer.py passes only lr, min_lr, clip_grad and
@@ -268,7 +342,7 @@ def ignored_optimizer_settings(context: Context) -> Iterable[CheckResult]:
 
 
 @check("checkpoints", needs="config")
-def checkpoints(context: Context) -> Iterable[CheckResult]:
+def checkpoints(context: Context) -> Iterable[Problem]:
     """Asynchronous checkpoints on engines other than Megatron, which a restart does not find (verl issue 7952).
 
     Source: verl issue 7952, PR 7955 (open): the file that names the last checkpoint is written only for Megatron
@@ -280,7 +354,7 @@ def checkpoints(context: Context) -> Iterable[CheckResult]:
 
 
 @check("VeOmni version", needs="config")
-def veomni_version(context: Context) -> Iterable[CheckResult]:
+def veomni_version(context: Context) -> Iterable[Problem]:
     """VeOmni before 0.1.12, such as verl's own pin 0.1.11, with transformers 5.9 or newer: the first forward pass
     fails. Install VeOmni 0.1.12.
 

@@ -6,10 +6,10 @@ vLLM was read in 0.23 to 0.32, SGLang in 0.5.12, verl in 0.9.1, transformers in 
 from collections.abc import Iterable
 from math import ceil
 
-from verl_ext.doctor.checks import CheckResult, Context, check, error, note, ok, warning
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.experts import MOE_BACKEND, SGLANG_RUNNER, captures_routing
 from verl_ext.doctor.families import DRAFTS_FIRST, LINEAR
-from verl_ext.doctor.hooks import errors_once, features_of
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, MTP, VLLM_ARGUMENTS, sends_adapter, trains_lora
 
@@ -25,7 +25,7 @@ EPLB = f"{VLLM_ARGUMENTS}.enable_eplb"
 
 
 @check("weight sync", needs="config")
-def weight_sync(context: Context) -> Iterable[CheckResult]:
+def weight_sync(context: Context) -> Iterable[Problem]:
     """A LoRA in `separate_async`, which verl 0.9.1 never sends (verl issue 7495); a LoRA as an adapter of SGLang
     0.5.12, which verl 0.9.1 sends in a wrong form; the sync canary with speculative decoding; a note if a LoRA, or a
     transfer other than verl's naive one, is not checked.
@@ -58,7 +58,7 @@ def weight_sync(context: Context) -> Iterable[CheckResult]:
 
 
 @check("sync of experts", needs="engine")
-def sync_of_experts(context: Context) -> Iterable[CheckResult]:
+def sync_of_experts(context: Context) -> Iterable[Problem]:
     """Experts in bf16 on Blackwell, whose kernel does not accept new weights: vLLM before 0.31 (verl issue 7978),
     SGLang 0.5.12.
 
@@ -82,7 +82,7 @@ def sync_of_experts(context: Context) -> Iterable[CheckResult]:
 
 
 @check("moved experts", needs="with_vllm")
-def moved_experts(context: Context) -> Iterable[CheckResult]:
+def moved_experts(context: Context) -> Iterable[Problem]:
     """`enable_eplb=true`: a sync writes experts to their old places (vLLM PR 55228).
 
     Source: vLLM PR 55228 (open), prime-rl PR 3583: a reload uses the first map of experts, the routing the map after
@@ -94,7 +94,7 @@ def moved_experts(context: Context) -> Iterable[CheckResult]:
 
 
 @check("speculative decoding", needs="with_vllm")
-def speculative_decoding(context: Context) -> Iterable[CheckResult]:
+def speculative_decoding(context: Context) -> Iterable[Problem]:
     """A note: drafters that verl does not update, or that are not trained (vLLM issue 48296).
 
     Source: vLLM issue 48296 (speculative decoding in RL). verl 0.9.1 loads each sync into the drafter too, but only if
@@ -115,7 +115,7 @@ def speculative_decoding(context: Context) -> Iterable[CheckResult]:
 
 
 @check("drafts of hybrids", needs="with_vllm")
-def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
+def drafts_of_hybrids(context: Context) -> Iterable[Problem]:
     """MTP of a model with recurrent layers, with prefix caching (vLLM issue 53912), or with captured routing before
     vLLM 0.26.
 
@@ -136,7 +136,7 @@ def drafts_of_hybrids(context: Context) -> Iterable[CheckResult]:
 
 
 @check("waiting batches")
-def waiting_batches(context: Context) -> Iterable[CheckResult]:
+def waiting_batches(context: Context) -> Iterable[Problem]:
     """A `stop_after` that is at most the number of batches waiting at the start of an asynchronous run.
 
     After a refused batch, all batches that were sampled before it may be refused too: they are as far from the policy.
@@ -158,9 +158,9 @@ def waiting_batches(context: Context) -> Iterable[CheckResult]:
 
 def _watched(context: Context) -> int:
     """Returns how many trajectories the canary scores: as set, or by default."""
-    if context.plugin_modules or errors_once(context):
+    if context.features is None or context.problems:
         return context.get(CANARY, 0)
-    return canary_settings(features_of(context.config, read_model=False)).trajectories or 0
+    return canary_settings(context.features).trajectories or 0
 
 
 def _skips_updates(context: Context) -> bool:

@@ -7,7 +7,8 @@ whether both engines then compute the same.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_ext.doctor.checks import CheckResult, Context, check, note, ok
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import Context, check, note, ok
 from verl_ext.doctor.precision import FSDP
 from verl_ext.features.verl_config import ROLLOUT, RUNTIME, SGLANG_ARGUMENTS
 from verl_ext.launch.packages import LAYERS, source
@@ -101,7 +102,7 @@ SWITCHES = (
 
 
 @check("zero mismatch", needs="config")
-def zero_mismatch(context: Context) -> Iterable[CheckResult]:
+def zero_mismatch(context: Context) -> Iterable[Problem]:
     """The installed engines' switches for reproducible results, each on or off, for `stability=zero_mismatch`
     (`VLLM_BATCH_INVARIANT`, `enable_deterministic_inference`, `rl_on_policy_target`, training's `full_determinism`,
     `deterministic_mode`, `batch_invariant_mode`).

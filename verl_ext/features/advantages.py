@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import Problem
 from verl_ext.base.methods import ConfiguredMethod, Method, build
 from verl_ext.core.advantages import ESTIMATORS, advantages_of_rows
 from verl_ext.features.feature import IN_THE_STEP, Demand, Feature, RunFeatures, TableLine
@@ -48,21 +48,21 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("advantages", str(chosen), IN_THE_STEP)
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     """Checks the estimator's settings; refuses settings of estimators that are not chosen."""
     algorithm = run.config.algorithm
     if (method := ESTIMATORS.get(algorithm.adv_estimator)) is not None:
         estimator_settings(method, algorithm)
     for name in ESTIMATORS:
         if name != algorithm.adv_estimator and algorithm.get(name):
-            raise ConfigError(
+            yield Problem(
                 f"algorithm.{name} is set, and algorithm.adv_estimator={algorithm.adv_estimator} does not use it",
                 fix=(f"algorithm.adv_estimator={name}",),
                 otherwise="leave it out",
             )
 
 
-ESTIMATOR = Feature(needs, check, lines=lines)
+ESTIMATOR = Feature(needs, problems, lines=lines)
 
 
 @contextmanager

@@ -1,17 +1,18 @@
-"""Refuses settings that have no meaning in verl's bypass mode: they need compute_log_prob, or would count r twice.
+"""Rules on settings that have no meaning in verl's bypass mode: they need compute_log_prob, or would count r twice.
 
 Sources: verl 0.9.1, `compute_policy_loss_bypass_mode` of core_algos.py, allows masks with both of its losses, but
 weights only with REINFORCE, not with a clipped ratio. rllm PR 741 and prime-rl PR 3526 apply IcePop's band to
 exp(l_theta - l_infer) and have that ratio once. prime-rl PR 3283 applies KPop's to the same two policies.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import Problem
 from verl_ext.core.corrections import CORRECTIONS
-from verl_ext.features.feature import Feature, RunFeatures
+from verl_ext.features.feature import Feature, Idle, RunFeatures
 from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio, loss_mode
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting
@@ -20,132 +21,159 @@ WITHOUT_BYPASS = f"{BYPASS}=False"
 ENTROPY = f"{ACTOR}.calculate_entropy"
 
 
-def check(run: RunFeatures) -> None:
+@dataclass(frozen=True)
+class Mode:
+    """A mode in which compute_log_prob does not run.
+
+    Attributes:
+        where: the mode, as an error names it.
+        off: the override that ends it.
+    """
+
+    where: str
+    off: str
+
+    def forbidden(
+        self, setting: str, why: str, *fix: str, otherwise: str = "", leave_out: tuple[str, ...] = ()
+    ) -> Problem:
+        """Returns the problem of a setting, with a fix that keeps corrections and loss: by default, the fix ends the
+        mode."""
+        otherwise = otherwise or (f"set {self.off}" if fix else "")
+        found = f"{setting} {why} {self.where}"
+        return Problem(found, fix=fix or (self.off,), otherwise=otherwise, leave_out=leave_out or fix)
+
+
+IN_BYPASS = Mode(f"in bypass mode ({BYPASS}=True)", WITHOUT_BYPASS)
+
+
+def problems(run: RunFeatures) -> Iterator[Problem]:
     config, stability = run.config, run.stability
     if not bypasses(config):
         return
-    _check_what_compute_log_prob_gives(config, stability)
-    _check_loss(config)
-    _check_ratio(config, stability)
-    _check_rules(config, stability)
+    yield from missing_pass_problems(run, IN_BYPASS)
+    if stability.kl_denominator == "old":
+        yield IN_BYPASS.forbidden(
+            "stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer"
+        )
+    if (limit := stability.guard.mini_batch.policy_kl) is not None:
+        yield IN_BYPASS.forbidden(
+            f"stability.guard.mini_batch.policy_kl={limit:g}",
+            "is the same as vllm_kl",
+            "stability.guard.mini_batch.policy_kl=null",
+            f"stability.guard.mini_batch.vllm_kl={min(limit, stability.guard.mini_batch.vllm_kl or limit):g}",
+        )
+    yield from _loss_problems(config)
+    yield from _ratio_problems(config, stability)
 
 
-def _forbid(setting: str, why: str, *fix: str, otherwise: str = "", fallback: tuple[str, ...] = ()) -> None:
-    """Refuses a setting, with a fix that keeps corrections and loss: by default, the fix turns bypass mode off."""
-    otherwise = otherwise or (f"set {WITHOUT_BYPASS}" if fix else "")
-    said = f"{setting} {why} in bypass mode ({BYPASS}=True)"
-    raise ConfigError(said, fix=fix or (WITHOUT_BYPASS,), otherwise=otherwise, fallback=fallback or fix)
-
-
-def _check_what_compute_log_prob_gives(config: DictConfig, stability: StabilityConfig) -> None:
+def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
+    """Yields a problem for each setting that needs compute_log_prob, which does not run in this mode."""
+    config, stability = run.config, run.stability
     if replay_mode(config) == "R2":
         setting = replay_setting(config)
-        _forbid(
+        yield mode.forbidden(
             f"{setting}=R2",
             "replays what compute_log_prob recorded, which does not run",
             otherwise=f"replay the rollout's experts, {setting}=R3",
-            fallback=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
+            leave_out=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
         )
     if stability.router_agreement:
         without = "stability.router_agreement=false"
-        _forbid(
+        yield mode.forbidden(
             "stability.router_agreement=true",
             "compares the experts of compute_log_prob, which does not run",
             *(() if _needs_agreement(config, stability) else (without,)),
         )
     if stability.denominator == "kept":
-        _forbid(
+        yield mode.forbidden(
             "stability.denominator=kept",
             "needs the number of kept tokens before the update, which computes it",
             otherwise="divide by all tokens, stability.denominator=full",
-            fallback=("stability.denominator=full",),
+            leave_out=("stability.denominator=full",),
         )
     if stability.trajectories.per_step:
-        _forbid(
+        yield mode.forbidden(
             "stability.trajectories.per_step",
             "would write the training engine's log-probs, which stay in the workers",
             "stability.trajectories=null",
         )
     for chosen in stability.filters:
         if chosen.method.needs_l_old:
-            _forbid(
+            yield mode.forbidden(
                 f"stability.filters.{chosen.name}",
                 "filters by the training engine's log-probs before they are known",
                 otherwise="leave it out: stability.correction=opsm does the same in the update",
-                fallback=stability.without_filter(chosen.name),
+                leave_out=stability.without_filter(chosen.name),
             )
-    if stability.kl_denominator == "old":
-        _forbid("stability.kl_denominator=old", "names a policy that does not exist", "stability.kl_denominator=infer")
-    if (limit := stability.guard.mini_batch.policy_kl) is not None:
-        _forbid(
-            f"stability.guard.mini_batch.policy_kl={limit:g}",
-            "is the same as vllm_kl",
-            "stability.guard.mini_batch.policy_kl=null",
-            f"stability.guard.mini_batch.vllm_kl={min(limit, stability.guard.mini_batch.vllm_kl or limit):g}",
+    if (name := loss_mode(config)) in LOSSES and "router_deviation" in LOSSES[name].reads:
+        yield mode.forbidden(
+            f"{LOSS}.loss_mode={name}", "compares with the routers of compute_log_prob, which does not run"
         )
+    for rule in stability.rules:
+        where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
+        if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
+            yield mode.forbidden(
+                f"{where}: action=skip",
+                f"comes too late: {rule.signal} is known when the update is made",
+                otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
+                leave_out=(f"{where}.action=warn",),
+            )
 
 
 def _needs_agreement(config: DictConfig, stability: StabilityConfig) -> bool:
     """Returns True if the run would be refused without the routers' agreement."""
     if (mode := loss_mode(config)) in LOSSES and "router_agreement" in LOSSES[mode].reads:
         return True
-    try:
-        replace(stability, router_agreement=False)
-    except ConfigError:
-        return True
-    return False
+    return [*replace(stability, router_agreement=False).problems()] != [*stability.problems()]
 
 
-def _check_loss(config: DictConfig) -> None:
+def _loss_problems(config: DictConfig) -> Iterator[Problem]:
     if (name := loss_mode(config)) not in LOSSES:
         return
     asked, method = f"{LOSS}.loss_mode={name}", LOSSES[name]
     if "k" in method.reads:
-        _forbid(
+        yield IN_BYPASS.forbidden(
             asked,
             "reads a ratio that is known only in the update",
             otherwise=f"start from stability={name}, which masks there" if name in CORRECTIONS else "",
         )
-    if "router_deviation" in method.reads:
-        _forbid(asked, "compares with the routers of compute_log_prob, which does not run")
-    if method.needs_l_old:
-        _forbid(asked, "compares with the training engine's log-probs before the update, which are the rollout's")
+    elif method.needs_l_old and "router_deviation" not in method.reads:
+        yield IN_BYPASS.forbidden(
+            asked, "compares with the training engine's log-probs before the update, which are the rollout's"
+        )
 
 
-def _check_ratio(config: DictConfig, stability: StabilityConfig) -> None:
-    """Refuses a correction that only weighs if the loss has r already: with such a loss, a correction can only drop."""
+def _ratio_problems(config: DictConfig, stability: StabilityConfig) -> Iterator[Problem]:
+    """Yields a problem for a correction that only weighs, if the loss has r already: it may only drop there."""
     if not loss_has_ratio(config):
         return
     for chosen in stability.before_update:
         method = chosen.method
         if not method.weighs_by_ratio(chosen.settings) or method.drops:
             continue
-        mask = f"stability.{chosen.name}.{method.mask_override}, or " if method.mask_override else ""
-        _forbid(
+        as_mask = f"stability.{chosen.name}.{method.mask_override}" if method.mask_override else ""
+        yield IN_BYPASS.forbidden(
             f"stability.correction={chosen.name}",
             f"weighs a token by a ratio that {LOSS}.loss_mode={loss_mode(config)} already has, so it would count twice",
             *(stability.without(chosen.name) if method.is_ratio(chosen.settings) else ()),
-            otherwise=f"{mask}{LOSS}.loss_mode={WITHOUT_RATIO[0]}, which has none",
-            fallback=stability.without(chosen.name),
+            otherwise=f"{as_mask and f'{as_mask}, or '}{LOSS}.loss_mode={WITHOUT_RATIO[0]}, which has none",
+            leave_out=(as_mask,) if as_mask else stability.without(chosen.name),
         )
 
 
-def _check_rules(config: DictConfig, stability: StabilityConfig) -> None:
-    for rule in stability.rules:
-        where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
-        if rule.signal == "actor/entropy" and not OmegaConf.select(config, ENTROPY):
-            off = (f"{where}=null",)
-            _forbid(f"{where}: actor/entropy", f"needs {ENTROPY}=true", f"{ENTROPY}=true", fallback=off)
-        if "/advantage" in rule.signal:
-            off, instead = (f"{where}=null",), "use vllm_kl/k3"
-            _forbid(f"{where}: {rule.signal}", "is measured before the update", otherwise=instead, fallback=off)
-        if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
-            _forbid(
-                f"{where}: action=skip",
-                f"comes too late: {rule.signal} is known when the update is made",
-                otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
-                fallback=(f"{where}.action=warn",),
-            )
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    """Yields what is known only with compute_log_prob, which does not run."""
+    if not bypasses(run.config):
+        return
+    yield from idle_without_pass(f"{BYPASS}=True leaves compute_log_prob out", WITHOUT_BYPASS)
+    if not OmegaConf.select(run.config, ENTROPY):
+        why = f"with {BYPASS}=True, the entropy is computed in the update, and only if {ENTROPY}=true"
+        yield Idle("actor/entropy", why, (f"{ENTROPY}=true",))
 
 
-BYPASS_MODE = Feature(check=check)
+def idle_without_pass(why: str, switch: str) -> Iterator[Idle]:
+    for names in ("*/advantage*", "vllm_kl/head*", "actor/gate/policy_kl"):
+        yield Idle(names, why, (switch,))
+
+
+BYPASS_MODE = Feature(problems=problems, idle=idle)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import OmegaConf
 
-from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.base.errors import HookError, Problem
 from verl_ext.features.feature import VLLM, Demand, Engines, Feature, RunFeatures, TableLine
 from verl_ext.features.verl_config import ROLLOUT, VLLM_ARGUMENTS
 
@@ -17,15 +17,16 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand(f"stability.cascade_attention={setting}")
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     if (setting := run.stability.cascade_attention) == "default":
         return
     asked = f"stability.cascade_attention={setting}"
     if (name := run.config.actor_rollout_ref.rollout.name) != "vllm":
-        raise ConfigError(f"{asked} is a setting of vLLM, not of {ROLLOUT}.name={name}", fix=DEFAULT_CASCADE)
+        yield Problem(f"{asked} is a setting of vLLM, not of {ROLLOUT}.name={name}", fix=DEFAULT_CASCADE)
+        return
     disabled = OmegaConf.select(run.config, DISABLED)
     if disabled is not None and disabled != (setting == "off"):
-        raise ConfigError(f"{DISABLED}={disabled} contradicts {asked}; leave {DISABLED} out")
+        yield Problem(f"{DISABLED}={disabled} contradicts {asked}; leave {DISABLED} out")
 
 
 def apply(run: RunFeatures) -> None:
@@ -55,4 +56,4 @@ def _confirmed(setting: str, engines: Engines) -> str:
     return f"confirmed by {len(running)} vLLM worker(s)"
 
 
-CASCADE_ATTENTION = Feature(needs, check, apply, lines=lines)
+CASCADE_ATTENTION = Feature(needs, problems, apply, lines=lines)

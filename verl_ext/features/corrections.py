@@ -10,12 +10,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import Problem
 from verl_ext.base.methods import ConfiguredMethod
-from verl_ext.core.corrections import Correction
-from verl_ext.features.feature import Demand, Feature, Need, RunFeatures, TableLine
-from verl_ext.features.losses import LOSS, foreign_loss, loss_has_ratio, loss_mode, reads_k
-from verl_ext.features.verl_config import bypasses, ignores_weights
+from verl_ext.core.corrections import CORRECTIONS, Correction
+from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
+from verl_ext.features.losses import LOSS, LOSSES, foreign_loss, loss_has_ratio, loss_mode, reads_k
+from verl_ext.features.verl_config import age_problems, bypasses, ignores_weights
 
 # Filters and denominator=kept can leave a mini-batch without a token; verl's own loss would divide 0 by 0.
 MASKED = frozenset({Need.MEASURED_BATCHES, Need.OUR_LOSS, Need.LOSS_MASK})
@@ -39,50 +39,73 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand("stability.denominator=kept", MASKED, off=("stability.denominator=full",))
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     """Checks that only one method weights the loss by a ratio, and that the loss uses the weight."""
+    for chosen in run.stability.in_update:
+        if getattr(chosen.settings, "stale_only", False):
+            yield from age_problems(
+                run.config, f"stability.{chosen.name}.stale_only=true", run.stability.without(chosen.name)
+            )
     mode, makes_weights = loss_mode(run.config), reads_k(loss_mode(run.config))
     weighing, ours = [chosen.name for chosen in run.stability.before_update], run.stability.asked_correction
     if mode == "bypass_mode" and run.stability.correction:
-        raise ConfigError(
+        yield Problem(
             f"{ours} cannot weight {LOSS}.loss_mode=bypass_mode, which computes its own weights",
             fix=(off := run.stability.without(*run.stability.correction_names)),
             otherwise="another loss_mode",
-            fallback=off,
+            leave_out=off,
         )
+        return
     if not (makes_weights or weighing):
         return
     without = run.stability.without(*weighing)
     if makes_weights and weighing:
-        raise ConfigError(f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=without, fallback=without)
+        yield Problem(f"{LOSS}.loss_mode={mode} and {ours} both weight the loss", fix=without, leave_out=without)
+        return
     if ignores_weights(run.config):
-        raise ConfigError(f"{ours} weighs a loss that this distillation does not have", fix=without, fallback=without)
+        yield Problem(f"{ours} weighs a loss that this distillation does not have", fix=without, leave_out=without)
+        return
     if makes_weights:
         ours = f"{LOSS}.loss_mode={mode}"
-    if verls := OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is"):
-        raise ConfigError(
+    verls = OmegaConf.select(run.config, "algorithm.rollout_correction.rollout_is")
+    if verls and not bypasses(run.config):  # verl's trainer then computes no weights (`PPOTrainer._compute_advantage`)
+        yield Problem(
             f"algorithm.rollout_correction.rollout_is={verls} and {ours} both weight the loss",
             fix=("algorithm.rollout_correction.rollout_is=null",),
-            fallback=() if makes_weights else without,
+            leave_out=() if makes_weights else without,
         )
     if (why := foreign_loss(run.config)) and mode in NEEDS_OURS:
-        raise ConfigError(
+        yield Problem(
             f"{ours} weighs tokens, and {LOSS}.loss_mode={mode} takes weights only from the plugin's loss in the "
             f"workers: {why}",
             fix=without,
-            fallback=without,
+            leave_out=without,
         )
 
 
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    """Yields the metrics of corrections, and of losses of the same name, that are not on."""
+    before = [chosen.name for chosen in run.stability.before_update]
+    if not before:
+        yield Idle("correction/*", "no correction acts before the update", ("stability.correction=icepop",))
+    for name in CORRECTIONS:
+        if name not in before:
+            yield Idle(f"correction/{name}/*", f"stability.correction does not name {name} before the update")
+    inside = [loss_mode(run.config), *(chosen.name for chosen in run.stability.in_update)]
+    for name in {*LOSSES, *CORRECTIONS}:
+        if name not in inside:
+            yield Idle(f"actor/{name}/*", f"{name} does not act in the update")
+
+
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
-    """Returns the corrections that act in the update; in bypass mode, all of them do."""
+    """Returns the corrections that act in the update: all of them, if it measures the batch."""
     stability = run.stability
     found: dict[str, Any] = {"corrections": {chosen.name: asdict(chosen.settings) for chosen in stability.in_update}}
     if Need.MEASURED_IN_UPDATE in run.needs:
         found["first_pass"] = {
             "corrections": stability.corrections(),
             "narrowed": stability.corrections(narrowed=True),
-            "as_mask": loss_has_ratio(run.config),
+            "as_mask": bypasses(run.config) and loss_has_ratio(run.config),
             "breakdown": stability.breakdown,
         }
     return found
@@ -91,7 +114,7 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     stability = run.stability
     for chosen in stability.before_update:
-        if bypasses(run.config):
+        if Need.MEASURED_IN_UPDATE in run.needs:
             yield _line_in_loss(chosen)
         else:
             yield TableLine("correction", str(chosen), "weights in rollout_is_weights")
@@ -105,4 +128,4 @@ def _line_in_loss(chosen: ConfiguredMethod[Correction]) -> TableLine:
     return TableLine("correction", str(chosen), "{loss}", in_loss=lambda found: chosen.name in found["corrections"])
 
 
-CORRECTION = Feature(needs, check, loss_settings=loss_settings, lines=lines)
+CORRECTION = Feature(needs, problems, loss_settings=loss_settings, lines=lines, idle=idle)

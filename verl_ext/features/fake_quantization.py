@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError, HookError
-from verl_ext.features.feature import Demand, Engines, Feature, Precondition, RunFeatures, TableLine
+from verl_ext.base.errors import ConfigError, HookError, Problem
+from verl_ext.features.feature import Demand, Engines, Feature, Idle, RunFeatures, TableLine
 from verl_ext.features.settings import NONE, FakeQuantization
 from verl_ext.features.verl_config import ROLLOUT, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, hf_config_of, strategy_of
 from verl_ext.routing.engines import ENGINES
@@ -26,43 +26,42 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand(f"{SETTING}.format")
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     asked, config = run.stability.fake_quantization, run.config
     if not asked.active:
         return
     said = f"{SETTING}.format={asked.format}"
     if (name := config.actor_rollout_ref.rollout.name) not in ARGUMENTS:
         engines = " and ".join(ARGUMENTS)
-        raise ConfigError(
-            f"{said} rounds the weights of {engines}, not of {ROLLOUT}.name={name}", fix=(WITHOUT_ROUNDING,)
-        )
+        yield Problem(f"{said} rounds the weights of {engines}, not of {ROLLOUT}.name={name}", fix=(WITHOUT_ROUNDING,))
+        return
     engine = ENGINES.get(strategy_of(config), ENGINES["fsdp"]).settings
     for setting in (f"{ROLLOUT}.quantization", f"{ARGUMENTS[name]}.quantization", f"{engine}.qat.enable"):
         if real := OmegaConf.select(config, setting):
             without = "false" if real is True else "null"
-            raise ConfigError(
+            yield Problem(
                 f"{said} simulates a quantised rollout, and {setting}={real} makes a real one",
                 fix=(WITHOUT_ROUNDING,),
                 otherwise=f"set {setting}={without}",
             )
     if OmegaConf.select(config, f"{ROLLOUT}.checkpoint_engine.backend") == OTHER_SYNC:
-        raise ConfigError(
+        yield Problem(
             f"{said} rounds weights while they are loaded, and {ROLLOUT}.checkpoint_engine.backend={OTHER_SYNC} "
             "changes weights that are already loaded",
             fix=(WITHOUT_ROUNDING,),
         )
     if run.read_model and (hf_config := hf_config_of(config.actor_rollout_ref.model)) is not None:
-        _check_rounded_model(asked, hf_config, said)
+        yield from _rounded_model_problems(asked, hf_config, said)
 
 
-def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> None:
+def _rounded_model_problems(asked: FakeQuantization, hf_config: Any, said: str) -> Iterator[Problem]:
     text = hf_config.get_text_config()
     if getattr(hf_config, "quantization_config", None):
-        raise ConfigError(
+        yield Problem(
             f"{said} needs weights that are not quantised, and the model's already are", fix=(WITHOUT_ROUNDING,)
         )
     if asked.head and text.tie_word_embeddings:
-        raise ConfigError(
+        yield Problem(
             f"{SETTING}.head=true has no head to round: the model's is its embedding (tie_word_embeddings)",
             fix=(f"{SETTING}.head=false",),
         )
@@ -70,7 +69,7 @@ def _check_rounded_model(asked: FakeQuantization, hf_config: Any, said: str) -> 
         return
     for name, inputs in _inputs(text):
         if inputs % asked.group:
-            raise ConfigError(
+            yield Problem(
                 f"{SETTING}.group={asked.group} does not divide the model's {name}={inputs}",
                 fix=(f"{SETTING}.group=channel",),
                 otherwise="choose a number that does",
@@ -137,10 +136,10 @@ def _confirmed_rounding(asked: FakeQuantization, engines: Engines) -> str:
     return f"{counts} weights in {len(reports)} worker(s) of the rollout"
 
 
-ROUNDED = Precondition(
-    tuple(f"fake_quantization.{name}" for name in ("group", "router", "head")),
-    met=lambda run: run.stability.fake_quantization.active,
-    why="nothing is rounded",
-    switch=f"{SETTING}.format=fp4",
-)
-FAKE_QUANTIZATION = Feature(needs, check, apply, lines=lines, preconditions=(ROUNDED,))
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if not run.stability.fake_quantization.active:
+        settings = tuple(f"fake_quantization.{name}" for name in ("group", "router", "head"))
+        yield Idle("", "nothing is rounded", (f"{SETTING}.format=fp4",), settings)
+
+
+FAKE_QUANTIZATION = Feature(needs, problems, apply, lines=lines, idle=idle)

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
-from verl_ext.base.errors import HookError
+from verl_ext.base.errors import HookError, Problem
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.verl_config import replay_mode
 
@@ -27,7 +27,8 @@ class Need(Enum):
 
     ROLLOUT_LOG_PROBS = auto()  # every batch has l_infer
     MEASURED_BATCHES = auto()  # l_infer of every batch is compared with the training engine's log-probabilities
-    MEASURED_IN_UPDATE = auto()  # the workers compare them in the update: bypass mode has no compute_log_prob
+    MEASURED_IN_UPDATE = auto()  # the workers compare them in the update, because compute_log_prob does not run
+    REUSED_LOG_PROBS = auto()  # l_old is l_theta of the update, if a batch has one optimizer step
     TOKEN_WEIGHTS = auto()  # the loss weighs tokens
     LOSS_MASK = auto()  # tokens are taken out of the loss's mask
     OUR_LOSS = auto()  # the workers run our loss around verl's
@@ -61,7 +62,7 @@ class RunFeatures:
     Attributes:
         config, stability: the run's config, and its `stability` node parsed.
         demands: the demands of all features; () if the run is verl's own.
-        read_model: whether checks may read the model's files. transformers runs their code if the config trusts it.
+        read_model: whether rules may read the model's files. transformers runs their code if the config trusts it.
     """
 
     config: DictConfig
@@ -150,21 +151,20 @@ class Engines:
         return [answer for server in self.servers for answer in engine_calls.call(server, function)]
 
 
-@dataclass(frozen=True)
-class Precondition:
-    """Settings that act only under a condition. A run that changes one of them without it is refused.
+class Idle(NamedTuple):
+    """Metrics and settings that do nothing in a run, because something is off.
 
     Attributes:
-        settings: the names under `stability`, such as "rescoring.versions".
-        met: returns True if the settings act in the run.
-        why: the reason if they do not, as a clause.
-        switch: the override, or overrides, that meet the condition.
+        metrics: the names of metrics that the run does not log, as a pattern of `fnmatch`: no rule can act on them.
+        why: the reason, as a clause.
+        switch: the overrides that turn it on; () if none do.
+        settings: names under `stability`, such as "rescoring.versions". A run that changes one of them is refused.
     """
 
-    settings: tuple[str, ...]
-    met: Callable[[RunFeatures], bool]
+    metrics: str
     why: str
-    switch: str
+    switch: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,20 +174,20 @@ class Feature:
     Attributes:
         needs: yields its demands; none if it is off. If they depend on what other features need, it reads
             `RunFeatures.needs`; it is called again until no demand is new.
-        check: raises ConfigError for settings that it cannot work with.
+        problems: yields the settings that it cannot work with, or that it needs and the run lacks.
         apply: sets the feature in verl's config.
         agent_loop: returns its requests to verl's agent loop: fields of `upstream.agent_loop.Extras`.
         loss_settings: returns its settings of the workers' loss: fields of `workers.worker_loss.LossSettings`.
         lines: its lines of the start-up table.
         prove: raises HookError if the started engines lack something that no line shows.
-        preconditions: its settings that act only while something is on.
+        idle: yields those of its metrics and settings that do nothing in the run.
     """
 
     needs: Callable[[RunFeatures], Iterable[Demand]] = field(default=lambda run: ())
-    check: Callable[[RunFeatures], None] = field(default=lambda run: None)
+    problems: Callable[[RunFeatures], Iterable[Problem]] = field(default=lambda run: ())
     apply: Callable[[RunFeatures], None] = field(default=lambda run: None)
     agent_loop: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
     loss_settings: Callable[[RunFeatures], Mapping[str, Any]] = field(default=lambda run: {})
     lines: Callable[[RunFeatures], Iterable[TableLine]] = field(default=lambda run: ())
     prove: Callable[[RunFeatures, Engines], None] = field(default=lambda run, engines: None)
-    preconditions: tuple[Precondition, ...] = ()
+    idle: Callable[[RunFeatures], Iterable[Idle]] = field(default=lambda run: ())

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import Problem
 from verl_ext.features.corrections import MASKED
-from verl_ext.features.feature import Demand, Feature, RunFeatures, TableLine
-from verl_ext.features.verl_config import MODE, is_asynchronous
+from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
+from verl_ext.features.verl_config import age_problems
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
@@ -14,13 +14,11 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand(f"stability.filters.{chosen.name}", MASKED, off)
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     for chosen in run.stability.filters:
-        if chosen.method.needs_lag and not is_asynchronous(run.config):
-            raise ConfigError(
-                f"stability.filters.{chosen.name} drops rollouts by their lag, which is always 0 with {MODE}=sync; "
-                "leave the filter out, or train in an asynchronous mode",
-                fallback=run.stability.without_filter(chosen.name),
+        if chosen.method.needs_lag:
+            yield from age_problems(
+                run.config, f"stability.filters.{chosen.name}", run.stability.without_filter(chosen.name)
             )
 
 
@@ -29,4 +27,9 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("batch filter", str(chosen), "response_mask and loss_mask")
 
 
-FILTER = Feature(needs, check, lines=lines)
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if Need.LOSS_MASK not in run.needs:
+        yield Idle("filter/*", "no token is taken out of the loss's mask", ("stability.filters={overlong:{}}",))
+
+
+FILTER = Feature(needs, problems, lines=lines, idle=idle)

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.base.errors import HookError, Problem
 from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.top_tokens import FUSED
 from verl_ext.features.verl_config import ROLLOUT, ROLLOUTS, SGLANG_ARGUMENTS, VLLM_ARGUMENTS, rollout_name
@@ -24,20 +24,19 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand(f"{SETTING}=true", frozenset({Need.OUR_LOSS}), off=BF16_HEADS)
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     if not run.stability.float32_head:
         return
     if (name := rollout_name(run.config)) not in ROLLOUTS:
-        raise ConfigError(
-            f"{SETTING}=true sets the head of vllm and sglang, not of {ROLLOUT}.name={name}", fix=BF16_HEADS
-        )
+        yield Problem(f"{SETTING}=true sets the head of vllm and sglang, not of {ROLLOUT}.name={name}", fix=BF16_HEADS)
+        return
     argument, value = ARGUMENTS[name]
     if (given := OmegaConf.select(run.config, argument)) not in (None, value):
-        raise ConfigError(f"{argument}={given} contradicts {SETTING}=true; leave {argument} out")
+        yield Problem(f"{argument}={given} contradicts {SETTING}=true; leave {argument} out")
     if OmegaConf.select(run.config, FUSED):
-        raise ConfigError(f"{SETTING}=true computes logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
+        yield Problem(f"{SETTING}=true computes logits, and {FUSED}=True makes none", fix=(f"{FUSED}=False",))
     if name == "vllm" and (quantized := OmegaConf.select(run.config, f"{ROLLOUT}.quantization")):
-        raise ConfigError(
+        yield Problem(
             f"{SETTING}=true sets vLLM's hf_overrides, which verl sets itself with {ROLLOUT}.quantization={quantized}",
             fix=BF16_HEADS,
         )
@@ -77,4 +76,4 @@ def _confirmed_heads(engines: Engines) -> str:
     return f"heads: {training} in training, {len(rollout)} in the rollout"
 
 
-FLOAT32_HEAD = Feature(needs, check, apply, loss_settings=loss_settings, lines=lines)
+FLOAT32_HEAD = Feature(needs, problems, apply, loss_settings=loss_settings, lines=lines)

@@ -9,18 +9,18 @@ stability:
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError, with_fallback
+from verl_ext.base.errors import Problem
 from verl_ext.base.methods import described
 from verl_ext.diagnosis.levels import Level, published
-from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
-from verl_ext.features.mismatch import while_measured
-from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE
-from verl_ext.features.verl_config import ACTOR, bypasses, model_json, rollout_format, strategy_of
+from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
+from verl_ext.features.mismatch import idle_unmeasured
+from verl_ext.features.settings import BATCH_SKIP, GUARD_NODE, BatchSkip, StabilityConfig
+from verl_ext.features.verl_config import ACTOR, model_json, rollout_format, strategy_of
 from verl_ext.guard import levels
 from verl_ext.guard.rules import Rule
 from verl_ext.guard.state import Boundary
@@ -61,36 +61,60 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand(again, judged | {Need.OUR_LOSS}, off=(f"{again}=0",))
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     """Checks that verl's settings allow the guard's actions."""
     settings, again = run.stability.guard, f"{GUARD_NODE}.after_update.trajectories"
     if settings.mini_batch.grad_norm is not None:
         norm = f"{GUARD_NODE}.mini_batch.grad_norm"
-        with with_fallback(f"{norm}=null"):
-            _check_engine(run.config, norm, (f"{norm}=null",), "use a rule on actor/grad_norm")
+        yield from _engine_problems(run.config, norm, (f"{norm}=null",), "use a rule on actor/grad_norm")
     if settings.after_update.trajectories:
-        with with_fallback(f"{again}=0"):
-            _check_engine(run.config, again, (f"{again}=0",))
+        yield from _engine_problems(run.config, again, (f"{again}=0",))
     for rule in run.stability.rules:
         where = f"{GUARD_NODE}.rules.{rule.name}"
-        with with_fallback(f"{where}.action=warn"):
-            if rule.action == "rollback":
-                _check_rollback(run.config, f"{where}: action=rollback")
-            if rule.action == "undo":
-                instead = "set action to rollback, skip or lower_lr"
-                _check_engine(run.config, f"{where}: action=undo", otherwise=instead)
-        if rule.signal.startswith("actor/after_update/") and not settings.after_update.trajectories:
-            raise ConfigError(
-                f"{where}: {rule.signal} needs trajectories that are scored again after the update",
-                fix=(f"{again}=16",),
-                fallback=(f"{where}=null",),
-            )
+        if rule.action == "rollback":
+            missing = _rollback_problems(run.config, f"{where}: action=rollback")
+            yield from (replace(problem, leave_out=(f"{where}.action=warn",)) for problem in missing)
+        if rule.action == "undo":
+            instead, warn = "set action to rollback, skip or lower_lr", (f"{where}.action=warn",)
+            yield from _engine_problems(run.config, f"{where}: action=undo", otherwise=instead, leave_out=warn)
 
 
-def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), otherwise: str = "") -> None:
-    """Refuses settings that read the engine itself, except on FSDP2, VeOmni without expert parallelism, and
-    megatron-core's own optimizers."""
-    strategy, known = strategy_of(config), f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}"
+def signals(stability: StabilityConfig) -> Iterator[tuple[str, str, str]]:
+    """Yields the setting of each signal, the signal, and the override that leaves it out."""
+    for rule in stability.rules:
+        where = f"{GUARD_NODE}.rules.{rule.name}"
+        if rule.name == BATCH_SKIP:
+            yield "stability.batch_skip.metric", rule.signal, f"stability.batch_skip.metric={BatchSkip().metric}"
+        else:
+            yield where, rule.signal, f"{where}=null"
+    boundary = f"{GUARD_NODE}.boundary.signal"
+    yield boundary, stability.guard.boundary.signal, f"{boundary}={Boundary().signal}"
+
+
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if run.stability.batch_skip.threshold is None:
+        switch = ("stability.batch_skip.threshold=0.1",)
+        yield Idle("", "no batch is skipped by it", switch, ("batch_skip.metric",))
+    judged = ("guard.stop_after", "guard.level", *(f"guard.boundary.{one.name}" for one in fields(Boundary)))
+    yield from idle_unmeasured(run, *judged)
+    if not run.stability.guard.after_update.trajectories:
+        switch = (f"{GUARD_NODE}.after_update.trajectories=16",)
+        yield Idle("actor/after_update/*", "no trajectory is scored again after the update", switch)
+    if not run.stability.bands:
+        yield Idle("guard/mask_blind", "no correction has a fixed band of ratios", ("stability.correction=icepop",))
+    gate, limits = f"{GUARD_NODE}.mini_batch", run.stability.guard.mini_batch
+    if not limits.active:
+        yield Idle("actor/gate/*_kl", f"{gate} has no limit")
+    if limits.grad_norm is None:
+        yield Idle("actor/gate/grad_norm", f"{gate}.grad_norm is not set")
+
+
+def _engine_problems(
+    config: DictConfig, asked: str, off: tuple[str, ...] = (), otherwise: str = "", leave_out: tuple[str, ...] = ()
+) -> Iterator[Problem]:
+    """Yields a problem for a setting that reads the engine itself, except on FSDP2, VeOmni without expert parallelism,
+    and megatron-core's own optimizers."""
+    strategy, known, fix = strategy_of(config), f"{', '.join(KNOWN[:-1])} and {KNOWN[-1]}", off
     sharded, experts = f"{ACTOR}.megatron.use_megatron_fsdp", f"{ACTOR}.veomni.expert_parallel_size"
     if strategy not in KNOWN:
         found = f"this run has {strategy}"
@@ -100,29 +124,29 @@ def _check_engine(config: DictConfig, asked: str, fix: tuple[str, ...] = (), oth
         found, fix = f"this run has {experts}={size}", (f"{experts}=1",)
     else:
         return
-    raise ConfigError(f"{asked} is for {ACTOR}.strategy={known}, and {found}", fix=fix, otherwise=otherwise)
+    yield Problem(f"{asked} is for {ACTOR}.strategy={known}, and {found}", "", fix, otherwise, leave_out or off)
 
 
-def _check_rollback(config: DictConfig, asked: str) -> None:
+def _rollback_problems(config: DictConfig, asked: str) -> Iterator[Problem]:
     """Checks that a rollback will have a complete checkpoint to load, one before the last, which is not proven yet."""
     trainer, checkpoint = config.trainer, f"{ACTOR}.checkpoint"
     if trainer.save_freq < 1:
-        raise ConfigError(f"{asked} has no checkpoint to go back to; set trainer.save_freq")
+        yield Problem(f"{asked} has no checkpoint to go back to", otherwise="set trainer.save_freq")
     needs_earlier = f"{asked} needs the checkpoint before the last"
     for kept in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep"):
         if trainer.get(kept) == 1:
-            raise ConfigError(needs_earlier, fix=(f"trainer.{kept}=2",), otherwise="more")
+            yield Problem(needs_earlier, fix=(f"trainer.{kept}=2",), otherwise="more")
     if trainer.get("remove_previous_ckpt_in_save"):
-        raise ConfigError(needs_earlier, fix=("trainer.remove_previous_ckpt_in_save=false",))
+        yield Problem(needs_earlier, fix=("trainer.remove_previous_ckpt_in_save=false",))
     loaded = OmegaConf.select(config, f"{checkpoint}.load_contents") or []
     if missing := {"model", "optimizer"} - set(loaded):
-        raise ConfigError(
-            f"{asked} would not load {' and '.join(sorted(missing))}; add them to "
-            f"{checkpoint}.save_contents and load_contents"
+        yield Problem(
+            f"{asked} would not load {' and '.join(sorted(missing))}",
+            otherwise=f"add them to {checkpoint}.save_contents and load_contents",
         )
     if OmegaConf.select(config, f"{checkpoint}.async_save"):
         off = f"{checkpoint}.async_save=false"
-        raise ConfigError(f"{asked} cannot tell when a checkpoint is complete", fix=(off,))
+        yield Problem(f"{asked} cannot tell when a checkpoint is complete", fix=(off,))
 
 
 def loss_settings(run: RunFeatures) -> dict[str, Any]:
@@ -148,7 +172,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         )
     for rule in rules:
         if rule.name == BATCH_SKIP:
-            at = AT_STEP if bypasses(run.config) else "{trainer}._update_actor, _update_critic"
+            at = AT_STEP if Need.MEASURED_IN_UPDATE in run.needs else "{trainer}._update_actor, _update_critic"
             yield TableLine("batch skip", f"{rule.signal} > {rule.bound:g}", at)
         else:
             yield TableLine("guard rule", f"{rule.name}: {rule.action} at {_bound(rule)}", AFTER_RULE[rule.action])
@@ -189,13 +213,11 @@ def published_level(config: DictConfig) -> Level | None:
     return published(model_json(config), rollout_format(config))
 
 
-SKIPPED_BY = Precondition(
-    ("batch_skip.metric",),
-    met=lambda run: run.stability.batch_skip.threshold is not None,
-    why="no batch is skipped by it",
-    switch="stability.batch_skip.threshold=0.1",
-)
-JUDGED = while_measured("guard.stop_after", "guard.level", *(f"guard.boundary.{one.name}" for one in fields(Boundary)))
 GUARD = Feature(
-    needs, check, apply=set_level, loss_settings=loss_settings, lines=lines, preconditions=(SKIPPED_BY, JUDGED)
+    needs,
+    problems,
+    apply=set_level,
+    loss_settings=loss_settings,
+    lines=lines,
+    idle=idle,
 )

@@ -4,18 +4,19 @@ A loss's settings are flat in verl's `actor.policy_loss`, next to `loss_mode` an
 a launch and doctor can check the settings without it. Written for verl 0.9.1.
 """
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 import verl_ext.core.losses  # noqa: F401 (to register them)
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.base.methods import ConfiguredMethod, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
-from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.settings import AGREEMENT, EVERY_AGREEMENT
-from verl_ext.features.verl_config import ACTOR, hf_config_of, strategy_of, trusts_code
+from verl_ext.features.verl_config import ACTOR, age_problems, hf_config_of, strategy_of, trusts_code
 from verl_ext.routing.engines import ENGINES, HOOKED
 
 LOSS = f"{ACTOR}.policy_loss"
@@ -108,20 +109,21 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand(f"{ACTOR}.kl_loss_type={UNBIASED}", needed)
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     """Checks the settings and inputs of our loss; refuses settings of our losses if another loss is chosen."""
     node: Any = OmegaConf.to_container(OmegaConf.select(run.config, LOSS), resolve=True)
     name, target = node.get("loss_mode"), str(node.get("_target_"))
-    _check_overridden(name, target, node)
-    if name in LOSSES:
-        _check_ours(run, name, target, node)
+    if overridden := [*_overridden_problems(name, target, node)]:
+        yield from overridden
+    elif name in LOSSES:
+        yield from _own_loss_problems(run, name, target, node)
     elif target == VERLS_TARGET:
-        _check_unused(name, node)
-    _check_kl(run)
+        yield from _unused_setting_problems(name, node)
+    yield from _kl_problems(run)
 
 
-def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
-    """Refuses an override of a preset's loss_mode, which would silently leave out IcePop in `stability=icepop_loss`."""
+def _overridden_problems(name: Any, target: str, node: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields a problem for an override that replaces a preset's loss, such as that of `stability=icepop_loss`."""
     if target != TARGET:
         return
     own = {ours: set(defaults(method.settings)) for ours, method in LOSSES.items()}
@@ -131,56 +133,78 @@ def _check_overridden(name: Any, target: str, node: Mapping[str, Any]) -> None:
         return
     # Our losses build upon others, not upon each other. `name` may be any text of the user's.
     is_base = str(name).isidentifier() and name not in (*LOSSES, "bypass_mode")
-    raise ConfigError(
+    yield Problem(
         f"{LOSS}.loss_mode={name} overrides the loss {ours}, whose settings are set and which builds upon {LOSS}.base",
         fix=(f"{LOSS}.loss_mode={ours}", *([f"{LOSS}.base={name}"] if is_base else [])),
     )
 
 
-def _check_unused(name: Any, node: Mapping[str, Any]) -> None:
-    """Refuses settings of our losses with a loss of verl, whose settings class would raise a stack trace."""
+def _unused_setting_problems(name: Any, node: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields the settings of our losses that a loss of verl has: its settings class would raise a stack trace."""
     owners = {"base": next(iter(LOSSES))}
     owners |= {setting: ours for ours, method in LOSSES.items() for setting in defaults(method.settings)}
     for setting, ours in owners.items():
         if setting in node:
-            raise ConfigError(
+            yield Problem(
                 f"{LOSS}.{setting} is for the losses of verl_ext, such as {ours}, and {LOSS}.loss_mode={name} does not "
                 "use it",
                 otherwise="leave it out",
             )
 
 
-def _check_ours(run: RunFeatures, name: str, target: str, node: Mapping[str, Any]) -> None:
+def _own_loss_problems(run: RunFeatures, name: str, target: str, node: Mapping[str, Any]) -> Iterator[Problem]:
     stability, asked = run.stability, f"{LOSS}.loss_mode={name}"
     if target not in (VERLS_TARGET, TARGET):
-        raise ConfigError(
+        yield Problem(
             f"{asked} needs the class that builds its settings, and {LOSS}._target_={target} is another class",
             fix=(f"{LOSS}._target_={TARGET}",),
             otherwise="leave it out",
         )
-    reads = chosen_loss(node).method.reads
+        return
+    chosen = chosen_loss(node)
+    reads = chosen.method.reads
+    if getattr(chosen.settings, "stale_only", False):
+        yield from age_problems(run.config, f"{LOSS}.stale_only=true", (f"{LOSS}.stale_only=false",))
     if not (stability.plugins or OmegaConf.select(run.config, EXTERNAL_LIB)):  # these may register a base of their own
         require_base(base_of(node))
     if "router_agreement" in reads and not stability.router_agreement:
-        raise ConfigError(f"{asked} needs the routers' agreement", fix=(AGREEMENT,))
+        yield Problem(f"{asked} needs the routers' agreement", fix=(AGREEMENT,))
     if "router_agreement" in reads and stability.router_agreement_share < 1:
-        raise ConfigError(f"{asked} {stability.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
+        yield Problem(f"{asked} {stability.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
     if "router_deviation" in reads:
-        _check_router_shift(run, asked)
+        yield from _floor_problems(run.config, getattr(chosen.settings, "floor", 0.0))
+        yield from _router_shift_problems(run, asked)
 
 
-def _check_router_shift(run: RunFeatures, asked: str) -> None:
-    """Refuses engines whose router shift cannot be read: each rank needs the scores of all routers, for whole
-    sequences."""
+def _floor_problems(config: DictConfig, floor: float) -> Iterator[Problem]:
+    """Yields a floor at the edge of the clip, where rounding decides which tokens with A < 0 keep their gradient."""
+    actor = config.actor_rollout_ref.actor
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    geometric = base_of(OmegaConf.select(config, LOSS)) == "geo_mean"  # clips the logarithm
+    edge = math.exp(-low) if geometric else 1 - low
+    if math.isclose(floor, edge, rel_tol=1e-4):
+        yield Problem(
+            f"{LOSS}.floor={floor:g} is where {ACTOR}.clip_ratio_low={low:g} clips: rounding would decide which tokens "
+            "keep their gradient",
+            fix=(f"{LOSS}.floor={edge**0.5:.3g}",),
+        )
+
+
+def _router_shift_problems(run: RunFeatures, asked: str) -> Iterator[Problem]:
+    """Yields engines whose router shift cannot be read: each rank needs the scores of all routers, for whole sequences.
+
+    A model's routers are probed, which raises HookError.
+    """
     actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
     if actor.strategy == "megatron":
-        _check_megatron_shift(run.config, asked, otherwise)
+        yield from _megatron_shift_problems(run.config, asked, otherwise)
         return
     if actor.strategy not in (*HOOKED, "veomni"):  # their models have the routers of transformers
         known = ", ".join((*HOOKED, "veomni", "megatron"))
-        raise ConfigError(
+        yield Problem(
             f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
         )
+        return
     model = run.config.actor_rollout_ref.model
     if run.read_model and (hf_config := hf_config_of(model)) is not None:
         from verl_ext.routing.choices import probe_choices
@@ -189,8 +213,8 @@ def _check_router_shift(run: RunFeatures, asked: str) -> None:
         probe_choices(hf_config, check_outputs, trust_remote_code=trusts_code(model))
 
 
-def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> None:
-    """Refuses settings of Megatron under which the loss cannot have all scores. With a pipeline, for example, the loss
+def _megatron_shift_problems(config: DictConfig, asked: str, otherwise: str) -> Iterator[Problem]:
+    """Yields settings of Megatron under which the loss cannot have all scores. With a pipeline, for example, the loss
     is on the last stage and the routers on every stage."""
     megatron = f"{ACTOR}.megatron"
     required = {
@@ -202,16 +226,16 @@ def _check_megatron_shift(config: DictConfig, asked: str, otherwise: str) -> Non
     for setting, (usual, why) in required.items():
         if (value := OmegaConf.select(config, setting)) not in (usual, None):
             fix = f"{setting}={'null' if usual is None else str(usual).lower()}"
-            raise ConfigError(f"{asked} {why} {setting}={value}", fix=(fix,), otherwise=otherwise)
+            yield Problem(f"{asked} {why} {setting}={value}", fix=(fix,), otherwise=otherwise)
     packed = "actor_rollout_ref.model.use_remove_padding"
     if not OmegaConf.select(config, packed):
-        raise ConfigError(f"{asked} needs packed tokens on Megatron", fix=(f"{packed}=true",), otherwise=otherwise)
+        yield Problem(f"{asked} needs packed tokens on Megatron", fix=(f"{packed}=true",), otherwise=otherwise)
 
 
-def _check_kl(run: RunFeatures) -> None:
+def _kl_problems(run: RunFeatures) -> Iterator[Problem]:
     actor = run.config.actor_rollout_ref.actor
     if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
-        raise ConfigError(
+        yield Problem(
             f"{ACTOR}.kl_loss_type={UNBIASED} does nothing without a KL loss", fix=(f"{ACTOR}.use_kl_loss=true",)
         )
 
@@ -253,10 +277,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         yield TableLine("KL to the reference", setting, "{loss}", in_loss=lambda found: found["kl"] == setting)
 
 
-DIVIDES = Precondition(
-    ("kl_denominator",),
-    met=lambda run: uses_unbiased_kl(run.config),
-    why="it acts only with the unbiased KL",
-    switch=f"{ACTOR}.kl_loss_type={UNBIASED} and {ACTOR}.use_kl_loss=true",
-)
-POLICY_LOSS = Feature(needs, check, apply, loss_settings=loss_settings, lines=lines, preconditions=(DIVIDES,))
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if not uses_unbiased_kl(run.config):
+        switch = (f"{ACTOR}.kl_loss_type={UNBIASED}", f"{ACTOR}.use_kl_loss=true")
+        yield Idle("", "it acts only with the unbiased KL", switch, ("kl_denominator",))
+
+
+POLICY_LOSS = Feature(needs, problems, apply, loss_settings=loss_settings, lines=lines, idle=idle)

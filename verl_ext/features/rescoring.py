@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from verl_ext.base.errors import ConfigError
-from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
+from verl_ext.base.errors import Problem
+from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
@@ -14,7 +14,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         yield Demand("stability.rescoring.every", frozenset({Need.MEASURED_BATCHES, Need.OLD_VERSIONS}))
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     """Checks that verl keeps copies of earlier weights: only in separate_async, and not in bypass mode."""
     if not run.stability.rescoring.every:
         return
@@ -22,15 +22,16 @@ def check(run: RunFeatures) -> None:
     if (mode := trainer_mode(run.config)) != "separate_async":
         keeps_none = "keeps no copy of the weights that sampled them"
         why = keeps_none if is_asynchronous(run.config) else "has no older rollouts"
-        raise ConfigError(
+        yield Problem(
             f"{where} scores rollouts again that are older than the policy, and {MODE}={mode} {why}: verl copies "
             "weights only in separate_async",
             fix=never,
         )
+        return
     if bypasses(run.config):
-        raise ConfigError(f"{where}: verl copies no weights with {BYPASS}=True", fix=never)
+        yield Problem(f"{where}: verl copies no weights with {BYPASS}=True", fix=never)
     if (strategy := strategy_of(run.config)) not in COPIED:
-        raise ConfigError(f"{where}: verl copies no weights with actor.strategy={strategy}", fix=never)
+        yield Problem(f"{where}: verl copies no weights with actor.strategy={strategy}", fix=never)
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
@@ -43,10 +44,12 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         )
 
 
-PRECONDITION = Precondition(
-    ("rescoring.trajectories", "rescoring.versions"),
-    met=lambda run: run.stability.rescoring.every > 0,
-    why="nothing is rescored",
-    switch="stability.rescoring.every=10",
-)
-RESCORING = Feature(needs, check, lines=lines, preconditions=(PRECONDITION,))
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if not run.stability.rescoring.every:
+        why, switch = "nothing is rescored", ("stability.rescoring.every=10",)
+        yield Idle("vllm_kl/engine/*", why, switch, ("rescoring.trajectories", "rescoring.versions"))
+        for metrics in ("vllm_kl/stale/*", "vllm_kl/rescored"):
+            yield Idle(metrics, why, switch)
+
+
+RESCORING = Feature(needs, problems, lines=lines, idle=idle)

@@ -4,14 +4,17 @@ torch, transformers and verl are imported inside the checks, because `verl-ext p
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.base.errors import ConfigError, HookError, require_choice, with_fallback
+from verl_ext.base.errors import HookError, Problem, require_choice
 from verl_ext.base.methods import described
 from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
-from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Engines, Feature, Idle, Need, RunFeatures, TableLine
+from verl_ext.features.reuse import measured_late
+from verl_ext.features.settings import AGREEMENT
 from verl_ext.features.verl_config import (
     DISAGGREGATED,
     FSDP_REPLAY,
@@ -22,7 +25,6 @@ from verl_ext.features.verl_config import (
     ROLLOUT,
     ROLLOUTS,
     SGLANG_ARGUMENTS,
-    bypasses,
     drafts,
     hf_config_of,
     replay_mode,
@@ -74,73 +76,82 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 def _compares(run: RunFeatures) -> bool:
     """Returns True if the experts of both engines are compared.
 
-    R3 under FSDP always compares them: the agreement is 1 if the rollout's experts are really used. Bypass mode
-    compares nothing, because it has no compute_log_prob.
+    R3 under FSDP always compares them: the agreement is 1 if the rollout's experts are really used. Nothing is compared
+    without compute_log_prob.
     """
-    return reads_routes(run) and not bypasses(run.config)
+    return reads_routes(run) and not measured_late(run)
 
 
-def check(run: RunFeatures) -> None:
+def problems(run: RunFeatures) -> Iterator[Problem]:
     """Checks what agreement and replay need. verl itself checks what else its replay needs on Megatron and VeOmni."""
     config, agreement = run.config, run.stability.router_agreement
     setting, mode, strategy = replay_setting(config), replay_mode(config), strategy_of(config)
     require_choice(setting, mode, REPLAY_MODES)
     if (verls := verls_replay_setting(config)) != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
-        raise ConfigError(
+        yield Problem(
             f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {REPLAY}, which is for "
             "every engine"
         )
     if (named := OmegaConf.select(config, verls) or "disabled") not in ("disabled", mode):
-        raise ConfigError(
+        yield Problem(
             f"{REPLAY}={mode} and {verls}={named} ask for different replays",
             fix=(f"{REPLAY}={named}",),
-            fallback=(f"{REPLAY}=null",),
+            leave_out=(f"{REPLAY}=null",),
         )
-    if agreement:
-        asked, off = "stability.router_agreement=true", "stability.router_agreement=false"
-    else:
-        asked, off = f"{setting}={mode}", f"{setting}=disabled"
-    reads = run.read_model and (agreement or (mode != "disabled" and strategy in HOOKED))
-    model = hf_config_of(config.actor_rollout_ref.model) if reads else None  # its errors leave no setting out
-    with with_fallback(*((off,) if off.startswith("stability.") else ())):
-        _check_routes(run, asked, off, model)
+    reads = run.read_model and (agreement or mode != "disabled")
+    model = hf_config_of(config.actor_rollout_ref.model) if reads else None
+    asked = {f"{setting}={mode}": (f"{setting}=disabled", mode)} if mode != "disabled" else {}
+    asked |= {AGREEMENT: ("stability.router_agreement=false", "")} if agreement else {}
+    for switch, (off, replay) in asked.items():
+        ours = (off,) if off.startswith("stability.") else ()
+        for problem in _routes_problems(run, switch, off, model, replay):
+            yield replace(problem, leave_out=ours)
+    if not agreement and mode != "R3" and sglang_returns_routing(config):  # the user asked for the experts
+        yield from _sglang_problems(config, f"{RETURNED}=true", f"{RETURNED}=false")
     if run.stability.router_agreement_share < 1:
-        _check_share(config, run.stability.router_agreement_share)
+        yield from _share_problems(config, run.stability.router_agreement_share)
 
 
-def _check_routes(run: RunFeatures, asked: str, off: str, model: Any) -> None:
-    """Checks what the agreement or the replay needs.
+def _routes_problems(run: RunFeatures, asked: str, off: str, model: Any, replay: str) -> Iterator[Problem]:
+    """Yields a problem for each thing that the agreement needs, or a replay, and that the run lacks.
 
     Args:
         asked, off: the setting that switches it on, and the override that leaves it out.
         model: the model's transformers config; None skips its checks.
+        replay: R2 or R3; "" for the agreement.
     """
-    config, agreement, mode = run.config, run.stability.router_agreement, replay_mode(run.config)
-    strategy, on = strategy_of(config), agreement or mode != "disabled"
-    if on and strategy not in ENGINES:
-        raise ConfigError(
+    config, strategy = run.config, strategy_of(run.config)
+    if strategy not in ENGINES:
+        yield Problem(
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
         )
-    if agreement and strategy not in HOOKED:
-        _check_recording(config, asked, off)
-    if agreement or mode == "R3":
-        _check_returned_experts(config, asked, off)
-    elif sglang_returns_routing(config):  # the user asked for the experts, and none of our features reads them
-        _check_sglang(config, f"{RETURNED}=true", f"{RETURNED}=false")
+        return
+    if not replay and replay_mode(config) == "R3" and not ENGINES[strategy].compares_r3:
+        yield Problem(
+            f"{asked} cannot measure anything with {replay_setting(config)}=R3: verl makes the training engine use "
+            "the rollout's experts and does not report the engine's own choice",
+            fix=(off,),
+        )
+        return
+    if strategy not in HOOKED:
+        yield from _packed_problems(config, asked, off)
+    if replay != "R2":
+        yield from _rollout_problems(config, asked, off)
     if model is not None:
-        _check_experts(config, model, asked, off)
+        yield from _experts_problems(config, model, asked, off, replay)
 
 
-def _check_share(config: DictConfig, share: float) -> None:
-    """Refuses features that read the routing of all trajectories: only a share of it reaches the workers."""
+def _share_problems(config: DictConfig, share: float) -> Iterator[Problem]:
+    """Yields features that read the routing of all trajectories: only a share of it reaches the workers."""
     whole = (f"{SHARE}=1",)
     if (mode := replay_mode(config)) != "disabled":
-        raise ConfigError(
+        yield Problem(
             f"{SHARE}={share:g} leaves trajectories without routing, which {replay_setting(config)}={mode} replays",
             fix=whole,
         )
+        return
     if (interval := OmegaConf.select(config, LOAD_BALANCE) or 0) > 0:
-        raise ConfigError(
+        yield Problem(
             f"{SHARE}={share:g} leaves trajectories without routing, and {LOAD_BALANCE}={interval} would count their "
             "tokens for expert 0",
             fix=(f"{LOAD_BALANCE}=0",),
@@ -148,88 +159,90 @@ def _check_share(config: DictConfig, share: float) -> None:
         )
 
 
-def _check_recording(config: DictConfig, asked: str, off: str) -> None:
-    """Checks what verl's own recording needs, on Megatron and VeOmni."""
-    if replay_mode(config) == "R3" and not ENGINES[strategy_of(config)].compares_r3:
-        raise ConfigError(
-            f"{asked} cannot measure anything with {replay_setting(config)}=R3: verl makes the training engine use the "
-            "rollout's experts and does not report the engine's own choice",
-            fix=(off,),
-        )
+def _packed_problems(config: DictConfig, asked: str, off: str) -> Iterator[Problem]:
+    """Yields a problem for padded batches on Megatron and VeOmni.
+
+    verl 0.9.1 records and replays packed tokens. On Megatron without packing, `set_router_replay_data` gives most
+    tokens the experts of another token if all answers are equally long, and raises otherwise.
+    """
     if not config.actor_rollout_ref.model.use_remove_padding:
-        raise ConfigError(
+        yield Problem(
             f"{asked} needs packed tokens on {ACTOR}.strategy={strategy_of(config)}",
             fix=("actor_rollout_ref.model.use_remove_padding=true",),
             otherwise=f"set {off}",
         )
     if OmegaConf.select(config, f"{ACTOR}.megatron.pad_to_length"):
-        raise ConfigError(
-            f"verl cannot record routing with {ACTOR}.megatron.pad_to_length=true",
+        yield Problem(
+            f"{asked} does not work with {ACTOR}.megatron.pad_to_length=true: verl finds no token's experts",
             fix=(f"{ACTOR}.megatron.pad_to_length=false",),
             otherwise=f"set {off}",
         )
 
 
-def _check_returned_experts(config: DictConfig, asked: str, off: str) -> None:
+def _rollout_problems(config: DictConfig, asked: str, off: str) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     if (engine := ROLLOUTS.get(rollout.name)) is None:
-        raise ConfigError(
+        yield Problem(
             f"{asked} reads the routed experts of vLLM or SGLang, not {ROLLOUT}.name={rollout.name}",
             fix=(f"{ROLLOUT}.name=vllm",),
             otherwise=f"set {off}",
         )
+        return
     if rollout.pipeline_model_parallel_size > 1:
-        raise ConfigError(
+        yield Problem(
             f"{asked} needs {engine} without pipeline parallelism, and {ROLLOUT}.pipeline_model_parallel_size="
             f"{rollout.pipeline_model_parallel_size}",
             fix=(f"{ROLLOUT}.pipeline_model_parallel_size=1",),
             otherwise=f"set {off}",
         )
     if rollout.name == "sglang":
-        _check_sglang(config, asked, off)
+        yield from _sglang_problems(config, asked, off)
 
 
 def sglang_returns_routing(config: DictConfig) -> bool:
     return rollout_name(config) == "sglang" and bool(OmegaConf.select(config, RETURNED))
 
 
-def _check_sglang(config: DictConfig, asked: str, off: str) -> None:
-    """Refuses settings under which SGLang's routing is missing, unreadable or not that of the model that sampled.
+def _sglang_problems(config: DictConfig, asked: str, off: str) -> Iterator[Problem]:
+    """Yields settings under which SGLang's routing is missing, unreadable or not that of the model that sampled.
 
     Source: SGLang 0.5.12, which verl 0.9.1 pins, and verl/workers/rollout/sglang_rollout.
     """
     for setting, (needed, why) in SGLANG_NEEDS.items():
         is_on = drafts(config) if setting == DRAFTED else bool(OmegaConf.select(config, setting))
         if is_on != needed:
-            raise ConfigError(
+            yield Problem(
                 f"{asked} cannot use SGLang's routed experts with {setting}={str(is_on).lower()}: {why}",
                 fix=(f"{'++' * setting.startswith(SGLANG_ARGUMENTS)}{setting}={str(needed).lower()}",),
                 otherwise=f"set {off}",
             )
 
 
-def _check_experts(config: DictConfig, hf_config: Any, asked: str, off: str) -> None:
+def _experts_problems(config: DictConfig, hf_config: Any, asked: str, off: str, replay: str) -> Iterator[Problem]:
     model = config.actor_rollout_ref.model
     from verl_ext.routing.choices import check_replayable, probe_choices
     from verl_ext.routing.engines import EXPERT_COUNTS, first_of
 
     if not first_of(hf_config.get_text_config(), EXPERT_COUNTS):
-        raise ConfigError(
+        yield Problem(
             f"{asked} needs a mixture of experts, and actor_rollout_ref.model.path={model.path} is a dense model",
             fix=(off,),
         )
-    if config.actor_rollout_ref.rollout.name == "sglang":
-        check_sglang_model(hf_config.get_text_config(), model.path, asked, off)
-    if replays_here(config):
-        with with_fallback(*([f"{REPLAY}=disabled"] if replay_setting(config) == REPLAY else [])):
+        return
+    if replay != "R2" and config.actor_rollout_ref.rollout.name == "sglang":
+        yield from sglang_model_problems(hf_config.get_text_config(), model.path, asked, off)
+    try:
+        if replay and replays_here(config):
             check_replayable(hf_config)
-    if strategy_of(config) in HOOKED:
-        probe_choices(hf_config, trust_remote_code=trusts_code(model))
+        if strategy_of(config) in HOOKED:
+            probe_choices(hf_config, trust_remote_code=trusts_code(model))
+    except HookError as error:
+        yield from error.problems
 
 
-def check_sglang_model(text_config: Any, path: str, asked: str, off: str) -> None:
+def sglang_model_problems(text_config: Any, path: str, asked: str, off: str) -> Iterator[Problem]:
     if not hasattr(text_config, "num_experts_per_tok"):
-        raise ConfigError(
+        yield Problem(
             f"{asked} needs num_experts_per_tok in the model's config, which gives SGLang the number of experts to "
             f"return, and {MODEL}.path={path} has none",
             fix=(off,),
@@ -260,7 +273,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         setting = described("compute_log_prob", {"share": share} if share < 1 else {})
         yield TableLine("router agreement", setting, "{routers}")
     mode = replay_mode(run.config)
-    setting = "R3: update_actor as the rollout" if bypasses(run.config) else REPLAYS.get(mode, mode)
+    setting = "R3: update_actor as the rollout" if measured_late(run) else REPLAYS.get(mode, mode)
     if replays_here(run.config):
         yield TableLine("routing replay", setting, "{routers}")
     elif mode != "disabled" and OmegaConf.select(run.config, REPLAY):
@@ -279,4 +292,11 @@ def prove(run: RunFeatures, engines: Engines) -> None:
         )
 
 
-ROUTING = Feature(needs, check, apply, agent_loop, lines=lines, prove=prove)
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if not _compares(run):
+        yield Idle("router/*", "the experts of the engines are not compared", (AGREEMENT,))
+    if replay_mode(run.config) == "disabled":
+        yield Idle("*/*own_agreement", "no routing is replayed")
+
+
+ROUTING = Feature(needs, problems, apply, agent_loop, lines=lines, prove=prove, idle=idle)

@@ -6,14 +6,15 @@ node. `python tools/settings_page.py > docs/settings.md` writes the page of all 
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.base.methods import ConfiguredMethod, defaults, described, require, require_one_of
 from verl_ext.base.metrics import OURS, find, nearest
-from verl_ext.core.corrections import Correction
+from verl_ext.base.names import FEWEST_PROMPTS
+from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter
 from verl_ext.features.verl_config import REPLAY_MODES
 from verl_ext.guard.rules import LowerLr, Rule
@@ -245,6 +246,7 @@ class SyncCanarySettings:
         trajectories: how many trajectories of the first batch both engines score again at weight syncs, to check that
             the weights arrived (docs/guard.md#a-weight-sync-that-did-not-happen). null takes 8 for a LoRA and in
             `separate_async`, whose weight transfer is not verl's naive one, and 0 otherwise. 0 turns the check off.
+            They are of as many prompts as possible; at least 4 prompts are needed.
         every: check the first three syncs, and then every this many.
     """
 
@@ -252,8 +254,9 @@ class SyncCanarySettings:
     every: int = 1
 
     def __post_init__(self) -> None:
-        holds = self.trajectories is None or self.trajectories >= 0
-        require(self, "trajectories", holds, "must be at least 0, or null for the default")
+        holds = self.trajectories in (None, 0) or self.trajectories >= FEWEST_PROMPTS
+        rule = f"must be 0, null for the default, or at least {FEWEST_PROMPTS}, without which nothing is known"
+        require(self, "trajectories", holds, rule)
         require(self, "every", self.every >= 1, "must be at least 1")
 
 
@@ -332,6 +335,9 @@ class Switches:
         top_tokens: the rollout's K most likely tokens at each place.
         score_centering: subtract from each token's score its mean under the sampler, weighted as the token is; needs
             one update per step.
+        reuse_log_probs: leave compute_log_prob out: l_old is l_theta of the update's own forward pass, which has the
+            same weights if a batch has one optimizer step. `on`, `off`, or `auto`, on where the result is the same
+            (docs/methods.md#one-pass-less).
         rescoring: score a few trajectories again with the weights that sampled them (`separate_async`).
         trajectories: write a few trajectories per step, token by token, for the report.
         cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. The setting of
@@ -340,6 +346,8 @@ class Switches:
         fake_quantization: round the rollout's weights as in a quantised rollout.
         float32_head: compute logits in float32 in both engines, which removes the rounding of the logits from the gap
             (docs/methods.md#float32-logits).
+        any_version: start with a verl, vLLM, SGLang or megatron-core that the plugin was not written for, at your own
+            risk. The launch prints each hook that does not fit.
     """
 
     denominator: str = "full"
@@ -356,17 +364,20 @@ class Switches:
     replay: str | None = None
     top_tokens: TopTokenSettings = field(default_factory=TopTokenSettings)
     score_centering: bool = False
+    reuse_log_probs: str = "off"
     rescoring: Rescoring = field(default_factory=Rescoring)
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"
     sync_canary: SyncCanarySettings = field(default_factory=SyncCanarySettings)
     fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
     float32_head: bool = False
+    any_version: bool = False
 
     def __post_init__(self) -> None:
         require_one_of(self, "denominator", ("full", "kept"))
         require_one_of(self, "kl_denominator", KL_DENOMINATORS)
         require_one_of(self, "cascade_attention", ("default", "on", "off"))
+        require_one_of(self, "reuse_log_probs", ("off", "auto", "on"))
         if self.replay is not None:
             require_one_of(self, "replay", REPLAY_MODES)
         share = self.router_agreement_share
@@ -398,10 +409,17 @@ class StabilityConfig(Switches):
     filters: tuple[ConfiguredMethod[BatchFilter], ...] = ()
     rules: tuple[Rule, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_ratio()
-        self._check_denominator()
+    def problems(self) -> Iterator[Problem]:
+        """Yields the problems of settings that contradict each other, whatever the run is."""
+        yield from self._ratio_problems()
+        yield from self._cap_problems()
+        yield from self._denominator_problems()
+        yield from self._agreement_problems()
+        for rule in self.rules:
+            yield from self._rule_problems(rule)
+        yield from self._guard_problems()
+
+    def _agreement_problems(self) -> Iterator[Problem]:
         needing = {
             f"correction={one.name}": self.without(one.name)
             for one in self.in_update
@@ -411,80 +429,83 @@ class StabilityConfig(Switches):
             f"filters.{one.name}": self.without_filter(one.name) for one in self.filters if one.method.needs_agreement
         }
         if needing and self.router_agreement_share < 1:
-            raise ConfigError(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
+            yield Problem(f"stability.{next(iter(needing))} {self.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
         if self.router_agreement_share < 1:
             needing[f"router_agreement_share={self.router_agreement_share:g}"] = (EVERY_AGREEMENT,)
         if needing and not self.router_agreement:
             setting, off = next(iter(needing.items()))
-            raise ConfigError(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), fallback=off)
-        for rule in self.rules:
-            self._check_rule(rule)
-        self._check_guard()
+            yield Problem(f"stability.{setting} needs the routers' agreement", fix=(AGREEMENT,), leave_out=off)
 
-    def _check_ratio(self) -> None:
+    def _ratio_problems(self) -> Iterator[Problem]:
         weigh = [chosen for chosen in self.correction if chosen.method.weighs_by_ratio(chosen.settings)]
         if len(weigh) < 2:
             return
         masks = [f"stability.{one.name}.{one.method.mask_override}" for one in weigh if one.method.mask_override]
         also = f" ({weigh[-1].name} can be combined with another correction: {masks[-1]})" if masks else ""
-        raise ConfigError(
+        yield Problem(
             f"stability.correction={list(self.correction_names)}: {' and '.join(one.name for one in weigh)} each weigh "
             "a token by its ratio, which would count twice",
             fix=tuple(masks) if len(masks) == len(weigh) - 1 else (),
             otherwise=f"keep one of them{also}",
         )
 
-    def _check_denominator(self) -> None:
+    def _cap_problems(self) -> Iterator[Problem]:
+        for chosen in _unbounded(self.correction):
+            yield Problem(
+                f"stability.correction={','.join(self.correction_names)}: {chosen.name} weighs by the ratio without a "
+                f"cap ({described(chosen.name, asdict(chosen.settings))}), and no other correction bounds it",
+                fix=(f"stability.{chosen.name}=null",),
+                otherwise=f"add {' or '.join(each.name for each in CORRECTIONS.values() if each.bounds)}",
+                leave_out=self.without(chosen.name),
+            )
+
+    def _denominator_problems(self) -> Iterator[Problem]:
         if self.denominator == "full":
             return
         full = ("stability.denominator=full",)
         if inside := [chosen.name for chosen in self.in_update]:
-            raise ConfigError(
+            yield Problem(
                 f"stability.denominator=kept cannot count the tokens that {' and '.join(inside)} drops in the update",
                 fix=full,
                 otherwise="use stability.filters.off_policy_negative",
-                fallback=full,
+                leave_out=full,
             )
-        if not any(_drops(chosen) for chosen in self.correction):
-            raise ConfigError(
+        elif not any(_drops(chosen) for chosen in self.correction):
+            yield Problem(
                 "stability.denominator=kept counts the tokens that stability.correction keeps before the update, and "
                 f"stability.correction={','.join(self.correction_names) or 'none'} drops none there",
                 fix=full,
                 otherwise="name a correction that drops tokens, such as icepop",
-                fallback=full,
+                leave_out=full,
             )
 
-    def _check_guard(self) -> None:
-        """Refuses a setting of an action that no rule has."""
+    def _guard_problems(self) -> Iterator[Problem]:
+        """Yields a problem for a setting of an action that no rule has."""
         usual, actions = GuardSettings(), {rule.action for rule in self.rules}
         for name, readers in READ_BY.items():
             if getattr(self.guard, name) != getattr(usual, name) and actions.isdisjoint(readers):
-                raise ConfigError(
+                yield Problem(
                     f"stability.guard.{name} is set, and no rule has action={' or '.join(readers)}; give a rule of "
                     "stability.guard.rules that action, or leave the setting out",
-                    fallback=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
+                    leave_out=(f"stability.guard.{name}={_usual_text(getattr(usual, name))}",),
                 )
 
-    def _check_rule(self, rule: Rule) -> None:
+    def _rule_problems(self, rule: Rule) -> Iterator[Problem]:
         where = f"stability.guard.rules.{rule.name}"
         if rule.action == "tighten":
             if not self.bands:
-                raise ConfigError(
+                yield Problem(
                     f"{where}: action=tighten narrows IcePop's band; name icepop in stability.correction, or choose "
                     "another action",
-                    fallback=(f"{where}.action=warn",),
+                    leave_out=(f"{where}.action=warn",),
                 )
             for chosen in self.bands:
                 (low, least), (high, most) = asdict(chosen.settings).items()
                 if not least <= 1 <= most:
-                    raise ConfigError(
+                    yield Problem(
                         f"{where}: action=tighten narrows the band towards 1, which is outside "
                         f"stability.{chosen.name}.{low}={least:g} to {high}={most:g}"
                     )
-        if rule.signal.startswith("router/") and not self.router_agreement:
-            raise ConfigError(
-                f"{where}: {rule.signal} needs the routers' agreement", fix=(AGREEMENT,), fallback=(f"{where}=null",)
-            )
 
     @property
     def needs_every_agreement(self) -> str:
@@ -504,11 +525,18 @@ class StabilityConfig(Switches):
         return _correction_override(self.correction_names)
 
     def without(self, *names: str) -> tuple[str, ...]:
-        """Returns the overrides that leave out these corrections and reset their settings."""
-        left_out = [chosen for chosen in self.correction if chosen.name in names]
+        """Returns the overrides that leave out these corrections and reset their settings.
+
+        A correction that weighs by the ratio without a cap goes with the last one that bounds it.
+        """
+        rest = [chosen for chosen in self.correction if chosen.name not in names]
+        if any(chosen.name in names and chosen.method.bounds for chosen in self.correction):
+            unbounded = _unbounded(rest)
+            rest = [chosen for chosen in rest if chosen not in unbounded]
+        left_out = [chosen for chosen in self.correction if chosen not in rest]
         changed = [one.name for one in left_out if asdict(one.settings) != defaults(one.method.settings)]
-        rest = _correction_override([name for name in self.correction_names if name not in names])
-        return (rest, *(f"stability.{name}=null" for name in changed))
+        kept = _correction_override([chosen.name for chosen in rest])
+        return (kept, *(f"stability.{name}=null" for name in changed))
 
     def without_filter(self, name: str) -> tuple[str]:
         """Returns the override that leaves a filter out."""
@@ -546,6 +574,12 @@ class StabilityConfig(Switches):
     def filter_chain(self) -> list[tuple[str, dict[str, Any]]]:
         """Returns name and settings of the batch filters, in order, for `core.filters`."""
         return [(chosen.name, asdict(chosen.settings)) for chosen in self.filters]
+
+
+def _unbounded(chosen: Sequence[ConfiguredMethod[Correction]]) -> list[ConfiguredMethod[Correction]]:
+    """Returns the corrections that weigh by the ratio without a cap, if none of these bounds it."""
+    bounded = any(one.method.bounds for one in chosen)
+    return [] if bounded else [one for one in chosen if one.method.is_ratio(one.settings)]
 
 
 def _correction_override(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.base.errors import ConfigError, Problems, require_choice
 from verl_ext.base.methods import ConfiguredMethod, build, choose, defaults, require_known
 from verl_ext.base.metrics import comes_late
 from verl_ext.core.corrections import CORRECTIONS, Correction
@@ -36,35 +36,31 @@ def stability_config(node: Any) -> StabilityConfig:
     Imports the modules of `plugins`.
 
     Raises:
-        ConfigError: a value is out of range or not among the choices, or a setting is unknown or has no use.
+        ConfigError: values are out of range or not among the choices, or settings are unknown or have no use; it has
+            all of them.
     """
     given = _plain(node)
-    given["plugins"] = _names("stability.plugins", given.get("plugins"))
-    for module in given["plugins"]:
-        if not module or module.startswith("."):
-            raise ConfigError(f"stability.plugins={given['plugins']} must be full names of modules")
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
-    if isinstance(cascade := given.get("cascade_attention"), bool):  # YAML reads an unquoted `on` or `off` as a bool
-        given["cascade_attention"] = "on" if cascade else "off"
-    guard = given.get("guard")
+    given["plugins"] = _imported(given.get("plugins"))
+    for name in ("cascade_attention", "reuse_log_probs"):
+        if isinstance(switch := given.get(name), bool):  # YAML reads an unquoted `on` or `off` as a bool
+            given[name] = "on" if switch else "off"
+    guard, problems = given.get("guard"), Problems()
     rules: tuple[Rule, ...] = ()
     if isinstance(guard, Mapping):  # `build` refuses another type
         given["guard"] = {name: value for name, value in guard.items() if name != "rules"}
-        rules = parse_rules(guard.get("rules"))
-    corrections = _corrections(given)
-    filters = _chosen_filters(given.pop("filters", None))
+        with problems:
+            rules = parse_rules(guard.get("rules"))
+    with problems:
+        corrections = _corrections(given)
+    with problems:
+        filters = _chosen_filters(given.pop("filters", None))
     known = [*(one.name for one in fields(Switches)), "correction", "filters", *CORRECTIONS]
-    require_known(given, known, "stability", "docs/settings.md lists all settings")
-    switches = build(Switches, given, "stability")
-    return StabilityConfig(
-        **vars(switches),
-        correction=corrections,
-        filters=filters,
-        rules=(*_batch_skip_rule(switches.batch_skip, rules), *rules),
-    )
+    with problems:
+        require_known(given, known, "stability", "docs/settings.md lists all settings")
+        switches = build(Switches, {name: given[name] for name in given if name not in CORRECTIONS}, "stability")
+        rules = (*_batch_skip_rule(switches.batch_skip, rules), *rules)
+    problems.raise_any()
+    return StabilityConfig(**vars(switches), correction=corrections, filters=filters, rules=rules)
 
 
 def default_node() -> dict[str, Any]:
@@ -73,6 +69,19 @@ def default_node() -> dict[str, Any]:
     node["guard"]["rules"] = None
     methods = {name: defaults(method.settings) for name, method in CORRECTIONS.items()}
     return {"correction": "none", **methods, "filters": None, **node}
+
+
+def _imported(given: Any) -> list[str]:
+    """Imports the modules that `plugins` names; returns the names."""
+    names = _names("stability.plugins", given)
+    for module in names:
+        if not module or module.startswith("."):
+            raise ConfigError(f"stability.plugins={names} must be full names of modules")
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
+    return names
 
 
 def _plain(node: Any) -> dict[str, Any]:
@@ -148,7 +157,13 @@ def parse_rules(given: Any) -> tuple[Rule, ...]:
     """
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"{GUARD_NODE}.rules={given} must be a mapping from a name to a rule")
-    return tuple(_parse_rule(str(name), rule) for name, rule in (given or {}).items() if rule is not None)
+    parsed, problems = list[Rule](), Problems()
+    for name, rule in (given or {}).items():
+        with problems:
+            if rule is not None:
+                parsed.append(_parse_rule(str(name), rule))
+    problems.raise_any()
+    return tuple(parsed)
 
 
 def _parse_rule(name: str, given: Any) -> Rule:

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from verl_ext.base.errors import HookError
-from verl_ext.features.feature import Demand, Engines, Feature, Need, Precondition, RunFeatures, TableLine
+from omegaconf import OmegaConf
+
+from verl_ext.base.errors import HookError, Problem
+from verl_ext.base.names import FEWEST_PROMPTS
+from verl_ext.features.feature import Demand, Engines, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.features.verl_config import (
     MERGE_LORA,
@@ -16,8 +19,10 @@ from verl_ext.features.verl_config import (
     trains_lora,
 )
 
+WITHOUT_CANARY = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 DEFAULT = 8  # trajectories, if the canary turns itself on
 NAMED = 4  # how many of the names that vLLM did not use an error lists
+BATCH = "data.train_batch_size"
 AFTER_SYNC = "{trainer}.on_step_end"
 
 
@@ -37,6 +42,19 @@ def canary_settings(run: RunFeatures) -> SyncCanarySettings:
     scores = rollout_name(run.config) in ROLLOUTS and not drafts(run.config)
     on = doubted and scores and Need.MEASURED_BATCHES in run.needs
     return replace(asked, trajectories=DEFAULT if on else 0)
+
+
+def problems(run: RunFeatures) -> Iterator[Problem]:
+    """Checks that a batch has as many prompts as the canary needs."""
+    syncs = OmegaConf.select(run.config, f"trainer.v1.{trainer_mode(run.config)}.parameter_sync_step") or 1
+    prompts = (OmegaConf.select(run.config, BATCH) or FEWEST_PROMPTS * syncs) // syncs
+    if (canary := run.stability.sync_canary).trajectories and prompts < FEWEST_PROMPTS:
+        yield Problem(
+            f"stability.sync_canary.trajectories={canary.trajectories} needs answers to {FEWEST_PROMPTS} prompts, and "
+            f"a batch has {prompts}",
+            fix=(f"{BATCH}={FEWEST_PROMPTS * syncs}",),
+            leave_out=WITHOUT_CANARY,
+        )
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
@@ -71,10 +89,10 @@ def _confirmed_adapter(engines: Engines) -> str:
     return f"{AFTER_SYNC}; {reports[0]['used']} modules with the LoRA in {len(reports)} vLLM worker(s)"
 
 
-CHECKED = Precondition(
-    ("sync_canary.every",),
-    met=lambda run: canary_settings(run).trajectories != 0,
-    why="no weight sync is checked",
-    switch=f"stability.sync_canary.trajectories={DEFAULT}",
-)
-CANARY = Feature(needs, lines=lines, preconditions=(CHECKED,))
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if not canary_settings(run).trajectories:
+        switch = (f"stability.sync_canary.trajectories={DEFAULT}",)
+        yield Idle("sync/*", "no weight sync is checked", switch, ("sync_canary.every",))
+
+
+CANARY = Feature(needs, problems=problems, lines=lines, idle=idle)

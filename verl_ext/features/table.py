@@ -6,14 +6,15 @@ not found there. A feature of the trainer needs no such check: it is in the clas
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.base.errors import HookError, Problem, Problems
 from verl_ext.features.advantages import ESTIMATOR
 from verl_ext.features.bypass import BYPASS_MODE
 from verl_ext.features.cascade_attention import CASCADE_ATTENTION
@@ -22,16 +23,17 @@ from verl_ext.features.fake_quantization import FAKE_QUANTIZATION
 from verl_ext.features.feature import Demand, Engines, Feature, Need, RunFeatures, TableLine
 from verl_ext.features.filters import FILTER
 from verl_ext.features.float32_head import FLOAT32_HEAD
-from verl_ext.features.guard import GUARD
+from verl_ext.features.guard import GUARD, signals
 from verl_ext.features.losses import POLICY_LOSS, foreign_loss
 from verl_ext.features.mismatch import MISMATCH
 from verl_ext.features.rescoring import RESCORING
+from verl_ext.features.reuse import REUSE
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import CANARY
 from verl_ext.features.top_tokens import TOP_TOKENS
 from verl_ext.features.trajectories import TRAJECTORIES
-from verl_ext.features.verl_config import BYPASS, check_model_files, check_overlong, check_warmup
+from verl_ext.features.verl_config import BYPASS, bypasses, model_problems, overlong_problems, warmup_problems
 
 USUAL = StabilityConfig()
 OFF_VALUES = (None, False, 0, "disabled")  # values that switch something off
@@ -52,21 +54,16 @@ FEATURES: tuple[Feature, ...] = (
     FAKE_QUANTIZATION,
     FLOAT32_HEAD,
     BYPASS_MODE,
+    REUSE,
     TOP_TOKENS,
 )
 
 
 def read_features(config: DictConfig, stability: StabilityConfig, *, read_model: bool = True) -> RunFeatures:
-    """Returns the features that a run's config switches on, from the config alone.
-
-    Raises:
-        ConfigError: no feature is on, but a setting has been changed.
-    """
+    """Returns the features that a run's config switches on, from the config alone."""
     run, asked = RunFeatures(config, stability, read_model=read_model), None
     while asked != run.demands:  # a feature's need may switch another feature on
         asked, run = run.demands, replace(run, demands=tuple(_demands(run)))
-    if not run.demands:  # verl runs unchanged, and `check_run` is not called
-        _check_nothing_on(run)
     return run
 
 
@@ -75,51 +72,70 @@ def _demands(run: RunFeatures) -> Iterator[Demand]:
         yield from feature.needs(run)
 
 
-def check_run(run: RunFeatures) -> None:
-    """Raises ConfigError for settings that cannot work together: one line that names the remedy."""
-    if not run.config.trainer.use_v1:
-        raise ConfigError("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",))
-    for feature in FEATURES:
-        feature.check(run)
-    _check_loss_runs(run)
-    _check_expected(run)
-    _check_preconditions(run)
-    check_overlong(run.config)
-    check_warmup(run.config)
-    if run.read_model:
-        check_model_files(run.config.actor_rollout_ref.model)
+def problems_of(run: RunFeatures) -> list[Problem]:
+    """Returns every problem of a run's settings.
+
+    Their order counts, because a preset gives way to the first that has a `leave_out`: settings that contradict each
+    other, what the run lacks for a feature, settings without an effect, and what verl asserts without a message.
+    """
+    found = Problems()
+    if run.demands and not run.config.trainer.get("use_v1"):
+        found.found.append(Problem("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",)))
+    for rule in _rules(run):
+        with found:  # a rule raises what it cannot parse
+            found.found += rule(run)
+    if not run.demands and not found.found:
+        found.found += _unused_problems(run)
+    return list(dict.fromkeys(found.found))
 
 
-def _check_loss_runs(run: RunFeatures) -> None:
-    """Refuses features that need our loss if the workers cannot run it."""
+def _rules(run: RunFeatures) -> Iterator[Callable[[RunFeatures], Iterable[Problem]]]:
+    """Yields the rules of a run. A run without features is verl's own, and none of its settings may be changed."""
+    changed = run.stability != replace(USUAL, expects=run.stability.expects, left_out=run.stability.left_out)
+    yield lambda run: run.stability.problems()
+    if run.demands or changed:
+        yield from (feature.problems for feature in FEATURES)
+    else:
+        yield from (ESTIMATOR.problems, POLICY_LOSS.problems)  # they have settings outside stability
+    yield _expected_problems
+    if run.demands:
+        yield _foreign_loss_problems
+        yield _signal_problems
+    yield _setting_problems
+    yield lambda run: overlong_problems(run.config)
+    yield lambda run: warmup_problems(run.config)
+    if run.demands and run.read_model:
+        yield lambda run: model_problems(run.config.actor_rollout_ref.model)
+
+
+def _foreign_loss_problems(run: RunFeatures) -> Iterator[Problem]:
+    """Yields a problem for each feature that needs our loss, if the workers cannot run it."""
     if not (why := foreign_loss(run.config)):
         return
     for demand in run.demands:
-        if Need.MEASURED_IN_UPDATE in demand.needs:
-            raise ConfigError(
-                f"in bypass mode the gap is measured by the workers' loss: {why}", fix=(f"{BYPASS}=False",)
-            )
-        if Need.OUR_LOSS in demand.needs:
-            raise ConfigError(
+        if Need.MEASURED_IN_UPDATE in demand.needs and bypasses(run.config):
+            yield Problem(f"in bypass mode the gap is measured by the workers' loss: {why}", fix=(f"{BYPASS}=False",))
+        elif Need.OUR_LOSS in demand.needs:
+            yield Problem(
                 f"{demand.setting} needs the plugin's loss in the workers: {why}",
                 fix=demand.off,
                 otherwise="" if demand.off else "leave it out",
-                fallback=demand.off,
+                leave_out=demand.off,
             )
 
 
-def _check_nothing_on(run: RunFeatures) -> None:
-    """Refuses each changed setting, because no feature is on."""
-    _check_expected(run)
-    ESTIMATOR.check(run)
-    if run.stability == replace(USUAL, expects=run.stability.expects, left_out=run.stability.left_out):
-        return
-    for feature in FEATURES:  # their errors are more precise
-        feature.check(replace(run, read_model=False))
-    _check_preconditions(run)
-    for name in _names_of(USUAL):
-        if name not in ("expects", "left_out"):
-            _require_usual(run, name, "no feature of stability.* is on", "stability=moe or another preset")
+def _signal_problems(run: RunFeatures) -> Iterator[Problem]:
+    """Yields a problem for each rule of the guard whose signal the run does not log: it could never act."""
+    idle = [each for feature in FEATURES for each in feature.idle(run)]
+    for setting, signal, off in signals(run.stability):
+        found = next((each for each in idle if fnmatchcase(signal, each.metrics)), None)
+        if found is not None:
+            yield Problem(
+                f"{setting}: {signal} is not logged: {found.why}",
+                fix=found.switch or (off,),
+                otherwise=f"set {off}" if found.switch else "",
+                leave_out=(off,),
+            )
 
 
 def _names_of(settings: Any, prefix: str = "") -> Iterator[str]:
@@ -132,33 +148,34 @@ def _names_of(settings: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + one.name
 
 
-def _check_preconditions(run: RunFeatures) -> None:
-    for feature in FEATURES:
-        for precondition in feature.preconditions:
-            if not precondition.met(run):
-                for name in precondition.settings:
-                    _require_usual(run, name, precondition.why, precondition.switch)
+def _setting_problems(run: RunFeatures) -> Iterator[Problem]:
+    """Yields a problem for each setting without an effect that is not its default and switches nothing off."""
+    for each in (each for feature in FEATURES for each in feature.idle(run)):
+        for name in each.settings:
+            yield from _without_effect(run, name, each.why, " and ".join(each.switch))
 
 
-def _require_usual(run: RunFeatures, name: str, why: str, switch: str) -> None:
-    """Refuses a setting that has no effect, unless it has its default or switches something off."""
+def _unused_problems(run: RunFeatures) -> Iterator[Problem]:
+    """Yields a problem for each setting that is changed although no feature is on."""
+    for name in _names_of(USUAL):
+        if name not in ("expects", "left_out"):
+            yield from _without_effect(run, name, "no feature of stability.* is on", "stability=moe or another preset")
+
+
+def _without_effect(run: RunFeatures, name: str, why: str, switch: str) -> Iterator[Problem]:
     value, usual = (attrgetter(name)(stability) for stability in (run.stability, USUAL))
     if value != usual and value not in OFF_VALUES:
-        raise ConfigError(
-            f"stability.{name}={_as_yaml(value)} has no effect: {why}",
-            fix=(reset := (f"stability.{name}={_as_yaml(usual)}",)),
-            otherwise=switch,
-            fallback=reset,
-        )
+        reset = (f"stability.{name}={_as_yaml(usual)}",)
+        yield Problem(f"stability.{name}={_as_yaml(value)} has no effect: {why}", "", reset, switch, reset)
 
 
-def _check_expected(run: RunFeatures) -> None:
-    """Refuses an override that leaves a preset without its method."""
+def _expected_problems(run: RunFeatures) -> Iterator[Problem]:
+    """Yields a problem for an override that leaves a preset without its method."""
     for setting, expected in (run.stability.expects or {}).items():
         choices = expected if isinstance(expected, list) else [expected]
         given = OmegaConf.select(run.config, setting)
         if given not in choices:
-            raise ConfigError(
+            yield Problem(
                 f"{setting}={_as_yaml(given)} leaves the preset without its method: it needs "
                 f"{' or '.join(map(_as_yaml, choices))} (stability.expects)",
                 fix=(f"{setting}={_as_yaml(choices[0])}",),

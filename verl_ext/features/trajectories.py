@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_ext.base.names import trajectories_path
-from verl_ext.features.feature import Demand, Feature, Need, Precondition, RunFeatures, TableLine
+from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
@@ -22,10 +22,10 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
         )
 
 
-PRECONDITION = Precondition(
-    ("trajectories.every", "trajectories.max_tokens", "trajectories.max_megabytes"),
-    met=lambda run: run.stability.trajectories.per_step > 0,
-    why="no trajectory is written",
-    switch="stability.trajectories.per_step=4",
-)
-TRAJECTORIES = Feature(needs, lines=lines, preconditions=(PRECONDITION,))
+def idle(run: RunFeatures) -> Iterator[Idle]:
+    if not run.stability.trajectories.per_step:
+        settings = tuple(f"trajectories.{name}" for name in ("every", "max_tokens", "max_megabytes"))
+        yield Idle("", "no trajectory is written", ("stability.trajectories.per_step=4",), settings)
+
+
+TRAJECTORIES = Feature(needs, lines=lines, idle=idle)

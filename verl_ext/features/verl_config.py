@@ -5,12 +5,13 @@ Neither torch nor verl is imported, so that a launch, doctor and plan are fast. 
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
 
 MODEL = "actor_rollout_ref.model"
@@ -26,6 +27,7 @@ REPLAY = "stability.replay"  # the same for every engine
 REPLAY_MODES = ("disabled", "R2", "R3")
 MTP = f"{MODEL}.mtp"
 VIRTUAL_STAGES = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+REWARD_ARGUMENTS = "reward.reward_kwargs"
 RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
 
@@ -68,6 +70,17 @@ def trainer_mode(config: DictConfig) -> str:
 def is_asynchronous(config: DictConfig) -> bool:
     """Returns True if a rollout may come from older weights than l_old."""
     return trainer_mode(config) != "sync"
+
+
+def age_problems(config: DictConfig, asked: str, off: tuple[str, ...]) -> Iterator[Problem]:
+    """Yields a problem for a setting that acts only on rollouts that are older than the policy, if there are none.
+
+    Args:
+        off: the overrides that leave it out.
+    """
+    if not is_asynchronous(config):
+        found = f"{asked} acts on rollouts that are older than the policy, and with {MODE}=sync there are none"
+        yield Problem(found, "", off, "train in an asynchronous mode", off)
 
 
 def rollout_name(config: DictConfig) -> str:
@@ -220,6 +233,11 @@ def trusts_code(model: DictConfig) -> bool:
     return bool(model.get("trust_remote_code"))
 
 
+def is_folder_path(path: str) -> bool:
+    """Returns True if a model's path can only be a folder: the Hub has NAME and OWNER/NAME, and URLs are remote."""
+    return "://" not in path and (path.count("/") > 1 or path.startswith((".", "/", "~")))
+
+
 def check_folder(model: Any) -> None:
     """Refuses a model path on this machine that does not exist, or that has no config.json.
 
@@ -232,46 +250,50 @@ def check_folder(model: Any) -> None:
                 f"{MODEL}.path={model.path} has no config.json, so it is not a model folder in Hugging Face's format; "
                 "correct the path"
             )
-    elif "://" not in path and (path.count("/") > 1 or path.startswith((".", "/"))):  # the Hub has NAME and OWNER/NAME
+    elif is_folder_path(path):
         raise ConfigError(f"{MODEL}.path={model.path} does not exist; correct the path")
 
 
-def check_model_files(model: DictConfig) -> None:
+def model_problems(model: DictConfig) -> Iterator[Problem]:
     """Checks that the model folder exists, with a config and a tokenizer; other paths are left to verl."""
     check_folder(model)
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     path = os.path.expanduser(model[setting])
     if not os.path.isdir(path):
         if os.path.isabs(path):
-            raise ConfigError(f"{MODEL}.{setting}={path} does not exist; correct the path")
+            yield Problem(f"{MODEL}.{setting}={path} does not exist", otherwise="correct the path")
         return
     from transformers import AutoTokenizer
 
     try:
         AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_code(model))
     except Exception as error:
-        raise ConfigError(
-            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__}); save one next to the "
-            f"model, or set {MODEL}.tokenizer_path"
-        ) from error
-
-
-def check_overlong(config: DictConfig) -> None:
-    """Checks what verl's reward manager `dapo` would assert only when it runs."""
-    prefix = "reward.reward_kwargs"
-    if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
-        return
-    if not OmegaConf.select(config, f"{prefix}.overlong_buffer_cfg.enable"):
-        return
-    length, limit = (OmegaConf.select(config, f"{prefix}.{k}") for k in ("overlong_buffer_cfg.len", "max_resp_len"))
-    if length is None or limit is None or length > limit:
-        raise ConfigError(
-            f"{prefix}.overlong_buffer_cfg.len={length} must be at most {prefix}.max_resp_len={limit}: it is the "
-            "number of tokens before the limit over which the penalty grows"
+        yield Problem(
+            f"{MODEL}.{setting}={path} has no tokenizer that loads ({type(error).__name__})",
+            otherwise=f"save one next to the model, or set {MODEL}.tokenizer_path",
         )
 
 
-def check_warmup(config: DictConfig) -> None:
+def overlong_problems(config: DictConfig) -> Iterator[Problem]:
+    """Checks what verl's reward manager `dapo` would assert only when it runs."""
+    buffer, limit = f"{REWARD_ARGUMENTS}.overlong_buffer_cfg", f"{REWARD_ARGUMENTS}.max_resp_len"
+    if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
+        return
+    if not OmegaConf.select(config, f"{buffer}.enable"):
+        return
+    usual = {limit: config.data.max_response_length, f"{buffer}.penalty_factor": 1.0, f"{buffer}.log": False}
+    if missing := [name for name in usual if OmegaConf.select(config, name) is None]:
+        found = f"{' and '.join(missing)} must be set: verl's reward manager dapo reads them without a default"
+        yield Problem(found, fix=tuple(f"++{name}={usual[name]}" for name in missing))
+    length, most = (OmegaConf.select(config, name) for name in (f"{buffer}.len", limit))
+    if length is None or length <= 0 or (most is not None and length > most):
+        yield Problem(
+            f"{buffer}.len={length} must be above 0 and at most {limit}={most}: it is the number of tokens before the "
+            "limit over which the penalty grows"
+        )
+
+
+def warmup_problems(config: DictConfig) -> Iterator[Problem]:
     """Checks that the warm-up ends before the learning-rate schedule: megatron-core asserts it without a message."""
     actor, steps = config.actor_rollout_ref.actor, config.trainer.total_training_steps
     warmup = actor.optim.get("lr_warmup_steps") or 0
@@ -279,7 +301,7 @@ def check_warmup(config: DictConfig) -> None:
         return
     if warmup >= steps:
         setting = f"{ACTOR}.optim.lr_warmup_steps"
-        raise ConfigError(
+        yield Problem(
             f"{setting}={warmup} must be below trainer.total_training_steps={steps} with {ACTOR}.strategy=megatron",
             fix=(f"{setting}=0",),
             otherwise="train for more steps",

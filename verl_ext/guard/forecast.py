@@ -1,6 +1,6 @@
 """Forecasts a run, and warns: growth or a jump of the engines' gap, a mask that misses the growth, a collapsed reward.
 
-The statistics are `diagnosis.growth` and `diagnosis.collapse`, which the report applies to finished runs. The guard
+The statistics are `diagnosis.statistics` and `diagnosis.collapse`, which the report applies to finished runs. The guard
 uses these two and the names of metrics, but no findings and no causes.
 
 `vllm_kl/*` compares the rollout's log-probabilities with those of the policy before the update. If the weights are the
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.collapse import RECORDED, STRETCH, find_collapse
-from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_enough, spread
 from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD, engines_names
+from verl_ext.diagnosis.statistics import HORIZON, Growth, estimate_growth, is_seen_enough, spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
 # Jumps are looked for in the mean |log k|, to which all tokens contribute alike; a single token can move k3.

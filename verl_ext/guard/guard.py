@@ -8,13 +8,14 @@ The same signals in the same order give the same decisions, also across `state_d
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any
 
 from verl_ext.base.metrics import MUST_BE_FINITE
 from verl_ext.guard import levels
 from verl_ext.guard.forecast import engines_value, foresee, owner_clause, place_clause, remember
 from verl_ext.guard.rules import (
+    ACTIONS,
     REFUSING,
     LowerLr,
     Rule,
@@ -34,7 +35,20 @@ LR_SCALE = "guard/lr_scale"
 REFUSED = "actor/gate/refused"  # share of a step's mini-batches that the workers refused
 KEPT = 20  # checkpoints remembered as good
 
-Limit = tuple[str, str, float]  # a signal, the side on which it is bad, and its bound
+
+@dataclass(frozen=True)
+class Limit:
+    """The bound past which a rule refuses the next batch. In bypass mode the workers judge by it, as the guard will."""
+
+    rule: Rule
+    bound: float
+
+    def is_past(self, signals: Mapping[str, float]) -> bool:
+        """Returns True if the rule's signal is past the bound, or not finite."""
+        if not math.isfinite(signals.get(self.rule.signal, 0.0)):
+            return True
+        value = _judged_value(self.rule, signals)
+        return value is not None and self.rule.is_past(value, self.bound)
 
 
 @dataclass(eq=False)
@@ -90,7 +104,7 @@ class Guard:
         """The bounds past which the next batch will be refused; in bypass mode the workers refuse by them."""
         refusing = [rule for rule in self.rules if rule.action in REFUSING]
         bounds = [(rule, next_bound(rule, self.state.rules[rule.name])) for rule in refusing]
-        return tuple((rule.signal, rule.side, bound) for rule, bound in bounds if bound is not None)
+        return tuple(Limit(rule, bound) for rule, bound in bounds if bound is not None)
 
     @property
     def calm(self) -> bool:
@@ -122,7 +136,7 @@ class Guard:
         """
         bad = [f"{name} has {count} non-finite values" for name, count in (non_finite or {}).items() if count]
         events = [Event(self.step, "non_finite", "", None, None, "skip", " and ".join(bad))] if bad else []
-        events += self._not_finite(signals, "skip")
+        events += self._not_finite(signals, early=True)
         for rule in self.rules:
             events += self._read(rule, signals, early=True)
         self._judged |= signals.keys()
@@ -141,9 +155,7 @@ class Guard:
         """
         new = {name: value for name, value in signals.items() if name not in self._judged}
         remember(self.state, self.step, _finite(new))
-        events = self._not_finite(new, "warn")
-        undoing = {rule.signal for rule in self.rules if rule.action == "undo"}
-        events = [replace(event, action="undo") if event.signal in undoing else event for event in events]
+        events = self._not_finite(new, early=False)
         refused = new.get(REFUSED, 0.0)
         if refused > 0:
             reason = f"{refused:.0%} of the mini-batches were refused: they passed a bound of "
@@ -250,18 +262,14 @@ class Guard:
         self.state.unproven = [(saved, since) for saved, since in self.state.unproven if since >= step - 1]
 
     def _read(self, rule: Rule, signals: Mapping[str, float], *, early: bool) -> list[Event]:
-        value = _scalar(signals.get(rule.signal))
-        if value is None:
+        if _scalar(signals.get(rule.signal)) is None:
             return []
         if not early and rule.action == "skip":
             raise late_skip(rule)
         self.unread.discard(rule.name)
-        if not math.isfinite(value):
+        value = _scalar(_judged_value(rule, signals))
+        if value is None or not math.isfinite(value):
             return []  # `_not_finite` reports it
-        if rule.engines_only:
-            value = engines_value(rule.signal, _finite(signals))
-        if value is None:
-            return []
         outcome = apply_rule(rule, self.state.rules[rule.name], value)
         threshold = outcome.threshold
         if outcome.ended and rule.action == "lower_lr":
@@ -292,14 +300,28 @@ class Guard:
             return "stop", f"{reason}, after {self.state.rollbacks} rollbacks (stability.guard.max_rollbacks)"
         return "rollback", reason
 
-    def _not_finite(self, signals: Mapping[str, float], action: str) -> list[Event]:
-        names = dict.fromkeys((*MUST_BE_FINITE, *(rule.signal for rule in self.rules)))  # once each, in order
-        found = {name: value for name in names if (value := _scalar(signals.get(name))) is not None}
-        return [
-            Event(self.step, "non_finite", name, value, None, action, f"{name} is {value}")
-            for name, value in found.items()
-            if not math.isfinite(value)
-        ]
+    def _not_finite(self, signals: Mapping[str, float], *, early: bool) -> list[Event]:
+        """Returns events about signals that are not finite: the rules' actions, or the guard's own if none is stronger.
+
+        A rule's patience does not count: with a NaN weight no update is made, so a late signal is not logged again.
+        """
+        own, mildest = ("skip", "skip") if early else ("warn", "tighten")
+        events: list[Event] = []
+        for name in dict.fromkeys((*MUST_BE_FINITE, *(rule.signal for rule in self.rules))):  # once each, in order
+            value = _scalar(signals.get(name))
+            if value is None or math.isfinite(value):
+                continue
+            rules = [rule for rule in self.rules if rule.signal == name]
+            stronger = [rule for rule in rules if ACTIONS.index(rule.action) > ACTIONS.index(mildest)]
+            found = [self._action(rule, f"{name} is {value} ({rule.setting})", early) for rule in stronger]
+            found = found or [(own, f"{name} is {value}")]
+            events += [Event(self.step, "non_finite", name, value, None, action, reason) for action, reason in found]
+        return events
+
+
+def _judged_value(rule: Rule, signals: Mapping[str, float]) -> float | None:
+    """Returns the value that a rule judges; None if the batch does not show it."""
+    return engines_value(rule.signal, signals) if rule.engines_only else signals.get(rule.signal)
 
 
 def _finite(signals: Mapping[str, Any]) -> dict[str, float]:

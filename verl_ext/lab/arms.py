@@ -18,8 +18,8 @@ from verl_ext.base.errors import ConfigError, GuardStopError, require_choice
 from verl_ext.base.methods import build, defaults
 from verl_ext.base.names import EVENTS
 from verl_ext.core.corrections import CORRECTIONS
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.fit import fit_run
+from verl_ext.features.table import apply_engine_settings
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.lab.regimes import REGIMES, regimes_named
 from verl_ext.lab.training import Setup, Training
@@ -120,21 +120,19 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     config = _compose(arm.overrides)
     with open_dict(config):
         config.trainer.default_local_dir = str((folder or Path()) / "checkpoints")
-    stability = stability_config(config.stability)
     names = regimes_named("+".join(config.lab.regimes) or "exact")
     if modes := {REGIMES[name].trainer_mode for name in names} - {"sync"}:
         (config.trainer.v1.trainer_mode,) = modes
     for setting, value in ABSENT_SETTINGS.items():
         if (given := OmegaConf.select(config, setting)) != value:
             raise ConfigError(f"{setting}={given} is not supported in the lab", fix=(f"{setting}={_yaml(value)}",))
-    features = read_features(config, stability, read_model=False)
-    check_run(features)
+    features = fit_run(config, arm.overrides, read_model=False)
     apply_engine_settings(features)
     node = OmegaConf.to_container(config.lab, resolve=True)
     node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}
     regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
-    return Setup(config, stability, build(LabSettings, node, "lab"), regimes, seed)
+    return Setup(config, features.stability, build(LabSettings, node, "lab"), regimes, seed)
 
 
 def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:

@@ -9,7 +9,7 @@ Shape legend: B trajectories, T columns of padded responses, N response tokens o
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
 from verl_ext.base import names
 from verl_ext.core.advantages import reward_metrics
+from verl_ext.core.arrival import new_prefixes, prompt_numbers, spread_rows
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
@@ -124,7 +125,7 @@ class Training:
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
         self.canary = SyncCanary(setup.stability.sync_canary.every)
-        self._watched: LabBatch | None = None
+        self._watched: tuple[Tensor, Tensor, Tensor] | None = None  # prompts, responses, and which of these tokens
         self._prompts = torch.Generator().manual_seed(2 * setup.seed)
         self._samples = torch.Generator().manual_seed(2 * setup.seed + 1)
 
@@ -213,23 +214,35 @@ class Training:
         return advantages
 
     def _watch(self, number: int, batch: LabBatch) -> None:
-        """Keeps trajectories of the first batch for the sync canary, if it is on."""
-        if self.setup.stability.sync_canary.trajectories and self._watched is None:
-            self._watched = batch
-            self.canary.begin(number - 1, *self._canary_scores(batch))
+        """Keeps trajectories of the first batch for the sync canary, if it is on: those that a run on verl would keep
+        (`CanaryTrajectories`)."""
+        count = self.setup.stability.sync_canary.trajectories
+        if not count or self._watched is not None:
+            return
+        prompt_B = torch.tensor(prompt_numbers(batch.keys))
+        rows = spread_rows(prompt_B.tolist(), count)
+        prompts, responses = batch.prompts[rows], batch.sampled.responses[rows]
+        new = torch.tensor(new_prefixes(torch.cat([prompts, responses], 1).tolist()))[:, prompts.shape[1] :]
+        mask = batch.sampled.mask[rows] & new
+        self._watched = prompts, responses, mask
+        self.canary.begin(number - 1, *self._canary_scores(), prompt_B[rows, None].expand_as(mask)[mask])
 
     def _look_at_sync(self, number: int) -> dict[str, float]:
         if self._watched is None or not self.canary.is_due(number):
             return {}
-        metrics, decision = self.canary.check(number, *self._canary_scores(self._watched))
+        metrics, decision = self.canary.check(number, *self._canary_scores())
         self.actions.record_decision(decision)
         return metrics
 
-    def _canary_scores(self, batch: LabBatch) -> tuple[Tensor, list[Tensor]]:
-        """Returns both engines' log-probabilities of a batch's first trajectories, with their current weights."""
-        rows = slice(self.setup.stability.sync_canary.trajectories)
-        prompts, responses, mask = (x[rows] for x in (batch.prompts, batch.sampled.responses, batch.sampled.mask))
+    def _canary_scores(self) -> tuple[Tensor, list[Tensor]]:
+        """Returns both engines' log-probabilities of the canary's tokens, with their current weights.
+
+        The rollout scores at temperature 1 and without truncation, because that is how a server scores given tokens.
+        """
+        assert self._watched is not None
+        prompts, responses, mask = self._watched
         model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)
+        engine = replace(engine, temperature=1.0, top_k=0, top_p=1.0, reported=None)
         with torch.no_grad():
             train = score(self.policy.weights, model, prompts, responses).log_probs
         return train[mask], [rollout_log_probs(engine, model, prompts, responses)[mask]]

@@ -2,32 +2,55 @@
 
 import argparse
 import contextlib
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.base.printable import printable
-from verl_ext.features.verl_config import ACTOR
+from verl_ext.features.verl_config import ACTOR, key_of
+from verl_ext.launch.names import unknown_name
+from verl_ext.launch.refused import CONSTANTS, PLAIN, Refused, refusals
+
+if TYPE_CHECKING:
+    from verl_ext.launch.script import Launch
 
 FLAGS = ("config-path", "config-name")
+FILE = re.compile(r"[^=\s]+\.(?:sh|bash|slurm|sbatch|ya?ml)")
+OVERRIDE = re.compile(r"[+~]*[a-z][\w.@/]*=|~\w")
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+VERLS, OURS = "verl.trainer.main_ppo", "verl_ext.main_ppo"
 KEY = "hydra.searchpath"
 MOST_SAID = 2000  # characters of an error; OmegaConf can print a key in 1,000 brackets
 REFUSED = re.compile("Could not (?:override|append to config|delete from config)")  # Hydra's, on one override
 MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
 NO_MEGATRON = "the config has no settings of Megatron"
+# Hydra's errors: a config group without the file, and others with what to do about them.
+NO_FILE = re.compile(r"In '\w+': Could not find '(\w+)/(\S+)' Available options in '\w+': (.+)")
+REMEDIES = {
+    "Cannot find primary config": "verl 0.9.1 has ppo_trainer; its trainer.v1.trainer_mode is sync, colocate_async or "
+    "separate_async",
+    "mismatched input|extraneous input|no viable alternative|LexerNoViableAlt": "Hydra reads = , [ ] { } < > and "
+    "blanks in a value only between quotes: \"key='value'\"",
+}
 KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "overrides", metavar="OVERRIDE", nargs="*", help="overrides of verl_ext.main_ppo, such as stability=icepop"
+        "overrides",
+        metavar="OVERRIDE",
+        nargs="*",
+        help="overrides of verl_ext.main_ppo, such as stability=icepop; or a launch script, a YAML file of "
+        "overrides, or behind -- a command that starts verl. Scripts and commands are read, not run",
     )
     parser.add_argument("--config-path", metavar="DIR", help="Hydra's option, as for verl_ext.main_ppo")
     parser.add_argument("--config-name", metavar="NAME", help="Hydra's option, as for verl_ext.main_ppo")
@@ -40,32 +63,134 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_arguments(arguments: argparse.Namespace) -> list[str]:
-    """Returns the given arguments in the form that `verl_ext.main_ppo` takes."""
-    values = {flag: getattr(arguments, flag.replace("-", "_")) for flag in FLAGS}
+    """Returns the given arguments in the form that `verl_ext.main_ppo` takes.
+
+    A file or a command among them is read once, and replaced in `arguments` by the overrides that it gives.
+
+    Raises:
+        ConfigError: a file does not exist, or has no launch.
+    """
+    arguments.overrides, said = read_launch(arguments.overrides, os.environ)
+    if said:
+        print(f"verl-ext: {printable(said, MOST_SAID)}", file=sys.stderr)
+    values = {flag: getattr(arguments, flag.replace("-", "_"), None) for flag in FLAGS}
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
 
-@dataclass(frozen=True)
-class Refused:
-    """An override that Hydra refuses.
+def read_launch(words: Sequence[str], environ: Mapping[str, str], *, complete: bool = False) -> tuple[list[str], str]:
+    """Returns the arguments of `verl_ext.main_ppo` that these words give, and a line on what was read; "" if nothing.
 
-    Attributes:
-        how: "set", of a setting that does not exist; "add", of one that does; "delete", of one that does not, or that
-            has another value.
+    Args:
+        words: overrides, and YAML files of overrides, and one script with its arguments, or one command. An override
+            that stands beside a script or in front of a command is added to its own.
+        environ: the environment in which the script would start.
+        complete: refuse a launch of which something is not known.
+
+    Raises:
+        ConfigError: a file does not exist, cannot be read, or has no launch; or the launch is not complete.
     """
+    given: list[str] = []
+    for word in words:
+        file = Path(word)
+        is_file = "=" not in word and not word.startswith(("-", "~")) and "\n" not in word and file.is_file()
+        if not is_file and FILE.fullmatch(word):
+            raise ConfigError(f"{word} does not exist; give a launch script, a YAML file of overrides, or KEY=VALUE")
+        given += read_overrides(file) if is_file and file.suffix in (".yaml", ".yml") else [word]
+    script = next((index for index, word in enumerate(given) if "=" not in word and Path(word[:200]).is_file()), None)
+    command = any("main_" in word and "=" not in word.split()[0] for word in given if word.strip())
+    if script is None and not command:
+        return given, ""
+    from verl_ext.launch import script as scripts
 
-    key: str
-    value: Any
-    how: Literal["set", "add", "delete"]
+    entry = scripts.entry_of(given)
+    before, rest = given[: script if entry is None else entry], given[(script or 0) + 1 :] if entry is None else []
+    added = [word for word in [*before, *rest] if OVERRIDE.match(word)]
+    replaced = {key_of(word) for word in added}
+    variables = {**environ, **dict(word.split("=", 1) for word in before if VARIABLE.match(word))}
+    if entry is None and script is not None:
+        positional = [word for word in rest if not OVERRIDE.match(word)]
+        launch = scripts.read_script(Path(given[script]), positional, variables, replaced)
+    else:
+        words = [word for word in before if word not in added] + given[len(before) :]
+        launch = scripts.read_command(words, variables, replaced)
+    said = _about(launch)
+    if complete and launch.unknown:
+        raise ConfigError(said)
+    if complete and launch.exports:
+        said += f"; variables that the job does not get: {', '.join(launch.exports)}; pass what it needs with --env"
+    return [*launch.arguments, *added], said
+
+
+def _about(launch: "Launch") -> str:
+    parts = [f"read {launch.where}"]
+    if launch.others:
+        parts.append(f"not read, as they start verl too: {'; '.join(launch.others)}")
+    if launch.module not in (OURS, VERLS):
+        parts.append(f"{launch.module} is read like {VERLS}")
+    if launch.unknown:
+        parts.append(f"values that are not known here: {', '.join(launch.unknown)}")
+        parts += [f"left out for that: {', '.join(launch.left_out)}"] if launch.left_out else []
+        names = [one for one in launch.unknown if re.fullmatch(r"\$[A-Za-z_]\w*", one)]
+        variable = f"a variable in front of verl-ext, as in {names[0][1:]}=VALUE, or " if names else ""
+        parts.append(f"set {variable}the setting behind it, as KEY=VALUE")
+    return "; ".join(parts)
+
+
+def read_overrides(file: Path) -> list[str]:
+    """Returns the overrides in a YAML file: a list of `key=value`, or a mapping, whose keys are joined by dots.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{file} cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if isinstance(content, dict) and "defaults" in content:
+        raise ConfigError(
+            f"{file} is a config of Hydra, not overrides; give --config-path={file.parent} --config-name={file.stem}"
+        )
+    if isinstance(content, dict):
+        return list(_as_overrides(content))
+    if isinstance(content, list) and all(isinstance(one, str) for one in content):
+        return content
+    raise ConfigError(f"{file} must have a list of KEY=VALUE, or a mapping of settings")
+
+
+def _as_overrides(content: Mapping[Any, Any], above: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _as_overrides(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}={hydra_value(value)}"
+
+
+def hydra_value(value: Any) -> str:
+    """Returns a value in Hydra's grammar. A text is quoted if Hydra would otherwise read another type or a function."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value)
+    if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
+        return value
+    # Backslashes count before a quote, and nowhere else.
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{quoted}'"
 
 
 @dataclass(frozen=True)
 class Composed:
-    """The config of a run, without the overrides that Hydra refuses; or None and the reason."""
+    """The config of a run.
+
+    Attributes:
+        config: without the overrides that Hydra refuses; None if it cannot be composed.
+        problems: why it cannot, or the overrides that Hydra refuses.
+    """
 
     config: DictConfig | None
-    failure: str = ""
-    refused: tuple[Refused, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
@@ -79,19 +204,19 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
 
         from verl_ext.launch import compose as ours
     except ImportError as error:
-        return Composed(None, f"the run's config cannot be composed here: {error}")
+        return Composed(None, (Problem(f"the run's config cannot be composed here: {error}"),))
     try:
-        folder, name, overrides = ours.VERL_CONFIGS, ours.PRIMARY, []
-        for argument in ours.prepare(arguments):
-            flag, _, value = argument.partition("=")
-            if flag == "--config-path":
+        folder, name = ours.VERL_CONFIGS, ours.PRIMARY
+        overrides, flags = ours.split_flags(ours.prepare(arguments))
+        for index, word in enumerate(flags):
+            flag, equals, value = word.partition("=")
+            value = value if equals else "".join(flags[index + 1 : index + 2])
+            if flag in ("--config-path", "-cp"):
                 folder = Path(value)
-            elif flag == "--config-name":
+            elif flag in ("--config-name", "-cn"):
                 name = value
-            else:
-                overrides.append(argument)
         if not trust and (packages := _packages(folder / f"{name.removesuffix('.yaml')}.yaml", overrides)):
-            return Composed(None, f"hydra.searchpath={packages} would be imported; --trust allows it")
+            return Composed(None, (Problem(f"hydra.searchpath={packages} would be imported; --trust allows it"),))
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
             try:
                 return Composed(hydra.compose(name, overrides))
@@ -100,15 +225,26 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
                     raise
                 refused = _find_refused(name, overrides)
                 config = hydra.compose(name, [one for one in overrides if one not in refused])
+                given = {key_of(one) for one in arguments}  # `prepare` adds some
                 megatrons = next((one.key for one in refused.values() if ".megatron." in one.key), None)
                 if megatrons and OmegaConf.select(config, MEGATRON_SIZE) is None:
-                    return Composed(None, f"{NO_MEGATRON}: {megatrons}")
-                return Composed(config, "", tuple(refused.values()))
+                    return Composed(None, (Problem(f"{megatrons}: {NO_MEGATRON}", fix=("model_engine=megatron",)),))
+                return Composed(config, tuple(refusals([*refused.values()], config, given)))
     except Exception as error:  # a broken config makes Hydra and OmegaConf raise nearly any error
-        said = str(error).partition("\nConfig search path:")[0].partition("\nTo append to your config")[0]
-        if (override := getattr(error, "override", None)) and override not in said:  # a text that does not parse
-            said = f"{override}: {said}"
-        return Composed(None, printable(" ".join(said.split()), MOST_SAID) or type(error).__name__)
+        return Composed(None, _failure(error))
+
+
+def _failure(error: Exception) -> tuple[Problem, ...]:
+    """Returns why a config cannot be composed, in one line each."""
+    if isinstance(error, ConfigError):
+        return error.problems
+    said = str(error).partition("\nConfig search path:")[0].partition("\nTo append to your config")[0]
+    if (override := getattr(error, "override", None)) and override not in said:  # a text that does not parse
+        said = f"{override}: {said}"
+    said = printable(" ".join(said.split()), MOST_SAID).partition(" See https://hydra.cc")[0] or type(error).__name__
+    if choice := NO_FILE.search(said):
+        return (unknown_name(choice[1], choice[2], choice[3].split()),)
+    return (Problem(said, next((remedy for text, remedy in REMEDIES.items() if re.search(text, said)), "")),)
 
 
 def _find_refused(name: str, overrides: Sequence[str]) -> dict[str, Refused]:
@@ -149,18 +285,16 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
         ConfigError: the config cannot be composed, or it would import modules without --trust.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
-        composed = compose(given_arguments(arguments), trust=arguments.trust)
+        composed = compose(given := given_arguments(arguments), trust=arguments.trust)
     config = composed.config
-    if config is None:
-        raise ConfigError(composed.failure)
-    if keys := ", ".join(one.key for one in composed.refused):
-        raise ConfigError(f"the launch would stop at {printable(keys, MOST_SAID)}; `verl-ext doctor` says why")
+    if config is None or composed.problems:
+        raise ConfigError.of(composed.problems)
     if not arguments.trust and (named := plugins(config)):
         raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")
-    from verl_ext.features.fit import fit_run
+    from verl_ext.features.fit import fit
 
-    with contextlib.suppress(Exception):  # a launch would stop at the error; a plan is still possible
-        fit_run(config, arguments.overrides, read_model=False)
+    with contextlib.suppress(Exception):  # a value of a type that no rule expects; a plan may still be possible
+        fit(config, [one for one in given if not one.startswith("-")], read_model=False)
     return config
 
 

@@ -11,10 +11,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from verl_ext.base.errors import ConfigError, require_choice
+from verl_ext.base.errors import ConfigError
 from verl_ext.features.losses import LOSS, own_settings
 from verl_ext.features.stability import default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
+from verl_ext.launch.names import GROUPS, OUR_GROUPS, unknown_name
 from verl_ext.launch.packages import package_folder
 
 CONFIG_MODULE = "verl_ext.configs"
@@ -22,7 +23,9 @@ if (VERL := package_folder("verl")) is None:
     raise ModuleNotFoundError("No module named 'verl'", name="verl")
 VERL_CONFIGS = VERL / "trainer" / "config"
 PRIMARY = "ppo_trainer"
-GROUPS = ("stability", "recipe", "precision")
+# Names at the front of overrides, which some people write as flags.
+OVERRIDDEN = (*GROUPS, "actor_rollout_ref", "algorithm", "critic", "data", "reward", "trainer")
+PLACES = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")  # Hydra's flags
 MAY_LACK = {FSDP_REPLAY, *(f"{LOSS}.{name}" for name in ("base", *own_settings()))}
 
 
@@ -51,37 +54,49 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     Hydra adds a group or setting that a config lacks only with a plus sign: `+stability=icepop`. The sign is put before
     our groups if the primary config does not list them in its defaults. It is also put before settings that a node may
     lack: FSDP_REPLAY, the settings of our policy losses, and those of `stability`, where a user's own method has new
-    ones. A relative --config-path is read from the folder of verl's entry point, as verl does.
+    ones. A relative --config-path is read from the folder of verl's entry point, as verl does. Flags come last,
+    because argparse takes the overrides only from one place.
 
     Raises:
         ConfigError: `stability=` names no file of the group, or the primary config is not YAML.
     """
-    arguments = list(arguments)
+    arguments, flags = split_flags(arguments)
+    if dashed := next((one for one in flags if one.lstrip("-").partition("=")[0].split(".")[0] in OVERRIDDEN), None):
+        raise ConfigError(f"{dashed} has dashes, and an override has none", otherwise=f"write {dashed.lstrip('-')}")
     folder, name = VERL_CONFIGS, PRIMARY
-    for index, argument in enumerate(arguments):
+    for index, argument in enumerate(flags):
         flag, equals, value = argument.partition("=")
-        if flag not in ("--config-path", "-cp", "--config-name", "-cn"):
-            continue
         position = index if equals else index + 1
-        if not equals:
-            value = arguments[position] if position < len(arguments) else ""
+        value = value if equals else "".join(flags[position : position + 1])
         if flag in ("--config-name", "-cn"):
             name = value
-        else:
+        elif flag in ("--config-path", "-cp"):
             folder = Path(os.path.normpath(VERL_CONFIGS.parent / value))
-            arguments[position] = f"{flag}={folder}" if equals else str(folder)
+            flags[position : position + 1] = [f"{flag}={folder}" if equals else str(folder)]
     listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
     for index, argument in enumerate(arguments):
         group, _, choice = argument.partition("=")
-        if group == "stability":
-            require_choice("stability", choice, stability_choices())
-        if group in GROUPS and group not in listed:
+        if group == "stability" and choice not in (known := stability_choices()):
+            raise ConfigError.of([unknown_name("stability", choice, known)])
+        if group in OUR_GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
         if group.lstrip("+") in MAY_LACK or group.startswith("stability."):
             arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
-        arguments.insert(0, "+stability=none")  # before any flag, such as `--cfg job`
-    return arguments
+        arguments.insert(0, "+stability=none")
+    return [*arguments, *flags]
+
+
+def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the overrides, and Hydra's flags with their values."""
+    overrides, flags, takes_value = list[str](), list[str](), False
+    for argument in arguments:
+        # `--cfg job`, but not `--multirun a=1,2`; a folder's name may have a `=`.
+        is_value = takes_value and (flags[-1] in PLACES or not ("=" in argument or argument.startswith("~")))
+        is_flag = argument.startswith("-")
+        (flags if is_flag or is_value else overrides).append(argument)
+        takes_value = is_flag and "=" not in argument
+    return overrides, flags
 
 
 def _groups_in_defaults(file: Path) -> set[str]:

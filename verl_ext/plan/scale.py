@@ -133,12 +133,16 @@ def read_plan(
     """
     sizes = read_sizes(config, gpu, nodes, model)
     mean = _mean_response(mean_response, sizes)
-    memory = plan_memory(sizes)
-    return Plan(sizes, memory, plan_timing(sizes, memory, mean), read_usage(config), mean)
+    memory, usage = plan_memory(sizes), read_usage(config)
+    return Plan(sizes, memory, plan_timing(sizes, memory, mean, one_pass=usage.one_pass), usage, mean)
 
 
-def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
-    """Returns roofline estimates of each stage, without weight synchronisation, rewards and tools."""
+def plan_timing(sizes: Sizes, memory: Memory, mean_response: float, *, one_pass: bool = False) -> Timing:
+    """Returns roofline estimates of each stage, without weight synchronisation, rewards and tools.
+
+    Args:
+        one_pass: compute_log_prob does not run.
+    """
     shape = sizes.shape
     length = sizes.prompt / 2 + mean_response  # the mean prompt is assumed to be half of its limit
     replicas = sizes.rollout_gpus / sizes.rollout_tensor
@@ -157,7 +161,9 @@ def plan_timing(sizes: Sizes, memory: Memory, mean_response: float) -> Timing:
     flops = sizes.gpus * sizes.gpu.tflops * 1e12 * MFU
     tokens = sizes.sequences * length
     forward = 2 * shape.active_parameters * tokens / flops
-    stages = {"generation": steps * step, "old log-probs": forward}
+    stages = {"generation": steps * step}
+    if not one_pass:
+        stages["old log-probs"] = forward
     if sizes.reference:
         stages["reference"] = forward
     stages["update"] = (4 if sizes.recompute else 3) * forward

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError, UserError
+from verl_ext.base.errors import ConfigError, Problem, Problems, UserError, errors_of
 from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, is_asynchronous, replay_mode, replay_setting
 from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import ModelShape, shape_of
-from verl_ext.launch.sizes import check_recipe, ulysses_size, world_size
+from verl_ext.launch.sizes import size_problems, ulysses_size, world_size
 
 GIB = 2**30
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32": 4}
@@ -120,6 +120,7 @@ class Usage:
         simple: whether TransferQueue uses its own storage units; units: their number.
         workers: number of agent loops.
         undoes: whether the state before each update is kept, to undo it; versions: number of old weights kept.
+        one_pass: whether compute_log_prob does not run.
     """
 
     measures: bool = False
@@ -141,13 +142,14 @@ class Usage:
     workers: int = USUAL_WORKERS
     undoes: bool = False
     versions: int = 0
+    one_pass: bool = False
 
 
 def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
     """Reads the sizes of a composed config, and writes `nodes` into it if given.
 
     Raises:
-        ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`check_recipe`).
+        ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`size_problems`).
     """
     spec, shape = planned_gpu(gpu)[1], _model_shape(config, model)
     if nodes is not None:
@@ -155,7 +157,8 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
             raise ConfigError(f"--nodes={nodes} must be above 0")
         with open_dict(config):
             config.trainer.nnodes = nodes
-    check_sizes(config, shape)
+    if errors := errors_of(problems_of_sizes(config, shape)):
+        raise ConfigError.of(errors)
     with as_config_errors():
         return _sizes_of(config, spec, shape)
 
@@ -167,6 +170,7 @@ def read_usage(config: DictConfig) -> Usage:
         ConfigError: its `stability` node is wrong, or the setting for storage units or agent loops is not a number.
     """
     from verl_ext.features.feature import Need
+    from verl_ext.features.reuse import measured_late
     from verl_ext.features.stability import stability_config
     from verl_ext.features.table import read_features
     from verl_ext.features.top_tokens import top_token_count
@@ -196,6 +200,7 @@ def read_usage(config: DictConfig) -> Usage:
         workers=workers,
         undoes=any(rule.action == "undo" for rule in stability.rules),
         versions=stability.rescoring.versions if stability.rescoring.every else 0,
+        one_pass=measured_late(run),
     )
 
 
@@ -216,16 +221,19 @@ def planned_gpus() -> list[str]:
     return [name for name, gpu in GPUS.items() if gpu.sheet]
 
 
-def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
-    """Runs `check_recipe` on a config that may have any values.
+def problems_of_sizes(config: DictConfig, shape: ModelShape | None) -> list[Problem]:
+    """Returns what `size_problems` finds in a config that may have any values.
 
     Raises:
-        ConfigError: the sizes contradict each other, or cannot be read.
+        ConfigError: the sizes cannot be read; MissingSizeError if one is not set.
     """
+    problems = Problems()
     with as_config_errors():
         for key in COUNTED:
-            whole_number(config, key)
-        check_recipe(config, shape)
+            with problems:
+                whole_number(config, key)
+        problems.raise_any()
+        return [*size_problems(config, shape)]
 
 
 def whole_number(config: DictConfig, key: str, usual: int | None = None) -> int:

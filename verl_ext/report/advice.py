@@ -3,6 +3,7 @@
 The choice follows docs/methods.md, "Which one, when", and the runs of docs/lab.md.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,6 +60,8 @@ NO_BEGINNING = (
     "not_finite.once",
     "run_ended.error",
     "run_ended.memory",
+    "run_ended.hang",
+    "reference_kl_spiked.spiked",
 )
 
 
@@ -82,6 +85,26 @@ class NextStep:
         return f"{self.why[0].upper()}{self.why[1:]}."
 
 
+# Words of an error -> the setting to lower first there.
+MEMORY_STEPS = (
+    (
+        r"(?i)OOM killer|memory monitor|kill|allocate memory|MemoryError",
+        NextStep(
+            "data.dataloader_num_workers=2", "needs less memory of the host: each worker holds a copy of the data"
+        ),
+    ),
+    (
+        r"(?i)cache blocks|KV cache|vllm|sglang",
+        NextStep("actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "leaves more of the GPU to training"),
+    ),
+    (
+        "",
+        NextStep(
+            "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+            "bounds the tokens of one pass of the update; docs/crashes.md has the settings of the other phases",
+        ),
+    ),
+)
 COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")
 REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
 
@@ -199,6 +222,8 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         yield from _of_age(run, found)
     elif cause.name == "learning_rate":
         yield from _lower_rate(run)
+    elif cause.name == "out_of_memory":
+        yield _lower_memory(run)
     elif cause.name == "two_precisions" and found.has("not_finite.once", "not_finite.rollout", "not_finite.training"):
         yield NextStep(PROBE, "shows which tensor is not finite, and in which engine")
     elif cause.name == "answers_cut" and (length := run.get(LONGEST) or run.get(LENGTH)) is not None:
@@ -211,6 +236,15 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         )
     if cause.of_gap and not cause.harmless_if_close and set(cause.probe) - {"agreement"}:
         yield COMPARE
+
+
+def _lower_memory(run: Run) -> NextStep:
+    """Returns the setting to lower first in the place where memory ran out, by the words of the error."""
+    reason = run.readings.ending.reason if run.readings.ending is not None else ""
+    for words, step in MEMORY_STEPS:
+        if re.search(words, reason):
+            return step
+    return MEMORY_STEPS[-1][1]
 
 
 def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -266,15 +300,31 @@ def _lower_rate(run: Run) -> Iterator[NextStep]:
         yield NextStep(f"actor_rollout_ref.actor.optim.lr={highest / 3:.0e}", "lowers the learning rate to a third")
 
 
-def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> NextStep:
-    """Returns a change together with the weights to start from: those before the earliest thing that moved.
+def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
+    """Yields what to do in a run that verl did not make: the setting of its own trainer where it is known, else what
+    to look at; and the weights to go back to."""
+    for suspect in found.suspects:
+        if not suspect.harmless:
+            setting = suspect.cause.elsewhere.get(run.trainer)
+            yield NextStep(setting or f"check {suspect.cause.check}", suspect.cause.why or suspect.cause.title)
+    if _is_lost(found):
+        began = _sound_step(run, found)
+        step = "start again from the beginning" if began <= 1 else f"go back to a checkpoint from before step {began}"
+        yield NextStep(step, "the weights have been worse since then")
 
-    A reward belongs to the policy that sampled, so the step is earlier if rollouts are old.
-    """
+
+def _sound_step(run: Run, found: Judgement) -> int:
+    """Returns the step before which nothing had moved. A reward belongs to the policy that sampled, so the step is
+    earlier if rollouts are old."""
     began = found.learning.step or int(run.steps[-1])
     moved = [each.step for each in notable(found.findings) if each.step is not None and each.mark not in NO_BEGINNING]
     moved += [move.step for move in moves_of(run, began, began)]
-    sound = min([began - round(run.staleness), *(step for step in moved if run.steps[0] < step <= began)])
+    return min([began - round(run.staleness), *(step for step in moved if run.steps[0] < step <= began)])
+
+
+def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> NextStep:
+    """Returns a change together with the weights to start from: those before the earliest thing that moved."""
+    sound = _sound_step(run, found)
     text, why = change.do if change else "", change.why if change else "goes back to weights from before the fall"
     if change is None and found.first is not None:
         why = f"{why}, once its cause is fixed"

@@ -13,7 +13,7 @@ from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError
 from verl_ext.report.sources import FORMATS, KINDS
-from verl_ext.report.sources.csv_export import SEPARATORS, STEP_COLUMNS
+from verl_ext.report.sources.csv_export import SEPARATORS
 from verl_ext.report.sources.ends import last_error
 from verl_ext.report.sources.kinds import Kind, RunSource
 from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
@@ -90,7 +90,7 @@ def join_logs(paths: Sequence[Path]) -> RunSource:
     """
     forms: dict[Path, type[Format]] = {}
     for path in paths:
-        if (form := detect_format(path)) is None:
+        if (form := detect_format(path)) is None or form.document:
             raise ReportError(f"{path}: no format of logs has a row in it; only logs can be read together")
         forms[path] = form
         if form is not (first := forms[paths[0]]):
@@ -127,8 +127,9 @@ def _source_of_file(path: Path, which: int | None) -> RunSource:
     with open_regular(path) as file:
         file.seek(max(os.fstat(file.fileno()).st_size - END_BYTES, 0))
         error = last_error(file.read(END_BYTES)) if b"\0" not in start else None
-    ended = f". It ended before its first step by {error.what}" if error else ""
-    raise ReportError(f"{path}: {_what_else(start)}{ended}")
+    if error:
+        return TextSource([path], FORMATS[-1])
+    raise ReportError(f"{path}: {_what_else(start)}")
 
 
 def _kind_of(start: bytes) -> Kind | None:
@@ -155,7 +156,7 @@ def _what_else(start: bytes) -> str:
     first, *second = start.decode("utf-8", errors="replace").splitlines()[:2] or [""]
     counts = {separator: first.count(separator) for separator in SEPARATORS}
     if any(count > 1 and all(line.count(each) == count for line in second) for each, count in counts.items()):
-        return f"this may be a table, but no column is the step; name one of them {STEP_COLUMNS[2]}"
+        return "this may be a table, but no column is the step; name one of them step"
     return (
         "this is text, but no line has a step with its metrics; verl prints them with trainer.logger=[console], TRL as "
         "dictionaries, and a line such as `step: 3, reward: 0.5` is read too"

@@ -8,11 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from verl_ext.diagnosis.collapse import STRETCH
 from verl_ext.diagnosis.findings.gap import Gap, gap_of
-from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth
 from verl_ext.diagnosis.names import K3, PROB_DIFF
 from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
+from verl_ext.diagnosis.statistics import HORIZON, STRETCH, Growth, estimate_growth
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run
 
@@ -51,11 +50,13 @@ class Fact:
 
     Attributes:
         id: the name of a finding, or of a fact about the guard and its boundary.
+        subsumed_by: as in `findings.registry.FindingRule`.
     """
 
     id: str
     text: str
     step: int | None = None
+    subsumed_by: tuple[str, ...] = ()
 
     @property
     def dated(self) -> str:
@@ -279,7 +280,7 @@ def surroundings(run: Run) -> Iterator[Fact]:
         text = f"the correction dropped {100 * dropped.values.mean():.2g} % of the tokens in {steps} steps"
         if dropped.values.any():
             text = f"{text}; the most was {100 * dropped.values[most]:.2g} %, in step {dropped.steps[most]}"
-        yield Fact("tokens_dropped", text)
+        yield Fact("tokens_dropped", text, subsumed_by=("many_dropped",))
     if (agreement := run.get("router/agreement")) is not None:
         error = run.get("router/agreement/error")
         within = (
@@ -289,7 +290,8 @@ def surroundings(run: Run) -> Iterator[Fact]:
         yield Fact("routers_agree", text)
     skipped, steps = skipped_share(run) or (0.0, 0)
     if skipped > 0:
-        yield Fact("updates_skipped", f"{100 * skipped:.3g} % of the updates of {steps} steps were skipped")
+        text = f"{100 * skipped:.3g} % of the updates of {steps} steps were skipped"
+        yield Fact("updates_skipped", text, subsumed_by=("hardly_learns",))
     if warned := [event.step for event in run.events if event.action in ("warn", "tighten")]:
         often = "once, in" if len(warned) == 1 else f"{len(warned)} times, last in"
         yield Fact("guard_warned", f"the guard warned or narrowed the band {often} step {warned[-1]}")
@@ -299,4 +301,4 @@ def surroundings(run: Run) -> Iterator[Fact]:
         yield Fact("gap_of_engines", f"{text} movement, {part:.2g} without (each the {now_label(whole)})")
     elif run.staleness > 1:
         text = f"rollouts are {run.staleness:.1f} versions behind: part of the gap is the policy's own movement"
-        yield Fact("rollouts_old", text)
+        yield Fact("rollouts_old", text, subsumed_by=("rollout_age",))

@@ -3,13 +3,15 @@
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.names import differences, unread_names
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import is_regular
 from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, own_steps
@@ -19,6 +21,7 @@ from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
 from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
+MOST_NAMES = 6
 KEPT_NAME = "standard input"  # the file that it is kept in, which names the run
 
 
@@ -89,14 +92,19 @@ class Reader:
             decisions = (*decisions, *source.events(part))
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
+        metrics = part.metrics | _differences(part.metrics)
         return Run(
             # Several runs of one file may be compared.
             name=name if self._which is None or part.runs == 1 else f"{name}:{part.number}",
             sources=source.files if log is None else (*source.files, log.path),
             steps=part.steps.astype(np.int64, copy=False),
-            metrics=part.metrics,
+            metrics=metrics,
             events=tuple(sorted(events, key=lambda event: event.step)),
-            notes=(*part.notes, *source.notes(), *(() if log is None else log.notes()), *strange),
+            notes=(
+                *(part.notes + source.notes() + (() if log is None else log.notes())),
+                *strange,
+                *_not_read(metrics),
+            ),
             last=part.number == part.runs,
         )
 
@@ -104,6 +112,25 @@ class Reader:
 def read_run(path: Path, which: int | None = None, more: Sequence[Path] = ()) -> Run:
     """Reads a run as it is on disk now; ReportError, in one line, if there is none."""
     return Reader(path, which=which, more=more).refresh()
+
+
+def _differences(metrics: Mapping[str, Series]) -> dict[str, Series]:
+    """Returns the differences of two metrics that are a quantity which the run did not log (names.toml)."""
+    found = {}
+    for name, first, second in differences():
+        one, other = metrics.get(first), metrics.get(second)
+        if one is not None and other is not None:
+            steps, at_one, at_other = np.intersect1d(one.steps, other.steps, return_indices=True)
+            found[name] = Series(steps, one.values[at_one] - other.values[at_other])
+    return found
+
+
+def _not_read(metrics: Iterable[str]) -> list[str]:
+    """Returns a note on metrics that the report does not know, and that look as if they mattered."""
+    if not (names := unread_names(metrics)):
+        return []
+    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+    return [f"not read, because the report does not know them: {listed}; rename a column to a name of names.toml"]
 
 
 def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:

@@ -1,6 +1,7 @@
 """A run as the report sees it: every numeric metric over its steps, and the guard's decisions."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ LARGEST_WHOLE = 2**53  # from here on, neither a float nor a page's JavaScript d
 MOST_MESSAGE = 4000  # characters
 ENDED = "ended"  # rule and action of the event of an error that ended a run
 FEW_NAMES, LISTED_NAMES = 3, 5
+FEW_TRAINERS = 2  # ms-swift logs what TRL logs, and miles what slime logs
 # Beginnings of names that verl and this package give, and the other trainers of diagnosis/names.toml do not.
 VERLS = ("actor/", "critic/", "response_length/", "timing_s/", "val-core/", "vllm_kl/", "router/", "guard/")
 LAYER = re.compile(r"[0-9]{1,4}")
@@ -108,6 +110,16 @@ class Run:
     def of_verl(self) -> bool:
         """Whether verl logged it: a metric has the beginning of a name of verl's or of this package."""
         return any(name.startswith(VERLS) for name in self.metrics)
+
+    @cached_property
+    def trainer(self) -> str:
+        """The trainer that gives most of the names which few trainers give, the first of names.toml if several do; ""
+        if none does."""
+        if self.of_verl:
+            return "verl"
+        logged = (alias.frameworks for names in self._quantities.values() for alias in names.values())
+        found = Counter(each for frameworks in logged if len(frameworks) <= FEW_TRAINERS for each in frameworks)
+        return found.most_common(1)[0][0] if found else ""
 
     @cached_property
     def _quantities(self) -> dict[str, dict[str, Alias]]:

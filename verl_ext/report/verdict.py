@@ -10,7 +10,8 @@ they have said already. The first of these that holds decides the word:
     drifting            the reward falls or the metrics of the learning blow up; the gap grows, or would cross the
                         boundary; more than 5 % of the tokens are dropped, or fewer and fewer while the gap grows; or
                         the guard lately rolled back
-    suspect             a cause other than harmless rounding is named, or the gap is larger than rounding leaves
+    suspect             a cause other than harmless rounding is named, the gap is larger than rounding leaves, or it
+                        arises after the last router
     flat                the reward does not move
     not enough data     too few readings of the reward; or no reward was logged, and the gap too seldom
     healthy             none of these: the reward rose, or the engines agree and no reward was logged
@@ -28,16 +29,16 @@ from typing import Any, Literal
 from verl_ext.diagnosis.causes import Cause, Settling, settling_of
 from verl_ext.diagnosis.collapse import SIGNAL_WORDS
 from verl_ext.diagnosis.findings.gap import gap_of
-from verl_ext.diagnosis.findings.registry import notable
-from verl_ext.diagnosis.findings.reward import course_of
-from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
+from verl_ext.diagnosis.findings.registry import RULES, notable
+from verl_ext.diagnosis.findings.reward import reward_course
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
 from verl_ext.diagnosis.rank import Evidence, OpenQuestion, Suspect
 from verl_ext.diagnosis.series import LEVEL_READINGS
+from verl_ext.diagnosis.statistics import FEWEST_FOR_GROWTH
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import NextStep, may_ask, moves_of, next_steps
+from verl_ext.report.advice import NextStep, may_ask, moves_of, next_steps, steps_elsewhere
 from verl_ext.report.guard_facts import (
     Fact,
     act_sentence,
@@ -59,27 +60,15 @@ ALARM_STEPS = 3  # last steps in which an action of the guard is an active alarm
 FACTS_HEADING = "What else the numbers show"
 REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, unless stated otherwise"
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
+AFTER_ROUTERS = "routers_agree.everywhere"  # a gap that rounding does not make, however small it is
 # State of the engines -> what its level means.
 ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
-# Finding -> findings and other facts that report the same with more detail.
-SAID_BY = {
-    "advantages": {"reward_constant"},
-    "answers_cut": {"cut_and_low"},
-    "correction_on": {"tokens_dropped", "many_dropped"},
-    "gap_level": {"gap_grew", "past_boundary"},
-    "gradient_large": {"gradient_grew"},
-    "rollouts_old": {"rollout_age"},
-    "tokens_dropped": {"many_dropped"},
-    "updates_skipped": {"hardly_learns"},
-}
-# Finding -> states of the learning whose sentence says it.
-SAID_BY_STATE = {"reward_fell": ("falling", "collapsed"), "reward_flat": ("flat", "dead"), "reward_constant": ("dead",)}
 # Series that moved before the reward fell -> findings that say so.
 SAID_OF = {
-    K3: {"gap_jumped", "gap_grew", "gap_at_once"},
-    GRADIENT: {"gradient_grew", "gradient_large", "gradient_spike", "gradient_zero"},
-    ENTROPY: {"entropy_gone", "entropy_exploded"},
-    LENGTH: {"length_exploded", "length_collapsed", "answers_cut"},
+    K3: ("gap_jumped", "gap_grew", "gap_at_once"),
+    GRADIENT: ("gradient_grew", "gradient_large", "gradient_spike", "gradient_zero"),
+    ENTROPY: ("entropy_gone", "entropy_exploded"),
+    LENGTH: ("length_exploded", "length_collapsed", "answers_cut"),
 }
 
 
@@ -96,7 +85,7 @@ class RunVerdict:
         settle: the command that decides between them, and what it shows for each; "" if none does.
         alarm: the guard's actions in the last steps, which must be dealt with first; "" if there are none.
         steps: what to do, the most useful first.
-        of_verl: whether verl logged the run; another trainer has its own names for the settings.
+        of_verl: whether verl logged the run; the steps are in the words of its trainer.
     """
 
     state: State
@@ -123,14 +112,12 @@ class RunVerdict:
     def first_heading(self) -> str:
         """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
-        setting = "start the run again with" if self.of_verl else "set your trainer's counterpart of"
-        what = "run, with the overrides of the launch:" if run_it else setting
-        return f"{'After that' if self.alarm else 'Do this first'}: {what}"
+        what = "run, with the overrides of the launch:" if run_it else "start the run again with"
+        return f"{'After that' if self.alarm else 'Do this first'}:{f' {what}' if self.of_verl else ''}"
 
     @property
     def others_heading(self) -> str:
-        heading = "Worth adding" if self.first is None else "Then"
-        return heading if self.of_verl else f"{heading}, by verl's names"
+        return "Worth adding" if self.first is None else "Then"
 
     @property
     def others(self) -> tuple[NextStep, ...]:
@@ -141,10 +128,9 @@ class RunVerdict:
         """The facts that neither the sentence nor another fact says already."""
         said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.id for fact in self.facts}
         ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.evidence}
+        ids.add(f"learning.{self.learning.state}")
         return tuple(
-            fact
-            for fact in self.facts
-            if not self.is_said(fact.id) and fact.text.lower() not in said and not SAID_BY.get(fact.id, set()) & ids
+            fact for fact in self.facts if fact.text.lower() not in said and not ids.intersection(fact.subsumed_by)
         )
 
     @property
@@ -155,7 +141,7 @@ class RunVerdict:
 
     def is_said(self, finding: str) -> bool:
         """Returns True if the state of the learning says the same in the sentence."""
-        return self.learning.state in SAID_BY_STATE.get(finding, ())
+        return finding in RULES and f"learning.{self.learning.state}" in RULES[finding].subsumed_by
 
     def labelled(self) -> Iterator[tuple[str, Suspect]]:
         """Yields each suspect with the report's label for it.
@@ -181,7 +167,7 @@ class RunVerdict:
             "sentence": self.sentence,
             "learning": vars(self.learning),
             "engines": vars(self.engines),
-            "findings": [vars(fact) for fact in self.facts],
+            "findings": [{"id": fact.id, "text": fact.text, "step": fact.step} for fact in self.facts],
             "causes": [
                 {
                     "id": suspect.cause.name,
@@ -217,10 +203,8 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
     state: State = "stopped" if stop is not None else _word(run, found)
     lately = recent_acts(run, REFUSING, ALARM_STEPS)
-    question, settle = _open_question(found), _settling(found)
-    steps = tuple(next_steps(run, found, state, question, settle))
-    if not run.of_verl:  # what only measures is no setting of its trainer
-        steps = tuple(step for step in steps if not step.only_measures)
+    question, settle = (_open_question(found), _settling(found)) if run.of_verl else (None, None)
+    steps = tuple(next_steps(run, found, state, question, settle) if run.of_verl else steps_elsewhere(run, found))
     if lately:  # then there is one remedy, or none
         remedies = [step for step in steps if not step.only_measures]
         steps = tuple(remedies[:1]) if found.learning.state == "collapsed" or found.first is not None else ()
@@ -277,7 +261,7 @@ def _word(run: Run, found: Judgement) -> State:
         return "past the boundary"
     if learning in ("falling", "unstable") or engines == "growing" or any(drifts(run)) or recent_acts(run):
         return "drifting"
-    if found.first is not None or engines == "apart":
+    if found.first is not None or engines == "apart" or found.has(AFTER_ROUTERS):
         return "suspect"
     if learning == "flat":
         return "flat"
@@ -315,6 +299,8 @@ def _of_engines(run: Run, found: Judgement, state: State) -> str:
         return limit.text
     if limit is not None and state == "past the boundary":
         return f"{_with_step(run, found.engines)}; {limit.text}"
+    if is_level and found.has(AFTER_ROUTERS):
+        return f"{text}, and it arises after the last router"
     if is_level and found.engines.state in ROUNDING:
         return f"{text}, {ROUNDING[found.engines.state]}"
     return _with_step(run, found.engines)
@@ -323,16 +309,14 @@ def _of_engines(run: Run, found: Judgement, state: State) -> str:
 def _facts(run: Run, found: Judgement) -> list[Fact]:
     """Returns the findings and what else the guard's metrics show, the earliest first, those without a step last."""
     seen = [each for each in notable(found.findings) if each.name != "run_ended"]
-    facts = [Fact(each.name, each.text, each.step) for each in seen]
+    facts = [Fact(each.name, each.text, each.step, RULES[each.name].subsumed_by) for each in seen]
     facts += [Fact(ENDED, event.reason, event.step) for event in run.events if event.rule == ENDED]
     facts += [Fact("guard_acted", _lower(act_sentence(run, each).rstrip(".")), each.step) for each in recent_acts(run)]
-    course = course_of(run.readings)
+    course = reward_course(run.readings)
     if course is not None and (course.collapsed or course.falls):
         facts += warning_of(run, course.step)
-        names = {each.name for each in seen}
         for move in moves_of(run, course.step, int(run.steps[-1])):
-            if not SAID_OF[move.signal] & names:
-                went = f"{SIGNAL_WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
-                facts.append(Fact("moved", went, move.step))
+            went = f"{SIGNAL_WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
+            facts.append(Fact("moved", went, move.step, SAID_OF[move.signal]))
     facts += [*limits(run), *drifts(run), *surroundings(run)]
     return sorted(facts, key=lambda fact: (fact.step is None, fact.step or 0))

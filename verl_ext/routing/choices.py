@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from verl_ext.base.errors import HookError
+from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.patching import wrap
 from verl_ext.routing.engines import EXPERT_COUNTS, TOP_KS, first_of
 
@@ -176,7 +176,8 @@ def probe_choices(
         trust_remote_code: allow a model to run code of its own; without a value, transformers asks on the terminal.
 
     Raises:
-        HookError: the model cannot be built, no router is found, or one cannot be intercepted.
+        ConfigError: the model cannot be built.
+        HookError: no router is found, or one cannot be intercepted.
     """
     from transformers import AutoModelForCausalLM
 
@@ -186,11 +187,10 @@ def probe_choices(
         try:
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
         except ValueError as error:
-            raise HookError(
+            raise ConfigError(
                 f"a model of {type(hf_config).__name__} cannot be built here, to look at its routers: transformers has "
                 "no text model for it, or it needs code of its own, which model.trust_remote_code allows",
                 WITHOUT_ROUTING,
-                fallback=(),
             ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
             seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)

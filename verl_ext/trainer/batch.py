@@ -287,6 +287,8 @@ def response_tokens(
 ) -> Tokens:
     """Returns the tokens of FIELDS in `data`, verl's nested tensors; entropy and router_agreement are optional.
 
+    As in verl's bypass mode, the rollout's log-probs stand for l_old if no pass has computed it.
+
     Args:
         lag, buckets: see `Tokens`.
 
@@ -300,7 +302,7 @@ def response_tokens(
     packed = packed_like_mask(data, FIELDS)
     return Tokens(
         l_infer=packed[names.ROLLOUT_LOG_PROBS],
-        l_old=packed[names.OLD_LOG_PROBS],
+        l_old=packed.get(names.OLD_LOG_PROBS, packed[names.ROLLOUT_LOG_PROBS]),
         mask=packed[names.RESPONSE_MASK].bool(),
         offsets=data[names.RESPONSE_MASK].offsets(),
         entropy=packed.get(names.ENTROPY),

@@ -3,12 +3,12 @@
 On verl the trajectories are kept in TransferQueue next to the batch, and scored by workers and servers at temperature
 1, without top-k and top-p, because that is how a server scores given tokens.
 
-Shape legend: N response tokens of these trajectories that the model generated, except the last of each.
+Shape legend: N response tokens of these trajectories that the model generated, except the last of each; of several
+tokens with equal prefixes only the first.
 """
 
 import uuid
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import ONE_A_PASS, OWN_ROUTES, PROMPTS, RESPONSE_MASK, RESPONSES, ROLLOUT_LOG_PROBS
+from verl_ext.core.arrival import new_prefixes, prompt_numbers, spread_rows
+from verl_ext.features.sync_canary import WITHOUT_CANARY
 from verl_ext.trainer.queue import MODEL_INPUTS, computed_log_probs, get_fields, part_of
 
 PARTITION = "verl_ext_canary"  # apart from "train", which the replay buffer reads
-WITHOUT_CANARY = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
 TIMEOUT_S = 600.0
 TEMPERATURE = 1.0  # of the servers' scores
 
@@ -33,13 +34,14 @@ def has_other_inputs(data: TensorDict) -> bool:
 
 
 class CanaryTrajectories:
-    """Some trajectories of a batch, and their scores by either engine.
+    """Some trajectories of a batch, of as many prompts as possible, and their scores by either engine.
 
     Attributes:
         ids: the token ids of each trajectory, without its last token: a server generates one more, and a full
             trajectory has no room for it.
         l_infer_N: the log-probabilities that the rollout returned.
         positions_N: the position of each of these tokens in its response, from 0.
+        prompt_N: the number of the prompt that each of these tokens' trajectory answers.
 
     Args:
         batch: the batch, with the fields that compute_log_prob gets.
@@ -51,8 +53,9 @@ class CanaryTrajectories:
     """
 
     def __init__(self, batch: KVBatchMeta, count: int, multiple: int):
-        real = (number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False))
-        rows = list(islice(real, -(-count // multiple) * multiple))
+        real = [number for number, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        prompts = prompt_numbers([batch.keys[number] for number in real])
+        rows = [real[place] for place in spread_rows(prompts, -(-count // multiple) * multiple)]
         if len(rows) % multiple:
             raise HookError(
                 f"stability.sync_canary: the workers score a multiple of {multiple} trajectories (data-parallel ranks, "
@@ -67,13 +70,23 @@ class CanaryTrajectories:
             )
         self._batch = tq.kv_batch_put(keys=chosen.keys, partition_id=PARTITION, fields=data, tags=chosen.tags)
         self._lengths = [len(response) for response in data[RESPONSES].unbind()]
-        self._mask_N = self._all_but_last(data[RESPONSE_MASK].unbind()).bool()
-        self.ids = [
-            torch.cat([prompt, response[:-1]]).tolist()
-            for prompt, response in zip(data[PROMPTS].unbind(), data[RESPONSES].unbind(), strict=True)
+        tokens = [
+            torch.cat(each).tolist() for each in zip(data[PROMPTS].unbind(), data[RESPONSES].unbind(), strict=True)
         ]
+        self.ids = [each[:-1] for each in tokens]
+        new = [
+            torch.tensor(marks[len(marks) - length :])
+            for marks, length in zip(new_prefixes(tokens), self._lengths, strict=True)
+        ]
+        self._mask_N = self._all_but_last(data[RESPONSE_MASK].unbind()).bool() & self._all_but_last(new)
         self.l_infer_N = self._packed(data[ROLLOUT_LOG_PROBS].unbind())
         self.positions_N = self._packed([torch.arange(length) for length in self._lengths])
+        numbers = zip(prompt_numbers(chosen.keys), self._lengths, strict=True)
+        self.prompt_N = self._packed([torch.full((length,), number) for number, length in numbers])
+
+    def release(self) -> None:
+        """Takes the trajectories out of TransferQueue."""
+        tq.kv_clear(keys=self._batch.keys, partition_id=PARTITION)
 
     def score_in_workers(
         self, workers: Any, *, replays: bool = True, adapter: bool = True, tokens_at_once: int = 0

@@ -18,6 +18,7 @@ from verl_ext.features.feature import Need
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
+from verl_ext.features.verl_config import bypasses
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import QueueBatch, read_batch
 from verl_ext.trainer.captured import CapturedRouting, CapturedTopTokens
@@ -57,6 +58,7 @@ class StabilityRun:
         self.canary = CanaryRun(asked, _unprocessed(config), required) if asked.trajectories else None
         self._config = config
         self._routing, self._top_tokens = CapturedRouting(), CapturedTopTokens()
+        self._is_reused = False  # of the batch at hand
         self._rescored: dict[str, Tensor] = {}  # key -> l of the response under the weights that sampled it
         self._step: Step | None = None  # of the batch at hand, if it is measured
         self._batch: QueueBatch | None = None  # while verl computes its advantages
@@ -112,6 +114,13 @@ class StabilityRun:
         settings, multiple = self.features.stability.rescoring, row_multiple(workers, self.features.config)
         self._rescored = rescore(batch, self.guard.step, settings, workers, multiple, rollout.temperature)
 
+    def begin_batch(self, batch: KVBatchMeta) -> bool:
+        """Begins a batch of the update. Returns whether compute_log_prob is left out: if log-probs are reused, for a
+        batch of one optimizer step. The agent loop may return several outputs per prompt, which make more."""
+        reuses = Need.REUSED_LOG_PROBS in self.features.needs
+        self._is_reused = reuses and len(batch.keys) <= trajectories_of_step(self.features.config)
+        return self._is_reused
+
     @property
     def outcome(self) -> Outcome:
         """The outcome of the current batch."""
@@ -139,7 +148,8 @@ class StabilityRun:
         metrics |= reward_metrics(scores, keys)
         metrics |= read.answer_metrics(self.features.config.actor_rollout_ref, tokenizer)
         metrics |= self._rescored_metrics(read)
-        self._step = Step(self.features, self.guard, self.actions)
+        late = self._is_reused or bypasses(self.features.config)
+        self._step = Step(self.features, self.guard, self.actions, late)
         self._step.measure(read, metrics)
         if self.dump is not None:
             self.dump.look_at(read, self.guard.step)
@@ -184,9 +194,7 @@ class StabilityRun:
     def _require_one_step(self, batch: KVBatchMeta) -> None:
         if not self.features.stability.score_centering:
             return
-        rollouts = self.features.config.actor_rollout_ref
-        one_step = rollouts.actor.ppo_mini_batch_size * rollouts.rollout.n
-        if len(batch.keys) > one_step:
+        if len(batch.keys) > (one_step := trajectories_of_step(self.features.config)):
             raise BatchError(
                 "stability.score_centering=true centers only the first optimizer step of a batch, and this batch of "
                 f"{len(batch.keys)} trajectories makes {len(batch.keys) // one_step} steps of {one_step} "
@@ -199,6 +207,12 @@ class StabilityRun:
         """See `Step.judge_first_pass`."""
         if self._step is not None:
             self._step.judge_first_pass(metrics)
+
+
+def trajectories_of_step(config: DictConfig) -> int:
+    """Returns how many trajectories verl's `_update_actor` takes for an optimizer step."""
+    rollouts = config.actor_rollout_ref
+    return rollouts.actor.ppo_mini_batch_size * rollouts.rollout.n
 
 
 def _unprocessed(config: DictConfig) -> bool:

@@ -1,8 +1,8 @@
 """The controller's part of one batch: measure -> judge -> weigh, then, with advantages, judge by sign -> filter.
 
 All decisions about a batch are made here. This file knows neither verl nor Ray nor TransferQueue: verl's trainers drive
-a step with the queue's batch (`trainer.batch.QueueBatch`), the lab with its tensors. In bypass mode the workers measure
-the gap in the update: the step judges the metrics that exist before it, and the rest after it.
+a step with the queue's batch (`trainer.batch.QueueBatch`), the lab with its tensors. Without compute_log_prob the
+workers measure the gap in the update: the step judges the metrics that exist before it, and the rest after it.
 
 Shape legend: N response tokens of a block.
 """
@@ -23,7 +23,7 @@ from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.guard.guard import REFUSED, Guard
 from verl_ext.guard.state import Decision, Event
-from verl_ext.workers.first_pass import take_measured
+from verl_ext.workers.first_pass import take_measured, verls_gap
 
 if TYPE_CHECKING:
     from verl_ext.trainer.guard_actions import GuardActions  # its checkpoints import Ray
@@ -58,51 +58,54 @@ class Outcome:
     Attributes:
         refused: the event that refuses the update; None if it takes place.
         filter_scale: trajectories with tokens over trajectories that the filters kept.
-        narrowed: whether the workers use the narrow band, if they measure the batch.
+        late: whether the workers measure the batch in the update.
+        narrowed: whether they then use the narrow band.
     """
 
     refused: Event | None = None
     filter_scale: float = 1.0
+    late: bool = False
     narrowed: bool = False
 
 
 class Step:
     """The decisions about one batch.
 
-    First `measure`, then verl's advantages, then `settle`; in bypass mode `judge_first_pass` after the update.
+    First `measure`, then verl's advantages, then `settle`; if the workers measure, `judge_first_pass` after the update.
 
     Each adds to the metrics of the step so far. The batch is not kept between the calls.
 
     Args:
         features: the features that are on.
         guard, actions: those of the run; only they keep state from one batch to the next.
+        late: whether the workers measure the batch in the update; by default, if the run's features say so.
 
     Attributes:
         outcome: the decision so far; final once it is settled.
     """
 
-    def __init__(self, features: RunFeatures, guard: Guard, actions: "GuardActions"):
-        self.outcome = Outcome()
+    def __init__(self, features: RunFeatures, guard: Guard, actions: "GuardActions", late: bool | None = None):
+        self.outcome = Outcome(late=Need.MEASURED_IN_UPDATE in features.needs if late is None else late)
         self._features, self._stability = features, features.stability
         self._guard, self._actions = guard, actions
-        self._is_late = False  # the workers measure it, and their metrics are still to be judged
+        self._is_open = False  # the workers' metrics are still to be judged
 
     def measure(self, batch: Batch, metrics: dict[str, float]) -> None:
-        """Measures, weighs and judges a batch as it was sampled; in bypass mode, judges the metrics that exist by then.
+        """Measures, weighs and judges a batch as it was sampled; if the workers measure it, judges the metrics that
+        exist by then.
 
         Raises:
             BatchError: the model generated no token of the batch.
         """
-        if Need.MEASURED_IN_UPDATE in self._features.needs:
-            decision = self._judge_unmeasured(batch, metrics)
-        else:
-            decision = self._judge_measured(batch, metrics)
+        judged = self._judge_unmeasured if self.outcome.late else self._judge_measured
+        decision = judged(batch, metrics)
         self._actions.record_decision(decision)
-        self.outcome = Outcome(decision.refusal)
+        self.outcome = replace(self.outcome, refused=decision.refusal)
 
     def settle(self, batch: Batch, metrics: dict[str, float]) -> Outcome:
-        """Judges by the advantages' sign, filters, and counts the outcome; in bypass mode, `judge_first_pass` does."""
-        late, refused = Need.MEASURED_IN_UPDATE in self._features.needs, self.outcome.refused
+        """Judges by the advantages' sign, filters, and counts the outcome; if the workers measure, `judge_first_pass`
+        does."""
+        late, refused = self.outcome.late, self.outcome.refused
         if self._stability.breakdown and not late:
             found = advantage_metrics(batch.sums_by_sign())
             metrics.update(found)
@@ -112,8 +115,8 @@ class Step:
         scale = 1.0
         if refused is None and Need.LOSS_MASK in self._features.needs:
             refused, scale = self._filter(batch, metrics)
-        self.outcome = Outcome(refused, scale, self._guard.tightens)
-        self._is_late = late
+        self.outcome = Outcome(refused, scale, late, self._guard.tightens)
+        self._is_open = late
         if not late:
             self._count(refused is not None, metrics)
         elif refused is not None:  # there will be no update
@@ -121,14 +124,14 @@ class Step:
         return self.outcome
 
     def judge_first_pass(self, metrics: dict[str, float]) -> None:
-        """Judges the workers' measurements of the update once, in bypass mode; without an update, records that there
+        """Judges the workers' measurements of the update once, if they measure; without an update, records that there
         was none.
 
         A rule that refuses the batch here has already refused its steps in the workers, by the guard's limits.
         """
-        if not self._is_late:
+        if not self._is_open:
             return
-        self._is_late, guard = False, self._guard
+        self._is_open, guard = False, self._guard
         measured, refused = take_measured(metrics)
         if refused:  # by the batch's measurements: its mini-batches are not refused one by one
             metrics.pop(REFUSED, None)
@@ -140,6 +143,8 @@ class Step:
         if measured.tokens:
             decision = self._add_refusal(decision, measured, of="the first mini-batch")
         metrics |= measured.metrics | foreseen | self._guard_metrics(self.outcome.narrowed)
+        if Need.REUSED_LOG_PROBS in self._features.needs:
+            metrics |= verls_gap(measured)
         self._actions.record_decision(decision)
 
     def _judge_measured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
@@ -157,7 +162,7 @@ class Step:
         return self._add_refusal(Decision((*jump.events, *found.events)), measured, due=self._actions.due)
 
     def _judge_unmeasured(self, batch: Batch, metrics: dict[str, float]) -> Decision:
-        """Judges a batch in bypass mode before it is measured; l_old of its tokens is l_infer."""
+        """Judges a batch before the workers measure it; l_old of its tokens is not known, and is read as l_infer."""
         tokens = bad = 0
         for block, found in batch.blocks(by_sign=False):
             tokens += found.count
@@ -255,7 +260,7 @@ def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dic
         names.FILTER_SCALE: outcome.filter_scale,
         names.UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
     }
-    if Need.MEASURED_IN_UPDATE in features.needs:
+    if outcome.late:
         asked[names.FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}
     return asked
 

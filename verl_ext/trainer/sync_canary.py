@@ -4,10 +4,13 @@ each update, and the rollout engines after the sync.
 Before the first update of a run, the gap on them is due to the engines only (with a LoRA, that of B = 0). From then on,
 a change of the training engine's log-probabilities must show in those of every rollout engine (`core.arrival`).
 
-If only a part of an update arrives, such as some layers, only some tokens move. An update that is scaled by a factor
-moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and the
-median of y / x is logged with its spread. How far the rollout has moved since the last check separates a small part
+If only a part of an update arrives, such as some layers, tokens get different shares. An update that is scaled by a
+factor moves every token by the same share, as long as the updates are small. So the first syncs are always checked, and
+the median of y / x is logged with its spread. How far the rollout has moved since the last check separates a small part
 from none: an engine whose weights stayed the same gives each token the same score again, up to its own noise.
+
+A tensor that never arrives may be a part too small for one check. But what is missing of all updates together grows
+with them, and rounding does not: each check is also made against the first scores.
 
 Shape legend: N tokens of the canary's trajectories (`CanaryTrajectories`).
 """
@@ -22,6 +25,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 
 from verl_ext.base.errors import HookError
+from verl_ext.base.names import FEWEST_PROMPTS
 from verl_ext.core.arrival import MISSING_SHARE, arrival, movement
 from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.guard.state import Decision, Event
@@ -39,13 +43,14 @@ class Replica:
     Attributes:
         train, infer: [N] scores after the last sync that arrived.
         step: the step of that sync.
-        last: [N] scores at the last check.
-        missing: the last update did not arrive.
+        first, last: [N] scores at the first and at the last check.
+        missing: an update did not arrive, and the loss has not been seen to end.
     """
 
     train: Tensor
     infer: Tensor
     step: int
+    first: Tensor
     last: Tensor
     missing: bool = False
 
@@ -59,7 +64,7 @@ class SyncCanary:
 
     def __init__(self, every: int = 1) -> None:
         self._replicas: list[Replica] = []
-        self._last_train = torch.empty(0)
+        self._first_train = self._last_train = self._prompt_N = torch.empty(0)
         self._every, self._checks = every, 0
 
     @property
@@ -70,20 +75,25 @@ class SyncCanary:
         """Returns True if the sync of this step is to be checked."""
         return self._checks < FIRST_CHECKS or step % self._every == 0
 
-    def begin(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> None:
-        """Stores these scores, of training and of each rollout engine, as those of the same weights."""
-        self._replicas = [Replica(train_N, infer_N, step, infer_N) for infer_N in infer]
-        self._last_train = train_N
+    def begin(self, step: int, train_N: Tensor, infer: Sequence[Tensor], prompt_N: Tensor) -> None:
+        """Stores these scores, of training and of each rollout engine, as those of the same weights.
+
+        Args:
+            prompt_N: see `arrival`.
+        """
+        self._replicas = [Replica(train_N, infer_N, step, infer_N, infer_N) for infer_N in infer]
+        self._first_train, self._last_train, self._prompt_N = train_N, train_N, prompt_N
 
     def check(self, step: int, train_N: Tensor, infer: Sequence[Tensor]) -> tuple[dict[str, float], Decision]:
         """Checks a sync. Returns `sync/*` of the worst rollout engine, and an event for each engine that begins or
         ceases to miss updates."""
-        found, followed = [], []
+        found, whole, followed = [], [], []
         events: list[Event] = []
         self._checks += 1
         for number, (replica, infer_N) in enumerate(zip(self._replicas, infer, strict=True)):
-            seen = arrival((replica.train, train_N), (replica.infer, infer_N))
+            seen = arrival((replica.train, train_N), (replica.infer, infer_N), self._prompt_N)
             found.append(seen)
+            whole.append(arrival((self._first_train, train_N), (replica.first, infer_N), self._prompt_N))
             followed.append(movement((self._last_train, train_N), (replica.last, infer_N)))
             replica.last = infer_N
             engine = f"rollout engine {number} of {len(infer)}"
@@ -108,6 +118,9 @@ class SyncCanary:
         if moved := [seen for seen in found if not math.isnan(seen.median)]:
             furthest = max(moved, key=lambda seen: abs(seen.median - 1))
             metrics |= {"sync/arrived_median": furthest.median, "sync/arrived_spread": furthest.spread}
+        if sums := [seen for seen in whole if math.isfinite(seen.high)]:
+            furthest = max(sums, key=lambda seen: seen.apart)
+            metrics |= {"sync/apart": furthest.apart, "sync/rounding": furthest.rounding}
         self._last_train = train_N
         if known := [share for share in followed if not math.isnan(share)]:
             metrics["sync/followed"] = min(known)
@@ -128,7 +141,7 @@ class CanaryRun:
         self.canary = SyncCanary(settings.every)
         self.metrics: dict[str, float] = {}
         self._settings, self._comparable, self._required = settings, comparable, required
-        self._off = False
+        self._off = self._waited = False
         self._trajectories: CanaryTrajectories | None = None
         self._first: Tensor | None = None
         self._train: Tensor | None = None
@@ -139,7 +152,9 @@ class CanaryRun:
         return self._trajectories is None and not self._off
 
     def choose(self, batch: KVBatchMeta, workers: Any, multiple: int) -> None:
-        """Chooses the trajectories from the first batch, and scores them before its update.
+        """Chooses the trajectories from the first batch that has enough prompts, and scores them before its update.
+
+        Filters may leave few prompts in a batch.
 
         Args:
             multiple: `queue.row_multiple`.
@@ -148,11 +163,23 @@ class CanaryRun:
             HookError: the trajectories cannot be scored, and the user asked for the canary.
         """
         try:
-            self._trajectories = CanaryTrajectories(batch, self._settings.trajectories or 0, multiple)
+            chosen = CanaryTrajectories(batch, self._settings.trajectories or 0, multiple)
         except HookError as error:
             self._switch_off(error)
             return
-        self._first = self._trajectories.score_in_workers(workers) if self._comparable else None
+        if (prompts := len(chosen.prompt_N.unique())) < FEWEST_PROMPTS:
+            chosen.release()
+            if not self._waited:
+                print(
+                    f"verl_ext: weight syncs are checked from the first batch with answers to {FEWEST_PROMPTS} prompts "
+                    f"on; this one has answers to {prompts}",
+                    flush=True,
+                )
+            self._waited = True
+            return
+        self._trajectories = chosen
+        if self._comparable and not self._waited:
+            self._first = chosen.score_in_workers(workers)
 
     def after_update(self, step: int, workers: Any) -> None:
         """Scores with the updated weights before the sync, when the workers may have to make room for the rollout."""
@@ -175,10 +202,11 @@ class CanaryRun:
             self._switch_off(error)
             return Decision()
         if not self.canary.begun:
+            prompt_N = self._trajectories.prompt_N
             if self._first is None:
-                self.canary.begin(step, self._train, infer)
+                self.canary.begin(step, self._train, infer, prompt_N)
                 return Decision()
-            self.canary.begin(step - 1, self._first, [self._trajectories.l_infer_N] * len(infer))
+            self.canary.begin(step - 1, self._first, [self._trajectories.l_infer_N] * len(infer), prompt_N)
         self.metrics, decision = self.canary.check(step, self._train, infer)
         return decision
 

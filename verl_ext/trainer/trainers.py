@@ -22,6 +22,7 @@ from verl_ext.trainer import checkpoints
 from verl_ext.trainer.queue import drop_heavy_fields, row_multiple
 from verl_ext.trainer.run import StabilityRun
 from verl_ext.trainer.watch import watch_of
+from verl_ext.upstream.agent_loop import check_manager
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as VerlTrainer
@@ -59,6 +60,7 @@ class StabilityMixin(VerlTrainer):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:
+        check_manager(agent_loop_manager)
         slow_step_s = self.stability_run.features.stability.guard.slow_step_s
         with self.stability_run.writing(resumed=self.global_steps), watch_of(self, agent_loop_manager, slow_step_s):
             super().fit(agent_loop_manager)
@@ -91,6 +93,8 @@ class StabilityMixin(VerlTrainer):
             with marked_timer("rescore", self.timing_raw):
                 self.stability_run.rescore(batch, self.actor_rollout_wg)
         sent = self.stability_run.worker_fields.log_prob_batch(batch, self.stability_run.features)
+        if self.stability_run.begin_batch(batch):
+            return batch
         done = super()._compute_old_log_prob(sent, metrics)
         return batch if done is sent else done  # verl's bypass mode returns its argument
 

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ WHERE = (
     "workers, and `py-spy dump --pid PID` there shows the line that each thread runs (for a coroutine that awaits, "
     "only its event loop)"
 )
+Actors = Callable[[], Iterable[Any]]
 
 
 def engine_died(actor: Any) -> bool:
@@ -38,21 +40,18 @@ def engine_died(actor: Any) -> bool:
 
 
 def watch_of(trainer: Any, agent_loop_manager: Any, slow_step_s: float | None = None) -> "Watch":
-    """Returns the watch on the actors that a trainer of verl waits for; `slow_step_s` is SlowStep's `after_s`."""
-    storage: list[Any] = []
+    """Returns the watch on the actors that a trainer of verl waits for; `slow_step_s` is SlowStep's `after_s`.
 
-    def watched() -> dict[str, list[Any]]:
-        if not storage:
-            storage.extend(_storage_units())
-        servers = [handle for manager in trainer._rollout_server_managers() for handle in manager.server_handles]
-        workers = agent_loop_manager.agent_loop_workers
-        return {"rollout server": servers, "agent loop worker": workers, "TransferQueue's storage unit": storage}
-
-    def answerable() -> dict[str, list[Any]]:
-        return watched() | {"training worker": trainer.actor_rollout_wg.workers}
-
+    An agent loop manager of the user's own need not have agent loop workers (`TaskRunnerV1.init_agent_loop_manager`).
+    """
+    roles: dict[str, Actors] = {
+        "rollout server": lambda: [one for each in trainer._rollout_server_managers() for one in each.server_handles],
+        "agent loop worker": lambda: agent_loop_manager.agent_loop_workers,
+        "TransferQueue's storage unit": cache(_storage_units),
+    }
     slow_step = SlowStep(lambda: trainer.global_steps, slow_step_s)
-    return Watch(watched, trainer.config.trainer.default_local_dir, slow_step, answerable)
+    busy: dict[str, Actors] = {"training worker": lambda: trainer.actor_rollout_wg.workers}
+    return Watch(roles, trainer.config.trainer.default_local_dir, slow_step, busy)
 
 
 def _storage_units() -> list[Any]:
@@ -69,25 +68,26 @@ class Watch:
     """Asks these actors repeatedly, from a thread, while the training runs in the main thread.
 
     If an actor is dead, the training is interrupted, and the context raises a WorkerDiedError. An actor that does not
-    answer in time counts as busy, and is asked again.
+    answer in time counts as busy, and is asked again. A role whose handles cannot be read is not watched, with a line.
 
     Args:
-        actors: role -> handles; called at each check, because verl creates some of them late.
+        roles: role -> a function that returns its handles, called at each check, because verl creates some late.
         folder: the folder of the checkpoints, for the message.
         slow_step: checked as often; its message is printed.
-        answerable: role -> handles, including actors that are busy for long; asked after an error, to find who died.
+        busy: roles whose actors are busy for long; asked only after an error, to find who died.
     """
 
     def __init__(
         self,
-        actors: Callable[[], Mapping[str, Iterable[Any]]],
+        roles: Mapping[str, Actors],
         folder: str,
         slow_step: "SlowStep | None" = None,
-        answerable: Callable[[], Mapping[str, Iterable[Any]]] | None = None,
+        busy: Mapping[str, Actors] | None = None,
         every_s: float = EVERY_S,
     ):
-        self._actors, self._folder, self._slow_step, self._every_s = actors, folder, slow_step, every_s
-        self._answerable = answerable or actors
+        self._roles, self._folder, self._slow_step, self._every_s = roles, folder, slow_step, every_s
+        self._busy = busy or {}
+        self._unwatched: set[str] = set()
         self._ended = threading.Event()
         self._died = ""
         self._before: Any = None
@@ -109,8 +109,8 @@ class Watch:
             return
         cause = error if isinstance(error, Exception) else None
         if cause is not None:  # a death may have caused it
-            with contextlib.suppress(ray.exceptions.RayError):
-                self._died = _died(self._answerable(), LATE_S)
+            with contextlib.suppress(Exception):  # the run's own error must come out
+                self._died = _died(self._handles({**self._roles, **self._busy}), LATE_S)
         elif not isinstance(error, KeyboardInterrupt):
             return
         if self._died:
@@ -119,14 +119,29 @@ class Watch:
 
     def _look_on(self) -> None:
         if ray.is_initialized():
-            self._actors()  # at once: an actor is found by name only while it lives
+            self._handles(self._roles)  # at once: an actor is found by name only while it lives
         while not self._ended.wait(self._every_s):
-            self._died = _died(self._actors(), TIMEOUT_S)
+            self._died = _died(self._handles(self._roles), TIMEOUT_S)
             if self._died and not self._ended.is_set():
                 signal.pthread_kill(self._main, SIGNAL)  # a signal, because it also ends a wait for a lock
                 return
             if self._slow_step:
                 self._tell(self._slow_step)
+
+    def _handles(self, roles: Mapping[str, Actors]) -> dict[str, list[Any]]:
+        """Returns role -> its actors; prints once why a role is not watched."""
+        found = {}
+        for role, actors in roles.items():
+            try:
+                handles = list(actors())
+                if not handles or not all(isinstance(one, ray.actor.ActorHandle) for one in handles):
+                    raise TypeError(f"no Ray actors in {handles}")
+                found[role] = handles
+            except Exception as error:  # the other roles must be watched
+                if role not in self._unwatched:
+                    self._unwatched.add(role)
+                    say(f"not watched: {role} ({error})")
+        return found
 
     def _tell(self, slow_step: "SlowStep") -> None:
         try:

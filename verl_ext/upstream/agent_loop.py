@@ -36,7 +36,7 @@ from wrapt import register_post_import_hook
 
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.names import ANSWER_FACTS, ROLLOUT_ROUTES, ROUTE_SUM, TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
-from verl_ext.base.patching import PatchError, Undo, apply_all, expect, expect_lookup, moved, wrap
+from verl_ext.base.patching import PatchError, Undo, actor_class, apply_all, expect, expect_lookup, moved, wrap
 from verl_ext.core import torch
 
 if TYPE_CHECKING:
@@ -53,6 +53,17 @@ AGENT_LOOP = "verl.experimental.agent_loop.agent_loop"
 
 ROWS_HELD = "verl_ext_rows_held"  # in the extra_args of a request, and in the extra_fields of an answer that was cut
 TOP_TOKENS_ASKED = "verl_ext_top_tokens"  # in the extra_args of a request
+PLACE = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"  # the variable's place in a run's config
+MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+# Extras that only verl's AgentLoopWorker asks for or writes. First those that a run cannot do without, with the remedy.
+NEED_WORKERS = {
+    "share": ("stability.router_agreement_share below 1", "set stability.router_agreement_share=1"),
+    "top_tokens": (
+        "the sampler's most likely tokens",
+        "set stability.top_tokens.k=0 and stability.score_centering=false, and sample with top_p=1 and top_k=-1",
+    ),
+}
+WITH_WORKERS = {"turns": "the checksum of routes (router/checked)", "answers": "answers/* and the gap by server"}
 MEDIA = ("image_data", "video_data", "audio_data")
 
 # Parameters of a request, other than temperature, top-k and top-p, that change the distribution -> the neutral value.
@@ -127,10 +138,9 @@ def request(config: Any, wanted: Extras) -> None:
 
     if wanted == Extras():
         return
-    place = f"ray_kwargs.ray_init.runtime_env.env_vars.{VARIABLE}"
-    given = parse_extras(os.environ.get(VARIABLE, "")) | parse_extras(str(OmegaConf.select(config, place) or ""))
+    given = parse_extras(os.environ.get(VARIABLE, "")) | parse_extras(str(OmegaConf.select(config, PLACE) or ""))
     wanted = replace(wanted, **{name: value for name, value in given.items() if name in BY_HAND})
-    OmegaConf.update(config, place, str(wanted), force_add=True)
+    OmegaConf.update(config, PLACE, str(wanted), force_add=True)
 
 
 def install_changes() -> None:
@@ -152,6 +162,37 @@ def install_changes() -> None:
 def _remembers() -> bool:
     """Returns True if the answers of a trajectory are kept while an agent loop works on it."""
     return bool(_extras.turns or _extras.top_tokens or _extras.answers)
+
+
+def without_workers(extras: Extras) -> tuple[list[tuple[str, str]], list[str]]:
+    """Returns what a run lacks whose agent loop manager does not run verl's AgentLoopWorker: what stops it, each with a
+    remedy, and what is left out."""
+    asked = {field.name for field in fields(Extras) if getattr(extras, field.name) != field.default}
+    needed = [both for name, both in NEED_WORKERS.items() if name in asked]
+    return needed, [what for name, what in WITH_WORKERS.items() if name in asked]
+
+
+def check_manager(manager: Any) -> None:
+    """Prints what a run leaves out because its agent loop manager does not run verl's AgentLoopWorker.
+
+    verl asks of a manager only that it fills TransferQueue (`TaskRunnerV1.init_agent_loop_manager`, 0.9.1). The
+    log-probabilities and expert ids that it writes are read as those of verl's.
+
+    Raises:
+        HookError: the run cannot do without what the worker brings.
+    """
+    from verl.experimental.agent_loop import AgentLoopWorker
+
+    worker = getattr(manager, "agent_loop_workers_class", None)
+    worker = actor_class(worker) if hasattr(worker, "__ray_metadata__") else worker
+    if isinstance(worker, type) and issubclass(worker, AgentLoopWorker):
+        return
+    needed, left_out = without_workers(_extras)
+    foreign = f"{MANAGER}={type(manager).__module__}.{type(manager).__qualname__} does not run verl's AgentLoopWorker"
+    for what, remedy in needed:
+        raise HookError(f"{foreign}, which {what} needs", otherwise=remedy)
+    if left_out:
+        print(f"verl_ext: {foreign}: without {' and '.join(left_out)}", flush=True)
 
 
 # vLLM's server: leaves out the rows that the client holds, and returns the top tokens.

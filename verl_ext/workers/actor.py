@@ -112,6 +112,8 @@ class LossMixin:
             self.top_tokens = TopTokenReader(self.actor.engine)
         if self.top_tokens is not None:
             self.top_tokens.use = wanted.top_tokens or TopTokenUse()
+        if wanted.reuses and not self.loss_fn.keywords["config"].entropy_coeff:
+            without_entropy_gradient(self.actor.engine)
         if wanted.float32_head and self.float32_heads is None:
             self.float32_heads = compute_in_float32(self.actor.engine)
         routers = len(self.shift.routers) if shifts and self.shift else None
@@ -169,6 +171,21 @@ class LossMixin:
             return {}
         passes = self.recorder.close()
         return passes if engine.get_data_parallel_rank() == 0 else {}
+
+
+def without_entropy_gradient(engine: Any) -> None:
+    """Has FSDP's update compute the entropy as compute_log_prob does, without a graph: no loss reads it.
+
+    Packed tokens only: verl 0.9.1 calls `compute_entropy_from_logits` for no others, and Megatron has a function of its
+    own. There the graph is kept, and its gradient is 0.
+    """
+    if hasattr(engine, "compute_entropy_from_logits"):
+        wrap("reuse_log_probs", engine, "compute_entropy_from_logits", _without_graph)
+
+
+def _without_graph(verls: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return verls(*args, **kwargs)
 
 
 class RoutingTrainingWorker(SharingTrainingWorker):

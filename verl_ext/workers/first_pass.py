@@ -1,15 +1,16 @@
-"""Measures, weighs and judges a batch during its update, for verl's bypass mode, without extra passes.
+"""Measures, weighs and judges a batch during its update, without extra passes.
 
-Bypass mode has no compute_log_prob: the training engine's log-probabilities are first known in the forward pass of the
-update. In its first mini-batch they come from the weights that compute_log_prob would have had. So that mini-batch is
-measured and judged for the whole batch, and every micro-batch is weighed as it comes.
+In verl's bypass mode, and if log-probs are reused, compute_log_prob does not run: the training engine's
+log-probabilities are first known in the forward pass of the update. In its first mini-batch they come from the weights
+that compute_log_prob would have had. So that mini-batch is measured and judged for the whole batch, and every
+micro-batch is weighed as it comes.
 
 Shape legend: B trajectories of a micro-batch, T response tokens (padded).
 """
 
 import math
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import Gathered, Measured, gather, merge, put_together
 from verl_ext.core.tokens import Tokens
+from verl_ext.guard.guard import Limit
 
 Corrections = Mapping[str, Mapping[str, Any]]
 COUNTS = "first_pass/"  # prefix of the counts that are reported with the measurements
@@ -41,22 +43,27 @@ class FirstPassSettings:
 
 
 class FirstPass:
-    """The measurements of one training worker in its first pass, and the decision about its steps."""
+    """The measurements of one training worker in its first pass, and the decision about its steps.
+
+    Attributes:
+        measures: whether the batch at hand is measured here; compute_log_prob has come before one of several steps.
+    """
 
     def __init__(self, settings: FirstPassSettings):
         self._settings = settings
         self.begin_update(narrowed=False, limits=())
 
-    def begin_update(self, narrowed: bool, limits: Iterable[tuple[str, str, float]]) -> None:
+    def begin_update(self, narrowed: bool, limits: Iterable[Limit]) -> None:
         """Begins a batch with the trainer's requests.
 
         Args:
             narrowed: use the narrow band.
-            limits: (signal, side, bound) each; no step is taken past any of them.
+            limits: no step is taken past any of them.
         """
         self._corrections = self._settings.narrowed if narrowed else self._settings.corrections
         self._limits = tuple(limits)
-        self._measures, self._refused = True, False
+        self.measures = self._is_first = True
+        self._refused = False
         self.begin_mini_batch()
 
     def begin_mini_batch(self) -> None:
@@ -66,11 +73,13 @@ class FirstPass:
         """Returns the weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections.
 
         Args:
-            batch: with l_infer.
+            batch: with l_infer; with a lag, the measurements are by lag too.
             entropy: l_theta's, [B, T] as the weights are; None where the update computes none.
         """
         tokens = Tokens.from_padded(batch.require("l_infer"), batch.l_theta.detach(), batch.mask, entropy)
-        breakdown = self._measures and self._settings.breakdown
+        if batch.lag is not None and batch.lag.numel():
+            tokens = replace(tokens, buckets={"lag": batch.lag.amax(-1)})
+        breakdown = self._is_first and self._settings.breakdown
         weight, part = gather(tokens, self._corrections, breakdown=breakdown, as_mask=self._settings.as_mask)
         self._parts.append(part)
         return None if weight is None else weight.view(batch.mask.shape)
@@ -87,10 +96,10 @@ class FirstPass:
         own = merge(self._parts) if counts else Gathered({}, 0)
         measured = put_together(gather_over_ranks(own), self._corrections)
         unusable = measured.kept == 0 or measured.non_finite > 0
-        if not self._measures:
+        if not self._is_first:
             return not (self._refused or unusable), {}
-        self._measures = False
-        self._refused = unusable or any(is_past(measured.metrics, limit) for limit in self._limits)
+        self._is_first = False
+        self._refused = unusable or any(limit.is_past(measured.metrics) for limit in self._limits)
         reported = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
         reported["refused"] = self._refused
         return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in reported.items()}
@@ -111,13 +120,15 @@ def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
     return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **reported}), refused
 
 
-def is_past(signals: Mapping[str, float], limit: tuple[str, str, float]) -> bool:
-    """Returns True if a signal is there, and past its limit or not finite."""
-    name, side, bound = limit
-    if name not in signals:
-        return False
-    value = signals[name]
-    return not math.isfinite(value) or (value > bound if side == "above" else value < bound)
+def verls_gap(measured: Measured) -> dict[str, float]:
+    """Returns verl's own metrics of the gap, which its trainer computes after compute_log_prob
+    (`calculate_debug_metrics` of verl 0.9.1)."""
+    if not measured.metrics:
+        return {}
+    gap = {name: measured.metrics[f"vllm_kl/prob_diff_{name}"] for name in ("max", "mean", "std")}
+    counted = measured.tokens - measured.non_finite
+    gap["std"] *= math.sqrt(counted / (counted - 1)) if counted > 1 else math.nan  # torch.std is the sample's
+    return {f"training/rollout_probs_diff_{name}": value for name, value in gap.items()}
 
 
 def gather_over_ranks(own: Gathered) -> list[Gathered]:

@@ -46,7 +46,7 @@ class Gate:
     Attributes:
         limits: the bounds for refusing a mini-batch. A mini-batch without a token, or whose loss drops all of them, is
             always refused: its gradients are 0, but its step would still move the weights by momentum and weight decay.
-        first_pass: in bypass mode, also judges the batch.
+        first_pass: also judges a batch that compute_log_prob has not seen.
         undo: keeps what the first optimizer step of an update changes, if a rule may take it back.
         after_update: number of trajectories of a batch that are scored again after its update.
     """
@@ -66,6 +66,11 @@ class Gate:
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
+    @property
+    def _measuring(self) -> FirstPass | None:
+        """The measurements of the batch at hand, if it is measured in its update."""
+        return self.first_pass if self.first_pass is not None and self.first_pass.measures else None
+
     def begin_update(self, step: int, lr_scale: float) -> None:
         """Begins a batch with the trainer's requests.
 
@@ -81,7 +86,10 @@ class Gate:
             self.begin_update(**update)
         asked = tu.pop(data, FIRST_PASS)
         if self.first_pass is not None:
-            self.first_pass.begin_update(**asked)
+            if asked is None:
+                self.first_pass.measures = False
+            else:
+                self.first_pass.begin_update(**asked)
         outputs = verls(data)
         if self.after_update:
             metrics = score_again(self.worker, data, self.after_update)
@@ -91,10 +99,10 @@ class Gate:
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
         """Wraps verl's method. Adds gate/refused to the metrics, 1 for a mini-batch that is refused. If limits are set,
-        adds the signals that they bound; in bypass mode, the first mini-batch's measurements."""
+        adds the signals that they bound; without compute_log_prob, the first mini-batch's measurements."""
         self._data, self._taken, self._metrics = data, True, {}
-        if self.first_pass is not None:
-            self.first_pass.begin_mini_batch()
+        if (measuring := self._measuring) is not None:
+            measuring.begin_mini_batch()
         if self.undo is not None:
             self.undo.begin(self._step)
         self._sums = torch.zeros(3, dtype=torch.float64)
@@ -128,8 +136,8 @@ class Gate:
             signals = self._agree()
             self._taken = not breaks_limits(signals, asdict(self.limits))
             self._metrics = {f"gate/{name}": [value] for name, value in signals.items()}
-        if self._data is not None and self.first_pass is not None:
-            taken, measured = self.first_pass.judge(counts=self.engine.is_mp_src_rank_with_outputs())
+        if self._data is not None and (measuring := self._measuring) is not None:
+            taken, measured = measuring.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken
             self._metrics |= {name: [value] for name, value in measured.items()}
         if self._data is not None and self._taken:
@@ -169,7 +177,7 @@ class Gate:
         sums = sum_over_ranks(torch.cat([self._sums, self._sums.new_tensor([norm, 1.0])]))
         tokens, policy_kl, vllm_kl, norms, ranks = sums.tolist()
         signals = {"policy_kl": policy_kl / max(tokens, 1.0), "vllm_kl": vllm_kl / max(tokens, 1.0)}
-        if self.first_pass is not None:  # l_old is l_infer
+        if self._measuring is not None:  # l_old is l_infer, or l_theta itself
             del signals["policy_kl"]
         if self.limits.grad_norm is not None:
             signals["grad_norm"] = norms / ranks  # norms differ in the last digit if groups of ranks reduce separately

@@ -51,8 +51,9 @@ class LossSettings:
         kl_denominator: the policy that actor.kl_loss_type=unbiased assumes sampled the tokens: "infer", the rollout
             engine, or "old", the training engine before the update.
         mini_batch: which optimizer steps to refuse.
-        first_pass: the measurements and weights in bypass mode; None if compute_log_prob came first.
+        first_pass: the measurements and weights of a run without compute_log_prob; None if it runs.
         top_tokens: the use of the sampler's top tokens; None if the rollout returns none.
+        reuses: where a batch has no l_old, it is l_theta.
         undo: keep what an update changes, so that it can be taken back.
         after_update: trajectories of a batch to score again after its update.
         float32_head: compute the logits in float32.
@@ -64,6 +65,7 @@ class LossSettings:
     mini_batch: MiniBatchLimits = field(default_factory=MiniBatchLimits)
     first_pass: FirstPassSettings | None = None
     top_tokens: TopTokenUse | None = None
+    reuses: bool = False
     undo: bool = False
     after_update: int = 0
     float32_head: bool = False
@@ -116,7 +118,8 @@ def build_worker_loss(
         first_pass: built from settings.first_pass; weighs every micro-batch.
 
     Returns the function and {"policy_loss": its settings, "corrections": name -> settings, "kl": the estimator or None,
-    "mini_batch": the limits that are set, "first_pass": whether it measures, "centers": whether it centers scores}.
+    "mini_batch": the limits that are set, "first_pass": whether it measures, "reuses": whether l_theta may be l_old,
+    "centers": whether it centers scores}.
 
     Raises:
         ConfigError: a setting of the policy loss cannot work.
@@ -134,6 +137,7 @@ def build_worker_loss(
         kl_denominator=settings.kl_denominator if unbiased else None,
         gate=gate if settings.mini_batch.active else None,
         first_pass=first_pass,
+        reuses=settings.reuses,
         centers=settings.top_tokens is not None and settings.top_tokens.centers,
     )
     before = {} if settings.first_pass is None else settings.first_pass.corrections
@@ -144,6 +148,7 @@ def build_worker_loss(
         "kl": kl if config.use_kl_loss else None,
         "mini_batch": {name: limit for name, limit in asdict(settings.mini_batch).items() if limit is not None},
         "first_pass": first_pass is not None,
+        "reuses": settings.reuses,
         "centers": loss.keywords["centers"],
     }
 
@@ -174,6 +179,7 @@ def worker_loss(
     kl_denominator: str | None,
     gate: Gate | None,
     first_pass: FirstPass | None,
+    reuses: bool,
     centers: bool,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Computes verl's `ppo_loss` of one micro-batch, with `current_batch()` for its policy loss, our weights, and our
@@ -198,10 +204,13 @@ def worker_loss(
     """
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
     data, metrics = _padded_copy(data)
-    batch = _read_batch(model_output["log_probs"], data)
+    l_theta = no_padding_2_padding(model_output["log_probs"], data)
+    if reuses and OLD_LOG_PROBS not in data.keys():  # noqa: SIM118 (a TensorDict has no `in`)
+        data[OLD_LOG_PROBS] = torch.where(data[RESPONSE_MASK].bool(), l_theta.detach(), 0)
+    batch = _read_batch(l_theta, data)
     if gate is not None:
         gate.observe(batch)
-    if first_pass is not None:
+    if first_pass is not None and first_pass.measures:
         entropy = model_output.get("entropy")
         entropy = None if entropy is None else no_padding_2_padding(entropy.detach().float(), data)
         weight = first_pass.weigh(batch, entropy)
@@ -251,11 +260,11 @@ def _padded_copy(data: TensorDict) -> tuple[TensorDict, dict[str, Any]]:
     return data, {FILTER_SCALE: scale}
 
 
-def _read_batch(log_probs: Tensor, data: TensorDict) -> LossBatch:
-    """Returns the micro-batch of methods, of the model's log-probabilities, nested, and `_padded_copy`'s data."""
+def _read_batch(l_theta: Tensor, data: TensorDict) -> LossBatch:
+    """Returns the micro-batch of methods, of the model's log-probabilities [B, T], and `_padded_copy`'s data."""
     mask, l_old = data[RESPONSE_MASK].bool(), data[OLD_LOG_PROBS]
     inputs = {name: data[field] for name, field in FIELDS.items() if field in data.keys()}  # noqa: SIM118
     if "k" in inputs:
         k = mismatch_ratio(inputs["l_infer"], l_old).nan_to_num_(0.0, 0.0, 0.0)
         inputs["k"] = k * mask
-    return LossBatch(no_padding_2_padding(log_probs, data), l_old, data[ADVANTAGES], mask, **inputs)
+    return LossBatch(l_theta, l_old, data[ADVANTAGES], mask, **inputs)

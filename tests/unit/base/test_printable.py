@@ -44,6 +44,51 @@ def test_what_is_hidden_or_obeyed_is_written_as_its_escape(text, shown):
     assert printable(text) == shown
 
 
+KEY = "abcdEFGH" + "1234" * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"HTTPError: 401 for token=hf_{KEY}", "HTTPError: 401 for token=***"),
+        (f"no repository for hf_{KEY}, sorry", "no repository for ***, sorry"),
+        (f"AuthenticationError: key sk-proj-{KEY} is wrong", "AuthenticationError: key *** is wrong"),
+        (
+            f"fatal: https://x-access-token:{KEY}@github.com/a/b.git",
+            "fatal: https://x-access-token:***@github.com/a/b.git",
+        ),
+        (f"fatal: https://{KEY}@github.com/a", "fatal: https://***@github.com/a"),
+        ("redis://:pass@host:6379/0", "redis://:***@host:6379/0"),
+        (f"{{'Authorization': 'Bearer {KEY}'}}", "{'Authorization': 'Bearer ***'}"),
+        (f"WANDB_API_KEY={KEY} python train.py", "WANDB_API_KEY=*** python train.py"),
+        ("AWS_SECRET_ACCESS_KEY: wJalrXUtnFEMI/K7MDENG", "AWS_SECRET_ACCESS_KEY: ***"),
+        ("AKIA" + "IOSFODNN7EXAMPLE", "***"),
+        ('{"password": "hunter2"}', '{"password": "***"}'),
+        (f"GET /x?a=1&X-Amz-Signature={KEY}&b=2", "GET /x?a=1&X-Amz-Signature=***&b=2"),
+    ],
+)
+def test_a_secret_is_not_shown(text, shown):
+    assert printable(text) == shown == printable(shown)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data.prompt_key=prompt",
+        "algorithm.rollout_correction.rollout_is=token",
+        "KeyError: 'pad_token'",
+        "unexpected token: <pad>",
+        "loss_agg_mode=token-mean-with-a-long-name",
+        "tcp://10.0.0.1:6379, ssh://git@host/x",
+        "ValueError: basic usage of hf_config is wrong",
+        "max_tokens=4096 eos_token_id=151645",
+        "ActorDiedError: 0123456789abcdef0123456789abcdef01234567",
+    ],
+)
+def test_what_only_looks_like_a_secret_stays(text):
+    assert printable(text) == text
+
+
 def test_no_character_there_is_can_be_obeyed_or_break_a_page():
     planes = (range(0x20000), range(0xE0000, 0xE0200), range(sys.maxunicode - 0x100, sys.maxunicode + 1))
     text = "".join(chr(code) for plane in planes for code in plane)

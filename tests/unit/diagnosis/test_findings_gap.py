@@ -8,7 +8,16 @@ import pytest
 from tests.support.findings import levels_of, run_of, seen_as, then
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import gap as subject
-from verl_ext.diagnosis.findings.gap import CORRELATION, LEVEL, STALENESS, gap_of, in_errors, sound_level, stale_steps
+from verl_ext.diagnosis.findings.gap import (
+    CORRELATION,
+    LEVEL,
+    RATE,
+    STALENESS,
+    gap_of,
+    in_errors,
+    sound_level,
+    stale_steps,
+)
 from verl_ext.diagnosis.findings.registry import find_all
 from verl_ext.diagnosis.levels import LEVELS
 from verl_ext.diagnosis.names import K1, K3, LOG_RATIO, PROB_DIFF, REWARD
@@ -70,7 +79,7 @@ CASES = [
     ("gap_started.in_part", None, {LOG_RATIO: then(0.01, 0.1, 5)}),
     ("gap_started.with_updates", None, {LOG_RATIO: grows(1e-3, 0.1)}),
     ("gap_started.with_updates", None, {LOG_RATIO: grows(0.05, 0.1), OWN: (1 - np.geomspace(1e-3, 0.1, 40)).tolist()}),
-    ("gap_started.with_updates", None, {LOG_RATIO: [1e-7, 0.07, 0.09, 0.12, 0.15, 0.16, 0.18, 0.19, 0.18]}),
+    ("gap_started.suddenly", None, {LOG_RATIO: [1e-7, 0.07, 0.09, 0.12, 0.15, 0.16, 0.18, 0.19, 0.18]}),
     ("gap_started.suddenly", None, {LOG_RATIO: then(1e-3, 0.1, 10)}),
     ("gap_started.comes_and_goes", None, {K3: [*SPIKED[:24], 5.0, *SPIKED[25:]]}),
     ("gap_jumped.at_first_sync", 4, {K3: then(1e-4, 0.5, 3)}),
@@ -108,6 +117,13 @@ CASES = [
     ("gap_side.most", None, gap(0.01, k1=0.042, size=0.05)),
     ("gap_side.more", None, gap(0.01, k1=0.03, size=0.05)),
     ("gap_side.both", None, gap(0.01, k1=0.001, size=0.05)),
+    ("gap_scaled.scaled", None, {K1: [0.98] * 10, CORRELATION: [0.99] * 10}),
+    ("gap_scaled.no", None, {K1: [0.98] * 10, CORRELATION: [0.6] * 10}),
+    ("gap_scaled.no", None, {LOG_RATIO: [0.01] * 10, CORRELATION: [0.999] * 10}),
+    ("gap_at_rest.grows", None, {LOG_RATIO: grows(0.1, 0.4), RATE: [0.0] * 40}),
+    ("gap_at_rest.no", None, {LOG_RATIO: [0.1, 0.11] * 20, RATE: [0.0] * 40}),
+    ("gap_jumped.at_first_sync", 5, {K3: [3.4e-4] * 4 + [8.7e-3] * 36}),  # below the limit, to 25 times
+    ("gap_grew.grew", 21, {LOG_RATIO: grows(0.0115, 0.04)}),  # below the limit
     ("gap_by_probability.tilted", None, by_probability(1.2, 1.0, 0.0, -0.9, -0.8)),
     ("gap_by_probability.in_bulk", None, by_probability(0.9, 0.9, 0.9, 0.8, 0.7)),
     ("gap_by_probability.even", None, by_probability(0.3, 0.4, 0.5, 0.4, 0.1)),

@@ -13,9 +13,11 @@ from tests.support.findings import levels_of, line, run_of, seen_as, then
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings import answers, entropy, finite, gradient
 from verl_ext.diagnosis.findings.answers import CUT, EMPTY, LONGEST, LOOPS, SHORTEST, SURELY_CUT
-from verl_ext.diagnosis.findings.finite import FILLED
-from verl_ext.diagnosis.findings.gradient import RATE, REFERENCE, STRIDE
+from verl_ext.diagnosis.findings.finite import FILLED, MEMORY_USED
+from verl_ext.diagnosis.findings.gap import RATE, REFERENCE
+from verl_ext.diagnosis.findings.gradient import CLIPPED, STRIDE
 from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
+from verl_ext.diagnosis.findings.reward import ADVANTAGE_MAX, ADVANTAGE_MIN, DEAD_GROUPS
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD, REWARD_MAX, REWARD_MIN
 from verl_ext.diagnosis.series import Ending, Readings
 
@@ -80,6 +82,16 @@ CASES = [
     ("gradient_spike.none", None, {GRADIENT: [0.0] * 10}),
     ("gradient_zero.zero", 21, {GRADIENT: then(0.5, 0.0)}),
     ("gradient_zero.zero", 1, {GRADIENT: [0.0] * 5}),
+    ("gradient_zero.lost", 1, {GRADIENT: [0.0] * 20, ADVANTAGE_MAX: [1.0] * 20, ADVANTAGE_MIN: [-1.0] * 20}),
+    ("gradient_zero.lost", 1, {GRADIENT: [0.0] * 20, DEAD_GROUPS: [0.5] * 20}),
+    ("gradient_zero.zero", 1, {GRADIENT: [0.0] * 20, DEAD_GROUPS: [1.0] * 20, REWARD_MAX: [1.0] * 20}),
+    ("reference_kl_spiked.spiked", 10, {REFERENCE: [2.0, 2.5] * 4 + [2.0, 3395.0] + [2.0, 2.5] * 10}),
+    ("reference_kl_spiked.calm", None, {REFERENCE: [2.0, 2.5] * 10}),
+    ("self_gap.from_start", None, {STRIDE: [0.05, 0.06] * 10, CLIPPED: [0.2] * 20}),
+    ("self_gap.from_start", None, {STRIDE: [0.002] * 20, RATE: [0.0] + [1e-6] * 19}),  # in a warm-up
+    ("self_gap.small", None, {STRIDE: [1e-3] * 20}),
+    ("memory_grew.grew", None, {MEMORY_USED[0]: line(40, 60)}),
+    ("memory_grew.steady", None, {MEMORY_USED[0]: [40.0, 40.1] * 20}),
     ("gradient_zero.some", None, {GRADIENT: then(0.5, 0.0, at=37)}),
     ("reference_kl_grew.grew", 21, {REFERENCE: then(0.01, 8.0)}),
     ("reference_kl_grew.near", None, {REFERENCE: line(0.0, 0.8)}),
@@ -96,6 +108,7 @@ CASES = [
     ("not_finite.training", 21, {GRADIENT: [0.5] * 20 + [NAN] * 3 + [0.5] * 2}),
     ("not_finite.reward", 21, {REWARD: then(0.5, NAN), GRADIENT: [0.5] * 40}),
     ("not_finite.reward", 1, {REWARD: [NAN] * 5, K3: [NAN] * 5}),
+    ("not_finite.reward", 1, {GRADIENT: [NAN] * 5, "rewards/grader/mean": [NAN] * 5}),  # one reward of several
     ("not_finite.rollout", 21, {K3: then(1e-4, NAN), GRADIENT: [0.5] * 40}),
     ("not_finite.once", 21, {GRADIENT: [0.5] * 20 + [INF] + [0.5] * 19}),
     ("not_finite.no", None, {GRADIENT: [0.5] * 40}),
@@ -135,7 +148,9 @@ def test_a_value_of_now_is_not_told_as_of_the_step_at_which_it_began(name, metri
 ENDINGS = [
     ("run_ended.memory", "ended with torch.OutOfMemoryError: CUDA out of memory"),
     ("run_ended.memory", "ended with CUDA error: out of memory"),
+    ("run_ended.hang", "ended by a timeout of NCCL (the watchdog)"),
     ("run_ended.error", "ended with ValueError: no such file"),
+    ("run_ended.error", "ended with TimeoutError: the grader timed out"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from verl_ext.base.names import PROMPT_EFFECT
 from verl_ext.diagnosis.findings import reward as subject
 from verl_ext.diagnosis.findings.answers import CUT
 from verl_ext.diagnosis.findings.registry import find_all, notable
-from verl_ext.diagnosis.findings.reward import DEAD_GROUPS, FEWEST_REWARDS, SPREAD, course_of
+from verl_ext.diagnosis.findings.reward import DEAD_GROUPS, SPREADS, reward_course
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD, REWARD_MAX, REWARD_MIN
+from verl_ext.diagnosis.statistics import FEW, FEWEST, LIKELY, SURE
 
 ADVANTAGES, VALIDATION = "critic/advantages/max", "val-core/gsm8k/acc/mean@1"
 
@@ -37,16 +39,18 @@ def zeroes_and_ones(values, spread=1.0):
 
 FELL = line(0.1, 0.8, 20) + [0.05] * 20  # in step 21
 LOST = line(0.1, 0.8, 20) + wave(0.4, 0.01, 20)
+BROKE = {REWARD: wave(0.6, 0.01, 20) + wave(0.1, 0.01, 20), LENGTH: wave(500, 5, 20) + wave(90, 5, 20)}
+BROKE |= {GRADIENT: wave(0.3, 0.01, 40)}
 CASES = [
     ("reward_constant.constant", 1, zeroes_and_ones([0.0] * 10, 0.0)),
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10}),  # no spread is logged
-    ("reward_constant.constant", 1, {REWARD: [0.5] * 10, SPREAD: [0.01] * 10}),
+    ("reward_constant.constant", 1, {REWARD: [0.5] * 10, SPREADS[0]: [0.01] * 10}),
     (
         "reward_constant.constant",
         9,
         {REWARD: [0.5] * 8 + [0.0] * 12, REWARD_MAX: [1.0] * 8 + [0.0] * 12, REWARD_MIN: [0.0] * 20},
     ),
-    ("reward_constant.varies", None, {REWARD: [0.5] * 10, SPREAD: [0.4] * 10}),
+    ("reward_constant.varies", None, {REWARD: [0.5] * 10, SPREADS[0]: [0.4] * 10}),
     ("reward_constant.varies", None, zeroes_and_ones([0.5] * 10)),
     (
         "reward_constant.varies",
@@ -57,6 +61,8 @@ CASES = [
     ("reward_fell.collapsed", 21, {REWARD: line(-0.8, 0.8, 20) + [-0.9] * 20, REWARD_MIN: [-1.0] * 40}),
     ("reward_fell.falls", 21, {REWARD: LOST}),
     ("reward_fell.falls", 6, {REWARD: [0.9, 0.8, 0.85, 0.9, 0.88, 0.5, 0.55, 0.5]}),  # by the order of few readings
+    ("reward_fell.falls", 31, {REWARD: wave(0.8, 0.01) + wave(0.68, 0.01)}),  # from the start, by a sixth
+    ("reward_fell.holds", None, {REWARD: wave(0.8, 0.01) + wave(0.75, 0.01)}),
     ("reward_fell.holds", None, {REWARD: line(0.1, 0.8)}),
     ("reward_fell.holds", None, {REWARD: line(0.1, 0.8, 20) + [0.7] * 20}),
     ("reward_fell.holds", None, {REWARD: wave(0.5, 0.2)}),
@@ -68,6 +74,7 @@ CASES = [
     ("fall_came_back.no", None, {REWARD: FELL}),
     ("reward_flat.flat", None, {REWARD: noisy_rise(0)}),
     ("reward_flat.fell", None, {REWARD: FELL}),
+    ("reward_flat.fell", None, {REWARD: wave(0.8, 0.01) + wave(0.75, 0.01)}),
     ("reward_flat.at_ceiling", None, {REWARD: [0.96, 0.98] * 20, REWARD_MAX: [1.0] * 40}),
     ("reward_flat.rose_little", None, {REWARD: noisy_rise(3)}),
     ("reward_flat.rose", None, {REWARD: noisy_rise(6)}),
@@ -77,10 +84,20 @@ CASES = [
     ("reward_gain.much", None, zeroes_and_ones(line(0.1, 0.95))),
     ("validation_fell.fell", 4, {VALIDATION: [0.2, 0.4, 0.5, 0.6, 0.3, 0.25, 0.25, 0.25]}),
     ("validation_fell.fell", 5, {VALIDATION: [0.3, 0.5, 0.6, 0.65, 0.66, 0.5, 0.4, 0.3, 0.2, 0.1]}),
-    ("validation_fell.holds", None, {VALIDATION: [0.2, 0.4, 0.6, 0.58]}),
+    ("validation_fell.rose", None, {VALIDATION: [0.2, 0.4, 0.6, 0.58]}),
+    ("validation_fell.holds", None, {VALIDATION: [0.58, 0.6, 0.61, 0.58]}),
+    ("groups_dead.all", None, {DEAD_GROUPS: [1.0] * 10}),
     ("groups_dead.most", None, {DEAD_GROUPS: [0.7] * 10}),
+    ("groups_dead.most", None, {REWARD: wave(0.5, 0.1, 10), SPREADS[1]: [0.0] * 7 + [0.3] * 3}),  # whole steps
+    ("groups_dead.most", None, {REWARD: [0.0, 0.0, 0.25, 0.0] * 5}),  # a mean of 0 has no other answers
+    ("groups_dead.solved", None, {DEAD_GROUPS: [0.7] * 10, REWARD: wave(0.9, 0.02, 10)}),
     ("groups_dead.some", None, {DEAD_GROUPS: [0.3] * 10}),
     ("groups_dead.few", None, {DEAD_GROUPS: [0.05] * 10}),
+    ("penalties_vanish.only", None, {REWARD: line(-0.1, 0.0, 40), REWARD_MAX: [0.0] * 40}),
+    ("penalties_vanish.no", None, {REWARD: line(-0.1, 0.3, 40), REWARD_MAX: [0.0] * 30 + [1.0] * 10}),
+    ("environment.changed", 21, BROKE | {ENTROPY: wave(0.4, 0.01, 40)}),
+    ("environment.same", None, BROKE | {ENTROPY: wave(0.4, 0.01, 20) + wave(0.1, 0.01, 20)}),
+    ("environment.same", None, BROKE | {LENGTH: wave(500, 5, 40)}),
     ("group_size.small", None, {DEAD_GROUPS: [0.8] * 10, **zeroes_and_ones(wave(0.3, 0.02, 10))}),
     ("group_size.enough", None, {DEAD_GROUPS: [0.2] * 10, **zeroes_and_ones(wave(0.3, 0.02, 10))}),
     ("group_size.enough", None, {DEAD_GROUPS: [0.8] * 10, **zeroes_and_ones(wave(0.95, 0.02, 10))}),  # all correct
@@ -104,14 +121,30 @@ def test_every_level_has_a_case():
 def test_one_odd_batch_at_the_end_is_no_fall():
     sound = wave(0.8, 0.01, 40)
     assert seen_as("reward_fell", run_of({REWARD: [*sound, 0.1]})) == ("reward_fell.holds", None)
-    assert seen_as("reward_fell", run_of({REWARD: [*sound, 0.1, 0.1, 0.1]})) == ("reward_fell.collapsed", 41)
+    assert seen_as("reward_fell", run_of({REWARD: [*sound, 0.1, 0.1, 0.1, 0.1]})) == ("reward_fell.collapsed", 41)
+
+
+def test_a_collapse_is_claimed_of_the_value_now():
+    """Two odd batches at the end of a sound run, while the table of the report has 0.15 as the value now."""
+    run = run_of({REWARD: [0.16, 0.2] * 20 + [0.15, 0.15, 0.15, 0.02, 0.02]})
+    course = reward_course(run)
+    assert course.now == 0.15 and not course.collapsed
+    assert reward_course(run_of({REWARD: [*course.series.values, 0.02, 0.02]})).collapsed
+
+
+@pytest.mark.parametrize("errors", [0, 3.5, 6, -3.5, -6, -30])
+def test_only_the_test_of_the_noise_calls_a_difference_noise(errors):
+    rise = reward_course(run_of({REWARD: noisy_rise(errors)})).rise
+    assert errors == 0 or rise.errors * errors > 0
+    assert ("no more than noise" in rise.beyond_noise) == (abs(rise.errors) < LIKELY)
+    assert ("more than noise (" in rise.beyond_noise) == (abs(rise.errors) >= SURE)
 
 
 def test_the_best_of_several_answers_is_no_score_beside_the_mean():
     best, mean = ("val-core/aime/acc/best@16/mean", "val-core/aime/acc/mean@16")
     falls, holds = [0.2, 0.4, 0.6, 0.2, 0.2, 0.2], [0.1, 0.2, 0.2, 0.2, 0.2, 0.2]
     assert seen_as("validation_fell", run_of({best: falls})) == ("validation_fell.fell", 3)
-    assert seen_as("validation_fell", run_of({best: falls, mean: holds})) == ("validation_fell.holds", None)
+    assert seen_as("validation_fell", run_of({best: falls, mean: holds})) == ("validation_fell.rose", None)
     assert seen_as("validation_fell", run_of({best: holds, mean: falls})) == ("validation_fell.fell", 3)
 
 
@@ -119,7 +152,7 @@ def test_the_best_of_several_answers_is_no_score_beside_the_mean():
 def test_a_rise_is_told_with_numbers_that_show_it(odd_ends):
     """The first readings of a noisy run may be high by chance; its thirds show the rise then."""
     values = [0.58] * 3 + noisy_rise(8)[3:-3] + [0.5] * 3 if odd_ends else noisy_rise(6)
-    course = subject.course_of(run_of({REWARD: values}))
+    course = subject.reward_course(run_of({REWARD: values}))
     assert course.rise.errors > subject.SURE
     start, end = (float(word) for word in re.findall(r"0\.\d+", course.moved))
     assert end > start and ("median" in course.moved) == (not odd_ends)
@@ -192,17 +225,19 @@ def test_nothing_is_to_be_heard_of_a_sound_run(metrics, noise):
 @pytest.mark.parametrize("scale", [1e-3, 1e6])
 @pytest.mark.parametrize("values", [FELL, LOST, line(0.1, 0.8), wave(0.5, 0.1)])
 def test_a_course_does_not_depend_on_the_scale(values, scale):
-    plain, scaled = (course_of(run_of({REWARD: [each * by for each in values]})) for by in (1.0, scale))
+    plain, scaled = (reward_course(run_of({REWARD: [each * by for each in values]})) for by in (1.0, scale))
     assert (scaled.falls, scaled.collapsed, scaled.step) == (plain.falls, plain.collapsed, plain.step)
     assert (scaled.lost, scaled.of_gain) == pytest.approx((plain.lost, plain.of_gain), rel=1e-9, abs=1e-9)
     assert scaled.best == pytest.approx(plain.best * scale)
 
 
-@given(st.lists(st.floats(0, 1), min_size=FEWEST_REWARDS, max_size=60))
+@given(st.lists(st.floats(0, 1), min_size=FEWEST, max_size=60))
 def test_levels_of_a_course_are_means_of_readings_in_a_row(values):
-    course = course_of(run_of({REWARD: values}))
+    course = reward_course(run_of({REWARD: values}))
     levels = [math.fsum(values[i : i + course.width]) / course.width for i in range(len(values) - course.width + 1)]
-    assert (course.first, course.now, course.best) == pytest.approx((levels[0], levels[-1], max(levels)), abs=1e-12)
+    long = len(values) <= FEW or course.width > 5
+    now = levels[-1] if long else max(levels[-1], statistics.median(values[-5:]))
+    assert (course.first, course.now, course.best) == pytest.approx((levels[0], now, max(levels)), abs=1e-12)
     at = course.best_step - course.width
     assert levels[at] == pytest.approx(max(levels), abs=1e-12)
     since = values[at:]
@@ -215,7 +250,7 @@ def test_levels_of_a_course_are_means_of_readings_in_a_row(values):
 @pytest.mark.parametrize(("noise", "most"), [(0.04, 3), (0.1, 6)])
 def test_noise_rarely_falls(noise, most):
     runs = [np.clip(0.4 + noise * np.random.default_rng(seed).normal(size=60), 0, 1) for seed in range(60)]
-    assert sum(course_of(run_of({REWARD: values})).falls for values in runs) <= most
+    assert sum(reward_course(run_of({REWARD: values})).falls for values in runs) <= most
 
 
 def tosses(kind):

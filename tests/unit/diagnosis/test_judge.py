@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.causes import Cause
 from verl_ext.diagnosis.findings.registry import RULES, find_all, finding
 from verl_ext.diagnosis.judge import (
@@ -66,7 +67,7 @@ LEARNING = {  # what the run logs -> state, and the first and the last step at w
         "learns",
         None,
     ),
-    "it rises by less than is sure": (reward(course(0.5, 0.5105)), "weak", None),
+    "it rises by less than is sure": (reward(course(0.5, 0.513)), "weak", None),
     "it stands": (reward(HOLDS), "flat", None),
     "it falls": (reward(FALLS), "falling", (30, 60)),
     "it falls from the start": (reward(course(0.8, 0.5, 0.5)), "falling", (1, 40)),
@@ -117,6 +118,12 @@ def test_the_state_of_the_learning(metrics, state, steps):
         assert steps[0] <= found.step <= steps[1]
 
 
+@pytest.mark.parametrize(("now", "state"), [(0.8, "flat"), (0.76, "flat"), (0.68, "falling")])
+def test_a_fall_by_more_than_noise_is_not_called_noise(now, state):
+    found = learning(reward(np.where(AT <= STEPS / 2, 0.8, now) + NOISE))
+    assert found.state == state and ("no more than noise" in found.text) == (now == 0.8)
+
+
 @pytest.mark.parametrize(("values", "word"), [(RISES, "rose"), (HOLDS, "holds")])
 def test_a_reward_beside_what_explodes_is_told_as_it_moved(values, word):
     assert f"the reward {word}" in learning(reward(values, **{"actor/entropy": [0.3] * 40 + [4.0] * 20})).text
@@ -153,7 +160,7 @@ ENGINES = {
     "infinite": ({K1: [1e-3] * 40 + [INF] * 20}, "broken", (41, 41)),
     "never a number": (gap(NAN), "broken", (1, 1)),
     "it grows": (gap(GROWS), "growing", (20, 60)),
-    "it grows below rounding": (gap(GROWS / 100), "close", None),
+    "it grows below rounding": (gap(GROWS / 100), "growing", (20, 60)),
     "it grows past 1": (gap(GROWS * 100), "broken", (20, 60)),
     "it jumps": (gap([1e-3] * 40 + [0.2] * 20), "growing", (41, 41)),
     "it has just jumped": (gap([1e-3] * 57 + [0.2] * 3), "growing", (58, 58)),
@@ -240,6 +247,17 @@ def test_causes_to_choose_from_can_be_given():
     mine = Cause("mine", "Mine", "gap", "it", shows={"gap_level": {"apart": "always"}})
     assert [suspect.cause.name for suspect in judge(made(gap(0.05)), [mine]).suspects] == ["mine"]
     assert judge(made(gap(1e-3)), [mine]).first is None
+
+
+def test_where_all_routers_agree_a_cause_is_behind_them_and_in_no_layer():
+    agree = {name: 1.0 for name in ("router/agreement", "router/own_agreement", "router/agreement/layer_00")}
+    run = reward(RISES) | gap(0.03 * JITTER) | {K1: 0.03 * JITTER} | agree
+    names = BUCKETS["prob"]
+    tilted = {f"vllm_kl/k1/prob/{name}": 0.12 * (1 if at < len(names) / 2 else -1) for at, name in enumerate(names)}
+    tilted |= {f"vllm_kl/k3/prob/{name}": 0.02 for name in names}
+    assert judge(made(run)).has("routers_agree.everywhere")
+    assert not {"wrong_weights", "two_precisions"} & {each.cause.name for each in judge(made(run)).suspects}
+    assert judge(made(run | tilted)).first.cause.name == "temperature"
 
 
 def test_harmless_rounding_is_no_first_cause():

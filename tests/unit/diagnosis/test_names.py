@@ -11,7 +11,24 @@ from tests import ROOT
 from verl_ext.base.metrics import OURS, find, ours
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
-from verl_ext.diagnosis.names import TABLE, Alias, aliases_of, quantities, quantity_of, read_table, setting_for, tomllib
+from verl_ext.diagnosis.names import (
+    EVERYTHING,
+    K1,
+    LOG_RATIO,
+    PROB_DIFF,
+    REWARD,
+    TABLE,
+    Alias,
+    aliases_of,
+    by_quantity,
+    differences,
+    quantities,
+    quantity_of,
+    read_table,
+    setting_for,
+    tomllib,
+    unread_names,
+)
 from verl_ext.features.stability import stability_config
 
 LOGGED = (ROOT / "tests" / "unit" / "base" / "logged_metrics.txt").read_text().split()  # by runs of tests/stack
@@ -263,6 +280,62 @@ def test_a_metric_outside_the_table_has_its_own_name_and_setting():
     assert quantity_of("router/own_agreement") is None
 
 
+@pytest.mark.parametrize(
+    ("logged_name", "canonical"),
+    [
+        ("Mismatch KL", "vllm_kl/k3"),
+        ("mismatch-kl", "vllm_kl/k3"),
+        ("Reward", REWARD),
+        ("Train/Reward", REWARD),
+        ("completions / mean_length", "response_length/mean"),
+        ("seq_len (tok/sample)", "seq_len/mean"),
+        ("Val-Core/GSM8K/acc/mean@1", VALIDATION),
+        ("grpo_actor/behave_approx_kl/avg", K1),  # AReaL, with and without update/
+        ("Rewarding", None),
+    ],
+)
+def test_a_name_is_the_same_in_any_spelling(logged_name, canonical):
+    found = quantity_of(logged_name)
+    assert (found and found.name) == canonical
+
+
+def test_the_series_of_the_run_is_one_that_most_steps_have():
+    """A printed sample's reward has the run's name, and comes now and then."""
+    often, seldom = np.full(40, 0.5), np.ones(4)
+    assert [*by_quantity({"Reward": seldom, "Avg Reward": often})[REWARD]] == ["Avg Reward", "Reward"]
+    assert [*by_quantity({"Reward": often, "Avg Reward": often})[REWARD]] == ["Reward", "Avg Reward"]
+
+
+@pytest.mark.parametrize(("values", "canonical", "read"), [(0.003, PROB_DIFF, 0.003), (1.0002, K1, 0.0002)])
+def test_the_values_decide_what_a_name_of_two_meanings_is(values, canonical, read):
+    ((found, names),) = by_quantity({"rollout_train_prob_diff_mean": np.full(9, values)}).items()
+    (alias,) = names.values()
+    assert found == canonical and alias.convert(values) == pytest.approx(read)
+    assert [*by_quantity({"rollout_train_prob_diff_mean": np.full(9, 5e8)})] == ["rollout_train_prob_diff_mean"]
+
+
+def test_an_error_as_a_factor_is_read_as_a_mean_log_ratio(batch):
+    infer, old = batch
+    factor = np.exp(np.abs(old - infer)).mean()  # nemo_rl/algorithms/loss/loss_functions.py
+    assert quantity_of("train/token_mult_prob_error").name == LOG_RATIO
+    size = np.abs(old - infer).mean()
+    assert size < alias_of("train/token_mult_prob_error").convert(factor) < 1.2 * size
+    assert np.isnan(alias_of("token_mult_prob_error").convert(np.array([-1.0, np.nan]))).all()
+
+
+def test_a_difference_of_two_metrics_is_in_the_table(batch):
+    infer, old = batch
+    means = {"rollout/rollout_log_probs": infer.mean(1).mean(), "rollout/log_probs": old.mean(1).mean()}
+    ((name, first, second),) = differences()
+    assert quantity_of(name).name == K1 and means.keys() == {first, second}
+    assert alias_of(name).convert(means[first] - means[second]) == pytest.approx((infer - old).mean())
+
+
+def test_names_that_look_as_if_they_mattered():
+    read = ["reward", "vllm_vs_local_logprob_diff_mean", "actor/kl_coef", "timing_s/step", "lr", "rewards/format/mean"]
+    assert unread_names([*read, "my_logprob_gap", "my_kl", "nan_count"]) == ["my_logprob_gap", "my_kl", "nan_count"]
+
+
 # ------------------------------------------------------------------------------------------------- the table as a whole
 
 
@@ -271,8 +344,10 @@ def exact_names():
 
 
 def test_a_name_belongs_to_one_quantity():
-    assert {name for name, count in Counter(exact_names()).items() if count > 1} == set()
-    for name in exact_names():
+    twice = {name for name, count in Counter(exact_names()).items() if count > 1}
+    aliases = [alias for quantity in quantities() for alias in quantity.aliases if alias.name in twice]
+    assert all(alias.range != EVERYTHING for alias in aliases), "unless their values decide"
+    for name in set(exact_names()) - twice:
         families = {
             quantity.name
             for quantity in quantities()
@@ -304,13 +379,13 @@ def test_an_alias_has_one_conversion_and_no_unknown_key():
     table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     prefixes = table.pop("prefixes")
     for name, entry in table.items():
-        found: dict[str, tuple[float, float]] = {}
+        found: dict[str, tuple] = {}
         for written, value in entry.items():
             if written == "setting":
                 continue
             alias = {"in": value} if isinstance(value, str) else value
-            assert "in" in alias and alias.keys() <= {"in", "scale", "offset", "but"}, (name, written)
-            conversion = (alias.get("scale", 1), alias.get("offset", 0))
+            assert "in" in alias and alias.keys() <= {"in", "scale", "offset", "log", "range", "but"}, (name, written)
+            conversion = (alias.get("scale", 1), alias.get("offset", 0), alias.get("log", False))
             for framework in alias["in"].split(", "):
                 for prefix in prefixes.get(framework, [""]):
                     assert found.setdefault(prefix + written, conversion) == conversion, (name, written)

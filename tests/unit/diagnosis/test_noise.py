@@ -12,21 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
-from verl_ext.diagnosis.growth import scatter
 from verl_ext.diagnosis.noise import (
     LEVEL,
     TOO_FEW,
     Difference,
     Final,
     compare_finals,
-    difference_noise,
     final,
     judge_differences,
-    level_error,
-    mean_error,
     student_p,
 )
 from verl_ext.diagnosis.series import Series
+from verl_ext.diagnosis.statistics import difference_noise, level_error, mean_error, scatter
 
 DATA = ROOT / "tests" / "support" / "data"
 FINITE = st.floats(-1e6, 1e6)
@@ -79,19 +76,21 @@ def test_difference_noise_is_that_of_a_reading_whether_or_not_the_level_jumps(ju
 
 
 def mean_error_oracle(values, count, caution=0.0):
-    """The formula of Bayley and Hammersley for first-order dependence, with each of 8 stretches around its own mean."""
+    """The formula of Bayley and Hammersley for first-order dependence, with each of 8 stretches around its own line."""
     size, longer = divmod(len(values), 8)
     bounds = np.cumsum([0] + [size + (i < longer) for i in range(8)])
     parts = [values[a:b] for a, b in pairwise(bounds)]
-    centred = sorted(([x - math.fsum(part) / len(part) for x in part] for part in parts), key=lambda p: pstdev(p))
+    lines = [np.polyval(np.polyfit(range(len(part)), part, 1), range(len(part))) for part in parts]
+    around = [(np.array(part) - line).tolist() for part, line in zip(parts, lines, strict=True)]
+    centred = sorted(around, key=lambda p: pstdev(p))
     kept = centred[:6]
     k, length = len(kept), sum(map(len, kept)) / len(kept)
-    power = sum(math.fsum(x * x for x in p) / len(p) for p in kept) / k * length / (length - 1)
+    power = sum(math.fsum(x * x for x in p) / len(p) for p in kept) / k * length / (length - 2)
     if power == 0:
         return 0.0
     products = sum(math.fsum(a * b for a, b in pairwise(p)) / (len(p) - 1) for p in kept)
     rho = products / k / power
-    rho += (1 + 3 * max(rho, 0)) / length + caution / math.sqrt(length * k)
+    rho += (2 + 4 * max(rho, 0)) / length + caution / math.sqrt(length * k)
     rho = min(max(rho, 0), 0.9)
     return math.sqrt(power / count * (1 + rho) / (1 - rho))
 

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from tests.unit.doctor.test_installation import CPU_RECIPES
+from verl_ext.base.errors import Problem
 from verl_ext.cli import main
-from verl_ext.doctor.checks import LEVELS, CheckResult, fixes
+from verl_ext.doctor.checks import LEVELS, fixes
 from verl_ext.doctor.diagnose import diagnose
 from verl_ext.launch.gpus import named
 from verl_ext.launch.packages import has_module
@@ -62,7 +63,9 @@ def test_a_recipe_for_cpus_has_no_error(models, monkeypatch, recipe):
             pytest.skip(f"bash tools/setup_cpu.sh {engine}")
     model = f"actor_rollout_ref.model.path={models}/moe"
     found = diagnose([f"recipe={recipe}", model, "stability=moe"], None)
-    assert [finding for finding in found if finding.level == "error"] == []
+    assert [finding for finding in found if finding.level == "error" and finding.check != "files"] == [], (
+        "no data is made"
+    )
 
 
 def test_a_warning_is_an_error_when_strict(doctor):
@@ -95,7 +98,18 @@ def test_fix_sets_a_setting_that_is_missing(doctor):
     missing = ("stability.correction=none", "actor_rollout_ref.actor.policy_loss.loss_mode=opsm")
     code, out = doctor("--fix", *missing)
     assert (code, out) == (1, "actor_rollout_ref.actor.policy_loss.delta=0.1\n"), doctor.stderr
-    assert doctor("--fix", *missing, out.strip())[0] == 0
+    assert doctor("--fix", *missing, out.strip())[0] == 0, doctor.stderr
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_fix_moves_an_old_overlong_buffer_with_all_that_its_manager_reads(doctor, sign):
+    """verl's reward manager dapo reads `log` and `max_resp_len` without a default."""
+    old, new = f"{sign}reward_model.overlong_buffer", "++reward.reward_kwargs.overlong_buffer_cfg"
+    given = ("reward.reward_manager.name=dapo", f"{old}.enable=True", f"{old}.len=64")
+    _, out = doctor("--fix", *given)
+    needed = {f"{new}.{one}" for one in ("enable=True", "len=64", "log=False", "penalty_factor=1.0")}
+    assert needed | {"++reward.reward_kwargs.max_resp_len=512"} <= {*out.split()}
+    assert "must be set" not in doctor.stderr
 
 
 def test_fix_tells_on_stderr_what_no_override_fixes(doctor):
@@ -180,7 +194,7 @@ def test_a_gpu_by_its_name(name, capability):
 
 
 def test_of_two_fixes_for_a_setting_that_of_the_worse_finding_is_printed():
-    found = [CheckResult("warning", "w", fix=("a.b=1",)), CheckResult("error", "e", fix=("++a.b=2", "c.d=3"))]
+    found = [Problem("w", fix=("a.b=1",), level="warning"), Problem("e", fix=("++a.b=2", "c.d=3"))]
     assert fixes(found) == ["++a.b=2", "c.d=3"]
 
 
@@ -225,7 +239,7 @@ def test_a_value_that_hydra_cannot_read_is_told_with_its_setting(doctor):
 @pytest.mark.parametrize("setting", [f"+{ROLLOUT}.no_such=5", "+actor_rollout_ref.model.no_such=1"])
 def test_a_setting_that_a_workers_class_does_not_take_is_an_error(doctor, setting):
     _, out = doctor("--json", setting)
-    (classes,) = [each for each in json.loads(out) if each["check"] == "verl's classes"]
+    (classes,) = [each for each in json.loads(out) if each["check"] == "verl's validation"]
     key = setting.strip("+").partition("=")[0]
     assert key in classes["found"] and classes["fix"] == [f"~{key}"]
 
@@ -275,11 +289,12 @@ def test_padding_of_the_last_mini_batch_is_a_note(doctor):
     [
         ("~trainer.no_such", "~trainer.no_such: nothing to delete"),
         ("hydra.run.dir=/tmp/x", ""),  # Hydra's own, and right
-        (f"{ROLLOUT}.n_val=null", f"{ROLLOUT}.n_val: not a setting"),
+        (f"{ROLLOUT}.n_val=null", f"{ROLLOUT}.n_val is not a setting"),
     ],
 )
 def test_what_hydra_refuses_beside_another_setting(doctor, override, said):
     _, out = doctor("--json", override, "max_turns=2")
     found = [each for each in json.loads(out) if each["check"] == "config"]
-    assert {each["found"].partition(" of verl")[0] for each in found} == {*filter(None, [said]), "not settings"}
+    told = {each["found"].partition(" of this verl")[0] for each in found}
+    assert told == {*filter(None, [said]), "max_turns is not a setting"}
     assert not any(each["fix"] for each in found), "no value is moved: null is none"

@@ -29,6 +29,14 @@ SGLANG_0512 = {"gpu": named("B200"), "versions": VERSIONS | {"sglang": "0.5.12"}
 VLLM_024 = {"versions": VERSIONS | {"vllm": "0.24.0"}}
 EIGHT = "trainer.n_gpus_per_node=8"
 ULYSSES = f"{FSDP}.ulysses_sequence_parallel_size=2"
+OPTIM, TURNS = f"{ACTOR}.optim", f"{ROLLOUT}.multi_turn"
+WARM_UP = f"{OPTIM}.lr_warmup_steps=10"
+GSPO, BY_ANSWER = f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"
+CLIPS = [f"{ACTOR}.clip_ratio_low=0.4", f"{ACTOR}.clip_ratio_high=0.4"]
+COLOCATED = "trainer.v1.trainer_mode=colocate_async"
+UPDATES = ["data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=32"]
+ONE_UPDATE = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
+BATCHES = "algorithm.filter_groups.max_num_gen_batches=10"
 OF_THE_RUN = [name for name, check in CHECKS.items() if not check.__module__.endswith(".installation")]
 
 # check, overrides, level, fields of the context
@@ -45,8 +53,25 @@ CASES = [
     ("loss normalisation", [f"{ACTOR}.policy_loss.loss_mode=geo_mean"], "note", {}),
     ("loss settings", [f"{ACTOR}.clip_ratio=0.1"], "warning", {}),
     ("loss settings", [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=k1"], "warning", {}),
-    ("loss settings", [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], "error", {}),
-    ("loss settings", [f"{ACTOR}.policy_loss.loss_mode=clip-cov"], "error", {}),
+    ("names", [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full"], "error", {}),
+    ("names", [f"{ACTOR}.policy_loss.loss_mode=clip-cov"], "error", {}),
+    ("warm-up", [WARM_UP], "note", {}),
+    ("warm-up", [WARM_UP, MEGATRON], "note", {}),
+    ("warm-up", [f"{OPTIM}.lr_warmup_steps_ratio=0.1"], "note", {}),
+    ("step size", UPDATES, "note", {}),
+    ("step size", [f"{ACTOR}.ppo_epochs=16"], "note", {}),
+    ("step size", [COLOCATED, "data.train_batch_size=256", f"{ACTOR}.ppo_mini_batch_size=64"], "note", {}),
+    ("step size", CLIPS, "note", {}),
+    ("step size", [GSPO, f"{ACTOR}.clip_ratio_high=0.28"], "warning", {}),
+    ("loss aggregation", [GSPO, BY_ANSWER, MOE], "warning", {}),
+    ("repeated passes", [MEGATRON, MOE, f"{LAYERS}.moe_permute_fusion=False"], "warning", {}),
+    ("repeated passes", [*ONE_UPDATE, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"], "note", {}),
+    ("rollout placement", [f"{ROLLOUT}.tensor_model_parallel_size=16", EIGHT], "warning", {}),
+    ("tools", [f"{TURNS}.tool_config_path=tools.yaml"], "warning", {}),
+    ("tools", [f"{TURNS}.enable=True"], "warning", {}),
+    ("tools", [f"{TURNS}.enable=True", "data.custom_cls.path=mine.py"], "note", {}),
+    ("validation", [f"{OPTIM}.lr=0"], "note", {}),
+    ("unread settings", ["algorithm.filter_groups.enable=True", BATCHES], "note", {}),
     (
         "loss settings",
         [f"{ROLLOUT}.calculate_log_probs=False", "algorithm.rollout_correction.rollout_is=token"],
@@ -115,6 +140,40 @@ def test_it_fires_and_its_fix_makes_it_go_away(findings, models, name, overrides
         assert not findings(name, *overrides, *fix, **fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("warm-up", []),
+        ("warm-up", [WARM_UP, f"{OPTIM}.lr_scheduler_type=cosine", f"{OPTIM}.zero_indexed_step=False"]),
+        ("warm-up", [WARM_UP, MEGATRON, f"{OPTIM}.lr_warmup_init=1e-7"]),
+        ("warm-up", [f"{OPTIM}.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=5"]),
+        ("step size", ["data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=64"]),
+        ("step size", [COLOCATED, *ONE_UPDATE]),
+        ("step size", [GSPO, f"{ACTOR}.clip_ratio_low=3e-4", f"{ACTOR}.clip_ratio_high=4e-4"]),
+        ("step size", [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"]),
+        ("repeated passes", [MEGATRON, MOE]),
+        ("repeated passes", [MEGATRON, f"{LAYERS}.moe_permute_fusion=False"]),  # no experts
+        ("repeated passes", [*UPDATES, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4"]),
+        ("rollout placement", [f"{ROLLOUT}.tensor_model_parallel_size=8", EIGHT]),
+        ("tools", []),
+        ("tools", [f"{TURNS}.tool_config_path=t.yaml", f"{ROLLOUT}.agent.default_agent_loop=tool_agent"]),
+        ("tools", [f"{TURNS}.enable=True", f"+{ROLLOUT}.agent.agent_loop_manager_class=mine.Manager"]),
+        ("validation", [f"{OPTIM}.lr=0", "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_BATCH_INVARIANT='1'"]),
+        ("validation", [f"{OPTIM}.lr=0", "trainer.val_before_train=False"]),
+        ("unread settings", [BATCHES]),  # without filter_groups nothing is filtered
+    ],
+)
+def test_a_sound_setting_is_no_hazard(findings, models, name, overrides):
+    overrides = [override.replace("{models}", str(models)) for override in overrides]
+    assert not findings(name, *overrides, environ={})
+
+
+@pytest.mark.parametrize("mends", ["stability=icepop", "algorithm.rollout_correction.rollout_is=token"])
+def test_gspo_with_experts_and_a_correction(findings, models, mends):
+    overrides = [MOE.replace("{models}", str(models)), GSPO, BY_ANSWER, mends]
+    assert {finding.level for finding in findings("loss aggregation", *overrides)} == {"ok"}
+
+
 @pytest.mark.parametrize("engine", [[], [MEGATRON]])
 def test_a_sound_run_is_told_of_no_hazard(context, engine):
     run = context(*engine, f"{ROLLOUT}.n=8", EIGHT, environ={}, gpu=named("H100"))
@@ -137,10 +196,21 @@ def test_experts_whose_kernel_takes_new_weights(findings, models, overrides, fie
 
 
 def test_text_of_the_config_is_never_offered(findings):
-    (finding,) = findings("old reward settings", "custom_reward_function.path=/a/grader.py")
+    (finding,) = findings("old reward settings", "custom_reward_function.path='/a/$(grader).py'")
     assert finding.fix == () and "reward.custom_reward_function.path" in finding.why
     (finding,) = findings("unread settings", f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=0.3")
     assert finding.fix == (f"{ACTOR}.grad_clip=1.0",)
+
+
+def test_old_reward_settings_move_with_what_they_need(findings):
+    (finding,) = findings("old reward settings", "custom_reward_function.path=/a/grader.py")
+    assert finding.fix[1] == "++reward.custom_reward_function.path=/a/grader.py"
+    (finding,) = findings("old reward settings", "reward_model.reward_manager=prime")  # verl has none of this name
+    assert finding.fix == ()
+    overlong = "+reward_model.overlong_buffer"
+    (finding,) = findings("old reward settings", f"{overlong}.enable=True", f"{overlong}.len=64")
+    buffer = "++reward.reward_kwargs.overlong_buffer_cfg"
+    assert {f"{buffer}.enable=True", f"{buffer}.len=64"} < {*finding.fix}
 
 
 def test_a_group_of_one_that_the_loss_ignores_is_no_hazard(findings):

@@ -71,6 +71,14 @@ CASES = [
     ("truncated sampling", [f"{ROLLOUT}.top_p=0.9"], "warning", [f"{ROLLOUT}.top_p=1"]),
     ("truncated sampling", [f"{ROLLOUT}.top_k=50"], "warning", ["stability.top_tokens.k=50"]),
     ("truncated sampling", [f"{ROLLOUT}.top_k=50", "stability.top_tokens.k=50"], "ok", []),
+    ("truncated sampling", [f"{ROLLOUT}.top_k=1"], "warning", [f"{ROLLOUT}.top_k=-1"]),
+    ("truncated sampling", [f"{ROLLOUT}.top_k=2000"], "warning", [f"{ROLLOUT}.top_k=-1"]),
+    (
+        "truncated sampling",  # a KL loss stays
+        [f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.top_p=0.9", "actor_rollout_ref.actor.use_kl_loss=True"],
+        "warning",
+        [f"{ROLLOUT}.top_p=1", f"{ROLLOUT}.top_k=-1"],
+    ),
     (
         "truncated sampling",
         [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5", RAW_MODE],
@@ -87,7 +95,7 @@ CASES = [
     ("dtype of both engines", [SGLANG, f"{SGLANGS}.dtype=half"], "warning", [f"+{SGLANGS}.dtype=bfloat16"]),
     ("quantized rollout", [SGLANG, FP8_ROLLOUT], "warning", [TIS]),
     ("quantized rollout", [SGLANG, f"{SGLANGS}.kv_cache_dtype=fp8_e4m3"], "warning", [TIS]),
-    ("quantized rollout", [SGLANG, TORCHAO], "error", [f"{ROLLOUT}.quantization=null"]),
+    ("quantized sync", [SGLANG, TORCHAO], "error", [FP8_ROLLOUT]),
     ("lengths", [SGLANG, f"{ROLLOUT}.max_model_len=2048"], "error", [f"{ROLLOUT}.max_model_len=1024"]),
     ("lengths", [SGLANG, NO_CHUNKS, f"{BATCHED}=1"], None, []),
     ("routing capture", [SGLANG, MOE, "stability.router_agreement=true"], None, []),
@@ -281,7 +289,7 @@ CASES = [
     ("trust region", [*ASYNCHRONOUS, BYPASS], "ok", []),
     ("rollout placement", [], None, []),
     ("rollout placement", [f"{HYBRID}=false", SEPARATE], "ok", []),
-    ("rollout placement", [f"{HYBRID}=false"], "warning", [f"{HYBRID}=true"]),
+    ("rollout placement", [f"{HYBRID}=false"], "warning", []),  # true would give up what it is for
     ("rollout placement", [f"{ROLLOUT}.router_config_path=router.yaml"], "ok", []),
     ("normal level", [], None, []),
     ("normal level", ["stability=icepop"], "ok", []),

@@ -14,6 +14,7 @@ from tests.support.examples import at_most
 from verl_ext.base.errors import ConfigError
 from verl_ext.doctor import diagnose  # noqa: F401 (registers the checks)
 from verl_ext.doctor.checks import CHECKS, Context
+from verl_ext.doctor.hooks import fit_presets
 from verl_ext.features.stability import default_node
 from verl_ext.launch import command_line
 from verl_ext.launch.compose import prepare
@@ -45,8 +46,8 @@ def said_of(content: bytes) -> tuple[str, str]:
         try:
             prepare(arguments)
         except ConfigError as error:
-            return str(error), command_line.compose(arguments).failure
-        return "", command_line.compose(arguments).failure
+            return str(error), str(*command_line.compose(arguments).problems)
+        return "", str(*command_line.compose(arguments).problems)
 
 
 @at_most(10)  # Hydra takes most of a second to compose one
@@ -79,6 +80,7 @@ def test_a_node_of_another_type_is_an_error_that_names_it_and_ends_no_check(sett
         config = copy.deepcopy(compose("recipe=cpu_smoke", f"trainer.v1.trainer_mode={mode}"))
         OmegaConf.update(config, setting, value, merge=False, force_add=True)
         context = Context({}, config=config, trust=True)
+        fit_presets(context)
         errors = [finding for check in CHECKS.values() for finding in check(context) if finding.level == "error"]
         assert any(setting in error.found for error in errors)
         assert not any("\n" in error.found or "the check itself" in error.found for error in errors)

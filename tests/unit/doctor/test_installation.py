@@ -58,6 +58,28 @@ def test_versions_outside_the_supported_range(installed, changed, expected):
     assert worst(installed("packages", versions=versions)) == expected
 
 
+ON_CPU = "trainer.device=cpu"
+
+
+@pytest.mark.parametrize(
+    ("changed", "overrides", "expected"),
+    [
+        ({"vllm": "0.33.0", "sglang": "0.5.14"}, [ON_CPU], {"error": ["vllm 0.33.0"], "warning": ["sglang 0.5.14"]}),
+        ({"megatron-core": "0.15.0"}, [ON_CPU], {"warning": ["megatron-core 0.15.0"]}),
+        ({"vllm": "0.33.0"}, [], {"warning": ["vllm 0.33.0"]}),  # for a GPU, whose packages are not known here
+        ({"verl": "0.9.0"}, [], {"error": ["verl 0.9.0"]}),
+        (
+            {"verl": "0.9.0", "vllm": "0.33.0"},
+            [ON_CPU, "stability.any_version=true"],
+            {"warning": ["verl 0.9.0", "vllm 0.33.0"]},
+        ),
+    ],
+)
+def test_a_version_with_which_the_launch_refuses_to_start_is_an_error(findings, changed, overrides, expected):
+    found = worst(findings("packages", *overrides, versions=VERSIONS | changed))
+    assert sorted(found) == [(level, one) for level, those in expected.items() for one in those]
+
+
 @pytest.mark.parametrize(
     ("plugins", "environ", "expected"),
     [

@@ -11,6 +11,10 @@ CPU = "trainer.device=cpu"  # else the run is for another machine
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
+def levels(found):
+    return {finding.level for finding in found}
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -27,9 +31,16 @@ ROLLOUT = "actor_rollout_ref.rollout"
     ],
 )
 def test_sizes(findings, overrides, said):
-    (finding,) = findings("sizes", *overrides)
-    assert finding.level == ("ok" if said is None else "error")
-    assert said is None or said in finding.found
+    found = findings("sizes", *overrides)
+    assert levels(found) == {"ok" if said is None else "warning" if "max_model_len" in said else "error"}
+    assert said is None or any(said in finding.found for finding in found)
+
+
+def test_sizes_that_contradict_each_other_are_told_at_once(findings):
+    tensor, expert = f"{ROLLOUT}.tensor_model_parallel_size=3", f"{ROLLOUT}.expert_parallel_size=2"
+    found = [finding.found for finding in findings("sizes", tensor, expert, "data.max_prompt_length=30000")]
+    assert any("tensor_model_parallel_size=3 x" in one for one in found)
+    assert any("expert_parallel_size=2 must be" in one for one in found)
 
 
 def test_a_fix_of_the_sizes_is_told(findings):
@@ -43,8 +54,8 @@ def test_a_fix_of_the_sizes_is_told(findings):
 def test_sizes_of_a_known_model_are_compared_with_it(findings):
     overrides = [f"{ROLLOUT}.tensor_model_parallel_size=5", "trainer.n_gpus_per_node=5", f"{ROLLOUT}.n=5"]
     for model in (f"{MODEL}=Qwen/Qwen3-30B-A3B", ""):  # of the table, and one with its config.json on this machine
-        (finding,) = findings("sizes", *filter(None, [model]), *overrides)
-        assert "must divide the model's 32 attention heads" in finding.found
+        found = findings("sizes", *filter(None, [model]), *overrides)
+        assert any("must divide the model's 32 attention heads" in finding.found for finding in found)
     (finding,) = findings("sizes", f"{MODEL}=nobody/nothing", *overrides)
     assert finding.level == "ok" and "the model's shape is not known" in finding.found
 
@@ -79,11 +90,22 @@ def test_a_size_that_the_config_lacks_is_a_note(findings):
     assert finding.level == "note" and "fsdp_size" in finding.found
 
 
-def test_data_that_is_not_here_is_a_warning(findings, tmp_path):
+def test_files_that_are_not_here_are_errors(findings, tmp_path):
     (tmp_path / "here").touch()
     files = [f"data.train_files=[{tmp_path}/here,{tmp_path}/gone]", "data.val_files=hdfs://there"]
-    (finding,) = findings("data files", CPU, *files)
-    assert (finding.level, finding.found) == ("warning", f"data.train_files={tmp_path}/gone is not on this machine")
+    code = ["reward.custom_reward_function.path=pkg://mine", f"trainer.v1.sampler.custom_sampler.path={tmp_path}/b.py"]
+    tools = ["multi_turn.tool_config_path=trainer/config/ppo_trainer.yaml", "agent.agent_loop_config_path=no.yaml"]
+    run = [*files, *code, *(f"actor_rollout_ref.rollout.{tool}" for tool in tools)]
+    found = findings("files", CPU, *run)
+    assert {one.level for one in found} == {"error"}
+    assert [one.found.partition("=")[0] for one in found] == [
+        "data.train_files",
+        "trainer.v1.sampler.custom_sampler.path",
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    ]
+    assert not findings("files", *run, gpu=named("H100"), other_machine=True)
+    own = "data.custom_cls.path=pkg://mine"  # which may read its files from anywhere
+    assert not findings("files", CPU, f"data.train_files={tmp_path}/gone", "data.val_files=[]", own)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from verl_ext.features.table import left_out, table_lines
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
+ASYNC = "trainer.v1.trainer_mode=colocate_async"
 UNKNOWN = "actor_rollout_ref.actor.strategy=fsdp_turbo"
 SILENT = "actor_rollout_ref.rollout.calculate_log_probs=False"
 
@@ -31,7 +32,7 @@ def names(run):
 
 
 def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
-    run, without = fit("stability=moe")
+    run, without = fit("stability=moe", ASYNC)
     assert without == {} and names(run) == ["tis", "opsm"]
     assert run.stability.router_agreement and Need.HOOKED_ROUTERS in run.needs and Need.OUR_LOSS in run.needs
 
@@ -40,8 +41,9 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
     ("overrides", "without"),
     [
         (["recipe=cpu_veomni"], ["stability.router_agreement=false"]),
-        ([BYPASS], ["stability.router_agreement=false", "stability.correction=opsm"]),
-        ([CORRECTED], ["stability.correction=opsm"]),
+        ([], ["stability.correction=tis", "stability.opsm=null"]),
+        ([BYPASS, ASYNC], ["stability.router_agreement=false", "stability.correction=opsm"]),
+        ([CORRECTED, ASYNC], ["stability.correction=opsm"]),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"], ["stability.correction=none"]),
         ([SILENT], ["actor_rollout_ref.rollout.calculate_log_probs=True"]),
         (
@@ -55,7 +57,15 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
         ),
         (
             ["recipe=cpu_megatron", "actor_rollout_ref.model.use_remove_padding=false"],
-            ["stability.router_agreement=false"],
+            ["stability.router_agreement=false", "stability.replay=disabled"],
+        ),
+        (
+            ["recipe=cpu_megatron", "actor_rollout_ref.actor.megatron.pad_to_length=true"],
+            ["stability.router_agreement=false", "stability.replay=disabled"],
+        ),
+        (
+            ["recipe=cpu_veomni", "actor_rollout_ref.model.use_remove_padding=false"],
+            ["stability.router_agreement=false", "stability.replay=disabled"],
         ),
     ],
 )
@@ -64,6 +74,35 @@ def test_what_moe_cannot_have_is_left_out_with_a_reason(fit, overrides, without)
     assert set(without) <= {one for setting in found for one in setting.split()}
     assert all(found.values())
     assert Need.MEASURED_BATCHES in run.needs and any(line.name == "batch skip" for line in table_lines(run))
+
+
+@pytest.mark.parametrize("overrides", [[UNKNOWN], ["distillation.enabled=true"], ["model_engine=torchtitan"]])
+@pytest.mark.parametrize("preset", ["m2po", "seq_mask_tis"])
+def test_a_ratio_without_a_cap_goes_with_the_correction_that_bounds_it(fit, preset, overrides):
+    run, without = fit(*overrides, f"stability={preset}")
+    if preset == "m2po":  # acts in the update, which these runs leave to verl
+        assert names(run) == [] and list(without) == ["stability.correction=none stability.tis=null"]
+    else:
+        assert names(run) == ["tis", "geo_mask"] and without == {}
+
+
+def test_in_bypass_mode_mis_keeps_its_mask(fit):
+    run, without = fit(BYPASS, "stability=mis")
+    assert names(run) == ["mis"] and list(without) == ["stability.mis.weight=one"]
+
+
+def test_in_bypass_mode_verl_weighs_nothing_by_rollout_is(fit):
+    run, without = fit(BYPASS, CORRECTED, "stability=icepop")
+    assert names(run) == ["icepop"] and without == {}
+
+
+@pytest.mark.parametrize(
+    "written", [["stability.correction=none"], ["stability.correction=opsm", "stability.opsm.delta=0.1"]]
+)
+def test_rules_of_the_guard_go_with_the_correction_whose_metrics_they_read(fit, written):
+    run, without = fit("stability=guard", *written)
+    assert {"stability.guard.rules.dropped=null", "stability.guard.rules.mask=null"} <= set(without)
+    assert not {"dropped", "mask"} & {rule.name for rule in run.stability.rules}
 
 
 def test_on_an_unknown_engine_only_the_controller_acts(fit):
@@ -79,7 +118,12 @@ def test_a_loss_that_needs_ours_for_weights_gets_none_on_an_unknown_engine(fit):
 
 def test_the_guard_goes_on_without_the_band_that_one_of_its_rules_narrows(fit):
     run, without = fit(CORRECTED, "stability=guard")
-    assert list(without) == ["stability.correction=none", "stability.guard.rules.boundary.action=warn"]
+    assert list(without) == [
+        "stability.correction=none",
+        "stability.guard.rules.boundary.action=warn",
+        "stability.guard.rules.dropped=null",
+        "stability.guard.rules.mask=null",
+    ]
     assert {rule.name: rule.action for rule in run.stability.rules}["boundary"] == "warn"
 
 

@@ -4,7 +4,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import ROOT
+from tests.support.problems import read_settings
 from verl_ext.base.errors import ConfigError
+from verl_ext.features.fit import fit_run
 from verl_ext.features.guard import published_level
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, read_features
@@ -12,7 +14,7 @@ from verl_ext.guard.rules import Rule, describe
 
 
 def guard(**settings):
-    return stability_config(OmegaConf.create({"guard": settings}))
+    return read_settings(OmegaConf.create({"guard": settings}))
 
 
 def rules(**rule):
@@ -38,7 +40,7 @@ def test_advice_is_said_with_the_reason():
 
 def test_batch_skip_is_the_first_rule():
     node = {"batch_skip": {"threshold": 0.1}, "guard": {"rules": {"r": {"signal": "x", "below": 0, "action": "stop"}}}}
-    first, second = stability_config(OmegaConf.create(node)).rules
+    first, second = read_settings(OmegaConf.create(node)).rules
     assert (first.name, first.signal, first.bound, first.action) == ("batch_skip", "vllm_kl/k3", 0.1, "skip")
     assert (second.side, second.bound) == ("below", 0.0)
 
@@ -79,13 +81,52 @@ def test_batch_skip_is_the_first_rule():
         ({"above": 1, "signal": "guard/x"}, "A metric of your own needs a name unlike these"),
         ({"above": 1, "action": "tighten"}, "name icepop in stability.correction"),
         ({"above": 1, "action": "tighten", "signal": "correction/dropped"}, "would not recover"),
-        ({"above": 1, "signal": "router/agreement"}, "set stability.router_agreement=true"),
     ],
 )
 def test_what_cannot_work_is_refused(rule, said):
     with pytest.raises(ConfigError, match=r"stability\.guard\.rules\.r") as error:
         rules(**rule)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "signal", "remedy"),
+    [
+        ([], "router/agreement", "set stability.router_agreement=true"),
+        ([], "router/agreement/layer_3", "set stability.router_agreement=true"),
+        (["stability.router_agreement=true"], "router/own_agreement", "set stability.guard.rules.r=null"),
+        ([], "correction/dropped", "set stability.correction=icepop"),
+        (
+            ["stability.correction=opsm", "stability.opsm.delta=0.1"],
+            "correction/dropped",
+            "set stability.correction=icepop",
+        ),
+        (["stability.correction=tis"], "correction/icepop/low", "set stability.guard.rules.r=null"),
+        (["stability.correction=tis"], "guard/mask_blind", "set stability.correction=icepop"),
+        ([], "actor/opsm/dropped", "set stability.guard.rules.r=null"),
+        ([], "actor/after_update/policy_kl", "set stability.guard.after_update.trajectories=16"),
+        ([], "actor/gate/vllm_kl", "set stability.guard.rules.r=null"),
+        ([], "sync/arrived_high", "set stability.sync_canary.trajectories=8"),
+        ([], "filter/kept_tokens", "set stability.filters={overlong:{}}"),
+        ([], "vllm_kl/head", "set stability.top_tokens.k=32"),
+        ([], "vllm_kl/engine/k3", "set stability.rescoring.every=10"),
+        ([], "vllm_kl/k3/lag/0", "set stability.guard.rules.r=null"),
+        (["stability.breakdown=false"], "vllm_kl/k3/position/0-256", "set stability.breakdown=true"),
+        (["stability.breakdown=false"], "vllm_kl/advantage_skew", "set stability.breakdown=true"),
+    ],
+)
+def test_a_rule_whose_signal_the_run_does_not_log_is_refused(compose, overrides, signal, remedy):
+    rule = f"stability.guard.rules.r={{signal:{signal},above:1,action:warn}}"
+    asked = ["actor_rollout_ref.rollout.name=vllm", "stability=none", *overrides, rule]
+    with pytest.raises(ConfigError, match=r"rules\.r: \S+ is not logged: ") as error:
+        fit_run(compose(*asked), asked, read_model=False)
+    assert remedy in str(error.value)
+
+
+def test_the_signal_of_the_forecast_is_one_that_the_run_logs(compose):
+    asked = ["stability=tis", "stability.guard.boundary.signal=router/agreement"]
+    with pytest.raises(ConfigError, match=r"boundary\.signal: router/agreement is not logged"):
+        fit_run(compose(*asked), asked, read_model=False)
 
 
 @pytest.mark.parametrize(
@@ -146,13 +187,13 @@ def test_a_rule_may_not_take_the_name_of_batch_skip():
     node = {"batch_skip": {"threshold": 0.1}, "guard": {"rules": {"batch_skip": {"signal": "x", "above": 1}}}}
     node["guard"]["rules"]["batch_skip"]["action"] = "warn"
     with pytest.raises(ConfigError, match=r"the name is taken by stability\.batch_skip"):
-        stability_config(OmegaConf.create(node))
+        read_settings(OmegaConf.create(node))
 
 
 def test_the_tightened_band_is_narrower_in_logarithms():
     rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
     node = {"correction": ["icepop", "geo_mask"], "guard": {"tighten_factor": 0.25, "rules": rule}}
-    narrowed = stability_config(OmegaConf.create(node)).corrections(narrowed=True)
+    narrowed = read_settings(OmegaConf.create(node)).corrections(narrowed=True)
     assert narrowed["icepop"] == {"alpha": 0.5**0.25, "beta": 5.0**0.25}
     assert narrowed["geo_mask"] == {"low": 0.999, "high": 1.002} and list(narrowed) == ["icepop", "geo_mask"]
 
@@ -161,7 +202,7 @@ def test_a_band_that_leaves_one_out_cannot_be_narrowed_towards_it():
     rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
     node = {"correction": "icepop", "icepop": {"alpha": 2.0, "beta": 3.0}, "guard": {"rules": rule}}
     with pytest.raises(ConfigError, match=r"outside stability\.icepop\.alpha=2 to beta=3"):
-        stability_config(OmegaConf.create(node))
+        read_settings(OmegaConf.create(node))
 
 
 @pytest.fixture

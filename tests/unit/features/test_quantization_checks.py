@@ -6,9 +6,10 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from recipes.make_assets import build_tokenizer
+from tests.support.problems import check_run
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.table import apply_engine_settings, read_features
 from verl_ext.upstream.fake_quantization import LOAD_FORMAT
 
 FAKE = "stability.fake_quantization"

@@ -10,7 +10,8 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipes.make_assets import build_tokenizer
 from tests.support.fixing import assert_fixed
-from verl_ext.base.errors import ConfigError, HookError
+from tests.support.problems import check_run
+from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.loss_batch import LossChange
 from verl_ext.core.losses import register_loss
@@ -18,10 +19,11 @@ from verl_ext.features.feature import Need
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features, table_lines
+from verl_ext.features.table import apply_engine_settings, read_features, table_lines
 from verl_ext.features.verl_config import replay_mode, verls_replay_setting
 from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
+ASYNC = "trainer.v1.trainer_mode=colocate_async"
 FSDP = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 
 AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=megatron")
@@ -68,7 +70,7 @@ def test_r2_under_fsdp_asks_nothing_of_the_rollout(checked):
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(("preset", "mode"), [("r2", "R2"), ("r3", "R3"), ("moe", "R3"), ("quantized", "R3")])
 def test_the_presets_replay_and_compare_on_each_engine(checked, preset, mode, engine):
-    config = checked(f"stability={preset}", f"model_engine={engine}")
+    config = checked(f"stability={preset}", f"model_engine={engine}", ASYNC)
     assert replay_mode(config) == mode
     assert OmegaConf.select(config, verls_replay_setting(config)) == mode
     assert compares(config)
@@ -78,7 +80,7 @@ def test_the_presets_replay_and_compare_on_each_engine(checked, preset, mode, en
 
 
 def test_on_veomni_a_preset_asks_to_leave_the_agreement_out(checked):
-    run = partial(checked, "stability=moe", "model_engine=veomni")
+    run = partial(checked, "stability=moe", "model_engine=veomni", ASYNC)
     with pytest.raises(ConfigError, match=r"cannot measure anything with stability.replay=R3") as error:
         run()
     assert_fixed(error.value, run)
@@ -89,7 +91,7 @@ def test_on_veomni_a_preset_asks_to_leave_the_agreement_out(checked):
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 def test_a_preset_without_its_replay(checked, engine):
     for override in ("stability.replay=null", "stability.replay=disabled"):
-        config = checked("stability=moe", f"model_engine={engine}", override)
+        config = checked("stability=moe", f"model_engine={engine}", ASYNC, override)
         assert replay_mode(config) == "disabled" and compares(config)
 
 
@@ -222,7 +224,7 @@ def test_replay_is_refused_where_the_model_gives_some_experts_no_weight(checked,
     limited = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "n_routed_experts": 8}
     DeepseekV2Config(**limited).save_pretrained(models / "limited")
     build_tokenizer().save_pretrained(models / "limited")
-    with pytest.raises(HookError, match=r"topk_method=group_limited_greedy.*set .*router_replay.mode=disabled$"):
+    with pytest.raises(ConfigError, match=r"(?m)topk_method=group_limited_greedy.*set .*router_replay.mode=disabled$"):
         checked(f"stability={mode.lower()}", model="limited")
 
 

@@ -13,6 +13,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from tests.support.examples import slow_cases
+from tests.support.problems import check_run
 from verl_ext.base import methods
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
@@ -23,7 +24,6 @@ from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import (
     FEATURES,
     apply_engine_settings,
-    check_run,
     loss_settings,
     read_features,
     table_lines,
@@ -52,8 +52,11 @@ def rule(name, action):
 # Launches in which parts are on that no preset has, or off.
 FURTHER = {
     "metrics": (*SYNC, "stability.metrics=true"),
+    "one update a batch": (*SYNC, "stability=tis", "data.train_batch_size=256"),
     "a loss that measures nothing": (*SYNC, "stability=llds_loss", *NOT_MEASURED),
     "no canary": (*SEPARATE, "stability=icepop", "stability.sync_canary.trajectories=0"),
+    "old rollouts": (*SEPARATE, "stability=opsm"),
+    "a loss for old rollouts": (*SEPARATE, "stability=opsm_loss"),
     "rescoring": (*SEPARATE, "stability=icepop", "stability.rescoring.every=2"),
     "trajectories": (*SYNC, "stability=kpop", "stability.trajectories.per_step=2"),
     "fake quantization": (*SYNC, "stability=ipo", "stability.fake_quantization.format=int4"),
@@ -73,7 +76,9 @@ VALUES = {
     "stability.denominator": ("kept", "full"),
     "stability.kl_denominator": ("old", "infer"),
     "stability.cascade_attention": ("off", "on"),
+    "stability.reuse_log_probs": ("on",),
     "stability.replay": ("R3", "R2"),
+    "stability.sync_canary.trajectories": (12,),
     "stability.batch_skip.metric": ("vllm_kl/k1",),
     "stability.guard.boundary.signal": ("vllm_kl/k1",),
     "stability.fake_quantization.format": ("fp4", "int8"),
@@ -85,8 +90,8 @@ VALUES = {
 }
 OFF = (False, 0, None)  # where nothing is on, a run does what these ask for
 SHARED = ("stability.metrics", "stability.router_agreement")  # on already where the gap is measured, and with R3
-# Names settings and changes none; the launch writes the other.
-OTHER_SETTINGS = ("stability.expects", "stability.left_out")
+# Names settings and changes none; the launch writes the second, and reads the third (`start.check_versions`).
+OTHER_SETTINGS = ("stability.expects", "stability.left_out", "stability.any_version")
 
 
 def leaves(node: Mapping, prefix: str) -> Iterator[str]:
@@ -121,9 +126,9 @@ def effects(config):
     """Returns what the run does by its settings; None if it is verl's own."""
     stability = stability_config(config.stability)
     run = read_features(config, stability, read_model=False)
+    check_run(run)
     if not run.demands:
         return None
-    check_run(run)
     found = {
         "table": [(line.name, line.setting, line.at) for line in table_lines(run)],
         "needs": run.needs,

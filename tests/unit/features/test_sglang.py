@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.examples import slow_cases
+from tests.support.problems import check_run, check_sizes
 from verl_ext.base.errors import ConfigError
+from verl_ext.features.fit import fit_run
 from verl_ext.features.mismatch import RAW, RAW_SETTING
-from verl_ext.features.routing import check_sglang_model
+from verl_ext.features.routing import sglang_model_problems
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, read_features
+from verl_ext.features.table import apply_engine_settings, read_features
 from verl_ext.features.verl_config import SGLANG_ARGUMENTS as ARGUMENTS
 from verl_ext.launch import sizes
 from verl_ext.launch.compose import stability_choices
@@ -45,9 +47,7 @@ def test_every_preset_runs_with_sglang(compose, models, name):
 
     model = (f"actor_rollout_ref.model.path={models}/moe", "data.max_response_length=8192")
     config = compose("recipe=cpu_smoke", f"stability={name}", *model, SGLANG)
-    stability = stability_config(config.stability)
-    check_run(read_features(config, stability))
-    apply_engine_settings(read_features(config, stability))
+    apply_engine_settings(fit_run(config, (), read_model=True))
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 
@@ -55,7 +55,7 @@ def test_every_preset_runs_with_sglang(compose, models, name):
 def test_a_recipe_takes_sglang_by_one_override(compose, recipe):
     config = compose(f"recipe={recipe}", "stability=icepop", "stability.router_agreement=true", SGLANG)
     check_run(read_features(config, stability_config(config.stability), read_model=False))
-    sizes.check_recipe(config, None)
+    check_sizes(config, None)
 
 
 @pytest.mark.parametrize("overrides", [["stability=none", AGREEMENT], ["stability=r3"]])
@@ -109,17 +109,14 @@ def test_routing_that_would_not_be_the_models_is_refused(checked, asked, setting
 
 def test_a_model_of_which_sglang_knows_no_top_k_is_refused():
     off = AGREEMENT.replace("true", "false")
-    check_sglang_model(SimpleNamespace(num_experts_per_tok=8), "a/b", AGREEMENT, off)
-    with pytest.raises(
-        ConfigError, match=r"needs num_experts_per_tok in the model's config.*path=a/b has none"
-    ) as error:
-        check_sglang_model(SimpleNamespace(top_k_experts=8), "a/b", AGREEMENT, off)
-    assert error.value.fix == (off,)
+    assert not [*sglang_model_problems(SimpleNamespace(num_experts_per_tok=8), "a/b", AGREEMENT, off)]
+    (problem,) = sglang_model_problems(SimpleNamespace(top_k_experts=8), "a/b", AGREEMENT, off)
+    assert "num_experts_per_tok" in problem.found and "path=a/b" in problem.found and problem.fix == (off,)
 
 
 def test_the_engines_arguments_are_sglangs(compose, monkeypatch):
     recipe = ("recipe=qwen3_30b_a3b", SGLANG, f"+{ARGUMENTS}.moe_runner_backend=triton")
     monkeypatch.setattr(sizes, "sglang_arguments", lambda: frozenset({"moe_runner_backend"}))
-    sizes.check_recipe(compose(*recipe), None)
+    check_sizes(compose(*recipe), None)
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.moe_backend is not an argument of SGLang"):
-        sizes.check_recipe(compose(*recipe, f"+{ARGUMENTS}.moe_backend=triton"), None)
+        check_sizes(compose(*recipe, f"+{ARGUMENTS}.moe_backend=triton"), None)

@@ -2,13 +2,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
+from tests.support.problems import read_settings
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.settings import StabilityConfig
-from verl_ext.features.stability import default_node, stability_config
+from verl_ext.features.stability import default_node
 
 
 def build(**settings):
-    return stability_config(OmegaConf.create(settings))
+    return read_settings(OmegaConf.create(settings))
 
 
 def test_everything_is_off_by_default():
@@ -77,7 +78,7 @@ def test_everything_is_off_by_default():
 def test_bad_values_name_the_setting(settings, message):
     def run(*fix):
         node = OmegaConf.create({"stability": settings})
-        stability_config(OmegaConf.merge(node, OmegaConf.from_dotlist(list(fix))).stability)
+        read_settings(OmegaConf.merge(node, OmegaConf.from_dotlist(list(fix))).stability)
 
     with pytest.raises(ConfigError) as error:
         run()
@@ -105,18 +106,18 @@ WRONG = (5, 0.5, True, "", "text", [], [1], [[1]], {"text": {"text": 1}}, {1: [1
 
 
 def refusal_of(node):
-    """Returns the error that refuses a `stability` node; "" if the node is taken."""
+    """Returns the errors that refuse a `stability` node, one line each; [] if the node is taken."""
     try:
-        stability_config(OmegaConf.create({"stability": node}).stability)
+        read_settings(OmegaConf.create({"stability": node}).stability)
     except ConfigError as error:
-        return str(error)
-    return ""
+        return [str(problem) for problem in error.problems]
+    return []
 
 
 @pytest.mark.parametrize("path", [(), *places(default_node())], ids=".".join)
 def test_a_value_of_any_type_is_taken_or_refused_in_one_line_that_names_the_setting(path):
-    for said in (refusal_of(nested(path, value)) for value in WRONG):
-        assert not said or ".".join(("stability", *path[:1])) in said
+    for said in (line for value in WRONG for line in refusal_of(nested(path, value))):
+        assert ".".join(("stability", *path[:1])) in said
         assert "\n" not in said
 
 
@@ -124,13 +125,13 @@ def test_a_value_of_any_type_is_taken_or_refused_in_one_line_that_names_the_sett
 @pytest.mark.parametrize("path", [(), *places(default_node(), only=dict)], ids=".".join)
 def test_a_node_that_is_no_mapping_is_refused_by_its_name(path, value):
     with pytest.raises(ConfigError) as error:
-        stability_config(nested(path, value))
+        read_settings(nested(path, value))
     assert str(error.value).startswith(".".join(("stability", *path)) + "=")
 
 
 def test_yamls_own_reading_of_on_and_off_is_understood():
     assert build(cascade_attention=True).cascade_attention == "on"
-    assert stability_config(OmegaConf.create("cascade_attention: off")).cascade_attention == "off"
+    assert read_settings(OmegaConf.create("cascade_attention: off")).cascade_attention == "off"
 
 
 def test_one_filter_needs_no_list():

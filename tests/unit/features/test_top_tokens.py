@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 
 from tests.support.fixing import assert_fixed
+from tests.support.problems import check_run
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.feature import Need
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, check_run, loss_settings, read_features, table_lines
+from verl_ext.features.table import apply_engine_settings, loss_settings, read_features, table_lines
 from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -42,10 +43,13 @@ def check(compose, models):
     [
         (["stability=icepop", f"{ROLLOUT}.top_p=0.9"], f"set {ROLLOUT}.top_k=512, or {ROLLOUT}.top_p=1"),
         ([*KEPT, f"{K}=32"], f"keep more tokens than {K}=32; set {K}=64"),
-        (["stability=tis", f"{ROLLOUT}.top_k=1"], f"and so is the gradient; set {ROLLOUT}.top_k=512"),
+        (
+            ["stability=tis", f"{ROLLOUT}.top_k=1"],
+            f"and so is the gradient; set {ROLLOUT}.top_p=1 and {ROLLOUT}.top_k=-1",
+        ),
         (["stability=none", "stability.metrics=true", f"{ROLLOUT}.top_k=1"], "keep one token"),
         ([*KEPT, f"{ACTOR}.use_kl_loss=true"], "compares it with a reference over the whole vocabulary"),
-        ([*KEPT, "algorithm.use_kl_in_reward=true"], "set algorithm.use_kl_in_reward=False"),
+        ([*KEPT, "algorithm.use_kl_in_reward=true"], ", or algorithm.use_kl_in_reward=False"),
         ([*ASKED, f"{ROLLOUT}.name=hf"], f"verl returns none with {ROLLOUT}.name=hf"),
         (
             [*CENTERED, SGLANG, f"{K}=200", f"{ROLLOUT}.disaggregation.enabled=true"],
@@ -69,15 +73,15 @@ def check(compose, models):
         (["stability=icepop", f"{K}=-1"], f"{K}=-1 must be a number of tokens, or 0"),
         (
             ["stability=none", "stability.batch_skip={metric:vllm_kl/head,threshold:0.1}"],
-            f"stability.batch_skip.threshold: vllm_kl/head needs the sampler's top tokens; set {K}=32",
+            f"stability.batch_skip.metric: vllm_kl/head is not logged: the rollout returns no top tokens; set {K}=32",
         ),
         (
             ["stability=none", "stability.guard.rules={r:{signal:vllm_kl/head,above:1,action:warn}}"],
-            f"vllm_kl/head needs the sampler's top tokens; set {K}=32",
+            f"rules.r: vllm_kl/head is not logged: the rollout returns no top tokens; set {K}=32",
         ),
         (
             [*ASKED, "stability.batch_skip.metric=vllm_kl/head", "algorithm.rollout_correction.bypass_mode=true"],
-            "vllm_kl/head comes from compute_log_prob, which does not run",
+            "vllm_kl/head is not logged: algorithm.rollout_correction.bypass_mode=True leaves compute_log_prob out",
         ),
         (["stability=score_centering", f"{ACTOR}.ppo_mini_batch_size=32"], f"set {ACTOR}.ppo_mini_batch_size="),
         ([*CENTERED, f"{ACTOR}.ppo_epochs=2"], f"set {ACTOR}.ppo_epochs=1"),

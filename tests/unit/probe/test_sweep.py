@@ -139,7 +139,7 @@ def launch_of(change):
 def test_each_change_composes_and_then_fits_no_more(change):
     given = launch_of(change)
     composed = compose(with_change(given, change))
-    assert composed.config is not None and not composed.refused, composed
+    assert composed.config is not None and not composed.problems, composed
     with pytest.raises(ConfigError, match="already has this setting"):
         changes_of(composed.config, [change.name], {})
 

@@ -58,11 +58,11 @@ def test_each_stability_option_passes_our_checks_and_verls_validation(compose, n
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
-    from verl_ext.features.table import check_run, read_features
+    from verl_ext.features.fit import fit_run
 
-    model = ("actor_rollout_ref.model.path=some/model", "data.max_response_length=8192")
-    config = compose("recipe=cpu_smoke", f"stability={name}", *model)
-    check_run(read_features(config, stability_config(config.stability)))
+    overrides = ("recipe=cpu_smoke", f"stability={name}", "actor_rollout_ref.model.path=some/model")
+    config = compose(*overrides, "data.max_response_length=8192")
+    fit_run(config, overrides, read_model=True)
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
 
 
@@ -131,13 +131,13 @@ def test_groups_are_added_to_a_primary_config_that_does_not_list_them(tmp_path):
     ]
     (tmp_path / "mine.yaml").write_text("defaults:\n- ppo_trainer\n- stability: none\n- _self_\n")
     flags = [f"--config-path={tmp_path}", "--config-name=mine"]
-    assert prepare([*flags, "stability=icepop"]) == [*flags, "stability=icepop"]
+    assert prepare([*flags, "stability=icepop"]) == ["stability=icepop", *flags]
     assert prepare(flags) == flags
 
 
 def test_a_relative_config_path_is_verls():
     config = "--config-path=config"
-    assert prepare([config, "stability=icepop"]) == [f"--config-path={VERL_CONFIGS}", "+stability=icepop"]
+    assert prepare([config, "stability=icepop"]) == ["+stability=icepop", f"--config-path={VERL_CONFIGS}"]
     assert prepare(["-cp", "config", "-cn", "ppo_megatron_trainer"])[1:] == [
         "-cp",
         str(VERL_CONFIGS),
@@ -183,6 +183,9 @@ def test_configs_as_launch_scripts_name_them(fresh_python, tmp_path):
     assert megatron.stability.correction == mine.stability.correction == "icepop"
 
 
-def test_an_unknown_stability_option_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"stability=icepopp is not known; choose one of: .*icepop, icepop_loss, "):
-        prepare(["a=1", "stability=icepopp"])
+@pytest.mark.parametrize(
+    ("given", "named"), [("icepopp", "similar: icepop"), ("xyz", "choose one of: .*icepop, icepop_loss, ")]
+)
+def test_an_unknown_stability_option_lists_similar_or_all_known_ones(given, named):
+    with pytest.raises(ConfigError, match=f"stability={given} is not known; {named}"):
+        prepare(["a=1", f"stability={given}"])

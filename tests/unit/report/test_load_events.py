@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,21 @@ def test_decisions_that_a_resumed_run_abandoned_are_left_out(tmp_path):
 def test_decisions_of_steps_whose_metrics_were_abandoned_are_left_out(tmp_path):
     guard(tmp_path, event(2), event(7))
     assert steps(read_run(metrics(tmp_path, *range(1, 9), 5, 6))) == [2]
+
+
+def test_decisions_on_rows_that_a_resumed_run_overwrote_are_left_out(tmp_path):
+    """The resumed run decided nothing in these steps, so that only the values show which rows were judged."""
+    rows = [(step, 0.9 if step == 7 else math.nan if step == 8 else 0.01) for step in range(1, 9)]
+    rows += [(step, 0.01) for step in range(5, 13)]
+    file = tmp_path / "run.jsonl"
+    file.write_text("".join(json.dumps({"step": step, "data": {"vllm_kl/k3": k3}}) + "\n" for step, k3 in rows))
+    named = event(6, "diagnosis", signal="", value=None, action="warn")
+    guard(tmp_path, event(2, value=0.01), named, event(7, value=0.9), event(12, value=0.01))
+    assert steps(read_run(file)) == [2, 12]
+    guard(tmp_path, named, event(8, value=None, action="stop"), event(9, value=0.01))
+    assert steps(read_run(file)) == [9]
+    guard(tmp_path, event(6, value=0.01), named)  # as the valid row has it
+    assert steps(read_run(file)) == [6, 6]
 
 
 def test_each_run_of_a_file_has_its_part_of_the_log(tmp_path):

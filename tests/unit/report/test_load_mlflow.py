@@ -26,15 +26,15 @@ def store(request, tmp_path):
 
 def test_metrics_by_name_and_step(store, tmp_path):
     place, add = store
-    odd = {"nan": math.nan, "inf": math.inf, "val-core/x/acc/mean_at_1": 0.5, "look_at_me": 1, "system/cpu": 3}
+    odd = {"none": math.nan, "inf": math.inf, "val-core/x/acc/mean_at_1": 0.5, "look_at_me": 1, "system/cpu": 3}
     add(train(1, 2, **odd))
     for named in (place, tmp_path):
         run = read_run(named)
         assert (run.name, run.notes, run.steps.tolist()) == ("exp", (), [1, 2])
         assert values(run, "critic/score/mean") == {1: -1, 2: -2}
-        assert values(run, "inf") == {1: math.inf, 2: math.inf} and math.isnan(values(run, "nan")[1])
+        assert values(run, "inf") == {1: math.inf, 2: math.inf} and math.isnan(values(run, "none")[1])
         assert values(run, "val-core/x/acc/mean@1") == {1: 0.5, 2: 0.5}  # as verl calls it
-        assert set(run.metrics) == {"a", "critic/score/mean", "nan", "inf", "val-core/x/acc/mean@1", "look_at_me"}
+        assert set(run.metrics) == {"a", "critic/score/mean", "none", "inf", "val-core/x/acc/mean@1", "look_at_me"}
 
 
 def test_one_run_or_one_experiment_of_the_folder(tmp_path):

@@ -54,7 +54,7 @@ SAMPLES = {
     "TRL": ("run.log", many(TRL), "reward"),
     "TRL, numbers as texts": ("run.out", many(TRL_TEXTS), "reward"),
     "slime": ("run.txt", many(SLIME), "train/ppo_kl"),
-    "pairs": ("run.log", many(PAIRS), "reward"),
+    "pairs": ("run.log", many(PAIRS), "Reward"),
     "tensors": ("run.log", many(TENSORS), "critic/score/mean"),
     "trainer_state.json": ("trainer_state.json", STATE, "reward"),
     "list of log entries": ("history.json", json.dumps(json.loads(STATE)["log_history"]), "reward"),
@@ -63,9 +63,53 @@ SAMPLES = {
     "notebook, table of Unsloth": (
         "run.ipynb",
         notebook({"data": {"text/html": [TABLE.replace(">reward<", ">rewards / right / mean<")]}}),
-        "rewards/right/mean",
+        "rewards / right / mean",
     ),
     "notebook, odd outputs": ("run.ipynb", notebook("x", None, {"data": {"text/html": [TABLE]}}), "reward"),
+    "notebook, other cells": (
+        "run.ipynb",
+        notebook(
+            printed("easy  step_reward=0.05  score=0.2\n" * 9),
+            {"data": {"text/html": [TABLE.replace("<th>reward</th>", "").replace("<td>0.1</td>", "")]}},
+            {"data": {"text/html": [TABLE]}},
+        ),
+        "reward",
+    ),
+    "JSON, an object of lists": (
+        "history.json",
+        json.dumps({"config": {"lr": [1e-6, 1e-7]}, "log": {"step": [1, 2, 3], "reward": [0.25, 0.5, 0.75]}}),
+        "reward",
+    ),
+    "JSON, steps of a name": (
+        "history.json",
+        json.dumps({"train/reward": {"1": 0.25, "2": 0.5, "3": 0.75}, "train/loss": {"2": 0.1}}),
+        "train/reward",
+    ),
+    "JSON, objects by step": ("history.json", json.dumps({step: {"reward": step / 4} for step in (1, 2, 3)}), "reward"),
+    "trainer_state.json in one line": ("state.json", STATE, "reward"),
+    "Markdown": (
+        "run.md",
+        "# Run\n| Step | **Reward** |\n|---|---|\n| 1 | 0.25 |\n| 2 | `0.5` |\n| 3 | 75% |\n",
+        "Reward",
+    ),
+    "rich": (
+        "run.log",
+        "┏━━━━━━┳━━━━━━━━┓\n┃ Step ┃ Reward ┃\n┡━━━━━━╇━━━━━━━━┩\n"
+        "│ 1    │ 0.25   │\n│ 2    │ 0.5    │\n│ 3    │ 0.75   │\n",
+        "Reward",
+    ),
+    "aligned columns": ("run.txt", "hello\n   Step  Reward\n0    1    0.25\n1    2    0.5\n2    3    0.75\n", "Reward"),
+    "a box a step": (
+        "run.log",
+        many(
+            "20251126-15:13:01.907 StatsLogger INFO: Epoch 2/5 Step 1/9 Train step {0}/45 done.\n"
+            "╒═══╤═══╕\n│ rollout/reward │ {1:.4e} │ x/y │ 2.0e+00 │\n╘═══╧═══╛\n"
+        ),
+        "rollout/reward",
+    ),
+    "names before numbers": ("run.log", many("12:00:00 SUCCESS Step {0} | 2.5s | Reward {1} | Error 0%\n"), "Reward"),
+    "OpenRLHF": ("run.log", many("INFO ppo.py:7] Global step {0}: {{'reward': {1}, 'kl': 0.1}}\n"), "reward"),
+    "JSON in a log": ("run.log", many('[12:00] {{"step": {0}, "a": {{"b": 1}}, "reward": {1}, "kl": 0}}\n'), "reward"),
     "flat JSON lines": ("run.log", many('{{"step": {0}, "reward": {1}}}\n').rstrip(), "reward"),
     "nested JSON lines": ("run.jsonl", many('{{"iteration": {0}, "train": {{"reward": {1}}}}}\n'), "train/reward"),
     "TSV": ("run.tsv", "step\treward\n1\t0.25\n2\t0.5\n3\t0.75\n", "reward"),
@@ -88,7 +132,7 @@ def test_each_form_is_read_as_it_is(tmp_path, name, text, reward):
 
 @pytest.mark.parametrize(("name", "text", "reward"), SAMPLES.values(), ids=SAMPLES)
 def test_a_folder_with_one_log_stands_for_it(tmp_path, name, text, reward):
-    if name in ("history.json", "table.txt") or (name == "run.log" and text.startswith('{"')):
+    if name in ("history.json", "state.json", "run.md", "table.txt") or (name == "run.log" and text.startswith('{"')):
         pytest.skip("only a file of a telling name is looked into")
     (tmp_path / "README.txt").write_text("nothing here\n")
     log(tmp_path, text, name)
@@ -177,6 +221,29 @@ ENDS = {
     "2026-01-01 00:00:00,123 ERROR: RuntimeError: bad\n": "RuntimeError: bad",
     "[rank3]:[E1 ProcessGroupNCCL.cpp:1] Watchdog caught collective operation timeout: WorkNCCL\n": "NCCL",
     "    exitcode  : -9 (pid: 7)\n": "(SIGKILL)",
+    "2025-11-26T18:13:33.123Z stderr F Traceback (most recent call last):\n"
+    "2025-11-26T18:13:33.123Z stderr F KeyError: 'zone'\n": "'zone'",
+    "Nov 26 18:13:33 node python3[42]: Traceback (most recent call last):\n"
+    "Nov 26 18:13:33 node python3[42]: KeyError: 'syslog'\n": "'syslog'",
+    "trainer-1  | Traceback (most recent call last):\ntrainer-1  | KeyError: 'compose'\n": "'compose'",
+    "1732644813.1 Traceback (most recent call last):\n1732644813.1 KeyError: 'epoch'\n": "'epoch'",
+    "Traceback (most recent call last):\nKeyError: 'first'\n\nDuring handling of the above exception, another "
+    "exception occurred:\n\nTraceback (most recent call last):\nRuntimeError: second\n": "'first'",
+    "Traceback (most recent call last):\nray.exceptions.RayTaskError(KeyError): ray::run()\n  File 'x'\n"
+    "KeyError: 'inner'\n": "KeyError: 'inner'",
+    "Traceback (most recent call last):\nRuntimeError: [enforce fail] . unexpected pos 7 vs 5\n": "a full disk",
+    "Traceback (most recent call last):\nOSError: [Errno 28] No space left on device\n": "a full disk",
+    "run.sh: line 107: 834172 Aborted                 (core dumped) python3 x\n": "an abort",
+    "terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: bad\n": "CUDA error: bad",
+    "    exitcode  : -6 (pid: 7)\n": "SIGABRT",
+    "trainer-1 exited with code 137\n": "exit code 137",
+    "The node was low on resource: memory. Threshold\n": "evicted the pod for lack of memory",
+    "=>> PBS: job killed: walltime 3600 exceeded limit 3500\n": "PBS's limit of walltime",
+    "TERM_RUNLIMIT: job killed after reaching LSF run time limit.\n": "LSF",
+    "Traceback (most recent call last):\nValueError: driver\n"
+    + "(W pid=7) Loading:  50%|#  | 1/2 [00:05<00:05, 5.0s/it]\n" * 4: "driver",
+    "Traceback (most recent call last):\nValueError: old\n" + "wandb: a summary, or the next command\n" * 30
+    + "Traceback (most recent call last):\nKeyError: 'no checkpoint'\n": "ValueError: old",
     "Training Progress: 100%|##| 3/3 [00:09<00:00]\nTraceback (most recent call last):\nOSError: full\n": "full",
 }  # fmt: skip
 
@@ -198,6 +265,9 @@ def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
         "ValueError: an answer could not be parsed\n" + "more text\n" * 9,
         "Traceback (most recent call last):\nValueError: a tool\nretrying\n"
         + " 9%|# | 5/50 [00:09<00:00, 3.0s/it]\n" * 3,
+        "Final validation metrics: {}\nException ignored in: <function x>\nTraceback (most recent call last):\n"
+        "AttributeError: 'NoneType'\n",
+        "(R pid=7) Traceback (most recent call last):\n(R pid=7) ValueError: an answer\n(R pid=7) the next sample\n",
     ],
 )
 def test_what_is_no_end(tmp_path, text):
@@ -274,6 +344,50 @@ def test_counted_rows_are_counted_once(tmp_path):
     assert reader.refresh().steps.tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "before", ["args: logging_steps=10\n", "Loading:  50%|# | 7/9 [0:1<0:1]\n 2%|# | 10/500 [0:1<0:1, 1s/it]\n"]
+)
+def test_the_log_shows_how_many_steps_a_row_of_trl_has(tmp_path, before):
+    run = read_run(log(tmp_path, before + many(TRL)))
+    assert values(run, "reward") == {10: 0.25, 20: 0.5, 30: 0.75} and "10 steps a row" in run.notes[0]
+
+
+SAMPLED = (
+    "===== Step {0}/9 =====\n🔥 Sample 1 | Reward: 1.0\nValidation Results:\n  • Accuracy: 0.3\n  • Avg Reward: 0.9\n"
+    "Training Results:\n  • Avg Reward: {1}\n  • Mean Generation Length: 616.5\nTiming:\n  • Total step time: 4.7s\n"
+)
+
+
+def test_samples_and_validations_below_a_heading_are_not_the_run_s(tmp_path):
+    run = read_run(log(tmp_path, many(SAMPLED)))
+    assert run.get("critic/score/mean").pairs() == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert run.get("response_length/mean").at(3) == 616.5 and run.get("timing_s/step").at(1) == 4.7
+    assert run.validations() and values(run, "validation/Accuracy")[2] == 0.3
+
+
+def test_the_error_of_the_cell_that_trained_ends_the_run(tmp_path):
+    error = {"output_type": "error", "ename": "OutOfMemoryError", "evalue": "CUDA out of memory", "traceback": []}
+    cell = {"cell_type": "code", "outputs": [{"data": {"text/html": [TABLE]}}, error]}
+    other = {"cell_type": "code", "outputs": [error | {"ename": "NameError", "evalue": "name 'x' is not defined"}]}
+    (event,) = read_run(log(tmp_path, json.dumps({"cells": [cell, other]}), "run.ipynb")).events
+    assert event.step == 3 and "OutOfMemoryError: CUDA out of memory" in event.reason
+    alone = {"cells": [cell | {"outputs": cell["outputs"][:1]}, other]}
+    assert read_run(log(tmp_path, json.dumps(alone), "other.ipynb")).events == ()
+
+
+def test_a_metric_that_may_matter_and_is_not_read_is_named(tmp_path):
+    rows = "".join(f'{{"step": {step}, "reward": 0.5, "my_kl": 0.1, "speed": 3}}\n' for step in (1, 2))
+    (note,) = read_run(log(tmp_path, rows, "run.jsonl")).notes
+    assert "my_kl" in note and "speed" not in note and "names.toml" in note
+
+
+def test_a_quantity_that_is_the_difference_of_two_metrics(tmp_path):
+    rows = "".join(
+        many("x - rollout {0}: {{'rollout/log_probs': -0.5, 'rollout/rollout_log_probs': -0.25, 'a/b': {1}}}\n")
+    )
+    assert read_run(log(tmp_path, rows)).get("vllm_kl/k1").pairs() == [(step, 0.25) for step in (1, 2, 3)]
+
+
 def test_the_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(many(VERL).encode())))
     run = read_run("-")
@@ -329,7 +443,7 @@ def test_names_that_the_report_does_not_know_are_told(tmp_path, row, said):
 def test_other_counts_are_no_steps(tmp_path, line):
     for before in (many(PAIRS) + f"{line}\n", f"{line}\n" + many(PAIRS)):
         run = read_run(log(tmp_path, before + PAIRS.format(4, 0.8)))
-        assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.8}, line
+        assert values(run, "Reward") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.8}, line
         assert run.notes == ()
 
 
@@ -344,12 +458,13 @@ def test_other_counts_are_no_steps(tmp_path, line):
 )
 def test_the_ways_to_write_a_line_of_pairs(tmp_path, line):
     run = read_run(log(tmp_path, many(line)))
-    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75} and values(run, "loss")[3] == 0.1
+    reward, loss = run.logged("critic/score/mean"), run.logged("actor/loss")
+    assert reward.pairs() == [(1, 0.25), (2, 0.5), (3, 0.75)] and loss.at(3) == 0.1
 
 
 def test_a_percentage_is_a_share(tmp_path):
     run = read_run(log(tmp_path, many("Step {0} | Reward: {1} | Entropy: 50%\n")))
-    assert values(run, "entropy")[1] == 0.5
+    assert values(run, "Entropy")[1] == 0.5
 
 
 def test_a_config_is_no_run(tmp_path):
@@ -396,10 +511,11 @@ def test_decimal_commas(tmp_path):
     assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
 
 
-def test_a_run_that_died_before_its_first_step_says_by_what(tmp_path):
-    text = "loading\n" + next(iter(ENDS))
-    with pytest.raises(ReportError, match=r"It ended before its first step by torch\.OutOfMemoryError"):
-        read_run(log(tmp_path, text))
+def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
+    run = read_run(log(tmp_path, "loading\n" + next(iter(ENDS))))
+    (event,) = run.events
+    assert not run.metrics and event.rule == "ended" and "before its first step by torch.OutOf" in event.reason
+    assert "torch.OutOfMemoryError" in judge_run(run).sentence
 
 
 @pytest.mark.parametrize(
@@ -419,6 +535,19 @@ def test_text_with_commas_is_a_table_only_if_two_lines_have_as_many(tmp_path, te
 def test_the_end_is_the_first_thing_that_the_report_says(tmp_path):
     verdict = judge_run(read_run(log(tmp_path, many(VERL) + next(iter(ENDS)))))
     assert verdict.sentence.startswith("The run ended at step 3 by torch.OutOfMemoryError")
+
+
+def test_a_key_in_an_error_is_on_neither_terminal_page_nor_json(tmp_path, capsys):
+    """Also one at which the error is cut."""
+    key = "abcdEFGH" * 5
+    file, out = tmp_path / "run.log", tmp_path / "out"
+    for said in (f"401 for https://host/?token=hf_{key}", f"{'x' * 150} Authorization: Bearer {key}"):
+        file.write_text(f"{many(VERL)}Traceback (most recent call last):\nHTTPError: {said}\n")
+        assert main(["report", str(file), "--out", str(out), "--no-pictures"]) == 0
+        shown = capsys.readouterr().out
+        assert main(["report", str(file), "--no-page", "--json"]) == 0
+        shown += capsys.readouterr().out + next(out.rglob("*.html")).read_text()
+        assert "HTTPError" in shown and "***" in shown and key[:8] not in shown
 
 
 def test_dumped_answers_are_no_metrics(tmp_path):

@@ -33,7 +33,9 @@ RUNS = [
     *map(read_run, sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed0"))),
 ]
 VERDICTS = [judge_run(run) for run in RUNS]
-ADVISED = {step.do for verdict in VERDICTS for step in verdict.steps if not step.is_command}
+# Of verl's runs: another trainer's is told its own setting, without a dot, or a sentence.
+OVERRIDE = re.compile(r"\+*(?:stability|precision|recipe|\w+\.[\w.]+)[.\w]*=")
+ADVISED = {step.do for verdict in VERDICTS for step in verdict.steps if OVERRIDE.match(step.do)}
 COMMANDS = {step.do for verdict in VERDICTS for step in verdict.steps if step.is_command}
 PANELS_SAY = {panel.override for panel in PANELS if panel.override}
 READINGS = {

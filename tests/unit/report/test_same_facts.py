@@ -19,7 +19,7 @@ from verl_ext.diagnosis.rank import Evidence, Suspect
 from verl_ext.report import page
 from verl_ext.report.load import read_run
 from verl_ext.report.terminal import LINE_WIDTH, MOST_CAUSE_LINES, Dashboard
-from verl_ext.report.verdict import SAID_BY, Fact, NextStep, judge_run
+from verl_ext.report.verdict import Fact, NextStep, judge_run
 
 FIELD = sorted((ROOT / "tests" / "cases" / "field").glob("*.csv"))
 RECIPES = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed0"))
@@ -65,7 +65,9 @@ def test_every_fact_cause_and_step_is_in_all_three(path, paged):
     ]
     evidence = {sign.finding.name for suspect in verdict.suspects for sign in suspect.evidence}
     for fact in verdict.facts:
-        elsewhere = verdict.is_said(fact.id) or SAID_BY.get(fact.id, set()) & ({f.id for f in verdict.facts} | evidence)
+        elsewhere = verdict.is_said(fact.id) or {f.id for f in verdict.facts}.union(evidence).intersection(
+            fact.subsumed_by
+        )
         assert elsewhere or all(flat(fact.text).lower() in text.lower() for text in shown.values()), fact
     for text in shown.values():
         assert flat(verdict.sentence) in text and flat(verdict.alarm) in text

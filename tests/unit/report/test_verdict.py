@@ -1,7 +1,6 @@
 """The verdict on a run: its states, its facts by id, its causes, and what it advises."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.names import K3, LENGTH, REWARD, setting_for
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS, NextStep
+from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS
 from verl_ext.report.load import read_run
 from verl_ext.report.verdict import judge_run
 
@@ -61,6 +60,7 @@ def recorded(name):
         ({REWARD: [*HALVED, *[NAN] * 4]}, "collapsed", "collapsed", "unmeasured"),
         ({REWARD: [0.5, 0.52] * 20, K3: QUIET}, "flat", "flat", "close"),
         ({REWARD: RISES, K3: [0.02, 0.021] * 20}, "suspect", "learns", "apart"),
+        ({REWARD: RISES, K3: [3e-3] * 40, "router/own_agreement": [1.0] * 40}, "suspect", "learns", "close"),
         ({REWARD: [0.1] * 12 + [0.7] * 30 + [0.42] * 18, K3: [1e-3] * 60}, "drifting", "falling", "close"),
         ({REWARD: np.linspace(0.2, 0.6, 60), K3: GROWING * 2}, "drifting", "learns", "growing"),
         ({REWARD: RISES, K3: [0.2, 0.21] * 20}, "past the boundary", "learns", "apart"),
@@ -320,15 +320,15 @@ def test_answers_that_are_cut_get_twice_the_room():
     assert judged(cut).first.do == "data.max_response_length=1024"
 
 
-def test_another_trainer_is_not_told_to_set_what_it_does_not_have():
-    cut = {"reward": [0.0, 0.02] * 20, "completions/clipped_ratio": [1.0] * 40, "completions/max_length": [512.0] * 40}
-    slimes = {"rollout/truncated": [0.0] * 40, "perf/step_time": [9.0] * 40, "train/kl_loss": [0.1] * 40}
-    verls, others = judged(cut | {LENGTH: [512.0] * 40}), judged(cut | slimes)
-    assert verls.of_verl and not others.of_verl
-    assert verls.first == others.first and verls.first_heading != others.first_heading
-    assert METRICS in done(verls) and METRICS not in done(others)
-    probed = replace(others, steps=(NextStep(PROBE, "compares"),))
-    assert probed.first_heading == replace(probed, of_verl=True).first_heading, "a command is run, not set"
+def test_another_trainer_is_told_its_own_setting_or_what_to_check():
+    reward = {"reward": [0.0, 0.02] * 20}
+    trls = reward | {"completions/clipped_ratio": [1.0] * 40, "completions/max_length": [512.0] * 40}
+    slimes = reward | {"rollout/truncated": [1.0] * 40, "rollout/response_len/max": [512.0] * 40}
+    verls, trl, slime = judged(trls | {LENGTH: [512.0] * 40}), judged(trls), judged(slimes)
+    assert verls.of_verl and not trl.of_verl and not slime.of_verl
+    assert verls.first.do == "data.max_response_length=1024" and trl.first.do == "max_completion_length=2048"
+    assert slime.first.do.startswith("check ") and not trl.settle and not trl.measure
+    assert METRICS in done(verls) and not any(f"{PROBE}" in each or "stability" in each for each in done(trl))
 
 
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():

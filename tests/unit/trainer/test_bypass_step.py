@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.store import nested
 from tests.support.training_step import OLD, READ, Trainer, ran, rows
+from verl_ext.guard.guard import Limit
 
 ROLLED = {name: nested([-1.0, -2.0], [-3.0]) for name in ("rollout_log_probs", "old_log_probs")}
 
@@ -35,13 +36,14 @@ def test_in_bypass_mode_what_the_workers_measured_is_judged_behind_the_update(by
     settings = {"correction": "icepop", "batch_skip": {"threshold": 0.1}}
     trainer, metrics, store = bypassed(settings, worker_metrics(0.02, kept=2))
     assert ran(trainer) == ["advantage", "critic", "actor"] and "rollout_is_weights" not in store.fields
-    limits = (("vllm_kl/k3", "above", 0.1),)
-    assert trainer.extra_info["first_pass"] == {"narrowed": False, "limits": limits}
+    guard = trainer.stability_run.guard
+    assert trainer.extra_info["first_pass"] == {"narrowed": False, "limits": (Limit(guard.rules[0], 0.1),)}
+    assert guard.rules[0].name == "batch_skip"
     assert metrics["vllm_kl/k3"] == 0.02 and metrics["correction/dropped"] == pytest.approx(1 / 3)
     assert not any(name.startswith(("actor/vllm_kl", "actor/correction", "actor/first_pass")) for name in metrics)
     assert metrics["guard/skipped"] == 0 and metrics["guard/steps_to_boundary"] == 1000
     assert metrics["guard/threshold"] == 0.1 and metrics["actor/entropy"] == 0.7
-    assert trainer.stability_run.guard.state.updated and trainer.stability_run.guard.state.growth == [(7, 0.02)]
+    assert guard.state.updated and guard.state.growth == [(7, 0.02)]
     assert "skipped" not in capsys.readouterr().out
 
 
@@ -97,6 +99,7 @@ def test_in_bypass_mode_r3_replays_what_nothing_compares(step):
     assert metrics["router/invalid"] == pytest.approx(1 / 3)
 
 
-def test_in_bypass_mode_the_workers_are_told_the_lag_too(step):
-    _, _, store = step({"correction": "opsm", "opsm": {"delta": 0.1}}, bypass=True, tags=OLD)
+@pytest.mark.parametrize("stability", [{"correction": "opsm", "opsm": {"delta": 0.1}}, {"metrics": True}])
+def test_in_bypass_mode_the_workers_are_told_the_lag_too(step, stability):
+    _, _, store = step(stability, bypass=True, tags=OLD)
     assert rows(store, "version_lag") == [[0, 0], [2]] and "rollout_is_weights" not in store.fields

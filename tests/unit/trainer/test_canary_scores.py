@@ -8,7 +8,8 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from verl_ext.base.errors import HookError
+from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.base.methods import build
 from verl_ext.features.settings import SyncCanarySettings
 from verl_ext.trainer import canary_scores, queue
 from verl_ext.trainer.canary_scores import PARTITION, CanaryTrajectories, has_other_inputs
@@ -39,6 +40,10 @@ class Store:
             row = self.rows.setdefault((partition_id, key), {})
             row.update({name: values.unbind()[number] for name, values in fields.items()})
         return KVBatchMeta(keys=keys, tags=tags, partition_id=partition_id, fields=list(fields.keys()))
+
+    def kv_clear(self, keys, partition_id):
+        for key in keys:
+            del self.rows[partition_id, key]
 
 
 def value(ids):
@@ -82,17 +87,31 @@ def store(monkeypatch):
     return store
 
 
-@pytest.fixture
-def batch(store):
-    sampled = [value([*prompt, *response])[len(prompt) :] for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+def put(store, keys, prompts, responses, mask, padding=()):
+    sampled = [value([*prompt, *response])[len(prompt) :] for prompt, response in zip(prompts, responses, strict=True)]
     fields = {
-        "prompts": nested(PROMPTS),
-        "responses": nested(RESPONSES),
-        "response_mask": nested(MASK),
+        "prompts": nested(prompts),
+        "responses": nested(responses),
+        "response_mask": nested(mask),
         "rollout_log_probs": nested(sampled),
     }
-    tags = [{"is_padding": number == 1} for number in range(4)]
-    return store.kv_batch_put([f"k{number}" for number in range(4)], "train", TensorDict(fields, batch_size=4), tags)
+    tags = [{"is_padding": number in padding} for number in range(len(keys))]
+    return store.kv_batch_put(keys, "train", TensorDict(fields, batch_size=len(keys)), tags)
+
+
+@pytest.fixture
+def batch(store):
+    """One answer to each of four prompts, the second a padding row."""
+    return put(store, [f"u{number}_0_0" for number in range(4)], PROMPTS, RESPONSES, MASK, padding=[1])
+
+
+@pytest.fixture
+def groups(store):
+    """Three answers to each of five prompts, next to each other; the first two begin alike."""
+    keys = [f"u{prompt}_{answer}_0" for prompt in range(5) for answer in range(3)]
+    prompts = [[90 + prompt] for prompt in range(5) for _ in range(3)]
+    responses = [[1, 2, 3, *[10 * answer // 2] * 9] for _ in range(5) for answer in range(1, 4)]
+    return put(store, keys, prompts, responses, [[1] * 12] * 15)
 
 
 def test_both_engines_score_the_same_tokens(store, batch):
@@ -106,7 +125,7 @@ def test_both_engines_score_the_same_tokens(store, batch):
         pytest.approx(expected)
     ] * 2
     (asked,) = workers.asked
-    assert asked.partition_id == PARTITION and asked.keys == ["k0", "k2"]
+    assert asked.partition_id == PARTITION and asked.keys == ["u0_0_0", "u2_0_0"]
     assert not asked.extra_info["calculate_entropy"] and not asked.extra_info["compute_loss"]
 
 
@@ -114,6 +133,21 @@ def test_a_tools_tokens_are_not_scored(store, batch):
     scores = CanaryTrajectories(batch, 3, multiple=1)
     assert scores.l_infer_N.tolist() == pytest.approx([*value([*PROMPTS[0], *RESPONSES[0]])[2:-1], -8.01, -10.03])
     assert torch.equal(scores.score_in_servers([Server()])[0], scores.score_in_workers(Workers(store)))
+
+
+def test_the_answers_are_of_as_many_prompts_as_possible(store, groups):
+    scores = CanaryTrajectories(groups, 5, multiple=1)
+    scores.score_in_workers(workers := Workers(store))
+    assert workers.asked[0].keys == [f"u{prompt}_0_0" for prompt in range(5)]
+    assert scores.prompt_N.tolist() == [prompt for prompt in range(5) for _ in range(11)]
+
+
+def test_a_prefix_that_several_answers_share_is_scored_once(store, groups):
+    scores = CanaryTrajectories(groups, 15, multiple=1)
+    assert len(scores.ids) == 15
+    assert [scores.prompt_N.tolist().count(prompt) for prompt in range(5)] == [11 + 8 + 8] * 5
+    assert torch.equal(scores.score_in_servers([Server()])[0], scores.score_in_workers(Workers(store)))
+    assert torch.equal(scores.l_infer_N, scores.score_in_servers([Server()])[0])
 
 
 def test_the_ranks_share_them_evenly_or_the_run_stops(store, batch):
@@ -132,13 +166,13 @@ def test_of_text_the_other_inputs_are_empty():
 
 @pytest.mark.parametrize("comparable", [True, False])
 def test_the_first_sync_is_compared_with_the_rollout_itself_where_its_log_probs_are_comparable(
-    store, batch, comparable
+    store, groups, comparable
 ):
-    run, workers = CanaryRun(SyncCanarySettings(2), comparable), Workers(store)
+    run, workers = CanaryRun(SyncCanarySettings(5), comparable), Workers(store)
     found = []
     for step, (train, rollout) in enumerate([(0.1, 0.0), (0.2, 0.2)], 1):
         if run.waits:
-            run.choose(batch, workers, multiple=1)
+            run.choose(groups, workers, multiple=1)
         workers.moved = train
         run.after_update(step, workers)
         found.append([(event.step, event.action) for event in run.after_sync(step, [Server(rollout)]).events])
@@ -146,10 +180,10 @@ def test_the_first_sync_is_compared_with_the_rollout_itself_where_its_log_probs_
     assert run.metrics["sync/moved"] > 0
 
 
-def test_syncs_between_are_not_looked_at(store, batch):
+def test_syncs_between_are_not_looked_at(store, groups):
     """The first three syncs are checked in any case."""
-    run, workers = CanaryRun(SyncCanarySettings(2, every=4), comparable=True), Workers(store)
-    run.choose(batch, workers, multiple=1)
+    run, workers = CanaryRun(SyncCanarySettings(5, every=4), comparable=True), Workers(store)
+    run.choose(groups, workers, multiple=1)
     checked = []
     for step in range(1, 10):
         run.after_update(step, workers)
@@ -158,11 +192,35 @@ def test_syncs_between_are_not_looked_at(store, batch):
     assert checked == [1, 2, 3, 4, 8] and len(workers.asked) == 1 + len(checked)
 
 
+def test_the_canary_waits_for_a_batch_with_enough_prompts(store, batch, capsys):
+    """Filters may leave few. What such a batch sampled is older than the weights that are scored first."""
+    run, workers = CanaryRun(SyncCanarySettings(4), True), Workers(store)
+    for _ in range(2):
+        run.choose(batch, workers, multiple=1)  # one of three answers has a single token, which is left out as the last
+        run.after_update(1, workers)
+        assert run.waits and not run.after_sync(1, [Server()]).events and run.metrics == {}
+    assert capsys.readouterr().out.count("on; this one has answers to 2") == 1
+    assert not any(partition == PARTITION for partition, _ in store.rows)
+    four = put(store, [f"v{number}_0_0" for number in range(4)], PROMPTS, [[1, 2, 3]] * 4, [[1] * 3] * 4)
+    run.choose(four, workers, multiple=1)
+    assert not run.waits and not workers.asked
+    for step in (2, 3):
+        run.after_update(step, workers)
+        run.after_sync(step, [Server()])
+    assert run.metrics["sync/moved"] == 0
+
+
+@pytest.mark.parametrize("trajectories", [1, 3])
+def test_fewer_trajectories_than_prompts_that_show_anything_are_refused(trajectories):
+    with pytest.raises(ConfigError, match=rf"trajectories={trajectories} must be 0, null for the default, or at least"):
+        build(SyncCanarySettings, {"trajectories": trajectories}, "stability.sync_canary")
+
+
 def test_a_canary_that_is_on_by_default_and_cannot_score_is_off_with_a_reason(store, batch, capsys):
     workers = Workers(store)
     with pytest.raises(HookError):
-        CanaryRun(SyncCanarySettings(3), True).choose(batch, workers, multiple=2)
-    run = CanaryRun(SyncCanarySettings(3), True, required=False)
+        CanaryRun(SyncCanarySettings(4), True).choose(batch, workers, multiple=2)
+    run = CanaryRun(SyncCanarySettings(4), True, required=False)
     run.choose(batch, workers, multiple=2)
     assert not run.waits
     for step in (1, 2):

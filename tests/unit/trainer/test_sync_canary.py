@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from verl_ext.trainer.sync_canary import SIGNAL, SyncCanary
 
 N = 512
+PROMPTS = torch.arange(N) // (N // 8)
 
 
 def normal(scale, seed):
@@ -22,7 +23,7 @@ class Run:
         self.train = normal(1.0, 99)
         self.engines = [self.train.clone(), self.train.clone()]
         self.canary, self.events, self.metrics = SyncCanary(), [], []
-        self.canary.begin(start, self.train, self.engines)
+        self.canary.begin(start, self.train, self.engines, PROMPTS)
 
     def step(self, number):
         self.train = self.train + normal(self.moved, number)
@@ -69,12 +70,40 @@ def test_an_engine_without_new_weights_has_not_moved_since_the_check_before():
     assert run.metrics[-1]["sync/followed"] == pytest.approx(1, rel=0.1), "tokens without a number decide nothing"
 
 
+@pytest.mark.parametrize("missing", [0.5, 0.32, 0.25])
+@pytest.mark.parametrize("rounding", [0.0, 2e-3])
+def test_a_part_that_never_arrives_is_told_once_and_never_said_to_be_back(missing, rounding):
+    """Each token lacks another share of the updates, from 0 to twice `missing`."""
+    share = 1 - missing * torch.rand(N, generator=torch.Generator().manual_seed(5)) * 2
+    start = train = normal(1.0, 99)
+    canary, events = SyncCanary(), []
+    canary.begin(0, train, [start + normal(rounding, 1)], PROMPTS)
+    for number in range(1, 61):
+        train = train + normal(0.05, number)
+        metrics, decision = canary.check(number, train, [start + share * (train - start) + normal(rounding, -number)])
+        events += [event.action for event in decision.events]
+    assert events == ["warn"]
+    assert metrics["sync/apart"] == pytest.approx(missing, rel=0.2)
+
+
+@pytest.mark.parametrize("rounding", [1e-4, 2e-3])
+def test_of_a_sound_run_what_is_missing_is_rounding(rounding):
+    start = train = normal(1.0, 99)
+    canary = SyncCanary()
+    canary.begin(0, train, [start + normal(rounding, 1)], PROMPTS)
+    for number in range(1, 31):
+        train = train + normal(0.05, number)
+        metrics, decision = canary.check(number, train, [train + normal(rounding, -number)])
+        assert not decision.events
+    assert 0.5 * metrics["sync/rounding"] < metrics["sync/apart"] < 2 * metrics["sync/rounding"]
+
+
 def test_updates_too_small_to_see_add_up():
     """Each update moves a quarter of the gap's rounding, by which the engines' scores differ from the start."""
     lost = [(step, engine) for step in range(1, 200) for engine in (0, 1)]
     run = Run(lost, moved=2.5e-4)
     run.engines = [engine + normal(1e-3, 7) for engine in run.engines]
-    run.canary.begin(0, run.train, run.engines)
+    run.canary.begin(0, run.train, run.engines, PROMPTS)
     found = run.events_after(60)
     assert [action for _, action in found] == ["warn", "warn"]
     assert 10 < found[0][0] < 60, "not before the sum is larger than the gap may hide"
@@ -98,7 +127,7 @@ def test_no_arrival_is_logged_after_a_refused_batch_and_one_is_after_every_updat
 
     canary = SyncCanary()
     train, infer = scores(0)
-    canary.begin(0, train, [infer])
+    canary.begin(0, train, [infer], PROMPTS)
     has_moved = False  # training, since the last sync that arrived
     for number, step in enumerate(steps, 1):
         if step != "refused":

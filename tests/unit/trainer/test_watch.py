@@ -3,10 +3,13 @@
 import threading
 import time
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import ray
+from omegaconf import OmegaConf
 
+from tests.stack.own_manager import OwnManager
 from verl_ext.base.errors import WorkerDiedError
 from verl_ext.trainer import watch
 from verl_ext.trainer.watch import SlowStep, Watch
@@ -80,7 +83,7 @@ def dead(cluster):
 
 
 def test_what_lives_is_left_alone(server):
-    with Watch(lambda: {"rollout server": [server]}, "checkpoints", every_s=0.1):
+    with Watch({"rollout server": lambda: [server]}, "checkpoints", every_s=0.1):
         ray.get(server.busy.remote(1.0))
     assert not [thread for thread in threading.enumerate() if thread.name == "verl_ext watch"]
 
@@ -88,7 +91,7 @@ def test_what_lives_is_left_alone(server):
 def test_an_engine_that_cannot_be_asked_is_left_alone(cluster):
     server = Server.remote()
     ray.get(server.change_engine.remote())
-    with Watch(lambda: {"rollout server": [server]}, "checkpoints", every_s=0.1):
+    with Watch({"rollout server": lambda: [server]}, "checkpoints", every_s=0.1):
         ray.get(server.busy.remote(1.0))
 
 
@@ -121,7 +124,7 @@ def test_an_actor_that_cannot_be_reached_is_asked_again(server, monkeypatch):
 
 
 def test_an_error_is_blamed_on_who_does_not_need_to_be_asked_before(dead):
-    watched = Watch(dict, "checkpoints", answerable=lambda: {"training worker": [dead]}, every_s=0.1)
+    watched = Watch({}, "checkpoints", busy={"training worker": lambda: [dead]}, every_s=0.1)
     with pytest.raises(WorkerDiedError, match=r"^training worker 0 has died\. The checkpoints"), watched:
         raise RuntimeError("gloo: connection reset by peer")
 
@@ -130,7 +133,7 @@ def test_an_engine_that_has_died_ends_a_wait_in_ray_get(cluster, broken):
     busy = Server.remote()
     with (
         pytest.raises(WorkerDiedError, match=r"the engine of rollout server 1 has died.*resume_mode=auto"),
-        Watch(lambda: {"rollout server": [busy, broken]}, "checkpoints", every_s=0.1),
+        Watch({"rollout server": lambda: [busy, broken]}, "checkpoints", every_s=0.1),
     ):
         ray.get(busy.busy.remote(60))
     ray.kill(busy)
@@ -140,7 +143,7 @@ def test_an_engine_that_has_died_ends_a_wait_in_ray_get(cluster, broken):
 def test_an_actor_that_has_died_ends_any_wait(dead, wait):
     with (
         pytest.raises(WorkerDiedError, match="agent loop worker 0 has died"),
-        Watch(lambda: {"agent loop worker": [dead]}, "checkpoints", every_s=0.1),
+        Watch({"agent loop worker": lambda: [dead]}, "checkpoints", every_s=0.1),
     ):
         wait(60)
 
@@ -148,18 +151,18 @@ def test_an_actor_that_has_died_ends_any_wait(dead, wait):
 def test_what_a_death_has_led_to_is_told_as_the_death(broken):
     with (
         pytest.raises(WorkerDiedError, match="the engine of rollout server 0"),
-        Watch(lambda: {"rollout server": [broken]}, "checkpoints"),
+        Watch({"rollout server": lambda: [broken]}, "checkpoints"),
     ):
         raise RuntimeError("no trajectories")
 
 
 def test_rays_own_word_for_a_death_is_kept(dead):
-    with pytest.raises(ray.exceptions.ActorDiedError), Watch(lambda: {"agent loop worker": [dead]}, "checkpoints"):
+    with pytest.raises(ray.exceptions.ActorDiedError), Watch({"agent loop worker": lambda: [dead]}, "checkpoints"):
         ray.get(dead.busy.remote(0))
 
 
 def test_a_trainer_that_fails_by_itself_fails_by_that(cluster):
-    with pytest.raises(KeyError), Watch(dict, "checkpoints", every_s=0.1):
+    with pytest.raises(KeyError), Watch({}, "checkpoints", every_s=0.1):
         raise KeyError
 
 
@@ -168,15 +171,70 @@ def test_a_look_at_a_slow_step_that_fails_leaves_the_look_at_who_lives(broken, c
 
     def actors():
         looks.append(len(looks))
-        return {"rollout server": [broken]} if len(looks) > 3 else {}
+        return [broken] if len(looks) > 3 else []
 
     slow_step = SlowStep(lambda: looks["no such step"], after_s=0.1)
     with (
         pytest.raises(WorkerDiedError, match="the engine of rollout server 0"),
-        Watch(actors, "checkpoints", slow_step, every_s=0.1),
+        Watch({"rollout server": actors}, "checkpoints", slow_step, every_s=0.1),
     ):
         slept(60)
     assert capsys.readouterr().out.count("cannot tell whether a step is slow: TypeError") == 1
+
+
+class WithLocalWorkers(OwnManager):
+    agent_loop_workers = ("not an actor",)
+
+
+@pytest.fixture
+def watch_with(cluster):
+    """watch_with(manager, rollout servers) -> the watch of a trainer with these."""
+
+    def make(manager, *servers):
+        trainer = SimpleNamespace(
+            config=OmegaConf.create({"trainer": {"default_local_dir": "checkpoints"}}),
+            global_steps=1,
+            actor_rollout_wg=SimpleNamespace(workers=list(servers)),
+            _rollout_server_managers=lambda: [SimpleNamespace(server_handles=list(servers))],
+        )
+        watched = watch.watch_of(trainer, manager, slow_step_s=0.2)
+        watched._every_s = 0.1
+        return watched
+
+    return make
+
+
+def fail_after_a_second():
+    slept(1)
+    raise ValueError("the real error")
+
+
+@pytest.mark.parametrize(
+    ("manager", "said"),
+    [
+        (OwnManager(None), "'OwnManager' object has no attribute 'agent_loop_workers'"),
+        (WithLocalWorkers(None), "not an actor"),
+    ],
+)
+def test_an_error_of_a_run_with_a_manager_of_ones_own_comes_out(server, watch_with, capsys, manager, said):
+    with pytest.raises(ValueError, match=r"^the real error$"), watch_with(manager, server):
+        fail_after_a_second()
+    lines = capsys.readouterr().out.splitlines()
+    (unwatched,) = [line for line in lines if "not watched: agent loop worker (" in line]
+    assert said in unwatched
+    assert any("step 1 has been running for" in line for line in lines)
+
+
+def test_with_a_manager_of_ones_own_a_server_that_has_died_still_ends_a_wait(broken, watch_with):
+    with pytest.raises(WorkerDiedError, match="the engine of rollout server 0"), watch_with(OwnManager(None), broken):
+        slept(60)
+
+
+def test_an_error_comes_out_where_nobody_can_be_asked(watch_with):
+    trainer_lost = watch_with(OwnManager(None))
+    trainer_lost._busy = {"training worker": lambda: 1 / 0}
+    with pytest.raises(ValueError, match="the real error"), trainer_lost:
+        raise ValueError("the real error")
 
 
 class Run:

@@ -19,6 +19,7 @@ from verl.workers.rollout.replica import TokenOutput
 from tests.support.agent_loop_worker import asked_for, changed, client_of
 from tests.support.agent_loop_worker import run as run_in_worker
 from tests.support.route_sum import route_sum
+from verl_ext.base.names import ROUTE_SUM
 from verl_ext.base.patching import PatchError
 from verl_ext.upstream import agent_loop
 from verl_ext.upstream.agent_loop import Extras, Turn, common_length, parse_extras
@@ -325,6 +326,15 @@ def test_another_trajectory_holds_nothing_and_images_hold_nothing():
     calls(server, [7, 8, 1])
     calls(server, [7, 8], [7, 8, 1], image_data=["an image"])
     assert server.sent == [2, 3, 2, 3]
+
+
+def test_a_manager_of_ones_own_gets_all_rows_of_every_turn():
+    """Outside of verl's AgentLoopWorker there is no trajectory whose rows could be held."""
+    server = vLLMHttpServer(done(1, 2), done(3))
+    outputs = asyncio.run(loop_of(server, [[7, 8], [7, 8, 1, 2, 9]])({"temperature": 1.0}))
+    assert server.sent == [3, 5] and not any(ROUTE_SUM in output.extra_fields for output in outputs)
+    assert np.array_equal(outputs[0].routed_experts, rows_of([7, 8, 1, 2]))
+    assert np.array_equal(outputs[1].routed_experts, rows_of([7, 8, 1, 2, 9, 3]))
 
 
 def test_what_the_agent_loop_passes_on_is_left_and_the_mark_is_taken_away():

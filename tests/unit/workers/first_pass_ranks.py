@@ -4,10 +4,13 @@ import torch
 import torch.distributed as dist
 
 from verl_ext.core.loss_batch import LossBatch
+from verl_ext.guard.guard import Limit
+from verl_ext.guard.rules import Rule
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 
 RANKS = 3  # the last one holds the tokens of the second, as a tensor-parallel rank does
-LIMITS = {"refused": (("vllm_kl/k3", "above", 1e-6),), "taken": (("vllm_kl/k3", "above", 1e6),)}
+K3 = Rule("gap", "vllm_kl/k3", 0.1, action="skip", engines_only=True)
+LIMITS = {"refused": (Limit(K3, 1e-6),), "taken": (Limit(K3, 1e6),)}
 
 
 def judged(parts, limits, counts=True):
@@ -17,8 +20,8 @@ def judged(parts, limits, counts=True):
     found = []
     for micro_batches in parts:
         one.begin_mini_batch()
-        for l_infer, l_theta, mask, entropy in micro_batches:
-            one.weigh(LossBatch(l_theta, l_infer, torch.zeros(mask.shape), mask, l_infer=l_infer), entropy)
+        for l_infer, l_theta, mask, entropy, lag in micro_batches:
+            one.weigh(LossBatch(l_theta, l_infer, torch.zeros(mask.shape), mask, l_infer=l_infer, lag=lag), entropy)
         found.append(one.judge(counts=counts))
     return found
 

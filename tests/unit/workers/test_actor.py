@@ -10,10 +10,13 @@ from tensordict import NonTensorData
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.trainer.distillation import distillation_ppo_loss
+from verl.utils.torch_functional import entropy_from_logits
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
 
 from verl_ext.base.errors import ConfigError, HookError
+from verl_ext.guard.guard import Limit
+from verl_ext.guard.rules import Rule
 from verl_ext.workers.actor import (
     LOSS_WORKERS,
     ROUTING_WORKERS,
@@ -104,12 +107,39 @@ def test_in_bypass_mode_the_first_mini_batch_decides_over_the_steps_of_all(bound
         parts.append(batch.whole())
     for _ in range(2):  # the second update is measured anew
         taken = worker.actor.engine.steps
-        asked = {"narrowed": False, "limits": (("vllm_kl/k3", "above", bound),)}
+        asked = {"narrowed": False, "limits": (Limit(Rule("gap", "vllm_kl/k3", bound), bound),)}
         first, second = worker.actor.train_mini_batch({"first_pass": NonTensorData(asked), "parts": parts})
         assert worker.actor.engine.steps - taken == steps
         assert first["first_pass/refused"] == [float(steps == 0)] and first["vllm_kl/k3"][0] > 0
         assert ("grad_norm" in first) == ("grad_norm" in second) == (steps > 0)
         assert second.keys() <= {"grad_norm", "gate/refused"}
+
+
+def test_a_batch_that_compute_log_prob_has_seen_is_not_measured_again(make_batch, actor_config):
+    """Agent loops may return more trajectories than one optimizer step takes; then the pass runs as without reuse."""
+    worker = Worker(partial(ppo_loss, config=actor_config()))
+    active = worker.configure_loss({"reuses": True, "first_pass": {"corrections": {"tis": {"cap": 1.2}}}})
+    assert active["reuses"] and active["first_pass"]
+    (found,) = worker.actor.train_mini_batch({"parts": [make_batch(0).whole()]})
+    assert found == {"grad_norm": 0.5, "gate/refused": [0.0]}
+    reused = make_batch(0)
+    del reused.rows["old_log_probs"]
+    asked = {"narrowed": False, "limits": ()}
+    (found,) = worker.actor.train_mini_batch({"first_pass": NonTensorData(asked), "parts": [reused.whole()]})
+    assert found["vllm_kl/k3"][0] > 0 and found["first_pass/refused"] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "reuses", "graph"), [(0.0, True, False), (0.1, True, True), (0.0, False, True)]
+)
+def test_an_entropy_that_no_loss_reads_has_no_graph(coefficient, reuses, graph, actor_config):
+    worker = Worker(partial(ppo_loss, config=actor_config(entropy_coeff=coefficient)))
+    worker.actor.engine.compute_entropy_from_logits = entropy_from_logits
+    for _ in range(2):
+        worker.configure_loss({"reuses": reuses})
+    logits = torch.randn(3, 7, requires_grad=True)
+    found = worker.actor.engine.compute_entropy_from_logits(logits)
+    assert found.requires_grad == graph and torch.equal(found, entropy_from_logits(logits))
 
 
 def test_a_setting_that_cannot_work_leaves_the_installed_loss(actor_config):

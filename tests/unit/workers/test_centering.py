@@ -16,6 +16,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import PolicyLossConfig
 
 from tests.support.micro_batches import nested
+from tests.support.problems import check_run
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.names import TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS
 from verl_ext.core.corrections import CORRECTIONS
@@ -23,7 +24,7 @@ from verl_ext.core.filters import BATCH_FILTERS, FilterBatch
 from verl_ext.core.measure import gather
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import check_run, loss_settings, read_features
+from verl_ext.features.table import loss_settings, read_features
 from verl_ext.trainer.step import leave_out
 from verl_ext.workers.top_tokens import TopTokenReader
 from verl_ext.workers.worker_loss import LossSettings, build_worker_loss

@@ -8,12 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import at_most
-from tests.support.measure_oracle import random_batch, ratio
+from tests.support.measure_oracle import CHOICES, oracle, random_batch, ratio
 from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import measure
-from verl_ext.core.tokens import Tokens
-from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, is_past
+from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.guard.guard import Guard, Limit
+from verl_ext.guard.levels import level_rules
+from verl_ext.guard.rules import Rule
+from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
 
 ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
 NARROW = {"icepop": {"alpha": 0.9, "beta": 1.1}}
@@ -32,10 +35,16 @@ def padded(batch, width=40):
     return l_infer, l_theta, mask.bool(), entropy
 
 
-def weighed(one, batch):
+def sent(ages, mask):
+    """The field of the lag as the workers get it: each trajectory's bucket on its tokens, 0 elsewhere."""
+    return Lag(*torch.tensor(ages).reshape(-1, 2).T).buckets()[:, None] * mask
+
+
+def weighed(one, batch, ages=None):
     l_infer, l_theta, mask, entropy = padded(batch)
-    advantages = torch.zeros(mask.shape)
-    return one.weigh(LossBatch(l_theta.requires_grad_(), l_infer, advantages, mask, l_infer=l_infer), entropy)
+    advantages, lag = torch.zeros(mask.shape), None if ages is None else sent(ages, mask)
+    loss_batch = LossBatch(l_theta.requires_grad_(), l_infer, advantages, mask, l_infer=l_infer, lag=lag)
+    return one.weigh(loss_batch, entropy)
 
 
 def of(batch, corrections):
@@ -57,6 +66,73 @@ def test_parts_are_measured_as_the_whole_is(corrections, cuts, seed):
         assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
     counted = {"tokens": whole.tokens, "kept": whole.kept, "non_finite": 0, "refused": whole.kept == 0}
     assert {name: metrics[f"first_pass/{name}"] for name in counted} == counted
+
+
+AGES = [(0, 0), (8, 8), (3, 3), (5, 2), (0, 0), (1, 1)]  # of the newest and the oldest weights
+
+
+@at_most(25)
+@given(
+    corrections=st.sampled_from(CHOICES[:4]),
+    breakdown=st.booleans(),
+    cuts=st.lists(st.integers(0, 6), max_size=3),
+    ages=st.permutations(AGES),
+    seed=st.integers(0, 99),
+)
+def test_parts_are_measured_by_lag_as_the_oracle_says(corrections, breakdown, cuts, ages, seed):
+    batch = random_batch(rows=6, longest=40, seed=seed)
+    one = FirstPass(FirstPassSettings(corrections or {}, as_mask=False, breakdown=breakdown))
+    for low, high in zip([0, *sorted(cuts)], [*sorted(cuts), 6], strict=True):
+        weighed(one, batch[low:high], ages[low:high])
+    metrics = {name: value for name, value in one.judge()[1].items() if not name.startswith("first_pass/")}
+    expected = oracle(batch, corrections, with_entropy=True, breakdown=breakdown, lag=ages)
+    assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+def test_a_micro_batch_without_columns_has_no_lag():
+    empty = torch.zeros(1, 0)
+    batch = LossBatch(empty, empty, empty, empty.bool(), l_infer=empty, lag=empty.long())
+    one = FirstPass(FirstPassSettings())
+    one.weigh(batch)
+    assert one.judge()[1]["first_pass/tokens"] == 0
+
+
+ENGINES = Rule("engines", "vllm_kl/k3", 0.1, action="skip", engines_only=True)
+ZERO = Rule("zero_mismatch", "vllm_kl/k3", 1e-10, action="stop", engines_only=True)
+BATCH_SKIP = Rule("batch_skip", "vllm_kl/k3", 0.1, action="skip")
+GAP = [(-2.0, -2.0 + log_k, True, 0.5) for log_k in (0.7, -0.5, 0.6, -0.7)]  # its k3 is 0.19
+EQUAL = [(-2.0, -2.0, True, 0.5)] * 4
+
+
+@pytest.mark.parametrize(
+    ("rules", "action"),
+    [((ENGINES,), "skip"), ((ZERO,), "stop"), (level_rules(0.002), "warn"), ((BATCH_SKIP,), "skip")],
+)
+@pytest.mark.parametrize(
+    ("rows", "ages", "of_engines"),
+    [
+        ([GAP, GAP], [(8, 8), (8, 8)], False),  # equal engines: only the policy has moved
+        ([EQUAL, GAP], [(0, 0), (8, 8)], False),
+        ([GAP, EQUAL], [(0, 0), (8, 8)], True),
+        ([GAP, GAP], None, True),  # synchronous training
+    ],
+)
+def test_the_workers_refuse_what_the_guard_refuses_and_the_age_of_rollouts_is_no_gap_of_the_engines(
+    rules, action, rows, ages, of_engines
+):
+    guard, one, actions = Guard(rules), FirstPass(FirstPassSettings()), []
+    for step in (1, 2, 3):
+        guard.begin(step)
+        one.begin_update(narrowed=False, limits=guard.limits)
+        weighed(one, rows, ages)
+        taken, measured = one.judge()
+        decision = guard.judge(measured)
+        assert taken is (decision.refusal is None)
+        actions += [event.action for event in decision.events]
+    k3 = measured["vllm_kl/k3"]
+    fires = k3 > 0.1 if rules == (BATCH_SKIP,) else of_engines
+    assert set(actions) == ({action} if fires else set())
+    assert k3 > (0.18 if rows == [GAP, GAP] else 0.09)
 
 
 @pytest.mark.parametrize("corrections", EVERY, ids=lambda c: "+".join(c))
@@ -88,12 +164,17 @@ def test_a_narrow_band_is_that_updates_alone():
     assert kept[1] < kept[0] == kept[2]
 
 
-K3 = ("vllm_kl/k3", "above")
+MINE = Limit(Rule("mine", "mine/x", 0.0), 0.0)
 
 
 @pytest.mark.parametrize(
     ("limits", "taken"),
-    [([], True), ([(*K3, 1e9)], True), ([(*K3, 1e9), (*K3, 1e-9)], False), ([("mine/x", "above", 0)], True)],
+    [
+        ([], True),
+        ([Limit(BATCH_SKIP, 1e9)], True),
+        ([Limit(BATCH_SKIP, 1e9), Limit(BATCH_SKIP, 1e-9)], False),
+        ([MINE], True),
+    ],
 )
 def test_the_first_mini_batch_decides_for_the_whole_update(limits, taken):
     batch = random_batch(rows=6, longest=40)
@@ -136,29 +217,21 @@ def test_ranks_decide_alike_by_the_tokens_of_all_each_once(quick_ranks, tmp_path
     batch = random_batch(rows=6, longest=40)
     near = [[(infer, infer, m, entropy) for infer, _, m, entropy in row] for row in batch]
     nothing = [[(-1.0, -1.0, False, 0.5)]]
-    first, second = [padded(batch[:2])], [padded(batch[2:4]), padded(batch[4:])]
+
+    def part(rows, ages):
+        return *(columns := padded(rows)), sent(ages, columns[2])
+
+    first, second = [part(batch[:2], AGES[:2])], [part(batch[2:4], AGES[2:4]), part(batch[4:], AGES[4:])]
     # In the later mini-batch, the first rank has no token.
-    parts = [[first, [padded(nothing)]], [second, [padded(near)]], [second, [padded(near)]]]
+    later = [part(near, AGES)]
+    parts = [[first, [part(nothing, AGES[:1])]], [second, later], [second, later]]
     torch.multiprocessing.spawn(rank_main, (parts, f"file://{tmp_path}/store", str(tmp_path)), nprocs=RANKS)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert ranks[0] == ranks[1] == ranks[2]
-    whole = judged([[padded(batch)], [padded(near)]], ())
+    whole = judged([[part(batch, AGES)], later], ())
+    assert {"vllm_kl/k3/lag/0", "vllm_kl/k3/lag/8-", "vllm_kl/k3/lag/span"} <= whole[0][1].keys()
     for name, taken in (("refused", False), ("taken", True)):
         assert [took for took, _ in ranks[0][name]] == [taken, taken]
         assert ranks[0][name][1][1] == {}, "only the first is reported"
         metrics, expected = ranks[0][name][0][1], whole[0][1] | {"first_pass/refused": float(not taken)}
         assert metrics == pytest.approx(expected, rel=1e-6, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("value", "side", "expected"),
-    [
-        (0.1, "above", False),
-        (0.2, "above", True),
-        (0.05, "below", True),
-        (math.nan, "above", True),
-        (-math.inf, "above", True),
-    ],
-)
-def test_a_value_at_its_limit_is_not_past_it_and_one_that_is_no_number_is(value, side, expected):
-    assert is_past({"x": value}, ("x", side, 0.1)) is expected

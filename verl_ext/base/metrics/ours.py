@@ -27,7 +27,7 @@ GAP = Section(
     "- **By server**, if the rollout has several: `/replica/00` to `/replica/63`, in the order that is printed at the "
     "start, and likewise `/node/00`.\n"
     "- **In bypass mode** they cover the first mini-batch of a step, after batch filters. They are logged with the "
-    "update and not split by lag or server.",
+    "update and not split by server.",
     (
         Metric(
             "vllm_kl/k1",
@@ -373,6 +373,19 @@ SYNC = Section(
             "sync/followed",
             "median movement of a token's score in the rollout since the last check, over that in training: 0 if its "
             "weights stayed the same and its scores repeat exactly; of the rollout engine where it is smallest",
+            "share",
+        ),
+        rare_after(
+            "sync/apart",
+            "all updates since the first check: median distance of these tokens' shares from 1; from the rollout "
+            "engine where it is largest",
+            "share",
+            "lower",
+        ),
+        rare_after(
+            "sync/rounding",
+            "the gap at the first check over all updates since then, medians of the same tokens: it falls as updates "
+            "add up, and so does the part of `sync/apart` that is rounding",
             "share",
         ),
     ),

@@ -87,6 +87,7 @@ class Cause:
         only_with: levels of findings, as `finding.level`; the cause is named only if one of them is seen. () if any
             evidence may name it.
         alike: causes that no finding can separate from it.
+        elsewhere: trainer, as in names.toml -> its own setting to try.
         shows: finding -> level -> a word of WORDS.
     """
 
@@ -103,6 +104,7 @@ class Cause:
     a_correction_helps: bool = False
     only_with: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
+    elsewhere: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     shows: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
@@ -148,13 +150,15 @@ def read_cause(file: Path) -> Cause:
 
 
 def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
-    shows = entry.pop("shows", {})
+    shows, elsewhere = entry.pop("shows", {}), entry.pop("elsewhere", {})
+    if not isinstance(elsewhere, dict) or not all(isinstance(each, str) for each in elsewhere.values()):
+        raise CauseError("elsewhere must be a table, trainer = setting")
     given = dict(_field(key, value) for key, value in entry.items())
     for key in ("title", "about", "check"):
         if not given.get(key):
             raise CauseError(f"{key} is missing")
     _check_shows(shows)
-    cause = Cause(name, shows=shows, **given)
+    cause = Cause(name, shows=shows, elsewhere=elsewhere, **given)
     if cause.about not in SUBJECTS:
         raise CauseError(f"about is {cause.about!r}; it must be one of {', '.join(SUBJECTS)}")
     if strange := [each for each in cause.probe if each not in PROBE_READINGS]:

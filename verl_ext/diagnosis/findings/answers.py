@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import LIKELY, SURE, at_ceiling, course_of
+from verl_ext.diagnosis.findings.reward import at_ceiling, reward_course
 from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import (
     LEVEL_READINGS,
@@ -18,6 +18,7 @@ from verl_ext.diagnosis.series import (
     require_logged,
     step_from,
 )
+from verl_ext.diagnosis.statistics import LIKELY, SURE
 
 CUT = "response_length/clip_ratio"
 SURELY_CUT = "answers/cut"  # ours: at the limit, without an end token
@@ -30,6 +31,8 @@ MANY_EMPTY, SOME_EMPTY = 0.2, 0.02
 EXPLODED = 2.5  # times the shortest level before
 GREW = 1.5  # times the length at the start
 SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
+SHARE_READINGS = 10  # of a share of the answers
+SHORT = 64  # tokens; answers of one length may be complete if they are shorter
 ALIKE = 1e-3  # relative spread of lengths that are all the limit
 FEWEST_LENGTHS = 3  # readings of a length
 LASTING = 0.8  # share of the readings from the step on at which something began
@@ -41,7 +44,8 @@ def cut_share(run: Readings) -> Series | None:
     of their batch.
 
     If it is not logged, all answers of a step count as cut if the longest and the shortest have one length, the run's
-    largest; or if the mean length is the same in nearly all steps. No model ends its answers like that.
+    largest; or if the mean length, of at least SHORT tokens, is the same in nearly all steps. No model ends its answers
+    like that.
     """
     for name in (SURELY_CUT, CUT):
         if (logged := run.get(name)) is not None:
@@ -51,15 +55,19 @@ def cut_share(run: Readings) -> Series | None:
         same = (ends[:, 2] - ends[:, 3] <= ALIKE * ends[:, 2]) & (ends[:, 2] >= (1 - ALIKE) * ends[:, 2].max())
         return Series(ends[:, 0].astype(np.int64), same.astype(np.float64))
     length = run.get(LENGTH)
-    if length is None or len(length.steps) < 2 * FEWEST_LENGTHS:
+    if length is None or len(length.steps) < 2 * FEWEST_LENGTHS or float(np.median(length.values)) < SHORT:
         return None
     at_limit = length.values >= (1 - ALIKE) * length.values.max()
-    if at_limit.mean() < 0.9:
-        return None
-    return Series(length.steps, at_limit.astype(np.float64))
+    return Series(length.steps, at_limit.astype(np.float64)) if at_limit.mean() >= 0.9 else None
 
 
-@finding("answers_cut", "most many | few", family="cut", needs=(CUT,))
+def share_now(series: Series) -> float:
+    """Returns a share of the answers now: the mean of the last readings, since the median of shares of few answers is
+    0 or 1."""
+    return float(series.values[-SHARE_READINGS:].mean())
+
+
+@finding("answers_cut", "most many | few", family="cut", needs=(CUT,), subsumed_by=("cut_and_low",))
 def answers_cut(run: Readings) -> Seen:
     """Answers are cut at the length limit, before they have given the result."""
     return _share_seen(require_logged(cut_share(run)), {"most": MOST_CUT, "many": MANY_CUT}, "are cut at the limit")
@@ -67,7 +75,7 @@ def answers_cut(run: Readings) -> Seen:
 
 def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen:
     """Returns the first level whose limit the share of answers reaches, and the step at which it began; else `few`."""
-    now = now_of(series)
+    now = share_now(series)
     text = f"{now:.0%} of the answers {words}"
     for level, limit in limits.items():
         if now >= limit:
@@ -92,10 +100,10 @@ def answers_empty(run: Readings) -> Seen:
 def cut_began(run: Readings) -> Seen:
     """Whether answers were cut from the start, or grew until they were."""
     series = cut_share(run)
-    if series is None or now_of(series) < MANY_CUT:
+    if series is None or share_now(series) < MANY_CUT:
         return None
     start = beginning_of(series)
-    if start >= MOST_CUT * now_of(series):
+    if start >= MOST_CUT * share_now(series):
         return "at_once", f"{start:.0%} of the answers were cut in the first steps already"
     return "later", f"{start:.0%} of the answers were cut in the first steps"
 
@@ -108,7 +116,7 @@ def cut_and_low(run: Readings) -> Seen:
     is the best reward of an answer, or at least 1 if that is not logged. Of answers that are known to lack their end,
     it is enough that the reward does not rise, and is not at its ceiling.
     """
-    cut, course = cut_share(run), course_of(run)
+    cut, course = cut_share(run), reward_course(run)
     if cut is None or course is None:
         return None
     now = now_of(course.series)
@@ -118,12 +126,12 @@ def cut_and_low(run: Readings) -> Seen:
         else max(1.0, float(course.series.values.max()))
     )
     low = now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
-    text = f"{now_of(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
+    text = f"{share_now(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
     long = len(course.series.values) >= 2 * LEVEL_READINGS  # in a short run, no reward has risen yet
     stands = long and course.rise.errors < LIKELY and not at_ceiling(run, course)
     if not low and stands and run.get(SURELY_CUT) is not None:
-        low, text = True, f"{now_of(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"
-    return ("yes" if low and now_of(cut) >= MOST_CUT else "no"), text
+        low, text = True, f"{share_now(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"
+    return ("yes" if low and share_now(cut) >= MOST_CUT else "no"), text
 
 
 @cached_per_run
@@ -154,9 +162,9 @@ def length_exploded(run: Readings) -> Seen:
         if now > GREW * first:
             return "grew", f"answers are {now / first:.2g} times as long as at the start"
         return "steady", f"answers are {now / first:.2g} times as long as at the start"
-    course, cut = course_of(run), cut_share(run)
+    course, cut = reward_course(run), cut_share(run)
     pays = course is not None and not course.falls and course.rise.errors >= SURE
-    if pays and (cut is None or now_of(cut) < MANY_CUT):
+    if pays and (cut is None or share_now(cut) < MANY_CUT):
         return "grew", f"{text}, and the reward rose with them"
     middle = (now * shortest) ** 0.5
     step = step_from(series, series.values > middle, LASTING)
@@ -167,7 +175,7 @@ def length_exploded(run: Readings) -> Seen:
 def length_collapsed(run: Readings) -> Seen:
     """Answers have become very short without a gain in reward, or nothing is left of them."""
     series, first, _, now = require_logged(_lengths(run))
-    course = course_of(run)
+    course = reward_course(run)
     gained = course is not None and not course.falls and course.rise.errors >= SURE
     if now < first / (VANISHED if gained else SHRANK):
         step = step_from(series, series.values < first / SHRANK, LASTING)
@@ -188,7 +196,7 @@ def reward_pays_length(run: Readings) -> Seen:
     longer = float(np.median(length[-start:])) / max(float(np.median(length[:start])), 1e-9)
     richer = float(reward[-start:].mean() - reward[:start].mean()) > 0.1 * float(np.abs(reward[:start]).mean())
     follows = 0.0 if np.ptp(length) == 0 or np.ptp(reward) == 0 else float(np.corrcoef(length, reward)[0, 1])
-    text = f"answers are {longer:.2g} times as long as at the start, {now_of(cut):.0%} of them at the limit"
-    if longer > GREW and richer and follows > 0.5 and now_of(cut) >= MOST_CUT:
+    text = f"answers are {longer:.2g} times as long as at the start, {share_now(cut):.0%} of them at the limit"
+    if longer > GREW and richer and follows > 0.5 and share_now(cut) >= MOST_CUT:
         return "yes", f"{text}, and the reward follows their length (correlation {follows:.2f})"
     return "no", text

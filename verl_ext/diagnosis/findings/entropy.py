@@ -3,12 +3,14 @@
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.findings.reward import FEWEST_REWARDS, course_of
-from verl_ext.diagnosis.names import ENTROPY, REWARD, REWARD_MAX
+from verl_ext.diagnosis.findings.reward import reward_course
+from verl_ext.diagnosis.names import ENTROPY, LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of, require_logged
+from verl_ext.diagnosis.statistics import FEWEST
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
 EXPLODED, ROSE = 3.0, 1.2  # times the lowest level, and times the start
+LARGEST_ENTROPY = 13.0  # nats: the logarithm of a vocabulary of 440,000 tokens
 FLAT_ENTROPY = 1.0  # nats per token: an entropy that has risen above this is that of no language
 
 
@@ -51,9 +53,9 @@ def entropy_exploded(run: Readings) -> Seen:
 @finding("entropy_at_fall", "| low high", needs=(ENTROPY, REWARD))
 def entropy_at_fall(run: Readings) -> Seen:
     """Whether the entropy had come down before the reward fell."""
-    course, series = course_of(run), run.get(ENTROPY)
+    course, series = reward_course(run), run.get(ENTROPY)
     fell = course is not None and (course.falls or course.collapsed)
-    if course is None or series is None or not fell or len(series.steps) < FEWEST_REWARDS:
+    if course is None or series is None or not fell or len(series.steps) < FEWEST:
         return None
     before = series.values[series.steps <= course.step][-4:]
     start = beginning_of(series, _few(series))
@@ -66,9 +68,19 @@ def entropy_at_fall(run: Readings) -> Seen:
     return "low" if share < LOW else "high", text
 
 
+def per_token(run: Readings) -> Series:
+    """Returns the entropy of a token. An entropy above the logarithm of the largest vocabularies is the sum over a
+    response: it is divided by the length. Raises NotLoggedError without an entropy, or without that length."""
+    series = run.need(ENTROPY, fewest=3)
+    if float(np.median(series.values)) <= LARGEST_ENTROPY:
+        return series
+    steps, sums, lengths = run.joined(ENTROPY, LENGTH).T
+    return require_logged(Series(steps.astype(np.int64), sums / np.maximum(lengths, 1)) if len(steps) >= 3 else None)
+
+
 def _start_and_now(run: Readings) -> tuple[Series, float, float]:
     """Returns the entropy, and its values at the start and now. Raises NotLoggedError if it does not start above 0."""
-    series = run.need(ENTROPY, fewest=3)
+    series = per_token(run)
     start = beginning_of(series, _few(series))
     return require_logged(series if start > 0 else None), start, now_of(series, _few(series))
 

@@ -1,15 +1,33 @@
 """Findings about NaN and infinite numbers, about missing log-probabilities, corrections, and the end of the run."""
 
+import re
+
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF, REWARD
 from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Series, step_from
+from verl_ext.diagnosis.statistics import SURE, course_of
 
 TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
+PART_OF_REWARD = re.compile(r"rewards?/[^/]+(?:/mean)?")  # of several reward functions
 FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
+MEMORY = re.compile(
+    r"(?i)out ?of ?memory|\bOOM\b|cannot allocate memory|can't allocate memory|MemoryError|memory monitor"
+)
+# A collective, a store or a call of Ray that waits for another process; a time limit of one's own code is an error.
+HANG = re.compile(
+    r"(?i)(?=.*(?:tim(?:ed|e) ?-?out|deadlock))"
+    r"(?=.*(?:nccl|gloo|hccl|watchdog|collective|store|barrier|\bray\b|get ?time))"
+)
+MEMORY_USED = (
+    "perf/max_memory_allocated_gb",
+    "perf/max_memory_reserved_gb",
+    "perf/cpu_memory_used_gb",
+)
+MEMORY_GREW = 0.1  # share of the memory in use at the end
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
@@ -17,11 +35,16 @@ CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rol
 def numbers_finite(run: Readings) -> Seen:
     """Metrics are NaN or infinite: training's own, the reward, or only the metrics that compare training with the
     rollout."""
-    for level, names in (("training", TRAINING), ("reward", (REWARD,)), ("rollout", GAP)):
-        if (lost := _lost(run, names)) is not None:
-            name, step = lost
-            others = ", and training's own metrics are finite" if level == "rollout" else ""
-            return level, f"{name} is not a number from step {step} on{others}", step
+    parts = (REWARD, *(name for name in run.every_name() if PART_OF_REWARD.fullmatch(name)))
+    lost = {level: _lost(run, names) for level, names in (("reward", parts), ("training", TRAINING), ("rollout", GAP))}
+    # A loss of a reward that is not a number is none either: what began first is the cause.
+    found = [(level, *each) for level, each in lost.items() if each is not None and level != "rollout"]
+    if not found and lost["rollout"] is not None:
+        name, step = lost["rollout"]
+        return "rollout", f"{name} is not a number from step {step} on, and training's own metrics are finite", step
+    if found:
+        level, name, step = min(found, key=lambda each: each[2])
+        return level, f"{name} is not a number from step {step} on", step
     if bad := _bad(run, (*TRAINING, REWARD, *GAP)):
         name, step = _earliest({name: int(series.steps[wrong][0]) for name, (series, wrong) in bad.items()})
         count = int(bad[name][1].sum())
@@ -51,7 +74,7 @@ def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
     steps = {
         name: step_from(series, wrong, OFTEN)
         for name, (series, wrong) in _bad(run, names).items()
-        if wrong[-NOW_READINGS:].mean() > OFTEN
+        if wrong[-NOW_READINGS:].mean() > OFTEN or (run.ending is not None and wrong[-1])
     }
     return _earliest(steps) if steps else None
 
@@ -67,7 +90,7 @@ def _earliest(steps: dict[str, int]) -> tuple[str, int]:
     return min(steps.items(), key=lambda each: each[1])
 
 
-@finding("correction_on", "on", family="correction")
+@finding("correction_on", "on", family="correction", subsumed_by=("tokens_dropped", "many_dropped"))
 def correction_on(run: Readings) -> Seen:
     """A correction weighs tokens or sequences by the gap."""
     for name in CORRECTIONS:
@@ -80,11 +103,25 @@ def correction_on(run: Readings) -> Seen:
     return None
 
 
-@finding("run_ended", "| memory error", family="ended")
+@finding("run_ended", "| memory hang error", family="ended")
 def run_ended(run: Readings) -> Seen:
-    """An error ended the run."""
+    """An error ended the run: no memory left, a collective or a call that timed out, or another one."""
     if run.ending is None:
         return None
-    reason = run.ending.reason
-    memory = any(word in reason for word in ("OutOfMemory", "out of memory", "OOM"))
-    return "memory" if memory else "error", f"the run {reason.rstrip('.')}", run.ending.step
+    kinds = (("memory", MEMORY), ("hang", HANG))
+    level = next((kind for kind, words in kinds if words.search(run.ending.reason)), "error")
+    return level, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
+
+
+@finding("memory_grew", "grew | steady", needs=MEMORY_USED)
+def memory_grew(run: Readings) -> Seen:
+    """The memory in use grew over the steps, surely and by MEMORY_GREW of its first level."""
+    seen: list[tuple[float, str]] = []
+    for name in MEMORY_USED:
+        course = course_of(run.get(name))
+        if course is not None and course.rise.errors >= SURE:
+            seen.append(((course.rise.end - course.rise.start) / course.height, f"{name} grew from {course.moved}"))
+    if not seen:
+        return ("steady", "no memory grows") if any(run.get(name) is not None for name in MEMORY_USED) else None
+    share, text = max(seen)
+    return ("grew" if share > MEMORY_GREW else "steady"), text

@@ -12,7 +12,6 @@ import numpy as np
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.growth import GROWTH_READINGS, estimate_growth, is_seen_enough
 from verl_ext.diagnosis.levels import PUBLISHED
 from verl_ext.diagnosis.names import K1, K3, LOG_RATIO, PROB_DIFF, engines_names
 from verl_ext.diagnosis.series import (
@@ -25,11 +24,23 @@ from verl_ext.diagnosis.series import (
     now_of,
     require_logged,
 )
+from verl_ext.diagnosis.statistics import (
+    GROWTH_READINGS,
+    SURE,
+    course_of,
+    estimate_growth,
+    is_seen_enough,
+    largest_jump,
+)
 
+K2 = "optim/kl_sample_train_v2"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LEVEL = "guard/level"
+RATE, REFERENCE = "actor/lr", "actor/kl_loss"
+THE_GAP = "the gap"
 STALENESS = "training/off_policy/trajectory_staleness/mean"
 LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` has the models with more
+UNRELATED = 0.7  # nats of |log k| before any update, which no rounding leaves
 BROKEN = 1.0  # k3 of engines that do not compute the same function
 AGREE = 1e-7  # larger k3 does not come from float32 rounding
 NOISE_ERRORS = 4.0  # standard errors that the noise of a mean stays below
@@ -41,9 +52,10 @@ ONE_WAY = (
     0.1  # k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely
 )
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
-SURE_JUMP = 30.0  # times the k3 of fewer than three readings before
+BELOW, GREW_BELOW = 0.1, 5.0  # share of the limit from which a gap below it counts; times the k3 before there
 RARE = 20.0  # times the mean gap of a trajectory
 LONG_AFTER = 20  # readings before a jump that the first weight sync cannot explain
+SCALED, IN_STEP = 0.3, 0.97  # nats of |log k| or k1; correlation of the probabilities, still
 WHOLE = 2.0  # nats per token over a whole trajectory: such values are not the log-probs of its tokens
 ROUNDED = 0.012  # disagreement of the routers: 16 bits leave up to 0.0105 in the lab, 8 bits and fewer 0.0138 and more
 RELATED = 0.5  # correlation of the probabilities; it is higher for engines that compute the same function
@@ -75,6 +87,7 @@ MEASURES = (
     Measure(K1, "k1", LARGE, BROKEN),
     Measure(LOG_RATIO, "the mean |log k|", 0.05, 1.5, power=2.0),
     Measure(PROB_DIFF, "the mean difference of probabilities", 0.02, 0.5, power=2.0),
+    Measure(K2, "k2", LARGE, BROKEN),
 )
 
 
@@ -141,7 +154,7 @@ def _number(value: float) -> str:
     return f"{value:.2g}" if abs(value) < 100 else f"{value:.3g}"
 
 
-@finding("gap_level", "broken apart | close none", needs=(K3,))
+@finding("gap_level", "broken apart | close none", needs=(K3,), subsumed_by=("gap_grew", "past_boundary"))
 def gap_level(run: Readings) -> Seen:
     """How large the gap is now, by the measure that shows it most clearly."""
     gap = gap_of(run)
@@ -189,6 +202,9 @@ def gap_at_once(run: Readings) -> Seen:
         return None
     # The correlation is low for unlike probabilities even if few tokens differ by much; otherwise it shows less.
     level, text, step = next((each for each in seen if each[0] == "broken"), seen[0])
+    size = run.get(LOG_RATIO)
+    if size is not None and (first := _first_if_fresh(size, run)) is not None and first[1] > UNRELATED:
+        level = "unrelated"
     level = {"broken": "unrelated", "none": "close"}.get(level, level)
     return level, f"{text} in {'the first step' if step <= 1 else f'step {step}'}", step
 
@@ -210,16 +226,21 @@ def gap_started(run: Readings) -> Seen:
         return "comes_and_goes", f"the gap comes and goes: {spikes[1]}"
     began = require_logged(beginning(run))
     size, share = began
-    if share >= FROZEN:
+    floor = BELOW * gap.measure.apart**gap.measure.power
+    jump = largest_jump(gap.heights, JUMP, floor) if size == THE_GAP else None
+    with_first = jump is not None and jump <= FIRST_READINGS
+    if share >= FROZEN and not with_first:
         left = "as large as now" if share == 1 else f"{share:.0%} of it"
         return "at_once", f"{size} was there before the weights moved, {left}"
     most, mean = run.late("vllm_kl/sequence_gap_max"), run.late("vllm_kl/sequence_gap_mean")
     if most is not None and mean and most > RARE * mean:
         return None  # so few trajectories have the gap that the first steps may have had none of them
     text = f"{size} came with the updates: in the first steps it was {share:.1%} of what it is"
-    if share > MOVED:
+    if share > MOVED and not with_first:
         return "in_part", text
-    return "suddenly" if _is_sudden(run) else "with_updates", text
+    # A run that comes apart takes longer than one step.
+    sudden = with_first or largest_jump(gap.heights, JUMP**2, floor) is not None
+    return "suddenly" if sudden else "with_updates", text
 
 
 @cached_per_run
@@ -242,7 +263,7 @@ def beginning(run: Readings) -> tuple[str, float] | None:
         share = _share_at_first(disagreement, run)
         if share is not None and (gap is None or gap >= share or disagreement[0, 1] > ROUNDED):
             return "the routers' disagreement", share
-    return None if gap is None else ("the gap", gap)
+    return None if gap is None else (THE_GAP, gap)
 
 
 def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> float | None:
@@ -278,13 +299,9 @@ def stale_steps(run: Readings) -> set[int]:
     return set() if series is None else {step for step, versions in series.pairs() if versions >= 0.5}
 
 
-def _is_sudden(run: Readings) -> bool:
-    """Returns True if k3 once rose a hundredfold within a few readings; a run that comes apart takes longer."""
-    gap = gap_of(run)
-    if gap is None or len(gap.heights) < 2 * FIRST_READINGS:
-        return False
-    medians = np.median(np.lib.stride_tricks.sliding_window_view(gap.heights, FIRST_READINGS), axis=1)
-    return bool((medians[FIRST_READINGS:] > 100 * medians[:-FIRST_READINGS]).any())
+def _jump_of(gap: Gap) -> int | None:
+    """Returns the index of the gap's largest lasting jump; one below the limit counts from a tenth of it on."""
+    return largest_jump(gap.heights, JUMP, floor=BELOW * gap.measure.apart**gap.measure.power)
 
 
 @finding("gap_jumped", "at_first_sync later later_and_grows passed | no", family="gap_moves", needs=(K3,))
@@ -294,7 +311,7 @@ def gap_jumped(run: Readings) -> Seen:
     if len(gap.heights) < 4:
         return None
     heights, values, steps = gap.heights, gap.series.values, gap.series.steps
-    i = _largest_jump(heights, floor=gap.measure.apart**gap.measure.power)
+    i = _jump_of(gap)
     if i is None:
         return "no", "the gap never jumped"
     before = slice(max(i - 8, 0), i)
@@ -305,20 +322,6 @@ def gap_jumped(run: Readings) -> Seen:
     grows = now > 2 * _median(heights[i : i + 5])
     level = "at_first_sync" if i <= LONG_AFTER else "later_and_grows" if grows else "later"
     return level, f"{text}, and stays there", int(steps[i])
-
-
-def _largest_jump(heights: np.ndarray, floor: float) -> int | None:
-    """Returns the index of the largest jump to a multiple, past `floor`, that lasts for three readings."""
-    after = np.lib.stride_tricks.sliding_window_view(np.append(heights, [heights[-1]] * 2), 3)
-    possible = np.flatnonzero(after.min(axis=1)[1:-1] > np.maximum(heights[:-2], floor / JUMP)) + 1
-    jumps: dict[int, float] = {}  # index -> times the readings before
-    for i in possible.tolist():
-        before, now = heights[max(i - 8, 0) : i], _median(after[i])
-        usual = max(_median(before), 1e-12)
-        times = JUMP if len(before) >= FIRST_READINGS else SURE_JUMP
-        if after[i].min() > before.max() and now > max(times * usual, floor):
-            jumps[i] = now / usual
-    return max(jumps, key=jumps.__getitem__, default=None)
 
 
 @finding("gap_grew", "grew | steady", needs=(K3,))
@@ -337,7 +340,10 @@ def gap_grew(run: Readings) -> Seen:
     growth = estimate_growth(window, max(apart, 1e-9))
     grows = growth is not None and growth.low > 0
     stays = levels[-1] > GREW * min(levels[: max(len(levels) // 2, 1)])
-    if now <= apart or now < GREW * calm or not (grows or stays):
+    grew = (
+        now > GREW * calm and (grows or stays) if now > apart else now > max(GREW_BELOW * calm, BELOW * apart) and grows
+    )
+    if not grew:
         return "steady", text
     return "grew", text, int(steps[int(np.argmax(heights > (calm * now) ** 0.5))])
 
@@ -394,6 +400,32 @@ def mean_of_k(run: Readings) -> Seen:
     if sided is not None and (abs(excess) < NOISE_ERRORS or 0.6 < sided < 1.6):
         return "one", f"k averages 1 (k3 / k1 is {sided:.2f})"
     return "unclear", f"k averages 1 but for {excess:.1f} standard errors"
+
+
+@finding("gap_scaled", "scaled | no", family="probability", needs=(K1, CORRELATION))
+def gap_scaled(run: Readings) -> Seen:
+    """The probabilities are far apart and still in step: one engine's logits are a multiple of the other's."""
+    correlation = run.get(CORRELATION)
+    sizes = [abs(now_of(series)) for name in (LOG_RATIO, K1) if (series := run.get(name)) is not None]
+    if correlation is None or not sizes:
+        return None
+    text = (
+        f"log-probs differ by {max(sizes):.2g}, and the probabilities have a correlation of {now_of(correlation):.3g}"
+    )
+    return ("scaled" if max(sizes) > SCALED and now_of(correlation) > IN_STEP else "no"), text
+
+
+@finding("gap_at_rest", "grows | no", needs=(RATE, LOG_RATIO))
+def gap_at_rest(run: Readings) -> Seen:
+    """The gap grows although the learning rate is 0, so that no weight moves."""
+    gap, rate, reference = gap_of(run), run.need(RATE), run.get(REFERENCE)
+    moves = reference is not None and np.ptp(reference.values) > 0  # a small rate may be logged as 0
+    if gap is None or rate.values.any() or moves:
+        return None
+    course = course_of(gap.series)
+    if course is None or course.rise.errors < SURE:
+        return "no", "the gap does not grow at a learning rate of 0"
+    return "grows", f"{gap.name} went from {course.moved}, at a learning rate of 0"
 
 
 @finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, LOG_RATIO))

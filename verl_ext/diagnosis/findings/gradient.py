@@ -3,22 +3,35 @@ reference."""
 
 import numpy as np
 
+from verl_ext.diagnosis.findings.gap import RATE, REFERENCE
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.names import GRADIENT
-from verl_ext.diagnosis.series import Readings, beginning_of, holds_from, now_of, step_from
+from verl_ext.diagnosis.findings.reward import has_signal
+from verl_ext.diagnosis.names import GRADIENT, LOG_RATIO
+from verl_ext.diagnosis.series import (
+    FIRST_READINGS,
+    NOW_READINGS,
+    Readings,
+    beginning_of,
+    holds_from,
+    now_of,
+    step_from,
+)
+from verl_ext.diagnosis.statistics import spikes
 
-REFERENCE, STRIDE, RATE = "actor/kl_loss", "actor/ppo_kl", "actor/lr"
+STRIDE, CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
 LARGE = 100.0  # larger than the norm of a mean over tokens: the loss is a sum, or the gradient is wrong
 SPIKE = 10.0  # times the median
+REFERENCE_SPIKE = 100.0  # times the median: the estimator k3 is exp of a difference, and scatters far more
 GREW = 10.0  # times the level before
 FAR = 0.05  # KL within a step; sound runs of the lab stay below 0.01, published ones below 0.008
+AT_REST, AT_ONCE = 1e-4, 0.02  # ppo_kl at a learning rate of 0, and from the first step on
 RUNAWAY = 3.0  # nats per token from the reference; published sound runs stay below 1
 HIGH_RATE = 2e-4  # also for a LoRA; published sound runs have 1e-7 to 1e-4
 NOTHING = 1e-6
 FEWEST_KL = 5  # readings
 
 
-@finding("gradient_large", "large | usual", family="gradient", needs=(GRADIENT,))
+@finding("gradient_large", "large | usual", family="gradient", needs=(GRADIENT,), subsumed_by=("gradient_grew",))
 def gradient_large(run: Readings) -> Seen:
     """The gradient norm is far above that of a mean over tokens."""
     series = run.need(GRADIENT)
@@ -36,7 +49,7 @@ def gradient_grew(run: Readings) -> Seen:
     series = run.need(GRADIENT, fewest=8)
     width = max(len(series.values) // 8, 2)
     calm = min(float(np.median(part)) for part in np.array_split(series.values[:-width], 4) if part.size)
-    now = now_of(series, max(width, 3))
+    now = now_of(series, max(width, NOW_READINGS))
     if calm > 0 and now > GREW * calm:
         step = step_from(series, series.values > (calm * now) ** 0.5, 0.7)
         return "grew", f"the gradient's norm grew from {calm:.2g} to {now:.2g}", step
@@ -48,10 +61,9 @@ def gradient_spike(run: Readings) -> Seen:
     """Single gradients have many times the usual norm."""
     series = run.need(GRADIENT, fewest=4)
     sizes = np.abs(series.values)
-    usual = float(np.median(sizes[sizes > NOTHING])) if (sizes > NOTHING).any() else 0.0
-    past = sizes > SPIKE * usual
+    past, usual = spikes(sizes, SPIKE)
     past[:2] = False  # an optimizer that warms up may begin with large gradients
-    if usual == 0 or not past.any() or past.mean() > 0.25:
+    if not past.any():
         return "none", f"no gradient is more than {SPIKE:g} times the usual norm of {usual:.2g}"
     at = int(np.argmax(np.where(past, sizes, 0)))
     count = int(past.sum())
@@ -60,16 +72,19 @@ def gradient_spike(run: Readings) -> Seen:
     return "spike", text, int(series.steps[at])
 
 
-@finding("gradient_zero", "zero | some", needs=(GRADIENT,))
+@finding("gradient_zero", "zero lost | some", needs=(GRADIENT,))
 def gradient_zero(run: Readings) -> Seen:
-    """The gradient is exactly 0, step after step: nothing is learnt."""
+    """The gradient is exactly 0, step after step: nothing is learnt. It is lost if rewards spread all the same."""
     series = run.need(GRADIENT, fewest=3)
     none = np.abs(series.values) < NOTHING
     began = holds_from(none, 0.9)
     if len(none) - began < max(0.25 * len(none), 3):
         return "some", f"the gradient's norm is {now_of(series):.2g}"
     step = int(series.steps[began])
-    return "zero", f"the gradient is 0 in {int(none[began:].sum())} steps, from step {step} on", step
+    text = f"the gradient is 0 in {int(none[began:].sum())} steps, from step {step} on"
+    if has_signal(run):
+        return "lost", f"{text}, although answers to one prompt get different rewards", step
+    return "zero", text, step
 
 
 @finding("reference_kl_grew", "grew | near", family="reference", needs=(REFERENCE,))
@@ -83,6 +98,47 @@ def reference_kl_grew(run: Readings) -> Seen:
         return "near", text
     step = int(series.steps[int(np.argmax(series.values > RUNAWAY))])
     return "grew", f"{text} (first past {RUNAWAY:g} in step {step})", step
+
+
+@finding("reference_kl_spiked", "spiked | calm", needs=(REFERENCE,))
+def reference_kl_spiked(run: Readings) -> Seen:
+    """Single readings of the KL to the reference are many times the usual one."""
+    series = run.need(REFERENCE, fewest=2 * FEWEST_KL)
+    past, usual = spikes(np.abs(series.values), REFERENCE_SPIKE, least=RUNAWAY)
+    if not past.any():
+        return "calm", "the KL to the reference has no spikes"
+    at, count = int(np.argmax(np.where(past, series.values, 0))), int(past.sum())
+    text = f"the KL to the reference was {series.values[at]:.3g} in step {series.steps[at]}, its median is {usual:.2g}"
+    more = f"; {count} steps are over {REFERENCE_SPIKE:g} times the median" if count > 1 else ""
+    return "spiked", text + more, int(series.steps[at])
+
+
+@finding("self_gap", "from_start | small", needs=(STRIDE,))
+def self_gap(run: Readings) -> Seen:
+    """The policy of the update differs from that of the old log-probabilities before it has moved: in a step with a
+    learning rate of 0, or from the first step on and as much in every step.
+
+    In bypass mode the old log-probabilities are the rollout's, and the difference is the gap of the engines.
+    """
+    series, clipped, rate = run.need(STRIDE), run.get(CLIPPED), run.get(RATE)
+    sizes = np.abs(series.values)
+    first, usual = float(np.median(sizes[:FIRST_READINGS])), float(np.median(sizes))
+    gap = run.late(LOG_RATIO)
+    if gap is not None and usual > gap / 2:
+        return None
+    text = f"ppo_kl was {first:.2g} in the first steps"
+    if clipped is not None:
+        text += f", with {beginning_of(clipped, FIRST_READINGS):.1%} of the tokens clipped"
+    if (
+        rate is not None
+        and rate.values[0] == 0 < rate.values.max()
+        and series.steps[0] == rate.steps[0]
+        and sizes[0] > AT_REST
+    ):
+        return "from_start", f"ppo_kl was {sizes[0]:.2g} in step {series.steps[0]}, at a learning rate of 0", None
+    steady = usual / 2 < first < usual * 2 and np.quantile(sizes, 0.9) < 2 * usual
+    known = len(sizes) >= FEWEST_KL and series.steps[0] <= FIRST_READINGS
+    return ("from_start", f"{text}, as in all later ones") if known and steady and usual > AT_ONCE else ("small", text)
 
 
 @finding("stride", "far | near", needs=(STRIDE,))

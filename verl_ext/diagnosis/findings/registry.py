@@ -43,6 +43,7 @@ class FindingRule:
         needs: the metrics that it is computed from; a report may ask for those that are not logged.
         levels: everything that it can find.
         usual: the levels of a sound run.
+        subsumed_by: findings, other facts and states, such as `learning.flat`, that say the same with more detail.
     """
 
     name: str
@@ -51,13 +52,14 @@ class FindingRule:
     levels: tuple[str, ...]
     usual: tuple[str, ...]
     look: Callable[[Readings], Seen]
+    subsumed_by: tuple[str, ...] = ()
 
 
 RULES: dict[str, FindingRule] = {}
 
 
 def finding(
-    name: str, levels: str, *, family: str = "", needs: tuple[str, ...] = ()
+    name: str, levels: str, *, family: str = "", needs: tuple[str, ...] = (), subsumed_by: tuple[str, ...] = ()
 ) -> Callable[[Callable[[Readings], Seen]], Callable[[Readings], Seen]]:
     """Registers a function that returns a level, the fact as a clause and its step. If the run lacks what it needs, it
     returns None or raises NotLoggedError.
@@ -66,6 +68,7 @@ def finding(
         levels: separated by blanks; those after a `|` are as in a sound run, or mean nothing by themselves.
         family: shared by findings that show the same in other numbers; its own by default.
         needs: the metrics that it is computed from.
+        subsumed_by: as in FindingRule.
 
     Raises:
         ValueError: the name is taken.
@@ -84,7 +87,7 @@ def finding(
                 return None
 
         every = (*notable.split(), *usual.split())
-        RULES[name] = FindingRule(name, family or name, needs, every, tuple(usual.split()), seen)
+        RULES[name] = FindingRule(name, family or name, needs, every, tuple(usual.split()), seen, subsumed_by)
         return seen
 
     return register

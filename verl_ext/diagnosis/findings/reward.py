@@ -1,296 +1,133 @@
 """Findings about the reward: whether it rose, did not move, fell, or is the same for all answers.
 
-A level is the mean of WIDTHS readings in a row. Heights are measured from the bottom of the scale. The bottom is 0 if
-no reading is negative, the least reward of an answer if the run logs it, else the lowest level before the best.
-
-One rule with two grades judges a fall. It compares the level now with the best one:
-
-    falls       the reward lost FALLS of its height and a quarter of what it had gained, by more than noise
-    collapsed   it lost half of its height, and has not come back to BACK of it
-
-The guard has a stricter rule, for a run that still trains: `diagnosis.collapse`.
+`diagnosis.statistics` has the rules for a rise, a fall and a collapse.
 """
 
-import math
 import re
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from verl_ext.base.names import PROMPT_EFFECT
+from verl_ext.diagnosis import statistics
+from verl_ext.diagnosis.findings.gap import REFERENCE
 from verl_ext.diagnosis.findings.registry import Seen, finding
-from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX, REWARD_MIN, VALIDATION, quantity_of
-from verl_ext.diagnosis.noise import ENOUGH, difference_noise, level_error
+from verl_ext.diagnosis.names import (
+    ENTROPY,
+    GRADIENT,
+    K3,
+    LENGTH,
+    LOG_RATIO,
+    PROB_DIFF,
+    REWARD,
+    REWARD_MAX,
+    REWARD_MIN,
+    VALIDATION,
+    quantity_of,
+)
 from verl_ext.diagnosis.series import (
     LEVEL_READINGS,
     Readings,
-    Series,
-    beginning_label,
-    beginning_of,
     cached_per_run,
     holds_from,
-    now_label,
     now_of,
     require_logged,
 )
+from verl_ext.diagnosis.statistics import FALLS, FEWEST, LIKELY, SAME, SURE, Course, level_change
 
-SPREAD = "critic/score/std"
+SPREADS = ("critic/score/std", "reward_std")
+ADVANTAGE_MAX, ADVANTAGE_MIN = "critic/advantages/max", "critic/advantages/min"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
 OF_SEVERAL = re.compile("/(?:best|maj)@")  # verl's scores of n answers together
-FEWEST_REWARDS = 5  # readings without which a reward cannot be judged
-SURE, LIKELY = 3.0, 2.0  # standard errors of a rise, and of a small rise
-# Standard errors of a loss, beyond the excess that the best of so many levels has by chance; the second is for long
-# runs.
-LOST_SURE, LOST_SURER = 1.6, 2.2
-WIDTHS = (1, 2, 5, 10, 20)  # readings of a level
-FALLS, HALF, BACK = 0.2, 0.5, 0.8  # shares of the height
-OF_GAIN = 0.25  # share of what was gained
-FEW = 12  # up to so few readings, their order decides, because noise cannot be measured
-SAME = 1e-6  # of the scale; a smaller spread is rounding
 SMALL = 0.05  # spread of the rewards, as a share of their mean: too little to learn from
 CEILING = 0.9  # share of what the best answers get
 SURE_CEILING = 0.95  # of rewards from 0 to 1, if it is not known what the best answers get
-MOSTLY = 0.8  # share of the steps
-MOST_DEAD = 0.6  # share of the groups
-
-
-@dataclass(frozen=True)
-class Course:
-    """The course of a reward, in levels.
-
-    Attributes:
-        width: readings in a level.
-        noise: standard error of a level.
-        bottom: the lower end of the scale.
-        lowest, least: the lowest level up to the best one, and the lowest since, of twice the width.
-        best_step: the last step of the best level.
-        step: the step from which on the reward is nearer to its level now than to its best, if it fell.
-        rise: the surest rise from the beginning of the run to its end.
-        twice: whether a loss was there one reading earlier too. One odd batch at the end is no fall.
-    """
-
-    series: Series
-    width: int
-    noise: float
-    bottom: float
-    first: float
-    lowest: float
-    least: float
-    best: float
-    now: float
-    best_step: int
-    step: int
-    rise: "Rise"
-    twice: bool = True
-
-    @property
-    def height(self) -> float:
-        return max(self.best - self.bottom, SAME)
-
-    @property
-    def label(self) -> str:
-        """What its levels are means of, for the text next to the numbers."""
-        return f"means of {self.width} readings" if self.width > 1 else "single readings"
-
-    @property
-    def moved(self) -> str:
-        """From where to where it went, with what the numbers are of: medians of both ends, or the means by which its
-        rise was judged, if the medians show less of it."""
-        start, now = beginning_of(self.series), now_of(self.series)
-        if now - start < self.rise.end - self.rise.start:
-            return self.rise.text
-        return f"{start:.3g} ({beginning_label(self.series)}) to {now:.3g} ({now_label(self.series)})"
-
-    @property
-    def lost(self) -> float:
-        """The loss since the best level, as a share of the height."""
-        return (self.best - self.now) / self.height
-
-    @property
-    def of_gain(self) -> float:
-        """The loss, as a share of the gain before it."""
-        return (self.best - self.now) / max(self.best - self.lowest, self.height / 4)
-
-    @property
-    def surely(self) -> float:
-        """The loss over the largest loss that noise explains, given that the best of so many levels is high by
-        chance."""
-        best_of_many = (2 * math.log(max(len(self.series.values) / self.width, 1))) ** 0.5
-        sure = LOST_SURE if len(self.series.values) < ENOUGH else LOST_SURER
-        return (self.best - self.now) / max((sure + best_of_many) * self.noise, SAME * self.height)
-
-    @property
-    def is_lost(self) -> bool:
-        """True if noise does not explain the loss. For few readings, whose noise is not known, their order decides."""
-        values = self.series.values
-        before, after = np.split(values, [int(np.argmax(values)) + 1])
-        in_order = len(values) <= FEW and len(before) > 1 and len(after) >= FEWEST_REWARDS - 2
-        return self.surely > 1 or (in_order and bool(values[-(FEWEST_REWARDS - 2) :].max() < before.min()))
-
-    @property
-    def falls(self) -> bool:
-        return self.twice and self.is_lost and self.lost > FALLS and self.of_gain > OF_GAIN
-
-    @property
-    def collapsed(self) -> bool:
-        worst = (self.best - self.least) / self.height
-        return self.twice and self.is_lost and max(worst, self.lost) > HALF and self.lost > 1 - BACK
+MOSTLY = 0.8  # share of the steps since a reward is constant
+NEARLY = 0.01  # of the range of the mean reward, by which it may still move
+SOLVED = 0.8  # rate of success from which groups are alike because they are right
+ALL_DEAD, MOST_DEAD, SOME_DEAD = 0.98, 0.6, 0.2  # shares of the groups, or of the steps
+OTHERS = (GRADIENT, ENTROPY, REFERENCE, K3, LOG_RATIO, PROB_DIFF)  # move if the policy or an engine changes
+SUDDEN, STANDS = 5.0, 1.5  # noises of a change within one step; factor by which a series stands
+FEWEST_OTHERS = 2
 
 
 @cached_per_run
-def course_of(run: Readings) -> Course | None:
-    """Returns the course of the reward; None if there are too few readings.
-
-    Among several widths of a level, the one with the largest sure loss counts: a run may have died within a few steps,
-    or lose a little over many.
-    """
-    series = run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST_REWARDS:
-        return None
-    course = _surest(series, run)
-    if not (course.falls or course.collapsed) or len(series.steps) <= FEW:
-        return course
-    before = _surest(Series(series.steps[:-1], series.values[:-1]), run)
-    return replace(course, twice=before.falls or before.collapsed)
+def reward_course(run: Readings) -> Course | None:
+    """Returns the course of the reward; None if there are too few readings."""
+    return statistics.course_of(run.get(REWARD), run.get(REWARD_MIN))
 
 
-def _surest(series: Series, run: Readings) -> Course:
-    n = len(series.steps)
-    widths = [width for width in WIDTHS if n / 30 <= width <= (n + 2) / 5] or WIDTHS[-1:]
-    courses = [_course(series, run, width) for width in widths if width > 1 or n < 8]
-    return max(courses, key=lambda course: (course.surely > 1, course.lost))
-
-
-def _course(series: Series, run: Readings, width: int) -> Course:
-    values = series.values
-    levels = _level_means(values, width)
-    at = int(levels.argmax())
-    best, now, lowest = float(levels[at]), float(levels[-1]), float(levels[: at + 1].min())
-    noise = level_error(values, width)
-    bottom = 0.0
-    if values.min() < 0:
-        least = run.get(REWARD_MIN)
-        bottom = min(float(np.median(least.values)), lowest) if least is not None else min(lowest, best - abs(best))
-    around = values[max(at - 2, 0) : at + max(width, 3) + 2]
-    if np.median(around) - bottom < HALF * (
-        around.mean() - bottom
-    ):  # rarely above the bottom: the level is high by chance
-        noise = max(noise, float(around.std()) / width**0.5)
-    edged = np.concatenate([values[:1], values, values[-1:]])
-    # Medians of three readings: a single high one is not a recovery.
-    short = np.median([edged[:-2], values, edged[2:]], axis=0)
-    above = np.flatnonzero(short >= (best + now) / 2)
-    fell = min(int(above[-1]) + 1, len(values) - 1) if above.size else at + width - 1
-    return Course(
-        series,
-        width,
-        noise,
-        bottom,
-        float(levels[0]),
-        lowest,
-        float(_level_means(values[at:], 2 * width).min()),
-        best,
-        now,
-        int(series.steps[at + width - 1]),
-        int(series.steps[fell]),
-        _rise(values),
-    )
-
-
-def _level_means(values: np.ndarray, width: int) -> np.ndarray:
-    return np.lib.stride_tricks.sliding_window_view(values, min(width, len(values))).mean(axis=1)
-
-
-@dataclass(frozen=True)
-class Rise:
-    """A rise, or a fall if `errors` is negative, from the mean of the first `count` readings to that of the last ones.
-
-    Attributes:
-        errors: its size in standard errors.
-        last: readings at the end.
-    """
-
-    errors: float
-    start: float
-    count: int
-    end: float
-    last: int
-
-    @property
-    def text(self) -> str:
-        """The two means, with what they are of: the numbers from which the rise was judged."""
-        start, end = _mean_label("first", self.count), _mean_label("last", self.last)
-        return f"{self.start:.3g} ({start}) to {self.end:.3g} ({end})"
-
-
-def _mean_label(side: str, count: int) -> str:
-    return f"mean of the {side} {count}" if count > 1 else f"the {side} reading"
-
-
-def _rise(values: np.ndarray) -> Rise:
-    """Returns the surest rise from the first readings to the last third.
-
-    A run that learns at once shows it only in its first readings, a noisy run in thirds. Because two starts are tried,
-    and few readings may be odd, the shorter start has to be surer.
-    """
-    n = len(values)
-    third = max(n // 3, 1)
-    end = float(values[-third:].mean())
-    found = []
-    for count, trust in ((third, 1.0), (max(n // 10, 1), 0.75)):
-        start = float(values[:count].mean())
-        error = math.hypot(level_error(values, count), level_error(values, third))
-        error = max(error, SAME * float(np.abs(values).max()), 1e-12)
-        found.append(Rise(trust * (end - start) / error, start, count, end, third))
-    return max(found, key=lambda rise: rise.errors)
-
-
-@finding("reward_constant", "constant | varies", family="reward_spread", needs=(REWARD_MAX, REWARD_MIN))
+@finding(
+    "reward_constant",
+    "constant | varies",
+    family="reward_spread",
+    needs=(REWARD_MAX, REWARD_MIN),
+    subsumed_by=("learning.dead",),
+)
 def reward_constant(run: Readings) -> Seen:
     """All answers get the same reward, below the highest one seen, so that nothing can be learnt from it."""
-    series, rows = run.get(REWARD), _rows_of_spread(run)
+    series, rows = run.get(REWARD), rows_of_spread(run)
     if series is None or not len(rows):
         return None
     values, top = series.values, run.values(REWARD_MAX)
     scale = SAME * max(float(np.abs(values).max()), SAME)
     same = rows[:, 1] <= scale
-    began = holds_from(same, MOSTLY)
+    # One step with other answers may move the mean a little, but not as a success does.
+    away = np.abs(values - values[-1]) > max(NEARLY * float(np.ptp(values)), scale)
+    last = int(series.steps[away][-1]) if away.any() else -1
+    began = max(holds_from(same, MOSTLY), int(np.searchsorted(rows[:, 0], last, side="right")))
     risen = values[-1] - values[: max(len(values) // 4, 1)].mean() > scale
     if began > len(same) / 2 or (risen and top.size and now_of(series) >= top.max() - scale):
         return "varies", "answers get different rewards"
     return "constant", f"all answers of a step get a reward of {values[-1]:.3g}", int(rows[began, 0])
 
 
-def _rows_of_spread(run: Readings) -> np.ndarray:
+def rows_of_spread(run: Readings) -> np.ndarray:
     """Returns [steps, 2]: a step, and the spread of the rewards of its answers. If no spread is logged, it is the
     distance of the step's mean from the median of all; no rows for too few steps."""
-    bounds = run.joined(REWARD_MAX, REWARD_MIN)
-    if len(bounds):
-        return np.column_stack([bounds[:, 0], bounds[:, 1] - bounds[:, 2]])
-    deviations = run.joined(SPREAD, REWARD)
-    if len(deviations):
-        small = deviations[:, 1] <= SMALL * np.abs(deviations[:, 2])
-        return np.column_stack([deviations[:, 0], np.where(small, 0.0, deviations[:, 1])])
+    logged = logged_spread(run)
+    if len(logged):
+        return logged
     series = run.get(REWARD)
-    if series is None or len(series.steps) < FEWEST_REWARDS:
+    if series is None or len(series.steps) < FEWEST:
         return np.empty((0, 2))
     return np.column_stack([series.steps, np.abs(series.values - np.median(series.values))])
 
 
-@finding("reward_fell", "collapsed falls | holds", family="reward", needs=(REWARD,))
+@cached_per_run
+def logged_spread(run: Readings) -> np.ndarray:
+    """Returns [steps, 2]: a step, and the spread of its rewards, or of its advantages; no rows if none is logged."""
+    for most, least in ((REWARD_MAX, REWARD_MIN), (ADVANTAGE_MAX, ADVANTAGE_MIN)):
+        if len(bounds := run.joined(most, least)):
+            return np.column_stack([bounds[:, 0], bounds[:, 1] - bounds[:, 2]])
+    for name in SPREADS:
+        if len(deviations := run.joined(name, REWARD)):
+            small = (
+                deviations[:, 1] <= SMALL * np.abs(deviations[:, 2]) if name == SPREADS[0] else deviations[:, 1] <= 0
+            )
+            return np.column_stack([deviations[:, 0], np.where(small, 0.0, deviations[:, 1])])
+    return np.empty((0, 2))
+
+
+@finding(
+    "reward_fell",
+    "collapsed falls | holds",
+    family="reward",
+    needs=(REWARD,),
+    subsumed_by=("learning.falling", "learning.collapsed"),
+)
 def reward_fell(run: Readings) -> Seen:
     """The reward is far below its best level."""
-    course = require_logged(course_of(run))
+    course = require_logged(reward_course(run))
     if course.collapsed or course.falls:
         level = "collapsed" if course.collapsed else "falls"
-        return level, f"the reward fell from {course.best:.2g} to {course.now:.2g} ({course.label})", course.step
+        return level, f"the reward fell from {course.fell}", course.step
     return "holds", f"the reward is {course.now:.2g}, its best level {course.best:.2g}"
 
 
 @finding("reward_peaked", "peaked | still_best", family="reward", needs=(REWARD,))
 def reward_peaked(run: Readings) -> Seen:
     """The best level was reached during the run, and is lost again."""
-    course = require_logged(course_of(run))
+    course = require_logged(reward_course(run))
     if course.falls and course.best - course.first > FALLS * course.height:
         return "peaked", f"the reward was best at step {course.best_step}, at {course.best:.2g}", course.best_step
     return "still_best", "the reward has no peak behind it"
@@ -299,7 +136,7 @@ def reward_peaked(run: Readings) -> Seen:
 @finding("fall_came_back", "| yes no", needs=(REWARD,))
 def fall_came_back(run: Readings) -> Seen:
     """The reward once fell below half of its best level, and came back in part."""
-    course = course_of(run)
+    course = reward_course(run)
     if course is None or len(course.series.values) < 20 or course.series.values.min() < 0:
         return None
     levels = np.convolve(course.series.values, np.full(5, 1 / 5), mode="valid")
@@ -310,20 +147,29 @@ def fall_came_back(run: Readings) -> Seen:
     return "no", f"the reward was never below {least:.0%} of its best level and back"
 
 
-@finding("reward_flat", "flat | fell at_ceiling rose_little rose", family="reward_rise", needs=(REWARD,))
+@finding(
+    "reward_flat",
+    "flat | fell at_ceiling rose_little rose",
+    family="reward_rise",
+    needs=(REWARD,),
+    subsumed_by=("learning.flat", "learning.dead"),
+)
 def reward_flat(run: Readings) -> Seen:
     """The reward did not move over the whole run."""
-    course = require_logged(course_of(run))
+    course = require_logged(reward_course(run))
     text = f"the reward went from {course.moved}"
     if course.falls or course.collapsed:
         return "fell", text
     if course.rise.errors >= SURE:
         return "rose", text
     if course.rise.errors >= LIKELY:
-        return "rose_little", f"{text}, which noise may be"
+        return "rose_little", f"the reward went from {course.rise.beyond_noise}"
     if at_ceiling(run, course):
         return "at_ceiling", f"{text}, near the best that an answer gets"
-    return "flat", f"{text}: no more than noise"
+    if course.is_open:
+        return None
+    level = "fell" if course.rise.errors <= -SURE else "flat"
+    return level, f"the reward went from {course.rise.beyond_noise}"
 
 
 def at_ceiling(run: Readings, course: Course) -> bool:
@@ -354,7 +200,7 @@ def reward_gain(run: Readings) -> Seen:
     return "much", f"the reward has gained {share:.0%} of what was to be had"
 
 
-@finding("validation_fell", "fell | holds", family="validation")
+@finding("validation_fell", "fell | rose holds", family="validation")
 def validation_fell(run: Readings) -> Seen:
     """The score of a validation set is far below its best. Of a set whose mean is logged, the best of n answers and
     the majority's do not count: they scatter far more."""
@@ -363,24 +209,94 @@ def validation_fell(run: Readings) -> Seen:
     means = {name.rpartition("/")[0] for name in names if "/mean@" in name}
     names = [name for name in names if not (OF_SEVERAL.search(name) and OF_SEVERAL.split(name)[0] in means)]
     scores = {name: series for name in names if len((series := run.need(name)).steps) >= 3}
-    falls = []
+    falls, rises = [], []
     for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
-        if best - now > max(0.15 * best, SURE * difference_noise(values)) and best > 0:
+        least = max(0.15 * abs(best), SURE * statistics.difference_noise(values))
+        if best - now > least and best > 0:
             falls.append((best - now, f"{name} fell from {best:.3g} to {now:.3g}", int(series.steps[at])))
-    if falls:
-        _, text, step = max(falls)
-        return "fell", text, step
+        elif now - values[0] > least:
+            rises.append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
+    for level, found in (("fell", falls), ("rose", rises)):
+        if found:
+            _, text, step = max(found)
+            return level, text, step
     return ("holds", "the validation holds") if scores else None
 
 
-@finding("groups_dead", "most | some few", family="groups", needs=(DEAD_GROUPS,))
+@cached_per_run
+def without_signal(run: Readings) -> tuple[float, str] | None:
+    """Returns the share of the last steps, or of their groups, whose answers have one reward only; None if that is not
+    known. A step whose mean is the least possible reward, 0, has no other answers."""
+    rows, groups, rewards = logged_spread(run)[:, 1], run.late(DEAD_GROUPS), run.values(REWARD)
+    if not len(rows) and len(rewards) and rewards.min() == 0:
+        rows = rewards
+    steps = float((rows[-LEVEL_READINGS:] <= SAME).mean()) if len(rows) else 0.0
+    if groups is not None and groups >= steps:
+        return groups, f"{groups:.0%} of the groups have answers of one reward only"
+    return (steps, f"in {steps:.0%} of the last steps, all answers get one reward") if len(rows) else None
+
+
+def has_signal(run: Readings) -> bool:
+    """Returns True if answers to one prompt get different rewards, by the groups or the advantages that were logged.
+    The spread of a whole step does not show that."""
+    groups, advantages = run.late(DEAD_GROUPS), run.joined(ADVANTAGE_MAX, ADVANTAGE_MIN)[-LEVEL_READINGS:]
+    if groups is not None:
+        return groups < MOST_DEAD
+    return len(advantages) > 0 and float((advantages[:, 1] - advantages[:, 2] > SAME).mean()) > 1 - MOST_DEAD
+
+
+@finding(
+    "groups_dead",
+    "all most some | solved few",
+    family="reward_spread",
+    needs=(DEAD_GROUPS,),
+    subsumed_by=("reward_constant", "learning.dead"),
+)
 def groups_dead(run: Readings) -> Seen:
-    """Most groups have no spread, so that they teach nothing."""
-    share = require_logged(run.late(DEAD_GROUPS))
-    level = "most" if share >= MOST_DEAD else "some" if share >= 0.2 else "few"
-    return level, f"{share:.0%} of the groups have answers of one reward only"
+    """Groups, or whole steps, have no spread, so that they teach nothing."""
+    share, text = require_logged(without_signal(run))
+    course = reward_course(run)
+    if course is not None and share >= SOME_DEAD and _is_solved(run, course):
+        return "solved", f"{text}, because nearly all are right"
+    bounds = {"all": ALL_DEAD, "most": MOST_DEAD, "some": SOME_DEAD}
+    return next((level for level, bound in bounds.items() if share >= bound), "few"), text
+
+
+def _is_solved(run: Readings, course: Course) -> bool:
+    """Returns True if nearly all answers get the best reward; rewards are taken to be 0 to 1 if they may be."""
+    most, least, values = run.late(REWARD_MAX), run.late(REWARD_MIN), course.series.values
+    if most is None or least is None or most <= least:
+        return at_ceiling(run, course) or (values.min() >= 0 and values.max() <= 1 and course.now > SOLVED)
+    return (course.now - least) / (most - least) > SOLVED
+
+
+@finding("penalties_vanish", "only | no", needs=(REWARD, REWARD_MAX))
+def penalties_vanish(run: Readings) -> Seen:
+    """The reward rises to 0 and not above: penalties vanish, and no answer succeeds."""
+    course, most = reward_course(run), run.need(REWARD_MAX)
+    if course is None or course.rise.errors < LIKELY:
+        return None
+    if np.abs(most.values).max() > SAME or course.rise.start >= 0:
+        return "no", "the best answers do not always get 0"
+    return "only", "the best answers always get 0: penalties vanish, and nothing is solved"
+
+
+@finding("environment", "changed | same", needs=(REWARD, LENGTH))
+def environment_changed(run: Readings) -> Seen:
+    """Reward and length move to other levels in one step, while the metrics of the policy and of the engines stand: not
+    the policy changed."""
+    reward, length = run.need(REWARD), run.need(LENGTH)
+    fell, moved = statistics.step_change(reward), statistics.step_change(length)
+    if fell is None or moved is None or fell[1] > -SUDDEN or abs(moved[1]) < SUDDEN or abs(fell[0] - moved[0]) > 1:
+        return "same", "reward and length never changed together in one step"
+    step, others = fell[0], [series for name in OTHERS if (series := run.get(name)) is not None]
+    ratios = [level_change(series, step) for series in others]
+    moves = any(ratio is not None and not 1 / STANDS < ratio < STANDS for ratio in ratios)
+    if moves or sum(ratio is not None for ratio in ratios) < FEWEST_OTHERS:
+        return "same", "other metrics moved with reward and length"
+    return "changed", "reward and length changed in one step, and gradient, entropy and KL did not", step
 
 
 @finding("group_size", "small | enough", needs=(DEAD_GROUPS, REWARD))
@@ -394,17 +310,17 @@ def group_size(run: Readings) -> Seen:
     if share is None or reward is None or most is None or least is None or most <= least:
         return None
     rate = (reward - least) / (most - least)
-    flat = (course := course_of(run)) is not None and course.rise.errors < SURE
-    if share >= MOST_DEAD and 0.05 < rate < 0.8 and flat and rate**4 + (1 - rate) ** 4 < share:
+    flat = (course := reward_course(run)) is not None and course.rise.errors < SURE
+    if share >= MOST_DEAD and 0.05 < rate < SOLVED and flat and rate**4 + (1 - rate) ** 4 < share:
         text = f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread: too few answers a prompt"
         return "small", text
     return "enough", f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread"
 
 
-@finding("advantages", "zero | some", family="reward_spread", needs=("critic/advantages/max",))
+@finding("advantages", "zero | some", family="reward_spread", needs=(ADVANTAGE_MAX,), subsumed_by=("reward_constant",))
 def advantages(run: Readings) -> Seen:
     """All advantages are 0."""
-    most = require_logged(run.late("critic/advantages/max"))
+    most = require_logged(run.late(ADVANTAGE_MAX))
     return "zero" if most < SAME else "some", f"the largest advantage is {most:.2g}"
 
 

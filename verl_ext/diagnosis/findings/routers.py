@@ -15,6 +15,8 @@ from verl_ext.diagnosis.series import Readings, cached_per_run, require_logged
 AGREEMENT, OWN, LAYERS = "router/agreement", "router/own_agreement", "router/agreement/layer_"
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 if only choices differ, at least 4.4 for other positions
+EXACT = 1e-6  # share of other experts; a smaller one comes from the arithmetic of the mean
+HEAD = 1e-3  # k3 above what a head in bfloat16 leaves of equal states: 3e-5 to 4e-4 for logits of 25 to 45
 ROUTER = "router/"  # begins the name of every metric of routers
 
 
@@ -41,6 +43,17 @@ def differ(run: Readings) -> float | None:
 def by_layer(run: Readings) -> tuple[float, ...]:
     """Returns the share of experts that differ in each layer, among the experts that were used; empty under replay."""
     return () if replayed(run) else tuple(1 - (run.late(name) or 0.0) for name in sorted(run.names(LAYERS)))
+
+
+@cached_per_run
+def states_equal(run: Readings) -> bool | None:
+    """Returns True if the routers of both engines choose the same experts for all tokens in all layers, although the
+    gap is large; None if that is not known.
+
+    Replayed experts are the same in any case, so only the choices that the training router would have made count.
+    """
+    own, k3 = run.late(OWN), run.late(K3)
+    return None if own is None or k3 is None or k3 <= HEAD else 1 - own <= EXACT
 
 
 @cached_per_run
@@ -98,7 +111,7 @@ def routers_depth(run: Readings) -> Seen:
 def routers_start(run: Readings) -> Seen:
     """Whether the routers agree up to a layer and not behind it: the difference is in that layer."""
     share = differ(run)
-    if share is None or replayed(run):
+    if share is None or replayed(run) or states_equal(run):
         return None
     layer = starts_in_layer(run)
     if layer is not None:
@@ -110,6 +123,16 @@ def routers_start(run: Readings) -> Seen:
     if own and share < ROUNDED and (ratio is None or ratio > SHIFTED) and most_move and k3 > sound_level(run):
         return "behind_all", f"routers agree on {1 - share:.2%} of the experts, and k3 is {k3:.2g}"
     return "everywhere", "the routers' disagreement does not begin behind a layer"
+
+
+@finding("routers_agree", "everywhere | not_everywhere", family="start", needs=(OWN, K3))
+def routers_agree(run: Readings) -> Seen:
+    """Whether the states are equal up to the last router, so that no layer explains the gap."""
+    equal = require_logged(states_equal(run))
+    if not equal:
+        return "not_everywhere", "the routers do not agree on all experts"
+    text = "the routers agree on all experts in every layer, so the states are equal there"
+    return "everywhere", f"{text}: what differs comes after the last router (head, temperature, top-p, log-prob mode)"
 
 
 @finding("gap_per_choice", "| small usual large", family="per_choice", needs=(AGREEMENT, K3))

@@ -9,8 +9,9 @@ from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.gap import AGREE
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import K3
-from verl_ext.diagnosis.noise import level_error, student_p
+from verl_ext.diagnosis.noise import student_p
 from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, Series
+from verl_ext.diagnosis.statistics import level_error
 
 FURTHER = 2.0  # times the k3 of the others
 FEWEST = 8  # readings

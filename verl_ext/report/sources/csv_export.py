@@ -2,7 +2,7 @@
 
 | | columns |
 |---|---|
-| history | one of STEP_COLUMNS, and one per metric |
+| history | one for the step, and one per metric (cells.py) |
 | histories of several runs | also one of RUN_COLUMNS |
 | chart | the x axis, and `RUN - metric`, `RUN - metric__MIN`, `RUN - metric__MAX` for every run |
 
@@ -15,12 +15,14 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.files import fingerprint, open_regular
-from verl_ext.report.run import LARGEST_WHOLE, ReportError
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources.cells import Columns, cell_number
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
+from verl_ext.report.sources.text import COUNTED
 
-STEP_COLUMNS = ("Step", "_step", *STEP_NAMES, "global_steps", "iter", "train/step", "rollout/step")
 # Names of a column that has the run's name, where a table has several runs.
 RUN_COLUMNS = (
     "run",
@@ -38,7 +40,6 @@ SEPARATORS = ",\t;"
 RUN_AND_METRIC = " - "  # between the two in the header of a chart's column
 LIMITS = ("__MIN", "__MAX")
 MOST_LINE = 16 << 20  # characters
-TRUTH = {"true": 1.0, "false": 0.0}
 
 
 class CsvSource:
@@ -64,7 +65,7 @@ class CsvSource:
             rows = _csv_rows(file, separator)
             header = next(rows, [])
             self._chosen = False
-            step_column, columns = self._columns(header)
+            columns = self._columns(header)
             self._table = MetricTable(rows_are_units=False)
             self._table.begin_unit()
             broken: list[int] = []
@@ -73,7 +74,7 @@ class CsvSource:
             for number, row in enumerate(rows, start=2):
                 if separator == ";":  # where it is used, decimals have a comma
                     row = [cell.replace(",", ".") for cell in row]
-                step = _cell_step(row[step_column]) if len(row) == len(header) else None
+                step = columns.step_of(row) if columns.step is not None or len(row) != len(header) else number - 1
                 if step is not None and run_column >= 0:
                     held.append((step, row))
                 elif step is not None:
@@ -86,29 +87,31 @@ class CsvSource:
             held = by_run[self._choose(list(by_run))]
         for step, row in held:
             self._add(step, row, columns)
-        self._notes = ()
+        self._notes = (COUNTED,) if columns.step is None else ()
         if broken:
             self._notes = (f"rows without a step, or cut: {len(broken)} (the first is row {broken[0]}); left out",)
         self._seen = seen
         return True
 
-    def _add(self, step: int, row: list[str], columns: list[tuple[int, str]]) -> None:
-        if data := {name: value for at, name in columns if (value := _cell_number(row[at])) is not None}:
+    def _add(self, step: int, row: list[str], columns: Columns) -> None:
+        if data := columns.values(row):
             self._table.add(step, data)
 
-    def _columns(self, header: list[str]) -> tuple[int, list[tuple[int, str]]]:
-        """Returns the step's column, and the metrics' columns with their names."""
+    def _columns(self, header: list[str]) -> Columns:
+        """Returns the columns of the run to read.
+
+        Raises:
+            ReportError: none has the step, and none is known; or it is a table of runs.
+        """
         if {"Name", "State"} <= set(header):
             raise ReportError("this is W&B's table of runs; export one run's history, or a chart")
-        lower = [name.strip().lower() for name in header]
-        step = next((row.index(name) for row in (header, lower) for name in STEP_COLUMNS if name in row), None)
-        others = [(at, name) for at, name in enumerate(header) if at != step and name]
-        of_runs = [(at, name) for at, name in others if RUN_AND_METRIC in name]
+        columns = Columns(header)
+        of_runs = [(at, name) for at, name in columns.metrics if RUN_AND_METRIC in name]
         # A chart over another axis than the step has that axis first.
-        if not of_runs or not {name for at, name in others if at} <= {name for _, name in of_runs}:
-            if step is None:
-                raise ReportError(f"no column for the step; one of {', '.join(STEP_COLUMNS)} is needed")
-            return step, others
+        if not of_runs or not {name for at, name in columns.metrics if at} <= {name for _, name in of_runs}:
+            if columns.step is None and not any(quantity_of(name) for _, name in columns.metrics):
+                raise ReportError(f"no column for the step; one of {', '.join(STEP_NAMES[:6])}, ... is needed")
+            return columns
         names = {name for _, name in of_runs}
         found: dict[str, dict[str, int]] = {}
         for at, name in of_runs:
@@ -116,11 +119,13 @@ class CsvSource:
                 continue
             run, metric = name.rsplit(RUN_AND_METRIC, 1)
             found.setdefault(run, {})[metric] = at
-        columns = found[self._choose(list(found))]
-        own_step = columns.pop("_step", None)
-        if step is None and own_step is None:
+        chosen = found[self._choose(list(found))]
+        own_step = chosen.pop("_step", None)
+        columns.step = own_step if columns.step is None else columns.step
+        if columns.step is None:
             raise ReportError("no column for the step; export the chart with Step as its x axis")
-        return own_step if step is None else step, [(at, metric) for metric, at in columns.items()]  # type: ignore[return-value]
+        columns.metrics = [(at, metric) for metric, at in chosen.items()]
+        return columns
 
     def _choose(self, runs: list[str]) -> str:
         which = self._which
@@ -146,7 +151,7 @@ def _is_table(start: bytes) -> bool:
             names = next(csv.reader([header], delimiter=separator), [])
         except csv.Error:
             continue
-        if len(names) > 1 and any(name in STEP_COLUMNS or name.endswith(LIMITS) for name in names):
+        if len(names) > 1 and (Columns(names).step is not None or any(name.endswith(LIMITS) for name in names)):
             return True
     return False
 
@@ -180,7 +185,7 @@ def _rows_by_run(rows: list[tuple[int, list[str]]], column: int) -> dict[str, li
     runs: dict[str, list[tuple[int, list[str]]]] = {}
     for step, row in rows:
         runs.setdefault(row[column], []).append((step, row))
-    first, named = min(steps, default=0), all(name and _cell_number(name) is None for name in runs)
+    first, named = min(steps, default=0), all(name and cell_number(name) is None for name in runs)
     if len(set(steps)) == len(steps) or len(runs) < 2 or not named:
         return None
     whole = (first in (by_step := dict(own)) and 1 < len(by_step) == len(own) for own in runs.values())
@@ -197,20 +202,3 @@ def _csv_rows(file, separator: str) -> Iterator[list[str]]:
             return
         except csv.Error:  # a cell beyond csv's limit, a NUL
             yield [""]
-
-
-def _cell_number(cell: str) -> float | None:
-    if not cell:
-        return None
-    try:
-        return float(cell)
-    except ValueError:
-        return TRUTH.get(cell.lower())
-
-
-def _cell_step(cell: str) -> int | None:
-    try:
-        number = float(cell)
-        return int(number) if number.is_integer() and abs(number) < LARGEST_WHOLE else None
-    except ValueError:
-        return None

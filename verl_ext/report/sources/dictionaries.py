@@ -1,6 +1,5 @@
-"""Dictionaries of names with numbers. Printed, one a line: TRL and ms-swift `{'loss': '0.1', 'reward': 0.5}`; slime and
-miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front. Saved as JSON by TRL and transformers:
-`trainer_state.json`, or a list of its log entries.
+"""Dictionaries and JSON objects of names with numbers, one a line: TRL and ms-swift `{'loss': '0.1', 'reward': 0.5}`;
+slime and miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
 
 slime counts rollouts and the optimizer steps on them separately. The steps are the axis here: values of a rollout
 belong to the first step on it.
@@ -9,43 +8,60 @@ belong to the first step on it.
 import ast
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl_ext.diagnosis.names import quantity_of
-from verl_ext.report.run import ReportError
-from verl_ext.report.sources.table import STEP_NAMES, whole_step
-from verl_ext.report.sources.text import Row, register_format
+from verl_ext.report.sources.cells import SUMMARY, numbers_of, step_in, without_step
+from verl_ext.report.sources.jsonl import flat
+from verl_ext.report.sources.table import Row
+from verl_ext.report.sources.text import register_format
 
-START = re.compile(r"(?:\b(step|rollout|perf|eval) (\d{1,12}): )?(\{'[\w./@ -]{1,200}': )")
-ROW = re.compile(rb"\{'[\w./@ -]{1,200}': ['\d.+-]")
-SUMMARY = "train_runtime"  # TRL's totals of the run, in its last line
+NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""
+START = re.compile(rf"(?:\b(step|rollout|perf|eval) (\d{{1,12}}): )?(\{{{NAME})")
+ROW = re.compile(rf"\{{{NAME}[\"'\d.+{{n-]".encode())
+# What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
+EVERY_TEXT = (
+    r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b|^[ \t]{0,80}\d{1,3}%\|[^|\n]{0,200}\|\s(\d{1,12})/(\d{1,12})\s\["
+)
+EVERY, EVERY_BYTES = re.compile(EVERY_TEXT), re.compile(EVERY_TEXT.encode(), re.MULTILINE)
 WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')
-LIST = re.compile(rb"\[\s*\{")
 BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
 LONGEST_DICTIONARY = 1 << 20  # characters of a dictionary
 
 
 @register_format(
     "printed dictionaries (TRL, ms-swift, slime, miles)",
-    remarks="`{'loss': '0.1', 'reward': 0.5}`: lines of TRL have no step, so they are counted from 1. `step 3: {...}`: "
-    "slime's metrics of a rollout are assigned to the first optimizer step on it",
+    remarks="`{'loss': '0.1', 'reward': 0.5}`, or JSON: lines of TRL have no step, so they are counted, in units of "
+    "`logging_steps` if the log has it. `step 3: {...}`: slime's metrics of a rollout are assigned to the first "
+    "optimizer step on it",
     order=2,
 )
 class PrintedDicts:
     def __init__(self) -> None:
+        self.every = 1  # steps from one row without a step to the next
+        self._counted = False
+        self._bar = (0, 0)  # total and count of the longest bar
         self._trained: int | None = None  # the last optimizer step, where these are logged apart
 
     def sniff(self, text: bytes) -> bool:
-        return ROW.search(text) is not None
+        return ROW.search(text) is not None or (not self._counted and EVERY_BYTES.search(text) is not None)
 
     def rows(self, text: str) -> Iterator[Row]:
+        if not self._counted and (found := EVERY.search(text)):
+            setting, count, total = (int(each or 0) for each in found.groups())
+            self.every = setting or self.every
+            self._bar = max(self._bar, (total, count))
         for found in START.finditer(text):
             values = parse(text[found.start(3) :])
             if values and SUMMARY not in values and _are_metrics(values):
-                yield self._step(found[1], found[2], values), without_step(values)
+                step = self._step(found[1], found[2], values)
+                if step is None and not self._counted:
+                    self._counted = True
+                    self.every = max(self.every, self._bar[1])
+                yield step, without_step(values)
 
-    def _step(self, kind: str | None, number: str | None, values: Mapping[str, Any]) -> int | None:
+    def _step(self, kind: str | None, number: str | None, values: Mapping[str, object]) -> int | None:
         if kind == "step":
             self._trained = int(number or 0)
             return self._trained
@@ -54,44 +70,11 @@ class PrintedDicts:
         return step_in(values)
 
 
-@register_format(
-    "trainer_state.json (or a list of its log entries)",
-    example="trainer_state.json",
-    remarks="TRL and transformers. In a folder of checkpoints, the last checkpoint's file is read",
-    document=True,
-    endings=("trainer_state.json",),
-    order=4,
-)
-class TrainerState:
-    def sniff(self, text: bytes) -> bool:
-        text = text.lstrip()
-        return (text.startswith(b"{") and b'"log_history"' in text) or LIST.match(text) is not None
-
-    def rows(self, text: str) -> Iterator[Row]:
-        try:
-            read = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ReportError(f"this is not whole JSON ({error}); is it still being written?") from None
-        entries = read.get("log_history") if isinstance(read, dict) else read
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict) and SUMMARY not in entry:
-                yield step_in(entry), without_step(numbers_of(entry))
-
-
-def _are_metrics(values: Mapping[str, float]) -> bool:
+def _are_metrics(values: Mapping[str, object]) -> bool:
     """Returns True for a row of metrics, False for a printed config, which may have a learning rate."""
     if any("/" in name or name.startswith("eval_") for name in values):
         return True
     return sum(quantity_of(name) is not None for name in values) > 1
-
-
-def step_in(values: Mapping[str, Any]) -> int | None:
-    """Returns the step among the values."""
-    return next((step for name in STEP_NAMES if (step := whole_step(values.get(name))) is not None), None)
-
-
-def without_step(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if name not in STEP_NAMES}
 
 
 def parse(text: str) -> dict[str, float] | None:
@@ -99,27 +82,17 @@ def parse(text: str) -> dict[str, float] | None:
 
     Numbers may be strings, as TRL 1.0 prints them. Nothing is evaluated but literals.
     """
+    try:
+        return numbers_of(dict(flat(json.JSONDecoder().raw_decode(text[:LONGEST_DICTIONARY])[0]))) or None
+    except (ValueError, RecursionError):
+        pass
     end = text.find("}")
     if not 0 < end < LONGEST_DICTIONARY:
         return None
     literal = BARE.sub(r"'\1'", WRAPPED.sub(r"\1", text[: end + 1]))
     try:
-        read = ast.literal_eval(literal)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a number that runs into a word
+            return numbers_of(ast.literal_eval(literal)) or None
+    except (ValueError, SyntaxError, MemoryError, RecursionError, AttributeError):
         return None
-    return numbers_of(read) or None
-
-
-def numbers_of(read: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns the entries that are numbers, or strings of numbers."""
-    found = {}
-    for name, value in read.items():
-        if not isinstance(name, str) or isinstance(value, bool):
-            continue
-        if isinstance(value, str):
-            value = value.partition("/")[0] if name in STEP_NAMES else value
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            continue
-    return found

@@ -1,58 +1,76 @@
-"""How the processes of a log ended: the last line of a traceback, or the words of whoever killed them."""
+"""How the processes of a log ended: the error at the root of it, or the words of whoever killed them."""
 
 import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.run import ENDED
+from verl_ext.report.sources.lines import front_before, plain, split_front
 from verl_ext.report.sources.table import FIRST_STEPS
 
 ERROR_CHARACTERS = 200  # characters of the error
 KEPT_BYTES = 4 << 20  # bytes behind the last row
-ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# What launchers and loggers put in front of a line: Ray, torchrun, `srun --label`, a time, a level.
-PREFIX = re.compile(
-    r"\s*(?:\([^()\n]{1,80}\bpid=\d+[^()\n]{0,80}\)|\[rank\d+\]:?|\d{1,4}:(?=\s)"
-    r"|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d[.,]?\d*\]?:?"
-    r"|\[?(?:ERROR|CRITICAL|WARNING|INFO)\]?(?: \d\d-\d\d \d\d:\d\d:\d\d)?(?: \[[^\]\n]{1,80}\])?:?(?=\s))\s?"
-)
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 TRACEBACK = "Traceback (most recent call last)"
 NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback counts too
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
-    rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|exit ?code|Watchdog"
-    rb"|inal validation|%\|"
+    rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|[Ee]xit|Watchdog|Abort|SIG"
+    rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|%\|"
 )
-EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)")
-# What killed a process from outside, in the words of Slurm, Ray, Kubernetes, the shell and the kernel.
+EXCEPTION = re.compile(
+    r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)"
+    r"|asyncio\.exceptions\.CancelledError"
+)
+OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
+# The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
+SIGNALS = {
+    "Killed": ("a kill (SIGKILL)", 9),
+    "Aborted": ("an abort (SIGABRT)", 6),
+    "Segmentation fault": ("a segmentation fault", 11),
+    "Bus error": ("a bus error", 7),
+    "Illegal instruction": ("an illegal instruction", 4),
+    "Terminated": ("a termination (SIGTERM)", 15),
+}
+NAMED = "|".join(SIGNALS)
+SIGNAL = re.compile(
+    rf"(?:^|line \d+: +\d+ |task [\d,-]+: |Fatal Python error: |Signal: )({NAMED})"
+    r"(?:\s*$|\s+\(core dumped\)|\s+\(\d+\)|(?<=d)\s{2,}|\s*:|\s+(?=python|torchrun|bash|ray))"
+    r"|(?:Signal |exitcode *: -|Signals\.SIG\w+: |got signal: )(\d+)\b|exit(?:ed with)?(?: exit)? ?code:? (1[2-5]\d)\b"
+)
+# What killed a process from outside, in the words of Slurm, Ray, Kubernetes, PBS, LSF and the kernel.
 KILLS = (
-    (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT"), "Slurm's time limit"),
-    (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO (PREEMPTION|NODE FAILURE)"), "Slurm, {0}"),
-    (re.compile(r"slurmstepd: .*\*\*\* (?:JOB|STEP) .*CANCELLED"), "a cancelled Slurm job"),
-    (re.compile(r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:|Out of memory: Killed process"), "the OOM killer"),
-    (re.compile(r"OOMKilled"), "Kubernetes' OOM killer"),
+    (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT"), "Slurm's time limit", OUTSIDE),
+    (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO (PREEMPTION|NODE FAILURE)"), "Slurm, {0}", OUTSIDE),
+    (re.compile(r"slurmstepd: .*\*\*\* (?:JOB|STEP) .*CANCELLED"), "a cancelled Slurm job", STUCK),
+    (
+        re.compile(r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:|out of memory: Killed process"),
+        "the OOM killer",
+        OUTSIDE,
+    ),
+    (re.compile(r"OOMKilled"), "Kubernetes' OOM killer", OUTSIDE),
+    (re.compile(r"node was low on resource: ([\w-]+)"), "Kubernetes, which evicted the pod for lack of {0}", OUTSIDE),
+    (re.compile(r"PBS: job killed: (walltime|mem|vmem|cput)"), "PBS's limit of {0}", OUTSIDE),
+    (re.compile(r"TERM_(RUNLIMIT|MEMLIMIT|PREEMPT|CPULIMIT)"), "LSF, {0}", OUTSIDE),
     (
         re.compile(r"killed due to the node running low on memory|ray\.exceptions\.OutOfMemoryError"),
         "Ray's memory monitor",
+        OUTSIDE,
     ),
-    (
-        re.compile(r"(?:^|task \d+: )Killed$|line \d+: +\d+ Killed\s|Signal 9 \(SIGKILL\)|exitcode *: -9\b"),
-        "a kill (SIGKILL)",
-    ),
-    (re.compile(r"Segmentation fault|Fatal Python error: (\w[\w ]*)"), "a segmentation fault"),
-    (re.compile(r"Bus error"), "a bus error"),
-    (re.compile(r"terminated with exit code 137"), "a kill (exit code 137)"),
+    (re.compile(r"Watchdog caught collective operation timeout"), "a timeout of NCCL (the watchdog)", STUCK),
 )
-# Errors that only report that another process is gone: the cause is an earlier line.
+# Errors that only report that another process is gone, or pass on another's error: the cause is an earlier line.
 FOLLOWING = re.compile(
-    r"SystemExit|KeyboardInterrupt|(?:ray\.exceptions\.)?(?:ActorDiedError|ActorUnavailableError|WorkerCrashedError"
-    r"|OwnerDiedError)|torch\.distributed\.elastic|ChildFailedError|\w*(?:BrokenPipe|ConnectionReset|Connection)Error"
-    r"|subprocess\.CalledProcessError|(?:[\w.]+\.)?(?:DistBackendError|EngineDeadError)"
+    r"SystemExit|asyncio\.exceptions\.CancelledError|(?:ray\.exceptions\.)?(?:ActorDiedError|ActorUnavailableError"
+    r"|WorkerCrashedError|OwnerDiedError|RayTaskError)|torch\.distributed\.elastic|ChildFailedError"
+    r"|\w*(?:BrokenPipe|ConnectionReset|Connection)Error|subprocess\.CalledProcessError"
+    r"|(?:[\w.]+\.)?(?:DistBackendError|EngineDeadError)"
+    r"|.*(?:Connection (?:closed|reset) by peer|NCCL communicator was)"
 )
-NCCL = re.compile(r"Watchdog caught collective operation timeout")
+DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
 BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
 HANDLED = 2  # times that later steps followed an error which the run's processes handle
@@ -60,22 +78,14 @@ ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
 FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$")
 RESTARTED = re.compile(rb"Started a local Ray instance|to existing Ray cluster|Resuming from|Training from scratch")
-BARS_BEHIND = 3  # progress bars behind an error; one is printed again when a process ends
-
-
-def plain(line: bytes) -> str:
-    """Returns a line as text, without colours."""
-    return ANSI.sub("", line.decode("utf-8", errors="replace"))
+BARS_BEHIND = 3  # bars of its process behind an error; one is printed again when a process ends
+IGNORED = "Exception ignored in"  # Python's words for an error in a destructor
+CHAIN = re.compile(r"\s|$|During handling of|The above exception|Process \w+:")  # what belongs to a traceback
 
 
 @dataclass(frozen=True)
 class Error:
-    """What ended a process.
-
-    Attributes:
-        rank: 3: a kill from outside; 2: an error; 1: a timeout of NCCL, where another rank may have failed; 0: an error
-            that follows from another one.
-    """
+    """What ended a process: in words, and its rank, OUTSIDE to FOLLOWS."""
 
     what: str
     rank: int
@@ -87,52 +97,70 @@ class Error:
 
 
 def last_error(text: bytes, handled: Collection[str] = ()) -> Error | None:
-    """Returns the error that a text of a log ends with: the last of the highest rank; None if there is none.
+    """Returns the error at the root of a log's end: the first of the highest rank; None if there is none.
 
     An error without a traceback counts near the end only, because answers of models and handled errors look alike. None
-    counts if progress bars follow. After the run had finished, only a traceback or a kill does.
+    counts if its process goes on: Ray's with any line, the driver with bars, because others print behind its end. After
+    the run had finished, only a traceback or a kill does, but not an error that Python ignores.
 
     Args:
         handled: kinds of errors that this run's processes handle.
     """
-    found: Error | None = None
-    traced, finished, bars = False, False, 0
+    found: list[tuple[str, Error]] = []  # process, error
+    traced, finished, ignored, bars, front = False, False, False, 0, re.compile("")
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
-        if not SIGNS.search(line):
+        signs = SIGNS.search(line) is not None
+        if not signs and not found:
             continue
-        said = _without_prefixes(plain(line))
+        process, said = split_front(REPEATED.sub("", plain(line)))
+        if signs and TRACEBACK in said:
+            front = front_before(TRACEBACK, said)
+        said = front.sub("", said, count=1) if front.match(said) else said
+        error = _error_of(said.strip()) if signs else None
         if FINISHED.search(said):
-            found, traced, finished, bars = None, False, True, 0
+            found, traced, finished = [], False, True
+        elif signs and (IGNORED in said or TRACEBACK in said):
+            traced, ignored = True, ignored or (finished and IGNORED in said)
+        elif error is not None and ignored:
+            ignored = False
+        elif error is not None:
+            near = number > len(lines) - NEAR_LINES and not finished
+            own_words = error.rank == OWN and EXCEPTION.match(said.strip())
+            if error.kind not in handled and (near or (traced if own_words else not finished or error.rank == OUTSIDE)):
+                found.append((process, error))
+                bars = 0
+        elif process:
+            if not CHAIN.match(said):
+                found = [each for each in found if each[0] != process or FATAL.search(each[1].what)]
         elif BAR.search(said):
             bars += 1
             if bars >= BARS_BEHIND:
-                found, traced = None, False
-        elif TRACEBACK in said:
-            traced = True
-        elif (error := _error_of(said)) and error.kind not in handled:
-            seen = traced if error.rank == 2 else error.rank == 3
-            if seen or (not finished and (error.rank < 2 or number > len(lines) - NEAR_LINES)):
-                found, bars = (error if found is None or error.rank >= found.rank else found), 0
-    return found
-
-
-def _without_prefixes(line: str) -> str:
-    line = REPEATED.sub("", line).strip()
-    while prefix := PREFIX.match(line):
-        line = line[prefix.end() :]
-    return line
+                found, traced = [each for each in found if each[0] or each[1].rank == OUTSIDE], False
+    return max((error for _, error in found), key=lambda error: error.rank, default=None)
 
 
 def _error_of(line: str) -> Error | None:
-    for pattern, what in KILLS:
+    for pattern, what, rank in KILLS:
         if found := pattern.search(line):
-            return Error(what.format(*(each.lower() for each in found.groups() if each)), 3)
-    if NCCL.search(line):
-        return Error("a timeout of NCCL (the watchdog)", 1)
+            return Error(what.format(*(each.lower() for each in found.groups() if each)), rank)
     if EXCEPTION.match(line):
-        return Error(line[:ERROR_CHARACTERS], 0 if FOLLOWING.match(line) else 2)
+        told = f"a full disk: {line}" if DISK.search(line) else line
+        return Error(printable(told, most=None)[:ERROR_CHARACTERS], FOLLOWS if FOLLOWING.match(line) else OWN)
+    if found := SIGNAL.search(line):
+        return _signal(found)
+    if line.startswith("what():"):  # what a C++ exception says that nothing caught
+        return Error(printable(line.removeprefix("what():").strip(), most=None)[:ERROR_CHARACTERS], STUCK)
     return None
+
+
+def _signal(found: re.Match[str]) -> Error | None:
+    number = int(found[2] or 0) or int(found[3] or 128) - 128
+    names = ((what, its) for name, (what, its) in SIGNALS.items() if name == found[1] or its == number)
+    what, its = next(names, (f"signal {number}", number))
+    if found[3]:
+        what += f" (exit code {found[3]})"
+    return Error(what, FOLLOWS if its == SIGNALS["Terminated"][1] else STUCK)
 
 
 class Ends:
@@ -146,7 +174,7 @@ class Ends:
     def __init__(self) -> None:
         self._run = 1  # counted as table.py does
         self._step: int | None = None
-        self._found: tuple[tuple[int, int, Error], ...] = ()  # (run, step, error)
+        self._found: tuple[tuple[int, int | None, Error], ...] = ()  # (run, step, error)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
         self._survived: Counter[str] = Counter()  # kind of an error -> rows of a later step that followed it
@@ -157,8 +185,8 @@ class Ends:
             self._found = (*self._found, *self._look())
             self._run += step <= FIRST_STEPS and step < self._step
         elif TRACEBACK.encode() in (text := b"".join(self._behind)) and not RESTARTED.search(text):
-            lines = (_without_prefixes(plain(line)) for line in text.splitlines() if SIGNS.search(line))
-            found = {error for line in lines if (error := _error_of(line)) and error.rank == 2}
+            lines = (split_front(plain(line))[1].strip() for line in text.splitlines() if SIGNS.search(line))
+            found = {error for line in lines if (error := _error_of(line)) and error.rank == OWN}
             self._survived.update({error.kind for error in found if not FATAL.search(error.what)})
         self._step = step
         if self._size:
@@ -181,13 +209,17 @@ class Ends:
         """
         number = run if runs == self._run else self._run - (runs - run)
         return tuple(
-            Event(step, ENDED, "", None, None, ENDED, f"ended at step {step} by {error.what}")
+            Event(step or 0, ENDED, "", None, None, ENDED, f"ended {_at(step)} by {error.what}")
             for of, step, error in (*self._found, *self._look(tail))
             if of == number
         )
 
-    def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, Error], ...]:
+    def _look(self, tail: bytes = b"") -> tuple[tuple[int, int | None, Error], ...]:
         """Returns how the process of the last row ended, if it did."""
         handled = {kind for kind, times in self._survived.items() if times >= HANDLED}
-        error = None if self._step is None else last_error(b"".join([*self._behind, tail]), handled)
-        return () if error is None or self._step is None else ((self._run, self._step, error),)
+        error = last_error(b"".join([*self._behind, tail]), handled)
+        return () if error is None else ((self._run, self._step, error),)
+
+
+def _at(step: int | None) -> str:
+    return "before its first step" if step is None else f"at step {step}"

@@ -5,6 +5,7 @@ decision of the guard. The file may still be written to, may have been cut by a 
 """
 
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -12,9 +13,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.names import normal
 from verl_ext.guard.state import Event
 from verl_ext.report.files import GrowingFile
 from verl_ext.report.run import is_step
@@ -131,7 +134,7 @@ class JsonlSource(JsonLines):
     def run(self, which: int | None) -> TableRun:
         empty = "no complete step in this file; has the run finished its first step?"
         if self.broken:
-            empty = f"no line is a JSON object with a step ({', '.join(STEP_NAMES)}) and numbers"
+            empty = f"no line is a JSON object with a step ({', '.join(STEP_NAMES[:3])}, ...) and numbers"
         return self._table.run(which, empty)
 
 
@@ -140,8 +143,9 @@ def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
 
     A row without numbers does not count, nor does one with prose: a dumped answer has a step and a score, too.
     """
-    data = dict(_flat(record))
-    name = next((name for name in STEP_NAMES if name in data), None)
+    data = dict(flat(record))
+    named = {normal(name): name for name in data}
+    name = next((named[name] for name in STEP_NAMES if name in named), None)
     step = whole_step(data.pop(name)) if name else None
     prose = any(isinstance(value, str) and len(value) > LONGEST_WORD for value in data.values())
     if prose or not any(isinstance(value, (int, float)) for value in data.values()):
@@ -149,12 +153,12 @@ def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     return step, data
 
 
-def _flat(record: Mapping[str, object], before: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
+def flat(record: Mapping[str, object], before: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
     """Yields the entries of an object, those of nested objects under `outer/inner`."""
     for name, value in record.items():
         if isinstance(value, dict):
             if depth < DEEPEST:
-                yield from _flat(value, f"{before}{name}/", depth + 1)
+                yield from flat(value, f"{before}{name}/", depth + 1)
         else:
             yield f"{before}{name}", value
 
@@ -166,7 +170,10 @@ def _is_json_lines(start: bytes) -> bool:
         record = orjson.loads(start.lstrip().partition(b"\n")[0])
     except orjson.JSONDecodeError:
         return False
-    return isinstance(record, dict) and is_step(flat_row(record)[0])
+    fields = record.values() if isinstance(record, dict) else [[{}]]
+    if any(isinstance(each, list) and each and isinstance(each[0], dict) for each in fields):
+        return False  # no object, or a whole document in one line
+    return is_step(flat_row(record)[0])
 
 
 register_kind(
@@ -175,7 +182,7 @@ register_kind(
         example="X.jsonl, metrics.jsonl",
         remarks="verl's with `trainer.logger=[console,file]`; `X.guard.jsonl` and `X.trajectories.jsonl` of the same "
         "folder are read too. Others have one object per step. The step is `step`, `global_step`, "
-        "`training/global_step`, `trainer/global_step`, `iteration` or `_step`; nested objects are joined by `/`",
+        "`iteration` or the like; nested objects are joined by `/`",
         order=1,
         open=lambda path, which: JsonlSource(path),
         sniff=_is_json_lines,
@@ -207,8 +214,9 @@ class EventReader(JsonLines):
         """Returns the decisions of one run.
 
         No line names its run. If the log has as many parts of rising steps as there are runs, each run gets one; else
-        the whole log is the last run's. A decision is left out if a later line of the same run has an earlier step,
-        because the run was resumed before it, or if its step's metrics were abandoned.
+        the whole log is the last run's. A decision is left out if the run was resumed before it: a later line of the
+        same run has an earlier step; or its step's metrics were abandoned, and it, or a later decision, has the value
+        of an abandoned row; or nothing was logged for its step since.
         """
         events = self._events
         if part.runs > 1:
@@ -218,12 +226,24 @@ class EventReader(JsonLines):
                 events = events[bounds[part.number - 1] : bounds[part.number]]
             elif part.number < part.runs:
                 return ()
+        abandoned = {step for series in part.overwritten.values() for step in series.steps.tolist()}
+        old = 1 + max((at for at, event in enumerate(events) if _is_overwritten(event, part)), default=-1)
+        events = [event for at, event in enumerate(events) if at >= old or event.step not in abandoned]
         gone = set(part.gone.tolist())
         valid: list[Event] = []
         for event in reversed(events):
             if not valid or event.step <= valid[-1].step:
                 valid.append(event)
         return tuple(event for event in reversed(valid) if event.step not in gone)
+
+
+def _is_overwritten(event: Event, part: TableRun) -> bool:
+    """Returns True if a decision was made on a row that a resumed run has overwritten: on its value, and not on that of
+    the valid row."""
+    value = math.nan if event.value is None else event.value
+    rows = [series.at(event.step) for found in (part.overwritten, part.metrics) if (series := found.get(event.signal))]
+    same = [np.isclose(each, value, rtol=1e-5, atol=0, equal_nan=True) for each in rows if each is not None]
+    return same == [True, False]
 
 
 def _json_records(text: bytes) -> Iterator[tuple[object, int, int]]:

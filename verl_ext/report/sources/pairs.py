@@ -1,82 +1,124 @@
 """Lines of other trainers: names with numbers, `step: 3, reward: 0.5`, `Step 12 | Loss: 0.1 | Mismatch KL: 1e-4`,
-`time: 7.2s   rewards: tensor([1., 0.])`; or under a heading, `=== Step 3/100 ===`, as NeMo-RL prints them.
+`time: 7.2s   rewards: tensor([1., 0.])`, cells of a box, `│ reward/avg │ 0.5 │ entropy/avg │ 0.3 │`; or several such
+lines under a line that has the step, `=== Step 3/100 ===`, as NeMo-RL and AReaL print them.
 
-Any text has names and numbers somewhere. A line counts if one of its names is a known metric's, and if it has a step or
-several pairs; a log, if several of its lines do.
+Any text has names and numbers somewhere. A line counts if one of its names is a known metric's, or if its block has
+others; a log, if several of its lines do. A printed sample is no row, and what is below a heading for a validation
+belongs to that.
 """
 
 import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import quantity_of
+from verl_ext.report.sources.cells import SEPARATORS, cell_number, split_cells
 from verl_ext.report.sources.ends import BAR
-from verl_ext.report.sources.text import Row, register_format
+from verl_ext.report.sources.table import Row
+from verl_ext.report.sources.text import register_format
 
 NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
 PAIR = re.compile(
-    r"(?:^|[|,;\t]|\s\s|\]\s?|\s(?=[A-Za-z][\w./@%]{0,60}=))\s*([A-Za-z][\w ./@%()-]{0,60}?)\s*[:=]\s*"
+    r"(?:^|[|,;\t]|\s\s|\]\s?|\s(?=[A-Za-z][\w./@%]{0,60}[:=]\S))\s*([A-Za-z][\w ./@%()-]{0,60}?)\s*[:=]\s*"
     rf"(?:({NUMBER})(?![\w.%])|({NUMBER})(?=m?s\b)|({NUMBER})\s?%|tensor\(\[([^\]]*)\])"
 )
+CELL = re.compile(rf"([A-Za-z][\w ./@%()-]{{0,60}}?)\s+({NUMBER})(%?)")  # between two `|`: Reward 0.5
 STEP = re.compile(
     r"(?i)(?:^|[\s\[|,])(?:global[ _]?)?(?:step|iter|iteration|update|rollout)s?[ :=#]+"
-    r"(\d{1,12})(?![\dkM%]|[.,]\d)(?:/\d+)?:?"
+    r"(\d{1,12})(?![\dkM%]|[.,]\d)(?:\s?/\s*(\d{1,12}))?:?"
 )
 # A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
-OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|train|eval|per|of|every)[ _-]?$")
-HEADING = re.compile(rb"(?i)={3,}\s*step\s+\d+")
+OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|eval|per|of|every)[ _-]?$")
+SAMPLE = re.compile(r"(?i)\b(?:sample|example|prompt|answer|completion|generation|trajectory|question|problem)s? ?#?\d")
+HEADING = re.compile(r"(?i)[\W_]*(?:epoch[ :]*\d+(?:\s?/\s?\d+)?)?[\W_]*$")  # what may be in front of a heading's step
+SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
+VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
-LIKELY = re.compile(rb"(?i)(?:reward|score|loss|entropy|grad|kl)[\w ./@%()-]{0,40}[:=]\s*(?:[-+]?[\d.]|tensor\(\[)")
+LIKELY = re.compile(
+    rb"(?:[:=|]|\xe2\x94[\x82\x83]) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)|[Ss][Tt][Ee][Pp][ :=#]{1,9}\d|: {0,9}\r?$",
+    re.MULTILINE,
+)
 REWARDS = ("reward", "rewards", "score", "scores")
-COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout")
+COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout", "epoch")
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 
 @register_format(
-    "names with numbers (prime-rl, NeMo-RL, other trainers)",
-    remarks="`Step 3 | Reward: 0.5 | Mismatch KL: 1e-4`, `rewards: tensor([...])`: lines with a known name",
+    "names with numbers (prime-rl, NeMo-RL, AReaL, other trainers)",
+    remarks="`Step 3 | Reward: 0.5 | Mismatch KL: 1e-4`, a box of names and numbers, or such lines under "
+    "`=== Step 3/100 ===`: lines with a known name",
     fewest=2,
     order=5,  # any text may have names with numbers
 )
 class Pairs:
+    counts = False  # whether rows without a step are rows
+
     def __init__(self) -> None:
-        self._stepped: bool | None = None  # whether the rows of this log have steps
+        self._own: bool | None = None  # whether the rows of this log have their step in them
         self._heading: int | None = None  # the step of the last heading
+        self._section = ""  # of the names below a heading for a validation
+        self._known = False  # whether a metric is known since the last heading
 
     def sniff(self, text: bytes) -> bool:
-        return LIKELY.search(text) is not None or HEADING.search(text) is not None
+        return LIKELY.search(text) is not None
 
     def rows(self, text: str) -> Iterator[Row]:
         if len(text) > LONGEST_LINE or BAR.search(text):  # a bar's numbers are of its pieces
             return
         line = BULLET.sub(" | ", text.rstrip())
+        if box := _box_pairs(line):
+            line = box
         steps = list(STEP.finditer(line))
-        own = next((each for each in steps if not OTHER_COUNT.search(line[: each.start()].rstrip())), None)
-        if steps and own is None:
+        counts = [each for each in steps if not OTHER_COUNT.search(line[: each.start()].rstrip())]
+        own = max(counts, key=lambda each: int(each[2] or 0), default=None)  # not the one that counts within an epoch
+        if (steps and own is None) or (own is None and SAMPLE.search(line)):
             return
+        if own is None and SECTION.match(line.strip(" |=-#*")):
+            self._section = "validation/" if VALIDATION.search(line) else ""
         step = None if own is None else int(own[1])
         rest = line if own is None else f"{line[: own.start()]} | {line[own.end() :]}"
-        values = _pair_values(rest)
-        if not any(quantity_of(name) is not None for name in values):
-            if step is not None and HEADING.search(text.encode()):
-                self._heading = step
+        values = {self._section + name if own is None else name: value for name, value in _pair_values(rest).items()}
+        known = any(quantity_of(name) is not None for name in values)
+        if own is not None and not known:
+            if HEADING.match(line[: counts[0].start()]):
+                self._heading, self._known, self._section = step, False, ""
             return
-        step = self._heading if step is None else step
-        if step is None and len(values) < 2:  # a line of a config
-            return
-        if self._stepped is None:
-            self._stepped = step is not None
-        if self._stepped == (step is not None):
+        if step is None and self._heading is not None and not self._own:
+            self._known = self._known or known
+            if values and self._known:
+                yield self._heading, values
+        elif known and (step is not None or (self.counts and len(values) > 1)):  # one alone is a line of a config
+            self._own = True
             yield step, values
+
+
+@register_format(
+    "names with numbers, without a step",
+    remarks="`time: 7.2s   rewards: tensor([...])`: rows are counted from 1",
+    fewest=2,
+    order=6,
+)
+class CountedPairs(Pairs):
+    counts = True
+
+
+def _box_pairs(line: str) -> str:
+    """Returns a row of a box, name and number by turns, as pairs; "" if it is none."""
+    cells = split_cells(line, SEPARATORS[0])
+    names, numbers = cells[::2], [cell_number(cell) for cell in cells[1::2]]
+    if not numbers or len(names) != len(numbers) or None in numbers or any(map(cell_number, names)):
+        return ""
+    return " | ".join(f"{name}: {number}" for name, number in zip(names, numbers, strict=True))
 
 
 def _pair_values(line: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for name, plain, timed, share, tensor in PAIR.findall(line):
-        key = re.sub(r"[ .]+", "_", name.strip().lower())
         if tensor:
-            values |= _tensor_values(key, [float(each) for each in re.findall(NUMBER, tensor)])
-        elif key not in COUNTERS:
-            values[key] = float(plain or timed) if plain or timed else float(share) / 100
+            values |= _tensor_values(name, [float(each) for each in re.findall(NUMBER, tensor)])
+        elif name.lower().replace(" ", "_") not in COUNTERS:
+            values[name] = float(plain or timed) if plain or timed else float(share) / 100
+    for name, plain, percent in (found.groups() for cell in line.split("|") if (found := CELL.fullmatch(cell.strip()))):
+        values.setdefault(name, float(plain) / (100 if percent else 1))
     return values
 
 
@@ -84,5 +126,5 @@ def _tensor_values(name: str, values: list[float]) -> dict[str, float]:
     """Returns mean, maximum and minimum of a printed tensor; those of rewards under verl's names."""
     if not values:
         return {}
-    start = "critic/score" if name in REWARDS else name
+    start = "critic/score" if name.lower() in REWARDS else name
     return {f"{start}/mean": sum(values) / len(values), f"{start}/max": max(values), f"{start}/min": min(values)}

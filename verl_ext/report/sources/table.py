@@ -12,30 +12,29 @@ files separates the processes:
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.names import quantity_of
 from verl_ext.diagnosis.series import LARGEST, Series
 from verl_ext.report.run import LARGEST_WHOLE, ReportError, is_step, is_validation
+
+Row: TypeAlias = tuple[int | None, Mapping[str, object]]  # a step, None if it has none, and its values by name
 
 FLUSH_VALUES = 1 << 18  # values
 KEPT_LAYOUTS = 256
 VALIDATION = ("val-", "val/", "eval/", "eval_")  # val-core/, val-aux/, the SFT trainer's val/loss; TRL's
-# Names of the step among a row's values. W&B's own `_step` counts calls of its logger, so the trainer's is preferred.
+# Names of the step, in their normal form, in order of preference. W&B's own `_step` counts calls of its logger.
 STEP_NAMES = (
-    "step",
-    "global_step",
-    "training/global_step",
-    "trainer/global_step",
-    "train/global_step",
-    "global_step/max_steps",
-    "iteration",
-    "_step",
-    "progress/batch",
+    *("step", "global_step", "training/global_step", "trainer/global_step", "train/global_step", "global_steps"),
+    *("global_step/max_steps", "iteration", "iter", "train/step", "rollout/step", "training_step", "train_step"),
+    *("current_steps", "steps", "progress/batch", "update", "rollout", "rollout_id", "_step", "episode"),
 )
 FIRST_STEPS = 1  # 0 if the run validates before training, else 1
 
@@ -43,6 +42,16 @@ FIRST_STEPS = 1  # 0 if the run validates before training, else 1
 def only_validates(names: Iterable[str]) -> bool:
     """Returns True for the names of a row of validation: all are scores of a validation set, or next to these."""
     return all(name.startswith(VALIDATION) or is_validation(name) for name in names)
+
+
+def known_readings(rows: Iterable[Row]) -> dict[str, int]:
+    """Returns at how many steps some rows have each quantity that the report knows; a row without a step is one."""
+    found = {
+        (quantity.name, number if step is None else step)
+        for number, (step, values) in enumerate(rows)
+        for quantity in filter(None, map(quantity_of, values))
+    }
+    return Counter(name for name, _ in found)
 
 
 def whole_step(value: object) -> int | None:
@@ -64,14 +73,26 @@ def chosen_run(which: int | None, runs: int) -> int:
 
 @dataclass(frozen=True)
 class TableRun:
-    """One run of a table. `gone`: steps that were logged, but are not valid any more (see the module)."""
+    """One run of a table.
+
+    Attributes:
+        gone: steps that were logged, but are not valid any more (see the module).
+        overwritten: the readings of abandoned rows.
+    """
 
     steps: np.ndarray
     metrics: dict[str, Series]
     gone: np.ndarray
+    overwritten: dict[str, Series]
     notes: tuple[str, ...]
     number: int  # of this run, from 1
     runs: int  # number of runs in the table
+
+    @classmethod
+    def before_the_first_step(cls) -> "TableRun":
+        """Returns a run that ended before it logged anything: step 0 without metrics."""
+        none: np.ndarray = np.zeros(0, dtype=np.int64)
+        return cls(np.zeros(1, dtype=np.int64), {}, none, {}, (), 1, 1)
 
 
 @dataclass(frozen=True)
@@ -184,7 +205,11 @@ class MetricTable:
             other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
             notes.insert(0, f"the file has {runs} runs, this is the last; {other}")
         run_steps = np.unique(steps[keep])
-        return TableRun(run_steps, self._series(steps, keep, run_steps), gone, tuple(notes), number, runs)
+        abandoned = ~keep
+        abandoned[:first] = abandoned[last:] = False  # rows of other runs
+        overwritten = self._series(steps, abandoned, np.unique(steps[abandoned])) if abandoned.any() else {}
+        metrics = self._series(steps, keep, run_steps)
+        return TableRun(run_steps, metrics, gone, overwritten, tuple(notes), number, runs)
 
     def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
         """Returns the units, and the unit of each row."""

@@ -8,24 +8,27 @@ A format is a class in a file next to this one, under `@register_format`:
   are then counted from 1. A line without a newline at its end may be cut.
 
 A document (`document=True`) is sniffed by its beginning, and `rows` takes all of it. Documents are tried before logs.
-Of several formats that find a row in a log, the one with the lowest `order` reads it.
+Of several formats that find a row in a log, the one with the lowest `order` reads it; of several with the same order,
+the one that finds the most readings which the report knows.
+
+A format may also have `every`, the steps from one row without a step to the next, and a document `after`, what was
+printed after its last row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from verl_ext.guard.state import Event
 from verl_ext.report.files import MOST_LINE, READ_BYTES, GrowingFile, fingerprint, open_regular
 from verl_ext.report.run import ReportError, is_step
-from verl_ext.report.sources.ends import Ends, plain
-from verl_ext.report.sources.table import MetricTable, TableRun, only_validates
-
-Row = tuple[int | None, Mapping[str, object]]
+from verl_ext.report.sources.ends import Ends
+from verl_ext.report.sources.lines import printed
+from verl_ext.report.sources.table import MetricTable, Row, TableRun, known_readings, only_validates
 
 MOST_DOCUMENT = 256 << 20  # bytes
-COUNTED = "the log has no steps: its rows are counted from 1"
+COUNTED = "the rows have no steps: they are counted from 1"
 
 
 class Format(Protocol):
@@ -100,10 +103,17 @@ def _first_that_sniffs(
     left: list[type[Format]], text: bytes, found: type[Format] | None
 ) -> tuple[type[Format] | None, list[type[Format]]]:
     """Returns the first of the formats in `left` that finds a row, else `found`; and those that would be better."""
-    for place, form in enumerate(left):
-        if len(list(islice(rows_in(text, form()), form.fewest))) == form.fewest:
-            return form, left[:place]
-    return found, left
+    counted: list[type[Format]] = []  # what has rows, but without steps: they may be printed samples
+    for order, group in groupby(left, key=lambda form: form.order):
+        forms = [*group, *counted]
+        most = forms[0].fewest if len(forms) == 1 else None
+        rows = {form: list(islice(rows_in(text, form()), most)) for form in forms}
+        fitting = [form for form in forms if len(rows[form]) >= form.fewest]
+        best = max(fitting, key=lambda form: sum(known_readings(rows[form]).values()), default=None)
+        if best is not None and (best in counted or any(step is not None for step, _ in rows[best])):
+            return best, [form for form in left if form.order < order]
+        counted = fitting
+    return (counted[0] if counted else found), left
 
 
 def rows_in(text: bytes, read: Format) -> Iterator[Row]:
@@ -111,7 +121,7 @@ def rows_in(text: bytes, read: Format) -> Iterator[Row]:
     if read.sniff(text):
         for line in text.splitlines(keepends=True):
             if read.sniff(line):
-                yield from read.rows(plain(line))
+                yield from read.rows(printed(line))
 
 
 def first_step(path: Path, form: type[Format]) -> int:
@@ -168,6 +178,7 @@ class TextSource:
                 if len(text) > MOST_DOCUMENT:
                     raise ReportError(f"{self._form.title} of more than {MOST_DOCUMENT >> 20} MiB is not read")
                 self._add(self._read.rows(text.decode("utf-8", errors="replace")))
+                self._ends.add(getattr(self._read, "after", b""))
             return
         for log in self._logs:
             log.refresh()
@@ -192,13 +203,13 @@ class TextSource:
         if not self._read.sniff(line):
             return False
         size = len(self._table)
-        self._add(self._read.rows(plain(line)))
+        self._add(self._read.rows(printed(line)))
         return len(self._table) > size
 
     def _add(self, rows: Iterable[Row]) -> None:
         for step, values in rows:
             if step is None:
-                step = self._count(values)
+                step = self._count(values) * getattr(self._read, "every", 1)
             if values and is_step(step):
                 self._table.add(step, values)
                 self._ends.row(step, validates=only_validates(values))
@@ -216,15 +227,19 @@ class TextSource:
         return len(self._epochs)
 
     def run(self, which: int | None) -> TableRun:
+        if not len(self._table) and self._ends.events(1, 1, self._tail):
+            return TableRun.before_the_first_step()
         empty = f"no row of {self._form.title} in this file yet; has the run finished its first step?"
         return self._table.run(which, empty)
 
     def events(self, part: TableRun) -> tuple[Event, ...]:
         """Returns how the processes of one run ended, if they ended by an error."""
-        return () if self._form.document else self._ends.events(part.number, part.runs, self._tail)
+        return self._ends.events(part.number, part.runs, self._tail)
 
     def notes(self) -> tuple[str, ...]:
-        return (COUNTED,) if self._epochs else ()
+        every = getattr(self._read, "every", 1)
+        unit = f"; {every} steps a row, as the log shows" if every > 1 else ""
+        return (COUNTED + unit,) if self._epochs else ()
 
 
 class _ReplacedError(Exception):

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from verl_ext.report.sources.text import Row, register_format
+from verl_ext.report.sources.table import Row
+from verl_ext.report.sources.text import register_format
 
 STEP = re.compile(r"step:(\d{1,15}) - ")  # begins with plain letters, so that it is searched for fast
 STEP_BYTES = re.compile(STEP.pattern.encode())
@@ -27,7 +28,7 @@ class VerlConsole:
         found = [each for each in STEP.finditer(text) if not _is_in_a_name(text, each.start())]
         ends = [*(each.start() for each in found[1:]), len(text)]
         for each, end in zip(found, ends, strict=False):
-            values = dict(_values(text[each.end() : end]))
+            values = dict(_pairs_of(text[each.end() : end]))
             if any("/" in name for name in values):  # else it is a sentence of a prompt or an answer
                 yield int(each[1]), values
 
@@ -37,7 +38,7 @@ def _is_in_a_name(text: str, at: int) -> bool:
     return before.isalpha() or before in ("_", "/")
 
 
-def _values(pairs: str) -> Iterator[tuple[str, float]]:
+def _pairs_of(pairs: str) -> Iterator[tuple[str, float]]:
     whole = pairs.split(" - ")
     if not pairs.endswith(("\n", "\r")):
         del whole[-1]  # the line was cut, so its last number may be too: 1e-06 would be 1

@@ -156,7 +156,7 @@ LOSS_SETTINGS = {
     "icepop": {"alpha": 0.5, "beta": 5.0},
     "opsm": {"delta": 0.1},
     "llds": {"coef": 0.5, "gate": "response"},
-    "router_shift": {},
+    "router_shift": {"floor": 0.85},
 }
 
 
@@ -184,7 +184,7 @@ def test_a_policy_loss(seed, mode):
         expected = {
             "opsm": lambda: oracles.opsm_loss_oracle(leaf, old, advantages, mask, l_infer, 0.1),
             "llds": lambda: oracles.llds_loss_oracle(leaf, old, advantages, mask, 0.5),
-            "router_shift": lambda: oracles.router_shift_loss_oracle(leaf, old, advantages, mask, deviation, 0.8),
+            "router_shift": lambda: oracles.router_shift_loss_oracle(leaf, old, advantages, mask, deviation, 0.85),
         }[mode]()[0]
         (gradient,) = torch.autograd.grad(expected, leaf)
 

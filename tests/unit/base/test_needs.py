@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tools import needs
-from tools.needs import Source, mentioned, parameters
+from tools import needs as tool
+from verl_ext.base import needs
 from verl_ext.base.changes import TABLE, VERL
+from verl_ext.base.needs import Source, mentioned, parameters
 from verl_ext.cpu import changes as cpu
 
 BASE = "verl.trainer.ppo.v1.trainer_base"
 WORKERS = "verl.workers.engine_workers"
+EVERY = (*tool.HOOKS, *needs.imports())
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ class Edited(Source):
 
 
 def test_the_installed_verl_has_all_that_every_hook_needs(verl):
-    assert needs.broken(verl) == {}
+    assert needs.broken(verl, EVERY) == {}
 
 
 TRAINERS = "stability_trainers"
@@ -63,7 +65,7 @@ MOVED = [
 
 @pytest.mark.parametrize(("module", "old", "new", "hook", "said"), MOVED)
 def test_the_hook_that_a_change_of_verls_breaks_is_told(verl, module, old, new, hook, said):
-    lacks = needs.broken(Edited(verl, module, old, new))
+    lacks = needs.broken(Edited(verl, module, old, new), EVERY)
     assert hook in lacks and any(said in what for what in lacks[hook]), lacks
 
 
@@ -71,7 +73,7 @@ def test_every_method_of_verls_that_our_trainers_override_is_a_need():
     tree = ast.parse((needs.PACKAGE / "trainer" / "trainers.py").read_text(encoding="utf-8"))
     (mixin,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "StabilityMixin"]
     overridden = {node.name for node in mixin.body if isinstance(node, ast.FunctionDef)}
-    text = " ".join(need for hook in needs.HOOKS for need in hook.needs)
+    text = " ".join(need for hook in tool.HOOKS for need in hook.needs)
     assert [name for name in sorted(overridden) if f".{name}(" not in text] == []
 
 
@@ -80,7 +82,7 @@ def test_every_change_of_verl_has_its_needs():
     assert without == {"answer_for_vllm_cpu"}, "whose target is Python's"
 
 
-@pytest.mark.parametrize("hook", needs.HOOKS, ids=lambda hook: hook.name)
+@pytest.mark.parametrize("hook", tool.HOOKS, ids=lambda hook: hook.name)
 def test_the_file_of_a_hook_is_there(hook):
     assert (needs.PACKAGE / hook.file).is_file()
 
@@ -94,7 +96,7 @@ def test_a_checkout_is_read_and_nothing_of_it_is_run(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout.startswith("verl 9.9.9: "), done.stderr
     assert "verl.trainer.main_ppo" not in done.stderr and "    verl.trainer is missing" in done.stdout
-    assert needs.main([str(tmp_path / "nowhere")]) == 2
+    assert tool.main([str(tmp_path / "nowhere")]) == 2
 
 
 FILES = {

@@ -1,0 +1,128 @@
+"""Settings that verl's config does not have: similar ones, those that verl reads all the same, and those that moved."""
+
+import pytest
+
+from verl_ext.doctor.checks import CHECKS, Context
+from verl_ext.doctor.hooks import fit_presets
+from verl_ext.launch.command_line import compose as compose_launch
+from verl_ext.launch.refused import is_plain, is_read
+
+ACTOR, ROLLOUT, TRAINER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "trainer"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+NEEDED = (f"{ROLLOUT}.name=vllm", "algorithm.adv_estimator=grpo")
+
+
+@pytest.fixture
+def told():
+    """told(*overrides) -> what the check `config` finds on this command line."""
+
+    def find(*overrides):
+        composed = compose_launch([*NEEDED, *overrides])
+        run = Context({}, config=composed.config, refused=composed.problems)
+        run.overrides = [*NEEDED, *overrides]
+        if run.config is not None:
+            fit_presets(run)
+        return list(CHECKS["config"](run))
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("override", "near", "fix"),
+    [
+        ("stabilty=moe", "stability", ("stability=moe",)),
+        ("stabilty.guard.level=1", "stability.guard.level", ("stability.guard.level=1",)),
+        ("trainer.nodes=2", "trainer.nnodes", ("trainer.nnodes=2",)),
+        (f"{ACTOR}.clip_ratio_hgh=0.3", f"{ACTOR}.clip_ratio_high", (f"{ACTOR}.clip_ratio_high=0.3",)),
+        ("trainer.total_step=5", "trainer.total_training_steps", ()),  # not a letter or two
+        ("recipe=qwen3_30b_a3", "qwen3_30b_a3b", ("recipe=qwen3_30b_a3b",)),
+        ("model_engine=megtron", "megatron", ("model_engine=megatron",)),
+        ("stability=iceop", "icepop", ("stability=icepop",)),
+    ],
+)
+def test_a_misspelt_setting_gets_the_similar_one(told, override, near, fix):
+    (finding,) = told(override)
+    assert (finding.level, finding.fix) == ("error", fix)
+    assert f"similar: {near}" in finding.why and "leave" not in finding.why
+    assert not told(*fix)
+
+
+def test_a_similar_setting_that_the_launch_sets_too_is_not_set_again(told):
+    (finding,) = told("trainer.nodes=2", "trainer.nnodes=3")
+    assert finding.fix == ()
+
+
+def test_only_what_resembles_nothing_is_to_be_left_out(told):
+    gone = ("retriever.topk", "max_turns", f"{ACTOR}.fsdp_config.grad_offload")
+    (finding,) = told(*(f"{key}=2" for key in gone))
+    assert ", ".join(gone) in finding.found and "leave them out" in finding.why and not finding.fix
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"{ROLLOUT}.agent.agent_loop_manager_class=a.B",
+        f"{ROLLOUT}.custom.runner.mode=1",
+        "reward.custom_reward_function.reward_kwargs.scale=2",
+        f"{OVERLONG}.len=5",
+        f"{ACTOR}.ppo_infer_micro_batch_size_per_gpu=3",  # a field of a base class
+    ],
+)
+def test_what_verl_reads_with_a_plus_is_not_called_unread(told, override):
+    (finding,) = told(override)
+    assert finding.level == "error" and "nothing reads" not in finding.why
+    assert finding.fix == (f"++{override}",) and not told(*finding.fix)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (
+            ["model_engine=megatron", f"{ACTOR}.router_replay.mode=R3"],
+            {f"++{ACTOR}.megatron.router_replay.mode=R3"},
+        ),
+        ([f"{ACTOR}.router_replay.mode=R2"], {f"++{ACTOR}.fsdp_config.router_replay.mode=R2"}),
+        (
+            ["async_training.trigger_parameter_sync_step=3"],
+            {"++trainer.v1.separate_async.parameter_sync_step=3", "++trainer.v1.trainer_mode=separate_async"},
+        ),
+        (["async_training.partial_rollout=True"], {"trainer.v1.trainer_mode=separate_async"}),
+        (["rollout.nnodes=2"], {f"++{ROLLOUT}.nnodes=2"}),
+        (
+            ["reward_model.overlong_buffer.enable=True", "data.max_response_length=64"],
+            {f"++{OVERLONG}.enable=True"},
+        ),
+    ],
+)
+def test_a_setting_that_moved_gets_its_place_and_what_belongs_to_it(told, overrides, fix):
+    assert {override for finding in told(*overrides) for override in finding.fix} == fix
+
+
+@pytest.mark.parametrize(
+    ("override", "level"),
+    [
+        ("+stabilty=moe", "warning"),
+        ("+trainer.total_training_step=5", "warning"),
+        ("+trainer.mine=5", None),
+        (f"+{ROLLOUT}.agent.agent_loop_manager_class=a.B", None),
+        ("+stability=moe", None),
+    ],
+)
+def test_a_plus_does_not_hide_a_misspelt_setting(told, override, level):
+    assert [finding.level for finding in told(override)] == ([level] if level else [])
+
+
+def test_fields_of_dataclasses_are_read(compose):
+    config = compose(*NEEDED)
+    assert is_read(f"{ROLLOUT}.quantization", config) and not is_read(f"{ROLLOUT}.quantisation", config)
+    assert not is_read("trainer.mine", config)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, False, "grpo", "/a/b-c.py"])
+def test_plain_values_are_offered(value):
+    assert is_plain(value)
+
+
+@pytest.mark.parametrize("value", [None, "null", "a b", "$(x)", "a;b", "${x}", ""])
+def test_other_text_is_not_offered(value):
+    assert not is_plain(value)

@@ -1,0 +1,56 @@
+"""Files that a run opens: data, reward functions, and configs of tools and agent loops."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.base.errors import Problem
+from verl_ext.features.verl_config import ROLLOUT
+from verl_ext.launch.packages import package_folder
+
+# Source: verl 0.9.1. `load_module` of utils/import_utils.py reads code, also from `file://`.
+CODE = (
+    "reward.custom_reward_function.path",
+    "reward.reward_manager.module.path",
+    "data.custom_cls.path",
+    "trainer.v1.sampler.custom_sampler.path",
+)
+# `resolve_config_path` of the same file also looks next to verl and in it.
+BESIDE_VERL = (
+    f"{ROLLOUT}.multi_turn.tool_config_path",
+    f"{ROLLOUT}.multi_turn.function_tool_path",
+    f"{ROLLOUT}.agent.agent_loop_config_path",
+    f"{ROLLOUT}.router_config_path",
+)
+DATA = ("data.train_files", "data.val_files")  # `RLHFDataset._download` of utils/dataset/rl_dataset.py
+
+
+def file_problems(config: DictConfig) -> Iterator[Problem]:
+    """Yields a problem for each file that the run opens and that is not on this machine."""
+    for file in missing_files(config):
+        yield Problem(f"{file} does not exist", "every node that opens it needs it", otherwise="correct the path")
+
+
+def missing_files(config: DictConfig) -> Iterator[str]:
+    """Yields `setting=path` of each of these files that is not on this machine. Remote paths are left to verl."""
+    verl = package_folder("verl")
+    beside_verl = [verl.parent, verl] if verl else []
+    # A data set class of the user may read anything; with use_shm, a file may be a name on the Hugging Face Hub.
+    own_data = any(_values(config, name) for name in ("data.custom_cls.path", "data.use_shm"))
+    for setting in (*(() if own_data else DATA), *CODE, *BESIDE_VERL):
+        folders = [Path(), *(beside_verl if setting in BESIDE_VERL else ())]
+        for path in _values(config, setting):
+            file = os.path.expanduser(path.removeprefix("file://"))
+            if "://" not in file and not any((folder / file).exists() for folder in folders):
+                yield f"{setting}={path}"
+
+
+def _values(config: DictConfig, setting: str) -> list[str]:
+    try:
+        value = OmegaConf.select(config, setting)
+    except OmegaConfBaseException:  # verl's validation reports an interpolation that does not resolve
+        return []
+    return [str(one) for one in (value if OmegaConf.is_list(value) else [value]) if one]

@@ -1,0 +1,172 @@
+"""Overrides that Hydra refuses: settings of older versions of verl and of its other entry points, with the place where
+verl 0.9.1 reads them, settings that verl reads although its configs do not list them, and misspelt ones.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import Problem
+from verl_ext.features.verl_config import ACTOR, MODE, REWARD_ARGUMENTS, ROLLOUT, verls_replay_setting
+from verl_ext.launch.names import FREE, MANAGER, known_names, similar_keys
+from verl_ext.launch.packages import package_folder
+
+# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
+# is one of the grammar's constants.
+PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
+CONSTANTS = ("null", "true", "false", "inf", "nan")
+SAME = 0.85  # the similarity of names from which one is taken for the other, misspelt
+
+OLD_REPLAY = f"{ACTOR}.router_replay.mode"  # its place now depends on the engine
+ASYNC = "async_training."  # of the entry point verl.experimental.fully_async_policy
+
+# Old place of a setting -> its place now, "" if there is none; the longest match counts.
+MOVED = {
+    "custom_reward_function": "reward.custom_reward_function",
+    "reward_model.num_workers": "reward.num_workers",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.reward_kwargs": REWARD_ARGUMENTS,
+    "reward_model.overlong_buffer": f"{REWARD_ARGUMENTS}.overlong_buffer_cfg",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
+    "reward_model.model": "",  # only the path has a new place
+    "reward_model.model.path": "reward.reward_model.model_path",
+    "reward_model": "reward.reward_model",
+    "sandbox_fusion": "reward.sandbox_fusion",
+    "critic.model.fsdp_config": "critic.fsdp",
+    "critic.model.fsdp_config.grad_offload": "",
+    f"{ACTOR}.fsdp_config.grad_offload": "",
+    f"{ACTOR}.megatron.grad_offload": "",
+    f"{ASYNC}trigger_parameter_sync_step": "trainer.v1.separate_async.parameter_sync_step",
+    "rollout.n": f"{ROLLOUT}.n",
+    "env.rollout.n": f"{ROLLOUT}.n",  # of verl-agent
+    "rollout.nnodes": f"{ROLLOUT}.nnodes",
+    "rollout.n_gpus_per_node": f"{ROLLOUT}.n_gpus_per_node",
+    f"{ACTOR}.loss_mode": f"{ACTOR}.policy_loss.loss_mode",
+    f"{ROLLOUT}.n_agent": f"{ROLLOUT}.n",
+    f"{ROLLOUT}.n_val": f"{ROLLOUT}.val_kwargs.n",
+    f"{ROLLOUT}.val_temperature": f"{ROLLOUT}.val_kwargs.temperature",
+}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An override that Hydra refuses.
+
+    Attributes:
+        how: "set", of a setting that does not exist; "add", of one that does; "delete", of one that does not, or that
+            has another value.
+    """
+
+    key: str
+    value: Any
+    how: Literal["set", "add", "delete"]
+
+
+def refusals(refused: Sequence[Refused], config: DictConfig, given: Collection[str]) -> Iterator[Problem]:
+    """Yields a problem for each override that Hydra refuses; those that nothing resembles and nothing reads have one.
+
+    Args:
+        config: the config without them.
+        given: the settings of the whole command line, which no fix sets again.
+    """
+    gone = []
+    for one in refused:
+        found = f"{one.key} is not a setting of this verl"
+        if one.how == "delete":
+            yield Problem(f"~{one.key}: nothing to delete", "there is no such setting, or it has another value")
+        elif one.how == "add":
+            yield Problem(f"+{one.key} is in the config already", f"write ++{one.key}, or leave out the +")
+        elif place := new_place(one.key, config):
+            yield Problem(found, f"leave it out, it is {place} now", moved_fix(one.key, one.value, config, given))
+        elif is_read(one.key, config):
+            fix = (f"++{one.key}={one.value}",) if is_plain(one.value) else ()
+            yield Problem(f"{one.key} without a +", f"verl reads +{one.key}, and its configs do not list it", fix)
+        elif one.key not in MOVED and (near := similar_keys(one.key, config)):
+            same = len(near) == 1 and is_misspelt(*(key.rpartition(".")[2] for key in (one.key, near[0])))
+            free = near[0] not in given and is_plain(one.value)
+            yield Problem(found, f"similar: {', '.join(near)}", (f"{near[0]}={one.value}",) if same and free else ())
+        else:
+            gone.append(one.key)
+    if gone:
+        are, them = ("is not a setting", "it") if len(gone) == 1 else ("are not settings", "them")
+        why = f"leave {them} out: nothing reads {them}, and with a + a worker may refuse {them}"
+        fix = (f"{MODE}=separate_async",) if any(key.startswith(ASYNC) for key in gone) else ()
+        yield Problem(f"{', '.join(gone)} {are} of this verl", f"{why}; {MODE} replaces {ASYNC}*" if fix else why, fix)
+
+
+def is_misspelt(name: str, other: str) -> bool:
+    """Returns True if a name differs from another only by a letter or two."""
+    return SequenceMatcher(None, name, other).ratio() > SAME
+
+
+def moved_fix(setting: str, value: Any, config: DictConfig, given: Collection[str]) -> tuple[str, ...]:
+    """Returns the overrides that give an old setting's value to its new place, unless the launch sets that too."""
+    moved = moved_overrides(setting, value, config) if is_plain(value) else {}
+    return tuple(f"++{place}={one}" for place, one in moved.items() if place not in given)
+
+
+def new_place(setting: str, config: DictConfig | None = None) -> str:
+    """Returns where verl 0.9.1 reads an old setting; "" if nowhere, or if it is not in the table.
+
+    Args:
+        config: if given, the place must be in it: below a place of the table, a fork of verl may have more.
+    """
+    if setting == OLD_REPLAY and config is not None:
+        return verls_replay_setting(config)
+    old = max((one for one in MOVED if setting == one or setting.startswith(f"{one}.")), key=len, default="")
+    place = MOVED[old] + setting.removeprefix(old) if old and MOVED[old] else ""
+    if config is None or not place or is_read(place, config):
+        return place
+    node, _, key = place.rpartition(".")
+    parent = OmegaConf.select(config, node)
+    return place if OmegaConf.is_dict(parent) and key in parent else ""
+
+
+def moved_overrides(setting: str, value: object, config: DictConfig) -> dict[str, object]:
+    """Returns the settings of verl 0.9.1 that do what an old setting did, with their values; {} if nothing does, or if
+    verl does not have the value."""
+    place = new_place(setting, config)
+    if not place or (place == MANAGER and str(value) not in known_names(MANAGER)):
+        found: dict[str, object] = {}
+    else:
+        found = {place: value}
+    if setting.startswith(ASYNC):
+        found[MODE] = "separate_async"
+    return found
+
+
+def is_read(setting: str, config: DictConfig) -> bool:
+    """Returns True if verl reads a setting that its config does not list: below a node for the arguments of other code,
+    or a field of the dataclass that a node's `_target_` names."""
+    *above, leaf = setting.split(".")
+    if any(FREE.fullmatch(part) for part in above):
+        return True
+    node = OmegaConf.select(config, ".".join(above)) if above else None
+    return isinstance(node, DictConfig) and leaf in _dataclass_fields(str(node.get("_target_")))
+
+
+@cache
+def _dataclass_fields(target: str) -> frozenset[str]:
+    """Returns the fields of one of verl's dataclasses and its bases, from their source."""
+    folder, (*path, name) = package_folder("verl"), target.split(".")[1:] or [""]
+    files = folder.joinpath(*path).glob("*.py") if folder else ()
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    if not (found := re.search(rf"^class {name}\b(?:\((\w+)\))?:.*?(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)):
+        return frozenset()
+    bases = _dataclass_fields(".".join(["verl", *path, found[1]])) if found[1] else frozenset[str]()
+    return bases | set(re.findall(r"^    (\w+): ", found[0], re.MULTILINE))
+
+
+def is_plain(value: object) -> bool:
+    """Returns True if a value may be part of a fix: a number, a bool, a name or a path, but no other text of the
+    config, which a shell or Hydra could read differently."""
+    if value is None or isinstance(value, bool | int | float):
+        return value is not None
+    return bool(PLAIN.fullmatch(str(value))) and str(value).lower() not in CONSTANTS

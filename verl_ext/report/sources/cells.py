@@ -1,0 +1,239 @@
+"""Tables: rows of cells below a header. One recogniser of the step's column, of numbers, and of rows in a text.
+
+| table | cells |
+|---|---|
+| CSV, TSV (csv_export.py), or such lines in a log | between `,`, `;`, tabs, or several blanks, as the header has them |
+| Markdown, psql, rich, tabulate | between `|` or the vertical lines of a box |
+| HTML, in a notebook | `<th>` and `<td>` |
+| JSON | a list of objects; an object of lists; objects by step |
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html.parser import HTMLParser
+from itertools import zip_longest
+from typing import Any
+
+from verl_ext.diagnosis.names import REWARD, normal, quantity_of
+from verl_ext.report.run import ReportError
+from verl_ext.report.sources.jsonl import flat
+from verl_ext.report.sources.table import STEP_NAMES, Row, known_readings, whole_step
+from verl_ext.report.sources.text import register_format
+
+COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the rows
+SEPARATORS = (re.compile(r"[|│┃║]"), re.compile(r"\t"), re.compile(r";"), re.compile(r","), re.compile(r"\s{2,}"))
+STEP_WORD = re.compile(r"(?i)^(?:global[ _]?)?step\s*(?=\d)")
+DECORATION = " *`~$\t"  # of a cell in Markdown
+THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+TRUTH = {"true": 1.0, "false": 0.0}
+SUMMARY = "train_runtime"  # TRL's totals of the run, in its last entry
+DEEPEST = 4  # levels of a JSON document
+MOST_CELLS = 500
+EDGE, PAD = rb"[|\t,;]|\xe2\x94[\x82\x83]|\xe2\x95\x91", rb"[ *`]{0,40}"  # a bound, so that blanks take linear time
+HEADER = re.compile(
+    rb"(?im)(?:^|\s|%b)%b(?:global[ _])?(?:step|iter|iteration|update|rollout)s?%b(?:%b|\s\s|\r?$)"
+    % (EDGE, PAD, PAD, EDGE)
+)
+NUMBERS = re.compile(rb"(?m)\d%b(?:%b|\s\s|\r?$)" % (PAD, EDGE))
+
+
+def cell_number(cell: str) -> float | None:
+    """Returns the number in a cell; a percentage as a share; None if it has none."""
+    cell = cell.strip(DECORATION)
+    if THOUSANDS.fullmatch(cell):
+        cell = cell.replace(",", "")
+    try:
+        return float(cell[:-1]) / 100 if cell.endswith("%") else float(cell)
+    except ValueError:
+        return TRUTH.get(cell.lower())
+
+
+class Columns:
+    """The columns of a table: which has the step, and which have metrics.
+
+    Attributes:
+        step: the number of the step's column, from 0; None if none has it.
+        metrics: (number, name) of each other column with a name.
+    """
+
+    def __init__(self, header: Sequence[str]):
+        names = [normal(name.strip(DECORATION + "\ufeff")) for name in header]
+        found = (names.index(name) for name in STEP_NAMES if name in names)
+        self.step = next(found, 0 if names and names[0] in COUNTS else None)
+        self.width = len(header)
+        self.metrics = [
+            (at, name.strip(DECORATION)) for at, name in enumerate(header) if at != self.step and name.strip()
+        ]
+
+    def step_of(self, cells: Sequence[str]) -> int | None:
+        if self.step is None or len(cells) != self.width:
+            return None
+        cell = STEP_WORD.sub("", cells[self.step].strip(DECORATION))
+        return whole_step(cell if (number := cell_number(cell)) is None else number)
+
+    def values(self, cells: Sequence[str]) -> dict[str, object]:
+        return {name: value for at, name in self.metrics if (value := cell_number(cells[at])) is not None}
+
+
+@register_format(
+    "a table in a text (Markdown, rich, psql, aligned columns)",
+    remarks="`| Step | Reward |`: a header with the step, and rows of as many cells",
+    fewest=2,
+    order=5,
+)
+class TextTable:
+    def __init__(self) -> None:
+        self._columns: Columns | None = None
+        self._separator = SEPARATORS[0]
+
+    def sniff(self, text: bytes) -> bool:
+        return HEADER.search(text) is not None or (self._columns is not None and NUMBERS.search(text) is not None)
+
+    def rows(self, text: str) -> Iterator[Row]:
+        if self._columns is not None:
+            cells = split_cells(text, self._separator)
+            if len(cells) == self._columns.width + 1:  # pandas prints an index without a name
+                cells = cells[1:]
+            if (step := self._columns.step_of(cells)) is not None:
+                if values := self._columns.values(cells):
+                    yield step, values
+                return
+        for separator in SEPARATORS:
+            header = split_cells(text, separator)
+            if 1 < len(header) < MOST_CELLS and all(cell_number(cell) is None for cell in header):
+                columns = Columns(header)
+                if columns.step is not None and any(quantity_of(name) for _, name in columns.metrics):
+                    self._columns, self._separator = columns, separator
+                    return
+
+
+def split_cells(line: str, separator: re.Pattern[str]) -> list[str]:
+    """Returns the cells of a line, without the lines of the frame at both ends."""
+    cells = separator.split(line.strip())
+    if separator is SEPARATORS[0]:
+        cells = cells[not cells[0].strip() :]
+        cells = cells[: len(cells) - (bool(cells) and not cells[-1].strip())]
+    return [cell.strip() for cell in cells]
+
+
+@register_format(
+    "trainer_state.json, or another JSON document with a history",
+    example="trainer_state.json, history.json",
+    remarks="TRL and transformers; a list of objects, an object of lists, or objects by step. In a folder of "
+    "checkpoints, the last checkpoint's file is read",
+    document=True,
+    endings=("trainer_state.json",),
+    order=4,
+)
+class JsonHistory:
+    def sniff(self, text: bytes) -> bool:
+        return re.match(rb'\s*(?:\[\s*\{|\{(?=[^\n]*?[\[{]|\s*\n)\s*"[^"\n]{0,200}"\s*:)', text) is not None
+
+    def rows(self, text: str) -> Iterator[Row]:
+        try:
+            read = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ReportError(f"this is not whole JSON ({error}); is it still being written?") from None
+        yield from rows_of_the_run([list(rows) for rows in _json_tables(read)])
+
+
+def _json_tables(read: Any, depth: int = 0) -> Iterator[Iterable[Row]]:
+    """Yields the rows of each table in a JSON document."""
+    if isinstance(read, list):
+        entries = (dict(flat(entry)) for entry in read if isinstance(entry, dict) and SUMMARY not in entry)
+        yield ((step_in(entry), without_step(numbers_of(entry))) for entry in entries)
+        if depth < DEEPEST:
+            for entry in read[:MOST_CELLS]:
+                yield from _json_tables(entry, depth + 1)
+    elif isinstance(read, dict):
+        lists = {name: each for name, each in read.items() if isinstance(each, list) and len(each) > 1}
+        if lists := {name: each for name, each in lists.items() if isinstance(each[0], (int, float))}:
+            columns = Columns([*lists])
+            for at, cells in enumerate(zip_longest(*lists.values()), start=1):
+                texts = ["" if cell is None else str(cell) for cell in cells]
+                yield [((at if columns.step is None else columns.step_of(texts)), columns.values(texts))]
+        inner = {name: each for name, each in read.items() if isinstance(each, dict) and each}
+        if inner and _are_steps(inner):
+            yield ((whole_step(at), numbers_of(each)) for at, each in inner.items())
+        elif by_name := {name: numbers_of(each) for name, each in inner.items() if _are_steps(each)}:
+            steps = sorted({at for each in by_name.values() for at in each}, key=lambda at: whole_step(at) or 0)
+            yield ((whole_step(at), {name: each[at] for name, each in by_name.items() if at in each}) for at in steps)
+        if depth < DEEPEST:
+            for each in read.values():
+                yield from _json_tables(each, depth + 1)
+
+
+def _are_steps(names: Iterable[object]) -> bool:
+    return all(whole_step(name) is not None for name in names)
+
+
+def rows_of_the_run(tables: Sequence[Sequence[Row]]) -> Iterator[Row]:
+    """Yields the rows of the tables that are the run's, where a document has several.
+
+    The one that knows a reward comes first, then the one with the most readings that the report knows. Others with all
+    of its quantities are further parts of it, or further runs.
+    """
+    known = [known_readings(rows) for rows in tables]
+    ranks = [(REWARD in names, sum(names.values())) for names in known]
+    best = known[ranks.index(max(ranks))] if ranks else {}
+    for rows, names in zip(tables, known, strict=True):
+        if best.keys() <= names.keys():
+            yield from rows
+
+
+class HtmlTables(HTMLParser):
+    """The tables of a page, as lists of lines of cells."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self._in_cell = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr" and self.tables:
+            self.tables[-1].append([])
+        self._in_cell = tag in ("th", "td")
+        if self._in_cell and self.tables and self.tables[-1]:
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_cell = self._in_cell and tag not in ("th", "td")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_cell and self.tables and self.tables[-1] and self.tables[-1][-1]:
+            self.tables[-1][-1][-1] += data.strip()
+
+    def rows(self) -> Iterator[list[Row]]:
+        """Yields the rows of each table that has a header with the step."""
+        for header, *lines in filter(None, self.tables):
+            columns = Columns(header)
+            found = [(step, columns.values(line)) for line in lines if (step := columns.step_of(line)) is not None]
+            if found:
+                yield found  # type: ignore[misc]
+
+
+def step_in(values: Mapping[str, Any]) -> int | None:
+    """Returns the step among the values, by the first of STEP_NAMES."""
+    named = {normal(name): value for name, value in values.items() if isinstance(name, str)}
+    return next((step for name in STEP_NAMES if (step := whole_step(named.get(name))) is not None), None)
+
+
+def without_step(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if normal(name) not in STEP_NAMES}
+
+
+def numbers_of(read: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the entries that are numbers, or strings of numbers."""
+    found = {}
+    for name, value in read.items():
+        if not isinstance(name, str) or isinstance(value, bool):
+            continue
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return found

@@ -1,0 +1,61 @@
+"""A line of a log as the program printed it.
+
+Launchers and loggers put a process, a rank, a time, a level and a place in the code in front of a line, often several
+of them. All readers see the line without these.
+"""
+
+import re
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
+TIME = rf"""(?:
+    (?:\d{{4}}[-/.]?\d\d[-/.]?\d\d|\d\d[-/.]\d\d(?:[-/.]\d{{2,4}})?)[ T_-]+{CLOCK}(?:Z|\s?[+-]\d\d:?\d\d|\ UTC)?
+    |(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\ +\d{{1,2}}\ (?:\d{{4}}\ )?{CLOCK}
+    |{CLOCK}
+)"""
+LEVEL = r"(?:ERROR|CRITICAL|FATAL|WARNING|WARN|INFO|DEBUG|SUCCESS|TRACE)"
+FRONT = re.compile(
+    rf"""\s*(?:
+    (?P<process>\([^()\n]{{1,80}}\bpid=\d+[^()\n]{{0,80}}\))    # Ray, vLLM
+    |\((?:raylet|autoscaler)[^()\n]{{0,40}}\)
+    |\[pod/[\w./-]+\]                                           # kubectl logs --prefix
+    |[\w.-]+-\d+\s+\|(?=\s)                                     # docker compose
+    |(?:stdout|stderr)\ [FP](?=\s)                              # containerd
+    |\[(?:rank|default|Rank\ )\d+\]:?|\[\d+,\d+\]<std(?:out|err)>:?|\d{{1,4}}:(?=\s)     # torchrun, mpirun, srun
+    |[a-z][\w.]*-[\w.-]*\d:(?=\s+[A-Za-z])                      # pdsh: the node
+    |\[?[IWEF]\d{{4}}\ {CLOCK}[^\]\n]{{0,80}}\]                 # glog
+    |\[{TIME}[^\]\n]{{0,40}}\]:?                                # a time and what a logger adds to it
+    |\(?{TIME}\)?(?:\s[\w.-]+\s[\w./@-]+\[\d+\])?:?(?=\s|$)     # a time, or that of syslog and journald
+    |\[?\d{{10}}(?:\d{{3}}|\.\d+)?\]?(?=\s)                     # seconds or milliseconds since 1970
+    |(?:[\w.]{{1,60}}\ (?:-\ )?)?\[?{LEVEL}\]?(?:\ \d\d-\d\d\ {CLOCK})?(?:\ \[[^\]\n]{{1,80}}\])?
+        (?::[\w.]+:|:?\ {{0,4}}(?=\s|$))
+    |\[?[\w./<>-]+(?:\.(?:py|cc|cpp|rs)|:[\w.<>]+):\d+\]?:?(?=\s)           # a place in the code
+    )(?:\s[|-](?=\s))?\s?""",
+    re.VERBOSE,
+)
+MOST_FRONTS = 12
+
+
+def front_before(text: str, line: str) -> re.Pattern[str]:
+    """Returns what matches the front of a line before a text in it, with any numbers: an unknown logger's, say."""
+    return re.compile(re.sub(r"\d+", r"\\d+", re.escape(line[: line.index(text)])))
+
+
+def plain(line: bytes) -> str:
+    """Returns a line as text, without colours."""
+    return ANSI.sub("", line.decode("utf-8", errors="replace"))
+
+
+def printed(line: bytes) -> str:
+    """Returns what the program printed: a line without what launchers and loggers put in front."""
+    return split_front(plain(line))[1]
+
+
+def split_front(line: str) -> tuple[str, str]:
+    """Returns which process wrote a line, "" if nothing in front of it says so, and what it printed."""
+    process, at = "", 0
+    for _ in range(MOST_FRONTS):
+        if (found := FRONT.match(line, at)) is None:
+            break
+        process, at = found["process"] or process, found.end()
+    return process, line[at:]
