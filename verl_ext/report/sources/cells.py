@@ -128,7 +128,7 @@ def split_cells(line: str, separator: re.Pattern[str]) -> list[str]:
 )
 class JsonHistory:
     def sniff(self, text: bytes) -> bool:
-        return re.match(rb'\s*(?:\[\s*\{|\{(?=[^\n]*?[\[{]|\s*\n)\s*"[^"\n]{0,200}"\s*:)', text) is not None
+        return re.match(rb'\s*(?:\[\s*\{|\{(?=[^\n]*?:\s*[\[{]|\s*\n)\s*"[^"\n]{0,200}"\s*:)', text) is not None
 
     def rows(self, text: str) -> Iterator[Row]:
         try:
