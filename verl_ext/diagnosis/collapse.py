@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl_ext.diagnosis.growth import scatter
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
-from verl_ext.diagnosis.statistics import DEVIATIONS, STAYS, STRETCH, dead_since, leaves, level_means, scatter
+from verl_ext.diagnosis.statistics import DEVIATIONS, STAYS, STRETCH, dead_since, leaves, level_means
 
 BEFORE = 64  # readings before the fall; a series is taken to be calm in the earlier half of these
 LEAST_MOVE = 0.1  # of the calm level; smaller moves do not break a run

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 
 from verl_ext.base.metrics.metric import Scale
+from verl_ext.diagnosis.growth import FLOOR, NORMAL_MAD
 from verl_ext.diagnosis.series import Series
-from verl_ext.diagnosis.statistics import FLOOR, NORMAL_MAD
 
 TOO_FEW: Literal["too few readings to tell"] = "too few readings to tell"
 NoiseVerdict = Literal["differs", "within noise", "too few readings to tell"]

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.collapse import RECORDED, STRETCH, find_collapse
+from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_enough, spread
 from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD, engines_names
-from verl_ext.diagnosis.statistics import HORIZON, Growth, estimate_growth, is_seen_enough, spread
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
 # Jumps are looked for in the mean |log k|, to which all tokens contribute alike; a single token can move k3.

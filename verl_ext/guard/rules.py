@@ -7,7 +7,7 @@ from statistics import fmean
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
-from verl_ext.diagnosis.statistics import spread
+from verl_ext.diagnosis.growth import spread
 
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
 REFUSING = ("skip", "undo", "rollback", "stop")  # the batch makes no update

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_ext.base.methods import require
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, GROWTH_READINGS
 from verl_ext.diagnosis.names import K3
-from verl_ext.diagnosis.statistics import FEWEST_FOR_GROWTH, GROWTH_READINGS
 from verl_ext.guard.rules import REFUSING, LrState, RuleState
 
 LARGEST = 2**63 - 1  # a whole number in a saved state

@@ -9,9 +9,10 @@ from functools import lru_cache
 import numpy as np
 
 from verl_ext.diagnosis.findings.gap import Gap, gap_of
+from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth
 from verl_ext.diagnosis.names import K3, PROB_DIFF
 from verl_ext.diagnosis.series import Series, holds_from, now_label, now_of
-from verl_ext.diagnosis.statistics import HORIZON, STRETCH, Growth, estimate_growth
+from verl_ext.diagnosis.statistics import STRETCH
 from verl_ext.guard.state import Boundary, Event
 from verl_ext.report.run import Run
 

@@ -31,11 +31,11 @@ from verl_ext.diagnosis.collapse import SIGNAL_WORDS
 from verl_ext.diagnosis.findings.gap import gap_of
 from verl_ext.diagnosis.findings.registry import RULES, notable
 from verl_ext.diagnosis.findings.reward import reward_course
+from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
 from verl_ext.diagnosis.rank import Evidence, OpenQuestion, Suspect
 from verl_ext.diagnosis.series import LEVEL_READINGS
-from verl_ext.diagnosis.statistics import FEWEST_FOR_GROWTH
 from verl_ext.guard.rules import REFUSING
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import NextStep, may_ask, moves_of, next_steps, steps_elsewhere

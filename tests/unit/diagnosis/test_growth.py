@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests import ROOT
 from tests.support.examples import slow_cases
-from verl_ext.diagnosis.statistics import HORIZON, estimate_growth, is_seen_enough, scatter, spread
+from verl_ext.diagnosis.growth import HORIZON, estimate_growth, is_seen_enough, scatter, spread
 
 DATA = ROOT / "tests" / "support" / "data"
 WINDOW = 32

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import ROOT
+from verl_ext.diagnosis.growth import scatter
 from verl_ext.diagnosis.noise import (
     LEVEL,
     TOO_FEW,
@@ -23,7 +24,7 @@ from verl_ext.diagnosis.noise import (
     student_p,
 )
 from verl_ext.diagnosis.series import Series
-from verl_ext.diagnosis.statistics import difference_noise, level_error, mean_error, scatter
+from verl_ext.diagnosis.statistics import difference_noise, level_error, mean_error
 
 DATA = ROOT / "tests" / "support" / "data"
 FINITE = st.floats(-1e6, 1e6)

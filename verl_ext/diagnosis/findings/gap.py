@@ -12,6 +12,7 @@ import numpy as np
 
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.growth import GROWTH_READINGS, estimate_growth, is_seen_enough
 from verl_ext.diagnosis.levels import PUBLISHED
 from verl_ext.diagnosis.names import K1, K3, LOG_RATIO, PROB_DIFF, engines_names
 from verl_ext.diagnosis.series import (
@@ -24,14 +25,7 @@ from verl_ext.diagnosis.series import (
     now_of,
     require_logged,
 )
-from verl_ext.diagnosis.statistics import (
-    GROWTH_READINGS,
-    SURE,
-    course_of,
-    estimate_growth,
-    is_seen_enough,
-    largest_jump,
-)
+from verl_ext.diagnosis.statistics import SURE, course_of, largest_jump
 
 K2 = "optim/kl_sample_train_v2"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"

@@ -6,9 +6,9 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from verl_ext.diagnosis.growth import Growth
 from verl_ext.diagnosis.names import K1, K3
 from verl_ext.diagnosis.series import Series
-from verl_ext.diagnosis.statistics import Growth
 from verl_ext.report.figures.charts import (
     BLUE,
     GREEN,
