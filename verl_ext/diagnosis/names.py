@@ -20,8 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from verl_ext.base.metrics import SECTIONS, find
 from verl_ext.base.metrics.metric import Metric
 
@@ -92,12 +90,16 @@ class Alias:
 
     def can_be(self, values: Any) -> bool:
         """Returns True if logged values can be values of the quantity: their median is within its range."""
+        import numpy as np  # a launch reads names, and computes nothing
+
         low, high = self.range
         finite = np.asarray(values)[np.isfinite(values)]
         return not finite.size or bool(low <= np.median(finite) <= high)
 
     def convert(self, values: Any) -> Any:
         """Returns logged values as values of the quantity, in its unit and with its sign."""
+        import numpy as np
+
         if self.log:
             with np.errstate(all="ignore"):
                 values = np.log(values)
@@ -170,7 +172,8 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
 def _preferred(canonical: str, names: dict[str, Alias], logged: Mapping[str, Any]) -> dict[str, Alias]:
     if len(names) < 2:
         return names
-    sizes = {name: np.size(getattr(logged[name], "values", logged[name])) for name in names}
+    logged_values = {name: getattr(logged[name], "values", logged[name]) for name in names}
+    sizes = {name: len(values) if hasattr(values, "__len__") else 1 for name, values in logged_values.items()}
     enough = MOSTLY * max(sizes.values())
     places = {alias: place for place, alias in enumerate(_canonical_names()[canonical].aliases)}
     return dict(sorted(names.items(), key=lambda item: (sizes[item[0]] < enough, places[item[1]])))
