@@ -121,44 +121,30 @@ def agreement_measures(agreement: Tensor) -> dict[str, Tensor]:
     return {AGREEMENT: torch.where(known, agreement, 0.0), COMPARED: known.double()}
 
 
-Origin = tuple[Tensor, Tensor]  # agreement and |log k| of one token
+CONSTANT = 1e-13  # share of the sum of squares below which a variance is rounding
 
 
-def origin_of(agreement: Tensor, log_k: Tensor) -> Origin | None:
-    """Returns both values of the first compared token; None if there is none."""
-    first = agreement.isfinite().nonzero()[:1, 0].tolist()
-    return (agreement[first[0]].clone(), log_k[first[0]].abs()) if first else None
-
-
-def agreement_sums(agreement: Tensor, log_k: Tensor, origin: Origin | None) -> Sums:
+def agreement_sums(agreement: Tensor, log_k: Tensor) -> Sums:
     """Returns sums over the compared tokens of one block, [n] float64 each; the gap is |log k|.
 
-    The sums of the correlation (`offset`) are of differences from one token's values. They are 0 if a measure is
-    constant, and keep the digits of the variance: the sum of squares is at most n times that of differences from the
-    mean.
-
-    Args:
-        origin: None if no token of this block, nor of earlier ones, was compared.
+    Most tokens agree in all layers and have a small gap, so that sums of squares of 1 - agreement and of the gap keep
+    the digits of a variance.
     """
     if not bool(agreement.sum().isfinite()):  # then one of the terms is not
         compared = agreement.isfinite()
         agreement, log_k = agreement[compared], log_k[compared]
-    if origin is None:
-        origin = agreement.new_zeros(()), agreement.new_zeros(())
-    gap, equal = log_k.abs(), (agreement == 1).double()
-    # Both sums of the gap are computed directly: as total minus the other, a far smaller one would lose all digits.
-    gap_equal, gap_differs = torch.dot(equal, gap), torch.dot(1 - equal, gap)
-    agreement, gap = agreement - origin[0], gap.sub_(origin[1])
+    gap, differing = log_k.abs(), 1 - agreement
+    equal = (differing == 0).double()
     return {
         "compared": equal.new_tensor(len(equal)),
         "equal": equal.sum(),  # tokens with the same experts everywhere
-        "gap_equal": gap_equal,
-        "gap_differs": gap_differs,
-        "offset_agreement": agreement.sum(),
-        "offset_agreement_squared": torch.dot(agreement, agreement),
-        "offset_gap": gap.sum(),
-        "offset_gap_squared": torch.dot(gap, gap),
-        "offset_product": torch.dot(agreement, gap),
+        # Both sums of the gap are computed directly: as total minus the other, a far smaller one would lose all digits.
+        "gap_equal": torch.dot(equal, gap),
+        "gap_differs": torch.dot(1 - equal, gap),
+        "differing": differing.sum(),
+        "differing_squared": torch.dot(differing, differing),
+        "gap_squared": torch.dot(gap, gap),
+        "differing_gap": torch.dot(differing, gap),
     }
 
 
@@ -174,10 +160,10 @@ def agreement_metrics(sums: Sums) -> dict[str, Tensor]:
         metrics["router/gap_equal"] = sums["gap_equal"] / equal
     if equal < n:
         metrics["router/gap_differs"] = sums["gap_differs"] / (n - equal)
-    agreement, gap = sums["offset_agreement"], sums["offset_gap"]
-    of_agreement = sums["offset_agreement_squared"] - agreement**2 / n
-    of_gap = sums["offset_gap_squared"] - gap**2 / n
-    if of_agreement > 0 and of_gap > 0:
-        covariance = sums["offset_product"] - agreement * gap / n
-        metrics["router/disagreement_gap_correlation"] = -covariance / of_agreement.sqrt() / of_gap.sqrt()
+    differing, gap = sums["differing"], sums["gap_equal"] + sums["gap_differs"]
+    of_differing = sums["differing_squared"] - differing**2 / n
+    of_gap = sums["gap_squared"] - gap**2 / n
+    if of_differing > CONSTANT * sums["differing_squared"] and of_gap > CONSTANT * sums["gap_squared"]:
+        covariance = sums["differing_gap"] - differing * gap / n
+        metrics["router/disagreement_gap_correlation"] = covariance / of_differing.sqrt() / of_gap.sqrt()
     return metrics

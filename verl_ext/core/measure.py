@@ -14,13 +14,11 @@ from torch import Tensor
 
 from verl_ext.core.blocks import Block, Scratch, Sums, add_up, copy_to_host, read_blocks
 from verl_ext.core.breakdown import (
-    Origin,
     agreement_measures,
     agreement_metrics,
     agreement_sums,
     bucket_metrics,
     bucket_sums,
-    origin_of,
     row_bucket_sums,
 )
 from verl_ext.core.corrections import CORRECTIONS
@@ -181,12 +179,10 @@ class Gathered:
     Attributes:
         sums: {} where no token counts.
         tokens: masked in.
-        origin: the reference point of the sums of the routers' agreement; None if there are none.
     """
 
     sums: Sums
     tokens: int
-    origin: Origin | None = None
 
     @property
     def non_finite(self) -> int:
@@ -202,13 +198,11 @@ def gather(
     breakdown: bool = True,
     block: int | None = None,
     as_mask: bool = False,
-    origin: Origin | None = None,
 ) -> tuple[Tensor | None, Gathered]:
     """Returns the weights as in `Measured`, and the sums of the metrics; other arguments as for `measure`.
 
     Args:
         as_mask: tokens with a weight get weight 1, for a loss that has the ratio already.
-        origin: an earlier part's, if its routers' agreement was compared.
     """
     device = tokens.mask.device
     size = block or (TOKENS_AT_ONCE if device.type == "cpu" else TOKENS_AT_ONCE_ON_GPU)
@@ -220,19 +214,14 @@ def gather(
         if weight is not None:
             weighed = weigh(part, mismatch, corrections, scratch, as_mask=as_mask)
             part.put(weighed.weight, into=weight)
-        if part.agreement is not None and origin is None:
-            origin = origin_of(part.agreement, mismatch.log_k)
-        sums.append(_sums(part, mismatch, weighed, origin, breakdown, scratch))
-    return weight, Gathered(copy_to_host(add_up(sums)) if sums else {}, tokens.count, origin)
+        sums.append(_sums(part, mismatch, weighed, breakdown, scratch))
+    return weight, Gathered(copy_to_host(add_up(sums)) if sums else {}, tokens.count)
 
 
 def put_together(
     parts: Sequence[Gathered], corrections: Mapping[str, Settings], weight: Tensor | None = None
 ) -> Measured:
-    """Returns the metrics of all parts as if they had been measured together, with the weights given.
-
-    All parts with the routers' agreement must have the same `origin`.
-    """
+    """Returns the metrics of all parts as if they had been measured together, with the weights given."""
     whole = merge(parts)
     sums, masked = whole.sums, whole.tokens
     if not sums:
@@ -255,14 +244,12 @@ def merge(parts: Sequence[Gathered]) -> Gathered:
     return Gathered(add_up(sums) if sums else {}, sum(part.tokens for part in parts))
 
 
-def _sums(
-    block: Block, mismatch: Mismatch, weighed: Weighed | None, origin: Origin | None, breakdown: bool, scratch: Scratch
-) -> Sums:
+def _sums(block: Block, mismatch: Mismatch, weighed: Weighed | None, breakdown: bool, scratch: Scratch) -> Sums:
     sums = mismatch_sums(block, mismatch)
     if weighed is not None:
         sums |= correction_sums(block, weighed)
     if block.agreement is not None:
-        sums |= agreement_sums(block.agreement, mismatch.log_k, origin)
+        sums |= agreement_sums(block.agreement, mismatch.log_k)
     if breakdown or block.buckets:
         measures = {"vllm_kl/k1": -mismatch.log_k, "vllm_kl/k3": mismatch.k3}
         if weighed is not None:

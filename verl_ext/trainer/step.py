@@ -179,8 +179,7 @@ class Step:
         corrections, breakdown = self._stability.corrections(narrowed=narrowed), self._stability.breakdown
         gathered, bad = list[Gathered](), {names.ROLLOUT_LOG_PROBS: 0, names.OLD_LOG_PROBS: 0}
         for block, tokens in batch.blocks(by_sign=breakdown):
-            origin = gathered[-1].origin if gathered else None
-            weight, part = gather(tokens, corrections, breakdown=breakdown, origin=origin)
+            weight, part = gather(tokens, corrections, breakdown=breakdown)
             gathered.append(part)
             if part.non_finite:
                 bad[names.ROLLOUT_LOG_PROBS] += count_non_finite(tokens.l_infer, tokens.mask)

@@ -146,18 +146,26 @@ def test_long_trajectories_of_many_turns_equal_the_oracle(block):
 
 @pytest.mark.parametrize("block", [None, 5000])
 def test_the_correlation_keeps_its_digits_where_both_barely_vary(block):
-    # In the last places of float32, next to one outlier that stands first; naive sums of squares have no digits left.
+    # The agreement in the last places of float32, the gap by a thousandth; once next to an outlier that stands first.
     generator = torch.Generator().manual_seed(0)
     lower = torch.rand(20_000, generator=generator) < 0.3
     higher = torch.rand(20_000, generator=generator) < 0.5
     agreement = torch.where(lower, torch.tensor(1 - 2**-23), torch.tensor(1 - 2**-24))
-    old = torch.where(lower & higher, torch.tensor(-17.0 - 2**-19), torch.tensor(-17.0))
+    old = torch.where(lower & higher, torch.tensor(-0.17 - 2**-12), torch.tensor(-0.17))
     for first in (0, 1):
         rows = [(0.0, x, True, 0.0, a) for x, a in zip(old.tolist(), agreement.tolist(), strict=True)]
         rows[0] = (0.0, -100.0, True, 0.0, 0.0) if first else rows[0]
         batch = [rows[i : i + 1000] for i in range(0, len(rows), 1000)]
         found = measure(pack(batch), block=block).metrics
         assert found[CORRELATION] == pytest.approx(oracle(batch)[CORRELATION], rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, 1000, 20_001])
+def test_there_is_no_correlation_with_a_constant_however_many_tokens(count):
+    old = (-torch.rand(count, generator=torch.Generator().manual_seed(0))).tolist()
+    varied = [(0.0, value, True, 0.0, 0.5 + 0.5 * (at % 2)) for at, value in enumerate(old)]
+    for rows in ([(*row[:4], 0.9) for row in varied], [(0.0, -0.1, *row[2:]) for row in varied]):
+        assert CORRELATION not in measure(pack([rows])).metrics
 
 
 def less(batch, left_out):

@@ -59,7 +59,7 @@ def test_in_blocks_as_whole(lengths, group, at_once, seed):
         assert blocks.numbers("router_sums") is None, "which this batch does not have"
         wanted, gathered = measure(tokens, CORRECTIONS), []
         for block, found in blocks.blocks(by_sign=True):
-            weight, part = gather(found, CORRECTIONS, origin=gathered[-1].origin if gathered else None)
+            weight, part = gather(found, CORRECTIONS)
             gathered.append(part)
             blocks.put(block, {"rollout_is_weights": weight})
         found = put_together(gathered, CORRECTIONS)
