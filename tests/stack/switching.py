@@ -62,11 +62,11 @@ BYPASS_NARROW = ("stability=icepop", *BYPASS, *NARROW)
 BYPASS_REFUSED = ("stability=icepop", *BYPASS, "stability.icepop.alpha=3", "stability.icepop.beta=4")  # by the workers
 BYPASS_OPSM = ("stability=opsm", *BYPASS, "stability.opsm.delta=0.0", f"{LOSS}.loss_mode=gspo")
 BYPASS_TIS = ("stability=tis", *BYPASS, "stability.tis.cap=1.0", f"{LOSS}.loss_mode=gpg")
-REUSED = (
-    *("stability=icepop", "stability.reuse_log_probs=on", *NARROW),
-    *("stability.router_agreement=false", "stability.top_tokens.k=0"),
+REUSED_ROUTED = (
+    *("stability=icepop", "stability.reuse_log_probs=on", *NARROW, "stability.top_tokens.k=0"),
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",  # one update a step
 )
+REUSED = (*REUSED_ROUTED, "stability.router_agreement=false")
 ICEPOP = ("stability=icepop",)
 ICEPOP_LOSS = ("stability=icepop_loss", f"{LOSS}.alpha=0.999", f"{LOSS}.beta=1.001")
 GSPO = ("stability=icepop", f"{LOSS}.loss_mode=gspo")
@@ -92,6 +92,7 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         BYPASS_OPSM,
         BYPASS_TIS,
         REUSED,
+        REUSED_ROUTED,
         ICEPOP,
         ("stability=icepop", *NARROW),
         ("stability=icepop", *NARROW, "stability.denominator=kept"),

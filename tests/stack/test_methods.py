@@ -31,6 +31,7 @@ from tests.stack.switching import (
     NARROW,
     NOTHING_LEFT,
     REUSED,
+    REUSED_ROUTED,
     SCHEDULES,
     SEQ_MASK_TIS,
     SHIFT,
@@ -47,7 +48,7 @@ EVERY = [
     pytest.param(engine, entry, id=f"{engine}-{' '.join(entry)}")
     for engine, schedule in SCHEDULES.items()
     for entry in schedule
-    if entry not in (NOTHING_LEFT, DPPO, REUSED, *BYPASSED)
+    if entry not in (NOTHING_LEFT, DPPO, REUSED, REUSED_ROUTED, *BYPASSED)
 ]
 
 
@@ -127,6 +128,14 @@ def test_without_compute_log_prob_the_update_is_measured_and_weighed_by_its_own_
     assert step["training/rollout_probs_diff_mean"] == step["vllm_kl/prob_diff_mean"] > 0
 
 
+@ON_FSDP2
+def test_without_compute_log_prob_the_update_compares_the_routers(step_of):
+    step, before = step_of(*REUSED_ROUTED), step_of(*ICEPOP)
+    assert {name for name in before if name.startswith("router/")} <= step.keys()
+    assert 0.9 < step["router/agreement"] <= step["router/own_agreement"] <= 1 and step["router/tokens"] > 0
+    assert step["router/checked"] == 1 and not any("first_pass" in name for name in step)
+
+
 def assert_measured_in_the_update(step):
     """Checks that the gap is the first mini-batch's, by the weights that compute_log_prob would have had."""
     assert 0 < step["vllm_kl/k3"] < 1e-3
@@ -175,11 +184,9 @@ def test_workers_are_sent_no_columns_of_the_dataset(switching_run):
     assert updates
     for there, sent in ([set(names.split()) for names in found] for found in updates):
         assert {"uid", "raw_prompt", "data_source", "extra_fields", "tools_kwargs"} <= there - sent
-        assert (
-            {"input_ids", "prompts", "responses", "response_mask", "old_log_probs", "multi_modal_inputs"}
-            <= sent
-            < there
-        )
+        assert {"input_ids", "prompts", "responses", "response_mask", "multi_modal_inputs"} <= sent < there
+        assert ("old_log_probs" in sent) == ("old_log_probs" in there)  # not if log-probs are reused
+    assert any("old_log_probs" in sent for _, sent in updates)
 
 
 @ON_FSDP2

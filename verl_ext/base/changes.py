@@ -240,9 +240,9 @@ TABLE = add_changes(
     ),
     Change(
         name="reuse_log_probs",
-        target="`compute_entropy_from_logits` of the actor's FSDP engine",
+        target="`compute_entropy_from_logits` of the actor's FSDP engine; `logprobs_from_logits` of its module",
         why="without compute_log_prob, the update computes the entropy that is logged; no loss reads it, so it needs "
-        "no graph",
+        "no graph, and the logits' gradient may be written in their place",
         when="`stability.reuse_log_probs` without an entropy bonus, on packed tokens",
         versions=VERL,
         file="workers/actor.py",
@@ -250,6 +250,7 @@ TABLE = add_changes(
         without="set stability.reuse_log_probs=off",
         needs=(
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: compute_entropy_from_logits",
+            f"{ENGINE}.fsdp.transformer_impl.logprobs_from_logits(logits, labels, inplace_backward)",
         ),
     ),
     Change(

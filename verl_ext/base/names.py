@@ -49,7 +49,8 @@ DEVIATION = "router_deviation"  # the input of the loss router_shift
 OWN_ROUTES = "own_routes"  # true: routers choose in this pass, although the run replays routing
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept
 UPDATE = "guarded_update"  # arguments of the workers' Gate.begin_update
-FIRST_PASS = "first_pass"  # in bypass mode, arguments of the workers' FirstPass.begin_update
+FIRST_PASS = "first_pass"  # without compute_log_prob, arguments of the workers' FirstPass.begin_update
+COMPARES = "compares_experts"  # true: in this update, routers are compared with the rollout's experts
 # Arguments of a pass over a few trajectories, one at a time: so few may not divide into the run's micro-batches.
 ONE_A_PASS = {
     "calculate_entropy": False,

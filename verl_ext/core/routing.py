@@ -3,7 +3,7 @@
 Shape legend: N tokens, n tokens of a block, L MoE layers, K experts per token (top-k), B trajectories.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -400,3 +400,62 @@ def _stuck(routes_TLK: Tensor, known_T: Tensor, offsets: Tensor) -> Tensor:
         sets_nK = routes_TLK[rows[starts[trajectory] : starts[trajectory + 1]], layer].sort(-1).values
         stuck_B[trajectory] |= (sets_nK == sets_nK[0]).all()
     return stuck_B
+
+
+@dataclass(frozen=True)
+class RouteCounts:
+    """Tokens whose routing is accepted, unknown, or refused, by reason.
+
+    Attributes:
+        compared, left_out: how many trajectories came with routing, and how many the agent loop left out.
+    """
+
+    accepted: int
+    unknown: int
+    refused: Mapping[str, int]
+    compared: int = 0
+    left_out: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.accepted + self.unknown + sum(self.refused.values())
+
+    @classmethod
+    def from_sums(cls, packed_BC: Tensor) -> "RouteCounts":
+        """Counts the generated tokens from the trajectories' packed RouterSums."""
+        rows, sums = RouterSums.unpack(packed_BC), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
+        # verl's rows to fill the batch have no token.
+        came = (rows.tokens + rows.unknown)[:, 0] + rows.refused.sum(1) > 0
+        refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
+        return cls(int(sums.tokens), int(sums.unknown), refused, int(came.sum()), int((rows.left_out > 0).sum()))
+
+    @classmethod
+    def from_routes(cls, routes: Sequence[Tensor]) -> "RouteCounts":
+        """Counts the tokens of a few trajectories from their routes [n, l, K], without each last token, which has none.
+
+        A layer of zeros counts as dense, and every id that is not negative as an expert.
+        """
+        routes = [rows[:-1] for rows in routes]
+        routes_TLK = torch.cat(routes)
+        routes_TLK = routes_TLK[:, routes_TLK.any(0).bool().any(1)]
+        offsets = torch.tensor([0, *map(len, routes)]).cumsum(0)
+        refused_T = refused_rows(routes_TLK, torch.iinfo(routes_TLK.dtype).max + 1, offsets)
+        refused = {name: int((refused_T == 1 + index).sum()) for index, name in enumerate(REASONS)}
+        known = int(known_rows(routes_TLK).sum())
+        return cls(known - sum(refused.values()), len(routes_TLK) - known, refused)
+
+    def numbers(self) -> dict[str, int]:
+        """Returns the counts by name, as a worker sends them; `from_numbers` reads them."""
+        return {name: value for name, value in vars(self).items() if name != "refused"} | dict(self.refused)
+
+    @classmethod
+    def from_numbers(cls, numbers: Mapping[str, int]) -> "RouteCounts":
+        refused = {name: numbers[name] for name in REASONS}
+        return cls(refused=refused, **{name: count for name, count in numbers.items() if name not in REASONS})
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        if not self.tokens:
+            return {}
+        refused = sum(self.refused.values())
+        return {"router/unknown": self.unknown / self.tokens, "router/invalid": refused / self.tokens}

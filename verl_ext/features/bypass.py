@@ -15,7 +15,8 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.feature import Feature, Idle, RunFeatures
 from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio, loss_mode
 from verl_ext.features.settings import StabilityConfig
-from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting
+from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting, strategy_of
+from verl_ext.routing.engines import HOOKED
 
 WITHOUT_BYPASS = f"{BYPASS}=False"
 ENTROPY = f"{ACTOR}.calculate_entropy"
@@ -77,11 +78,11 @@ def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
             otherwise=f"replay the rollout's experts, {setting}=R3",
             leave_out=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
         )
-    if stability.router_agreement:
+    if stability.router_agreement and strategy_of(config) not in HOOKED:
         without = "stability.router_agreement=false"
         yield mode.forbidden(
             "stability.router_agreement=true",
-            "compares the experts of compute_log_prob, which does not run",
+            f"compares the experts of compute_log_prob on {ACTOR}.strategy={strategy_of(config)}, and it does not run",
             *(() if _needs_agreement(config, stability) else (without,)),
         )
     if stability.denominator == "kept":
@@ -98,11 +99,12 @@ def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
             "stability.trajectories=null",
         )
     for chosen in stability.filters:
-        if chosen.method.needs_l_old:
+        if chosen.method.needs_l_old or chosen.method.needs_agreement:
+            same = ": stability.correction=opsm does the same in the update" if chosen.method.needs_l_old else ""
             yield mode.forbidden(
                 f"stability.filters.{chosen.name}",
-                "filters by the training engine's log-probs before they are known",
-                otherwise="leave it out: stability.correction=opsm does the same in the update",
+                "filters by what the training engine computes before that is known",
+                otherwise=f"leave it out{same}",
                 leave_out=stability.without_filter(chosen.name),
             )
     if (name := loss_mode(config)) in LOSSES and "router_deviation" in LOSSES[name].reads:

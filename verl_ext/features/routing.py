@@ -76,10 +76,11 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 def _compares(run: RunFeatures) -> bool:
     """Returns True if the experts of both engines are compared.
 
-    R3 under FSDP always compares them: the agreement is 1 if the rollout's experts are really used. Nothing is compared
-    without compute_log_prob.
+    R3 under FSDP always compares them: the agreement is 1 if the rollout's experts are really used. Without
+    compute_log_prob they are compared in the update, which only our own hooks record.
     """
-    return reads_routes(run) and not measured_late(run)
+    in_update = Need.MEASURED_IN_UPDATE in run.needs and strategy_of(run.config) in HOOKED
+    return reads_routes(run) and (in_update or not measured_late(run))
 
 
 def problems(run: RunFeatures) -> Iterator[Problem]:
@@ -270,7 +271,8 @@ def agent_loop(run: RunFeatures) -> dict[str, Any]:
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if _compares(run):
         share = run.stability.router_agreement_share
-        setting = described("compute_log_prob", {"share": share} if share < 1 else {})
+        at = "update_actor" if measured_late(run) else "compute_log_prob"
+        setting = described(at, {"share": share} if share < 1 else {})
         yield TableLine("router agreement", setting, "{routers}")
     mode = replay_mode(run.config)
     setting = "R3: update_actor as the rollout" if measured_late(run) else REPLAYS.get(mode, mode)

@@ -28,14 +28,16 @@ from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_ch
 from verl_ext.trainer.logs import LineFile
 
 WARM_UPS = "warm-ups"  # a folder next to the arms' folders
-MEASURED = ("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true")
+MEASURED = (
+    *("stability.metrics=true", "stability.breakdown=false", "stability.router_agreement=true"),
+    "stability.reuse_log_probs=off",
+)
 
-NO_AGREEMENT = "stability.router_agreement=false"  # bypass mode refuses =true
 # Variants with overrides of their own.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "none": ("stability=none",),
-    "bypass": ("stability=none", f"{BYPASS}=true", NO_AGREEMENT),
-    "dppo_tv": ("stability=dppo_tv", "stability.batch_skip.threshold=null", NO_AGREEMENT),
+    "bypass": ("stability=none", f"{BYPASS}=true"),
+    "dppo_tv": ("stability=dppo_tv", "stability.batch_skip.threshold=null"),
 }
 # Presets of the guard. Other presets are used without their batch skip, which would hide the effect of their method.
 KEEP_SKIP = ("guard",)
@@ -53,6 +55,7 @@ ABSENT_SETTINGS: dict[str, Any] = {
     "stability.trajectories.per_step": 0,
     "stability.cascade_attention": "default",
     "stability.float32_head": False,
+    "stability.reuse_log_probs": "off",
 }
 
 ConfigStore.instance().store(

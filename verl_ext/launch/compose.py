@@ -36,9 +36,10 @@ class OurConfigs(SearchPathPlugin):
         search_path.append(provider="verl_ext", path=f"pkg://{CONFIG_MODULE}")
 
 
-# Every file of the group starts from this node; the underscore keeps it out of the choices. It is not a structured
-# config, because a user's own method adds settings to it; `stability_config` checks names and types.
+# Every file of the group starts from one of these nodes; the underscore keeps them out of the choices. They are no
+# structured configs, because a user's own method adds settings to them; `stability_config` checks names and types.
 ConfigStore.instance().store(group="stability", name="_schema", node=default_node())
+ConfigStore.instance().store(group="stability", name="_preset", node=default_node() | {"reuse_log_probs": "auto"})
 Plugins.instance().register(OurConfigs)
 
 

@@ -118,7 +118,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 
     found.append(Cost(MEASURE, CONTROLLER, "computes", usage.measures, 0.0, tokens * CORRECTION_NS / 1e9))
     gb, values = fields(*controller_reads(usage, tokens))
-    if usage.compares:
+    if usage.compares and not usage.one_pass:
         gb += rows * _sum_bytes(sizes) / GB
         values += rows
     passes(MEASURE, CONTROLLER, "reads", usage.measures, gb, values)
@@ -144,7 +144,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
 def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
     """Returns bytes per response token and number of fields of each read."""
     one_block = tokens <= BLOCK_TOKENS
-    agreement = [READ_AGREEMENT] if usage.compares else []
+    agreement = [READ_AGREEMENT] if usage.compares and not usage.one_pass else []
     found = [REWARDS, FIELDS, *agreement]
     if usage.splits and not (one_block and usage.filters):
         found.append(ADVANTAGES)
@@ -192,7 +192,8 @@ def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tup
     """Returns (feature, who, how, on, GB, values) of each transfer for routing.
 
     A model replica reads once for all of its ranks. With R3 all ids are sent, and agreement uses R3's first read. R2
-    writes and reads the experts of compute_log_prob.
+    writes and reads the experts of compute_log_prob. Without that pass, the update compares, and sends no more than
+    metrics.
     """
     shape, rows = sizes.shape, sizes.sequences
     r3, compares = usage.replay == "R3", usage.compares
@@ -204,8 +205,9 @@ def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tup
     found = [
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * ids, agrees * rows),
         (AGREEMENT, RANKS, "reads", compares and not r3, agrees * ids, agrees * rows),
-        (AGREEMENT, RANKS, "writes", compares, result, 2 * rows),
+        (AGREEMENT, RANKS, "writes", compares and not usage.one_pass, result, 2 * rows),
     ]
     if usage.replay == "R2":
         return [*found, (REPLAY, RANKS, "writes", True, used, rows), (REPLAY, RANKS, "reads", True, used, rows)]
-    return [*found, (REPLAY, LOOPS, "writes", r3, ids, rows), (REPLAY, RANKS, "reads", r3, 2 * ids, 2 * rows)]
+    passes = 1 if usage.one_pass else 2
+    return [*found, (REPLAY, LOOPS, "writes", r3, ids, rows), (REPLAY, RANKS, "reads", r3, passes * ids, passes * rows)]

@@ -1,4 +1,5 @@
-"""Routing under FSDP and FSDP2: recorded and compared in `compute_log_prob`, and replayed if asked.
+"""Routing under FSDP and FSDP2: recorded and compared in `compute_log_prob`, or in the update of a run without it, and
+replayed if asked.
 
 Shape legend: T tokens of a micro-batch (prompt and response), n rows of its forward pass on this rank, L MoE layers,
 L' layers as the rollout sends them, K experts per token (top-k), E experts.
@@ -25,7 +26,7 @@ from verl.utils.device import get_device_id
 from verl.workers.config import TrainingWorkerConfig
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import OLD_ROUTES, ROLLOUT_ROUTES
+from verl_ext.base.names import COMPARES, OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 from verl_ext.core.routing import expert_overlap, known_rows
 from verl_ext.core.tokens import fill_gaps, left_out_rows
@@ -152,11 +153,12 @@ class FsdpRouting:
     def forward_step(self, verls: Callable, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
         """Wraps verl's `forward_step`: records, compares and replaces the routers' choices."""
         old_policy = is_old_policy(micro_batch, forward_only)
+        in_update = not forward_only and tu.get_non_tensor_data(micro_batch, COMPARES, default=False)
         asked = tu.get_non_tensor_data(micro_batch, "enable_routing_replay", default=False)
         replays = self.mode != "disabled" and asked
         records = replays and self.mode == "R2" and old_policy
         rollout_TLK = refused_T = None
-        if old_policy or (replays and self.mode == "R3"):
+        if old_policy or in_update or (replays and self.mode == "R3"):
             rollout_TLK, refused_T = self._rollout_routes(micro_batch)
         replayed_TLK = None
         if replays and not records:
@@ -168,7 +170,7 @@ class FsdpRouting:
                     fix=REPLAY_OFF,
                     otherwise="for R3 check that the rollout runs with enable_return_routed_experts",
                 )
-        compared_TLK = rollout_TLK if old_policy else None
+        compared_TLK = rollout_TLK if old_policy or in_update else None
         if compared_TLK is None and not replays:
             self.current = None
             return verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
@@ -177,10 +179,13 @@ class FsdpRouting:
         compares = compared_TLK is not None
         now = ForwardPass(layout, len(self.points), narrow_dtype(self.experts), replayed_TLK, compares)
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
+        compare = partial(self._compare, now, compared_TLK, refused_T, micro_batch)
+        if in_update and compares:
+            loss_function = partial(_with_comparison, loss_function, compare)
         loss, output = verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
-        if compared_TLK is not None:
-            output["model_output"].update(self._compare(now, compared_TLK, refused_T, micro_batch))
+        if old_policy and compares:
+            output["model_output"].update(compare())
         if records:
             offsets = micro_batch["input_ids"].offsets().to(layout.lengths.device)
             output["model_output"][OLD_ROUTES] = torch.nested.nested_tensor_from_jagged(now.packed(now.used), offsets)
@@ -193,6 +198,8 @@ class FsdpRouting:
     def _compare(
         self, now: ForwardPass, rollout_TLK: Tensor, refused_T: Tensor | None, micro_batch: TensorDict
     ) -> dict[str, Tensor]:
+        """Returns `routing_outputs` of a forward pass that is over."""
+        now.end()
         used_TLK, own_TL = now.packed(now.used), None
         if now.replayed_TLK is not None:
             own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
@@ -237,3 +244,10 @@ class FsdpRouting:
         """Returns the routes [T, L, K] that `compute_log_prob` returned."""
         routes = micro_batch.get(OLD_ROUTES, None)
         return None if routes is None else routes.values().to(get_device_id(), narrow_dtype(self.experts))
+
+
+def _with_comparison(
+    loss_function: Callable, compare: Callable[[], dict[str, Tensor]], model_output: dict[str, Any], **others: Any
+) -> Any:
+    """Calls an update's loss with the comparison among the model's outputs; verl does not get to see it."""
+    return loss_function(model_output={**model_output, **compare()}, **others)

@@ -1,16 +1,13 @@
 """Metrics of the experts and top tokens that the rollout captured with its tokens, and warnings if some are missing or
 cannot be right (core/routing.py)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import LOOP_METRICS, ROLLOUT_ROUTES, ROUTE_SUM, ROUTER_SUMS, TOP_TOKEN_IDS, TOP_TOKEN_SUMS
-from verl_ext.core.routing import REASONS, RouterSums, known_rows, refused_rows, router_metrics
+from verl_ext.core.routing import REASONS, RouteCounts, router_metrics
 from verl_ext.core.top_tokens import top_token_metrics
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import SHARE, sglang_returns_routing
@@ -23,56 +20,6 @@ ENGINE_KWARGS = "++actor_rollout_ref.rollout.engine_kwargs"
 RETRACTED = "router/retracted"
 SURELY = 10  # if as many trajectories per agent loop's process should lack routing, at least one must
 MODULAR = {"vllm": "moe_backend=triton", "sglang": "moe_runner_backend=triton"}
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Tokens whose routing is accepted, unknown, or refused, by reason.
-
-    Attributes:
-        compared, left_out: how many trajectories came with routing, and how many the agent loop left out.
-    """
-
-    accepted: int
-    unknown: int
-    refused: Mapping[str, int]
-    compared: int = 0
-    left_out: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.accepted + self.unknown + sum(self.refused.values())
-
-    @classmethod
-    def from_sums(cls, packed_BC: Tensor) -> "Counts":
-        """Counts the generated tokens from the trajectories' packed RouterSums."""
-        rows, sums = RouterSums.unpack(packed_BC), RouterSums.unpack(packed_BC.sum(0, keepdim=True))
-        # verl's rows to fill the batch have no token.
-        came = (rows.tokens + rows.unknown)[:, 0] + rows.refused.sum(1) > 0
-        refused = dict(zip(REASONS, map(int, sums.refused[0].tolist()), strict=True))
-        return cls(int(sums.tokens), int(sums.unknown), refused, int(came.sum()), int((rows.left_out > 0).sum()))
-
-    @classmethod
-    def from_routes(cls, routes: Sequence[Tensor]) -> "Counts":
-        """Counts the tokens of a few trajectories from their routes [n, l, K], without each last token, which has none.
-
-        A layer of zeros counts as dense, and every id that is not negative as an expert.
-        """
-        routes = [rows[:-1] for rows in routes]
-        routes_TLK = torch.cat(routes)
-        routes_TLK = routes_TLK[:, routes_TLK.any(0).bool().any(1)]
-        offsets = torch.tensor([0, *map(len, routes)]).cumsum(0)
-        refused_T = refused_rows(routes_TLK, torch.iinfo(routes_TLK.dtype).max + 1, offsets)
-        refused = {name: int((refused_T == 1 + index).sum()) for index, name in enumerate(REASONS)}
-        known = int(known_rows(routes_TLK).sum())
-        return cls(known - sum(refused.values()), len(routes_TLK) - known, refused)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        if not self.tokens:
-            return {}
-        refused = sum(self.refused.values())
-        return {"router/unknown": self.unknown / self.tokens, "router/invalid": refused / self.tokens}
 
 
 def retracted_share(batch: QueueBatch, config: DictConfig) -> float | None:
@@ -97,13 +44,18 @@ class CapturedRouting:
         self._compared = self._left_out = 0
         self._dtype_printed = False
 
-    def judge(self, batch: QueueBatch, features: RunFeatures, step: int) -> tuple[dict[str, float], Decision]:
+    def judge(
+        self, batch: QueueBatch, features: RunFeatures, step: int, *, late: bool = False
+    ) -> tuple[dict[str, float], Decision]:
         """Returns `router/*` and warnings of new problems.
+
+        Args:
+            late: the workers compare the experts in the update, and `judge_counts` follows it.
 
         Raises:
             HookError: there is no routing to compare, or as in `judge_counts`.
         """
-        counts, metrics = self._count(batch, features)
+        counts, metrics = self._count(batch, features, late)
         events: tuple[Event, ...] = ()
         if counts is not None:
             events += self.judge_counts(counts, features.config, step).events
@@ -114,25 +66,30 @@ class CapturedRouting:
             metrics["router/checked"] = (checksums != 0).double().mean().item()
         return metrics, Decision(events)
 
-    def _count(self, batch: QueueBatch, features: RunFeatures) -> tuple[Counts | None, dict[str, float]]:
-        """Counts the tokens whose experts compute_log_prob has compared, or those of a few trajectories if the
-        rollout's experts are only replayed. Returns their metrics too."""
-        if Need.COMPARED_ROUTERS not in features.needs:
-            routes = batch.rows(ROLLOUT_ROUTES, SAMPLED) if replay_mode(features.config) == "R3" else None
-            counts = None if routes is None else Counts.from_routes(routes)
-            return counts, {} if counts is None else counts.metrics
-        if (sums := batch.numbers(ROUTER_SUMS)) is None:
-            raise HookError(
-                "compute_log_prob returned no routing: the rollout's batch has no routed_experts",
-                fix=("stability.router_agreement=false",),
-                otherwise="check that the rollout runs with enable_return_routed_experts",
-            )
-        if not self._dtype_printed:  # not at the start: there is no routing yet
-            self._dtype_printed = True
-            print(f"verl_ext: routed_experts is sent as {batch.dtype_of(ROLLOUT_ROUTES)}", flush=True)
-        return Counts.from_sums(sums), router_metrics(sums)
+    def _count(
+        self, batch: QueueBatch, features: RunFeatures, late: bool
+    ) -> tuple[RouteCounts | None, dict[str, float]]:
+        """Counts the tokens whose experts compute_log_prob has compared. If it has compared none, counts those of a few
+        trajectories that are to be replayed. Returns their metrics too."""
+        sums = batch.numbers(ROUTER_SUMS)
+        if Need.COMPARED_ROUTERS in features.needs:
+            sent = batch.dtype_of(ROLLOUT_ROUTES)
+            if sent is None or (sums is None and not late):
+                raise HookError(
+                    "there is no routing to compare: the rollout's batch has no routed_experts",
+                    fix=("stability.router_agreement=false",),
+                    otherwise="check that the rollout runs with enable_return_routed_experts",
+                )
+            if not self._dtype_printed:  # not at the start: there is no routing yet
+                self._dtype_printed = True
+                print(f"verl_ext: routed_experts is sent as {sent}", flush=True)
+        if sums is not None:
+            return RouteCounts.from_sums(sums), router_metrics(sums)
+        routes = batch.rows(ROLLOUT_ROUTES, SAMPLED) if replay_mode(features.config) == "R3" else None
+        counts = None if routes is None else RouteCounts.from_routes(routes)
+        return counts, {} if counts is None else counts.metrics
 
-    def judge_counts(self, counts: Counts, config: DictConfig, step: int) -> Decision:
+    def judge_counts(self, counts: RouteCounts, config: DictConfig, step: int) -> Decision:
         """Warns of new problems.
 
         Raises:
@@ -168,7 +125,7 @@ class CapturedRouting:
         )
         return Decision((Event(step, "routing", RETRACTED, share, 0.0, "warn", reason),))
 
-    def _expect_left_out(self, counts: Counts, config: DictConfig) -> None:
+    def _expect_left_out(self, counts: RouteCounts, config: DictConfig) -> None:
         """Raises HookError if no trajectory was left out; each agent loop's process leaves out its share of them, to
         within one (upstream/agent_loop.py)."""
         share = OmegaConf.select(config, SHARE, default=1.0)
@@ -185,7 +142,7 @@ class CapturedRouting:
             )
 
 
-def _wrong(counts: Counts) -> dict[str, str]:
+def _wrong(counts: RouteCounts) -> dict[str, str]:
     """Returns reason -> a sentence."""
     found = {"unknown": (counts.unknown, "came without routing")}
     found |= {name: (count, REASONS[name]) for name, count in counts.refused.items()}

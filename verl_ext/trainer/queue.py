@@ -106,9 +106,11 @@ class WorkerFields:
     def canary_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
         return drop_heavy_fields(batch, {replayed_field(features.config)}, self._unread)
 
-    def update_batch(self, batch: KVBatchMeta, features: RunFeatures) -> KVBatchMeta:
+    def update_batch(self, batch: KVBatchMeta, features: RunFeatures, *, late: bool) -> KVBatchMeta:
         top_tokens = TOP_TOKEN_FIELDS if Need.TOP_TOKENS_IN_UPDATE in features.needs else ()
         read = {replayed_field(features.config), *SHIFT_FIELDS, *top_tokens}
+        if late and Need.COMPARED_ROUTERS in features.needs:
+            read.add(ROLLOUT_ROUTES)
         return drop_heavy_fields(batch, read, self._unread)
 
 

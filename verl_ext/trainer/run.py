@@ -29,6 +29,7 @@ from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, Step, update_request
 from verl_ext.trainer.sync_canary import CanaryRun
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories
+from verl_ext.workers.first_pass import take_routes
 
 
 class StabilityRun:
@@ -137,8 +138,11 @@ class StabilityRun:
         """
         self._step = self._batch = None
         read = read_batch(batch, self.features, self.guard.step, tokenizer, self._servers)
-        for captured in (self._routing, self._top_tokens):
-            found, decision = captured.judge(read, self.features, self.guard.step)
+        late = self._is_reused or bypasses(self.features.config)
+        for found, decision in (
+            self._routing.judge(read, self.features, self.guard.step, late=late),
+            self._top_tokens.judge(read, self.features, self.guard.step),
+        ):
             metrics.update(found)
             self.actions.record_decision(decision)
         if Need.MEASURED_BATCHES not in self.features.needs:
@@ -148,7 +152,6 @@ class StabilityRun:
         metrics |= reward_metrics(scores, keys)
         metrics |= read.answer_metrics(self.features.config.actor_rollout_ref, tokenizer)
         metrics |= self._rescored_metrics(read)
-        late = self._is_reused or bypasses(self.features.config)
         self._step = Step(self.features, self.guard, self.actions, late)
         self._step.measure(read, metrics)
         if self.dump is not None:
@@ -187,7 +190,7 @@ class StabilityRun:
             BatchError: scores are centered, and the batch is more than one optimizer step.
         """
         self._require_one_step(batch)
-        sent = self.worker_fields.update_batch(batch, self.features)
+        sent = self.worker_fields.update_batch(batch, self.features, late=self.outcome.late)
         sent.extra_info |= update_request(self.features, self.guard, self.outcome)
         return sent
 
@@ -204,7 +207,9 @@ class StabilityRun:
             )
 
     def judge_first_pass(self, metrics: dict[str, float]) -> None:
-        """See `Step.judge_first_pass`."""
+        """Judges the routing that the update compared, then `Step.judge_first_pass`."""
+        if (counts := take_routes(metrics)) is not None:
+            self.actions.record_decision(self._routing.judge_counts(counts, self.features.config, self.guard.step))
         if self._step is not None:
             self._step.judge_first_pass(metrics)
 

@@ -176,16 +176,27 @@ class LossMixin:
 def without_entropy_gradient(engine: Any) -> None:
     """Has FSDP's update compute the entropy as compute_log_prob does, without a graph: no loss reads it.
 
+    The gradient of the logits is then written in their place, as in an update without an entropy.
+
     Packed tokens only: verl 0.9.1 calls `compute_entropy_from_logits` for no others, and Megatron has a function of its
     own. There the graph is kept, and its gradient is 0.
     """
     if hasattr(engine, "compute_entropy_from_logits"):
+        from verl.workers.engine.fsdp import transformer_impl
+
         wrap("reuse_log_probs", engine, "compute_entropy_from_logits", _without_graph)
+        wrap("reuse_log_probs", transformer_impl, "logprobs_from_logits", _in_place, "logits, labels, inplace_backward")
 
 
 def _without_graph(verls: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     with torch.no_grad():
         return verls(*args, **kwargs)
+
+
+def _in_place(
+    verls: Callable[..., torch.Tensor], logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True
+) -> torch.Tensor:
+    return verls(logits, labels, inplace_backward=True)
 
 
 class RoutingTrainingWorker(SharingTrainingWorker):

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import Gathered, Measured, gather, merge, put_together
+from verl_ext.core.routing import RouteCounts, router_metrics
 from verl_ext.core.tokens import Tokens
 from verl_ext.guard.guard import Limit
 
 Corrections = Mapping[str, Mapping[str, Any]]
 COUNTS = "first_pass/"  # prefix of the counts that are reported with the measurements
-MEASURED = ("actor/vllm_kl/", "actor/correction/")  # verl logs the workers' metrics under actor/
+ROUTES = "first_pass_routes/"  # prefix of the counts of compared tokens
+MEASURED = ("actor/vllm_kl/", "actor/correction/", "actor/router/")  # verl logs the workers' metrics under actor/
 
 
 @dataclass(frozen=True)
@@ -68,17 +70,23 @@ class FirstPass:
 
     def begin_mini_batch(self) -> None:
         self._parts: list[Gathered] = []
+        self._routers: list[Tensor] = []
 
-    def weigh(self, batch: LossBatch, entropy: Tensor | None = None) -> Tensor | None:
+    def weigh(self, batch: LossBatch, entropy: Tensor | None = None, routers: Tensor | None = None) -> Tensor | None:
         """Returns the weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections.
 
         Args:
-            batch: with l_infer; with a lag, the measurements are by lag too.
+            batch: with l_infer; with a lag, the measurements are by lag too; with router_agreement, also of routing.
             entropy: l_theta's, [B, T] as the weights are; None where the update computes none.
+            routers: [B, *], the trajectories' packed `RouterSums`; None where routers are not compared.
         """
         tokens = Tokens.from_padded(batch.require("l_infer"), batch.l_theta.detach(), batch.mask, entropy)
         if batch.lag is not None and batch.lag.numel():
             tokens = replace(tokens, buckets={"lag": batch.lag.amax(-1)})
+        if batch.router_agreement is not None:
+            tokens = replace(tokens, agreement=batch.router_agreement.reshape(-1))
+        if routers is not None and self._is_first:
+            self._routers.append(routers.cpu())
         breakdown = self._is_first and self._settings.breakdown
         weight, part = gather(tokens, self._corrections, breakdown=breakdown, as_mask=self._settings.as_mask)
         self._parts.append(part)
@@ -93,16 +101,22 @@ class FirstPass:
         Args:
             counts: false on ranks that hold the tokens of another rank.
         """
-        own = merge(self._parts) if counts else Gathered({}, 0)
-        measured = put_together(gather_over_ranks(own), self._corrections)
+        parts = gather_over_ranks((merge(self._parts), self._routers) if counts else (Gathered({}, 0), []))
+        measured = put_together([part for part, _ in parts], self._corrections)
         unusable = measured.kept == 0 or measured.non_finite > 0
         if not self._is_first:
             return not (self._refused or unusable), {}
         self._is_first = False
-        self._refused = unusable or any(limit.is_past(measured.metrics) for limit in self._limits)
+        metrics = dict(measured.metrics)
+        counts_of_routes: dict[str, int] = {}
+        if routers := [rows for _, of_rank in parts for rows in of_rank]:
+            metrics |= router_metrics(packed := torch.cat(routers))
+            counts_of_routes = RouteCounts.from_sums(packed).numbers()
+        self._refused = unusable or any(limit.is_past(metrics) for limit in self._limits)
         reported = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
         reported["refused"] = self._refused
-        return not self._refused, measured.metrics | {f"{COUNTS}{name}": float(n) for name, n in reported.items()}
+        metrics |= {f"{COUNTS}{name}": float(n) for name, n in reported.items()}
+        return not self._refused, metrics | {f"{ROUTES}{name}": float(n) for name, n in counts_of_routes.items()}
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
@@ -120,6 +134,14 @@ def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:
     return Measured(None, found, **{"tokens": 0, "kept": 0, "non_finite": 0, **reported}), refused
 
 
+def take_routes(metrics: MutableMapping[str, float]) -> RouteCounts | None:
+    """Returns the counts of the tokens whose experts the update compared, and removes them from the metrics; None if
+    it compared none."""
+    start = f"actor/{ROUTES}"
+    found = {name.removeprefix(start): int(metrics.pop(name)) for name in [*metrics] if name.startswith(start)}
+    return RouteCounts.from_numbers(found) if found else None
+
+
 def verls_gap(measured: Measured) -> dict[str, float]:
     """Returns verl's own metrics of the gap, which its trainer computes after compute_log_prob
     (`calculate_debug_metrics` of verl 0.9.1)."""
@@ -131,9 +153,9 @@ def verls_gap(measured: Measured) -> dict[str, float]:
     return {f"training/rollout_probs_diff_{name}": value for name, value in gap.items()}
 
 
-def gather_over_ranks(own: Gathered) -> list[Gathered]:
+def gather_over_ranks(own: Any) -> list[Any]:
     """Returns the parts of all ranks, in their order: one object per rank, some kilobytes, gathered as verl's own
-    metrics are."""
+    metrics are; with compared routers, some kilobytes per trajectory."""
     if not torch.distributed.is_initialized():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()

@@ -23,6 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.names import (
     ADVANTAGES,
+    COMPARES,
     FIRST_PASS,
     OLD_LOG_PROBS,
     ONE_A_PASS,
@@ -90,6 +91,7 @@ class Gate:
                 self.first_pass.measures = False
             else:
                 self.first_pass.begin_update(**asked)
+                tu.assign_non_tensor(data, **{COMPARES: True})
         outputs = verls(data)
         if self.after_update:
             metrics = score_again(self.worker, data, self.after_update)

@@ -23,7 +23,16 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_ext.base.methods import ConfiguredMethod, build, choose
-from verl_ext.base.names import ADVANTAGES, FILTER_SCALE, OLD_LOG_PROBS, REF_LOG_PROBS, RESPONSE_MASK, WEIGHTS
+from verl_ext.base.names import (
+    ADVANTAGES,
+    AGREEMENT,
+    FILTER_SCALE,
+    OLD_LOG_PROBS,
+    REF_LOG_PROBS,
+    RESPONSE_MASK,
+    ROUTER_SUMS,
+    WEIGHTS,
+)
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
 from verl_ext.core.losses import unbiased_kl
@@ -192,7 +201,7 @@ def worker_loss(
 
     Args:
         model_output: `log_probs` nested [B, prompt + response], `entropy` or none; if scores are centered, each token's
-            term of `core.top_tokens.centering`.
+            term of `core.top_tokens.centering`; if routers are compared in the update, `routing_outputs`.
         data: the micro-batch, jagged [B, r] fields; `core.loss_batch.FIELDS` names those that are read in addition to
             verl's.
 
@@ -207,13 +216,16 @@ def worker_loss(
     l_theta = no_padding_2_padding(model_output["log_probs"], data)
     if reuses and OLD_LOG_PROBS not in data.keys():  # noqa: SIM118 (a TensorDict has no `in`)
         data[OLD_LOG_PROBS] = torch.where(data[RESPONSE_MASK].bool(), l_theta.detach(), 0)
+    if AGREEMENT in model_output:
+        agreement = model_output[AGREEMENT].to_padded_tensor(0.0)
+        data[AGREEMENT] = torch.where(data[RESPONSE_MASK].bool(), agreement, 0)
     batch = _read_batch(l_theta, data)
     if gate is not None:
         gate.observe(batch)
     if first_pass is not None and first_pass.measures:
         entropy = model_output.get("entropy")
         entropy = None if entropy is None else no_padding_2_padding(entropy.detach().float(), data)
-        weight = first_pass.weigh(batch, entropy)
+        weight = first_pass.weigh(batch, entropy, model_output.get(ROUTER_SUMS))
         if weight is not None:
             data[WEIGHTS] = weight
     for chosen in corrections:

@@ -69,7 +69,18 @@ def rule(signal, action):
             ["stability=icepop", "stability.denominator=kept"],
             "set .*bypass_mode=False, or .* stability.denominator=full",
         ),
-        (["stability=icepop", "stability.router_agreement=true"], "set stability.router_agreement=false"),
+        (
+            ["stability=icepop", "stability.router_agreement=true", "model_engine=megatron"],
+            "on .*strategy=megatron.*set stability.router_agreement=false",
+        ),
+        (
+            [
+                "stability=icepop",
+                "stability.filters={low_agreement:{threshold:0.5}}",
+                "stability.router_agreement=true",
+            ],
+            r"stability\.filters\.low_agreement filters by what",
+        ),
         (
             [METRICS, f"{REPLAY}=R2"],
             f"{REPLAY}=R2 replays what compute_log_prob recorded.*set .*bypass_mode=False, or .*=R3",

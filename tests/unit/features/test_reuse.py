@@ -43,7 +43,8 @@ OBSTACLES = {
     "top_tokens.k=8": ["stability.top_tokens.k=8"],
     "score_centering": ["stability.score_centering=true"],
     "R2": ["stability.replay=R2"],
-    "router_agreement": ["stability.router_agreement=true"],
+    "router_agreement": ["stability.router_agreement=true", "model_engine=megatron"],
+    "low_agreement": ["stability.router_agreement=true", "stability.filters={low_agreement:{threshold:0.5}}"],
     "denominator=kept": ["stability.correction=icepop", "stability.denominator=kept"],
     "per_step": ["stability.trajectories.per_step=2"],
     "off_policy_negative": ["stability.filters={off_policy_negative:{delta:0.1}}"],
@@ -66,6 +67,22 @@ def test_where_the_result_would_differ_it_is_off_with_the_reason_or_refused(run_
     assert found.fix and any(key in " ".join((*found.fix, found.otherwise)) for key in ("off", "R3"))
 
 
+@pytest.mark.parametrize("preset", ["moe", "r3"])
+def test_our_own_hooks_compare_routers_in_the_update(run_of, preset):
+    run = run_of(f"stability={preset}")
+    assert reuses(run) and {Need.COMPARED_ROUTERS, Need.MEASURED_IN_UPDATE} <= run.needs
+    (line,) = [line for line in table_lines(run) if line.name == "router agreement"]
+    assert line.setting == "update_actor"
+
+
+def test_on_megatron_it_is_on_only_if_asked_or_if_the_update_holds_the_logits_twice_already(run_of):
+    megatron = ("model_engine=megatron", "stability=tis")
+    assert not reuses(run_of(*megatron)) and reuses(run_of(*megatron, ON))
+    assert reuses(run_of(*megatron, "actor_rollout_ref.actor.calculate_entropy=true"))
+    (line,) = [line for line in table_lines(run_of(*megatron)) if line.name == "old log-probs"]
+    assert "strategy=megatron" in line.where
+
+
 @pytest.mark.parametrize("overrides", [(), ("stability=icepop",), ("stability=tis",), ("stability=icepop_loss",)])
 def test_elsewhere_it_is_on(run_of, overrides):
     run = run_of(*overrides, AUTO)
@@ -83,8 +100,8 @@ def test_the_weights_are_whole_where_the_ratio_is_one(run_of):
 @pytest.mark.parametrize(
     ("preset", "on"),
     [
-        *((preset, True) for preset in ("none", "icepop", "tis", "opsm")),
-        *((preset, False) for preset in ("moe", "r2", "router_shift_loss", "score_centering")),
+        *((preset, True) for preset in ("none", "icepop", "tis", "opsm", "moe", "r3")),
+        *((preset, False) for preset in ("r2", "router_shift_loss", "score_centering")),
     ],
 )
 def test_what_verls_trainer_then_does_is_set_before_it_starts(compose, preset, on):

@@ -12,7 +12,7 @@ from verl.utils import tensordict_utils as tu
 from tests.support.routing_families import EXPERTS, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
 from verl_ext.base.errors import BatchError, HookError
-from verl_ext.base.names import ROUTE_SUM
+from verl_ext.base.names import COMPARES, ROUTE_SUM
 from verl_ext.core.routing import RouterSums, router_metrics
 from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
 
@@ -29,6 +29,8 @@ class Engine:
         ids = torch.nested.to_padded_tensor(micro_batch["input_ids"], padding=0)
         lengths = micro_batch["input_ids"].offsets().diff()
         self.module(ids, attention_mask=(torch.arange(ids.shape[1]) < lengths[:, None]).long())
+        if loss_function is not None:
+            loss_function(model_output={}, data=micro_batch, dp_group=None)
         return 0.0, {"model_output": {}, "metrics": {}}
 
 
@@ -57,6 +59,24 @@ def test_only_the_pass_for_old_log_probs_compares():
     assert engine.forward_step(micro_batch(case), loss_function=None, forward_only=False)[1]["model_output"] == {}
     without = micro_batch(case, calculate_entropy=True).exclude(ROLLOUT_ROUTES)
     assert compute_log_prob(engine, without) == {}
+
+
+@pytest.mark.parametrize("mode", ["disabled", "R3"])
+def test_an_update_that_is_asked_to_compares_as_the_pass_for_old_log_probs_does(mode):
+    case, engine, seen = Case(mode=mode, planted=[(0, 1, 2), (2, 0, 1)]), Engine(mode=mode), []
+
+    def loss(model_output, data, dp_group):
+        seen.append(model_output)
+
+    attached(engine)
+    before = compute_log_prob(engine, micro_batch(case, calculate_entropy=True))
+    for asked in (True, False):
+        data = micro_batch(case, **({COMPARES: True} if asked else {}))
+        assert engine.forward_step(data, loss_function=loss, forward_only=False)[1]["model_output"] == {}
+    in_update, plain = seen
+    assert plain == {} and in_update.keys() == before.keys() == {"router_agreement", "router_sums"}
+    assert torch.equal(in_update["router_agreement"].values(), before["router_agreement"].values())
+    assert torch.equal(in_update["router_sums"], before["router_sums"])
 
 
 @pytest.mark.parametrize(("mode", "forward_only"), [("disabled", True), ("R3", True), ("R3", False)])

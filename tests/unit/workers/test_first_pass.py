@@ -1,6 +1,7 @@
 """Bypass mode in a worker: measuring a mini-batch in parts gives the result of `measure` on the whole."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from tests.support.measure_oracle import CHOICES, oracle, random_batch, ratio
 from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import measure
+from verl_ext.core.routing import RouteCounts, agreement, router_metrics
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.guard.guard import Guard, Limit
 from verl_ext.guard.levels import level_rules
 from verl_ext.guard.rules import Rule
-from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
+from verl_ext.workers.first_pass import FirstPass, FirstPassSettings, take_measured, take_routes
 
 ICEPOP = {"icepop": {"alpha": 0.8, "beta": 1.25}}
 NARROW = {"icepop": {"alpha": 0.9, "beta": 1.1}}
@@ -66,6 +68,34 @@ def test_parts_are_measured_as_the_whole_is(corrections, cuts, seed):
         assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
     counted = {"tokens": whole.tokens, "kept": whole.kept, "non_finite": 0, "refused": whole.kept == 0}
     assert {name: metrics[f"first_pass/{name}"] for name in counted} == counted
+
+
+@at_most(25)
+@given(cuts=st.lists(st.integers(0, 6), max_size=3), left_out=st.sets(st.integers(0, 5)), seed=st.integers(0, 99))
+def test_the_routing_of_parts_is_measured_as_that_of_the_whole(cuts, left_out, seed):
+    batch, layers = random_batch(rows=6, longest=40, seed=seed), 3
+    l_infer, l_theta, mask, _ = padded(batch)
+    generator = torch.Generator().manual_seed(seed)
+    overlap = torch.randint(0, 3, (*mask.shape, layers), generator=generator)
+    gone = torch.tensor([row in left_out for row in range(6)])
+    ends = torch.arange(0, mask.numel() + 1, mask.shape[1])
+    known = ~gone[:, None].expand_as(mask).flatten()
+    per_token, sums = agreement(overlap.flatten(0, 1), 2, mask.flatten(), known, ends, left_out_B=gone)
+    packed, agreed = sums.pack(), per_token.view(mask.shape)
+    one = FirstPass(FirstPassSettings(CHOICES[1], as_mask=False))
+    for low, high in zip([0, *sorted(cuts)], [*sorted(cuts), 6], strict=True):
+        part, width = slice(low, high), mask.shape[1]
+        fields = {"l_infer": l_infer[part], "router_agreement": agreed[part]}
+        rows = LossBatch(l_theta[part], l_infer[part], torch.zeros(high - low, width), mask[part], **fields)
+        one.weigh(rows, routers=packed[part])
+    _, metrics = one.judge()
+    tokens = replace(Tokens.from_padded(l_infer, l_theta, mask), agreement=agreed.flatten())
+    expected = measure(tokens, CHOICES[1]).metrics | router_metrics(packed)
+    reported = {f"actor/{name}": value for name, value in metrics.items()}
+    counts = take_routes(reported)
+    assert counts == RouteCounts.from_sums(packed) and take_routes(reported) is None
+    measured, _ = take_measured(reported)
+    assert measured.metrics == pytest.approx(expected, rel=1e-6, abs=1e-12) and not reported
 
 
 AGES = [(0, 0), (8, 8), (3, 3), (5, 2), (0, 0), (1, 1)]  # of the newest and the oldest weights
