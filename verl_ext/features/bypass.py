@@ -174,7 +174,7 @@ def idle(run: RunFeatures) -> Iterator[Idle]:
 
 
 def idle_without_pass(why: str, switch: str) -> Iterator[Idle]:
-    for names in ("*/advantage*", "vllm_kl/head*", "actor/gate/policy_kl"):
+    for names in ("vllm_kl/head*", "actor/gate/policy_kl"):
         yield Idle(names, why, (switch,))
 
 

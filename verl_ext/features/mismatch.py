@@ -15,7 +15,9 @@ from verl_ext.features.verl_config import (
     is_asynchronous,
     logprobs_mode,
     rollout_name,
+    strategy_of,
 )
+from verl_ext.routing.engines import HOOKED
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 RAW_SETTING = f"{RUNTIME}.{RAW}"  # overrides the value of the launching shell
@@ -32,11 +34,14 @@ def raw_log_probs(config: DictConfig, environ: Mapping[str, str] = os.environ) -
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
-    """Yields the demand to measure, if `metrics` is on or another feature needs it."""
-    if not (run.stability.metrics or Need.MEASURED_BATCHES in run.needs):
+    """Yields the demand to measure, if `metrics` is on or another feature needs it. In the update, the experts are
+    compared only with the measurements."""
+    late = measured_late(run)
+    compares_late = late and run.stability.router_agreement and strategy_of(run.config) in HOOKED
+    if not (run.stability.metrics or compares_late or Need.MEASURED_BATCHES in run.needs):
         return
     needed = {Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES}
-    if measured_late(run):
+    if late:
         needed |= {Need.OUR_LOSS, Need.MEASURED_IN_UPDATE}
     yield Demand("stability.metrics", frozenset(needed))
 

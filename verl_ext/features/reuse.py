@@ -107,7 +107,7 @@ def apply(run: RunFeatures) -> None:
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if reuses(run):
         yield TableLine("old log-probs", "of the update's own pass", "{loss}", in_loss=lambda found: found["reuses"])
-    elif run.stability.reuse_log_probs == "auto":
+    elif run.stability.reuse_log_probs == "auto" and not bypasses(run.config):
         why = next(_against(run)).found.removesuffix(f" {REUSED.where}")
         yield TableLine("old log-probs", "of compute_log_prob", why.replace("{", "{{").replace("}", "}}"))
 

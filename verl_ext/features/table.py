@@ -36,7 +36,7 @@ from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import BYPASS, bypasses, model_problems, overlong_problems, warmup_problems
 
 USUAL = StabilityConfig()
-OFF_VALUES = (None, False, 0, "disabled")  # values that switch something off
+OFF_VALUES = (None, False, 0, "disabled", "auto")  # values that switch something off, or on only where it can be
 
 # In the order of the start-up table.
 FEATURES: tuple[Feature, ...] = (

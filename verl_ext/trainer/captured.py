@@ -74,7 +74,7 @@ class CapturedRouting:
         sums = batch.numbers(ROUTER_SUMS)
         if Need.COMPARED_ROUTERS in features.needs:
             sent = batch.dtype_of(ROLLOUT_ROUTES)
-            if sent is None or (sums is None and not late):
+            if sums is None and (sent is None or not late):
                 raise HookError(
                     "there is no routing to compare: the rollout's batch has no routed_experts",
                     fix=("stability.router_agreement=false",),

@@ -192,6 +192,8 @@ class StabilityRun:
         self._require_one_step(batch)
         sent = self.worker_fields.update_batch(batch, self.features, late=self.outcome.late)
         sent.extra_info |= update_request(self.features, self.guard, self.outcome)
+        if self.outcome.late and self.features.stability.breakdown and len(self._servers.addresses) > 1:
+            sent.extra_info[names.FIRST_PASS]["servers"] = tuple(self._servers.addresses)
         return sent
 
     def _require_one_step(self, batch: KVBatchMeta) -> None:

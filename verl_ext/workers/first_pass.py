@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_ext.core.answers import Servers
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import Gathered, Measured, gather, merge, put_together
+from verl_ext.core.mismatch import advantage_metrics, sums_by_sign
 from verl_ext.core.routing import RouteCounts, router_metrics
 from verl_ext.core.tokens import Tokens
 from verl_ext.guard.guard import Limit
@@ -55,15 +57,16 @@ class FirstPass:
         self._settings = settings
         self.begin_update(narrowed=False, limits=())
 
-    def begin_update(self, narrowed: bool, limits: Iterable[Limit]) -> None:
+    def begin_update(self, narrowed: bool, limits: Iterable[Limit], servers: Iterable[str] = ()) -> None:
         """Begins a batch with the trainer's requests.
 
         Args:
             narrowed: use the narrow band.
             limits: no step is taken past any of them.
+            servers: addresses of the rollout's servers, to measure by server too.
         """
         self._corrections = self._settings.narrowed if narrowed else self._settings.corrections
-        self._limits = tuple(limits)
+        self._limits, self._servers = tuple(limits), Servers(servers)
         self.measures = self._is_first = True
         self._refused = False
         self.begin_mini_batch()
@@ -71,23 +74,35 @@ class FirstPass:
     def begin_mini_batch(self) -> None:
         self._parts: list[Gathered] = []
         self._routers: list[Tensor] = []
+        self._by_sign = torch.zeros(3, 3, dtype=torch.float64)
 
-    def weigh(self, batch: LossBatch, entropy: Tensor | None = None, routers: Tensor | None = None) -> Tensor | None:
+    def weigh(
+        self,
+        batch: LossBatch,
+        entropy: Tensor | None = None,
+        routers: Tensor | None = None,
+        facts: Tensor | None = None,
+    ) -> Tensor | None:
         """Returns the weights of a micro-batch by k = exp(l_theta - l_infer), or None without corrections.
 
         Args:
             batch: with l_infer; with a lag, the measurements are by lag too; with router_agreement, also of routing.
             entropy: l_theta's, [B, T] as the weights are; None where the update computes none.
             routers: [B, *], the trajectories' packed `RouterSums`; None where routers are not compared.
+            facts: [B, 3], of `core.answers`; None where the agent loop writes none.
         """
         tokens = Tokens.from_padded(batch.require("l_infer"), batch.l_theta.detach(), batch.mask, entropy)
+        buckets = {} if facts is None else self._servers.buckets(facts)
         if batch.lag is not None and batch.lag.numel():
-            tokens = replace(tokens, buckets={"lag": batch.lag.amax(-1)})
+            buckets["lag"] = batch.lag.amax(-1)
+        tokens = replace(tokens, buckets={axis: of_row.to(batch.mask.device) for axis, of_row in buckets.items()})
         if batch.router_agreement is not None:
             tokens = replace(tokens, agreement=batch.router_agreement.reshape(-1))
         if routers is not None and self._is_first:
             self._routers.append(routers.cpu())
         breakdown = self._is_first and self._settings.breakdown
+        if breakdown:
+            self._by_sign += sums_by_sign(tokens, batch.advantages.reshape(-1))
         weight, part = gather(tokens, self._corrections, breakdown=breakdown, as_mask=self._settings.as_mask)
         self._parts.append(part)
         return None if weight is None else weight.view(batch.mask.shape)
@@ -101,15 +116,16 @@ class FirstPass:
         Args:
             counts: false on ranks that hold the tokens of another rank.
         """
-        parts = gather_over_ranks((merge(self._parts), self._routers) if counts else (Gathered({}, 0), []))
-        measured = put_together([part for part, _ in parts], self._corrections)
+        own = merge(self._parts), self._routers, self._by_sign
+        parts = gather_over_ranks(own if counts else (Gathered({}, 0), [], torch.zeros_like(self._by_sign)))
+        measured = put_together([part for part, _, _ in parts], self._corrections)
         unusable = measured.kept == 0 or measured.non_finite > 0
         if not self._is_first:
             return not (self._refused or unusable), {}
         self._is_first = False
-        metrics = dict(measured.metrics)
+        metrics = measured.metrics | advantage_metrics(torch.stack([by_sign for _, _, by_sign in parts]).sum(0))
         counts_of_routes: dict[str, int] = {}
-        if routers := [rows for _, of_rank in parts for rows in of_rank]:
+        if routers := [rows for _, of_rank, _ in parts for rows in of_rank]:
             metrics |= router_metrics(packed := torch.cat(routers))
             counts_of_routes = RouteCounts.from_sums(packed).numbers()
         self._refused = unusable or any(limit.is_past(metrics) for limit in self._limits)

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
@@ -91,7 +91,7 @@ class Gate:
                 self.first_pass.measures = False
             else:
                 self.first_pass.begin_update(**asked)
-                tu.assign_non_tensor(data, **{COMPARES: True})
+                data[COMPARES] = NonTensorData(True)
         outputs = verls(data)
         if self.after_update:
             metrics = score_again(self.worker, data, self.after_update)

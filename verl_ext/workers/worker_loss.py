@@ -26,6 +26,7 @@ from verl_ext.base.methods import ConfiguredMethod, build, choose
 from verl_ext.base.names import (
     ADVANTAGES,
     AGREEMENT,
+    ANSWER_FACTS,
     FILTER_SCALE,
     OLD_LOG_PROBS,
     REF_LOG_PROBS,
@@ -225,7 +226,9 @@ def worker_loss(
     if first_pass is not None and first_pass.measures:
         entropy = model_output.get("entropy")
         entropy = None if entropy is None else no_padding_2_padding(entropy.detach().float(), data)
-        weight = first_pass.weigh(batch, entropy, model_output.get(ROUTER_SUMS))
+        facts = data.get(ANSWER_FACTS, None)
+        facts = facts.values().view(len(facts), -1) if facts is not None and facts.is_nested else facts
+        weight = first_pass.weigh(batch, entropy, model_output.get(ROUTER_SUMS), facts)
         if weight is not None:
             data[WEIGHTS] = weight
     for chosen in corrections:

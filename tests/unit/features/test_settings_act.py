@@ -76,7 +76,7 @@ VALUES = {
     "stability.denominator": ("kept", "full"),
     "stability.kl_denominator": ("old", "infer"),
     "stability.cascade_attention": ("off", "on"),
-    "stability.reuse_log_probs": ("on",),
+    "stability.reuse_log_probs": ("off", "on"),
     "stability.replay": ("R3", "R2"),
     "stability.sync_canary.trajectories": (12,),
     "stability.batch_skip.metric": ("vllm_kl/k1",),
@@ -88,7 +88,7 @@ VALUES = {
     f"{LOSS}.stale_only": (True,),
     "stability.geo_mask.high": (1.01,),
 }
-OFF = (False, 0, None)  # where nothing is on, a run does what these ask for
+OFF = (False, 0, None, "off")  # where nothing is on, a run does what these ask for
 SHARED = ("stability.metrics", "stability.router_agreement")  # on already where the gap is measured, and with R3
 # Names settings and changes none; the launch writes the second, and reads the third (`start.check_versions`).
 OTHER_SETTINGS = ("stability.expects", "stability.left_out", "stability.any_version")

@@ -288,7 +288,7 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
         ("stale", "none", ("lab.stale.lag=-1",), "lab.stale.lag=-1 must be at least 0"),
         ("stale", "none", ("lab.stale.lagg=1",), "lagg"),
         ("stale", "none", ("actor_rollout_ref.rollout.top_p=0.9",), "rollout.top_p=0.9"),
-        ("stale", "tis", ("algorithm.rollout_correction.bypass_mode=true",), "set stability.router_agreement=false"),
+        ("stale", "tis", ("stability.reuse_log_probs=on",), "stability.reuse_log_probs=on is not supported in the lab"),
         ("stale", "none", ("lab.task.name=chess",), "lab.task.name=chess is not known"),
         ("stale", "none", ("lab.grader.noise=2",), "lab.grader.noise=2"),
     ],

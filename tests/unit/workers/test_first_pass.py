@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from tests.support.examples import at_most
 from tests.support.measure_oracle import CHOICES, oracle, random_batch, ratio
 from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
+from verl_ext.core.answers import SERVER, Servers, server_number
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import measure
+from verl_ext.core.mismatch import advantage_metrics, sums_by_sign
 from verl_ext.core.routing import RouteCounts, agreement, router_metrics
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.guard.guard import Guard, Limit
@@ -49,6 +51,11 @@ def weighed(one, batch, ages=None):
     return one.weigh(loss_batch, entropy)
 
 
+def is_of_the_batch(name):
+    """True for what `measure` does not give: counts, and the gap by the advantages' sign."""
+    return name.startswith("first_pass/") or "advantage" in name
+
+
 def of(batch, corrections):
     l_infer, l_theta, mask, entropy = padded(batch)
     return measure(Tokens.from_padded(l_infer, l_theta, mask, entropy), corrections)
@@ -63,7 +70,7 @@ def test_parts_are_measured_as_the_whole_is(corrections, cuts, seed):
         weighed(one, batch[low:high])
     _, metrics = one.judge()
     whole = of(batch, corrections)
-    assert {name for name in metrics if not name.startswith("first_pass/")} == whole.metrics.keys()
+    assert {name for name in metrics if not is_of_the_batch(name)} == whole.metrics.keys()
     for name, value in whole.metrics.items():
         assert metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
     counted = {"tokens": whole.tokens, "kept": whole.kept, "non_finite": 0, "refused": whole.kept == 0}
@@ -95,7 +102,32 @@ def test_the_routing_of_parts_is_measured_as_that_of_the_whole(cuts, left_out, s
     counts = take_routes(reported)
     assert counts == RouteCounts.from_sums(packed) and take_routes(reported) is None
     measured, _ = take_measured(reported)
-    assert measured.metrics == pytest.approx(expected, rel=1e-6, abs=1e-12) and not reported
+    found = {name: value for name, value in measured.metrics.items() if not is_of_the_batch(name)}
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12) and not reported
+
+
+@at_most(25)
+@given(cuts=st.lists(st.integers(0, 6), max_size=3), seed=st.integers(0, 99), breakdown=st.booleans())
+def test_parts_are_measured_by_server_and_by_the_advantages_sign_as_the_whole_is(cuts, seed, breakdown):
+    batch, generator = random_batch(rows=6, longest=40, seed=seed), torch.Generator().manual_seed(seed)
+    l_infer, l_theta, mask, _ = padded(batch)
+    advantages = torch.randint(-1, 2, mask.shape, generator=generator) * mask.float()
+    servers = Servers(addresses := ["a:1", "a:2", "b:1"])
+    numbers = torch.tensor([server_number(address) for address in (*addresses, "unknown:1")])
+    facts = torch.zeros(6, 3, dtype=torch.long)
+    facts[:, SERVER] = numbers[torch.randint(0, 4, (6,), generator=generator)]
+    one = FirstPass(FirstPassSettings(breakdown=breakdown))
+    one.begin_update(narrowed=False, limits=(), servers=addresses)
+    for low, high in zip([0, *sorted(cuts)], [*sorted(cuts), 6], strict=True):
+        rows = slice(low, high)
+        part = LossBatch(l_theta[rows], l_infer[rows], advantages[rows], mask[rows], l_infer=l_infer[rows])
+        one.weigh(part, facts=facts[rows])
+    found = {name: value for name, value in one.judge()[1].items() if not name.startswith("first_pass/")}
+    tokens = replace(Tokens.from_padded(l_infer, l_theta, mask), buckets=servers.buckets(facts))
+    expected = measure(tokens, breakdown=breakdown).metrics
+    if breakdown:
+        expected |= advantage_metrics(sums_by_sign(tokens, advantages.flatten()))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 AGES = [(0, 0), (8, 8), (3, 3), (5, 2), (0, 0), (1, 1)]  # of the newest and the oldest weights
@@ -114,7 +146,7 @@ def test_parts_are_measured_by_lag_as_the_oracle_says(corrections, breakdown, cu
     one = FirstPass(FirstPassSettings(corrections or {}, as_mask=False, breakdown=breakdown))
     for low, high in zip([0, *sorted(cuts)], [*sorted(cuts), 6], strict=True):
         weighed(one, batch[low:high], ages[low:high])
-    metrics = {name: value for name, value in one.judge()[1].items() if not name.startswith("first_pass/")}
+    metrics = {name: value for name, value in one.judge()[1].items() if not is_of_the_batch(name)}
     expected = oracle(batch, corrections, with_entropy=True, breakdown=breakdown, lag=ages)
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
