@@ -106,7 +106,7 @@ def test_r3_in_bypass_mode_is_replayed_in_the_update_whose_gap_is_measured(steps
     assert 0.9 < bypassed["actor/router_own_agreement"] < 0.9999
     assert bypassed["vllm_kl/k3"] < average(steps["disabled"], "vllm_kl/k3") / 20
     assert bypassed["router/unknown"] == bypassed["router/invalid"] == 0
-    assert "router/agreement" not in bypassed, "compute_log_prob does not run"
+    assert bypassed["router/agreement"] == 1.0 and 0.9 < bypassed["router/own_agreement"] < 0.9999
 
 
 def test_r2_keeps_the_experts_of_compute_log_prob(steps):
