@@ -7,7 +7,7 @@ are norms and biases, below 0.1 %, and the layers for multi-token prediction, wh
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_ext.base.errors import ConfigError
@@ -277,36 +277,153 @@ SHAPES = {
 }
 
 
-# Types of models in transformers with one kind of layer, of which config.json says everything.
-UNIFORM = ("llama", "qwen2", "qwen3", "qwen3_moe")
+def _qwen3_5(name: str, layers: int, hidden: int, **sizes: int) -> ModelShape:
+    """Returns a model of Qwen3.5 or 3.6: of four layers, three have linear attention."""
+    values = sizes.pop("value_heads", 32)
+    linear = LinearAttention(layers * 3 // 4, key_heads=16, value_heads=values, head_dim=128, kernel=4)
+    shape = ModelShape(f"Qwen/{name}", layers, hidden, head_dim=256, vocabulary=248320, linear=linear, **sizes)
+    return replace(shape, output_gate=True, dense_layers=0 if shape.routed_experts else layers)
+
+
+def _dense(
+    source: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int, **more: Any
+) -> ModelShape:
+    sizes = {"head_dim": 128, "dense_layers": layers, "dense_intermediate": intermediate} | more
+    return ModelShape(source, layers, hidden, heads, kv_heads, vocabulary=vocabulary, **sizes)
+
+
+_TIED = {"tied_embeddings": True}
+# More models, by the beginning of their name; tests/unit/plan/test_models.py compares them with the sizes on their cards.
+FAMILIES = SHAPES | {
+    "Qwen2.5-0.5B": _dense("Qwen/Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, head_dim=64, **_TIED),
+    "Qwen2.5-1.5B": _dense("Qwen/Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, **_TIED),
+    "Qwen2.5-3B": _dense("Qwen/Qwen2.5-3B", 36, 2048, 16, 2, 11008, 151936, **_TIED),
+    "Qwen2.5-7B": _dense("Qwen/Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5-14B": _dense("Qwen/Qwen2.5-14B", 48, 5120, 40, 8, 13824, 152064),
+    "Qwen2.5-32B": _dense("Qwen/Qwen2.5-32B", 64, 5120, 40, 8, 27648, 152064),
+    "Qwen2.5-72B": _dense("Qwen/Qwen2.5-72B", 80, 8192, 64, 8, 29568, 152064),
+    "Qwen3-1.7B": _dense("Qwen/Qwen3-1.7B", 28, 2048, 16, 8, 6144, 151936, **_TIED),
+    "Qwen3-4B": _dense("Qwen/Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, **_TIED),
+    "Qwen3-8B": _dense("Qwen/Qwen3-8B", 36, 4096, 32, 8, 12288, 151936),
+    "Qwen3-14B": _dense("Qwen/Qwen3-14B", 40, 5120, 40, 8, 17408, 151936),
+    "Qwen3-32B": _dense("Qwen/Qwen3-32B", 64, 5120, 64, 8, 25600, 151936),
+    "Llama-3.2-1B": _dense("meta-llama/Llama-3.2-1B", 16, 2048, 32, 8, 8192, 128256, head_dim=64, **_TIED),
+    "Llama-3.2-3B": _dense("meta-llama/Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, **_TIED),
+    "Llama-3.1-8B": _dense("meta-llama/Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": _dense("meta-llama/Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
+    "Gemma-2-2B": _dense("google/gemma-2-2b", 26, 2304, 8, 4, 9216, 256000, head_dim=256, window_layers=13, **_TIED),
+    "Qwen3.5-9B": _qwen3_5("Qwen3.5-9B", 32, 4096, heads=16, kv_heads=4, dense_intermediate=12288),
+    "Qwen3.5-27B": _qwen3_5("Qwen3.5-27B", 64, 5120, heads=24, kv_heads=4, dense_intermediate=17408, value_heads=48),
+    "Qwen3.5-35B-A3B": _qwen3_5(
+        "Qwen3.5-35B-A3B",
+        *(40, 2048),
+        heads=16,
+        kv_heads=2,
+        routed_experts=256,
+        top_k=8,
+        shared_experts=1,
+        moe_intermediate=512,
+    ),
+    "GLM-4.5": replace(
+        SHAPES["GLM-4.5-Air"],
+        source="zai-org/GLM-4.5",
+        layers=92,
+        dense_layers=3,
+        hidden=5120,
+        routed_experts=160,
+        moe_intermediate=1536,
+        dense_intermediate=12288,
+    ),
+    "gpt-oss-120b": replace(
+        SHAPES["gpt-oss-20b"], source="openai/gpt-oss-120b", layers=36, routed_experts=128, window_layers=18
+    ),
+}
+# The beginning of a name -> the model of the same shape. A vision tower, below 10 % of a model, is not counted.
+ALIASES = {
+    **{f"Qwen2-{size}": f"Qwen2.5-{size}" for size in ("0.5B", "1.5B", "7B", "72B")},
+    **{
+        f"Qwen2.5-{kind}-{size}": f"Qwen2.5-{size}"
+        for kind in ("Math", "Coder", "VL")
+        for size in ("1.5B", "7B", "72B")
+    },
+    **{f"Qwen2.5-{kind}-{size}": f"Qwen2.5-{size}" for kind in ("Coder", "VL") for size in ("3B", "32B")},
+    **{
+        f"Qwen3-VL-{size}": f"Qwen3-{text}"
+        for size, text in (("2B", "1.7B"), ("4B", "4B"), ("8B", "8B"), ("32B", "32B"))
+    },
+    **{f"DeepSeek-R1-Distill-Qwen-{size}": f"Qwen2.5-{size}" for size in ("1.5B", "7B", "14B", "32B")},
+    **{f"Qwen3-{kind}-30B-A3B": "Qwen3-30B-A3B" for kind in ("Coder", "VL")},
+    "DeepSeek-R1-Distill-Llama-8B": "Llama-3.1-8B",
+    "DeepSeek-R1": "DeepSeek-V3",
+    "Meta-Llama-3": "Llama-3.1-8B",
+    "Qwen3.6-27B": "Qwen3.5-27B",
+    "Qwen3.6-35B-A3B": "Qwen3.5-35B-A3B",
+}
+# Types of models in transformers whose config.json says everything; a model of vision has its decoder in text_config.
+UNIFORM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+MIXED = ("deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+TEXT_OF = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def read_shape(found: Mapping[str, Any]) -> ModelShape | None:
-    """Returns the shape that a config.json describes; None if its type is not in UNIFORM, or numbers are missing."""
-    moe = found.get("model_type") == "qwen3_moe"
+    """Returns the shape that a config.json describes; None if its type is not known here, or numbers are missing."""
+    if found.get("model_type") in TEXT_OF:
+        text = found.get("text_config")
+        kind = str(text.get("model_type", "")).removesuffix("_text") if isinstance(text, Mapping) else ""
+        known = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+        return read_shape({**text, "model_type": known.get(kind, f"{kind}_text")}) if kind and text else None
+    kind = found.get("model_type")
     mixed = found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1 or found.get("use_sliding_window")
-    if found.get("model_type") not in UNIFORM or mixed:
+    if kind not in UNIFORM + MIXED or mixed:
         return None
     try:
         layers, hidden, heads = (
             int(found[name]) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")
         )
+        # num_local_experts since transformers 5.0, which still writes it as num_experts for some models
+        counts = (found.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        experts = int(next(filter(None, counts), 0))
+        if not experts and kind in (
+            "qwen3_moe",
+            "deepseek_v3",
+            "glm4_moe",
+            "gpt_oss",
+            "qwen3_next",
+            "qwen3_5_moe_text",
+        ):
+            return None
+        dense = int(found.get("first_k_dense_replace") or 0) if experts else layers
+        width = int(found.get("moe_intermediate_size") or found["intermediate_size"]) if experts else 0
+        linear, mla = None, None
+        if kind.startswith(("qwen3_next", "qwen3_5")):
+            numbers = (found[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim"))
+            linear = LinearAttention(layers - layers // 4, *map(int, numbers), int(found["linear_conv_kernel_dim"]))
+        if kind == "deepseek_v3":
+            names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            mla = Mla(found.get("q_lora_rank"), *(int(found[name]) for name in names))
         return ModelShape(
             source="its config.json",
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=int(found.get("num_key_value_heads") or heads),
-            head_dim=int(found.get("head_dim") or hidden // heads),
+            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            if mla
+            else int(found.get("head_dim") or hidden // heads),
             vocabulary=int(found["vocab_size"]),
-            dense_layers=0 if moe else layers,
-            routed_experts=int(found.get("num_experts") or found["num_local_experts"]) if moe else 0,  # since 5.0
-            top_k=int(found["num_experts_per_tok"]) if moe else 0,
-            moe_intermediate=int(found["moe_intermediate_size"]) if moe else 0,
-            dense_intermediate=0 if moe else int(found["intermediate_size"]),
+            dense_layers=dense,
+            routed_experts=experts,
+            top_k=int(found["num_experts_per_tok"]) if experts else 0,
+            shared_experts=int(found.get("n_shared_experts") or bool(found.get("shared_expert_intermediate_size"))),
+            moe_intermediate=width,
+            dense_intermediate=int(found["intermediate_size"]) if dense else 0,
             tied_embeddings=bool(found.get("tie_word_embeddings")),
+            mla=mla,
+            linear=linear,
+            window_layers=layers // 2 if kind in ("gemma2", "gpt_oss") else 0,
+            output_gate=linear is not None,
         )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 
 
@@ -319,11 +436,11 @@ def shape_of(path: str, setting: str = f"{MODEL}.path") -> ModelShape:
     if path and (shape := read_shape(json_of_model(path, "config.json"))) is not None:
         return shape
     name = path.rstrip("/").rsplit("/", 1)[-1].lower()
-    for known, shape in SHAPES.items():
-        if name.startswith(known.lower()):
-            return shape
+    known = max((each for each in (*FAMILIES, *ALIASES) if name.startswith(each.lower())), key=len, default=None)
+    if known is not None:
+        return FAMILIES[ALIASES.get(known, known)]
     raise ConfigError(
         f"{setting}={path} is not in verl_ext/launch/models.py, and its config.json is not on this machine or is not "
-        f"of {', '.join(UNIFORM)}, so the sizes of the model, and of a vision tower, are not known; the file has: "
-        f"{', '.join(SHAPES)}"
+        f"of {', '.join(UNIFORM + MIXED + TEXT_OF)}, so the sizes of the model are not known; the file has: "
+        f"{', '.join(FAMILIES)}"
     )
