@@ -4,23 +4,31 @@ Tables, and a sample of the command's output, are between the comments <!-- NAME
 """
 
 import contextlib
+import csv
 import io
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import compose
+from verl_ext.launch.models import FAMILIES
 from verl_ext.plan import costs
 from verl_ext.plan.command import print_plan
+from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.scale import SMALL_SHARE, Plan, at_nodes, read_plan, scale_table
+from verl_ext.plan.sizes import Sizes, planned_gpu
+from verl_ext.plan.timing import plan_timing
 
 GPU = "H100"
 NODES = (8, 32, 128)
 RECIPES = {"30B": "qwen3_30b_a3b", "235B": "qwen3_235b_a22b_megatron"}
 PRESET = ("stability=moe",)
+RUNS = Path(__file__).parent.parent / "docs" / "published_runs.csv"
+STAGES = {"generation": "generation", "old log-probs": "old_log_prob", "update": "update", "step": "step"}
 WITH_AGREEMENT = ("stability=icepop", "stability.router_agreement=true")  # with a replay it costs nothing more
 
 
@@ -61,6 +69,134 @@ def agreement_table() -> list[list[str]]:
     return rows
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A published run: stage -> seconds, planned and published, as far as they were published."""
+
+    run: dict[str, str]
+    fitted: bool
+    fits: bool
+    planned: dict[str, float]
+    published: dict[str, float]
+
+    def factor(self, stage: str) -> float | None:
+        return self.planned[stage] / self.published[stage] if stage in self.published else None
+
+    @property
+    def share_errors(self) -> dict[str, float]:
+        """Stage -> planned less published share, in points, of the stages that a run publishes; {} for one stage."""
+        if len(self.published) < 2 or "step" in self.published:
+            return {}
+        sums = [sum(one[stage] for stage in self.published) for one in (self.planned, self.published)]
+        return {
+            stage: 100 * (self.planned[stage] / sums[0] - self.published[stage] / sums[1]) for stage in self.published
+        }
+
+
+def sizes_of_run(run: dict[str, str]) -> Sizes:
+    """Returns the sizes of a row of docs/published_runs.csv."""
+
+    def count(name: str) -> int:
+        return int(run[name] or 0)
+
+    megatron, offload = run["engine"] == "megatron", run["offload"] == "1"
+    counts = ("gpus", "tensor", "pipeline", "context", "expert", "ulysses", "micro_tokens", "prompt", "response")
+    return Sizes(
+        shape=FAMILIES[run["model"]],
+        gpu=planned_gpu(run["gpu"])[1],
+        rollout_gpus=count("gpus"),
+        shared=True,
+        megatron=megatron,
+        expert_tensor=1 if count("expert") > 1 else count("tensor"),
+        param_offload=offload,
+        optimizer_offload=offload,
+        cpu_adam=float(run["cpu_adam"]),
+        recompute=tuple(run["recompute"].split()),
+        fused=run["fused"] == "1",
+        float32_head=False,
+        compute_bytes=2,
+        shards=count("shards") or count("gpus"),
+        micro_rows=0,
+        mean_prompt=float(run["mean_prompt"]),
+        mean_response=float(run["mean_response"]),
+        sequences=count("prompts") * count("n"),
+        updates=count("prompts") // count("mini"),
+        epochs=1,
+        reference=run["reference"] == "1",
+        rollout_tensor=count("rollout_tensor"),
+        rollout_data=1,
+        rollout_bytes=2,
+        cache_bytes=2,
+        utilization=float(run["utilization"]),
+        max_num_seqs=1024,
+        **{name: count(name) for name in counts},
+    )
+
+
+def comparisons() -> list[Comparison]:
+    """Plans every run of docs/published_runs.csv; the first, third, ... are those that the rates were fitted to."""
+    found = []
+    with RUNS.open(encoding="utf-8") as file:
+        for number, run in enumerate(csv.DictReader(file)):
+            sizes = sizes_of_run(run)
+            memory = plan_memory(sizes)
+            planned = {**plan_timing(sizes, memory).stages}
+            planned["step"] = sum(planned.values())
+            published = {stage: float(run[column]) for stage, column in STAGES.items() if run[column]}
+            if run["filters"] == "1":  # several batches are generated for a step, and their number is not published
+                published.pop("generation", None)
+            if "update" in published:
+                published.pop("step", None)
+            found.append(Comparison(run, number % 2 == 0, memory.fits(sizes), planned, published))
+    return found
+
+
+def runs_table() -> list[list[str]]:
+    rows = [["run", "run with", "mean response", "generation", "old log-probs", "update", "step", "share", "half"]]
+    for one in comparisons():
+        run, cells = one.run, []
+        for stage in STAGES:
+            factor = one.factor(stage)
+            cells.append(f"{one.planned[stage]:,.0f} / {one.published[stage]:,.0f} = {factor:.2f}" if factor else "")
+        errors = one.share_errors.values()
+        ways = {
+            "TP": "tensor",
+            "rollout TP": "rollout_tensor",
+            "PP": "pipeline",
+            "CP": "context",
+            "EP": "expert",
+            "SP": "ulysses",
+        }
+        layout = " ".join(f"{way} {run[name]}" for way, name in ways.items() if run[name] != "1")
+        rows.append(
+            [
+                f"[{run['run']}]({run['source']})",
+                f"{run['model']}, {run['gpus']} {run['gpu']}, {run['engine']} {layout}",
+                f"{run['mean_response']} ({run['lengths']})",
+                *cells,
+                f"{max(errors, key=abs):+.0f}" if errors else "",
+                "fit" if one.fitted else "test",
+            ]
+        )
+    return rows
+
+
+def judged_table() -> list[list[str]]:
+    """Tabulates, for both halves: runs within a factor of 1.6, and the largest error of a share."""
+    rows = [["half", *(f"{stage}, within 1.6" for stage in STAGES), "shares within 12 points", "does not fit"]]
+    for half, fitted in (("fit", True), ("test", False)):
+        ones = [one for one in comparisons() if one.fitted == fitted]
+        cells = []
+        for stage in STAGES:
+            factors = [factor for one in ones if (factor := one.factor(stage))]
+            near = sum(1 / 1.6 <= factor <= 1.6 for factor in factors)
+            cells.append(f"{near} of {len(factors)}")
+        errors = [max(map(abs, one.share_errors.values())) for one in ones if one.share_errors]
+        cells.append(f"{sum(error <= 12 for error in errors)} of {len(errors)}")
+        rows.append([half, *cells, str(sum(not one.fits for one in ones))])
+    return rows
+
+
 def rates_table() -> list[list[str]]:
     return [
         ["", "writes", "reads"],
@@ -73,7 +209,7 @@ def rates_table() -> list[list[str]]:
 def parts() -> dict[str, str]:
     """Returns name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
-    made = {"rates": rates_table(), "agreement": agreement_table()}
+    made = {"rates": rates_table(), "agreement": agreement_table(), "runs": runs_table(), "judged": judged_table()}
     made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
     return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
 

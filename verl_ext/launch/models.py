@@ -113,6 +113,12 @@ class ModelShape:
         """Parameters that a token passes, all embeddings included. Some publishers leave embeddings out."""
         return self._with_experts(self.top_k)
 
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of all layers' attention."""
+        linear = self.linear.layers * (self.linear.parameters(self.hidden) - self._attention) if self.linear else 0
+        return self.layers * self._attention + linear
+
     def cached_numbers(self, ranks: int) -> int:
         """Returns how many numbers of a token each rank of tensor parallelism caches, over all layers whose cache grows
         with the sequence.
@@ -137,10 +143,7 @@ class ModelShape:
         router = self.hidden * self.routed_experts
         moe = self.moe_layers * ((experts + self.shared_experts) * expert + router)
         dense = self.dense_layers * 3 * self.hidden * self.dense_intermediate
-        attention = self.layers * self._attention
-        if self.linear:
-            attention += self.linear.layers * (self.linear.parameters(self.hidden) - self._attention)
-        return self.embedding_parameters + attention + dense + moe
+        return self.embedding_parameters + self.attention_parameters + dense + moe
 
 
 SHAPES = {
@@ -293,7 +296,7 @@ def _dense(
 
 
 _TIED = {"tied_embeddings": True}
-# More models, by the beginning of their name; tests/unit/plan/test_models.py compares them with the sizes on their cards.
+# More models, by the beginning of their name; tests/unit/plan/test_models.py has the parameters on their cards.
 FAMILIES = SHAPES | {
     "Qwen2.5-0.5B": _dense("Qwen/Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, head_dim=64, **_TIED),
     "Qwen2.5-1.5B": _dense("Qwen/Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, **_TIED),

@@ -11,12 +11,12 @@ from verl_ext.base.printable import number_table, wide_console
 from verl_ext.launch import command_line
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
-from verl_ext.plan.sizes import GIB, UNITS, Sizes, planned_gpu, planned_gpus
+from verl_ext.plan.sizes import GIB, GUESSED_MEAN, UNITS, Sizes, planned_gpu, planned_gpus
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-ROUGH = "rough roofline estimates, without weight sync, rewards and tools"
+ROUGH = "estimates at the rates of published runs (docs/plan.md), without weight sync, rewards and tools"
 NOTHING_ON = "no feature of the plugin is switched on; to see its cost, add the features, such as stability=icepop"
 
 
@@ -46,9 +46,10 @@ def add_plan_parser(commands: Any) -> None:
     parser.add_argument(
         "--model", help="a model of the table, if actor_rollout_ref.model.path does not end in its name"
     )
-    parser.add_argument(
-        "--mean-response", type=float, metavar="TOKENS", help="mean length of a response (default: half of the limit)"
-    )
+    for part in ("prompt", "response"):
+        parser.add_argument(
+            f"--mean-{part}", type=float, metavar="TOKENS", help=f"mean length of a {part} (default: 1/6 of the limit)"
+        )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the tables")
     parser.set_defaults(run=run_plan)
 
@@ -63,7 +64,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
                 arguments.gpu,
                 number,
                 arguments.model,
-                arguments.mean_response,
+                mean_prompt=arguments.mean_prompt,
+                mean_response=arguments.mean_response,
             )
             for number in nodes
         ]
@@ -130,6 +132,7 @@ def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
     for row in rows:
         table.add_row(*row[:shown])
     console.print(table)
+    console.print(lengths_line(plans[0].sizes), soft_wrap=True)
     for plan in plans:
         for line in advice_lines(plan) if plan.fits else fit_lines(plan.sizes, plan.memory):
             console.print(f"{plan.sizes.gpus:,} GPUs: {line}", soft_wrap=True)
@@ -164,6 +167,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     console.print(table)
     console.print(f"{ROUGH}; a replica generates {timing.concurrent} sequences at once", soft_wrap=True)
+    console.print(lengths_line(sizes), soft_wrap=True)
 
     if plan.on:
         _print_costs(console, plan)
@@ -208,6 +212,14 @@ def advice_lines(plan: Plan) -> list[str]:
     if (line := units_line(plan)) and not any(one.setting.startswith(UNITS) for one in remedies):
         lines.append(line)
     return lines
+
+
+def lengths_line(sizes: Sizes) -> str:
+    """Returns a line with the mean lengths, and how to set those that are guessed."""
+    found = {"prompt": (sizes.mean_prompt, sizes.prompt), "response": (sizes.mean_response, sizes.response)}
+    guessed = [f"--mean-{part}" for part, (mean, limit) in found.items() if mean == limit * GUESSED_MEAN]
+    text = ", ".join(f"{part} {mean:,.0f} of at most {limit:,} tokens" for part, (mean, limit) in found.items())
+    return f"mean lengths: {text}" + (f"; a guess, which {' and '.join(guessed)} replace" if guessed else "")
 
 
 def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:

@@ -91,16 +91,15 @@ def transfer_seconds(how: str, gb: float, values: float, clients: int, units: in
     return max(gb / (client * clients) + values / clients * each, gb / (unit * units), gb / (NODE_GB_S * nodes))
 
 
-def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: float) -> list[Cost]:
+def plan_costs(sizes: Sizes, usage: Usage, generation: float) -> list[Cost]:
     """Returns the costs of all features, on or off, in the order of the table.
 
     Args:
-        mean_response: mean length of a response in tokens.
         generation: seconds of the generation, during which the agent loops write.
     """
     found: list[Cost] = []
     rows, ranks = sizes.sequences, sizes.replica_ranks
-    tokens = rows * mean_response
+    tokens = rows * sizes.mean_response
 
     def passes(feature: str, who: str, how: str, on: bool, gb: float, values: float) -> None:
         writing = max(1, sizes.gpus // ranks)  # one of the ranks with the same trajectories writes
@@ -136,7 +135,7 @@ def plan_costs(sizes: Sizes, usage: Usage, mean_response: float, generation: flo
     passes(TOP_TOKENS, LOOPS, "writes", usage.has_top_tokens, gb, 2 * rows)
     passes(TOP_TOKENS, RANKS, "reads", usage.has_top_tokens, reads * gb, 2 * reads * rows)
     if sizes.shape.moe_layers:
-        for feature, who, how, on, gb, values in _routing_flows(sizes, usage, mean_response):
+        for feature, who, how, on, gb, values in _routing_flows(sizes, usage):
             passes(feature, who, how, on, gb, values)
     return found
 
@@ -188,7 +187,7 @@ def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: 
     return max(UNITS_A_NODE * sizes.nodes, math.ceil(by_read), math.ceil(by_write))
 
 
-def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tuple[str, str, str, bool, float, float]]:
+def _routing_flows(sizes: Sizes, usage: Usage) -> list[tuple[str, str, str, bool, float, float]]:
     """Returns (feature, who, how, on, GB, values) of each transfer for routing.
 
     A model replica reads once for all of its ranks. With R3 all ids are sent, and agreement uses R3's first read. R2
@@ -197,11 +196,11 @@ def _routing_flows(sizes: Sizes, usage: Usage, mean_response: float) -> list[tup
     """
     shape, rows = sizes.shape, sizes.sequences
     r3, compares = usage.replay == "R3", usage.compares
-    tokens = rows * (sizes.prompt / 2 + mean_response)
+    tokens = rows * (sizes.mean_prompt + sizes.mean_response)
     ids = id_bytes(sizes) * tokens / GB
     used = shape.moe_layers * shape.top_k * engine_id_bytes(shape.routed_experts) * tokens / GB  # R2's
     agrees = 0.0 if r3 else usage.agreement_share
-    result = rows * (AGREEMENT_BYTES * mean_response + _sum_bytes(sizes)) / GB
+    result = rows * (AGREEMENT_BYTES * sizes.mean_response + _sum_bytes(sizes)) / GB
     found = [
         (AGREEMENT, LOOPS, "writes", compares and not r3, agrees * ids, agrees * rows),
         (AGREEMENT, RANKS, "reads", compares and not r3, agrees * ids, agrees * rows),

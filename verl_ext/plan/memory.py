@@ -6,12 +6,14 @@ docs/plan.md explains each line. `RESERVE` is a rough allowance for libraries: w
 from dataclasses import dataclass
 
 from verl_ext.plan.costs import AGREEMENT, GB, LOOPS, REPLAY, TOP_TOKENS, Cost, id_bytes
-from verl_ext.plan.sizes import GIB, Sizes, Usage
+from verl_ext.plan.sizes import FULL, GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
 ENGINE_RESERVE = 3 * GIB  # the rollout engine's activations and graphs: inside vLLM's share, in addition to SGLang's
-# Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores).
-LAYER_BYTES = 34
+# Activations of a layer per token and hidden unit (Korthikanti et al., 2022, without attention scores), and how much of
+# that is norms and MLP; an MoE's tokens on their way to the experts count as its MLP.
+LAYER_BYTES, NORM_BYTES, MLP_BYTES = 34, 4, 19
+FUSED_TOKENS = 1024  # tokens whose logits exist at once with use_fused_kernels, at most
 # Per token and vocabulary entry: logits and gradient in 2 bytes each, softmax in 4. With stability.float32_head logits
 # and gradient have 4 each, and the gradient is then copied to 2.
 LOGIT_BYTES, FLOAT32_LOGIT_BYTES = 8, 14
@@ -96,8 +98,8 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
 def _state(sizes: Sizes) -> tuple[float, float, float]:
     """Returns the bytes of weights, gradients and Adam's state per GPU."""
     shape = sizes.shape
-    if not sizes.megatron:  # fp32, all of it sharded over all ranks
-        parameters = shape.parameters / sizes.gpus
+    if not sizes.megatron:  # fp32, sharded over a group of ranks
+        parameters = shape.parameters / sizes.shards
         return 4 * parameters, 4 * parameters, 8 * parameters
     dense = (shape.parameters - shape.expert_parameters) / (sizes.tensor * sizes.pipeline)
     experts = shape.expert_parameters / (sizes.expert * sizes.expert_tensor * sizes.pipeline)
@@ -117,24 +119,32 @@ def _gathered(sizes: Sizes) -> float:
 
 
 def _activations(sizes: Sizes) -> float:
-    """Returns the bytes of the kept layer inputs and of one layer's activations; without recomputation, the bytes of
-    all layers' activations."""
-    shape = sizes.shape
+    """Returns the bytes of the activations that the layers keep, and of one layer's own if it is recomputed."""
+    shape, modules = sizes.shape, sizes.recompute
     tokens = sizes.micro_tokens / (sizes.ulysses * sizes.context)
     split = sizes.tensor if sizes.megatron else 1  # sequence parallelism splits the inputs as well
-    experts = shape.top_k + shape.shared_experts
-    own = tokens * (
-        LAYER_BYTES * shape.hidden
-        + sizes.compute_bytes * (experts * (2 * shape.hidden + 3 * shape.moe_intermediate) if shape.moe_layers else 0)
-    )
+    experts = (shape.top_k + shape.shared_experts) * sizes.compute_bytes if shape.moe_layers else 0
+    act = experts * shape.moe_intermediate
+    mlp = MLP_BYTES * shape.hidden + experts * 2 * shape.hidden + 3 * act
+    own = (LAYER_BYTES - MLP_BYTES) * shape.hidden + mlp
+    # Per layer: its input if all of it is recomputed, else what the recomputed modules do not drop.
+    kept = own
+    if FULL in modules:
+        kept = shape.hidden * sizes.compute_bytes
+    else:
+        if "layernorm" in modules:
+            kept -= NORM_BYTES * shape.hidden
+        if "moe" in modules or "mlp" in modules:
+            kept -= mlp
+        elif "moe_act" in modules:
+            kept -= act
     # The first stage of a 1F1B pipeline holds as many micro-batches as there are stages.
     layers = shape.layers / sizes.pipeline * (sizes.pipeline if sizes.megatron else 1)
-    if not sizes.recompute:
-        return layers * own / split
-    return (layers * tokens * shape.hidden * sizes.compute_bytes + own) / split
+    return tokens * (layers * kept + (own if kept < own else 0)) / split
 
 
 def _logits(sizes: Sizes) -> float:
     split = sizes.tensor if sizes.megatron else 1
     bytes_each = FLOAT32_LOGIT_BYTES if sizes.float32_head else LOGIT_BYTES
-    return sizes.micro_tokens / (sizes.ulysses * sizes.context) * sizes.shape.vocabulary * bytes_each / split
+    tokens = sizes.micro_tokens / (sizes.ulysses * sizes.context)
+    return (min(tokens, FUSED_TOKENS) if sizes.fused else tokens) * sizes.shape.vocabulary * bytes_each / split

@@ -1,7 +1,6 @@
 """A run at one size or several: the time of a step, the plugin's part, and settings that would help."""
 
 import copy
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,23 +11,11 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.plan.costs import AGREEMENT, UNITS_A_NODE, Cost, plan_costs, units_wanted
 from verl_ext.plan.memory import Memory, plan_memory
 from verl_ext.plan.sizes import UNITS, WORKERS, Sizes, Usage, as_config_errors, read_sizes, read_usage
+from verl_ext.plan.timing import Timing, plan_timing
 
-MFU = 0.25  # for an MoE's update; dense models reach more
-BANDWIDTH = 0.6  # share of the data sheet's bandwidth that decoding reaches
 SMALL_SHARE = 0.05  # of the trajectories, enough to see the routers drift
 WORTH = 0.1  # share of the plugin's seconds that a setting must save to be listed
 MOST_REMEDIES = 3
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds by stage, and how many sequences one replica decodes at once."""
-
-    stages: dict[str, float]
-    concurrent: int
-
-    def share(self, stage: str) -> float:
-        return self.stages[stage] / sum(self.stages.values())
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,6 @@ class Plan:
     memory: Memory
     timing: Timing
     usage: Usage
-    mean_response: float
 
     @property
     def fits(self) -> bool:
@@ -64,7 +50,7 @@ class Plan:
 
     @property
     def costs(self) -> list[Cost]:
-        return plan_costs(self.sizes, self.usage, self.mean_response, self.generation)
+        return plan_costs(self.sizes, self.usage, self.generation)
 
     @property
     def on(self) -> list[Cost]:
@@ -124,50 +110,25 @@ class Plan:
 
 
 def read_plan(
-    config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None, mean_response: float | None = None
+    config: DictConfig,
+    gpu: str,
+    nodes: int | None = None,
+    model: str | None = None,
+    *,
+    mean_prompt: float | None = None,
+    mean_response: float | None = None,
 ) -> Plan:
     """Plans a composed config, and writes `nodes` into it if given.
+
+    Args:
+        mean_prompt, mean_response: tokens; None for GUESSED_MEAN of the limits.
 
     Raises:
         ConfigError: the config cannot be planned.
     """
-    sizes = read_sizes(config, gpu, nodes, model)
-    mean = _mean_response(mean_response, sizes)
+    sizes = read_sizes(config, gpu, nodes, model, mean_prompt=mean_prompt, mean_response=mean_response)
     memory, usage = plan_memory(sizes), read_usage(config)
-    return Plan(sizes, memory, plan_timing(sizes, memory, mean, one_pass=usage.one_pass), usage, mean)
-
-
-def plan_timing(sizes: Sizes, memory: Memory, mean_response: float, *, one_pass: bool = False) -> Timing:
-    """Returns roofline estimates of each stage, without weight synchronisation, rewards and tools.
-
-    Args:
-        one_pass: compute_log_prob does not run.
-    """
-    shape = sizes.shape
-    length = sizes.prompt / 2 + mean_response  # the mean prompt is assumed to be half of its limit
-    replicas = sizes.rollout_gpus / sizes.rollout_tensor
-    waiting = sizes.sequences / replicas
-    concurrent = max(1, int(min(waiting, memory.kv_tokens / length, sizes.max_num_seqs)))
-    # The parameters that a GPU reads to decode one token of each sequence.
-    weights = (shape.parameters - shape.expert_parameters) / sizes.rollout_tensor
-    if shape.moe_layers:
-        routed = concurrent * sizes.rollout_data  # all ranks of data-parallel attention send the experts their tokens
-        needed = 1 - (1 - shape.top_k / shape.routed_experts) ** routed  # share of the experts that a step needs
-        weights += needed * shape.expert_parameters / (sizes.rollout_tensor * sizes.rollout_data)
-    read = sizes.rollout_bytes * weights + concurrent * length / 2 * sizes.kv_bytes
-    step = read / (BANDWIDTH * sizes.gpu.gb_per_s * 1e9)
-    # The longest response takes this many steps, however few others are left.
-    steps = max(waiting * mean_response / concurrent, float(sizes.response))
-    flops = sizes.gpus * sizes.gpu.tflops * 1e12 * MFU
-    tokens = sizes.sequences * length
-    forward = 2 * shape.active_parameters * tokens / flops
-    stages = {"generation": steps * step}
-    if not one_pass:
-        stages["old log-probs"] = forward
-    if sizes.reference:
-        stages["reference"] = forward
-    stages["update"] = (4 if sizes.recompute else 3) * forward
-    return Timing({name: seconds for name, seconds in stages.items() if math.isfinite(seconds)}, concurrent)
+    return Plan(sizes, memory, plan_timing(sizes, memory, one_pass=usage.one_pass), usage)
 
 
 def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig:
@@ -192,15 +153,6 @@ def at_nodes(config: DictConfig, nodes: int, *, scale_batch: bool) -> DictConfig
                 )
             node[name] = given * nodes // before
     return config
-
-
-def _mean_response(given: float | None, sizes: Sizes) -> float:
-    if given is None:
-        return sizes.response / 2
-    if not 0 < given <= sizes.response:
-        limit = f"data.max_response_length={sizes.response}"
-        raise ConfigError(f"--mean-response={given:g} must be above 0 and at most {limit}")
-    return given
 
 
 def scale_table(plans: Sequence[Plan]) -> list[list[str]]:

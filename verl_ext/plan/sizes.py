@@ -37,6 +37,8 @@ BY_TOKEN = ("gae", "reinforce_plus_plus")
 WORKERS = f"{ROLLOUT}.agent.num_workers"
 USUAL_UNITS, USUAL_WORKERS = 8, 8  # verl's defaults
 USUAL_TOP_TOKENS = 32  # per place, if the config asks for none
+GUESSED_MEAN = 1 / 6  # of the limit, if a mean length is not given: the middle of docs/published_runs.csv
+FULL = "full"  # recomputation of whole layers
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,13 @@ class Sizes:
         gpus: GPUs that train; rollout_gpus: GPUs that generate, the same GPUs unless the run is separate_async.
         shared: whether they are the same GPUs.
         engine: the rollout engine's proper name.
+        recompute: Megatron's recompute_modules; FULL for whole layers, with either engine.
+        fused: whether log-probabilities are computed without keeping logits (`use_fused_kernels`).
+        shards: GPUs that share a copy of FSDP's weights.
         micro_tokens: maximum number of tokens in one micro-batch on one training rank.
+        micro_rows: sequences of a micro-batch; 0 if its number of tokens is fixed instead.
+        sequences: trajectories of a batch; updates: optimizer steps for it; epochs: how often it is used.
+        mean_prompt, mean_response: mean numbers of tokens; prompt, response: their limits.
         rollout_tensor: ranks that share the attention of a sequence.
         rollout_data: groups of these ranks, each with its own sequences, that share the experts.
         cache_bytes: bytes of a number in the KV cache.
@@ -70,13 +78,20 @@ class Sizes:
     param_offload: bool
     optimizer_offload: bool
     cpu_adam: float
-    recompute: bool
+    recompute: tuple[str, ...]
+    fused: bool
     float32_head: bool
     compute_bytes: int
+    shards: int
     micro_tokens: int
+    micro_rows: int
     prompt: int
     response: int
+    mean_prompt: float
+    mean_response: float
     sequences: int
+    updates: int
+    epochs: int
     reference: bool
     rollout_tensor: int
     rollout_data: int
@@ -145,8 +160,19 @@ class Usage:
     one_pass: bool = False
 
 
-def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: str | None = None) -> Sizes:
+def read_sizes(
+    config: DictConfig,
+    gpu: str,
+    nodes: int | None = None,
+    model: str | None = None,
+    *,
+    mean_prompt: float | None = None,
+    mean_response: float | None = None,
+) -> Sizes:
     """Reads the sizes of a composed config, and writes `nodes` into it if given.
+
+    Args:
+        mean_prompt, mean_response: tokens; None for GUESSED_MEAN of the limits.
 
     Raises:
         ConfigError: the GPU or the model is not in the tables, or the sizes contradict each other (`size_problems`).
@@ -159,8 +185,18 @@ def read_sizes(config: DictConfig, gpu: str, nodes: int | None = None, model: st
             config.trainer.nnodes = nodes
     if errors := errors_of(problems_of_sizes(config, shape)):
         raise ConfigError.of(errors)
+    means = {"prompt": mean_prompt, "response": mean_response}
     with as_config_errors():
-        return _sizes_of(config, spec, shape)
+        return _sizes_of(config, spec, shape, {part: _mean(config, part, given) for part, given in means.items()})
+
+
+def _mean(config: DictConfig, part: str, given: float | None) -> float:
+    limit = config.data[f"max_{part}_length"]
+    if given is None:
+        return float(limit * GUESSED_MEAN)
+    if not 0 < given <= limit:
+        raise ConfigError(f"--mean-{part}={given:g} must be above 0 and at most data.max_{part}_length={limit}")
+    return given
 
 
 def read_usage(config: DictConfig) -> Usage:
@@ -280,7 +316,7 @@ def _model_shape(config: DictConfig, model: str | None) -> ModelShape:
         raise ConfigError(f"{error}; name a model of the same shape with --model") from None
 
 
-def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
+def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape, means: dict[str, float]) -> Sizes:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     megatron = actor.strategy == "megatron"
     engine = actor.megatron if megatron else actor.fsdp_config
@@ -292,6 +328,8 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
     count = world_size(config)
     shared = config.trainer.v1.trainer_mode != "separate_async"
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    batch, epochs = config.data.train_batch_size, whole_number(config, f"{ACTOR}.ppo_epochs", 1)
+    shards = None if megatron else engine.get("fsdp_size")
     micro = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
     rows = 1 if actor.get(micro) is None else whole_number(config, f"{ACTOR}.{micro}")
     fraction = "optim.override_optimizer_config.optimizer_offload_fraction"
@@ -318,13 +356,20 @@ def _sizes_of(config: DictConfig, gpu: DataSheet, shape: ModelShape) -> Sizes:
         param_offload=bool(engine.param_offload),
         optimizer_offload=bool(engine.optimizer_offload),
         cpu_adam=_fraction(config, f"{ACTOR}.{fraction}") if offloads else 0.0,
-        recompute=_recomputes(config, megatron),
+        recompute=_recomputed(config, megatron),
+        fused=bool(config.actor_rollout_ref.model.get("use_fused_kernels")),
         float32_head=bool(OmegaConf.select(config, "stability.float32_head")),
         compute_bytes=_bytes(mixed or engine.dtype),
+        shards=shards if type(shards) is int and 0 < shards < count else count,
         micro_tokens=rows if actor.use_dynamic_bsz else rows * (prompt + response),
+        micro_rows=0 if actor.use_dynamic_bsz else rows,
         prompt=prompt,
         response=response,
-        sequences=config.data.train_batch_size * rollout.n,
+        mean_prompt=means["prompt"],
+        mean_response=means["response"],
+        sequences=batch * rollout.n,
+        updates=-(-batch // actor.ppo_mini_batch_size) * epochs,
+        epochs=epochs,
         reference=bool(actor.use_kl_loss or config.algorithm.use_kl_in_reward),
         rollout_tensor=rollout.tensor_model_parallel_size,
         rollout_data=rollout.data_parallel_size,
@@ -355,8 +400,11 @@ def _cache_bytes(rollout: DictConfig) -> int:
     return CACHE_BYTES[dtype]
 
 
-def _recomputes(config: DictConfig, megatron: bool) -> bool:
-    if megatron:
-        settings = config.actor_rollout_ref.actor.megatron.get("override_transformer_config") or {}
-        return settings.get("recompute_granularity") == "full"
-    return bool(config.actor_rollout_ref.model.enable_gradient_checkpointing)
+def _recomputed(config: DictConfig, megatron: bool) -> tuple[str, ...]:
+    if not megatron:
+        return (FULL,) if config.actor_rollout_ref.model.enable_gradient_checkpointing else ()
+    settings = config.actor_rollout_ref.actor.megatron.get("override_transformer_config") or {}
+    granularity = settings.get("recompute_granularity")
+    if granularity != "selective":
+        return (FULL,) if granularity == FULL else ()
+    return tuple(settings.get("recompute_modules") or ("core_attn",))  # megatron-core's default
