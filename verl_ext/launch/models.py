@@ -280,10 +280,9 @@ SHAPES = {
 }
 
 
-def _qwen3_5(name: str, layers: int, hidden: int, **sizes: int) -> ModelShape:
+def _qwen3_5(name: str, layers: int, hidden: int, value_heads: int = 32, **sizes: Any) -> ModelShape:
     """Returns a model of Qwen3.5 or 3.6: of four layers, three have linear attention."""
-    values = sizes.pop("value_heads", 32)
-    linear = LinearAttention(layers * 3 // 4, key_heads=16, value_heads=values, head_dim=128, kernel=4)
+    linear = LinearAttention(layers * 3 // 4, key_heads=16, value_heads=value_heads, head_dim=128, kernel=4)
     shape = ModelShape(f"Qwen/{name}", layers, hidden, head_dim=256, vocabulary=248320, linear=linear, **sizes)
     return replace(shape, output_gate=True, dense_layers=0 if shape.routed_experts else layers)
 
@@ -365,6 +364,7 @@ ALIASES = {
 # Types of models in transformers whose config.json says everything; a model of vision has its decoder in text_config.
 UNIFORM = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 MIXED = ("deepseek_v3", "glm4_moe", "gpt_oss", "gemma2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+OF_EXPERTS = ("qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 TEXT_OF = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
@@ -375,7 +375,7 @@ def read_shape(found: Mapping[str, Any]) -> ModelShape | None:
         kind = str(text.get("model_type", "")).removesuffix("_text") if isinstance(text, Mapping) else ""
         known = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
         return read_shape({**text, "model_type": known.get(kind, f"{kind}_text")}) if kind and text else None
-    kind = found.get("model_type")
+    kind = str(found.get("model_type"))
     mixed = found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1 or found.get("use_sliding_window")
     if kind not in UNIFORM + MIXED or mixed:
         return None
@@ -386,33 +386,26 @@ def read_shape(found: Mapping[str, Any]) -> ModelShape | None:
         # num_local_experts since transformers 5.0, which still writes it as num_experts for some models
         counts = (found.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
         experts = int(next(filter(None, counts), 0))
-        if not experts and kind in (
-            "qwen3_moe",
-            "deepseek_v3",
-            "glm4_moe",
-            "gpt_oss",
-            "qwen3_next",
-            "qwen3_5_moe_text",
-        ):
+        if not experts and kind in OF_EXPERTS:
             return None
         dense = int(found.get("first_k_dense_replace") or 0) if experts else layers
         width = int(found.get("moe_intermediate_size") or found["intermediate_size"]) if experts else 0
         linear, mla = None, None
         if kind.startswith(("qwen3_next", "qwen3_5")):
-            numbers = (found[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim"))
-            linear = LinearAttention(layers - layers // 4, *map(int, numbers), int(found["linear_conv_kernel_dim"]))
+            names = ("num_key_heads", "num_value_heads", "key_head_dim", "conv_kernel_dim")
+            keys, values, size, kernel = (int(found[f"linear_{name}"]) for name in names)
+            linear = LinearAttention(layers - layers // 4, keys, values, size, kernel)
         if kind == "deepseek_v3":
-            names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-            mla = Mla(found.get("q_lora_rank"), *(int(found[name]) for name in names))
+            lora = found.get("q_lora_rank")
+            heads_of = (int(found[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+            mla = Mla(lora, int(found["kv_lora_rank"]), *heads_of)
         return ModelShape(
             source="its config.json",
             layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=int(found.get("num_key_value_heads") or heads),
-            head_dim=mla.qk_nope_head_dim + mla.qk_rope_head_dim
-            if mla
-            else int(found.get("head_dim") or hidden // heads),
+            head_dim=int(found.get("head_dim") or hidden // heads),
             vocabulary=int(found["vocab_size"]),
             dense_layers=dense,
             routed_experts=experts,

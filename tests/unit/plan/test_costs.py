@@ -14,7 +14,6 @@ from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memor
 from verl_ext.plan.sizes import Usage
 
 ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_top_tokens=True, top_token_reads=2)
-MEAN = 4096.0
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
 # Bytes per response token of the fields in TransferQueue: verl's agent loop writes ROLLOUT_BYTES.
 ROLLOUT_BYTES = {"prompts": 8, "responses": 8, "response_mask": 8, "rollout_log_probs": 4, "rm_scores": 4}
@@ -24,7 +23,7 @@ BYTES = ROLLOUT_BYTES | STEP_BYTES | {"rollout_is_weights": 4}
 
 def found(sizes, usage, generation=1e9):
     """(feature, who, how) -> Cost."""
-    costs = plan_costs(sizes, usage, MEAN, generation)
+    costs = plan_costs(sizes, usage, generation)
     assert len({(cost.feature, cost.who, cost.how) for cost in costs}) == len(costs)
     return {(cost.feature, cost.who, cost.how): cost for cost in costs}
 
@@ -160,7 +159,7 @@ def test_what_the_agent_loops_write_hides_behind_the_generation():
     hidden, late = found(FSDP, alone)[key], found(FSDP, alone, generation=0.1)[key]
     assert hidden.seconds == late.seconds > 0.1
     assert hidden.waited == 0 and late.waited == pytest.approx(late.seconds - 0.1)
-    together = [cost for cost in plan_costs(FSDP, ALL, MEAN, 0.3) if cost.on and cost.who == "agent loops"]
+    together = [cost for cost in plan_costs(FSDP, ALL, 0.3) if cost.on and cost.who == "agent loops"]
     assert len(together) == 2 and sum(cost.seconds for cost in together) > 0.3
     assert sum(cost.hidden for cost in together) == pytest.approx(0.3), "they write one after another"
 
@@ -192,7 +191,7 @@ runs = st.builds(
 @given(runs, st.integers(1, 100), st.floats(0, 1e3))
 def test_more_units_are_never_slower_and_more_ranks_never_cheaper(usage, more, generation):
     def seconds(sizes, usage):
-        return [cost.waited for cost in plan_costs(sizes, usage, MEAN, generation)]
+        return [cost.waited for cost in plan_costs(sizes, usage, generation)]
 
     now = seconds(MEGATRON, usage)
     with_units = seconds(MEGATRON, replace(usage, units=usage.units + more))
@@ -205,10 +204,10 @@ def test_more_units_are_never_slower_and_more_ranks_never_cheaper(usage, more, g
 @given(runs, st.floats(0.1, 1e4), st.floats(0.1, 1e4))
 def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(usage, generation, rest):
     step = generation + rest
-    costs = plan_costs(MEGATRON, usage, MEAN, generation)
+    costs = plan_costs(MEGATRON, usage, generation)
     wanted = units_wanted(MEGATRON, usage, costs, generation, step)
     assert wanted >= 2 * 32  # machines
-    with_them = [cost for cost in plan_costs(MEGATRON, replace(usage, units=wanted), MEAN, generation) if cost.on]
+    with_them = [cost for cost in plan_costs(MEGATRON, replace(usage, units=wanted), generation) if cost.on]
     reads = [cost for cost in with_them if (cost.who, cost.how) == ("training ranks", "reads")]
     read = sum(cost.gb for cost in reads)
     by_units = read / (wanted * module.UNIT_GET)
@@ -222,19 +221,19 @@ def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(us
 
 def test_the_units_wanted_are_bytes_over_rate_and_time():
     usage = Usage(compares=True)
-    costs = plan_costs(MEGATRON, usage, MEAN, generation=100)
+    costs = plan_costs(MEGATRON, usage, generation=100)
     (read,) = (cost.gb for cost in costs if cost.on and (cost.who, cost.how) == ("training ranks", "reads"))
     wanted = units_wanted(MEGATRON, usage, costs, generation=100, step=1000)
     enough = max(64, -int(-min(read / (module.UNIT_GET * 5), 256 * module.CLIENT_GET / module.UNIT_GET) // 1))
     assert wanted == enough
-    assert units_wanted(FSDP, Usage(), plan_costs(FSDP, Usage(), MEAN, 100), 100, 1000) == 4  # two machines
+    assert units_wanted(FSDP, Usage(), plan_costs(FSDP, Usage(), 100), 100, 1000) == 4  # two machines
 
 
 def test_host_memory_is_that_of_what_is_kept():
     memory = plan_memory(FSDP)
 
     def lines(usage, sizes=FSDP):
-        return host_memory(sizes, usage, memory, plan_costs(sizes, usage, MEAN, 100))
+        return host_memory(sizes, usage, memory, plan_costs(sizes, usage, 100))
 
     assert lines(Usage(measures=True, weighs=True)) == {}
     parameters = FSDP.shape.parameters
