@@ -275,14 +275,23 @@ def model_problems(model: DictConfig) -> Iterator[Problem]:
 
 
 def overlong_problems(config: DictConfig) -> Iterator[Problem]:
-    """Checks what verl's reward manager `dapo` would assert only when it runs."""
+    """Checks what verl's reward manager `dapo` would refuse only when it starts, or at the first scored answer.
+
+    `verl/experimental/reward_loop/reward_manager/dapo.py` (0.9.1) reads each of them as an attribute, which OmegaConf
+    refuses if the key is absent. `log: null` is read as false.
+    """
     buffer, limit = f"{REWARD_ARGUMENTS}.overlong_buffer_cfg", f"{REWARD_ARGUMENTS}.max_resp_len"
+    log = f"{buffer}.log"
     if OmegaConf.select(config, "reward.reward_manager.name") != "dapo":
         return
     if not OmegaConf.select(config, f"{buffer}.enable"):
         return
-    usual = {limit: config.data.max_response_length, f"{buffer}.penalty_factor": 1.0, f"{buffer}.log": False}
-    if missing := [name for name in usual if OmegaConf.select(config, name) is None]:
+    usual = {limit: config.data.max_response_length, f"{buffer}.penalty_factor": 1.0}
+    missing = [name for name in usual if OmegaConf.select(config, name) is None]
+    if "log" not in OmegaConf.select(config, buffer):
+        usual[log] = False
+        missing.append(log)
+    if missing:
         found = f"{' and '.join(missing)} must be set: verl's reward manager dapo reads them without a default"
         yield Problem(found, fix=tuple(f"++{name}={usual[name]}" for name in missing))
     length, most = (OmegaConf.select(config, name) for name in (f"{buffer}.len", limit))

@@ -189,7 +189,7 @@ def rule(action):
         ),
         (["stability=dapo"], "reward.reward_kwargs.overlong_buffer_cfg.len=4096 must be above 0 and at most"),
         (
-            ["stability=dapo", "data.max_response_length=8192", "reward.reward_kwargs.overlong_buffer_cfg.log=null"],
+            ["stability=dapo", "data.max_response_length=8192", "~reward.reward_kwargs.overlong_buffer_cfg.log"],
             "set ++reward.reward_kwargs.overlong_buffer_cfg.log=False",
         ),
         (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.example_launches import LAUNCHES, NOT_COMPOSED, SAMPLE, UNMEASURED
+from tests.support.example_launches import LAUNCHES, NOT_COMPOSED, SAMPLE, UNMEASURED, UNSCORED
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.feature import Need
 from verl_ext.features.fit import fit_run
@@ -177,8 +177,18 @@ def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
         fit_run(compose(*arguments), arguments, read_model=False)
 
 
+def test_no_preset_mends_a_launch_whose_reward_manager_would_stop(compose, fit):
+    log = "reward.reward_kwargs.overlong_buffer_cfg.log"
+    arguments = [*LAUNCHES[UNSCORED], "stability=moe"]
+    with pytest.raises(ConfigError) as refused:
+        fit_run(compose(VLLM, *arguments), arguments, read_model=False)
+    assert [problem.fix for problem in refused.value.problems] == [(f"++{log}=False",)]
+    run, _ = fit(*arguments, f"+{log}=null")  # verl reads it as false
+    assert Need.MEASURED_BATCHES in run.needs
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", sorted(set(LAUNCHES) - {*SAMPLE, *NOT_COMPOSED, UNMEASURED}))
+@pytest.mark.parametrize("launch", sorted(set(LAUNCHES) - {*SAMPLE, *NOT_COMPOSED, UNMEASURED, UNSCORED}))
 def test_moe_fits_every_launch(fit, launch):
     run, _ = fit(*LAUNCHES[launch], "stability=moe")
     assert Need.MEASURED_BATCHES in run.needs
