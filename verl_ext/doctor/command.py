@@ -31,8 +31,8 @@ levels:
   note     information; nothing to do
   ok       checked, nothing wrong
 
-exit code: 0; 1 if there are errors (with --strict also for warnings); 2 for wrong usage. With --fix, errors that
-remain go to stderr.
+exit code: 0; 1 if there are errors (with --strict also for warnings); 2 for wrong usage. With --fix, errors and
+warnings that remain go to stderr.
 
 examples:
   verl-ext doctor                                     only the installation
@@ -85,9 +85,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         overrides, left = mend(findings, look)
         for override in overrides:
             print(override)
-        for finding in errors_of(left):
-            found = printable(finding.found, most=None)
-            print(f"verl-ext doctor: {finding.check}: {found}; {finding.why}", file=sys.stderr)
+        for finding in left:
+            if finding.level in ("error", "warning"):
+                said = "; ".join(filter(None, (printable(finding.found, most=None), finding.why)))
+                print(f"verl-ext doctor: {finding.level}, {finding.check}: {said}", file=sys.stderr)
     elif arguments.json:
         print(json.dumps([_as_row(finding) for finding in findings], indent=2))
     else:

@@ -115,7 +115,15 @@ def test_fix_moves_an_old_overlong_buffer_with_all_that_its_manager_reads(doctor
 def test_fix_tells_on_stderr_what_no_override_fixes(doctor):
     code, out = doctor("--fix", "stability.icepop.alpha=6")
     assert (code, out) == (1, "")
-    assert doctor.stderr.startswith("verl-ext doctor: hooks: ") and "stability.icepop.alpha=6" in doctor.stderr
+    assert doctor.stderr.startswith("verl-ext doctor: error, hooks: ") and "stability.icepop.alpha=6" in doctor.stderr
+
+
+def test_fix_names_a_warning_that_it_has_no_fix_for(doctor):
+    """`hybrid_engine=False` in a synchronous run: the user has to choose GPUs for the rollout."""
+    code, out = doctor("--fix", "actor_rollout_ref.hybrid_engine=False")
+    assert (code, out) == (0, "")
+    (line,) = doctor.stderr.splitlines()
+    assert line.startswith("verl-ext doctor: warning, rollout placement: ") and "hybrid_engine" in line
 
 
 def test_nothing_of_verls_own_is_printed_beside_the_findings(doctor):
