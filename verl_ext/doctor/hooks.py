@@ -55,7 +55,7 @@ from verl_ext.features.verl_config import (
 from verl_ext.launch.command_line import MEGATRON_SIZE
 from verl_ext.launch.names import GROUPS, similar, unknown_names
 from verl_ext.launch.packages import package_folder, source
-from verl_ext.launch.refused import is_misspelt, is_read, moved_fix
+from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, moved_fix
 from verl_ext.upstream.agent_loop import MANAGER, PLACE, Extras, parse_extras, without_workers
 
 NAME = f"{ROLLOUT}.name"
@@ -191,28 +191,20 @@ def _larger_batch(said: str, context: Context) -> Iterator[str]:
 
 def _unknown_settings(context: Context) -> Iterator[str]:
     """Yields the settings of the run's roles that verl's classes have no field for."""
+    known = settings_classes(WORKERS)
     roles = [ACTOR, ROLLOUT, MODEL, *(["critic"] if needs_critic(context.config) else [])]
     if needs_reference(context.config) and not trains_lora(context.config):
         roles.append("actor_rollout_ref.ref")
     for role in roles:
         with contextlib.suppress(OmegaConfBaseException):  # the validation reports it
             plain = OmegaConf.to_container(OmegaConf.select(context.config, role), resolve=True)
-            # verl renames the reference policy's `log_prob_*` before
-            yield from (name for name in _unknown_fields(plain, role) if ".ref.log_prob_" not in name)
-
-
-def _unknown_fields(plain: Any, path: str) -> Iterator[str]:
-    """Yields the settings below a node that the class in the node's `_target_` has no field for."""
-    known = settings_classes(WORKERS)
-    with _settings_alone() if "verl" not in sys.modules else contextlib.nullcontext():
-        for place, node in _nodes(plain, path):
-            target = node.get("_target_")
-            if target not in known:
-                continue
-            module, _, name = target.rpartition(".")
-            fields = getattr(getattr(importlib.import_module(module), name), "__dataclass_fields__", node)
-            ours = ("base", *losses.own_settings()) if place == losses.LOSS else ()  # the check `hooks` judges them
-            yield from (f"{place}.{key}" for key in node if key not in (*fields, *ours, "_target_"))
+            for place, node in _nodes(plain, role):
+                target = node.get("_target_")
+                fields = dataclass_fields(target) if target in known else ()
+                ours = ("base", *losses.own_settings()) if place == losses.LOSS else ()  # `hooks` judges them
+                unknown = (f"{place}.{key}" for key in node if fields and key not in (*fields, *ours, "_target_"))
+                # verl renames the reference policy's `log_prob_*` before
+                yield from (name for name in unknown if ".ref.log_prob_" not in name)
 
 
 @check("code", needs="config")

@@ -20,6 +20,7 @@ from verl_ext.features.verl_config import (
     MODE,
     MODEL,
     MTP,
+    REWARD_ARGUMENTS,
     ROLLOUT,
     ignores_advantages,
     needs_critic,
@@ -27,6 +28,7 @@ from verl_ext.features.verl_config import (
     replay_mode,
     trains_lora,
 )
+from verl_ext.launch.names import MANAGER, known_names
 from verl_ext.launch.refused import is_plain, moved_overrides, new_place
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
@@ -263,17 +265,24 @@ def trust_region(context: Context) -> Iterable[Problem]:
 @check("unread settings", needs="config")
 def unread_settings(context: Context) -> Iterable[Problem]:
     """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, which verl 0.9.1 does not read; `norm_adv_by_std_in_grpo`
-    with an estimator other than grpo. A note: `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
+    with an estimator other than grpo; an overlong buffer with a reward manager other than dapo. A note:
+    `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
 
     Source: in verl 0.9.1, only the config files and old workers have these names. `compute_advantage` of ray_trainer.py
-    passes norm_adv_by_std_in_grpo only to grpo. v1/trainer_base.py warns of max_num_gen_batches once it runs.
+    passes norm_adv_by_std_in_grpo only to grpo. v1/trainer_base.py warns of max_num_gen_batches once it runs. Of the
+    managers in experimental/reward_loop/reward_manager, only dapo.py reads reward_kwargs.
     """
+    manager = str(context.get(MANAGER))
+    if context.get(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable") and manager in known_names(MANAGER) - {"dapo"}:
+        why = f"{MANAGER}={manager} does not read it, and long answers get no penalty; dapo reads it"
+        yield warning(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable=True has no effect", why)
     for setting, (usual, instead) in UNREAD.items():
         value = context.get(setting, usual)
         if value != usual:
             why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 reads it"
             moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
-            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])]
+            # Without a counterpart nothing does what was meant: a default would only hide that.
+            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])] if instead else []
             yield warning(f"{setting}={value} has no effect", why, *fix)
     if (
         context.get("algorithm.filter_groups.enable")

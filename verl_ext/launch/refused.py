@@ -149,19 +149,24 @@ def is_read(setting: str, config: DictConfig) -> bool:
     if any(FREE.fullmatch(part) for part in above):
         return True
     node = OmegaConf.select(config, ".".join(above)) if above else None
-    return isinstance(node, DictConfig) and leaf in _dataclass_fields(str(node.get("_target_")))
+    return isinstance(node, DictConfig) and leaf in dataclass_fields(str(node.get("_target_")))
 
 
 @cache
-def _dataclass_fields(target: str) -> frozenset[str]:
-    """Returns the fields of one of verl's dataclasses and its bases, from their source."""
-    folder, (*path, name) = package_folder("verl"), target.split(".")[1:] or [""]
-    files = folder.joinpath(*path).glob("*.py") if folder else ()
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+def dataclass_fields(target: str) -> frozenset[str]:
+    """Returns the fields of one of verl's dataclasses and its bases, from their source; none if it is no such class."""
+    *path, name = target.split(".")
+    if not target.startswith("verl.") or (folder := package_folder("verl")) is None:
+        return frozenset()
+    place = folder.joinpath(*path[1:])
+    files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
     if not (found := re.search(rf"^class {name}\b(?:\((\w+)\))?:.*?(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)):
         return frozenset()
-    bases = _dataclass_fields(".".join(["verl", *path, found[1]])) if found[1] else frozenset[str]()
-    return bases | set(re.findall(r"^    (\w+): ", found[0], re.MULTILINE))
+    own, base = frozenset(re.findall(r"^    (\w+): ", found[0], re.MULTILINE)), found[1]
+    imported = re.search(rf"^from (verl\.[\w.]+) import .*\b{base}\b", text, re.MULTILINE)
+    module = imported[1] if imported else ".".join(path)
+    return own | dataclass_fields(f"{module}.{base}") if base else own
 
 
 def is_plain(value: object) -> bool:

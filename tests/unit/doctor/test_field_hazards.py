@@ -36,6 +36,7 @@ CLIPS = [f"{ACTOR}.clip_ratio_low=0.4", f"{ACTOR}.clip_ratio_high=0.4"]
 COLOCATED = "trainer.v1.trainer_mode=colocate_async"
 UPDATES = ["data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=32"]
 ONE_UPDATE = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 BATCHES = "algorithm.filter_groups.max_num_gen_batches=10"
 OF_THE_RUN = [name for name, check in CHECKS.items() if not check.__module__.endswith(".installation")]
 
@@ -81,6 +82,7 @@ CASES = [
     ("loss settings", ["trainer.critic_warmup=10"], "warning", {}),
     ("unread settings", [f"{ACTOR}.grad_clip=0.5"], "warning", {}),
     ("unread settings", [f"{ROLLOUT}.over_sample_rate=0.1"], "warning", {}),
+    ("unread settings", [f"+{OVERLONG}.enable=True"], "warning", {}),
     (
         "unread settings",
         ["algorithm.norm_adv_by_std_in_grpo=False", "algorithm.adv_estimator=grpo_vectorized"],
@@ -161,6 +163,9 @@ def test_it_fires_and_its_fix_makes_it_go_away(findings, models, name, overrides
         ("validation", [f"{OPTIM}.lr=0", "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_BATCH_INVARIANT='1'"]),
         ("validation", [f"{OPTIM}.lr=0", "trainer.val_before_train=False"]),
         ("unread settings", [BATCHES]),  # without filter_groups nothing is filtered
+        ("unread settings", [f"+{OVERLONG}.enable=True", "reward.reward_manager.name=dapo"]),
+        ("unread settings", [f"+{OVERLONG}.enable=True", "reward.reward_manager.name=my_own"]),
+        ("unread settings", [f"+{OVERLONG}.enable=False"]),
     ],
 )
 def test_a_sound_setting_is_no_hazard(findings, models, name, overrides):
@@ -200,6 +205,8 @@ def test_text_of_the_config_is_never_offered(findings):
     assert finding.fix == () and "reward.custom_reward_function.path" in finding.why
     (finding,) = findings("unread settings", f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.optim.clip_grad=0.3")
     assert finding.fix == (f"{ACTOR}.grad_clip=1.0",)
+    (finding,) = findings("unread settings", f"{ACTOR}.freeze_vision_tower=True")  # verl has no other setting for it
+    assert finding.fix == ()
 
 
 def test_old_reward_settings_move_with_what_they_need(findings):
