@@ -23,6 +23,7 @@ SECRET = re.compile(
     r"""
     \b(?:(?:hf|api_org|gh[opsur]|github_pat|wandb_v\d)_\w{20,}|(?:sk|glpat|xox[abeoprs])-[\w-]{16,}
         |(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{30,}|eyJ[\w-]{10,500}\.[\w-]+\.[\w-]*)
+    |(?<=_)(?:(?:hf|gh[opsur])_[A-Za-z0-9]{20,}|sk-[\w-]{16,})
     |(://[^\s/:@]*:)[^\s/@]+(?=@)
     |(://)[^\s/:@]{16,}(?=@)
     |(\b[Bb](?:earer|asic)\s+)[\w.~+/=-]{16,}

@@ -41,7 +41,8 @@ EVERYTHING = (-math.inf, math.inf)
 TELLING = re.compile(r"log_?p|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage")
 # What is no mean of a batch: settings, times, one of several rewards, and other parts of a distribution.
 PART = re.compile(
-    r"(?:^|/)rewards/|(?:^|[/_])(?:std|min|max|median|p\d+|coe?f\w*|threshold|target|cap|eps\w*|low|high|time|timing)(?:[/_]|$)"
+    r"(?:^|/)rewards/|(?:format|accuracy)_reward"
+    r"|(?:^|[/_])(?:std|min|max|median|p\d+|n|coe?f\w*|threshold|target|cap|eps\w*|clip|low|high|time|timing)(?:[/_]|$)"
 )
 MOSTLY = 0.5  # a name that is logged at fewer of the steps than this is not the run's series
 

@@ -155,11 +155,12 @@ def _what_else(start: bytes) -> str:
         )
     first, *second = start.decode("utf-8", errors="replace").splitlines()[:2] or [""]
     counts = {separator: first.count(separator) for separator in SEPARATORS}
-    if any(count > 1 and all(line.count(each) == count for line in second) for each, count in counts.items()):
+    alike = any(count > 1 and all(line.count(each) == count for line in second) for each, count in counts.items())
+    if alike and not re.search(r"[:=] ?[-+.\d]", first):  # which no header has
         return "this may be a table, but no column is the step; name one of them step"
     return (
         "this is text, but no line has a step with its metrics; verl prints them with trainer.logger=[console], TRL as "
-        "dictionaries, and a line such as `step: 3, reward: 0.5` is read too"
+        "dictionaries, and a line such as `step: 3, reward: 0.5` is read too; the numbers of a progress bar are not"
     )
 
 

@@ -64,6 +64,7 @@ KEY = "abcdEFGH" + "1234" * 8
         ("AWS_SECRET_ACCESS_KEY: wJalrXUtnFEMI/K7MDENG", "AWS_SECRET_ACCESS_KEY: ***"),
         ("AKIA" + "IOSFODNN7EXAMPLE", "***"),
         ('{"password": "hunter2"}', '{"password": "***"}'),
+        (f"kl_hf_{KEY}, run_sk-{KEY}", "kl_***, run_***"),
         (f"GET /x?a=1&X-Amz-Signature={KEY}&b=2", "GET /x?a=1&X-Amz-Signature=***&b=2"),
     ],
 )
@@ -82,6 +83,7 @@ def test_a_secret_is_not_shown(text, shown):
         "tcp://10.0.0.1:6379, ssh://git@host/x",
         "ValueError: basic usage of hf_config is wrong",
         "max_tokens=4096 eos_token_id=151645",
+        "timing_s/load_hf_model_conversion_seconds_total",
         "ActorDiedError: 0123456789abcdef0123456789abcdef01234567",
     ],
 )

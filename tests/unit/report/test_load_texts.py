@@ -107,6 +107,26 @@ SAMPLES = {
         ),
         "rollout/reward",
     ),
+    "columns of single words": (
+        "run.txt",
+        " Step Reward_pct   Loss\n    1 25% -1.5\n    2 50% 128.00\n    3 75%    0.0\n",
+        "Reward_pct",
+    ),
+    "names before numbers, in a list": (
+        "run.log",
+        many("Iter {0}: Train loss 0.013, Total rewards mean {1}, KL 0.001, Learning Rate 1.000e-05, It/sec 0.161\n"),
+        "Total rewards mean",
+    ),
+    "a heading with other names": (
+        "run.log",
+        many("epoch: 0|step: {0}|ep: 1|act: -0.2\naverage reward score: {1}\n"),
+        "average reward score",
+    ),
+    "a fraction for the step": (
+        "run.log",
+        many("[run_8B] seed=1 lr=3e-5\n[run_8B]   {0}/3 | loss=3.1 | reward={1}\n"),
+        "reward",
+    ),
     "names before numbers": ("run.log", many("12:00:00 SUCCESS Step {0} | 2.5s | Reward {1} | Error 0%\n"), "Reward"),
     "OpenRLHF": ("run.log", many("INFO ppo.py:7] Global step {0}: {{'reward': {1}, 'kl': 0.1}}\n"), "reward"),
     "JSON in a log": ("run.log", many('[12:00] {{"step": {0}, "a": {{"b": 1}}, "reward": {1}, "kl": 0}}\n'), "reward"),
@@ -345,7 +365,12 @@ def test_counted_rows_are_counted_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "before", ["args: logging_steps=10\n", "Loading:  50%|# | 7/9 [0:1<0:1]\n 2%|# | 10/500 [0:1<0:1, 1s/it]\n"]
+    "before",
+    [
+        "args: logging_steps=10\n",
+        "Loading:  50%|# | 7/9 [0:1<0:1]\n 2%|# | 10/500 [0:1<0:1, 1s/it]\n",
+        "Loading: 50% 7/9 [0:1<0:1]\n  2% 10/500 [0:1<0:1, 1s/it]\n",  # in a shell of Colab
+    ],
 )
 def test_the_log_shows_how_many_steps_a_row_of_trl_has(tmp_path, before):
     run = read_run(log(tmp_path, before + many(TRL)))
@@ -472,6 +497,11 @@ def test_a_config_is_no_run(tmp_path):
         read_run(log(tmp_path, "lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n", "config.yaml"))
 
 
+def test_a_learning_rate_is_no_metric_of_a_step(tmp_path):
+    with pytest.raises(ReportError, match="no line has a step"):
+        read_run(log(tmp_path, "Run config: K=8 lr=5.0e-06 T=0.8\nLR schedule: lr=5.0e-06 warmup=6\n"))
+
+
 def test_a_prompt_that_speaks_of_steps_is_no_row(tmp_path):
     prompt = "(TaskRunner pid=1) step:1 - add the numbers. step:2 - multiply: 3\n"
     assert read_run(log(tmp_path, many(VERL, first=5) + prompt)).steps.tolist() == [5, 6, 7]
@@ -524,6 +554,7 @@ def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
         ("name,a,b\nx,1,2\n", True),
         ("name,a,b\n", True),
         ("loading a, b, and c\nready\n", False),
+        ("Train:  21%|# | 841/4096 [1:0<4:0, 4.5s/it, pg=-0.1, rm=0.2, glen=770]\n", False),
         ("loading a, b, and c\nready, a, b, and c\n", False),
     ],
 )

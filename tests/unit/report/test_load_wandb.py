@@ -171,7 +171,7 @@ import wandb
 run = wandb.init(project="proj", name="exp", dir=sys.argv[1], config={"lr": 1e-6}, mode="offline")
 wandb.log({"val-core/x": 0.5}, step=0)
 for step in (1, 2, 3):
-    wandb.log({"training/global_step": step, "a": step / 3, "nan": float("nan"), "d": {"x": {"y": 1.5}}}, step=step)
+    wandb.log({"training/global_step": step, "a": step / 3, "nil": float("nan"), "d": {"x": {"y": 1.5}}}, step=step)
     wandb.log({"late": step, "t": wandb.Table(columns=["n"], data=[[1]]), "h": wandb.Histogram([1, 2])}, step=step)
 wandb.log({"back": 1}, step=1)
 wandb.finish()
@@ -187,7 +187,7 @@ def test_what_wandb_itself_writes(tmp_path):
     assert values(run, "val-core/x") == {0: 0.5}
     assert values(run, "d.x.y") == {1: 1.5, 2: 1.5, 3: 1.5}
     own = {"_runtime", "_timestamp"}
-    assert set(run.metrics) == {"val-core/x", "training/global_step", "a", "nan", "d.x.y", "late", *own}
+    assert set(run.metrics) == {"val-core/x", "training/global_step", "a", "nil", "d.x.y", "late", *own}
     content = Path(run.sources[0]).read_bytes()
     cut = tmp_path / "run-cut.wandb"
     cut.write_bytes(content[: content.rindex(b"training/global_step")])  # in the last row

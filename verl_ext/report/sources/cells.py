@@ -22,7 +22,8 @@ from verl_ext.report.sources.table import STEP_NAMES, Row, known_readings, whole
 from verl_ext.report.sources.text import register_format
 
 COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the rows
-SEPARATORS = (re.compile(r"[|│┃║]"), re.compile(r"\t"), re.compile(r";"), re.compile(r","), re.compile(r"\s{2,}"))
+BLANKS = re.compile(r"\s+")  # aligned columns whose names are single words, as pandas prints them
+SEPARATORS = (re.compile(r"[|│┃║]"), *(re.compile(each) for each in (r"\t", ";", ",", r"\s{2,}")), BLANKS)
 STEP_WORD = re.compile(r"(?i)^(?:global[ _]?)?step\s*(?=\d)")
 DECORATION = " *`~$\t"  # of a cell in Markdown
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -33,9 +34,9 @@ MOST_CELLS = 500
 EDGE, PAD = rb"[|\t,;]|\xe2\x94[\x82\x83]|\xe2\x95\x91", rb"[ *`]{0,40}"  # a bound, so that blanks take linear time
 HEADER = re.compile(
     rb"(?im)(?:^|\s|%b)%b(?:global[ _])?(?:step|iter|iteration|update|rollout)s?%b(?:%b|\s\s|\r?$)"
-    % (EDGE, PAD, PAD, EDGE)
+    rb"|^ {0,40}(?:step|iter|iteration) +[a-z]" % (EDGE, PAD, PAD, EDGE)
 )
-NUMBERS = re.compile(rb"(?m)\d%b(?:%b|\s\s|\r?$)" % (PAD, EDGE))
+NUMBERS = re.compile(rb"(?m)\d%%?%b(?:%b|\s|\r?$)" % (PAD, EDGE))
 
 
 def cell_number(cell: str) -> float | None:
@@ -99,7 +100,7 @@ class TextTable:
                 if values := self._columns.values(cells):
                     yield step, values
                 return
-        for separator in SEPARATORS:
+        for separator in SEPARATORS if self._columns is None else SEPARATORS[:-1]:
             header = split_cells(text, separator)
             if 1 < len(header) < MOST_CELLS and all(cell_number(cell) is None for cell in header):
                 columns = Columns(header)

@@ -22,7 +22,7 @@ START = re.compile(rf"(?:\b(step|rollout|perf|eval) (\d{{1,12}}): )?(\{{{NAME})"
 ROW = re.compile(rf"\{{{NAME}[\"'\d.+{{n-]".encode())
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
 EVERY_TEXT = (
-    r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b|^[ \t]{0,80}\d{1,3}%\|[^|\n]{0,200}\|\s(\d{1,12})/(\d{1,12})\s\["
+    r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b|^[ \t]{0,80}\d{1,3}%(?:\|[^|\n]{0,200}\|)?\s(\d{1,12})/(\d{1,12})\s\["
 )
 EVERY, EVERY_BYTES = re.compile(EVERY_TEXT), re.compile(EVERY_TEXT.encode(), re.MULTILINE)
 WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')

@@ -19,7 +19,7 @@ NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|[Ee]xit|Watchdog|Abort|SIG"
-    rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|%\|"
+    rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|it/s|s/it"
 )
 EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)"
@@ -72,7 +72,7 @@ FOLLOWING = re.compile(
 )
 DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
-BAR = re.compile(r"\d+%\|.*(?:it/s|s/it)")
+BAR = re.compile(r"\d+%[| ].*(?:it/s|s/it)")
 HANDLED = 2  # times that later steps followed an error which the run's processes handle
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.

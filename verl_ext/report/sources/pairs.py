@@ -22,10 +22,14 @@ PAIR = re.compile(
     rf"(?:({NUMBER})(?![\w.%])|({NUMBER})(?=m?s\b)|({NUMBER})\s?%|tensor\(\[([^\]]*)\])"
 )
 CELL = re.compile(rf"([A-Za-z][\w ./@%()-]{{0,60}}?)\s+({NUMBER})(%?)")  # between two `|`: Reward 0.5
+FEWEST_LISTED = 3  # such cells between commas: KL 0.001, Reward 0.5, Learning Rate 1e-5; fewer are a sentence
 STEP = re.compile(
     r"(?i)(?:^|[\s\[|,])(?:global[ _]?)?(?:step|iter|iteration|update|rollout)s?[ :=#]+"
     r"(\d{1,12})(?![\dkM%]|[.,]\d)(?:\s?/\s*(\d{1,12}))?:?"
 )
+FRACTION = re.compile(
+    r"\W{0,9}(?:\[[^\]\n]{1,60}\])?\W{0,9}(\d{1,9})\s?/\s?\d{1,9}\b"
+)  # the step, in a line of a log without the word
 # A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
 OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|eval|per|of|every)[ _-]?$")
 SAMPLE = re.compile(r"(?i)\b(?:sample|example|prompt|answer|completion|generation|trajectory|question|problem)s? ?#?\d")
@@ -34,10 +38,12 @@ SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
 VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
 LIKELY = re.compile(
-    rb"(?:[:=|]|\xe2\x94[\x82\x83]) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)|[Ss][Tt][Ee][Pp][ :=#]{1,9}\d|: {0,9}\r?$",
+    rb"(?:[:=|]|\xe2\x94[\x82\x83]) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)"
+    rb"|(?:[Ss][Tt][Ee][Pp]|[Ii]ter)[ :=#]{1,9}\d|: {0,9}\r?$",
     re.MULTILINE,
 )
 REWARDS = ("reward", "rewards", "score", "scores")
+SETTINGS = ("actor/lr",)  # quantities that a config has too
 COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout", "epoch")
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
@@ -57,6 +63,7 @@ class Pairs:
         self._heading: int | None = None  # the step of the last heading
         self._section = ""  # of the names below a heading for a validation
         self._known = False  # whether a metric is known since the last heading
+        self._held: dict[str, float] = {}  # what stands in the heading itself
 
     def sniff(self, text: bytes) -> bool:
         return LIKELY.search(text) is not None
@@ -75,17 +82,20 @@ class Pairs:
         if own is None and SECTION.match(line.strip(" |=-#*")):
             self._section = "validation/" if VALIDATION.search(line) else ""
         step = None if own is None else int(own[1])
+        if own is None and self.counts and (found := FRACTION.match(line)):
+            step = int(found[1])
         rest = line if own is None else f"{line[: own.start()]} | {line[own.end() :]}"
         values = {self._section + name if own is None else name: value for name, value in _pair_values(rest).items()}
-        known = any(quantity_of(name) is not None for name in values)
+        known = any(quantity and quantity.name not in SETTINGS for quantity in map(quantity_of, values))
         if own is not None and not known:
             if HEADING.match(line[: counts[0].start()]):
-                self._heading, self._known, self._section = step, False, ""
+                self._heading, self._known, self._section, self._held = step, False, "", values
             return
         if step is None and self._heading is not None and not self._own:
             self._known = self._known or known
             if values and self._known:
-                yield self._heading, values
+                yield self._heading, self._held | values
+                self._held = {}
         elif known and (step is not None or (self.counts and len(values) > 1)):  # one alone is a line of a config
             self._own = True
             yield step, values
@@ -117,8 +127,10 @@ def _pair_values(line: str) -> dict[str, float]:
             values |= _tensor_values(name, [float(each) for each in re.findall(NUMBER, tensor)])
         elif name.lower().replace(" ", "_") not in COUNTERS:
             values[name] = float(plain or timed) if plain or timed else float(share) / 100
-    for name, plain, percent in (found.groups() for cell in line.split("|") if (found := CELL.fullmatch(cell.strip()))):
-        values.setdefault(name, float(plain) / (100 if percent else 1))
+    cells = [found for cell in line.split("|") if (found := CELL.fullmatch(cell.strip()))]
+    listed = [found for cell in re.split("[|,]", line) if (found := CELL.fullmatch(cell.strip()))]
+    for found in listed if len(listed) >= FEWEST_LISTED else cells:
+        values.setdefault(found[1], float(found[2]) / (100 if found[3] else 1))
     return values
 
 
