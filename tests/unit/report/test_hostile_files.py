@@ -139,6 +139,9 @@ FRAGMENTS = (
         "]}]}",
         '"log_history": [',
     ),
+    *("Iter 3: Train loss 0.1, Reward 0.5, KL 0.1\n", "[run]  3/9 | reward=0.5\n", " Step Reward\n", "    3   50%\n"),
+    *("epoch: 0|step: 3|x: 1\n", "3;0,5\n", "Step;Reward\n", " 3% 3/99 [0:1<0:1, 1s/it]\n", "lr=1e-6, "),
+    *("{'reward': 1, 'global_step/max_steps': '3/9'}\n", "╒═══╤═══╕\n", '"data": {"text/html": ["<table><tr><th>Step'),
     *('{"reward": {"1": 0.5}, "kl": [1, 2]}', '[{"step": 1, "reward": 2}]', "[[", "{", "}", "]", ",", ": "),
 )
 texts = st.lists(st.sampled_from(FRAGMENTS) | words | st.builds(str, numbers), max_size=30).map("".join)

@@ -523,6 +523,9 @@ def test_an_evaluation_does_not_start_a_run_again(tmp_path):
 def test_steps_of_ms_swift_and_steps_as_text(tmp_path):
     swift = "".join(f'{{"reward": {step / 4}, "global_step/max_steps": "{step}/9"}}\n' for step in (1, 2, 3))
     assert values(read_run(log(tmp_path, swift, "logging.jsonl")), "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
+    lines = many("{{'loss': 0.1, 'reward': {1}, 'global_step/max_steps': '{0}/9', 'percentage': '1%'}}\n", first=5)
+    run = read_run(log(tmp_path, lines))
+    assert values(run, "reward") == {5: 0.25, 6: 0.5, 7: 0.75} and run.notes == ()
 
 
 def test_a_folder_of_trl_has_the_last_state(tmp_path):

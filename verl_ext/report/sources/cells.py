@@ -17,8 +17,7 @@ from typing import Any
 
 from verl_ext.diagnosis.names import REWARD, normal, quantity_of
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.jsonl import flat
-from verl_ext.report.sources.table import STEP_NAMES, Row, known_readings, whole_step
+from verl_ext.report.sources.table import STEP_NAMES, Row, flat, known_readings, step_name, whole_step
 from verl_ext.report.sources.text import register_format
 
 COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the rows
@@ -59,9 +58,9 @@ class Columns:
     """
 
     def __init__(self, header: Sequence[str]):
-        names = [normal(name.strip(DECORATION + "\ufeff")) for name in header]
-        found = (names.index(name) for name in STEP_NAMES if name in names)
-        self.step = next(found, 0 if names and names[0] in COUNTS else None)
+        names = [name.strip(DECORATION + "\ufeff") for name in header]
+        counted = 0 if names and normal(names[0]) in COUNTS else None
+        self.step = names.index(name) if (name := step_name(names)) is not None else counted
         self.width = len(header)
         self.metrics = [
             (at, name.strip(DECORATION)) for at, name in enumerate(header) if at != self.step and name.strip()
@@ -218,9 +217,9 @@ class HtmlTables(HTMLParser):
 
 
 def step_in(values: Mapping[str, Any]) -> int | None:
-    """Returns the step among the values, by the first of STEP_NAMES."""
-    named = {normal(name): value for name, value in values.items() if isinstance(name, str)}
-    return next((step for name in STEP_NAMES if (step := whole_step(named.get(name))) is not None), None)
+    """Returns the step among the values."""
+    name = step_name(each for each in values if isinstance(each, str))
+    return None if name is None else whole_step(values[name])
 
 
 def without_step(values: Mapping[str, float]) -> dict[str, float]:
@@ -228,11 +227,13 @@ def without_step(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def numbers_of(read: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns the entries that are numbers, or strings of numbers."""
+    """Returns the entries that are numbers, or strings of numbers; of a step such as "12/200", the 12."""
     found = {}
     for name, value in read.items():
         if not isinstance(name, str) or isinstance(value, bool):
             continue
+        if isinstance(value, str) and normal(name) in STEP_NAMES:
+            value = whole_step(value)
         try:
             found[name] = float(value)
         except (TypeError, ValueError, OverflowError):

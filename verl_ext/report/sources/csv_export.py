@@ -25,16 +25,8 @@ from verl_ext.report.sources.text import COUNTED
 
 # Names of a column that has the run's name, where a table has several runs.
 RUN_COLUMNS = (
-    "run",
-    "run_name",
-    "name",
-    "experiment",
-    "condition",
-    "method",
-    "algorithm",
-    "model",
-    "config",
-    "variant",
+    *("run", "run_name", "name", "experiment", "condition"),
+    *("method", "algorithm", "model", "config", "variant"),
 )
 SEPARATORS = ",\t;"
 RUN_AND_METRIC = " - "  # between the two in the header of a chart's column
@@ -61,7 +53,8 @@ class CsvSource:
         if seen == self._seen:
             return False
         with io.TextIOWrapper(open_regular(self._path), "utf-8-sig", errors="replace", newline="") as file:
-            separator = separator_of(self._path)
+            separator = _separator_in(file.readline(MOST_LINE))
+            file.seek(0)
             rows = _csv_rows(file, separator)
             header = next(rows, [])
             self._chosen = False
@@ -146,14 +139,11 @@ class CsvSource:
 
 def _is_table(start: bytes) -> bool:
     header = start.decode("utf-8-sig", errors="replace").lstrip().partition("\n")[0].rstrip("\r")
-    for separator in SEPARATORS:
-        try:
-            names = next(csv.reader([header], delimiter=separator), [])
-        except csv.Error:
-            continue
-        if len(names) > 1 and (Columns(names).step is not None or any(name.endswith(LIMITS) for name in names)):
-            return True
-    return False
+    try:
+        names = next(csv.reader([header], delimiter=_separator_in(header)), [])
+    except csv.Error:
+        return False
+    return len(names) > 1 and (Columns(names).step is not None or any(name.endswith(LIMITS) for name in names))
 
 
 register_kind(
@@ -171,11 +161,9 @@ register_kind(
 )
 
 
-def separator_of(path: Path) -> str:
+def _separator_in(header: str) -> str:
     """Returns the character between the columns: the most frequent one in the header."""
-    with open_regular(path) as file:
-        header = file.readline(MOST_LINE)
-    return max(SEPARATORS, key=lambda each: header.count(each.encode()))
+    return max(SEPARATORS, key=header.count)
 
 
 def _rows_by_run(rows: list[tuple[int, list[str]]], column: int) -> dict[str, list[tuple[int, list[str]]]] | None:

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.sources.cells import SUMMARY, numbers_of, step_in, without_step
-from verl_ext.report.sources.jsonl import flat
-from verl_ext.report.sources.table import Row
+from verl_ext.report.sources.table import Row, flat
 from verl_ext.report.sources.text import register_format
 
 NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""

@@ -17,16 +17,14 @@ import numpy as np
 import orjson
 
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import normal
 from verl_ext.guard.state import Event
 from verl_ext.report.files import GrowingFile
 from verl_ext.report.run import is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
-from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, whole_step
+from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, flat, step_name, whole_step
 
 METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 RECORD = re.compile(rb'\{\s*"step"\s*:')
-DEEPEST = 8  # nested objects
 LONGEST_WORD = 200  # characters of a text among metrics: a name, a time, a path
 # int() takes a time that is quadratic in the digits, and refuses many of them in some versions of Python.
 DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
@@ -144,23 +142,11 @@ def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     A row without numbers does not count, nor does one with prose: a dumped answer has a step and a score, too.
     """
     data = dict(flat(record))
-    named = {normal(name): name for name in data}
-    name = next((named[name] for name in STEP_NAMES if name in named), None)
-    step = whole_step(data.pop(name)) if name else None
+    step = whole_step(data.pop(name)) if (name := step_name(data)) else None
     prose = any(isinstance(value, str) and len(value) > LONGEST_WORD for value in data.values())
     if prose or not any(isinstance(value, (int, float)) for value in data.values()):
         return None, {}
     return step, data
-
-
-def flat(record: Mapping[str, object], before: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    """Yields the entries of an object, those of nested objects under `outer/inner`."""
-    for name, value in record.items():
-        if isinstance(value, dict):
-            if depth < DEEPEST:
-                yield from flat(value, f"{before}{name}/", depth + 1)
-        else:
-            yield f"{before}{name}", value
 
 
 def _is_json_lines(start: bytes) -> bool:

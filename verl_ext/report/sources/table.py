@@ -13,15 +13,15 @@ files separates the processes:
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import quantity_of
+from verl_ext.diagnosis.names import normal, quantity_of
 from verl_ext.diagnosis.series import LARGEST, Series
 from verl_ext.report.run import LARGEST_WHOLE, ReportError, is_step, is_validation
 
@@ -36,6 +36,7 @@ STEP_NAMES = (
     *("global_step/max_steps", "iteration", "iter", "train/step", "rollout/step", "training_step", "train_step"),
     *("current_steps", "steps", "progress/batch", "update", "rollout", "rollout_id", "_step", "episode"),
 )
+DEEPEST = 8  # nested objects
 FIRST_STEPS = 1  # 0 if the run validates before training, else 1
 
 
@@ -62,6 +63,22 @@ def whole_step(value: object) -> int | None:
     if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST_WHOLE:
         value = int(value)
     return value if is_step(value) else None
+
+
+def step_name(names: Iterable[str]) -> str | None:
+    """Returns which of these names is the step's, by the order of STEP_NAMES; None if none is."""
+    named = {normal(name): name for name in names}
+    return next((named[name] for name in STEP_NAMES if name in named), None)
+
+
+def flat(record: Mapping[str, object], before: str = "", joint: str = "/", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yields the entries of an object, those of nested objects under `outer/inner`; none of W&B's tables and images."""
+    for name, value in record.items():
+        if not isinstance(value, dict):
+            yield f"{before}{name}", value
+        elif depth < DEEPEST and "_type" not in value:
+            # A long name before many others would be copied for each.
+            yield from flat(value, f"{before}{printable(str(name))}{joint}", joint, depth + 1)
 
 
 def chosen_run(which: int | None, runs: int) -> int:

@@ -15,12 +15,11 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from verl_ext.base.printable import printable
 from verl_ext.report.files import fingerprint, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.store import Process, StoreSource
-from verl_ext.report.sources.table import MetricTable
+from verl_ext.report.sources.table import MetricTable, flat
 
 ENDING = ".wandb"
 # verl's steps are in the first; the second is W&B's own, which also counts other logging.
@@ -121,10 +120,8 @@ def _history_row(history: Any) -> tuple[int | None, object, dict[str, object]]:
         inside = media and any(key[:length] in media for length in range(1, len(key)))
         if inside or len(key) > MOST_NESTED:
             continue
-        if isinstance(value, dict):
-            data.update(_flatten(".".join(key), value))
-        elif not isinstance(value, (str, list)):
-            data[".".join(key)] = value
+        found = flat({".".join(key): value}, joint=".")
+        data.update((name, each) for name, each in found if not isinstance(each, (str, list)))
     own = data.pop(WANDB_STEP, None)
     if history.HasField("step"):
         own = history.step.num
@@ -150,21 +147,6 @@ def _json_value(text: str) -> object:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         return ""
-
-
-def _flatten(name: str, outer: dict) -> Iterator[tuple[str, object]]:
-    """Yields the numbers in nested dictionaries, by their names with dots."""
-    inside = [(name, outer, 1)]
-    while inside:
-        name, outer, depth = inside.pop()
-        if depth >= MOST_NESTED or "_type" in outer:
-            continue
-        before = printable(name)  # a long name before many others would be copied for each
-        for key, value in outer.items():
-            if isinstance(value, dict):
-                inside.append((f"{before}.{key}", value, depth + 1))
-            elif not isinstance(value, (str, list)):
-                yield f"{before}.{key}", value
 
 
 def _wandb_records(file: BinaryIO) -> Iterator[Any]:
