@@ -122,6 +122,24 @@ SAMPLES = {
         many("epoch: 0|step: {0}|ep: 1|act: -0.2\naverage reward score: {1}\n"),
         "average reward score",
     ),
+    "YAML below a step (EasyR1)": (
+        "run.log",
+        many(
+            "(Runner pid=7) Step {0}\n(Runner pid=7) actor:\n(Runner pid=7)   entropy_loss: 0.5\n"
+            "(Runner pid=7) critic:\n(Runner pid=7)   advantages:\n(Runner pid=7)     max: 1.5\n"
+            "(Runner pid=7)   score:\n(Runner pid=7)     max: 1.0\n(Runner pid=7)     mean: {1}\n(Runner pid=7) response_length:\n"
+            "(Runner pid=7)   mean: 300.0\n"
+        ),
+        "critic/score/mean",
+    ),
+    "a box of name=number (RLinf)": (
+        "run.log",
+        many(
+            "╭───╮\n│ Global Step:   {0}/1000 │ Progress: ░░░ │   2.4% │\n│ Elapsed: 05:15:35 │ Step Time: 788.9s │\n"
+            "├─ Training ─┤\n│actor/run_training=413.3    │actor/grad_norm=0.31     │env/success_once={1}   │\n╰───╯\n"
+        ),
+        "env/success_once",
+    ),
     "a fraction for the step": (
         "run.log",
         many("[run_8B] seed=1 lr=3e-5\n[run_8B]   {0}/3 | loss=3.1 | reward={1}\n"),

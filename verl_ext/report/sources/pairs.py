@@ -1,6 +1,7 @@
 """Lines of other trainers: names with numbers, `step: 3, reward: 0.5`, `Step 12 | Loss: 0.1 | Mismatch KL: 1e-4`,
 `time: 7.2s   rewards: tensor([1., 0.])`, cells of a box, `│ reward/avg │ 0.5 │ entropy/avg │ 0.3 │`; or several such
-lines under a line that has the step, `=== Step 3/100 ===`, as NeMo-RL and AReaL print them.
+lines under a line that has the step, `=== Step 3/100 ===`, as NeMo-RL, AReaL and RLinf print them, or YAML, as EasyR1
+does.
 
 Any text has names and numbers somewhere. A line counts if one of its names is a known metric's, or if its block has
 others; a log, if several of its lines do. A printed sample is no row, and what is below a heading for a validation
@@ -36,6 +37,7 @@ SAMPLE = re.compile(r"(?i)\b(?:sample|example|prompt|answer|completion|generatio
 HEADING = re.compile(r"(?i)[\W_]*(?:epoch[ :]*\d+(?:\s?/\s?\d+)?)?[\W_]*$")  # what may be in front of a heading's step
 SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
 VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
+YAML = re.compile(rf"( *)([A-Za-z][\w/@.-]*):(?: +({NUMBER}))?\s*$")  # a name above others, or a name with its number
 BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
 LIKELY = re.compile(
     rb"(?:[:=|]|\xe2\x94[\x82\x83]) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)"
@@ -50,8 +52,8 @@ LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 @register_format(
     "names with numbers (prime-rl, NeMo-RL, AReaL, other trainers)",
-    remarks="`Step 3 | Reward: 0.5 | Mismatch KL: 1e-4`, a box of names and numbers, or such lines under "
-    "`=== Step 3/100 ===`: lines with a known name",
+    remarks="`Step 3 | Reward: 0.5 | Mismatch KL: 1e-4`, a list `Iter 3: Reward 0.5, KL 0.1, Loss 0.2`, a "
+    "box of names and numbers, or such lines or YAML under `=== Step 3/100 ===`: lines with a known name",
     fewest=2,
     order=5,  # any text may have names with numbers
 )
@@ -64,6 +66,7 @@ class Pairs:
         self._section = ""  # of the names below a heading for a validation
         self._known = False  # whether a metric is known since the last heading
         self._held: dict[str, float] = {}  # what stands in the heading itself
+        self._above: list[tuple[int, str]] = []  # indentation and name of what the next line of YAML may be in
 
     def sniff(self, text: bytes) -> bool:
         return LIKELY.search(text) is not None
@@ -71,7 +74,7 @@ class Pairs:
     def rows(self, text: str) -> Iterator[Row]:
         if len(text) > LONGEST_LINE or BAR.search(text):  # a bar's numbers are of its pieces
             return
-        line = BULLET.sub(" | ", text.rstrip())
+        line = SEPARATORS[0].sub("|", BULLET.sub(" | ", text.rstrip()))
         if box := _box_pairs(line):
             line = box
         steps = list(STEP.finditer(line))
@@ -85,11 +88,15 @@ class Pairs:
         if own is None and self.counts and (found := FRACTION.match(line)):
             step = int(found[1])
         rest = line if own is None else f"{line[: own.start()]} | {line[own.end() :]}"
-        values = {self._section + name if own is None else name: value for name, value in _pair_values(rest).items()}
+        values = _pair_values(rest)
+        if own is None:
+            outer = self._outer(text)
+            values = {self._full_name(outer, name): value for name, value in values.items()}
         known = any(quantity and quantity.name not in SETTINGS for quantity in map(quantity_of, values))
         if own is not None and not known:
             if HEADING.match(line[: counts[0].start()]):
                 self._heading, self._known, self._section, self._held = step, False, "", values
+                self._above = []
             return
         if step is None and self._heading is not None and not self._own:
             self._known = self._known or known
@@ -99,6 +106,20 @@ class Pairs:
         elif known and (step is not None or (self.counts and len(values) > 1)):  # one alone is a line of a config
             self._own = True
             yield step, values
+
+    def _outer(self, text: str) -> str:
+        """Returns the names that a line of YAML is in, as `outer/inner/`."""
+        if (found := YAML.match(text)) is None:
+            return ""
+        self._above = [each for each in self._above if each[0] < len(found[1])]
+        outer = "".join(f"{name}/" for _, name in self._above)
+        if found[3] is None:
+            self._above.append((len(found[1]), found[2]))
+        return outer
+
+    def _full_name(self, outer: str, name: str) -> str:
+        known = quantity_of(name) is not None and quantity_of(outer + name) is None
+        return self._section + name if known or not outer else outer + name
 
 
 @register_format(
