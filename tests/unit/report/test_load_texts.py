@@ -127,8 +127,8 @@ SAMPLES = {
         many(
             "(Runner pid=7) Step {0}\n(Runner pid=7) actor:\n(Runner pid=7)   entropy_loss: 0.5\n"
             "(Runner pid=7) critic:\n(Runner pid=7)   advantages:\n(Runner pid=7)     max: 1.5\n"
-            "(Runner pid=7)   score:\n(Runner pid=7)     max: 1.0\n(Runner pid=7)     mean: {1}\n(Runner pid=7) response_length:\n"
-            "(Runner pid=7)   mean: 300.0\n"
+            "(Runner pid=7)   score:\n(Runner pid=7)     max: 1.0\n(Runner pid=7)     mean: {1}\n"
+            "(Runner pid=7) response_length:\n(Runner pid=7)   mean: 300.0\n"
         ),
         "critic/score/mean",
     ),
