@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from packaging.version import Version
 
 from verl_ext.base.errors import LEVELS, ConfigError, Problem
@@ -23,6 +22,7 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.verl_config import (
     ACTOR,
+    CORRECTION,
     MODEL,
     ROLLOUT,
     ROLLOUTS,
@@ -30,6 +30,7 @@ from verl_ext.features.verl_config import (
     json_of_model,
     key_of,
     parse_override,
+    value_of,
 )
 from verl_ext.launch.command_line import plugins
 from verl_ext.launch.gpus import Gpu
@@ -61,7 +62,6 @@ DISTRIBUTIONS = (
     "flash-attn",
 )
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # environment variable
-CORRECTION = "algorithm.rollout_correction"  # verl's own
 PLUGIN_GROUPS = ("verl.plugins", "vllm.general_plugins")
 
 
@@ -115,10 +115,7 @@ class Context:
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a setting; `default` if it is missing, null, or an interpolation that does not resolve."""
-        try:
-            value = OmegaConf.select(self.config, key, throw_on_missing=False) if self.config is not None else None
-        except OmegaConfBaseException:
-            return default
+        value = value_of(self.config, key) if self.config is not None else None
         return default if value is None else value
 
     @property

@@ -29,7 +29,7 @@ from verl_ext.features.verl_config import (
     trains_lora,
 )
 from verl_ext.launch.names import MANAGER, known_names
-from verl_ext.launch.refused import is_plain, moved_overrides, new_place
+from verl_ext.launch.refused import is_plain, moved_fix, new_place
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
 ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
@@ -62,16 +62,18 @@ def old_reward_settings(context: Context) -> Iterable[Problem]:
     Source: verl PR 7331 (closed). Only fully_async_main.py calls `migrate_legacy_reward_impl` of
     experimental/reward_loop/reward_loop.py, so trainer V1 silently uses its default reward.
     """
-    given = {leaf: value for root in ROOTS for leaf, value in _set_below(context.get(root), root)}
+    given = {
+        leaf: value
+        for root in ROOTS
+        for leaf, value in _set_below(context.get(root), root)
+        if not (place := new_place(leaf)) or context.get(place) != value  # else nothing is lost
+    }
     if given:
         known = ", ".join(dict.fromkeys(filter(None, map(new_place, given)))) or "no such setting"
         why = f"verl 0.9.1 silently uses its default reward: it reads {known}"
-        fix, new = list[str](), dict[str, object]()
-        for leaf, value in given.items():
-            if is_plain(value) and (moved := moved_overrides(leaf, value, context.config)):
-                fix.append(f"{leaf}=null")
-                new |= moved
-        yield warning(f"{', '.join(given)}: not read", why, *fix, *(f"++{place}={one}" for place, one in new.items()))
+        moved = {leaf: moved_fix(leaf, value, context.config, context.given) for leaf, value in given.items()}
+        fix = [f"{leaf}=null" for leaf, places in moved.items() if places]
+        yield warning(f"{', '.join(given)}: not read", why, *fix, *(one for places in moved.values() for one in places))
 
 
 def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:

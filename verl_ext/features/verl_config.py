@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.routing.engines import ACTOR, ENGINES, HOOKED
@@ -21,7 +22,8 @@ VLLM_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.vllm"
 SGLANG_ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
 DISAGGREGATED = f"{ROLLOUT}.disaggregation.enabled"
 MODE = "trainer.v1.trainer_mode"
-BYPASS = "algorithm.rollout_correction.bypass_mode"
+CORRECTION = "algorithm.rollout_correction"  # verl's own
+BYPASS = f"{CORRECTION}.bypass_mode"
 FSDP_REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"  # verl's own name; its FSDP config leaves it out
 REPLAY = "stability.replay"  # the same for every engine
 REPLAY_MODES = ("disabled", "R2", "R3")
@@ -41,6 +43,15 @@ def parse_override(override: str) -> tuple[str, Any]:
     """Returns the setting of a Hydra override and its value."""
     key = key_of(override)
     return key, OmegaConf.select(OmegaConf.from_dotlist([f"{key}={override.partition('=')[2]}"]), key)
+
+
+def value_of(config: DictConfig, setting: str) -> Any:
+    """Returns a setting's value; None if it is missing, or an interpolation that does not resolve, which verl's own
+    validation reports."""
+    try:
+        return OmegaConf.select(config, setting)
+    except OmegaConfBaseException:
+        return None
 
 
 def bypasses(config: DictConfig) -> bool:

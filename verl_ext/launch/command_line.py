@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.base.printable import printable
-from verl_ext.features.verl_config import ACTOR, key_of
+from verl_ext.features.verl_config import ACTOR, key_of, value_of
 from verl_ext.launch.names import unknown_name
 from verl_ext.launch.refused import CONSTANTS, PLAIN, Refused, refusals
 
@@ -301,10 +301,8 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
 
 def plugins(config: DictConfig | None) -> list[str]:
     """Returns the modules of stability.plugins, which verl_ext imports."""
-    try:
-        given = OmegaConf.select(config, "stability.plugins", throw_on_missing=False) if config is not None else None
-    except OmegaConfBaseException:  # `stability_config` raises it before it imports a module
-        return []
+    # `stability_config` raises the error of an interpolation before it imports a module.
+    given = value_of(config, "stability.plugins") if config is not None else None
     names = OmegaConf.to_container(given) if OmegaConf.is_list(given) else [given] if given else []
     return [str(name) for name in names]
 

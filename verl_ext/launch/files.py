@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import Problem
-from verl_ext.features.verl_config import ROLLOUT
+from verl_ext.features.verl_config import ROLLOUT, value_of
 from verl_ext.launch.packages import package_folder
 
 # Source: verl 0.9.1. `load_module` of utils/import_utils.py reads code, also from `file://`.
@@ -49,8 +48,5 @@ def missing_files(config: DictConfig) -> Iterator[str]:
 
 
 def _values(config: DictConfig, setting: str) -> list[str]:
-    try:
-        value = OmegaConf.select(config, setting)
-    except OmegaConfBaseException:  # verl's validation reports an interpolation that does not resolve
-        return []
+    value = value_of(config, setting)
     return [str(one) for one in (value if OmegaConf.is_list(value) else [value]) if one]

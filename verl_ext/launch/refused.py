@@ -45,7 +45,7 @@ MOVED = {
     f"{ACTOR}.megatron.grad_offload": "",
     f"{ASYNC}trigger_parameter_sync_step": "trainer.v1.separate_async.parameter_sync_step",
     "rollout.n": f"{ROLLOUT}.n",
-    "env.rollout.n": f"{ROLLOUT}.n",  # of verl-agent
+    (OF_AGENTS := "env.rollout.n"): f"{ROLLOUT}.n",  # verl-agent's size of a group, beside which rollout.n is 1
     "rollout.nnodes": f"{ROLLOUT}.nnodes",
     "rollout.n_gpus_per_node": f"{ROLLOUT}.n_gpus_per_node",
     f"{ACTOR}.loss_mode": f"{ACTOR}.policy_loss.loss_mode",
@@ -107,9 +107,16 @@ def is_misspelt(name: str, other: str) -> bool:
 
 
 def moved_fix(setting: str, value: Any, config: DictConfig, given: Collection[str]) -> tuple[str, ...]:
-    """Returns the overrides that give an old setting's value to its new place, unless the launch sets that too."""
-    moved = moved_overrides(setting, value, config) if is_plain(value) else {}
-    return tuple(f"++{place}={one}" for place, one in moved.items() if place not in given)
+    """Returns the overrides that do what an old setting did; () if nothing does, if verl does not have the value, or if
+    the launch sets the new place too."""
+    if not is_plain(value):
+        return ()
+    place, found = new_place(setting, config), dict[str, Any]()
+    if place and (place != MANAGER or str(value) in known_names(MANAGER)):
+        found[place] = value
+    if setting.startswith(ASYNC):
+        found[MODE] = "separate_async"
+    return tuple(f"++{key}={one}" for key, one in found.items() if key not in given or setting == OF_AGENTS)
 
 
 def new_place(setting: str, config: DictConfig | None = None) -> str:
@@ -127,19 +134,6 @@ def new_place(setting: str, config: DictConfig | None = None) -> str:
     node, _, key = place.rpartition(".")
     parent = OmegaConf.select(config, node)
     return place if OmegaConf.is_dict(parent) and key in parent else ""
-
-
-def moved_overrides(setting: str, value: object, config: DictConfig) -> dict[str, object]:
-    """Returns the settings of verl 0.9.1 that do what an old setting did, with their values; {} if nothing does, or if
-    verl does not have the value."""
-    place = new_place(setting, config)
-    if not place or (place == MANAGER and str(value) not in known_names(MANAGER)):
-        found: dict[str, object] = {}
-    else:
-        found = {place: value}
-    if setting.startswith(ASYNC):
-        found[MODE] = "separate_async"
-    return found
 
 
 def is_read(setting: str, config: DictConfig) -> bool:

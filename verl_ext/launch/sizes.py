@@ -22,7 +22,8 @@ from verl_ext.features.verl_config import (
     trains_lora,
 )
 from verl_ext.launch.models import ModelShape
-from verl_ext.launch.packages import LAYERS, MEGATRON, sglang_arguments, vllm_arguments
+from verl_ext.launch.names import similar
+from verl_ext.launch.packages import LAYERS, MEGATRON, engine_arguments
 
 ARP = "actor_rollout_ref"
 # Values of actor.strategy. verl's other engines (veomni, torchtitan, automodel, fsdp_turbo) have their own settings of
@@ -97,11 +98,12 @@ def pipeline_stages(config: DictConfig, layers: int) -> list[int]:
 
 def engine_argument_problems(given: Iterable[str], engine: str = "vllm") -> Iterator[Problem]:
     """Checks that vLLM's parser, or SGLang's ServerArgs, knows every name; skipped if the engine is not installed."""
-    known = sglang_arguments() if engine == "sglang" else vllm_arguments()
+    known = engine_arguments(engine)
     for name in given:
         if known and name.replace("-", "_") not in known:
-            setting = f"{ROLLOUT}.engine_kwargs.{engine}.{name}"
-            yield Problem(f"{setting} is not an argument of {ROLLOUTS[engine]}; correct or remove it")
+            found = f"{ROLLOUT}.engine_kwargs.{engine}.{name} is not an argument of {ROLLOUTS[engine]}"
+            near = ", ".join(similar(name, known))
+            yield Problem(found, f"similar: {near}" if near else "leave it out")
 
 
 def _megatron_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Problem]:

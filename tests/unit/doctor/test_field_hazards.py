@@ -166,6 +166,7 @@ def test_it_fires_and_its_fix_makes_it_go_away(findings, models, name, overrides
         ("unread settings", [f"+{OVERLONG}.enable=True", "reward.reward_manager.name=dapo"]),
         ("unread settings", [f"+{OVERLONG}.enable=True", "reward.reward_manager.name=my_own"]),
         ("unread settings", [f"+{OVERLONG}.enable=False"]),
+        ("old reward settings", ["reward_model.enable=False", "custom_reward_function.name=compute_score"]),
     ],
 )
 def test_a_sound_setting_is_no_hazard(findings, models, name, overrides):

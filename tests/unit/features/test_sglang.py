@@ -116,7 +116,7 @@ def test_a_model_of_which_sglang_knows_no_top_k_is_refused():
 
 def test_the_engines_arguments_are_sglangs(compose, monkeypatch):
     recipe = ("recipe=qwen3_30b_a3b", SGLANG, f"+{ARGUMENTS}.moe_runner_backend=triton")
-    monkeypatch.setattr(sizes, "sglang_arguments", lambda: frozenset({"moe_runner_backend"}))
+    monkeypatch.setattr(sizes, "engine_arguments", lambda engine: frozenset({"moe_runner_backend"}))
     check_sizes(compose(*recipe), None)
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang.moe_backend is not an argument of SGLang"):
         check_sizes(compose(*recipe, f"+{ARGUMENTS}.moe_backend=triton"), None)

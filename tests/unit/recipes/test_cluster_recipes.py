@@ -16,7 +16,7 @@ from tests.support.fixing import assert_fixed
 from tests.support.problems import check_run, check_sizes
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.models import SHAPES, shape_of
-from verl_ext.launch.packages import vllm_arguments
+from verl_ext.launch.packages import engine_arguments
 from verl_ext.launch.sizes import pipeline_stages, world_size
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, read_sizes
@@ -317,7 +317,7 @@ def test_vllms_own_parser_takes_the_rollout_arguments(compose):
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    assert vllm_arguments() == {field.name for field in fields(AsyncEngineArgs)}, "read from the source"
+    assert engine_arguments("vllm") == {field.name for field in fields(AsyncEngineArgs)}, "read from the source"
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     for name in RECIPES:
         rollout = composed(compose, name).actor_rollout_ref.rollout

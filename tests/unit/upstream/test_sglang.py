@@ -211,8 +211,8 @@ def test_what_is_kept_of_the_top_tokens_is_what_tokens_are_drawn_from(sample, to
 def test_the_names_of_sglang_that_we_use_are_its_own():
     from sglang.srt import server_args
 
-    from verl_ext.launch.packages import sglang_arguments
+    from verl_ext.launch.packages import engine_arguments
 
     used = {"moe_runner_backend", "enable_hierarchical_cache", "kv_cache_dtype", "quantization", "dtype"}
-    assert used <= sglang_arguments() == {field.name for field in fields(server_args.ServerArgs)}
+    assert used <= engine_arguments("sglang") == {field.name for field in fields(server_args.ServerArgs)}
     assert {*SILENT, "triton", "auto"} <= {*server_args.MOE_RUNNER_BACKEND_CHOICES}
