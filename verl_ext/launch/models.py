@@ -287,7 +287,7 @@ def _qwen3_5(name: str, layers: int, hidden: int, value_heads: int = 32, **sizes
     return replace(shape, output_gate=True, dense_layers=0 if shape.routed_experts else layers)
 
 
-def _dense(
+def _dense_model(
     source: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int, **more: Any
 ) -> ModelShape:
     sizes = {"head_dim": 128, "dense_layers": layers, "dense_intermediate": intermediate} | more
@@ -297,23 +297,25 @@ def _dense(
 _TIED = {"tied_embeddings": True}
 # More models, by the beginning of their name; tests/unit/plan/test_models.py has the parameters on their cards.
 FAMILIES = SHAPES | {
-    "Qwen2.5-0.5B": _dense("Qwen/Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, head_dim=64, **_TIED),
-    "Qwen2.5-1.5B": _dense("Qwen/Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, **_TIED),
-    "Qwen2.5-3B": _dense("Qwen/Qwen2.5-3B", 36, 2048, 16, 2, 11008, 151936, **_TIED),
-    "Qwen2.5-7B": _dense("Qwen/Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
-    "Qwen2.5-14B": _dense("Qwen/Qwen2.5-14B", 48, 5120, 40, 8, 13824, 152064),
-    "Qwen2.5-32B": _dense("Qwen/Qwen2.5-32B", 64, 5120, 40, 8, 27648, 152064),
-    "Qwen2.5-72B": _dense("Qwen/Qwen2.5-72B", 80, 8192, 64, 8, 29568, 152064),
-    "Qwen3-1.7B": _dense("Qwen/Qwen3-1.7B", 28, 2048, 16, 8, 6144, 151936, **_TIED),
-    "Qwen3-4B": _dense("Qwen/Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, **_TIED),
-    "Qwen3-8B": _dense("Qwen/Qwen3-8B", 36, 4096, 32, 8, 12288, 151936),
-    "Qwen3-14B": _dense("Qwen/Qwen3-14B", 40, 5120, 40, 8, 17408, 151936),
-    "Qwen3-32B": _dense("Qwen/Qwen3-32B", 64, 5120, 64, 8, 25600, 151936),
-    "Llama-3.2-1B": _dense("meta-llama/Llama-3.2-1B", 16, 2048, 32, 8, 8192, 128256, head_dim=64, **_TIED),
-    "Llama-3.2-3B": _dense("meta-llama/Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, **_TIED),
-    "Llama-3.1-8B": _dense("meta-llama/Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
-    "Llama-3.1-70B": _dense("meta-llama/Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
-    "Gemma-2-2B": _dense("google/gemma-2-2b", 26, 2304, 8, 4, 9216, 256000, head_dim=256, window_layers=13, **_TIED),
+    "Qwen2.5-0.5B": _dense_model("Qwen/Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, head_dim=64, **_TIED),
+    "Qwen2.5-1.5B": _dense_model("Qwen/Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, **_TIED),
+    "Qwen2.5-3B": _dense_model("Qwen/Qwen2.5-3B", 36, 2048, 16, 2, 11008, 151936, **_TIED),
+    "Qwen2.5-7B": _dense_model("Qwen/Qwen2.5-7B", 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5-14B": _dense_model("Qwen/Qwen2.5-14B", 48, 5120, 40, 8, 13824, 152064),
+    "Qwen2.5-32B": _dense_model("Qwen/Qwen2.5-32B", 64, 5120, 40, 8, 27648, 152064),
+    "Qwen2.5-72B": _dense_model("Qwen/Qwen2.5-72B", 80, 8192, 64, 8, 29568, 152064),
+    "Qwen3-1.7B": _dense_model("Qwen/Qwen3-1.7B", 28, 2048, 16, 8, 6144, 151936, **_TIED),
+    "Qwen3-4B": _dense_model("Qwen/Qwen3-4B", 36, 2560, 32, 8, 9728, 151936, **_TIED),
+    "Qwen3-8B": _dense_model("Qwen/Qwen3-8B", 36, 4096, 32, 8, 12288, 151936),
+    "Qwen3-14B": _dense_model("Qwen/Qwen3-14B", 40, 5120, 40, 8, 17408, 151936),
+    "Qwen3-32B": _dense_model("Qwen/Qwen3-32B", 64, 5120, 64, 8, 25600, 151936),
+    "Llama-3.2-1B": _dense_model("meta-llama/Llama-3.2-1B", 16, 2048, 32, 8, 8192, 128256, head_dim=64, **_TIED),
+    "Llama-3.2-3B": _dense_model("meta-llama/Llama-3.2-3B", 28, 3072, 24, 8, 8192, 128256, **_TIED),
+    "Llama-3.1-8B": _dense_model("meta-llama/Llama-3.1-8B", 32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": _dense_model("meta-llama/Llama-3.1-70B", 80, 8192, 64, 8, 28672, 128256),
+    "Gemma-2-2B": _dense_model(
+        "google/gemma-2-2b", 26, 2304, 8, 4, 9216, 256000, head_dim=256, window_layers=13, **_TIED
+    ),
     "Qwen3.5-9B": _qwen3_5("Qwen3.5-9B", 32, 4096, heads=16, kv_heads=4, dense_intermediate=12288),
     "Qwen3.5-27B": _qwen3_5("Qwen3.5-27B", 64, 5120, heads=24, kv_heads=4, dense_intermediate=17408, value_heads=48),
     "Qwen3.5-35B-A3B": _qwen3_5(
