@@ -189,7 +189,8 @@ TABLE = add_changes(
     ),
     Change(
         name="mini_batch_gate",
-        target="`train_mini_batch` of the actor's training worker, `train_batch` and `optimizer_step` of its engine",
+        target="`train_mini_batch` of the actor's training worker; `train_batch`, `optimizer_step` and "
+        "`lr_scheduler_step` of its engine",
         why="all ranks decide together, between backward pass and optimizer, whether a mini-batch's step is taken; in "
         "bypass mode the first mini-batch of an update decides for all of them",
         when="with `stability_workers`",
@@ -199,6 +200,7 @@ TABLE = add_changes(
         needs=(
             f"{ENGINE}.base.BaseEngine.train_batch(self, data, loss_function): optimizer_step",
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.optimizer_step(self)",
+            f"{ENGINE}.base.BaseEngine.lr_scheduler_step(self)",
             f"{ENGINE}.megatron.transformer_impl.MegatronEngine.optimizer_step: optimizer",
             f"{ENGINE}.base.BaseEngine.is_mp_src_rank_with_outputs(self)",
         ),

@@ -135,8 +135,13 @@ class LabEngine:
     def end_step(self) -> float:
         """Returns the learning rate of this step's updates, and advances the schedule: once per step, as verl does."""
         rate = self.optimizer.param_groups[0]["lr"]
-        self.lr_scheduler.step()
+        self.lr_scheduler_step()
         return rate
+
+    def lr_scheduler_step(self) -> float:
+        """Advances the schedule; returns the new learning rate."""
+        self.lr_scheduler.step()
+        return self.optimizer.param_groups[0]["lr"]
 
     def save_checkpoint(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,7 @@ class FirstPass:
 
     Attributes:
         measures: whether the batch at hand is measured here; compute_log_prob has come before one of several steps.
+        refused: whether its first mini-batch has refused it.
     """
 
     def __init__(self, settings: FirstPassSettings):
@@ -68,7 +69,7 @@ class FirstPass:
         self._corrections = self._settings.narrowed if narrowed else self._settings.corrections
         self._limits, self._servers = tuple(limits), Servers(servers)
         self.measures = self._is_first = True
-        self._refused = False
+        self.refused = False
         self.begin_mini_batch()
 
     def begin_mini_batch(self) -> None:
@@ -121,18 +122,18 @@ class FirstPass:
         measured = put_together([part for part, _, _ in parts], self._corrections)
         unusable = measured.kept == 0 or measured.non_finite > 0
         if not self._is_first:
-            return not (self._refused or unusable), {}
+            return not (self.refused or unusable), {}
         self._is_first = False
         metrics = measured.metrics | advantage_metrics(torch.stack([by_sign for _, _, by_sign in parts]).sum(0))
         counts_of_routes: dict[str, int] = {}
         if routers := [rows for _, of_rank, _ in parts for rows in of_rank]:
             metrics |= router_metrics(packed := torch.cat(routers))
             counts_of_routes = RouteCounts.from_sums(packed).numbers()
-        self._refused = unusable or any(limit.is_past(metrics) for limit in self._limits)
+        self.refused = unusable or any(limit.is_past(metrics) for limit in self._limits)
         reported = {"tokens": measured.tokens, "kept": measured.kept, "non_finite": measured.non_finite}
-        reported["refused"] = self._refused
+        reported["refused"] = self.refused
         metrics |= {f"{COUNTS}{name}": float(n) for name, n in reported.items()}
-        return not self._refused, metrics | {f"{ROUTES}{name}": float(n) for name, n in counts_of_routes.items()}
+        return not self.refused, metrics | {f"{ROUTES}{name}": float(n) for name, n in counts_of_routes.items()}
 
 
 def take_measured(metrics: MutableMapping[str, float]) -> tuple[Measured, bool]:

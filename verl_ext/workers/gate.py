@@ -42,7 +42,8 @@ AFTER_UPDATE = "after_update"  # prefix of the metrics that are measured after a
 
 
 class Gate:
-    """Wraps a training worker's `train_mini_batch`, and its engine's `train_batch` and `optimizer_step`.
+    """Wraps a training worker's `train_mini_batch`, and its engine's `train_batch`, `optimizer_step` and
+    `lr_scheduler_step`.
 
     Attributes:
         limits: the bounds for refusing a mini-batch. A mini-batch without a token, or whose loss drops all of them, is
@@ -62,6 +63,7 @@ class Gate:
         wrap("mini_batch_gate", worker, "train_mini_batch", self.train_mini_batch, "data")
         wrap("mini_batch_gate", engine, "train_batch", self.train_batch, "data, loss_function")
         wrap("mini_batch_gate", engine, "optimizer_step", self.optimizer_step, "")
+        wrap("mini_batch_gate", engine, "lr_scheduler_step", self.lr_scheduler_step, "")
         self._data: TensorDict | None = None  # of the current mini-batch
         self._taken = True
         self._sums = torch.zeros(3, dtype=torch.float64)
@@ -153,6 +155,13 @@ class Gate:
             return math.nan
         with scaled_lr(self.engine.optimizer, self._lr_scale):
             return verls()
+
+    def lr_scheduler_step(self, verls: Callable[[], float]) -> float:
+        """Wraps verl's method, which returns the learning rate. A batch that is refused in its update leaves the
+        schedule alone, as one that is refused before it does."""
+        if self._measuring is not None and self._measuring.refused:
+            return self.engine.optimizer.param_groups[0]["lr"]
+        return verls()
 
     def take_back(self, after: int) -> int | None:
         """Calls `KeptUpdate.take_back`; does nothing if nothing is kept."""

@@ -30,7 +30,7 @@ from verl_ext.workers.worker_loss import worker_loss
 class Engine:
     """Counts its optimizer steps."""
 
-    steps, optimizer = 0, SimpleNamespace(param_groups=[])
+    steps, scheduled, optimizer = 0, 0, SimpleNamespace(param_groups=[{"lr": 0.1}])
     engine_config, module = SimpleNamespace(strategy="fsdp2"), torch.nn.Module()
 
     def train_batch(self, data, loss_function):
@@ -43,6 +43,10 @@ class Engine:
     def optimizer_step(self):
         self.steps += 1
         return 0.5
+
+    def lr_scheduler_step(self):
+        self.scheduled += 1
+        return 0.01
 
 
 class Actor:
@@ -105,11 +109,13 @@ def test_in_bypass_mode_the_first_mini_batch_decides_over_the_steps_of_all(bound
         batch = make_batch(seed)
         batch.rows["old_log_probs"] = batch.rows["rollout_log_probs"]
         parts.append(batch.whole())
-    for _ in range(2):  # the second update is measured anew
+    for update in (1, 2):  # the second update is measured anew
         taken = worker.actor.engine.steps
         asked = {"narrowed": False, "limits": (Limit(Rule("gap", "vllm_kl/k3", bound), bound),)}
         first, second = worker.actor.train_mini_batch({"first_pass": NonTensorData(asked), "parts": parts})
         assert worker.actor.engine.steps - taken == steps
+        rate = worker.actor.engine.lr_scheduler_step()
+        assert (rate, worker.actor.engine.scheduled) == ((0.01, update) if steps else (0.1, 0)), "as without an update"
         assert first["first_pass/refused"] == [float(steps == 0)] and first["vllm_kl/k3"][0] > 0
         assert ("grad_norm" in first) == ("grad_norm" in second) == (steps > 0)
         assert second.keys() <= {"grad_norm", "gate/refused"}

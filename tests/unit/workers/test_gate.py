@@ -38,6 +38,9 @@ class Engine:
         self.optimizer.step()
         return 1.0
 
+    def lr_scheduler_step(self):
+        return self.optimizer.param_groups[0]["lr"]
+
 
 def batch_of(advantage, gap):
     """l_infer is above l_old by `gap` on every token."""
