@@ -17,6 +17,7 @@ from verl_ext.report.sources.table import Row, flat
 from verl_ext.report.sources.text import register_format
 
 NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""
+DECODER = json.JSONDecoder()
 START = re.compile(rf"(?:\b(step|rollout|perf|eval) (\d{{1,12}}): )?(\{{{NAME})")
 ROW = re.compile(rf"\{{{NAME}[\"'\d.+{{n-]".encode())
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
@@ -27,6 +28,7 @@ EVERY, EVERY_BYTES = re.compile(EVERY_TEXT), re.compile(EVERY_TEXT.encode(), re.
 WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')
 BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
 LONGEST_DICTIONARY = 1 << 20  # characters of a dictionary
+MOST_BROKEN = 100  # beginnings without an end, after which the rest of a line is no dictionary
 
 
 @register_format(
@@ -51,8 +53,12 @@ class PrintedDicts:
             setting, count, total = (int(each or 0) for each in found.groups())
             self.every = setting or self.every
             self._bar = max(self._bar, (total, count))
+        broken = 0
         for found in START.finditer(text):
-            values = parse(text[found.start(3) :])
+            values = parse(text, found.start(3))
+            broken += values is None
+            if broken > MOST_BROKEN:
+                return
             if values and SUMMARY not in values and _are_metrics(values):
                 step = self._step(found[1], found[2], values)
                 if step is None and not self._counted:
@@ -76,19 +82,19 @@ def _are_metrics(values: Mapping[str, object]) -> bool:
     return sum(quantity_of(name) is not None for name in values) > 1
 
 
-def parse(text: str) -> dict[str, float] | None:
-    """Returns the numbers of the dictionary at the beginning of the text; None if it is cut, or has none.
+def parse(text: str, start: int = 0) -> dict[str, float] | None:
+    """Returns the numbers of the dictionary that begins at this place of the text; None if it is cut, or has none.
 
     Numbers may be strings, as TRL 1.0 prints them. Nothing is evaluated but literals.
     """
     try:
-        return numbers_of(dict(flat(json.JSONDecoder().raw_decode(text[:LONGEST_DICTIONARY])[0]))) or None
+        return numbers_of(dict(flat(DECODER.raw_decode(text, start)[0]))) or None
     except (ValueError, RecursionError):
         pass
-    end = text.find("}")
-    if not 0 < end < LONGEST_DICTIONARY:
+    end = text.find("}", start, start + LONGEST_DICTIONARY)
+    if end < 0:
         return None
-    literal = BARE.sub(r"'\1'", WRAPPED.sub(r"\1", text[: end + 1]))
+    literal = BARE.sub(r"'\1'", WRAPPED.sub(r"\1", text[start : end + 1]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a number that runs into a word
