@@ -7,8 +7,8 @@ import torch
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import HookError
-from verl_ext.core.routing import REASONS, STUCK_TOKENS, RouterSums
-from verl_ext.trainer.captured import CapturedRouting, Counts
+from verl_ext.core.routing import REASONS, STUCK_TOKENS, RouteCounts, RouterSums
+from verl_ext.trainer.captured import CapturedRouting
 
 
 def config(mode="disabled", strategy="fsdp2"):
@@ -25,13 +25,19 @@ def of_a_share(share, processes):
 
 @pytest.mark.parametrize(("share", "processes", "trajectories"), [(0.5, 1, 20), (0.9, 1, 100), (0.5, 4, 80)])
 def test_a_share_of_which_nothing_is_left_out_stops_the_run(share, processes, trajectories):
-    asked, enough, one = of_a_share(share, processes), Counts(9, 0, {}, compared=trajectories + 1), Counts(9, 0, {}, 1)
+    asked, enough, one = (
+        of_a_share(share, processes),
+        RouteCounts(9, 0, {}, compared=trajectories + 1),
+        RouteCounts(9, 0, {}, 1),
+    )
     captured = CapturedRouting()
-    captured.judge_counts(Counts(9, 0, {}, compared=trajectories - 1), asked, 1)  # chance, or none for this process
+    captured.judge_counts(
+        RouteCounts(9, 0, {}, compared=trajectories - 1), asked, 1
+    )  # chance, or none for this process
     with pytest.raises(HookError, match=rf"_share={share:g}, and each of \d+ trajectories .*; set stability.*=1, or"):
         [captured.judge_counts(one, asked, step) for step in (2, 3)]
     captured = CapturedRouting()
-    captured.judge_counts(Counts(9, 0, {}, compared=1, left_out=1), asked, 1)
+    captured.judge_counts(RouteCounts(9, 0, {}, compared=1, left_out=1), asked, 1)
     captured.judge_counts(enough, asked, 2)
     CapturedRouting().judge_counts(enough, of_a_share(1.0, processes), 1)
 
@@ -41,12 +47,12 @@ def test_rows_that_fill_a_batch_do_not_count_as_compared():
     shape = {"agree": 2, "exact": 2, "first": 2, "own": 2, "refused": len(REASONS)}
     sums = RouterSums(**{each.name: torch.zeros(4, shape.get(each.name, 1)) for each in fields(RouterSums)})
     sums.tokens[0], sums.unknown[1], sums.left_out[2] = 5.0, 3.0, 4.0
-    found = Counts.from_sums(sums.pack())
+    found = RouteCounts.from_sums(sums.pack())
     assert (found.accepted, found.unknown, found.compared, found.left_out) == (5, 3, 2, 1)
 
 
 def counts(accepted=0, unknown=0, **refused):
-    return Counts(accepted, unknown, dict.fromkeys(REASONS, 0) | refused)
+    return RouteCounts(accepted, unknown, dict.fromkeys(REASONS, 0) | refused)
 
 
 def test_each_reason_is_told_the_first_time():
@@ -137,8 +143,8 @@ def test_a_sample_counts_the_tokens_but_the_last_of_each_trajectory():
     routes[0][2] = 0
     routes[0][3, 1, 0] = -1
     routes[1][:-1, 1] = torch.tensor([3, 4])
-    found = Counts.from_routes(routes)
-    assert found == Counts(1, 1, {"out_of_range": 1, "repeated": 1, "stuck": STUCK_TOKENS})
+    found = RouteCounts.from_routes(routes)
+    assert found == RouteCounts(1, 1, {"out_of_range": 1, "repeated": 1, "stuck": STUCK_TOKENS})
     assert found.metrics == {
         "router/unknown": 1 / (STUCK_TOKENS + 4),
         "router/invalid": (STUCK_TOKENS + 2) / (STUCK_TOKENS + 4),
@@ -146,4 +152,4 @@ def test_a_sample_counts_the_tokens_but_the_last_of_each_trajectory():
 
 
 def test_a_sample_of_zeros_is_unknown():
-    assert Counts.from_routes([torch.zeros(4, 3, 2, dtype=torch.uint8)]) == counts(unknown=3)
+    assert RouteCounts.from_routes([torch.zeros(4, 3, 2, dtype=torch.uint8)]) == counts(unknown=3)
