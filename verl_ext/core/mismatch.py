@@ -161,16 +161,16 @@ def sums_by_sign(tokens: Tokens, advantages_N: Tensor) -> Tensor:
     Args:
         advantages_N: any float dtype; 0 belongs to neither sign.
     """
-    sums = torch.zeros(3, 3, dtype=torch.float64)
+    sums = torch.zeros(3, 3, dtype=torch.float64, device=advantages_N.device)
     for start in range(0, len(advantages_N), TOKENS_AT_ONCE):
         block = slice(start, start + TOKENS_AT_ONCE)
         log_k_n = tokens.l_old[block].double() - tokens.l_infer[block].double()
         counts_n = tokens.mask[block] & log_k_n.isfinite()
-        sums[2, 0] += counts_n.sum().cpu()
+        sums[2, 0] += counts_n.sum()
         for row, sign in zip(sums, SIGNS.values(), strict=False):
             log_k = log_k_n[counts_n & (advantages_N[block] * sign > 0)]
-            row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), k3_of(log_k).sum()]).cpu()
-    return sums
+            row += torch.stack([log_k.new_tensor(len(log_k)), -log_k.sum(), k3_of(log_k).sum()])
+    return sums.cpu()
 
 
 @torch.no_grad()

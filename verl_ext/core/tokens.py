@@ -83,6 +83,11 @@ def jagged(values: Tensor, offsets: Tensor) -> Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets, max_seqlen=int(offsets.diff().max()))
 
 
+def row_matrix(field: Tensor) -> Tensor:
+    """Returns [B, n] of a field whose rows have equal lengths, nested or not."""
+    return field.values().view(len(field), -1) if field.is_nested else field
+
+
 def fill_added_rows(field: Tensor, lengths: Tensor, generated: Tensor) -> Tensor:
     """Returns the values [N, ...] of a nested field [B, n, ...], with zeros in the rows that verl added to fill the
     batch.

@@ -15,13 +15,12 @@ from verl_ext.base.errors import Problem
 from verl_ext.features.bypass import ENTROPY, Mode, idle_without_pass, missing_pass_problems
 from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.losses import foreign_loss
-from verl_ext.features.verl_config import ACTOR, BYPASS, bypasses, needs_critic, strategy_of, trainer_mode
+from verl_ext.features.verl_config import ACTOR, BYPASS, CORRECTION, bypasses, needs_critic, strategy_of, trainer_mode
 from verl_ext.routing.engines import HOOKED
 
 SETTING = "stability.reuse_log_probs"
 OFF = f"{SETTING}=off"
 REUSED = Mode(f"with {SETTING}=on", OFF)
-VERLS_CORRECTION = "algorithm.rollout_correction"
 READS_L_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # verl's estimators
 
 
@@ -62,8 +61,8 @@ def obstacles(run: RunFeatures) -> Iterator[Problem]:
     if algorithm.adv_estimator in READS_L_OLD:
         yield REUSED.forbidden(f"algorithm.adv_estimator={algorithm.adv_estimator}", "needs l_old in the advantages")
     for name in ("rollout_is", "rollout_rs"):
-        if value := OmegaConf.select(config, f"{VERLS_CORRECTION}.{name}"):
-            yield REUSED.forbidden(f"{VERLS_CORRECTION}.{name}={value}", "needs l_old before the update")
+        if value := OmegaConf.select(config, f"{CORRECTION}.{name}"):
+            yield REUSED.forbidden(f"{CORRECTION}.{name}={value}", "needs l_old before the update")
     if stability.rescoring.every:
         yield REUSED.forbidden(f"stability.rescoring.every={stability.rescoring.every}", "needs l_old of the batch")
     if again := stability.guard.after_update.trajectories:
@@ -101,7 +100,7 @@ def apply(run: RunFeatures) -> None:
     correction of its own, whose metrics need l_old."""
     if reuses(run):
         OmegaConf.update(run.config, ENTROPY, True)
-        OmegaConf.update(run.config, VERLS_CORRECTION, None)
+        OmegaConf.update(run.config, CORRECTION, None)
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:

@@ -19,10 +19,10 @@ from verl_ext.core.advantages import Sessions
 from verl_ext.core.answers import Servers, answer_metrics
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
-from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, segment_sums
+from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, row_matrix, segment_sums
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.verl_config import is_asynchronous, replay_mode
-from verl_ext.trainer.queue import get_fields, part_of, put_fields, row_matrix, schema_of
+from verl_ext.trainer.queue import get_fields, part_of, put_fields, schema_of
 
 FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.RESPONSE_MASK, names.ENTROPY, names.AGREEMENT)
 FILTER_FIELDS = (names.RESPONSE_MASK, names.RESPONSES, names.ADVANTAGES, names.REWARDS)

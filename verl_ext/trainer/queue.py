@@ -54,11 +54,6 @@ def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
-def row_matrix(field: Tensor) -> Tensor:
-    """Returns [B, n] of a field whose rows have equal lengths, nested or not."""
-    return field.values().view(len(field), -1) if field.is_nested else field
-
-
 def schema_of(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
     """Returns field -> `dtype` and `is_non_tensor` of its rows, from TransferQueue's metadata only."""
     return tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema

@@ -38,6 +38,7 @@ from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
 from verl_ext.core.losses import unbiased_kl
 from verl_ext.core.mismatch import mismatch_ratio
+from verl_ext.core.tokens import row_matrix
 from verl_ext.features.losses import UNBIASED
 from verl_ext.features.settings import MiniBatchLimits
 from verl_ext.workers.first_pass import FirstPass, FirstPassSettings
@@ -227,7 +228,7 @@ def worker_loss(
         entropy = model_output.get("entropy")
         entropy = None if entropy is None else no_padding_2_padding(entropy.detach().float(), data)
         facts = data.get(ANSWER_FACTS, None)
-        facts = facts.values().view(len(facts), -1) if facts is not None and facts.is_nested else facts
+        facts = None if facts is None else row_matrix(facts)
         weight = first_pass.weigh(batch, entropy, model_output.get(ROUTER_SUMS), facts)
         if weight is not None:
             data[WEIGHTS] = weight

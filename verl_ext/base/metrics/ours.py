@@ -27,7 +27,7 @@ GAP = Section(
     "- **By server**, if the rollout has several: `/replica/00` to `/replica/63`, in the order that is printed at the "
     "start, and likewise `/node/00`.\n"
     "- **In bypass mode** they cover the first mini-batch of a step, after batch filters. They are logged with the "
-    "update and not split by server.",
+    "update.",
     (
         Metric(
             "vllm_kl/k1",
