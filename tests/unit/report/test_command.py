@@ -212,9 +212,8 @@ def test_watch_waits_for_the_run_follows_it_and_draws_at_the_end(environment, wa
 
 @pytest.mark.slow
 def test_a_watch_that_saw_nothing_ends_with_one_line(watch, tmp_path, out):
-    watching = watch(
-        tmp_path / "never.jsonl", out, PYTHONUNBUFFERED="1", FORCE_COLOR="1"
-    )  # so that it says that it waits
-    watching.wait(lambda: "never.jsonl" in watching.said.read_text())  # before that, Ctrl-C ends its imports
+    # A terminal as rich sees it, or it would not say that it waits; before it does, Ctrl-C ends its imports.
+    watching = watch(tmp_path / "never.jsonl", out, PYTHONUNBUFFERED="1", FORCE_COLOR="1")
+    watching.wait(lambda: "waiting" in watching.said.read_text())
     assert watching.stop() == 2
     assert watching.said.read_text().rstrip().endswith("never.jsonl: nothing to report on yet") and not out.exists()
