@@ -18,12 +18,15 @@ EVERY = (
 CHOICES = (
     None,
     {"tis": {"cap": 2.0}},
+    {"tis": {"cap": 2.0, "floor": 0.6}},
     {"tis_sequence": {"cap": 2.0}},
+    {"tis_sequence": {"cap": 2.0, "floor": 0.6}},
     {"icepop": {"alpha": 0.5, "beta": 5.0}},
     {"kpop": {"phi": 0.1}},
     {"ipo": {"eps": 0.1}},
     {"mis": {"cap": 2.0, "weight": "ratio"}},
     {"mis": {"cap": 2.0, "weight": "one"}},
+    {"mis": {"cap": 2.0, "low": 0.5, "weight": "ratio"}},
     {"geo_mask": {"low": 0.7, "high": 1.4}},
     *EVERY,
 )
@@ -42,6 +45,10 @@ def bounded(value, low, high, weight):
     return (weight if low <= value <= high else 0.0), value < low, value > high
 
 
+def cut(value, cap, floor=0.0):
+    return min(max(value, floor), cap), value < floor, value > cap
+
+
 def kpop(x, infer, old, phi):
     p, q = math.exp(old), math.exp(infer)
     out = binary_kl(p, q) > phi or binary_kl(q, p) > phi
@@ -50,14 +57,14 @@ def kpop(x, infer, old, phi):
 
 # Each gives weight, low, high: of (log k, l_infer, l_old) for tokens, of (log rho, log g) for sequences.
 OF_TOKENS = {
-    "tis": lambda x, infer, old, cap: (min(ratio(x), cap), False, ratio(x) > cap),
+    "tis": lambda x, infer, old, **bounds: cut(ratio(x), **bounds),
     "icepop": lambda x, infer, old, alpha, beta: bounded(ratio(x), alpha, beta, ratio(x)),
     "kpop": kpop,
     "ipo": lambda x, infer, old, eps: bounded(math.exp(old) - math.exp(infer), -eps, eps, ratio(x)),
 }
 OF_SEQUENCES = {
-    "tis_sequence": lambda rho, g, cap: (min(ratio(rho), cap), False, ratio(rho) > cap),
-    "mis": lambda rho, g, cap, weight: bounded(ratio(rho), 0, cap, ratio(rho) if weight == "ratio" else 1.0),
+    "tis_sequence": lambda rho, g, **bounds: cut(ratio(rho), **bounds),
+    "mis": lambda rho, g, cap, weight, low=0.0: bounded(ratio(rho), low, cap, ratio(rho) if weight == "ratio" else 1.0),
     "geo_mask": lambda rho, g, low, high: bounded(ratio(g), low, high, 1.0),
 }
 AXES = {  # lower edges of all buckets but the first, and the names
@@ -65,6 +72,7 @@ AXES = {  # lower edges of all buckets but the first, and the names
     "entropy": ((0.1, 0.5, 1.0, 2.0), ("0-0.1", "0.1-0.5", "0.5-1", "1-2", "2-")),
     "position": ((256, 1024, 4096, 16384), ("0-256", "256-1024", "1024-4096", "4096-16384", "16384-")),
     "turn": (range(1, 8), ("00", "01", "02", "03", "04", "05", "06", "07-")),
+    "calls": (range(1, 8), ("00", "01", "02", "03", "04", "05", "06", "07-")),
 }
 
 
@@ -87,6 +95,8 @@ def records(batch, corrections):
             place += 1
         if not own:
             continue
+        for t in own:
+            t["calls"] = turn
         rho = math.fsum(t["x"] for t in own)
         whole = {n: OF_SEQUENCES[n](rho, rho / len(own), **corrections[n]) for n in corrections if n in OF_SEQUENCES}
         of_sequences.append(whole)
@@ -131,6 +141,7 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=N
     metrics = {
         "vllm_kl/k1": mean(-t["x"] for t in tokens),
         "vllm_kl/k3": mean(map(k3, tokens)),
+        "vllm_kl/l_old": mean(t["old"] for t in tokens),
         "vllm_kl/prob_diff_mean": center,
         "vllm_kl/prob_diff_max": max(difference),
         "vllm_kl/prob_diff_std": math.sqrt(mean((d - center) ** 2 for d in difference)),
@@ -152,7 +163,10 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=N
             "correction/dropped_high": mean(t["high"] for t in tokens),
             "correction/sequences_dropped": len(zero) / len(gaps),
             "correction/weight_mean": mean(t["w"] for t in tokens),
+            "correction/weight_max": max(t["w"] for t in tokens),
         }
+        if kinds["kept"]:
+            metrics["correction/weight_min"] = min(t["w"] for t in kinds["kept"])
         for kind, members in kinds.items():
             if members and with_entropy:
                 metrics[f"correction/entropy_{kind}"] = mean(t["entropy"] for t in members)

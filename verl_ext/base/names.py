@@ -92,7 +92,7 @@ PROMPT_EFFECT = "reward/prompt_effect"  # a metric that the controller, the lab 
 PROBABILITY_EDGES = (0.0, 0.01, 0.1, 0.5, 0.9)  # of exp(l_infer); the last bucket ends at 1
 ENTROPY_EDGES = (0.0, 0.1, 0.5, 1.0, 2.0)  # of the training policy, in nats
 POSITION_EDGES = (0, 256, 1024, 4096, 16384)  # of the response, tool output counted
-TURNS = 8  # the last bucket holds all later turns
+TURNS = 8  # the last bucket holds all later turns; likewise for calls of tools
 REPLICAS = 64  # servers of the rollout, and nodes, that have a bucket each
 # Weight versions behind the policy; trajectories of several versions have their own bucket.
 LAG_EDGES = (0, 1, 2, 3, 4, 8)
@@ -111,7 +111,8 @@ BUCKETS = {  # axis -> the names of its buckets
     "prob": bucket_names(PROBABILITY_EDGES),
     "entropy": bucket_names(ENTROPY_EDGES),
     "position": bucket_names(POSITION_EDGES),
-    "turn": [f"{turn:02d}" for turn in range(TURNS - 1)] + [f"{TURNS - 1:02d}-"],
+    "turn": (_TURNS := [f"{turn:02d}" for turn in range(TURNS - 1)] + [f"{TURNS - 1:02d}-"]),
+    "calls": _TURNS,
     "lag": ["0", "1", "2", "3", "4-7", "8-", "span"],
     "replica": _SERVERS,
     "node": _SERVERS,

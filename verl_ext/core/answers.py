@@ -9,7 +9,8 @@ Shape legend: B trajectories.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,13 +83,18 @@ class Servers:
 
     Args:
         addresses: `HOST:PORT` each.
+        accelerators: host -> the kind of its accelerators, of the hosts whose kind is known.
+
+    Attributes:
+        kinds: the kind of each server's accelerators; "" where it is not known.
     """
 
-    def __init__(self, addresses: Iterable[str] = ()):
+    def __init__(self, addresses: Iterable[str] = (), accelerators: Mapping[str, str] = MappingProxyType({})):
         self.addresses = list(dict.fromkeys(addresses))
         hosts = [address.rpartition(":")[0] for address in self.addresses]
         nodes = list(dict.fromkeys(hosts))
         places = enumerate(map(nodes.index, hosts))
+        self.kinds = [accelerators.get(host.strip("[]"), "") for host in hosts]
         self._places = dict(zip(map(server_number, self.addresses), places, strict=True))
 
     def buckets(self, facts: Tensor) -> dict[str, Tensor]:
@@ -106,5 +112,16 @@ class Servers:
         found = torch.tensor(places, dtype=torch.long).reshape(-1, 2).clamp(max=REPLICAS)
         return dict(zip(("replica", "node"), found.unbind(1), strict=True))
 
+    @property
+    def mixed(self) -> str:
+        """The kinds of accelerators with the numbers of their servers, if they are of several kinds; else ""."""
+        numbers: dict[str, list[str]] = {}
+        for index, kind in enumerate(self.kinds):
+            numbers.setdefault(kind or "unknown", []).append(f"{index:02d}")
+        if len({kind for kind in self.kinds if kind}) < 2:
+            return ""
+        return "; ".join(f"{kind}: {', '.join(of_kind)}" for kind, of_kind in numbers.items())
+
     def __str__(self) -> str:
-        return ", ".join(f"{index:02d} {address}" for index, address in enumerate(self.addresses))
+        servers = enumerate(zip(self.addresses, self.kinds, strict=True))
+        return ", ".join(f"{index:02d} {address}{f' ({kind})' if kind else ''}" for index, (address, kind) in servers)

@@ -1,10 +1,10 @@
-"""The mismatch of a batch by probability, by entropy, by position in the response, by turn, by the age of the weights
-that sampled it, and by the server that generated it.
+"""The mismatch of a batch by probability, by entropy, by position in the response, by turn, by the number of tool
+calls, by the age of the weights that sampled it, and by the server that generated it.
 
 Shape legend: p tokens of a block, n of these that count, C runs of tokens, S buckets of one axis, M measures.
 
-Probability and entropy change from token to token: their sums are products with indicators. Position and turn are
-constant over runs of tokens, so sums over runs serve both; age and server are constant over trajectories.
+Probability and entropy change from token to token: their sums are products with indicators. Position, turn and calls
+are constant over runs of tokens, so sums over runs serve all three; age and server are constant over trajectories.
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     sums_SM["prob"] = _indicate(inside_Sn, p_infer, PROBABILITY_EDGES) @ values_Mn.T
     if block.entropy is not None:
         sums_SM["entropy"] = _indicate(inside_Sn, block.entropy, ENTROPY_EDGES) @ values_Mn.T
-    starts, position, turn = cut_runs(block.mask, block.starts)
+    starts, position, turn, calls = cut_runs(block.mask, block.starts)
     lengths = lengths_between(starts, block.places)
     sums_CM = torch.stack([lengths.double(), *(segment_sums(row, lengths) for row in values_Mn[1:])], dim=1)
-    for axis, bucket in (("position", position), ("turn", turn)):
+    for axis, bucket in (("position", position), ("turn", turn), ("calls", calls)):
         sums_SM[axis] = _sum_buckets(axis, bucket, sums_CM)
     return {name: sums for axis, each in sums_SM.items() for name, sums in _name_sums(axis, measures, each).items()}
 
@@ -69,13 +69,14 @@ def _indicate(inside_Sn: Tensor, values: Tensor, edges: Sequence[float]) -> Tens
     return inside_Sn
 
 
-def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cuts a block at trajectories, at POSITION_EDGES and at the start of each turn.
 
     A turn is the text that the model generated between two stretches of tool output: it starts where the mask rises.
+    A trajectory of n turns has n - 1 calls of tools.
 
     Returns where each run begins in the block, [C + 1] int64, whose last entry is p; and the buckets of a run's
-    position and turn, [C] int64.
+    position, of its turn, and of its trajectory's calls, [C] int64.
     """
     begin, end = trajectory_starts[:-1], trajectory_starts[1:]
     rises = torch.empty_like(mask)
@@ -89,7 +90,8 @@ def cut_runs(mask: Tensor, trajectory_starts: Tensor) -> tuple[Tensor, Tensor, T
     position = torch.bucketize(starts - begin[trajectory], starts.new_tensor(POSITION_EDGES[1:]), right=True)
     earlier = torch.searchsorted(turn_starts, begin[trajectory])
     turn = torch.searchsorted(turn_starts, starts, right=True) - earlier - 1
-    return torch.cat([starts, end[-1:]]), position, turn.clamp(0, TURNS - 1)
+    calls = torch.searchsorted(turn_starts, end[trajectory]) - earlier - 1
+    return torch.cat([starts, end[-1:]]), position, turn.clamp(0, TURNS - 1), calls.clamp(0, TURNS - 1)
 
 
 def bucket_metrics(sums: Sums) -> dict[str, Tensor]:

@@ -42,8 +42,8 @@ class Weights:
     """The weights of a correction, and which values are outside its bounds; shape and dtype are those of its input.
 
     A value is below the bounds, above them or inside. NaN is neither below nor above, and weighs 0; an infinite value
-    weighs the limit of the formula. If a correction caps the weight instead of dropping tokens, as `tis` does, values
-    above the cap are outside.
+    weighs the limit of the formula. If a correction cuts the weight instead of dropping tokens, as `tis` does, values
+    that are cut are outside.
     """
 
     weight: Tensor
@@ -135,46 +135,56 @@ def _zero_outside(value: Tensor, low: Tensor, high: Tensor) -> Weights:
 
 @dataclass(frozen=True)
 class Tis:
-    """The cap C of truncated importance sampling.
+    """The bounds of truncated importance sampling.
 
     Attributes:
-        cap: the largest weight of a token; a larger k is cut to it.
+        cap: the largest weight of a token, the paper's C; a larger k is cut to it.
+        floor: the smallest weight of a token; a smaller k is raised to it.
     """
 
     cap: float = 2.0
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_cap(self)
+        _require_cap(self, least="floor")
+
+    @property
+    def is_ratio(self) -> bool:
+        """Whether next to no weight differs from its ratio."""
+        return self.cap >= UNCUT and self.floor <= 1 / UNCUT
 
 
-@register_correction("tis", Tis, reads=("k",), by_ratio=True, is_ratio=lambda settings: settings.cap >= UNCUT)
-def tis(k: Tensor, cap: float) -> Weights:
-    """Returns min(k, cap): truncated importance sampling, per token.
+@register_correction("tis", Tis, reads=("k",), by_ratio=True, is_ratio=lambda settings: settings.is_ratio)
+def tis(k: Tensor, cap: float, floor: float = 0.0) -> Weights:
+    """Returns k cut to [floor, cap]: truncated importance sampling, per token.
 
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025), cap C = 2.
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025), min(k, C) with C = 2;
+    a floor above 0 is NeMo-RL's `truncated_importance_sampling_ratio_min` (PR 2886).
     """
-    return Weights(k.clamp(max=cap).nan_to_num_(0.0), torch.zeros_like(k), above(k, cap))
+    return Weights(k.clamp(floor, cap).nan_to_num_(0.0), below(k, floor), above(k, cap))
 
 
 @dataclass(frozen=True)
 class TisSequence:
-    """The cap C of truncated importance sampling on sequences.
+    """The bounds of truncated importance sampling on sequences.
 
     Attributes:
-        cap: the largest weight of a response's tokens; a larger rho, the product of its k, is cut to it.
+        cap: the largest weight of a response's tokens, the paper's C; a larger rho, the product of its k, is cut to it.
+        floor: the smallest weight of a response's tokens; a smaller rho is raised to it.
     """
 
     cap: float = 2.0
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_cap(self)
+        _require_cap(self, least="floor")
 
 
 @register_correction("tis_sequence", TisSequence, reads=("log_rho",), by_ratio=True)
-def tis_sequence(log_rho: Tensor, cap: float) -> Weights:
-    """Returns min(rho, cap), the weight of every token of a sequence; rho is the product of its k. Source: as for
-    `tis`."""
-    return tis(_exp(log_rho), cap)
+def tis_sequence(log_rho: Tensor, cap: float, floor: float = 0.0) -> Weights:
+    """Returns rho cut to [floor, cap], the weight of every token of a sequence; rho is the product of its k. Source: as
+    for `tis`."""
+    return tis(_exp(log_rho), cap, floor)
 
 
 @dataclass(frozen=True)
@@ -275,33 +285,36 @@ def ipo(k: Tensor, p_infer: Tensor, p_old: Tensor, eps: float) -> Weights:
 
 @dataclass(frozen=True)
 class Mis:
-    """The bound of masked importance sampling on sequences, and the weight of kept tokens.
+    """The bounds of masked importance sampling on sequences, and the weight of kept tokens.
 
     Attributes:
         cap: drop a response whose rho, the product of its k, is above this.
+        low: drop a response whose rho is below this.
         weight: `ratio` gives kept tokens the weight rho, `one` the weight 1.
     """
 
     cap: float = 2.0
+    low: float = 0.0
     weight: str = "ratio"
 
     def __post_init__(self) -> None:
-        _require_cap(self)
+        _require_cap(self, least="low")
         require_one_of(self, "weight", ("ratio", "one"))
 
 
 @register_correction(
     "mis", Mis, reads=("log_rho",), by_ratio=lambda settings: settings.weight == "ratio", mask_override="weight=one"
 )
-def mis(log_rho: Tensor, cap: float, weight: str) -> Weights:
-    """Keeps a sequence where rho <= cap; its tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`), others 0.
+def mis(log_rho: Tensor, cap: float, low: float = 0.0, weight: str = "ratio") -> Weights:
+    """Keeps a sequence where low <= rho <= cap; its tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`), others
+    0.
 
     Masked importance sampling on sequences: "When Speed Kills Stability: Demystifying RL Collapse from the
     Training-Inference Mismatch" (Liu et al., 2025), which gives no number for the cap; `ratio` is also TRL's
-    `sequence_mask`.
+    `sequence_mask`, whose bound from below is `low` (its PR 4732).
     """
     rho = _exp(log_rho)
-    return _zero_outside(rho if weight == "ratio" else _one(rho), torch.zeros_like(rho), above(rho, cap))
+    return _zero_outside(rho if weight == "ratio" else _one(rho), below(rho, low), above(rho, cap))
 
 
 @dataclass(frozen=True)
@@ -474,8 +487,9 @@ def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _require_cap(settings: Tis | TisSequence | Mis) -> None:
+def _require_cap(settings: Tis | TisSequence | Mis, least: str) -> None:
     require(settings, "cap", 0 < settings.cap < math.inf, "must be above 0 and finite")
+    _require_band(settings, least, "cap")
 
 
 def _require_band(settings: Any, low: str, high: str) -> None:

@@ -9,7 +9,7 @@ tokens loses digits too), so exponents and sums run in float64 for every input d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,6 +86,34 @@ def icepop_loss(batch: LossBatch, *, alpha: float, beta: float) -> LossChange:
 
 
 register_loss("opsm", Opsm, reads=("l_infer", "lag"))(opsm)
+
+
+@no_grad
+def clip_sides(batch: LossBatch, low: float, high: float) -> dict[str, float]:
+    """Returns `actor/clipped_share/{high,low}`, the shares of the tokens whose gradient PPO's clip removes, and
+    `actor/clipped_mass/{high,low}`, the sums of p_old over these tokens, over the number of all tokens.
+
+    A token is clipped at the high side if A > 0 and r > 1 + high, at the low side if A < 0 and r < 1 - low. DAPO (arXiv
+    2503.14476, section 3.1) found the mean probability of tokens clipped at the high side to be below 0.2: the clip
+    holds back unlikely tokens, and so exploration. verl averages over micro-batches, of which some clip no token, so
+    that mean is the mass over the share (`name_clipped`).
+    """
+    p_old, r, metrics = batch.l_old.exp(), (batch.l_theta - batch.l_old).exp(), {}
+    for side, clipped in (
+        ("high", (batch.advantages > 0) & (r > 1 + high)),
+        ("low", (batch.advantages < 0) & (r < 1 - low)),
+    ):
+        metrics[f"actor/clipped_share/{side}"] = masked_share(clipped, batch.mask)
+        metrics[f"actor/clipped_mass/{side}"] = masked_mean(p_old * clipped, batch.mask)
+    return metrics
+
+
+def name_clipped(metrics: MutableMapping[str, float]) -> None:
+    """Replaces `actor/clipped_mass/*` by `actor/clipped_probability/*`, the mean p_old of the clipped tokens, if there
+    are any."""
+    for side in ("high", "low"):
+        if mass := metrics.pop(f"actor/clipped_mass/{side}", 0.0):
+            metrics[f"actor/clipped_probability/{side}"] = mass / metrics[f"actor/clipped_share/{side}"]
 
 
 def llds_penalty(l_theta: Tensor, l_old: Tensor, advantages: Tensor, mask: Tensor, gate: str) -> Tensor:

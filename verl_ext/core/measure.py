@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_ext.core.blocks import Block, Scratch, Sums, add_up, copy_to_host, read_blocks
+from verl_ext.core.blocks import LARGEST, Block, Scratch, Sums, add_up, copy_to_host, read_blocks
 from verl_ext.core.breakdown import (
     agreement_measures,
     agreement_metrics,
@@ -88,8 +88,11 @@ def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Sett
 def correction_sums(block: Block, weighed: Weighed) -> Sums:
     """Returns sums over the tokens of one block that count, and over its trajectories that have any."""
     dropped = segment_sums(weighed.dropped, block.lengths)
+    smallest = torch.where(weighed.dropped.bool(), torch.inf, weighed.weight).amin()
     sums = {
         "weight": total(weighed.weight),
+        f"{LARGEST}weight": weighed.weight.amax(),
+        f"{LARGEST}minus_weight": -smallest,  # of a kept token
         "low": total(weighed.low),
         "high": total(weighed.high),
         "trajectories_dropped": ((block.lengths > 0) & (dropped == block.lengths)).sum(),  # no token kept
@@ -112,7 +115,10 @@ def correction_metrics(sums: Sums, corrections: Mapping[str, Settings]) -> dict[
         "correction/dropped_high": sums["high"] / tokens,
         "correction/sequences_dropped": sums["trajectories_dropped"] / trajectories,
         "correction/weight_mean": sums["weight"] / tokens,
+        "correction/weight_max": sums[f"{LARGEST}weight"],
     }
+    if dropped < tokens:
+        metrics["correction/weight_min"] = -sums[f"{LARGEST}minus_weight"]
     if "entropy" in sums:
         if dropped > 0:
             metrics["correction/entropy_dropped"] = sums["entropy_dropped"] / dropped

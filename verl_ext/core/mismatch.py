@@ -93,6 +93,7 @@ def mismatch_sums(block: Block, mismatch: Mismatch) -> Sums:
         filled = (segment_sums(_impossible(block).double(), block.lengths) > 0).sum()
     return {
         "tokens": block.lengths.sum(),
+        "l_old": block.l_old.sum(dtype=torch.float64),
         "log_k": mismatch.log_k.sum(),
         "log_k_abs": log_k_abs.sum(),
         "k": total(k),
@@ -131,6 +132,7 @@ def mismatch_metrics(sums: Sums) -> dict[str, Tensor]:
     return {
         "vllm_kl/k1": -sums["log_k"] / n,
         "vllm_kl/k3": sums["k3"] / n,
+        "vllm_kl/l_old": sums["l_old"] / n,
         "vllm_kl/prob_diff_mean": difference,
         "vllm_kl/prob_diff_max": sums[f"{LARGEST}difference"],
         "vllm_kl/prob_diff_std": (sums["difference_squared"] / n - difference**2).clamp(min=0).sqrt(),

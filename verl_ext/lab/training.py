@@ -21,6 +21,7 @@ from verl_ext.base import names
 from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.arrival import new_prefixes, prompt_numbers, spread_rows
 from verl_ext.core.filters import FilterBatch
+from verl_ext.core.losses import name_clipped
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
@@ -162,6 +163,7 @@ class Training:
                 fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
             asked = update_request(self.features, self.guard, outcome)
             metrics |= self.learner.update(batch, scored, fields, asked)
+            name_clipped(metrics)
         step.judge_first_pass(metrics)
         metrics["actor/lr"] = self.policy.end_step()
         self.actions.end_step(metrics, {"actor": self.learner})

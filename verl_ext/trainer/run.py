@@ -13,12 +13,14 @@ from verl_ext.base import names
 from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.answers import Servers
+from verl_ext.core.losses import name_clipped
 from verl_ext.core.measure import split_gap
 from verl_ext.features.feature import Need
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.table import read_features
 from verl_ext.features.verl_config import bypasses
+from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.batch import QueueBatch, read_batch
 from verl_ext.trainer.captured import CapturedRouting, CapturedTopTokens
@@ -64,9 +66,10 @@ class StabilityRun:
         self._step: Step | None = None  # of the batch at hand, if it is measured
         self._batch: QueueBatch | None = None  # while verl computes its advantages
 
-    def use_servers(self, addresses: Iterable[str]) -> None:
-        """Breaks the gap down by these servers of the rollout, and prints their numbers if there are several."""
-        self._servers = Servers(addresses)
+    def use_servers(self, addresses: Iterable[str], accelerators: Mapping[str, str]) -> None:
+        """Breaks the gap down by these servers of the rollout, and prints their numbers if there are several; arguments
+        as for `Servers`."""
+        self._servers = Servers(addresses, accelerators)
         if len(self._servers.addresses) > 1 and Need.MEASURED_BATCHES in self.features.needs:
             print(f"verl_ext: replicas of the rollout: {self._servers}", flush=True)
 
@@ -83,6 +86,10 @@ class StabilityRun:
             if Need.MEASURED_BATCHES in self.features.needs:
                 events = LineFile(names.events_path(self._config), resume=resumed > 0)
                 self.actions.events = files.enter_context(closing(events))
+                if kinds := self._servers.mixed:
+                    reason = f"the rollout's servers have different accelerators, and so different kernels: {kinds}"
+                    event = Event(resumed, "servers", "", None, None, "warn", reason)
+                    self.actions.record_decision(Decision((event,)))
             elif not resumed:
                 names.events_path(self._config).unlink(missing_ok=True)
             settings, path = self.features.stability.trajectories, names.trajectories_path(self._config)
@@ -209,7 +216,8 @@ class StabilityRun:
             )
 
     def judge_first_pass(self, metrics: dict[str, float]) -> None:
-        """Judges the routing that the update compared, then `Step.judge_first_pass`."""
+        """Judges the routing that the update compared, then `Step.judge_first_pass`; completes the update's metrics."""
+        name_clipped(metrics)
         if (counts := take_routes(metrics)) is not None:
             self.actions.record_decision(self._routing.judge_counts(counts, self.features.config, self.guard.step))
         if self._step is not None:

@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 else:
     VerlTrainer = object  # the classes below name verl's
 
+ACCELERATOR = "accelerator_type:"  # Ray's resource of a node, with the kind behind it
 CANARY_TIMER = "sync_canary"  # timing_s/sync_canary: the canary's time per step
+
+
+def accelerators_of_nodes() -> dict[str, str]:
+    """Returns address -> the kind of the accelerators, of each node of Ray that has any: {"10.0.0.1": "H100"}."""
+    found = {}
+    for node in ray.nodes():
+        kinds = [name.removeprefix(ACCELERATOR) for name in node["Resources"] if name.startswith(ACCELERATOR)]
+        if kinds:
+            found[node["NodeManagerAddress"]] = " ".join(sorted(kinds))
+    return found
 
 
 class StabilityMixin(VerlTrainer):
@@ -49,7 +60,8 @@ class StabilityMixin(VerlTrainer):
         features = self.stability_run.features
         managers = self._rollout_server_managers()
         print_table(verify(features, type(self), Engines(self.actor_rollout_wg, managers)))
-        self.stability_run.use_servers(address for manager in managers for address in manager.server_addresses)
+        addresses = (address for manager in managers for address in manager.server_addresses)
+        self.stability_run.use_servers(addresses, accelerators_of_nodes())
 
     def _load_checkpoint(self) -> None:
         with checkpoints.loading(self.stability_run.guard, self.config):

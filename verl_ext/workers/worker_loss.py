@@ -36,7 +36,7 @@ from verl_ext.base.names import (
 )
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
-from verl_ext.core.losses import unbiased_kl
+from verl_ext.core.losses import LOSSES, clip_sides, unbiased_kl
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.tokens import row_matrix
 from verl_ext.features.losses import UNBIASED
@@ -207,8 +207,8 @@ def worker_loss(
         data: the micro-batch, jagged [B, r] fields; `core.loss_batch.FIELDS` names those that are read in addition to
             verl's.
 
-    Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale and
-    actor/score_centering.
+    Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale,
+    actor/score_centering and, of PPO's clip, actor/clipped_share/* and actor/clipped_probability/*.
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
@@ -241,6 +241,10 @@ def worker_loss(
     with provide(batch):
         loss, verl_metrics = ppo_loss(config=config, model_output=model_output, data=data, dp_group=dp_group)
     metrics |= verl_metrics
+    if _clips_tokens(config.policy_loss):
+        usual = config.clip_ratio
+        low, high = (usual if own is None else own for own in (config.clip_ratio_low, config.clip_ratio_high))
+        metrics |= Metric.from_dict(clip_sides(batch, low, high), aggregation=AggregationType.MEAN)
     mean = partial(agg_loss, loss_mask=batch.mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
     if centers:
         term = mean(loss_mat=batch.advantages * no_padding_2_padding(model_output[CENTERING], data))
@@ -253,6 +257,13 @@ def worker_loss(
         metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
         metrics["kl_coef"] = config.kl_loss_coef
     return loss, metrics
+
+
+def _clips_tokens(policy_loss: PolicyLossConfig) -> bool:
+    """Returns whether the loss is PPO's, whose clip bounds a token's own ratio."""
+    if isinstance(policy_loss, ComposedLossConfig):
+        return policy_loss.base == "vanilla" and not LOSSES[policy_loss.loss_mode].rescales
+    return policy_loss.loss_mode == "vanilla"
 
 
 def _padded_copy(data: TensorDict) -> tuple[TensorDict, dict[str, Any]]:

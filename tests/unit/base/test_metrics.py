@@ -13,7 +13,8 @@ from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_rare, near
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
 GAP = "\0"  # what an f-string computes
-NAME = re.compile(rf"({'|'.join(OURS)}|actor/(gate|icepop|opsm|m2po|llds|router_shift)/)[\w./{GAP}-]*[\w{GAP}]")
+OURS_IN_UPDATE = "gate|icepop|opsm|m2po|llds|router_shift|clipped_share|clipped_probability"
+NAME = re.compile(rf"({'|'.join(OURS)}|actor/({OURS_IN_UPDATE})/)[\w./{GAP}-]*[\w{GAP}]")
 
 
 @cache
@@ -66,7 +67,7 @@ def test_no_entry_hides_another():
     ("name", "entry"),
     [
         ("vllm_kl/k3", "vllm_kl/k3"),
-        ("vllm_kl/k3/position/256-1024", "vllm_kl/k3/{prob,entropy,position,turn}/*"),
+        ("vllm_kl/k3/position/256-1024", "vllm_kl/k3/{prob,entropy,position,turn,calls}/*"),
         ("vllm_kl/k3/lag/4-7", "vllm_kl/k3/lag/*"),
         ("router/agreement/layer_93", "router/agreement/layer_*"),
         ("correction/of_mine/low", "correction/*/low"),

@@ -81,3 +81,13 @@ def test_more_servers_than_buckets_share_the_last():
     found = Servers(addresses).buckets(facts_of(*addresses))
     assert found["replica"].tolist() == [min(number, 64) for number in range(140)]
     assert found["node"].tolist() == [min(number // 2, 64) for number in range(140)]
+
+
+def test_servers_of_several_kinds_of_accelerators_are_told_apart():
+    accelerators = {"b": "H100", "::1": "H20"}
+    servers = Servers(["b:1", "[::1]:2", "b:3", "c:4"], accelerators)
+    assert servers.kinds == ["H100", "H20", "H100", ""]
+    assert servers.mixed == "H100: 00, 02; H20: 01; unknown: 03"
+    assert str(servers).split(", ")[:2] == ["00 b:1 (H100)", "01 [::1]:2 (H20)"]
+    for alike in (["b:1", "b:3", "c:4"], ["c:4", "d:5"], []):
+        assert Servers(alike, accelerators).mixed == ""

@@ -20,7 +20,8 @@ from verl_ext.core.tokens import Lag, Tokens
 
 CHOICES = (None, {"icepop": {"alpha": 0.5, "beta": 5.0}, "geo_mask": {"low": 0.7, "high": 1.4}})
 CORRELATION = "router/disagreement_gap_correlation"
-EDGES = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES, "position": POSITION_EDGES, "turn": tuple(range(8))}
+EDGES = {"prob": PROBABILITY_EDGES, "entropy": ENTROPY_EDGES, "position": POSITION_EDGES}
+EDGES |= dict.fromkeys(("turn", "calls"), tuple(range(8)))
 
 LOG_PROBS = st.floats(-30, 0, width=32) | st.floats(-2, 0, width=32) | st.sampled_from([-100.0, 0.0])
 ODD = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -53,14 +54,15 @@ def pearson(xs, ys):
 def counted(batch):
     """Returns one dictionary per counted token."""
     found = []
-    for trajectory in batch:
+    for row, trajectory in enumerate(batch):
         turn, before = -1, False
         for position, (infer, old, m, entropy, agreement) in enumerate(trajectory):
             turn += m and not before
             before = m
             if m and math.isfinite(infer) and math.isfinite(old):
                 where = {"prob": math.exp(infer), "entropy": entropy, "position": position, "turn": turn}
-                found.append({"agreement": agreement, "gap": abs(old - infer)} | where)
+                found.append({"agreement": agreement, "gap": abs(old - infer), "row": row} | where)
+        found = [{**t, "calls": turn} if t["row"] == row else t for t in found]
     return found
 
 

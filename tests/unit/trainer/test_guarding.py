@@ -5,8 +5,10 @@ import json
 import pytest
 
 from verl_ext.base.errors import GuardStopError, HookError
+from verl_ext.core.answers import Servers
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.checkpoints import CheckpointError
+from verl_ext.trainer.trainers import accelerators_of_nodes
 
 
 def events(name="p/e.guard.jsonl"):
@@ -244,3 +246,20 @@ def test_with_nothing_switched_on_there_is_no_event_file(train, tmp_path):
     trainer = train({}, [{}, BAD])
     assert trainer.synchronised == [1, 2]
     assert not (tmp_path / "p" / "e.guard.jsonl").exists()
+
+
+def test_servers_with_different_accelerators_are_an_event_once(train, monkeypatch):
+    mixed = Servers(["a:1", "b:1"], {"a": "H100", "b": "H20"})
+    monkeypatch.setattr("verl_ext.trainer.run.Servers", lambda: mixed)
+    train({"metrics": True}, [GOOD, GOOD])
+    (event,) = [event for event in events() if event["rule"] == "servers"]
+    assert event["step"] == 0 and mixed.mixed in event["reason"]
+
+
+def test_rays_nodes_know_their_accelerators(monkeypatch):
+    nodes = [
+        {"NodeManagerAddress": "10.0.0.1", "Resources": {"CPU": 8.0, "GPU": 8.0, "accelerator_type:H100": 1.0}},
+        {"NodeManagerAddress": "10.0.0.2", "Resources": {"CPU": 8.0}},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    assert accelerators_of_nodes() == {"10.0.0.1": "H100"}

@@ -17,6 +17,7 @@ from tests.support.loss_oracles import m2po_oracle
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.loss_batch import LossChange
+from verl_ext.core.losses import name_clipped
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import loss_settings
@@ -69,7 +70,41 @@ def test_with_nothing_on_it_is_verls_loss(mode, kl, make_batch, actor_config):
     found, metrics = run(build(config), [batch.whole()])
     assert found == expected
     assert torch.equal(batch.take_gradients(), gradient)
-    assert metrics.keys() == verl_metrics.keys()
+    ours = {f"actor/clipped_{part}/{side}" for part in ("share", "mass") for side in ("high", "low")}
+    assert metrics.keys() == verl_metrics.keys() | ours
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (0.05, 0.3)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sides_of_the_clip_add_up_to_verls_and_have_their_probability(seed, bounds, make_batch, actor_config):
+    batch = make_batch(seed, lengths=(9, 17, 8, 15), scale=0.6)
+    config = actor_config(clip_ratio=0.1, clip_ratio_low=bounds[0], clip_ratio_high=bounds[1])
+    _, metrics = run(build(config), [batch.whole()])
+    found = {name: metric.aggregate() for name, metric in metrics.items() if "clip" in name}
+    low, high = (0.1 if bound is None else bound for bound in bounds)
+    fields = ("old_log_probs", "log_prob", "advantages", "response_mask")
+    tokens = zip(*(batch.padded(name).double().flatten().tolist() for name in fields), strict=True)
+    clipped, count = {"high": [], "low": []}, 0
+    for old, theta, advantage, m in tokens:
+        count += m
+        side = "high" if advantage > 0 else "low"
+        if m and (math.exp(theta - old) > 1 + high if advantage > 0 else math.exp(theta - old) < 1 - low):
+            clipped[side].append(math.exp(old))
+    assert all(clipped.values())
+    assert found["actor/pg_clipfrac"] == pytest.approx(sum(map(len, clipped.values())) / count)
+    name_clipped(found)
+    for side, p_old in clipped.items():
+        assert found[f"actor/clipped_share/{side}"] == pytest.approx(len(p_old) / count)
+        assert found[f"actor/clipped_probability/{side}"] == pytest.approx(sum(p_old) / len(p_old), rel=1e-5)
+    again = dict(found)
+    name_clipped(again)
+    assert again == found
+
+
+def test_where_nothing_is_clipped_no_probability_is_logged():
+    metrics = {f"actor/clipped_{part}/{side}": 0.0 for part in ("share", "mass") for side in ("high", "low")}
+    name_clipped(metrics)
+    assert metrics == {"actor/clipped_share/high": 0.0, "actor/clipped_share/low": 0.0}
 
 
 def test_a_corrections_drops_are_not_counted_as_those_of_a_loss_that_reads_k(make_batch, actor_config):

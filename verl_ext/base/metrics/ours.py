@@ -5,7 +5,7 @@ from functools import partial
 from verl_ext.base.metrics.metric import NATS, Metric, Section
 from verl_ext.base.names import PROMPT_EFFECT
 
-AXES = "{prob,entropy,position,turn}"
+AXES = "{prob,entropy,position,turn,calls}"
 
 after = partial(Metric, when="after")
 divergence = partial(Metric, better="lower", scale="log")
@@ -19,8 +19,8 @@ GAP = Section(
     "Logged with `stability.metrics=true`, or if a feature reads them: a correction, a filter, a threshold, a rule, "
     "a trajectory dump. They cover the response tokens that the model generated (m = 1).\n\n"
     "- **By bucket**, with `stability.breakdown=true` (the default), if more than one bucket of an axis is in use: "
-    "`/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`. By the sign of the advantage too, except in bypass "
-    "mode.\n"
+    "`/prob/0-0.01`, `/entropy/2-`, `/position/0-256`, `/turn/01`, `/calls/02` (an answer with two calls of tools). By "
+    "the sign of the advantage too.\n"
     "- **By lag**, in the asynchronous modes. There a rollout may be older than the policy, and all metrics include "
     "how far the policy has moved since. The lag is the number of weight versions in between: `/lag/0` is the engines' "
     "part, `/lag/span` covers trajectories that several versions sampled.\n"
@@ -44,6 +44,12 @@ GAP = Section(
             worst="highest",
             finite=True,
             label="engine KL, k3",
+        ),
+        Metric(
+            "vllm_kl/l_old",
+            "mean of l_old, the level of the sampled tokens' log-probabilities: it falls where the policy explores",
+            NATS,
+            label="log-probability",
         ),
         divergence("vllm_kl/prob_diff_mean", "mean of |exp(l_infer) - exp(l_old)|", label="mean prob. diff."),
         divergence(
@@ -144,6 +150,8 @@ CORRECTIONS = Section(
         ),
         Metric("correction/sequences_dropped", "responses that kept no token", "share"),
         Metric("correction/weight_mean", "mean weight of a token"),
+        Metric("correction/weight_min", "smallest weight of a kept token, if there is any"),
+        Metric("correction/weight_max", "largest weight of a token"),
         Metric("correction/entropy_dropped", "mean entropy of the dropped tokens, if there are any", "nats"),
         Metric("correction/entropy_kept", "mean entropy of the kept tokens", "nats"),
         Metric(
@@ -402,6 +410,16 @@ UPDATE = Section(
             "mini-batches whose step was refused: they passed a bound, or had no token left to learn from",
             "share",
             "lower",
+        ),
+        after(
+            "actor/clipped_share/{high,low}",
+            "with PPO's clip and l_old of its own: tokens with A > 0 clipped from above, with A < 0 from below",
+            "share",
+        ),
+        rare_after(
+            "actor/clipped_probability/{high,low}",
+            "mean exp(l_old) of these tokens: DAPO found it below 0.2 at the high side, where the clip holds back "
+            "exploration",
         ),
         after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", NATS),
         after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where l_old is l_infer", NATS),
