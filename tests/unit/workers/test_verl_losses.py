@@ -12,7 +12,7 @@ SEEDS = pytest.mark.parametrize("seed", range(3))
 
 @pytest.fixture
 def chosen(compose, make_batch):
-    """chosen(preset, seed, ...) -> verl's loss and gradient of a batch, the actor's config, and the batch in float64."""
+    """chosen(preset, seed, ...) -> verl's loss and gradient, the actor's config, and the batch in float64."""
 
     def run(preset, seed, *overrides, moved=(1.0,) * 4):
         config = compose(f"stability={preset}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *overrides)
