@@ -72,6 +72,8 @@ class Names:
     suffix: str = ""
 
 
+# Setting -> old name -> its name in verl 0.9.1, with bounds on the inverse ratio (`compute_rollout_rejection_mask`).
+RENAMED = {f"{CORRECTION}.rollout_rs": {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}}
 ALGORITHMS = "trainer/ppo/core_algos.py"
 ENGINES = partial(
     Names,
@@ -252,7 +254,10 @@ def _row_problems(row: Names, config: DictConfig) -> Iterator[Problem]:
     for name in map(str, one_by_one if found else ()):
         if name in known or name.removesuffix(row.suffix) in known:
             continue
-        problem = unknown_name(row.setting, name, known)
+        if now := RENAMED.get(row.setting, {}).get(name):
+            problem = Problem(f"{row.setting}={name} is {now} now", "verl renamed it", (f"{row.setting}={now}",))
+        else:
+            problem = unknown_name(row.setting, name, known)
         if name != str(given):  # one of a list
             problem = replace(problem, fix=())
         opened = [one for one in row.opened_by if value_of(config, one)]

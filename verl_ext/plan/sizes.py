@@ -282,10 +282,19 @@ def whole_number(config: DictConfig, key: str, usual: int | None = None) -> int:
     if value is None and usual is not None:
         return usual
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{key}={value} must be a whole number above 0")
+        raise ConfigError(f"{key}={value} must be a whole number above 0", fix=_whole_batch(config, key, value))
     if value > LARGEST:
         raise ConfigError(f"{key} has {len(str(value))} digits: too large to plan with")
     return value
+
+
+def _whole_batch(config: DictConfig, key: str, value: object) -> tuple[str, ...]:
+    """Returns the batch of a launch for verl's old asynchronous entry point, whose batch is 0: verl 0.9.1 syncs after a
+    whole number of mini-batches, which make a batch (`step` of trainer_base.py)."""
+    mini = OmegaConf.select(config, f"{ACTOR}.ppo_mini_batch_size")
+    updates = OmegaConf.select(config, "trainer.v1.separate_async.parameter_sync_step", default=1)
+    is_old = key == "data.train_batch_size" and value == 0 and type(mini) is type(updates) is int and mini > 0 < updates
+    return (f"{key}={mini * updates}",) if is_old else ()
 
 
 def _fraction(config: DictConfig, key: str) -> float:

@@ -51,6 +51,14 @@ def test_a_fix_of_the_sizes_is_told(findings):
     assert finding.level == "ok"
 
 
+def test_a_batch_of_0_is_that_of_verls_old_asynchronous_launches(findings):
+    launch = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4")
+    (finding,) = findings("sizes", *launch, "data.train_batch_size=0", f"{ACTOR}.ppo_mini_batch_size=32")
+    assert (finding.level, finding.fix) == ("error", ("data.train_batch_size=128",))
+    (finding,) = findings("sizes", "data.train_batch_size=-1")
+    assert (finding.level, finding.fix) == ("error", ())
+
+
 def test_sizes_of_a_known_model_are_compared_with_it(findings):
     overrides = [f"{ROLLOUT}.tensor_model_parallel_size=5", "trainer.n_gpus_per_node=5", f"{ROLLOUT}.n=5"]
     for model in (f"{MODEL}=Qwen/Qwen3-30B-A3B", ""):  # of the table, and one with its config.json on this machine

@@ -65,6 +65,14 @@ def test_a_misspelt_name_is_an_error_and_its_fix_makes_it_go_away(problems, over
     assert not problems(override, *problem.fix)
 
 
+@pytest.mark.parametrize(("old", "now"), [("token", "token_k1"), ("geometric", "seq_mean_k1")])
+def test_a_name_of_an_older_verl_has_its_new_one_as_fix(problems, old, now):
+    setting = "algorithm.rollout_correction.rollout_rs"
+    (problem,) = problems(f"{setting}={old}")
+    assert (problem.level, problem.fix) == ("error", (f"{setting}={now}",))
+    assert not problems(*problem.fix)
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
