@@ -114,7 +114,7 @@ def test_settings_are_said(asked):
     assert [line.setting for line in table_lines(run)] == [
         "vllm_kl/*",
         "geo_mask, low 0.999, high 1.002",
-        "mis, cap 2, weight ratio",
+        "mis, cap 2, low 0, weight ratio",
         "low_probability, threshold 0.01",
         "2 every 10 steps",
         "refuse past, vllm_kl 0.1",
