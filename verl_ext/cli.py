@@ -1,18 +1,16 @@
-"""`verl-ext`: the command line of the plugin."""
+"""`verl-ext`: the command line of the plugin, and what it does when a command cannot go on."""
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
-from verl_ext import __version__, submit
-from verl_ext.doctor import command as doctor
-from verl_ext.lab import command as lab
-from verl_ext.plan import command as plan
-from verl_ext.probe import command as probe
-from verl_ext.report import command as report
+from verl_ext import __version__
+from verl_ext.base.arguments import CLOSED, INTERRUPTED, similar_names
+from verl_ext.base.errors import UserError, print_error
 
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's error
 
@@ -22,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if choice := CHOICE.search(message):
-            message += _similar(choice[1], re.findall(r"'(.*?)'", choice[2]))
+            message += similar_names(choice[1], re.findall(r"'(.*?)'", choice[2]))
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def options(self) -> Iterator[str]:
@@ -33,18 +31,50 @@ class Parser(argparse.ArgumentParser):
                 yield from inner.options()
 
 
-def _similar(name: str, known: Iterable[str]) -> str:
-    near = get_close_matches(name.partition("=")[0], [*dict.fromkeys(known)])
-    return f"; similar: {', '.join(near)}" if near else ""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. Returns 0 if it worked, 2 (with one line on stderr) if the user has to act."""
+    """Runs one subcommand and returns its exit code, as its --help lists them.
+
+    Everything that can end any command is handled here, with one line on stderr or none: Ctrl-C, an output that is
+    closed (`| head`) or on a full disk, a file that cannot be read or written, an error that the user can fix.
+    """
+    arguments = argparse.Namespace(command="", again="")
+    try:
+        try:
+            arguments = _parse(argv)
+            return arguments.run(arguments)
+        finally:
+            sys.stdout.flush()  # at the interpreter's end, a failure would be a traceback
+    except KeyboardInterrupt:
+        if again := arguments.again:
+            print(f"verl-ext {arguments.command}: interrupted; {again}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard_output()
+        return CLOSED
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # which rich turns into an exit code of 1
+            raise
+        return CLOSED
+    except (UserError, OSError, ModuleNotFoundError) as error:
+        if isinstance(error, OSError) and not error.filename:
+            _discard_output()
+        return print_error(arguments.command, _as_user_error(error))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    # Imported here, so that Ctrl-C while they load ends like any other.
+    from verl_ext import submit
+    from verl_ext.doctor import command as doctor
+    from verl_ext.lab import command as lab
+    from verl_ext.plan import command as plan
+    from verl_ext.probe import command as probe
+    from verl_ext.report import command as report
+
     parser = Parser(
         prog="verl-ext", description="Commands to check, plan, probe, submit and analyse verl runs that use verl_ext."
     )
     parser.add_argument("--version", action="version", version=f"verl-ext {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     doctor.add_doctor_parser(commands)
     plan.add_plan_parser(commands)
     probe.add_probe_parser(commands)
@@ -53,17 +83,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     lab.add_lab_parser(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    arguments, rest = parser.parse_known_args(words[:end])
+    arguments, rest = parser.parse_known_args(words[:end], argparse.Namespace(again=""))
     passed = words[end + 1 :]  # unchanged, for Hydra
+    command = commands.choices[arguments.command] if arguments.command else parser
     # argparse ends a list of positionals at the first flag; overrides may stand on both sides of one.
     if flags := [word for word in rest if word.startswith("-")]:
-        command = next(commands.choices[word] for word in words if word in commands.choices)
-        parser.error(f"unrecognized arguments: {' '.join(flags)}{_similar(flags[0], command.options())}")
+        command.error(f"unrecognized arguments: {' '.join(flags)}{similar_names(flags[0], command.options())}")
     if rest + passed and not hasattr(arguments, "overrides"):
-        parser.error(f"unrecognized arguments: {' '.join(rest + passed)}")
+        command.error(f"unrecognized arguments: {' '.join(rest + passed)}")
     if rest + passed:
         arguments.overrides += rest + passed
-    return arguments.run(arguments)
+    if not hasattr(arguments, "run"):  # the command or its verb is missing
+        command.print_help()
+        command.exit(2)
+    return arguments
+
+
+def _as_user_error(error: Exception) -> Exception:
+    if not isinstance(error, ModuleNotFoundError):
+        return error
+    from verl_ext.report.command import missing_package
+
+    return UserError(missing_package(error))
+
+
+def _discard_output() -> None:
+    """Drops what the standard output still holds: the interpreter would try to write it again at its end."""
+    with suppress(OSError):  # a test's output has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

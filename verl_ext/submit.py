@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError, Problems, errors_of, print_error
+from verl_ext.base.arguments import INTERRUPTED, add_command
+from verl_ext.base.errors import ConfigError, Problems, UserError, errors_of
 from verl_ext.base.printable import printable
 from verl_ext.features.stability import stability_config
 from verl_ext.launch.command_line import compose, hydra_value, plugins, read_launch
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 ADDRESS = "http://127.0.0.1:8265"  # Ray's own default
+SUBMIT = """\
+Submit a run to a Ray cluster through Ray's job API, follow its log, stop it, resume it. Every node needs verl and
+verl_ext: install them there, or use --pip or --image.
+"""
 DONE = ("SUCCEEDED", "FAILED", "STOPPED")
 POLL_S = 1.0
 # Files that the nodes never need; Ray refuses a working directory of more than 500 MiB.
@@ -45,13 +50,10 @@ CLUSTERS_OWN = ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus")
 
 def add_submit_parser(commands: Any) -> None:
     """Adds `verl-ext submit run|status|logs|stop|resume`."""
-    parser = commands.add_parser(
-        "submit",
-        help="submit runs to a Ray cluster; follow, stop and resume them",
-        description="Submit a run to a Ray cluster through Ray's job API, follow its log, stop it, resume it. "
-        "Every node needs verl and verl_ext: install them there, or use --pip or --image.",
-    )
-    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    brief = "submit runs to a Ray cluster; follow, stop and resume them"
+    codes = "0; that of the run, where its log is followed; 1 if the run could not be stopped"
+    parser = add_command(commands, "submit", brief, SUBMIT, "", codes=codes)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
 
     def verb(name: str, help: str, run: Any) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=help, description=help.capitalize() + ".")
@@ -267,7 +269,7 @@ def follow(client: "JobSubmissionClient", job_id: str) -> int:
             f"`verl-ext submit stop {job_id}`",
             file=sys.stderr,
         )
-        return 130
+        return INTERRUPTED
 
 
 async def _print_log(client: "JobSubmissionClient", job_id: str) -> None:
@@ -312,8 +314,8 @@ def rows(client: "JobSubmissionClient") -> list[tuple[str, ...]]:
 def _reported(run: Any, arguments: argparse.Namespace) -> int:
     try:
         return run(arguments)
-    except (ConfigError, RuntimeError) as error:  # Ray's client raises RuntimeError with the server's sentence
-        return print_error("submit", error)
+    except RuntimeError as error:  # Ray's client raises it with the server's sentence
+        raise UserError(str(error)) from error
 
 
 def check_launch(overrides: Sequence[str]) -> None:

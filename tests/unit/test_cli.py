@@ -1,11 +1,19 @@
+import argparse
+import errno
 import json
+import os
+import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
 from verl_ext import __version__
+from verl_ext.base.errors import UserError
 from verl_ext.cli import main
+
+COMMANDS = ("doctor", "plan", "probe", "submit", "report", "compare", "lab")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["compare", "--help"]])
@@ -22,9 +30,17 @@ def test_version(capsys):
     assert exit.value.code == 0 and capsys.readouterr().out == f"verl-ext {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["report"], ["compare"], ["no such command"], ["report", "run", "--", "a=b"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["submit"]])
+def test_without_a_command_or_a_verb_they_are_listed_with_a_line_each(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    names = ["run", "status", "logs", "stop", "resume"] if arguments else COMMANDS
+    assert exit.value.code == 2
+    assert all(any(re.match(rf"    {name} +\w+", line) for line in lines) for name in names)
+
+
+@pytest.mark.parametrize("arguments", [["report"], ["compare"], ["no such command"], ["report", "run", "--", "a=b"]])
 def test_wrong_usage_exits_with_two_and_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)
@@ -38,12 +54,104 @@ def test_wrong_usage_exits_with_two_and_one_line(arguments, capsys):
         (["submit", "rn"], "run"),
         (["doctor", "--stict"], "--strict"),
         (["submit", "logs", "1", "--folow=2"], "--follow"),
+        (["--verson"], "--version"),
     ],
 )
 def test_a_misspelt_command_or_option_gets_the_similar_one(arguments, near, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
-    assert f"; similar: {near};" in capsys.readouterr().err
+    assert f"; similar: {near}" in capsys.readouterr().err
+
+
+ARGUMENTS = {"report": ["run"], "compare": ["run", "run"], "submit": ["run", "--run-dir", "/run"], "lab": ["stale"]}
+
+
+def _rich_on_a_closed_pipe():
+    try:
+        raise BrokenPipeError
+    except BrokenPipeError:
+        raise SystemExit(1)  # noqa: B904 (as rich does)
+
+
+def _raised(error):
+    def run():
+        raise error
+
+    return run
+
+
+ENDS = {  # what ends a command: how, the exit code, words of the line on stderr (none: there is no line)
+    "Ctrl-C": (_raised(KeyboardInterrupt()), 130, ()),
+    "a closed pipe": (_raised(BrokenPipeError(errno.EPIPE, "Broken pipe")), 141, ()),
+    "a closed pipe, found by rich": (_rich_on_a_closed_pipe, 141, ()),
+    "a full disk": (_raised(OSError(errno.ENOSPC, "No space left on device")), 2, ("No space left", "free some")),
+    "a folder of someone else": (
+        _raised(PermissionError(errno.EACCES, "Permission denied", "/some/folder")),
+        2,
+        ("/some/folder: Permission denied", "name another place"),
+    ),
+    "an error of the user": (_raised(UserError("a=1 is wrong", ("a=2",))), 2, ("a=1 is wrong; set a=2",)),
+    "a missing package": (_raised(ModuleNotFoundError("", name="altair")), 2, ("pip install", "altair")),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_ends_in_one_line_or_none(command, end, monkeypatch, capsys):
+    run, code, words = ENDS[end]
+    before = argparse.ArgumentParser.parse_known_args
+
+    def parse(self, *arguments):
+        found, rest = before(self, *arguments)
+        found.run = lambda arguments: run()
+        return found, rest
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse)
+    assert main([command, *ARGUMENTS.get(command, [])]) == code
+    captured = capsys.readouterr()
+    resumed = end == "Ctrl-C" and command in ("lab", "probe")  # the same command continues
+    assert captured.out == "" and captured.err.count("\n") == int(bool(words) or resumed)
+    assert all(word in captured.err for word in words) and f"verl-ext {command}: " * bool(words) in captured.err
+
+
+@contextmanager
+def closed_pipe():
+    read, write = os.pipe()
+    os.close(read)
+    yield write
+    os.close(write)
+
+
+@contextmanager
+def full_disk():
+    with open("/dev/full", "wb") as full:
+        yield full
+
+
+PROGRAM = "import sys; from verl_ext.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("output", "code", "lines"), [(closed_pipe, 141, 0), (full_disk, 2, 1)])
+@pytest.mark.parametrize("arguments", [["lab", "--list"], ["plan", "recipe=qwen3_30b_a3b"]], ids=lambda words: words[0])
+def test_an_output_that_takes_nothing(arguments, output, code, lines, unbuffered, libraries):
+    with output() as out:
+        found = subprocess.run(
+            [libraries.python, "-c", PROGRAM, *arguments],
+            env={**os.environ, **libraries.environment, "PYTHONUNBUFFERED": unbuffered},
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (found.returncode, found.stderr.count("\n")) == (code, lines), found.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_its_exit_codes_mean(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    codes = capsys.readouterr().out.partition("exit code: ")[2].partition("\n\n")[0].split("; ")
+    assert [int(re.match(r"\s*(\d+)", code)[1]) for code in codes if code[:1].isdigit()][-3:] == [2, 130, 141]
 
 
 ENGINES = ("torch", "transformers", "verl", "vllm", "ray")

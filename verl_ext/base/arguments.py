@@ -2,11 +2,15 @@
 
 import argparse
 import re
+import textwrap
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 from verl_ext.base.printable import printable
 
-INTERRUPTED = 130  # exit code
+INTERRUPTED, CLOSED = 130, 141  # exit codes: a shell reports the signals SIGINT and SIGPIPE by these numbers
+HELP_WIDTH = 78  # columns of the text that argparse prints as it is
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
@@ -17,9 +21,27 @@ def add_command(
     description: str,
     examples: str,
     formatter: type[argparse.HelpFormatter] = argparse.RawDescriptionHelpFormatter,
+    *,
+    codes: str = "0",
+    again: str = "",
 ) -> argparse.ArgumentParser:
-    """Adds a command. The usual formatter prints its description and examples as they are."""
-    return commands.add_parser(name, help=brief, description=description, epilog=examples, formatter_class=formatter)
+    """Adds a command. The usual formatter prints its description and examples as they are.
+
+    Args:
+        codes: the meaning of its exit codes below 2, and of those that only it has.
+        again: what is printed after Ctrl-C.
+    """
+    every = f"2 for wrong usage and other errors; {INTERRUPTED} after Ctrl-C; {CLOSED} if the output was closed"
+    epilog = textwrap.fill(f"exit code: {codes}; {every}", HELP_WIDTH) + f"\n\n{examples}"
+    made = commands.add_parser(name, help=brief, description=description, epilog=epilog, formatter_class=formatter)
+    made.set_defaults(again=again)
+    return made
+
+
+def similar_names(name: str, known: Iterable[str]) -> str:
+    """Returns the end of an error's text with the known names that are similar to a wrong one; "" without any."""
+    near = get_close_matches(name.partition("=")[0], [*dict.fromkeys(known)])
+    return f"; similar: {', '.join(near)}" if near else ""
 
 
 def positive(text: str) -> int:

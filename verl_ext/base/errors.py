@@ -1,5 +1,6 @@
 """Problems of a launch, and the errors that the user has to act on, which end a command as one line each."""
 
+import errno
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,6 +8,16 @@ from dataclasses import dataclass
 from verl_ext.base.printable import one_line
 
 LEVELS = ("error", "warning", "note", "ok")  # worst first
+# What to do about a file or folder that the system refuses.
+REMEDIES = {
+    errno.EACCES: "change its permissions, or name another place",
+    errno.EPERM: "change its permissions, or name another place",
+    errno.EROFS: "name another place",
+    errno.ENOTDIR: "name another place: this one is not in a folder",
+    errno.EEXIST: "name another place: a file has this name",
+    errno.ENOSPC: "free some space, or name another place",
+    errno.EDQUOT: "free some space, or name another place",
+}
 
 
 @dataclass(frozen=True)
@@ -139,10 +150,19 @@ def reason_of(error: Exception) -> str:
     return " ".join(str(cause).split()) or type(cause).__name__
 
 
+def file_error_text(error: OSError) -> str:
+    """Returns `FILE: REASON; REMEDY`."""
+    if error.strerror is None:  # made by a library, from a text
+        return str(error)
+    remedy = REMEDIES.get(error.errno or 0)
+    return f"{error.filename or 'the output'}: {error.strerror}" + (f"; {remedy}" if remedy else "")
+
+
 def print_error(command: str, error: Exception) -> int:
     """Prints an error as the last lines of a `verl-ext` command, one for each problem; returns the exit code."""
-    for problem in error.problems if isinstance(error, UserError) else (error,):
-        print(f"verl-ext {command}: {one_line(str(problem))}", file=sys.stderr)
+    said = file_error_text(error) if isinstance(error, OSError) else error
+    for problem in error.problems if isinstance(error, UserError) else (said,):
+        print(f"{f'verl-ext {command}'.rstrip()}: {one_line(str(problem))}", file=sys.stderr)
     return 2
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
-from verl_ext.base.errors import UserError, errors_of, print_error
+from verl_ext.base.errors import errors_of
 from verl_ext.base.printable import printable, wide_console
 from verl_ext.launch.command_line import add_arguments, given_arguments
 from verl_ext.launch.gpus import GPUS, Gpu, named
@@ -31,8 +31,7 @@ levels:
   note     information; nothing to do
   ok       checked, nothing wrong
 
-exit code: 0; 1 if there are errors (with --strict also for warnings); 2 for wrong usage. With --fix, errors and
-warnings that remain go to stderr.
+With --fix, errors and warnings that remain go to stderr.
 
 examples:
   verl-ext doctor                                     only the installation
@@ -51,7 +50,8 @@ examples:
 
 def add_doctor_parser(commands: Any) -> None:
     brief = "check the installation, and the settings of a run"
-    parser = add_command(commands, "doctor", brief, DOCTOR, DOCTOR_EXAMPLES)
+    codes = "0; 1 if there are errors (with --strict also for warnings)"
+    parser = add_command(commands, "doctor", brief, DOCTOR, DOCTOR_EXAMPLES, codes=codes)
     add_arguments(parser)
     parser.add_argument("--gpu", type=_gpu, metavar="NAME", help="GPU of the rollout, such as A100, H100, H200 or L20")
     parser.add_argument("--strict", action="store_true", help="exit with 1 also for warnings")
@@ -72,10 +72,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from verl_ext.doctor.checks import installed_versions
     from verl_ext.doctor.diagnose import diagnose, mend
 
-    try:
-        given, versions = given_arguments(arguments), installed_versions()
-    except UserError as error:
-        return print_error("doctor", error)
+    given, versions = given_arguments(arguments), installed_versions()
 
     def look(overrides: Sequence[str]) -> "list[Problem]":
         return diagnose([*given, *overrides], arguments.gpu, trust=arguments.trust, versions=versions)

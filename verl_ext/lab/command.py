@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
-from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ EXAMPLES = """\
 Each run is kept in OUT/VARIANT/seedN; `verl-ext report OUT/VARIANT/seedN` reports on it. After Ctrl-C, the same command
 continues where it stopped. Runs whose settings have changed are repeated.
 
-exit code: 0; 1 if runs failed; 2 for wrong usage or settings that cannot work; 130 after Ctrl-C.
-
 examples:
   verl-ext lab --list                                    list the regimes, what each imitates, and the variants
   verl-ext lab stale --seeds 5                           old weights in the rollout; the usual methods
@@ -45,7 +43,8 @@ examples:
 
 def add_lab_parser(commands: Any) -> None:
     brief = "compare methods against a gap between the engines, on a small model"
-    parser = add_command(commands, "lab", brief, LAB, EXAMPLES)
+    again = "the same command continues"
+    parser = add_command(commands, "lab", brief, LAB, EXAMPLES, codes="0; 1 if runs failed", again=again)
     parser.add_argument("regime", metavar="REGIME", nargs="?", help="a regime of --list, or several joined by +")
     parser.add_argument(
         "overrides", metavar="OVERRIDE", nargs="*", help="overrides of every run, as for verl_ext.main_ppo"
@@ -82,15 +81,9 @@ def add_lab_parser(commands: Any) -> None:
 
 
 def run_lab(arguments: argparse.Namespace) -> int:
-    """Runs the experiment and shows it. Returns the exit code; an error that the user can act on is one line."""
-    try:
-        _import_plugins(arguments.plugins)
-        return _list_names() if arguments.list else _run_experiment(arguments)
-    except UserError as error:
-        return print_error("lab", error)
-    except KeyboardInterrupt:  # before the first run, or while the page is drawn
-        print("verl-ext lab: interrupted; the same command continues", file=sys.stderr)
-        return INTERRUPTED
+    """Runs the experiment and shows it. Returns the exit code."""
+    _import_plugins(arguments.plugins)
+    return _list_names() if arguments.list else _run_experiment(arguments)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -134,16 +127,12 @@ def _run_experiment(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl_ext.lab.grid import cells_of, run_missing
-    from verl_ext.report.command import FIXABLE, print_fixable
 
     arms = _checked_arms(arguments)
     cells = cells_of(arms, arguments.seeds)
     out = arguments.out or Path(".lab") / arguments.regime
-    try:
-        result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
-        _show_result(arguments, arms, cells, out, result)
-    except FIXABLE as error:
-        return print_fixable("lab", error)
+    result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
+    _show_result(arguments, arms, cells, out, result)
     return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.base.arguments import add_command
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import number_table, wide_console
 from verl_ext.launch import command_line
 from verl_ext.plan.memory import Memory, host_memory
@@ -17,19 +18,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROUGH = "estimates at the rates of published runs (docs/plan.md), without weight sync, rewards and tools"
+PLAN = """\
+Estimate a run's memory per GPU in the update and in the rollout, with the largest part; rough shares of a step's time;
+and the cost of the plugin's features at this size. The command computes from the config only and starts nothing.
+"""
+PLAN_EXAMPLES = """\
+example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop
+"""
 NOTHING_ON = "no feature of the plugin is switched on; to see its cost, add the features, such as stability=icepop"
 
 
 def add_plan_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help="estimate memory, step time and the plugin's cost of a run",
-        description="Estimate a run's memory per GPU in the update and in the rollout, with the largest part; rough "
-        "shares of a step's time; and the cost of the plugin's features at this size. The command computes from "
-        "the config only and starts nothing.",
-        epilog="example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop. Exit code: 0 if "
-        "the run fits, 1 if it does not, 2 if it cannot be planned.",
-    )
+    brief = "estimate memory, step time and the plugin's cost of a run"
+    codes = "0 if the run fits; 1 if it does not"
+    parser = add_command(commands, "plan", brief, PLAN, PLAN_EXAMPLES, codes=codes)
     command_line.add_arguments(parser)
     known = ", ".join(planned_gpus())
     parser.add_argument("--gpu", default="H100", metavar="NAME", help=f"the GPU: {known} (default: %(default)s)")
@@ -55,22 +57,19 @@ def add_plan_parser(commands: Any) -> None:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Returns 0 if the run fits at all sizes, 1 if it does not, 2 if the config cannot be planned."""
-    try:
-        config, nodes = command_line.required_config(arguments), _node_counts(arguments.nodes)
-        plans = [
-            read_plan(
-                config if number is None else at_nodes(config, number, scale_batch=arguments.scale_batch),
-                arguments.gpu,
-                number,
-                arguments.model,
-                mean_prompt=arguments.mean_prompt,
-                mean_response=arguments.mean_response,
-            )
-            for number in nodes
-        ]
-    except UserError as error:
-        return print_error("plan", error)
+    """Returns 0 if the run fits at all sizes, 1 if it does not."""
+    config, nodes = command_line.required_config(arguments), _node_counts(arguments.nodes)
+    plans = [
+        read_plan(
+            config if number is None else at_nodes(config, number, scale_batch=arguments.scale_batch),
+            arguments.gpu,
+            number,
+            arguments.model,
+            mean_prompt=arguments.mean_prompt,
+            mean_response=arguments.mean_response,
+        )
+        for number in nodes
+    ]
     if arguments.json:
         found = [_as_json(plan) for plan in plans]
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
-from verl_ext.base.errors import ConfigError, UserError, print_error
+from verl_ext.base.arguments import add_command, add_own, names, positive
+from verl_ext.base.errors import ConfigError
 from verl_ext.features.settings import FORMATS
 from verl_ext.launch.command_line import add_arguments, given_arguments, required_config
 from verl_ext.probe.engines import Tell, kept_result, start_engines
@@ -31,9 +31,6 @@ settings of --sweep (`all` means all that fit the run):
   {", ".join(NAMES[9:])}
 --sweep {LAYERS} rounds one group of the rollout's weights at a time, within one start: which layers to keep in 16 bits
 
-exit code: 0; with --fail-above, 1 if k3 is above the limit or a value is NaN or infinite; 2 if the probe cannot run;
-130 after Ctrl-C: the same command then continues a sweep.
-
 examples:
   verl-ext probe recipe=qwen3_30b_a3b ...                      the overrides of a launch
   verl-ext probe --fail-above 1e-3 --json recipe=... > p.json  in CI, after an upgrade of an engine
@@ -43,7 +40,10 @@ examples:
 
 
 def add_probe_parser(commands: Any) -> None:
-    parser = add_command(commands, "probe", "find where rollout and training differ, before a run", DESCRIPTION, EPILOG)
+    brief = "find where rollout and training differ, before a run"
+    codes = "0; with --fail-above, 1 if k3 is above the limit or a value is NaN or infinite"
+    again = "the same command continues with a sweep's next setting"
+    parser = add_command(commands, "probe", brief, DESCRIPTION, EPILOG, codes=codes, again=again)
     add_arguments(parser)
     parser.add_argument(
         "--prompts",
@@ -77,14 +77,8 @@ def add_probe_parser(commands: Any) -> None:
 
 
 def run_probe(arguments: argparse.Namespace) -> int:
-    """Returns 0; 1 if the gap is above --fail-above or not finite; 2 if it cannot be measured."""
-    try:
-        found = _find_gap(arguments)
-    except UserError as error:
-        return print_error("probe", error)
-    except KeyboardInterrupt:
-        print("verl-ext probe: interrupted; the same command continues with a sweep's next setting", file=sys.stderr)
-        return INTERRUPTED
+    """Returns 0; 1 if the gap is above --fail-above or not finite."""
+    found = _find_gap(arguments)
     from verl_ext.probe.verdict import ProbeResult, print_probe
 
     result = ProbeResult.read(found)

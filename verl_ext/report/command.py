@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.base.arguments import add_command, positive
-from verl_ext.base.errors import UserError, print_error
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ WATCH_SECONDS = 15  # seconds between two reads of a running run
 DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that only figures and pages need
 LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that provide them
 STATISTICS = "scipy"  # needed by `compare` and by the lab
-FIXABLE = (UserError, OSError, ModuleNotFoundError)  # errors that the user can fix
+MOST_COMPARED = 6  # runs: the table has room for these, the figures have colours for them
 
 RUN_HELP = (
     "{forms}; or a folder with one of these. - reads a log from the standard input. The guard's events and dumped "
@@ -102,7 +101,11 @@ def add_report_parsers(commands) -> None:
     brief = "compare final values and figures of several runs"
     compare = add_command(commands, "compare", brief, COMPARE, COMPARE_EXAMPLES, _FormsHelp)
     compare.add_argument(
-        "paths", metavar="RUN", type=Path, nargs="+", help=f"two or more runs; the first is the baseline. {RUN_HELP}"
+        "paths",
+        metavar="RUN",
+        type=Path,
+        nargs="+",
+        help=f"2 to {MOST_COMPARED} runs; the first is the baseline. {RUN_HELP}",
     )
     _add_out(compare, "comparison")
     compare.add_argument(
@@ -130,22 +133,19 @@ def run_report(arguments: argparse.Namespace) -> int:
     from verl_ext.report.run import ReportError
     from verl_ext.report.terminal import Dashboard
 
-    try:
-        if arguments.watch and (arguments.json or STANDARD_INPUT in arguments.paths):
-            raise ReportError("--watch shows the report of a file again and again: leave out --json, and name the file")
-        console = Console()
-        if arguments.watch:
-            return _watch(arguments, console)
-        run = read_run(arguments.paths[0], arguments.which, arguments.paths[1:])
-        verdict = _judge(run, arguments)
-        if arguments.json:
-            print(json.dumps(verdict.as_json(run), indent=1))
-            return 0
-        console.print(Dashboard(run, verdict))
-        if not arguments.no_page:
-            _write_pages(run, verdict, arguments, console)
-    except FIXABLE as error:
-        return print_fixable("report", error)
+    if arguments.watch and (arguments.json or STANDARD_INPUT in arguments.paths):
+        raise ReportError("--watch shows the report of a file again and again: leave out --json, and name the file")
+    console = Console()
+    if arguments.watch:
+        return _watch(arguments, console)
+    run = read_run(arguments.paths[0], arguments.which, arguments.paths[1:])
+    verdict = _judge(run, arguments)
+    if arguments.json:
+        print(json.dumps(verdict.as_json(run), indent=1))
+        return 0
+    console.print(Dashboard(run, verdict))
+    if not arguments.no_page:
+        _write_pages(run, verdict, arguments, console)
     return 0
 
 
@@ -247,21 +247,18 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
 
-    try:
-        runs = [read_run(path) for path in arguments.paths]
-        extra = [printable(name) for name in arguments.metric]  # the names that were read are printable too
-        comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
-        console = Console()
-        console.print(ComparisonTable(comparison))
-        if not arguments.no_page:
-            named = dict(zip(comparison.names, runs, strict=True))
-            with drawing(console) as progress:
-                page = write_comparison(
-                    named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
-                )
-            tell(console, "page", page)
-    except FIXABLE as error:
-        return print_fixable("compare", error)
+    runs = [read_run(path) for path in arguments.paths]
+    extra = [printable(name) for name in arguments.metric]  # the names that were read are printable too
+    comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
+    console = Console()
+    console.print(ComparisonTable(comparison))
+    if not arguments.no_page:
+        named = dict(zip(comparison.names, runs, strict=True))
+        with drawing(console) as progress:
+            page = write_comparison(
+                named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
+            )
+        tell(console, "page", page)
     return 0
 
 
@@ -270,13 +267,6 @@ def missing_package(error: ModuleNotFoundError) -> str:
     if error.name not in (*DRAWING, STATISTICS):
         raise error
     return f"{error.name} is missing: pip install {STATISTICS if error.name == STATISTICS else LIBRARIES}"
-
-
-def print_fixable(command: str, error: Exception) -> int:
-    """Prints one of the FIXABLE errors in one line; returns the exit code."""
-    if isinstance(error, ModuleNotFoundError):
-        error = UserError(missing_package(error))
-    return print_error(command, error)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from verl_ext.base.arguments import similar_names
 from verl_ext.base.metrics import Metric, find
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.judge import judge
@@ -30,10 +31,10 @@ from verl_ext.diagnosis.noise import (
     judge_differences,
 )
 from verl_ext.diagnosis.series import Series
+from verl_ext.report.command import MOST_COMPARED
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
-MOST_RUNS = 6  # the table has room for these
 ROWS = (  # after the reward and the validation
     "vllm_kl/k3",
     "vllm_kl/k1",
@@ -95,10 +96,10 @@ def compare_runs(
         window: steps, as in `noise.final`.
         cut: ignore steps after the shortest run's last step, so that all windows end at the same step.
 
-    Raises ReportError for fewer than two runs or more than MOST_RUNS.
+    Raises ReportError for fewer than two runs or more than MOST_COMPARED.
     """
-    if not 2 <= len(runs) <= MOST_RUNS:
-        raise ReportError(f"a comparison needs 2 to {MOST_RUNS} runs; given: {len(runs)}")
+    if not 2 <= len(runs) <= MOST_COMPARED:
+        raise ReportError(f"a comparison needs 2 to {MOST_COMPARED} runs; given: {len(runs)}")
     names = tuple(unique_names(runs))
     last = {name: int(run.steps[-1]) for name, run in zip(names, runs, strict=True)}
     common = min(last.values())
@@ -117,7 +118,12 @@ def compare_runs(
     for name, run in zip(names, runs, strict=True):
         if (learning := judge(run.readings).learning).state == "collapsed":
             notes.append(f"{name}: {learning.text}")
-    notes += _comparison_notes(last, judged, extra, window, common if cut else None)
+    notes += _comparison_notes(last, judged, window, common if cut else None, min(len(run.steps) for run in cut_runs))
+    logged = {name for run in cut_runs for name in run.metrics}
+    shown = {metric.name for metric, _ in judged}
+    for name in dict.fromkeys(extra):
+        if name not in shown:
+            notes.append(f"{name} has no finite value in any run{similar_names(name, logged)}")
     return Comparison(names, judged, tuple(notes))
 
 
@@ -213,9 +219,15 @@ def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _comparison_notes(
-    last: Mapping[str, int], rows: Sequence[Row], extra: Sequence[str], window: int | None, common: int | None
+    last: Mapping[str, int], rows: Sequence[Row], window: int | None, common: int | None, shortest: int
 ) -> Iterator[str]:
-    """Yields notes on the table. `last` is each run's last step, `common` the one at which all were cut."""
+    """Yields notes on the table.
+
+    Args:
+        last: each run's last step.
+        common: the one at which all were cut.
+        shortest: the number of steps of the shortest run.
+    """
     longer = ", ".join(f"{name} (to {step})" for name, step in last.items() if common is not None and step > common)
     if longer:
         yield f"compared at step {common}, the last one that all runs have; later steps left out: {longer}"
@@ -226,8 +238,11 @@ def _comparison_notes(
     compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
     if compared:
         yield f"beyond the noise: at {100 * LEVEL:.0f} % for all {compared} comparisons of this table together (Holm)"
-    if any(cell.verdict == TOO_FEW for _, cells in rows for cell in cells):
-        yield f"{TOO_FEW}: these windows have too few independent readings; try --window 100 or more"
+    few = [cell.final.steps for _, cells in rows for cell in cells if cell.verdict == TOO_FEW and cell.final]
+    if few:
+        widest = max((steps[1] - steps[0] + 1 for steps in few if steps), default=0)
+        larger = f"try --window {shortest // 2}" if shortest // 2 > widest else "longer runs are needed"
+        yield f"{TOO_FEW}: these windows have too few independent readings; {larger}"
     yield CAVEAT
     for index, name in enumerate(last):
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
@@ -235,10 +250,6 @@ def _comparison_notes(
             yield f"still moving at the end of {name}: {', '.join(titles)}"
         if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
             yield f"{name} stopped logging before the others' windows begin: {', '.join(ended)}"
-    shown = {metric.name for metric, _ in rows}
-    for name in dict.fromkeys(extra):
-        if name not in shown:
-            yield f"{name} has no finite value in any run"
 
 
 def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:

@@ -141,6 +141,8 @@ def written_whole(file: Path) -> Iterator[BinaryIO]:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as out:
             yield out
         temporary.replace(file)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(file)  # the user's, not the temporary one
         raise

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ext.base.errors import file_error_text
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import differences, unread_names
@@ -70,7 +71,8 @@ class Reader:
             where = printable(str(read), MOST_MESSAGE)
             raise ReportError(text if text.startswith(where) else f"{where}: {text}") from error
         except OSError as error:
-            raise ReportError(f"{error.filename or self._paths[0]}: {error.strerror}") from error
+            error.filename = error.filename or self._paths[0]
+            raise ReportError(file_error_text(error)) from error
         return self._run
 
     def _find(self) -> RunSource:
