@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MOST = 400  # characters of a name; no name that a person chose is longer
 WIDTH = 120  # columns
+LEAST_LABEL = 16  # columns to which a table may wrap its text
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 # A key by its own form, or what follows a name for one; the groups are what stays in front of it.
@@ -78,5 +79,23 @@ def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "T
 
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < labels else "right")
+        text = number < labels
+        table.add_column(column, justify="left" if text else "right", no_wrap=not text)
     return table
+
+
+def print_number_table(console: "Console", table: "Table") -> None:
+    """Prints a table of `number_table`; as a line per row where the terminal is too narrow for its numbers."""
+    from rich.measure import Measurement
+
+    longest = [max(map(len, map(str, column.cells))) for column in table.columns if not column.no_wrap and table.rows]
+    narrowest = Measurement.get(console, console.options.update_width(1000), table).maximum - sum(
+        max(length - LEAST_LABEL, 0) for length in longest
+    )
+    if narrowest <= console.width:
+        console.print(table)
+        return
+    console.print(table.title or f"{table.columns[0].header}:", markup=False)
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        said = [f"{column.header} {cell}" for column, cell in zip(table.columns, cells, strict=True) if cell]
+        console.print(f"- {cells[0]}: {', '.join(said[1:])}", markup=False)

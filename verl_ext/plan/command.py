@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.printable import number_table, wide_console
+from verl_ext.base.printable import number_table, print_number_table, wide_console
 from verl_ext.launch import command_line
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
@@ -120,17 +120,15 @@ def _host(plan: Plan) -> dict[str, float]:
 
 
 def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
-    from rich.table import Table
-
     console = wide_console()
     console.print(f"{plans[0].sizes.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
     header, *rows = scale_table(plans)
     # The last column, "what helps", is printed as lines; if nothing is on, only GPUs and step are left.
     shown = len(header) - 1 if any(plan.on for plan in plans) else 2
-    table = Table(*header[:shown])
+    table = number_table(*header[:shown])
     for row in rows:
         table.add_row(*row[:shown])
-    console.print(table)
+    print_number_table(console, table)
     console.print(lengths_line(plans[0].sizes), soft_wrap=True)
     for plan in plans:
         for line in advice_lines(plan) if plan.fits else fit_lines(plan.sizes, plan.memory):
@@ -155,7 +153,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
     table.add_section()
     table.add_row("total", *(f"{phase.total / GIB:.1f}" for phase in (memory.update, memory.rollout)))
     table.add_row("the GPU has", f"{sizes.gpu.memory_gib}", f"{sizes.gpu.memory_gib}")
-    console.print(table)
+    print_number_table(console, table)
     for line in fit_lines(sizes, memory):
         console.print(line, soft_wrap=True)
     if not memory.fits(sizes):
@@ -164,7 +162,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
     table = number_table("stage", "seconds", "share")
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
-    console.print(table)
+    print_number_table(console, table)
     console.print(f"{ROUGH}; a replica generates {timing.concurrent} sequences at once", soft_wrap=True)
     console.print(lengths_line(sizes), soft_wrap=True)
 
@@ -176,7 +174,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
         table = number_table("kept in the host's memory", "GiB per machine")
         for name, value in host.items():
             table.add_row(name, f"{value / GIB:.1f}")
-        console.print(table)
+        print_number_table(console, table)
     for line in advice_lines(plan):
         console.print(line, soft_wrap=True)
 
@@ -194,7 +192,7 @@ def _print_costs(console: "Console", plan: Plan) -> None:
         table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, seconds, share, *([hidden] if hides else []))
     table.add_section()
     table.add_row("all", "", "", _seconds_text(plan.seconds), f"{plan.share(plan.seconds):.2%}")
-    console.print(table)
+    print_number_table(console, table)
     also = "; hidden: seconds during generation, for which the step does not wait" if hides else ""
     console.print(f"seconds that a step waits, at the rates of two CPU cores{also}", soft_wrap=True)
 

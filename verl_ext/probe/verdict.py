@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from verl_ext.base.printable import number_table, wide_console
+from verl_ext.base.printable import number_table, print_number_table, wide_console
 from verl_ext.diagnosis.causes import CAUSES, Cause
 from verl_ext.probe.readings import (
     BASE,
@@ -407,7 +407,7 @@ def stage_sentence(one: Stage) -> str:
 def print_probe(result: ProbeResult) -> None:
     console = wide_console()
     for table in result.tables():
-        console.print(_drawn(table))
+        print_number_table(console, _drawn(table))
     for sentence in result.sentences():
         console.print(Text(sentence), soft_wrap=True)
     if result.conclusion.advice:

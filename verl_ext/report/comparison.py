@@ -52,6 +52,7 @@ ROWS = (  # after the reward and the validation
 )
 SHARES = ("guard/skipped",)  # of the updates of the whole run, without a noise test
 SHORT = {"within noise": "noise", TOO_FEW: "too few"}  # verdicts in narrow columns
+LEAST_COLUMN = 13  # columns that a value with its error needs
 VERDICT_STYLES = {"better": "green", "worse": "red", "differs": "yellow"}
 
 
@@ -261,7 +262,10 @@ def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """The table for a terminal, in ASCII if it has no UTF-8; 2 or 3 runs fit 100 columns, more are wrapped."""
+    """The table for a terminal, in ASCII if it has no UTF-8; 2 or 3 runs fit 100 columns, more are wrapped.
+
+    If a run's column would be too narrow for its numbers, each run has a row.
+    """
 
     comparison: Comparison
 
@@ -272,16 +276,21 @@ class ComparisonTable:
         label = 18 if narrow else 28
         column = min((wide - label - 2) // len(names) - 2, 30)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_lines=False)
+        stacked = column < LEAST_COLUMN  # each run of a metric in a row of its own
+        if stacked:
+            label = min(label, wide - LEAST_COLUMN - 4)
         table.add_column("", width=label, overflow="fold")
-        for name in names:
+        for name in () if stacked else names:
             table.add_column(Text(encodable(wrap_name(name, column), options)), width=column, overflow="fold")
+        if stacked:
+            table.add_column("", width=min(wide - label - 4, 30), overflow="fold")
         for row in comparison_rows(self.comparison):
             title = Text(encodable(wrap_name(row["label"], label), options))
             if row["label"] != row["metric"]:
                 title.append("\n" + encodable(wrap_name(row["metric"], label), options), style="dim")
             cells = []
-            for cell in row["cells"]:
-                value, change, verdict = cell["value"], cell["change"], cell["verdict"]
+            for one in row["cells"]:
+                value, change, verdict = one["value"], one["change"], one["verdict"]
                 if narrow:
                     verdict = SHORT.get(verdict, verdict)
                     for long, short in ((" points", " pt"), (" %", "%"), (" s", "s")):
@@ -291,7 +300,12 @@ class ComparisonTable:
                     text.append(encodable(f"\n{change} ", options))
                     text.append(verdict, style=VERDICT_STYLES.get(verdict, "dim"))
                 cells.append(text)
-            table.add_row(title, *cells)
+            if not stacked:
+                table.add_row(title, *cells)
+                continue
+            table.add_row(title, "")
+            for name, cell in zip(names, cells, strict=True):
+                table.add_row(Text(encodable(wrap_name(f"- {name}", label), options)), cell)
         yield table
         for note in self.comparison.notes:
             yield indented(note, options)

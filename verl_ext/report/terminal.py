@@ -25,6 +25,8 @@ from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 Unit = Literal["number", "small", "share", "count", "seconds"]
 
 LINE_WIDTH, LABEL_COLUMNS, SPARK_CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
+VALUES = ("first", "now", "worst")  # columns of the table
+NUMBER_COLUMNS, LEAST_LABEL = 11, 10  # columns of a number with the space around it, and of a label
 VALIDATION_READINGS = 1  # a validation is a mean over whole files, and the one before is steps old
 SCORE = Metric("score", "a score of a validation in another framework", better="higher")
 EVENT_NOTE = "guard, step "
@@ -103,7 +105,9 @@ def dashboard_rows(run: Run) -> list[DashboardRow]:
         if name == "router/agreement/error" and (layers := run.layers("router/agreement")):
             # Only the layer that agrees least at the end: models have up to 94 layers.
             worst = min(layers, key=lambda number: now_of(layers[number]))
-            found.append(_metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  worst layer {worst}"))
+            found.append(
+                _metric_row(layers[worst], f"router/agreement/layer_{worst:02d}", f"  lowest now: layer {worst}")
+            )
     for name in run.validations()[:MOST_VALIDATIONS]:
         found.append(_metric_row(run.get(name), name, f"val {validation_label(name)}", VALIDATION_READINGS))
     return [row for row in found if row is not None]
@@ -174,7 +178,7 @@ def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """The run for a terminal of 80 columns, in ASCII if the terminal has no UTF-8.
+    """The run for a terminal of 80 columns or fewer, in ASCII if the terminal has no UTF-8.
 
     A sparkline spans all steps of the run. Each cell is the median of its steps, and blank if none was finite. The
     axis of a divergence is logarithmic.
@@ -187,20 +191,30 @@ class Dashboard:
         for text, style in self._heading():
             yield indented(text, options, style) if text else ""
         table = Table(
-            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=min(LINE_WIDTH, options.max_width)
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            width=LINE_WIDTH if options.max_width >= LINE_WIDTH else None,
         )
-        table.add_column("", overflow="fold", width=LABEL_COLUMNS)
-        for name in ("first", "now", "worst"):
-            table.add_column(name, justify="right", overflow="fold", width=9)
+        # A narrow terminal has no sparklines, then shorter labels, then fewer numbers.
+        wide, room = options.max_width >= LINE_WIDTH, options.max_width - 2
+        fit = 3 if wide else max((room - LEAST_LABEL) // NUMBER_COLUMNS, 1)
+        shown = [name for name in VALUES if name in ("now", "first", "worst")[:fit]]
+        label = min(LABEL_COLUMNS, max(room - len(shown) * NUMBER_COLUMNS, 1))
+        table.add_column("", overflow="fold", width=label)
+        for name in shown:
+            table.add_column(name, justify="right", overflow="fold", width=NUMBER_COLUMNS - 2)
         first, last = int(self.run.steps[0]), int(self.run.steps[-1])
-        table.add_column(f"step {first} to {last}", overflow="fold", width=SPARK_CELLS + 1, style="cyan")
+        if wide:
+            table.add_column(f"step {first} to {last}", overflow="fold", width=SPARK_CELLS + 1, style="cyan")
         blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS
         for row in dashboard_rows(self.run):
-            values = (row.first, row.now, row.worst)
+            values = (getattr(row, name) for name in shown)
+            line = [sparkline(row.series, (first, last), row.unit, blocks=blocks)] if wide else []
             table.add_row(
-                Text(encodable(wrap_name(row.label, LABEL_COLUMNS), options)),
+                Text(encodable(wrap_name(row.label, label), options)),
                 *("" if value is None else format_value(value, row.unit) for value in values),
-                sparkline(row.series, (first, last), row.unit, blocks=blocks),
+                *line,
             )
         if table.row_count:
             yield table

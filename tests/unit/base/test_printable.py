@@ -1,3 +1,4 @@
+import io
 import sys
 import unicodedata
 import xml.etree.ElementTree as ElementTree
@@ -6,8 +7,9 @@ from xml.sax.saxutils import escape
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from verl_ext.base.printable import MOST, printable
+from verl_ext.base.printable import MOST, number_table, print_number_table, printable
 
 
 @pytest.mark.parametrize(
@@ -109,3 +111,16 @@ def test_what_is_shown_is_short_and_stays_as_it_is(text):
 def test_of_a_long_name_both_ends_are_shown():
     shown = printable("val-core/" + "x" * 1_000_000 + "/mean@1")
     assert len(shown) <= MOST and shown.startswith("val-core/x") and shown.endswith("x/mean@1") and "x...x" in shown
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
+def test_a_table_is_torn_at_no_width(width):
+    table = number_table("switched on", "who", "seconds", "share", labels=2)
+    rows = [("corrections, vllm_kl/*", "controller, computes", "0.19", "0.01%"), ("all", "", "1234567.5", "99.99%")]
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    print_number_table(Console(file=out, width=width), table)
+    said = {word.strip(",│") for word in out.getvalue().split()}
+    assert {"0.19", "0.01%", "1234567.5", "99.99%", "corrections", "controller"} <= said
+    assert max(map(len, out.getvalue().splitlines())) <= width

@@ -188,3 +188,14 @@ def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_point
     agreement = cells(comparison, "router/agreement")
     assert agreement[0]["value"].startswith("98.5") and agreement[1]["change"].startswith("-8.0")
     assert agreement[1]["change"].endswith(" points") and agreement[1]["verdict"] == "worse"
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
+@pytest.mark.parametrize("count", [2, 6])
+def test_numbers_are_whole_at_every_width(count, width):
+    comparison = compare_runs([full(f"r{index}", index) for index in range(count)])
+    said = printed(comparison, width=width)
+    words = set(said.split())
+    first = [row["cells"][index]["value"].split()[0] for row in comparison_rows(comparison) for index in range(count)]
+    assert all(value.rstrip("%") in {word.rstrip("%s") for word in words} for value in first)
+    assert max(map(len, said.splitlines())) <= width

@@ -83,7 +83,7 @@ def test_first_now_and_worst():
 
 def test_only_the_layer_that_agrees_least_is_shown():
     (layer,) = [row for row in dashboard_rows(full()) if "/layer_" in row.metric]
-    assert (layer.label, layer.metric) == ("  worst layer 17", "router/agreement/layer_17")
+    assert (layer.label, layer.metric) == ("  lowest now: layer 17", "router/agreement/layer_17")
     assert layer.worst == pytest.approx(0.97 - 8e-4)
 
 
@@ -91,7 +91,11 @@ def test_the_error_of_a_share_stands_under_the_agreement():
     run = full()
     run.metrics["router/agreement/error"] = run.metrics["router/any_layer_differs"]
     labels = [row.label.strip() for row in dashboard_rows(run)]
-    assert labels[labels.index("router agreement") :][:3] == ["router agreement", "standard error", "worst layer 17"]
+    assert labels[labels.index("router agreement") :][:3] == [
+        "router agreement",
+        "standard error",
+        "lowest now: layer 17",
+    ]
 
 
 def test_verls_own_names_stand_in_where_the_plugin_is_off():
@@ -179,7 +183,9 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding):
     text = printed(run, encoding)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     flat = " ".join(text.split())
-    assert all(part in flat for part in ("step 8", "-8.0e-05", "worst layer 17", "mean@1", "5.00 %", "6000", "a note"))
+    assert all(
+        part in flat for part in ("step 8", "-8.0e-05", "lowest now: layer 17", "mean@1", "5.00 %", "6000", "a note")
+    )
     assert f"{VERDICT.sentence} {VERDICT.first_heading} stability=icepop" in flat
     assert ("█" in text) == (encoding == "utf-8")
     assert ("#" in text) == (encoding == "ascii")
@@ -216,3 +222,13 @@ def test_names_break_behind_their_marks():
     assert wrap_name("val-core/openai/gsm8k/acc/mean@1", 16) == "val-core/openai/\ngsm8k/acc/mean@1"
     assert wrap_name("short", 16) == "short"
     assert wrap_name("x" * 20, 8) == "xxxxxxxx\nxxxxxxxx\nxxxx"
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
+def test_numbers_are_whole_at_every_width_and_sparklines_go_first(width):
+    lines = printed(full(), width=width).splitlines()
+    assert all(len(line) <= width for line in lines)
+    said = {word for line in lines for word in line.split()}
+    now = {format_value(row.now, row.unit).split()[0] for row in dashboard_rows(full())}
+    assert now <= said
+    assert any(block in "".join(lines) for block in BLOCKS) == (width >= 80)
