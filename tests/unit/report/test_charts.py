@@ -94,6 +94,10 @@ def test_grid_lines_of_a_logarithmic_axis(values):
         assert grid[0] <= min(values) * 1.000001 and grid[-1] * step >= max(values)
 
 
-def test_grid_lines_are_powers_of_ten_with_2_and_5_where_there_are_few():
+def test_grid_lines_are_powers_of_ten_with_2_and_5_where_there_are_few_and_else_equal_steps():
     assert log_grid(np.array([2e-5, 0.3])) == pytest.approx([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1])
-    assert log_grid(np.array([0.2, 0.8])) == pytest.approx([0.1, 0.2, 0.5, 1, 2, 5])
+    assert log_grid(np.array([0.05, 0.8])) == pytest.approx(
+        [factor * 10**power for power in (-2, -1, 0) for factor in (1, 2, 5)]
+    )
+    assert log_grid(np.array([0.231, 0.711])) == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    assert log_grid(np.array([0.501, 0.509])) == pytest.approx([0.501, 0.503, 0.505, 0.507, 0.509])

@@ -120,17 +120,29 @@ def test_facts_tell_the_last_level_and_the_extremes_with_their_steps():
     values = np.full(30, 2e-4)
     values[[4, 11]] = 5e-3, 1e-6
     text = facts(PANEL["vllm_kl"], make({"vllm_kl/k3": values}))
-    assert text.startswith("Now 0.0002 (median of the last 5); highest 0.005 in step 5, lowest 1e-06 in step 12.")
+    assert text.startswith(
+        "Engine KL, k3, nats per token: now 0.0002 (median of the last 5); "
+        "highest 0.005 in step 5, lowest 1e-06 in step 12."
+    )
     assert facts(PANEL["reward"], make({"critic/score/mean": [0.25]})) == (
-        "Now 0.25 (the last reading); highest 0.25 in step 1, lowest 0.25 in step 1."
+        "Reward: now 0.25 (the last reading); highest 0.25 in step 1, lowest 0.25 in step 1."
     )
     dropped = facts(PANEL["dropped"], make({"correction/dropped": [0.01, 0.0123]}))
-    assert dropped == "Now 1.11 % (median of the last 2); highest 1.23 % in step 2, lowest 1 % in step 1."
+    assert (
+        dropped == "Tokens dropped: now 1.11 % (median of the last 2); highest 1.23 % in step 2, lowest 1 % in step 1."
+    )
 
 
 def timed(steps: int = 4, **seconds) -> Run:
     metrics = {f"timing_s/{name}": [value] * steps for name, value in seconds.items()}
     return make(metrics)
+
+
+@pytest.mark.parametrize(("layers", "ticks"), [(1, [0]), (2, [0, 1]), (94, list(range(0, 94, 8)))])
+def test_the_layers_axis_has_only_numbers_of_layers(layers, ticks):
+    run = make({f"router/agreement/layer_{layer:02d}": [0.99, 0.98] for layer in range(layers)})
+    spec = PANEL["router_agreement"].chart(run).to_dict(validate=False)
+    assert spec["layer"][0]["encoding"]["y"]["axis"]["values"] == ticks
 
 
 def test_stages_sum_to_the_step():
@@ -164,11 +176,11 @@ def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
     assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, OTHER_STAGE[0]]
     text = facts(PANEL["step_time"], timed(step=100.0, gen=50.0, update_actor=20.0))
     assert text == (
-        "Seconds: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "
+        "Step time, s: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "
         "Of all steps together: rollout 50 %, update 20 %, everything else 30 %."
     )
     assert facts(PANEL["step_time"], timed(step=0.0)).endswith("lowest 0 in step 1.")
-    assert "Seconds: now 100 (the last reading)" in facts(PANEL["step_time"], timed(1, step=100.0))
+    assert "Step time, s: now 100 (the last reading)" in facts(PANEL["step_time"], timed(1, step=100.0))
 
 
 def test_validation_sets_without_a_colour_are_named():

@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ from verl_ext.report.figures.charts import (
 )
 from verl_ext.report.figures.columns import OTHER_STAGE, STAGES
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.page import spec_of
+from verl_ext.report.page import asset, spec_of
+from verl_ext.report.verdict import State
 
 VISION = {
     "full": np.eye(3),
@@ -126,3 +128,8 @@ def test_every_colour_of_a_figure_has_one_for_the_dark(specs):
         assert used - DARK_COLOURS.keys() - BOTH == set(), key
         named = re.findall(r'"(?:color|fill|stroke|background)": "(?!#)([a-z]+)"', text)
         assert named == [], key
+
+
+def test_every_verdict_has_its_colour_on_the_page():
+    style = asset("report.css")
+    assert all(re.search(rf"\.verdict\.{state.replace(' ', '-')}[, {{]", style) for state in get_args(State))

@@ -84,6 +84,10 @@ VEGA_CONFIG: dict[str, Any] = {
 
 HOVER_LAYER = "readings"  # the layer that only answers the pointer
 MOST_DOTS = 60  # readings; a longer line is drawn without a dot at each
+MOST_GRID = 6  # equal steps of a logarithmic axis
+# A plain number where it is short: 0.5, not 5e-1.
+LOG_LABELS = "datum.value >= 0.001 && datum.value < 10000 ? format(datum.value, '~g') : format(datum.value, '~e')"
+LEGEND_LETTERS = 60  # of all labels; a longer legend has two columns
 LARGEST_POWER = 307  # of ten: a double can still hold 5 times it
 MOST_POINTS = 500  # of a line: nearly one per pixel
 TREND_POINTS = 120  # medians that are drawn over a thinned line
@@ -130,7 +134,8 @@ def line_chart(
     grid = log_grid(positive) if positive.size else None
     shown = [replace(line, series=_drawable(line.series, grid is not None)) for line in lines]
     x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero)
-    legend = alt.Legend(symbolType="stroke") if len(lines) > 1 or lines[0].label else None
+    two_columns = {"columns": 2} if len(lines) > 2 and sum(len(line.label) for line in lines) > LEGEND_LETTERS else {}
+    legend = alt.Legend(symbolType="stroke", **two_columns) if len(lines) > 1 or lines[0].label else None
     scale = alt.Scale(domain=[line.label for line in lines], range=[line.colour for line in lines])
     look = {"color": alt.Color("label:N", scale=scale, legend=legend)}
     if any(line.dash for line in lines):  # in the legend too
@@ -153,7 +158,16 @@ def line_chart(
 
 
 def log_grid(values: np.ndarray) -> list[float]:
-    """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few."""
+    """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few.
+
+    Below one power of ten the steps are equal.
+    """
+    least, most = float(values.min()), float(values.max())
+    if most - least > 0 and most < 10 * least:
+        width = 10.0 ** math.floor(math.log10(most - least))
+        first, last = math.floor(least / width), math.ceil(most / width)
+        every = -(-(last - first) // MOST_GRID)
+        return [float(f"{width * place:.6g}") for place in range(max(first, 1), last + 1, every)]
     low = _double_power(math.floor(math.log10(values.min())))
     high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
@@ -175,7 +189,7 @@ def step_axis(steps: tuple[float, float]) -> alt.X:
 def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: str = "", zero: bool = False) -> alt.Y:
     """Returns a linear axis, or a logarithmic one with these grid lines."""
     if grid:
-        scale, axis = alt.Scale(type="log", nice=False, padding=14), alt.Axis(format="~e", values=grid)
+        scale, axis = alt.Scale(type="log", nice=False, padding=14), alt.Axis(labelExpr=LOG_LABELS, values=grid)
     else:
         scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".3~%" if percent else ".6~g")
     return alt.Y("value:Q", title=unit or None, scale=scale, axis=axis)

@@ -27,6 +27,7 @@ from verl_ext.report.run import Run
 
 OVERLAP = 0.05  # share of a column that overlaps the next: cells drawn edge to edge show hairlines
 HEAT_COLUMNS = 120  # of the heat map; a column of a longer run is the mean of its steps
+MOST_LAYERS = 12  # numbers on the axis
 AGREEMENT = "router/agreement"
 STEP_TIME = "timing_s/step"
 TIME_COLUMNS = 100  # of the shares of a step
@@ -74,7 +75,7 @@ def agreement_chart(run: Run) -> alt.LayerChart | None:
         "layer:Q",
         title="layer",
         scale=alt.Scale(domain=[min(layers) - 0.5, max(layers) + 0.5], nice=False, reverse=True),
-        axis=alt.Axis(format="d", tickMinStep=1, grid=False),
+        axis=alt.Axis(format="d", values=sorted(layers)[:: -(-len(layers) // MOST_LAYERS)], grid=False),
     )
     tooltip = [alt.Tooltip("said:N", title="where"), alt.Tooltip("agreement:Q", format=".2%", title="same experts")]
     cells = (

@@ -71,7 +71,11 @@ class Panel:
             return ""
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
         at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
-        return f"Now {self._say(now_of(series))} ({now_label(series)}); {', '.join(at)}."
+        metric = find(self.metric)
+        named = metric.label if metric and metric.label else self.metric
+        unit = f", {metric.unit}" if metric and metric.unit and not self.percent else ""
+        now = f"{self._say(now_of(series))} ({now_label(series)})"
+        return f"{named[0].upper()}{named[1:]}{unit}: now {now}; {', '.join(at)}."
 
     def _say(self, value: float) -> str:
         if not self.percent:
@@ -131,7 +135,7 @@ def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
     ends = [{"step": step, "value": low, "high": high, "label": "IcePop's authors: 0.1 to 0.2 %"} for step in steps]
     area = alt.Chart(chart_data(ends)).mark_area(color=GREEN, opacity=0.18, clip=True).encode(y2="high:Q")
     text = alt.Chart(chart_data([{**ends[0], "value": high}])).mark_text(
-        color=GREEN, align="left", dx=4, dy=-6, fontSize=10
+        color=GREEN, align="left", baseline="top", dx=4, dy=4, fontSize=10
     )
     return [area, text.encode(text="label:N")]
 
@@ -335,5 +339,5 @@ def facts(panel: Panel, run: Run) -> str:
         total = sum(seconds.values())
         shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
         whole = f" Of all steps together: {', '.join(shares)}." if shares else ""
-        return panel.facts(run).replace("Now", "Seconds: now") + whole
+        return panel.facts(run) + whole
     return " ".join(text for text in (panel.facts(run), *more) if text)
