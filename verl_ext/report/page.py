@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import altair as alt
+import numpy as np
 import orjson
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.environment import TemplateStream
@@ -24,7 +25,16 @@ from verl_ext import __version__
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.comparison import Comparison, comparison_rows
-from verl_ext.report.figures.charts import DARK_COLOURS, HOVER_LAYER, INK, LINE_COLOURS, PAPER, PLOT_WIDTH, VEGA_CONFIG
+from verl_ext.report.figures.charts import (
+    DARK_COLOURS,
+    HOVER_LAYER,
+    INK,
+    LINE_COLOURS,
+    PAPER,
+    PLOT_WIDTH,
+    VEGA_CONFIG,
+    thin_readings,
+)
 from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
@@ -36,7 +46,9 @@ from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
 GENERATOR, HEAD_BYTES = b'name="generator" content="verl_ext', 2000  # the mark of our pages, within this many bytes
 # Variables of the template that a page may lack.
-SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables")
+SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables", "metrics")
+# Readings of all metrics together that a page has (some 10 bytes each), and of one metric at most and at least.
+ALL_READINGS, MOST_READINGS, FEWEST_READINGS = 40_000, 300, 20
 MOST_DECISIONS, MOST_OPEN = 100, 10  # decisions on the page; more than MOST_OPEN are folded
 TEMPLATES = Path(__file__).parent / "templates"
 BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
@@ -66,6 +78,7 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
         "notes": [*not_finite(run), *run.all_notes()],
         "trajectories": trajectories,
         "guard": _decisions(run.events),
+        "metrics": script_json(all_metrics(run)),
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: facts(panel, run) for panel in PANELS}
@@ -127,6 +140,7 @@ def write_page(
         missing=[panel for panel in charts if panel not in drawn],
         figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
         dark=script_json(DARK_COLOURS),
+        config=script_json(VEGA_CONFIG),
         colours=LINE_COLOURS,
         libraries=libraries(),
         style=asset("report.css"),
@@ -163,6 +177,19 @@ def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> No
     for file in gone:
         if is_regular(file) and not file.is_symlink() and not (out / PICTURES).is_symlink():
             file.unlink(missing_ok=True)
+
+
+def all_metrics(run: Run) -> dict[str, Any]:
+    """Returns every metric for the page's list: by name, the steps as differences, the values, and whether readings
+    were left out. Of a long run, the least and the largest of each stretch are kept."""
+    most = min(max(ALL_READINGS // max(len(run.metrics), 1), FEWEST_READINGS), MOST_READINGS)
+    found = {}
+    for name, series in sorted(run.metrics.items()):
+        finite = series.finite()
+        if (kept := thin_readings(finite, most)).steps.size:
+            values = [float(f"{value:.5g}") for value in kept.values]
+            found[name] = [np.diff(kept.steps, prepend=0).tolist(), values, len(kept.steps) < len(finite.steps)]
+    return found
 
 
 def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:

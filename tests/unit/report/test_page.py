@@ -11,7 +11,15 @@ from verl_ext import __version__
 from verl_ext.guard.state import Event
 from verl_ext.report.comparison import compare_runs
 from verl_ext.report.figures.panels import PANELS
-from verl_ext.report.page import MOST_DECISIONS, MOST_OPEN, PAGE, write_comparison, write_report
+from verl_ext.report.page import (
+    MOST_DECISIONS,
+    MOST_OPEN,
+    PAGE,
+    all_metrics,
+    script_json,
+    write_comparison,
+    write_report,
+)
 from verl_ext.report.verdict import judge_run
 
 pytestmark = needs_browser
@@ -148,6 +156,36 @@ def test_no_horizontal_scrolling(browser, file, width):
         drawn(page)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert errors == []
+
+
+def test_every_metric_is_found_by_a_search_drawn_when_opened_smoothed_and_saved(browser, file, run):
+    with open_page(file, browser=browser) as (page, errors):
+        names = "#metrics [data-name]"
+        assert page.locator(names).count() == sum(series.finite().steps.size > 0 for series in run.metrics.values())
+        assert page.locator("#metrics .chart").count() == 0
+        page.fill("#metrics input[type=search]", "GRAD_norm")
+        found = page.locator(f"{names}:not([hidden])")
+        assert [one.split("\n")[0] for one in found.all_inner_texts()] == ["actor/grad_norm"]
+        found.locator("summary").first.click()
+        page.wait_for_selector("#metrics .chart[data-drawn]")
+        assert found.locator("> a").get_attribute("download") == "actor_grad_norm.csv"
+        page.select_option("#metrics select", "5")
+        page.check("#metrics input[type=checkbox]")
+        page.wait_for_function("figures['actor/grad_norm'].layer.length === 2")
+        assert page.evaluate("figures['actor/grad_norm'].layer[1].encoding.y.scale.type") == "log"
+        link = "document.querySelector('#metrics [data-name] > a').href"
+        csv = page.evaluate(f"fetch({link}).then((found) => found.text())")
+        page.fill("#metrics input[type=search]", "")
+        assert page.locator(f"{names}:not([hidden])").count() == page.locator(names).count() and errors == []
+    series = run.metrics["actor/grad_norm"]
+    assert [float(line.split(",")[1]) for line in csv.splitlines()[1:]] == pytest.approx(series.values, rel=1e-4)
+    assert [int(line.split(",")[0]) for line in csv.splitlines()[1:]] == series.steps.tolist()
+
+
+def test_all_metrics_of_a_long_run_are_small():
+    noise = np.random.default_rng(0)
+    run = make({f"x/{name}": noise.normal(size=2000) for name in range(214)})
+    assert len(script_json(all_metrics(run))) < 600_000
 
 
 def test_a_figure_is_a_group_with_a_name_and_the_footer_names_whose_work_draws_it(browser, file):

@@ -75,7 +75,9 @@ def agreement_chart(run: Run) -> alt.LayerChart | None:
         "layer:Q",
         title="layer",
         scale=alt.Scale(domain=[min(layers) - 0.5, max(layers) + 0.5], nice=False, reverse=True),
-        axis=alt.Axis(format="d", values=sorted(layers)[:: -(-len(layers) // MOST_LAYERS)], grid=False),
+        axis=alt.Axis(
+            format="d", values=sorted(layers)[:: -(-len(layers) // MOST_LAYERS)], labelOverlap=False, grid=False
+        ),
     )
     tooltip = [alt.Tooltip("said:N", title="where"), alt.Tooltip("agreement:Q", format=".2%", title="same experts")]
     cells = (
