@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ GENERATOR, HEAD_BYTES = b'name="generator" content="verl_ext', 2000  # the mark 
 # Variables of the template that a page may lack.
 SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables", "metrics")
 # Readings of all metrics together that a page has (some 10 bytes each), and of one metric at most and at least.
-ALL_READINGS, MOST_READINGS, FEWEST_READINGS = 40_000, 300, 20
+ALL_READINGS, MOST_READINGS, FEWEST_READINGS = 36_000, 300, 20
 MOST_DECISIONS, MOST_OPEN = 100, 10  # decisions on the page; more than MOST_OPEN are folded
 TEMPLATES = Path(__file__).parent / "templates"
 BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
@@ -138,7 +139,7 @@ def write_page(
             for panel in drawn
         ],
         missing=[panel for panel in charts if panel not in drawn],
-        figures=script_json({panel.key: spec for panel, spec in drawn.items()}),
+        figures=script_json({panel.key: _in_columns(spec) for panel, spec in drawn.items()}),
         dark=script_json(DARK_COLOURS),
         config=script_json(VEGA_CONFIG),
         colours=LINE_COLOURS,
@@ -263,6 +264,21 @@ def write_html(page: TemplateStream, file: Path) -> None:
 def spec_of(chart: alt.LayerChart) -> Spec:
     """Returns the figure as the page embeds it: as wide as its column, interactive."""
     return chart.properties(width="container").to_dict(validate=False) | {"config": VEGA_CONFIG}  # twice as fast
+
+
+def _in_columns(spec: Spec) -> Spec:
+    """Returns the figure with the rows of its data as columns, at a third of the size; repeats are counted."""
+
+    def shortened(column: Sequence[Any]) -> Any:
+        runs = [(value, sum(1 for _ in equal)) for value, equal in groupby(column)]
+        return {"runs": runs} if 2 * len(runs) < len(column) else column
+
+    def packed(rows: Sequence[Spec]) -> Any:
+        if not rows or any(row.keys() != rows[0].keys() for row in rows):
+            return rows
+        return {"columns": {name: shortened([row[name] for row in rows]) for name in rows[0]}}
+
+    return {**spec, "datasets": {name: packed(rows) for name, rows in spec.get("datasets", {}).items()}}
 
 
 def png(spec: Spec, title: str) -> bytes:

@@ -89,7 +89,7 @@ MOST_GRID = 6  # equal steps of a logarithmic axis
 LOG_LABELS = "datum.value >= 0.001 && datum.value < 10000 ? format(datum.value, '~g') : format(datum.value, '~e')"
 LEGEND_LETTERS = 60  # of all labels; a longer legend has two columns
 LARGEST_POWER = 307  # of ten: a double can still hold 5 times it
-MOST_POINTS = 500  # of a line: nearly one per pixel
+MOST_POINTS = 400  # of a line: two for three pixels
 TREND_POINTS = 120  # medians that are drawn over a thinned line
 MOST_SHARP = 2 * TREND_POINTS  # readings; a longer line is drawn faintly, its medians over it
 
@@ -167,7 +167,8 @@ def log_grid(values: np.ndarray) -> list[float]:
         width = 10.0 ** math.floor(math.log10(most - least))
         first, last = math.floor(least / width), math.ceil(most / width)
         every = -(-(last - first) // MOST_GRID)
-        return [float(f"{width * place:.6g}") for place in range(max(first, 1), last + 1, every)]
+        grid = (float(f"{width * place:.6g}") for place in range(max(first, 1), last + 1, every))
+        return [line for line in grid if math.isfinite(line)]
     low = _double_power(math.floor(math.log10(values.min())))
     high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)

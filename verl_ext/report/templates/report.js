@@ -1,5 +1,13 @@
 // Draws every figure as it comes near the screen, in the colours of the page, and again when those change.
 const figures = JSON.parse(document.getElementById("figures").textContent);
+for (const datasets of Object.values(figures).map((spec) => spec.datasets))
+  for (const [name, { columns }] of Object.entries(datasets)) {
+    if (!columns) continue;
+    for (const [key, { runs }] of Object.entries(columns))
+      if (runs) columns[key] = runs.flatMap(([value, count]) => Array(count).fill(value));
+    const rows = Object.values(columns)[0].map((_, index) => Object.entries(columns).map(([key, all]) => [key, all[index]]));
+    datasets[name] = rows.map(Object.fromEntries);
+  }
 const dark = JSON.parse(document.getElementById("dark").textContent);
 const scheme = window.matchMedia("(prefers-color-scheme: dark)");
 const printing = window.matchMedia("print");
