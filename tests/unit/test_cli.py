@@ -159,6 +159,8 @@ IMPORTS = """
 import contextlib, io, json, sys
 from verl_ext.cli import main
 def there(names): return [name for name in names if name in sys.modules]
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    main(["--version"])  # imports what every command imports
 seen, printed = {"the command line": there(ENGINES + PAGES)}, {}
 for name, arguments in COMMANDS.items():
     with contextlib.redirect_stdout(io.StringIO()) as out:
