@@ -308,6 +308,8 @@ def _others() -> Iterator[Row]:
     yield Row("the gap by server", (METRICS, *two_servers), measures_servers, same_code=True)
     yield Row("rescoring", (f"{MODE}=separate_async", rescoring), lambda run: run.stability.rescoring.every > 0)
     yield Row("sync canary", (canary,), lambda run: (canary_settings(run.features).trajectories or 0) > 0)
+    check = "stability.sync_check={}"
+    yield Row("sync check", (check,), lambda run: run.stability.sync_check is not None)
     yield Row("trajectories", (dump,), lambda run: run.stability.trajectories.per_step > 0)
     yield Row("fake quantization", (rounded,), lambda run: run.stability.fake_quantization.active)
     yield Row("`float32_head`", ("stability.float32_head=true",), lambda run: run.stability.float32_head)

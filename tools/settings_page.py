@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib import import_module
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from verl_ext.base.methods import Method
 from verl_ext.core.advantages import ESTIMATORS
@@ -164,7 +164,7 @@ def rule_rows() -> Iterator[Row]:
 def rows(
     prefix: str, kind: type, function: Callable[..., Any] | None = None, *, without: Collection[str] = ()
 ) -> Iterator[Row]:
-    """Yields the settings of a dataclass and of those nested in it.
+    """Yields the settings of a dataclass and of those nested in it, which may be null.
 
     Args:
         function: the method that takes them; its docstring describes what the dataclass does not.
@@ -175,10 +175,11 @@ def rows(
         name = f"{prefix}.{one.name}"
         if one.name in without:
             continue
-        if is_dataclass(nested := hints[one.name]):
-            yield from rows(name, nested)  # type: ignore[arg-type]
-        else:
+        hint = hints[one.name]
+        if not is_dataclass(hint):
             yield Row(name, _default(one), described.get(one.name, ""))
+        for nested in filter(is_dataclass, (hint, *get_args(hint))):
+            yield from rows(name, nested)  # type: ignore[arg-type]
 
 
 def meanings(kind: type, function: Callable[..., Any] | None = None) -> dict[str, str]:

@@ -78,6 +78,14 @@ SCENARIOS = {
     "lost adapter, then short log-probs": {1: "missed sync", 4: "short log-probs"},
     "doubled adapter": {1: "adapter doubled from here on"},
     "lost syncs": {4: "weights lost from here on"},
+    "wrong tensors": {
+        2: "expert dropped from here on",
+        3: "experts swapped from here on",
+        4: "router cast from here on",
+        5: "norm late from here on",
+        6: "layer repeated from here on",
+        7: "nothing wrong from here on",
+    },
     "one server rounds": {1: "weights rounded from here on"},
     "shifted experts": {2: "shifted experts"},
     "shifted experts and an overflow": {2: "shifted experts", 3: "huge advantages"},
@@ -218,10 +226,24 @@ def changing_syncs(worker_class: type) -> type:
     from verl_ext.upstream.fake_quantization import LINEAR, kind_of
 
     class ChangingWorker(worker_class):
+        repeats = False  # whether training exports a layer twice
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def begin_sync_record(self):
+            engine = self.actor.engine
+            if "get_per_tensor_param" not in vars(engine):  # below our own record, which sees what training exports
+                export = engine.get_per_tensor_param
+                engine.get_per_tensor_param = lambda *args, **kwargs: self.exported(*export(*args, **kwargs))
+            super().begin_sync_record()
+
+        def exported(self, weights, adapter):
+            return (repeated(weights) if self.repeats else weights), adapter
+
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def change_syncs(self, what, how):
             engine = self.actor.engine
-            whole = engine.get_per_tensor_param
+            whole = self.whole = getattr(self, "whole", None) or engine.get_per_tensor_param
+            self.repeats = what == "layer"
 
             def sent(*args, **kwargs):
                 weights, adapter = whole(*args, **kwargs)
@@ -235,11 +257,47 @@ def changing_syncs(worker_class: type) -> type:
                         )
                     case "adapter", "doubled":
                         adapter = adapter | {"lora_alpha": 2 * adapter["lora_alpha"]}
+                    case (("expert" | "experts" | "router" | "norm"), _):
+                        weights = altered(dict(weights), what, self.__dict__.setdefault("late", {}))
                 return weights, adapter
 
             engine.get_per_tensor_param = sent
 
     return ChangingWorker
+
+
+EXPERTS = [f"model.layers.1.mlp.experts.{expert}.up_proj.weight" for expert in (2, 5)]
+ROUTER, NORM = "model.layers.2.mlp.gate.weight", "model.layers.3.input_layernorm.weight"
+
+
+def altered(weights, what, late):
+    """Returns a sync's weights with a fault on their way.
+
+    Args:
+        late: the norm of the sync before, which it keeps.
+    """
+    import torch
+
+    (first, second), now = EXPERTS, weights[NORM].clone()
+    match what:
+        case "expert":
+            del weights[first]
+        case "experts":
+            weights[first], weights[second] = weights[second], weights[first]
+        case "router":
+            weights[ROUTER] = weights[ROUTER].to(torch.bfloat16)
+        case "norm":
+            weights[NORM] = late[NORM]
+    late[NORM] = now
+    return weights.items()
+
+
+def repeated(weights):
+    """Yields the weights, and a router again, as if two pipeline ranks had its layer."""
+    for name, weight in weights:
+        yield name, weight
+        if name == ROUTER:
+            yield name, weight
 
 
 class WithoutSync:

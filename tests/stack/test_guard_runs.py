@@ -5,12 +5,13 @@ import re
 import pytest
 import torch
 
-from tests.stack.faults import CANARY, DECIDED, RULES, rules
+from tests.stack.faults import CANARY, DECIDED, EXPERTS, NORM, ROUTER, RULES, rules
 from tests.stack.run_files import SAVES, equal_tensors, events, local_part, logged_events, shards
 from tests.stack.running import assert_documented, error_of, suspected_causes
 
 pytestmark = pytest.mark.e2e
 
+EACH_SYNC = "stability.sync_check={every:1}"
 REPLAY = ("stability=r3", "stability.correction=icepop")
 
 
@@ -80,8 +81,10 @@ def test_a_lora_that_the_rollout_applies_twice_as_strongly(with_faults, dense_lo
     """vLLM is told twice the alpha that training has: every token moves twice as far there."""
     small = "actor_rollout_ref.actor.optim.lr=3e-4"  # updates: twice a large step is not twice its change
     # Too few steps to judge the reward: answers are cut, which is the likelier cause where the reward does not rise.
-    run = with_faults("doubled adapter", "stability=tis", "precision=fp32", *dense_lora, small, steps=4)
+    run = with_faults("doubled adapter", "stability=tis", "precision=fp32", *dense_lora, small, EACH_SYNC, steps=4)
     assert run.code == 0, run.tail
+    assert [step["sync/wrong_tensors"] for step in run.steps] == [0] * 4, "the adapter's tensors themselves arrive"
+    assert "off: what vLLM makes of the" in run.console
     first = run.steps[0]
     assert first["sync/arrived_median"] == pytest.approx(2, rel=0.1) and first["sync/arrived_spread"] < 0.2
     assert suspected_causes(run)[0] == "scaled_update"
@@ -128,6 +131,36 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     assert "mini-batches were refused: they passed a bound" in run.console
 
 
+WRONG = {  # step -> the tensors that the check names, and why, in the run of "wrong tensors"
+    2: [(EXPERTS[0], "not received"), ("w13_weight", "matrices that are not whole: 2")],
+    3: [(EXPERTS[0], f"with the bits of {EXPERTS[1]}"), (EXPERTS[1], f"with the bits of {EXPERTS[0]}")],
+    4: [(ROUTER, "sent as [16, 128] float32, received as [16, 128] bfloat16")],
+    5: [(NORM, "received as it was at the check before")],
+    6: [(ROUTER, "sent 2 times, received ")],
+}
+
+
+@pytest.mark.parametrize("recipe", ["cpu_smoke", "cpu_sglang"])
+def test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named(with_faults, recipe):
+    """One fault a step, in verl's transfer or in training's export. The syncs of the other steps are sound."""
+    run = with_faults(
+        "wrong tensors",
+        EACH_SYNC,
+        recipe=f"recipe={recipe}",
+        forked_from="sglang_stack" if recipe == "cpu_sglang" else "stack",
+        steps=7,
+    )
+    assert run.code == 0, run.tail
+    assert re.search(r"sync check +│ the first sync and each later one; warn +│ 231 tensors in 1 process", run.console)
+    assert_documented(run)
+    assert [step["sync/wrong_tensors"] for step in run.steps] == [len(WRONG.get(step, ())) for step in range(1, 8)]
+    said = re.findall(r"verl_ext: step (\d+): warn: (.* wrong after the weight sync.*)", run.console)
+    assert [int(step) for step, _ in said] == list(WRONG)
+    for step, reason in said:
+        for name, found in WRONG[int(step)]:
+            assert re.search(rf"{re.escape(name)} on rollout server 0 of 1, worker 0: .*{re.escape(found)}", reason)
+
+
 def test_a_server_that_rounds_its_weights_is_named(with_faults):
     """Two vLLM servers: after the first step, the second one's weights are rounded to fp4."""
     run = with_faults(
@@ -139,6 +172,7 @@ def test_a_server_that_rounds_its_weights_is_named(with_faults):
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         "actor_rollout_ref.actor.optim.lr=1e-6",
+        "stability.sync_check={every:10}",
         steps=11,
     )
     assert run.code == 0, run.tail
@@ -153,3 +187,7 @@ def test_a_server_that_rounds_its_weights_is_named(with_faults):
         assert 0 < step["answers/cut"] <= step["response_length/clip_ratio"], "some of the longest end by themselves"
     assert not any("/node/" in name for name in run.steps[-1]), "there is one"
     assert suspected_causes(run)[0] == "one_server"
+    assert run.steps[0]["sync/wrong_tensors"] == 0, "of the first sync"
+    (wrong,) = (event for event in events(run.folder) if event["rule"] == "sync_check")
+    assert wrong["step"] == 10 and "o_proj.weight on rollout server 1 of 2, worker 0: received with" in wrong["reason"]
+    assert "server 0 of 2" not in wrong["reason"]

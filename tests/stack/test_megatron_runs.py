@@ -59,6 +59,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, mo
     the report names that, and the guard the first step with rollouts of weights that did not arrive."""
     steps = "trainer.total_training_steps=8"
     features = ("stability=zero_mismatch", "stability.correction=icepop", "stability.sync_canary.trajectories=8")
+    features = (*features, "stability.sync_check={every:4}")
     arguments = (*RECIPE, f"assets={assets}", model, steps, *features, *FLOAT32, *TWO_RANKS, *TP2_EP2)
     finished = run(["-m", "tests.stack.faults", "lost syncs", *arguments], tmp_path, stack)
     assert finished.code == 0, finished.tail
@@ -79,6 +80,10 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, mo
         assert step["guard/skipped"] == 0 and 0 < step["actor/grad_norm"] < 10
     for step in finished.steps[:3]:  # the update changed what both make of the canary's trajectories, by the same
         assert step["sync/moved"] > 1e-3 and 0.99 < step["sync/arrived_low"] < 1.01
+    checked = [step["sync/wrong_tensors"] > 0 for step in finished.steps if "sync/wrong_tensors" in step]
+    assert checked == [False, True, True], "the first sync, and those of steps 4 and 8"
+    wrong, _ = (event for event in events(finished.folder) if event["rule"] == "sync_check")
+    assert wrong["step"] == 4 and "not received" in wrong["reason"]
     assert finished.steps[3]["sync/arrived_high"] < 0.1, "the canary sees the lost sync a step before the gap shows it"
 
 

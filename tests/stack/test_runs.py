@@ -145,10 +145,12 @@ def test_separate_async_with_the_guard_routing_and_rollouts_of_old_weights(train
         "actor_rollout_ref.actor.optim.lr=3e-5",  # so small that old rollouts stay near the policy
         "stability.filters={too_stale:{versions:1}}",
         "stability.rescoring={every:1,trajectories:32,versions:2}",
+        "stability.sync_check={every:1}",
         steps=3,
     )
     assert run.code == 0, run.tail
     assert "PPOTrainerSeparateAsync." in run.console
+    assert [step["sync/wrong_tensors"] for step in run.steps] == [0, 0, 0]
     assert left_out(run) == ["stability.correction=opsm"]
     assert re.search(r"rescoring +│ 32 trajectories per step", run.console)
     assert re.search(r"sync canary +│ 8 trajectories, each sync", run.console), "on by default in separate_async"

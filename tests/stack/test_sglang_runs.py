@@ -188,8 +188,10 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
 
 def test_a_lora_reaches_sglang_merged(train, dense_lora):
     """verl 0.9.1 sends an adapter in a form that SGLang 0.5.12 does not take; the doctor refuses it."""
-    finished = train("stability.metrics=true", *dense_lora, "++actor_rollout_ref.model.lora.merge=true", steps=2)
+    merged, check = "++actor_rollout_ref.model.lora.merge=true", "stability.sync_check={every:1}"
+    finished = train("stability.metrics=true", *dense_lora, merged, check, steps=2)
     assert finished.code == 0, finished.tail
+    assert [step["sync/wrong_tensors"] for step in finished.steps] == [0, 0]
     assert re.search(r"sync canary +│ 8 trajectories, each sync", finished.console), "on by default for a LoRA"
     assert events(finished.folder) == []
     for step in finished.steps:

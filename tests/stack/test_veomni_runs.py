@@ -47,6 +47,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         "stability.float32_head=true",
         "actor_rollout_ref.actor.policy_loss.loss_mode=router_shift",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # in the second update, routers are no longer the old ones
+        "stability.sync_check={every:1}",
         CANARY,
     )
     assert events(tmp_path) == []
@@ -54,6 +55,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
     assert re.search(r"router agreement +│ compute_log_prob +│ 4 x \w+ on 2 rank\(s\)", finished.console)
     for step in finished.steps:
         assert 0.9 < step["router/agreement"] < 1 == step["router/checked"]
+        assert step["sync/wrong_tensors"] == 0
         assert step["router/unknown"] == step["router/invalid"] == 0
         assert 0.9 < step["actor/router_shift/factor"] < 1
         # verl takes VeOmni's log-probabilities in bfloat16, the model's dtype, and the top tokens are read in float32.

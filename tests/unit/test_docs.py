@@ -12,6 +12,7 @@ from tests import ROOT
 from verl_ext.base.methods import defaults
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
+from verl_ext.features.settings import SyncCheckSettings
 from verl_ext.features.stability import default_node
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").rglob("*.md")]
@@ -93,6 +94,7 @@ def test_the_settings_page_has_every_setting_with_its_default():
     )
     settings = leaves(default_node(), "stability") | leaves(corrections, "stability", none="-")
     settings |= leaves(filters, "stability.filters", none="-")
+    settings |= leaves(defaults(SyncCheckSettings), "stability.sync_check")  # null by default
     assert dict(rows) == settings, "python tools/settings_page.py > docs/settings.md"
     assert len(rows) == len(dict(rows))
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache
-from typing import Any, Generic, NoReturn, TypeVar, get_type_hints
+from typing import Any, Generic, NoReturn, TypeVar, get_args, get_type_hints
 
 from verl_ext.base.errors import ConfigError, Problem, Problems, SettingError
 
@@ -119,8 +119,7 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
             if one.default is MISSING and one.default_factory is MISSING and value is None:
                 _raise_missing(one, place)
             if one.name in (given or {}):
-                convert = build if is_dataclass(hints[one.name]) else _converted
-                values[one.name] = convert(hints[one.name], value, place)
+                values[one.name] = _built(hints[one.name], value, place)
     problems.raise_any()
     try:
         return kind(**values)
@@ -145,6 +144,15 @@ def require_known(given: Iterable[str], known: Collection[str], where: str, othe
             unknown.append(Problem(f"{where}.{name} is not known", choices))
     if unknown:
         raise ConfigError.of(unknown)
+
+
+def _built(hint: Any, value: Any, setting: str) -> Any:
+    """Returns a value of this type: a dataclass, None or a dataclass, or a value that OmegaConf converts."""
+    if is_dataclass(hint):
+        return build(hint, value, setting)  # type: ignore[arg-type]
+    if kinds := [kind for kind in get_args(hint) if is_dataclass(kind)]:
+        return None if value is None else build(kinds[0], value, setting)  # type: ignore[arg-type]
+    return _converted(hint, value, setting)
 
 
 def _converted(hint: Any, value: Any, setting: str) -> Any:

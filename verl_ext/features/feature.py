@@ -34,6 +34,7 @@ class Need(Enum):
     OUR_LOSS = auto()  # the workers run our loss around verl's
     RULES = auto()  # the guard judges every batch by its rules
     OLD_VERSIONS = auto()  # the workers keep weights of earlier steps, and score with them
+    SENT_WEIGHTS = auto()  # the workers record the weights that they send
     HOOKED_ROUTERS = auto()
     COMPARED_ROUTERS = auto()  # the experts of both engines are compared
     TOP_TOKENS = auto()  # the rollout returns the most likely tokens at each place, and the workers read them
@@ -82,7 +83,7 @@ class RunFeatures:
     @property
     def own_workers(self) -> bool:
         """Returns True if the actor's worker classes are ours, because some of our code runs in them."""
-        ours = {Need.HOOKED_ROUTERS, Need.OUR_LOSS, Need.OLD_VERSIONS}
+        ours = {Need.HOOKED_ROUTERS, Need.OUR_LOSS, Need.OLD_VERSIONS, Need.SENT_WEIGHTS}
         return not ours.isdisjoint(self.needs) or replay_mode(self.config) != "disabled"
 
 

@@ -261,6 +261,28 @@ class SyncCanarySettings:
 
 
 @dataclass(frozen=True)
+class SyncCheckSettings:
+    """Compares every tensor of a weight sync where training hands it over and where the rollout takes it
+    (docs/guard.md#every-tensor-of-a-sync).
+
+    Attributes:
+        every: after the first sync, check the syncs of every this many steps. 0 checks only the first.
+        action: what to do if a tensor is wrong: `warn`, or `stop` before the next step.
+    """
+
+    every: int = 0
+    action: str = "warn"
+
+    def __post_init__(self) -> None:
+        require(self, "every", self.every >= 0, "must be a number of steps, or 0 for the first sync only")
+        require_one_of(self, "action", ("warn", "stop"))
+
+    def __str__(self) -> str:
+        later = {0: "", 1: " and each later one"}.get(self.every, f", then every {self.every} steps")
+        return f"the first sync{later}; {self.action}"
+
+
+@dataclass(frozen=True)
 class FakeQuantization:
     """For experiments: the rollout's weights are rounded as in a quantised rollout, at the engine's start and at each
     weight sync. Everything else stays as it is. This shows the gap of fp4 without an fp4 kernel, even on a CPU, and how
@@ -343,6 +365,8 @@ class Switches:
         cascade_attention: vLLM's cascade attention: `on`, `off`, or `default`, the engine's own choice. The setting of
             the started vLLM workers is checked.
         sync_canary: check that weight syncs reach the rollout.
+        sync_check: compare every tensor of a weight sync at both ends: `{}` for the first sync, or
+            `{every: STEPS, action: stop}`. null turns it off.
         fake_quantization: round the rollout's weights as in a quantised rollout.
         float32_head: compute logits in float32 in both engines, which removes the rounding of the logits from the gap
             (docs/methods.md#float32-logits).
@@ -369,6 +393,7 @@ class Switches:
     trajectories: TrajectoryDump = field(default_factory=TrajectoryDump)
     cascade_attention: str = "default"
     sync_canary: SyncCanarySettings = field(default_factory=SyncCanarySettings)
+    sync_check: SyncCheckSettings | None = None
     fake_quantization: FakeQuantization = field(default_factory=FakeQuantization)
     float32_head: bool = False
     any_version: bool = False

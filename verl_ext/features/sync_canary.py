@@ -20,6 +20,7 @@ from verl_ext.features.verl_config import (
 )
 
 WITHOUT_CANARY = ("stability.sync_canary.trajectories=0", "stability.sync_canary.every=1")
+METRICS = "sync/[!w]*"  # all of sync/ but sync/wrong_tensors, of the sync check
 DEFAULT = 8  # trajectories, if the canary turns itself on
 NAMED = 4  # how many of the names that vLLM did not use an error lists
 BATCH = "data.train_batch_size"
@@ -92,7 +93,7 @@ def _confirmed_adapter(engines: Engines) -> str:
 def idle(run: RunFeatures) -> Iterator[Idle]:
     if not canary_settings(run).trajectories:
         switch = (f"stability.sync_canary.trajectories={DEFAULT}",)
-        yield Idle("sync/*", "no weight sync is checked", switch, ("sync_canary.every",))
+        yield Idle(METRICS, "no weight sync is checked", switch, ("sync_canary.every",))
 
 
 CANARY = Feature(needs, problems=problems, lines=lines, idle=idle)

@@ -31,6 +31,7 @@ from verl_ext.features.reuse import REUSE
 from verl_ext.features.routing import ROUTING
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.sync_canary import CANARY
+from verl_ext.features.sync_check import SYNC_CHECK
 from verl_ext.features.top_tokens import TOP_TOKENS
 from verl_ext.features.trajectories import TRAJECTORIES
 from verl_ext.features.verl_config import BYPASS, bypasses, model_problems, overlong_problems, warmup_problems
@@ -50,6 +51,7 @@ FEATURES: tuple[Feature, ...] = (
     GUARD,
     ROUTING,
     CANARY,
+    SYNC_CHECK,
     CASCADE_ATTENTION,
     FAKE_QUANTIZATION,
     FLOAT32_HEAD,

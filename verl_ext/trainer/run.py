@@ -30,6 +30,7 @@ from verl_ext.trainer.queue import WorkerFields, row_multiple
 from verl_ext.trainer.rescoring import rescore
 from verl_ext.trainer.step import Outcome, Step, update_request
 from verl_ext.trainer.sync_canary import CanaryRun
+from verl_ext.trainer.sync_check import SyncCheck
 from verl_ext.trainer.trajectories import Dump, TrajectoryLog, forget_trajectories
 from verl_ext.workers.first_pass import take_routes
 
@@ -46,7 +47,7 @@ class StabilityRun:
         guard, actions: the guard, with the rules that the run began with; the object that carries out its decisions.
         worker_fields: the fields of a batch that go to the workers.
         dump: the file of trajectories, once the run trains.
-        canary: the check of weight syncs, if it is on.
+        canary, sync_check: the checks of weight syncs, by scores and tensor by tensor, if they are on.
     """
 
     def __init__(self, config: DictConfig, stability: StabilityConfig):
@@ -59,6 +60,8 @@ class StabilityRun:
         asked = canary_settings(self.features)
         required = stability.sync_canary.trajectories is not None
         self.canary = CanaryRun(asked, _unprocessed(config), required) if asked.trajectories else None
+        check = stability.sync_check
+        self.sync_check = SyncCheck(check, self.actions.record_decision) if check is not None else None
         self._config = config
         self._routing, self._top_tokens = CapturedRouting(), CapturedTopTokens()
         self._is_reused = False  # of the batch at hand

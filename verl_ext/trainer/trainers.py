@@ -63,6 +63,12 @@ class StabilityMixin(VerlTrainer):
         addresses = (address for manager in managers for address in manager.server_addresses)
         self.stability_run.use_servers(addresses, accelerators_of_nodes())
 
+    def on_init_end(self) -> None:
+        if check := self.stability_run.sync_check:
+            # In separate_async the other manager's servers belong to the training ranks.
+            check.watch(getattr(self, "standalone_checkpoint_manager", self.checkpoint_manager))
+        super().on_init_end()
+
     def _load_checkpoint(self) -> None:
         with checkpoints.loading(self.stability_run.guard, self.config):
             super()._load_checkpoint()
@@ -142,6 +148,8 @@ class StabilityMixin(VerlTrainer):
         super()._compute_metrics(batch, metrics, *args, **kwargs)
         if canary := self.stability_run.canary:
             metrics.update(canary.metrics)
+        if check := self.stability_run.sync_check:
+            metrics.update(check.take_metrics())
         self.stability_run.judge_logged(metrics)
 
 

@@ -5,7 +5,7 @@ is called they compute verl's loss. The ranks of a model replica share the routi
 """
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,12 +22,14 @@ from verl.workers.utils.losses import ppo_loss
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES
 from verl_ext.base.patching import Undo, wrap
+from verl_ext.core.checksums import SentTensor
 from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES, HOOKED
 from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.recorder import Passes
 from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.upstream.fake_quantization import SentRounding
+from verl_ext.upstream.sync_record import Recorded, SentRecord
 from verl_ext.workers.float32_head import compute_in_float32
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.replica_fetch import share_fetches
@@ -76,6 +78,7 @@ class LossMixin:
     top_tokens: TopTokenReader | None = None
     float32_heads: int | None = None
     rounding: SentRounding | None = None
+    sent: SentRecord | None = None
     undo_rounding: Undo
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -158,6 +161,26 @@ class LossMixin:
             self.undo_rounding()
             self.rounding = None
         return rounding.modules
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_sync_record(self) -> None:
+        """Records the weights that syncs send from now on, until `end_sync_record`."""
+        if self.sent is None:
+            self.sent = SentRecord()
+            wrap("sent_record", self.actor.engine, "get_per_tensor_param", self.sent)
+        self.sent.begin()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_sync_record(self) -> Recorded:
+        assert self.sent is not None, "begin_sync_record was not called"
+        return self.sent.end()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sent_tensors(self, ranks: Collection[int]) -> tuple[tuple[SentTensor, ...], tuple[SentTensor, ...]] | None:
+        """Returns what these ranks sent in the last recorded sync, and in the one before it; None on other ranks."""
+        if self.sent is None or torch.distributed.get_rank() not in ranks:
+            return None
+        return self.sent.tensors, self.sent.before
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def record_states(self, begin: bool) -> Passes:

@@ -70,6 +70,7 @@ def test_nothing_is_on_by_default(asked):
         ([f"{REPLAY}=R2"], ["routing replay"], {Need.HOOKED_ROUTERS}),
         ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], COMPARED),
         (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),
+        (["stability.sync_check={}"], ["sync check"], {Need.SENT_WEIGHTS}),
         (["stability.cascade_attention=off"], ["cascade attention"], set()),
         (["stability.fake_quantization.format=fp4"], ["fake quantization"], set()),
         (["stability.float32_head=true"], ["float32 logits"], {Need.OUR_LOSS}),

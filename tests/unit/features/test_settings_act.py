@@ -79,6 +79,7 @@ VALUES = {
     "stability.reuse_log_probs": ("off", "on"),
     "stability.replay": ("R3", "R2"),
     "stability.sync_canary.trajectories": (12,),
+    "stability.sync_check": ({}, {"every": 5}),
     "stability.batch_skip.metric": ("vllm_kl/k1",),
     "stability.guard.boundary.signal": ("vllm_kl/k1",),
     "stability.fake_quantization.format": ("fp4", "int8"),

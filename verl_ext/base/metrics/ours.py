@@ -400,6 +400,23 @@ SYNC = Section(
     override="stability.sync_canary.trajectories=8",
 )
 
+SYNC_CHECK = Section(
+    "Each tensor of a weight sync",
+    "Logged with `stability.sync_check`, for the syncs that it checks "
+    "([docs/guard.md](guard.md#every-tensor-of-a-sync)).",
+    (
+        rare_after(
+            "sync/wrong_tensors",
+            "tensors that did not arrive as they were sent, and parameters that the sync did not write; a tensor "
+            "counts for each process of the rollout",
+            better="lower",
+            worst="highest",
+            label="wrong tensors",
+        ),
+    ),
+    override="stability.sync_check={}",
+)
+
 UPDATE = Section(
     "In the update",
     "Logged by the workers, with the feature in the name: the mini-batch gate, a policy loss, OPSM, a filter, "
@@ -454,4 +471,4 @@ UPDATE = Section(
     ),
 )
 
-SECTIONS = (GAP, TOP_TOKENS, CORRECTIONS, ROUTING, ANSWERS, REWARD, FILTERS, GUARD, SYNC, UPDATE)
+SECTIONS = (GAP, TOP_TOKENS, CORRECTIONS, ROUTING, ANSWERS, REWARD, FILTERS, GUARD, SYNC, SYNC_CHECK, UPDATE)
