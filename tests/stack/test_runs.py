@@ -48,8 +48,10 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
     dump = "stability.trajectories.per_step=2"
     centered = ("stability.score_centering=true", "stability.top_tokens.k=8")
     routing = (ROUTING, "stability.router_agreement_share=0.5")
-    run = train("stability=icepop", *routing, "stability.cascade_attention=off", dump, *centered, BF16)
+    check = "stability.sync_check={every:1,action:stop}"
+    run = train("stability=icepop", *routing, "stability.cascade_attention=off", dump, check, *centered, BF16)
     assert run.code == 0, run.tail
+    assert [step["sync/wrong_tensors"] for step in run.steps] == [0, 0]
     assert re.search(r"router agreement +│ compute_log_prob, share 0.5 +│", run.console)
     assert re.search(r"score centering +│ weights of icepop +│ worker_loss on 1 rank", run.console)
     assert "confirmed by 1 vLLM worker(s)" in run.console

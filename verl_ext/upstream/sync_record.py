@@ -162,13 +162,11 @@ class Arrivals:
 
     def close(self) -> Recorded:
         self.undo()
-        self.tensors = self._recorder.close()
-        if self._writes is None:
-            self.recorded = Recorded.of(self.tensors)
-        else:
-            self.recorded = Recorded.of(
-                self.tensors, unwritten=self._writes.unwritten(self._runner.model), widened=self._writes.widened
-            )
+        self.tensors, seen = self._recorder.close(), {}
+        if self._writes is not None:
+            seen = {"unwritten": self._writes.unwritten(self._runner.model), "widened": self._writes.widened}
+        self.recorded = Recorded.of(self.tensors, **seen)
+        self._recorder, self._writes = TensorRecorder(), None  # they hold numbers on the device
         return self.recorded
 
 

@@ -1,4 +1,4 @@
-"""Where the sync check can act, and what the start-up table shows of it."""
+"""The runs in which the sync check can act, and what the start-up table shows of it."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
