@@ -18,7 +18,7 @@ from verl_ext.diagnosis.findings.routers import (
     replayed,
     starts_in_layer,
 )
-from verl_ext.diagnosis.findings.sync import HIGH, LOW, REMAINDER, ROUNDING, scaled
+from verl_ext.diagnosis.findings.sync import HIGH, LOW, REMAINDER, ROUNDING, WRONG, scaled
 from verl_ext.diagnosis.judge import judge
 from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD
 
@@ -121,6 +121,8 @@ CASES = [
     ("updates_missing.fades", missing(0.0, rounding=0.5)),
     ("updates_missing.fades", missing(0.0, rounding=0.0)),
     ("updates_missing.fades", missing([0.0] * 10 + [0.5] * 10 + [0.0] * 10, rounding=0.5)),  # a loss that has ended
+    ("tensors_wrong.some", {WRONG: [0.0] * 10 + [2.0] * 20}),
+    ("tensors_wrong.none", {WRONG: 0.0}),
     ("shares_alike.alike", arrived(0.45, 0.55, spread=0.01)),
     ("shares_alike.hidden", arrived(0.3, 0.7, spread=0.3) | {MOVED: 0.02, LOG_RATIO: 0.01}),
     ("shares_alike.different", arrived(0.3, 0.7, spread=0.3) | {MOVED: 1.0, LOG_RATIO: 0.01}),
@@ -140,6 +142,14 @@ def test_a_tensor_that_never_arrives_is_not_called_rounding():
         suspects = judge(steady(found | {K3: 1e-5})).suspects
         assert any(suspect.harmless for suspect in suspects) == harmless
         assert ("partial_sync" in [suspect.cause.name for suspect in suspects]) == (not harmless)
+
+
+def test_tensors_that_arrive_wrong_name_the_sync():
+    gap = {K3: [1e-5] * 10 + [0.05] * 20, LOG_RATIO: [1e-3] * 10 + [0.2] * 20, WRONG: [0.0] * 10 + [2.0] * 20}
+    (first, *_) = judge(steady(gap)).suspects
+    assert first.cause.name in ("partial_sync", "lost_sync")
+    seen = find_all(steady(gap))["tensors_wrong"]
+    assert (seen.step, seen.notable) == (11, True)
 
 
 def test_every_level_has_a_case():

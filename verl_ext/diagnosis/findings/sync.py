@@ -21,6 +21,7 @@ FINE = 0.01, 12.0  # a smaller share that is seen too: from 0.01 on, if it is th
 CHECKS, MOST_CHECKS = 10, 200  # that its line needs, and that it is drawn through
 LOW, HIGH = "sync/arrived_low", "sync/arrived_high"
 ROUNDING, REMAINDER = "sync/rounding", "sync/apart"
+WRONG = "sync/wrong_tensors"
 
 
 @finding(
@@ -81,6 +82,16 @@ def _is_still(run: Readings) -> bool:
     """
     followed = run.joined("sync/followed", HIGH)[-FIRST_READINGS:, 1]
     return bool(len(followed)) and float(np.median(followed)) < STILL
+
+
+@finding("tensors_wrong", "some | none", family="sync_tensors", needs=(WRONG,))
+def tensors_wrong(run: Readings) -> Seen:
+    """Whether the checked syncs wrote every tensor as it was sent; a sync that is not checked may still be wrong."""
+    wrong = run.need(WRONG)
+    if not (bad := wrong.values > 0).any():
+        return "none", f"every tensor arrived as it was sent in {len(wrong.values)} checked weight syncs"
+    first, most = int(wrong.steps[bad][0]), int(wrong.values.max())
+    return "some", f"{most} tensors were wrong in the rollout after a weight sync, in {bad.sum()} of {len(bad)}", first
 
 
 @finding("updates_missing", "stays | fades", family="sync_missing", needs=(ROUNDING, REMAINDER))
