@@ -56,7 +56,7 @@ def test_sentence_table_and_figure_have_the_same_numbers_of_first_and_now(run):
         now, first = median(values[-5:]), median(values[: min(5, max(len(values) // 2, 1))])
         assert (rows[metric].now, rows[metric].first) == pytest.approx((now, first))
         (panel,) = [panel for panel in PANELS if panel.metric == metric]
-        assert float(re.match(f"Now {NUMBER} ", facts(panel, run))[1]) == pytest.approx(now, rel=0.006, abs=6e-4)
+        assert float(re.search(f": now {NUMBER} ", facts(panel, run))[1]) == pytest.approx(now, rel=0.006, abs=6e-4)
         last = re.findall(rf"\b{words} (?:is|holds at|stands at) {NUMBER} \(median of the last", text)
         last += re.findall(rf"{words} rose[^;]* to {NUMBER} \(median of the last", text)
         assert [float(each) for each in last] == pytest.approx([now] * len(last), rel=0.06)
