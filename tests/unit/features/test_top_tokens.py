@@ -132,7 +132,7 @@ def test_what_cannot_work_names_the_remedy(check, overrides, message):
         ((*KEPT, f"{K}=80"), 80, {"truncated": True}),
         (CENTERED, 128, {"centers": True, "corrections": {}}),
         ((*CENTERED, f"{ROLLOUT}.top_k=50"), 50, {"truncated": True, "centers": True}),
-        ((*CENTERED, "stability.correction=tis"), 128, {"corrections": {"tis": {"cap": 2.0}}}),
+        ((*CENTERED, "stability.correction=tis"), 128, {"corrections": {"tis": {"cap": 2.0, "floor": 0.0}}}),
     ],
 )
 def test_what_needs_top_tokens_turns_them_on(check, overrides, k, use):
