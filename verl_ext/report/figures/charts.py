@@ -160,15 +160,16 @@ def line_chart(
 def log_grid(values: np.ndarray) -> list[float]:
     """Returns the grid of a logarithmic axis: powers of ten around positive values, with 2 and 5 if these are few.
 
-    Below one power of ten the steps are equal.
+    Where the values are close together, the steps are equal.
     """
     least, most = float(values.min()), float(values.max())
-    if most - least > 0 and most < 10 * least:
+    if most > least:
         width = 10.0 ** math.floor(math.log10(most - least))
-        first, last = math.floor(least / width), math.ceil(most / width)
-        every = -(-(last - first) // MOST_GRID)
-        grid = (float(f"{width * place:.6g}") for place in range(max(first, 1), last + 1, every))
-        return [line for line in grid if math.isfinite(line)]
+        if width > 0 and (first := math.floor(least / width)) >= 1:
+            last = math.ceil(most / width)
+            every = -(-(last - first) // MOST_GRID)
+            grid = (float(f"{width * place:.6g}") for place in range(first, last + 1, every))
+            return [line for line in grid if math.isfinite(line)]
     low = _double_power(math.floor(math.log10(values.min())))
     high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
