@@ -169,7 +169,7 @@ def log_grid(values: np.ndarray) -> list[float]:
             last = math.ceil(most / width)
             every = -(-(last - first) // MOST_GRID)
             grid = (float(f"{width * place:.6g}") for place in range(first, last + 1, every))
-            return [line for line in grid if math.isfinite(line)]
+            return [line for line in dict.fromkeys(grid) if math.isfinite(line)]
     low = _double_power(math.floor(math.log10(values.min())))
     high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
