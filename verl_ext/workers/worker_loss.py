@@ -208,7 +208,7 @@ def worker_loss(
             verl's.
 
     Returns the scalar loss, and verl's metrics with actor/<correction>/*, kl_loss, kl_coef, filter_scale,
-    actor/score_centering and, of PPO's clip, actor/clipped_share/* and actor/clipped_probability/*.
+    actor/score_centering and, of PPO's clip, those of `clip_sides`.
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.

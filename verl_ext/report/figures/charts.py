@@ -84,7 +84,7 @@ VEGA_CONFIG: dict[str, Any] = {
 
 HOVER_LAYER = "readings"  # the layer that only answers the pointer
 MOST_DOTS = 60  # readings; a longer line is drawn without a dot at each
-MOST_GRID = 6  # equal steps of a logarithmic axis
+MOST_GRID = 6  # steps of a logarithmic axis
 # A plain number where it is short: 0.5, not 5e-1.
 LOG_LABELS = "datum.value >= 0.001 && datum.value < 10000 ? format(datum.value, '~g') : format(datum.value, '~e')"
 LEGEND_LETTERS = 60  # of all labels; a longer legend has two columns
@@ -173,7 +173,7 @@ def log_grid(values: np.ndarray) -> list[float]:
     low = _double_power(math.floor(math.log10(values.min())))
     high = _double_power(math.ceil(math.log10(values.max())))
     factors = (1, 2, 5) if high - low <= 2 else (1,)
-    step = max(1, -(-(high - low) // 6))
+    step = max(1, -(-(high - low) // MOST_GRID))
     return [factor * 10.0**power for power in range(low, high + 1, step) for factor in factors]
 
 
