@@ -239,7 +239,11 @@ def test_the_gates_signals_are_means_of_a_mini_batch_in_two_micro_batches(tmp_pa
             for seed in range(3):
                 batch = loss_oracles.random_batch(seed)
                 l_infer, l_old, l_theta, advantages, mask = map(on_device, loss_oracles.tensors(batch))
-                engine = SimpleNamespace(train_batch=lambda data, loss_function: None, optimizer_step=lambda: None)
+                engine = SimpleNamespace(
+                    train_batch=lambda data, loss_function: None,
+                    optimizer_step=lambda: None,
+                    lr_scheduler_step=lambda: None,
+                )
                 gate = Gate(SimpleNamespace(engine=engine, train_mini_batch=lambda data: None))
                 gate.limits = MiniBatchLimits(policy_kl=1.0, vllm_kl=1.0)
                 for rows in (slice(0, 2), slice(2, None)):
