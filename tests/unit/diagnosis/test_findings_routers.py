@@ -1,5 +1,7 @@
 """What the routers of both engines chose, and what of an update arrives: a small run for every level."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,12 @@ def missing(share, rounding):
     """What is missing of all updates: this share of them, and the rounding of engines, whose share falls."""
     fallen = rounding / np.arange(1, COUNT + 1)
     return {ROUNDING: fallen.tolist(), REMAINDER: (np.array(share) + 2 * fallen).tolist()}
+
+
+def middles(share, *, moved=1.0, noise=0.05, gap=0.01):
+    """What the middle token gets of each update, through updates that move tokens this far; the gap is of all steps."""
+    shares = share + noise * np.random.default_rng(0).standard_normal(COUNT)
+    return {MIDDLE: shares.tolist(), MOVED: moved, LOG_RATIO: gap}
 
 
 EVEN = {f"vllm_kl/{k}/prob/{name}": 0.01 for k in ("k1", "k3") for name in BUCKETS["prob"]}
@@ -121,6 +129,19 @@ CASES = [
     ("updates_missing.fades", missing(0.0, rounding=0.5)),
     ("updates_missing.fades", missing(0.0, rounding=0.0)),
     ("updates_missing.fades", missing([0.0] * 10 + [0.5] * 10 + [0.0] * 10, rounding=0.5)),  # a loss that has ended
+    ("updates_missing.of_each", middles(0.86)),
+    (
+        "updates_missing.of_each",
+        middles(0.86) | {LOG_RATIO: [0.01] * 3 + [0.5] * 27},
+    ),  # it is the first gap that counts
+    ("updates_missing.of_each", middles(0.86) | {MIDDLE: [0.0] * 10 + [0.86] * 20}),
+    ("updates_missing.of_each", middles(0.86) | missing(0.0, rounding=0.5)),  # too small for the sum of all updates
+    ("updates_missing.fades", middles(0.98)),
+    ("updates_missing.fades", middles(0.86, noise=0.4)),
+    (
+        "updates_missing.fades",
+        middles(0.98) | {MIDDLE: [0.98] * 10 + [0.0] * 10 + [0.98] * 10},
+    ),  # a loss that has ended
     ("tensors_wrong.some", {WRONG: [0.0] * 10 + [2.0] * 20}),
     ("tensors_wrong.none", {WRONG: 0.0}),
     ("shares_alike.alike", arrived(0.45, 0.55, spread=0.01)),
@@ -176,6 +197,8 @@ def test_every_level_has_a_case():
         ("updates_arrived", {LOW: 0.5}),
         ("updates_missing", {REMAINDER: 0.5}),
         ("updates_missing", {ROUNDING: 0.5, REMAINDER: 0.6}),  # updates did not add up
+        ("updates_missing", middles(0.5, moved=0.1)),  # the first gap may hide it
+        ("updates_missing", middles(0.5) | {LOG_RATIO: math.nan}),
         ("shares_alike", {LOW: 0.5, HIGH: 0.6}),
     ],
 )

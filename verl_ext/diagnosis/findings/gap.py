@@ -46,6 +46,7 @@ ONE_WAY = (
     0.1  # k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely
 )
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
+CAME_BACK = 0.1  # share of the readings since a jump below GREW: it has not stayed
 BELOW, GREW_BELOW = 0.1, 5.0  # share of the limit from which a gap below it counts; times the k3 before there
 RARE = 20.0  # times the mean gap of a trajectory
 LONG_AFTER = 20  # readings before a jump that the first weight sync cannot explain
@@ -309,9 +310,9 @@ def gap_jumped(run: Readings) -> Seen:
     if i is None:
         return "no", "the gap never jumped"
     before = slice(max(i - 8, 0), i)
-    now = _median(heights[-5:])
+    now, least = _median(heights[-5:]), GREW * _median(heights[before])
     text = f"{gap.name} jumped from {_number(_median(values[before]))} to {_number(_median(values[i : i + 3]))}"
-    if now < GREW * _median(heights[before]):
+    if now < least or (heights[i:] < least).mean() > CAME_BACK:
         return "passed", f"{text}, and came back", int(steps[i])
     grows = now > 2 * _median(heights[i : i + 5])
     level = "at_first_sync" if i <= LONG_AFTER else "later_and_grows" if grows else "later"
