@@ -186,6 +186,7 @@ class RolloutEngine:
         dtype: of weights and arithmetic.
         lag: how many versions the newest and the oldest of `parts` are behind the policy; None if it is not reported.
         temperature, top_k, top_p: of the sampled distribution; top_k 0 means none.
+        reports_kept: whether it tells the training engine which tokens truncated sampling kept.
         reported: the temperature of the returned log-probabilities; None for that of the sampled distribution.
         respelled: share of the sampled tokens that other tokens replace in training.
         misrouted: whether a trajectory's returned experts are those of another trajectory.
@@ -197,6 +198,7 @@ class RolloutEngine:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    reports_kept: bool = False
     lag: tuple[int, int] | None = None
     reported: float | None = None
     respelled: float = 0.0

@@ -21,7 +21,13 @@ MOST_MISSED = 1000  # updates whose weights are kept
 
 
 class History:
-    """The weights after each update, the newest last; it keeps as many as any regime needs."""
+    """The weights after each update, the newest last; it keeps the first and as many others as any regime needs.
+
+    Attributes:
+        first: the weights before any update.
+    """
+
+    first: Weights
 
     def __init__(self, reach: int):
         self._versions: deque[Weights] = deque(maxlen=reach + 1)
@@ -31,6 +37,8 @@ class History:
         """Adds the first weights, then those after each update; copied, because an optimizer changes them in place."""
         self._versions.append({name: value.detach().clone() for name, value in weights.items()})
         self.updates += 1
+        if self.updates == 0:
+            self.first = self._versions[0]
 
     def ago(self, updates: int) -> Weights:
         """Returns the weights before the last `updates` updates, or the oldest that are kept."""
@@ -52,11 +60,6 @@ class Regime(ABC):
     def reach(self) -> int:
         """The number of updates that it looks back."""
         return 0
-
-    @property
-    def reports_kept(self) -> bool:
-        """True if sampling is truncated and the training engine knows which tokens it kept."""
-        return False
 
     @abstractmethod
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
@@ -181,13 +184,8 @@ class PartialSync(Regime):
     def __post_init__(self) -> None:
         require(self, "layers", self.layers >= -1, "must be at least -1")
 
-    @property
-    def reach(self) -> int:
-        return MOST_MISSED
-
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
-        first = history.ago(MOST_MISSED)
-        stays = {name: value for name, value in first.items() if self._stays(name)}
+        stays = {name: value for name, value in history.first.items() if self._stays(name)}
         return replace(engine, parts=tuple({**part, **stays} for part in engine.parts))
 
     def _stays(self, name: str) -> bool:
@@ -208,12 +206,8 @@ class ScaledUpdate(Regime):
 
     scale: float = 2.0
 
-    @property
-    def reach(self) -> int:
-        return MOST_MISSED
-
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
-        first = history.ago(MOST_MISSED)
+        first = history.first
         parts = (
             {name: first[name] + self.scale * (now - first[name]) for name, now in part.items()}
             for part in engine.parts
@@ -289,12 +283,8 @@ class Truncated(Regime):
         require(self, "top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1")
         require(self, "top_k", self.top_k >= 0, "must be at least 0")
 
-    @property
-    def reports_kept(self) -> bool:
-        return self.known
-
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
-        return replace(engine, top_p=self.top_p, top_k=self.top_k)
+        return replace(engine, top_p=self.top_p, top_k=self.top_k, reports_kept=self.known)
 
 
 @register_regime("wrong_temperature")

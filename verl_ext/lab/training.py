@@ -117,11 +117,11 @@ class Training:
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
         config = setup.config
         self.setup = setup
-        knows_kept = any(regime.reports_kept for regime in setup.regimes.values())
+        self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
+        self.history.add(weights)
+        knows_kept = engine_of(setup.regimes, self.history).reports_kept
         self.learner = Learner(config, setup.stability, setup.lab.model, weights, knows_kept)
         self.policy = self.learner.engine
-        self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
-        self.history.add(self.policy.weights)
         self.features = read_features(config, setup.stability)
         self.guard = build_guard(setup.stability)
         self.actions = GuardActions(self.guard, config.trainer.default_local_dir)

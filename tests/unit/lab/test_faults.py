@@ -29,7 +29,7 @@ def weights_of(seed):
 
 
 def history(*versions):
-    found = History(1000)
+    found = History(0)
     for weights in versions:
         found.add(weights)
     return found
