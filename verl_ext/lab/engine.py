@@ -1,8 +1,8 @@
-"""The lab's training engine and the worker that drives it, with the interfaces of verl's engine and worker.
+"""The lab's training engine, with the interface of verl's engine.
 
-A worker takes a batch through its mini-batches; an engine takes a mini-batch through forward and backward pass and the
-optimizer step. The workers' `Gate` can therefore wrap them as it wraps verl's (`workers/engine_workers.py` and
-`workers/engine/base.py` of verl 0.9.1). They do not inherit verl's base classes, whose import would import Megatron.
+It takes a mini-batch through forward and backward pass and the optimizer step. The workers' `Gate` can therefore wrap
+it as it wraps verl's (`workers/engine/base.py` of verl 0.9.1). It does not inherit verl's base class, whose import
+would import Megatron.
 
 Shape legend: B trajectories, P tokens of a prompt, T columns of padded responses, L layers, E experts, K experts per
 token.
@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
-from verl.utils.metric import Metric
-from verl.utils.py_functional import append_to_dict
 from verl.utils.torch_functional import get_constant_schedule_with_warmup
 from verl.workers.config import FSDPActorConfig
 from verl.workers.config.optimizer import build_optimizer
@@ -166,39 +164,6 @@ class LabEngine:
         """Returns the scores of `score_old` if they belong to these trajectories; only once."""
         kept, self._kept = self._kept, None
         return kept[1] if kept is not None and torch.equal(kept[0], responses) else None
-
-
-class LabWorker:
-    """Drives an engine through the mini-batches of a batch, as verl's TrainingWorker does on one rank."""
-
-    loss_fn: Callable
-
-    def __init__(self, engine: LabEngine):
-        self.engine = engine
-
-    def set_loss_fn(self, loss_fn: Callable) -> None:
-        self.loss_fn = loss_fn
-
-    def train_mini_batch(self, data: TensorDict) -> TensorDict:
-        """Makes all updates of a batch, `epochs` times through mini-batches of `mini_batch_size` trajectories.
-
-        Args:
-            data: fields of verl_ext.base.names. Prompts and responses are jagged with rows of one length, because verl
-                reads their lengths from them. The others are padded: the losses would pad jagged ones first.
-
-        Returns `metrics`: name -> one value per mini-batch.
-        """
-        size, epochs = tu.pop(data, "mini_batch_size"), tu.pop(data, "epochs")
-        metrics: dict[str, Any] = {}
-        for mini_batch in split(data, size, epochs):
-            found = self.engine.train_batch(mini_batch, loss_function=self.loss_fn)["metrics"]
-            single = {name: value.aggregate() for name, value in found.items() if isinstance(value, Metric)}
-            append_to_dict(metrics, found | single)
-        return TensorDict({"metrics": NonTensorData(metrics)})
-
-    def infer_batch(self, data: TensorDict) -> dict[str, Tensor]:
-        """Returns `log_probs` of prompts and responses, packed."""
-        return self.engine.infer_batch(data)["model_output"]
 
 
 def split(data: TensorDict, size: int, epochs: int) -> Iterator[TensorDict]:

@@ -1,6 +1,7 @@
-"""The lab's actor, which does the work of a run's actor workers with the lab's engine.
+"""The lab's training worker: it drives the lab's engine as verl's worker drives an engine on one rank.
 
-It converts a rollout and the training engine's scores to the inputs of the plugin's step and workers.
+It converts a rollout and the training engine's scores to the inputs of the plugin's step, loss and gate. The gate wraps
+it as it wraps verl's TrainingWorker (`workers/engine_workers.py` of verl 0.9.1).
 
 Shape legend: B trajectories, T columns of padded responses, N response tokens of all of them, P tokens of a prompt,
 L layers, K experts per token.
@@ -8,7 +9,7 @@ L layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.metric import reduce_metrics
-from verl.utils.py_functional import rename_dict
+from verl.utils.metric import Metric, reduce_metrics
+from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_ext.base import names
 from verl_ext.core.routing import agreement, expert_overlap
@@ -30,7 +31,7 @@ from verl_ext.features.losses import LOSSES
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.table import loss_settings, read_features
 from verl_ext.features.verl_config import replay_mode
-from verl_ext.lab.engine import LabEngine, LabWorker, Scores, chosen_scores, equal_rows, score
+from verl_ext.lab.engine import LabEngine, Scores, chosen_scores, equal_rows, score, split
 from verl_ext.lab.model import ModelSettings, Samples
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.top_tokens import TopTokenUse
@@ -88,7 +89,7 @@ class LabBatch:
 
 
 class Learner:
-    """The actor's worker of a lab run: the lab's engine, with the workers' gate and loss.
+    """The actor's worker of a lab run, with the gate and the loss of a run's workers.
 
     Args:
         weights: the weights that training begins with.
@@ -96,8 +97,10 @@ class Learner:
 
     Attributes:
         engine: the policy that is trained.
-        use: the use of the sampler's top tokens; None if the rollout need not return them.
+        loss_fn: the loss of its updates.
     """
+
+    loss_fn: Callable
 
     def __init__(
         self,
@@ -109,10 +112,9 @@ class Learner:
     ):
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         settings = LossSettings.from_dict(loss_settings(read_features(config, stability)))
-        self.use = replace(settings.top_tokens or TopTokenUse(), truncated=True) if knows_kept else settings.top_tokens
-        self.engine = LabEngine(model, weights, actor, self.use)
-        self.worker = LabWorker(self.engine)
-        self.gate = Gate(self.worker)
+        use = replace(settings.top_tokens or TopTokenUse(), truncated=True) if knows_kept else settings.top_tokens
+        self.engine = LabEngine(model, weights, actor, use)
+        self.gate = Gate(self)
         active = install_loss(self.gate, actor, settings)
         ours = LOSSES.get(active["policy_loss"]["loss_mode"])
         self._reads_deviation = ours is not None and "router_deviation" in ours.reads
@@ -141,15 +143,18 @@ class Learner:
             fields: the loss's inputs in addition to the tokens, [B, T] each, by name of verl_ext.base.names.
             asked: the requests of a run's trainer to its workers: `UPDATE`, `FIRST_PASS` and `FILTER_SCALE`.
         """
-        output = self.worker.train_mini_batch(self.update_data(batch, old, fields, asked))
+        output = self.train_mini_batch(self.update_data(batch, old, fields, asked))
         metrics = rename_dict(tu.get(output, "metrics"), "actor/")
         return {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
     def update_data(
         self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
     ) -> TensorDict:
-        """Returns the batch that a run sends to its workers for the update, in the form that
-        `LabWorker.train_mini_batch` takes."""
+        """Returns the batch that a run sends to its workers for the update.
+
+        Prompts and responses are jagged with rows of one length, because verl reads their lengths from them. The other
+        fields are padded: the losses would pad jagged ones first.
+        """
         sampled, T = batch.sampled, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),
@@ -174,12 +179,32 @@ class Learner:
         settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}
         return TensorDict(tensors | settings, len(batch.keys))
 
+    def set_loss_fn(self, loss_fn: Callable) -> None:
+        self.loss_fn = loss_fn
+
+    def train_mini_batch(self, data: TensorDict) -> TensorDict:
+        """Makes all updates of a batch, `epochs` times through mini-batches of `mini_batch_size` trajectories.
+
+        Returns `metrics`: name -> one value per mini-batch.
+        """
+        size, epochs = tu.pop(data, "mini_batch_size"), tu.pop(data, "epochs")
+        metrics: dict[str, Any] = {}
+        for mini_batch in split(data, size, epochs):
+            found = self.engine.train_batch(mini_batch, loss_function=self.loss_fn)["metrics"]
+            single = {name: value.aggregate() for name, value in found.items() if isinstance(value, Metric)}
+            append_to_dict(metrics, found | single)
+        return TensorDict({"metrics": NonTensorData(metrics)})
+
+    def infer_batch(self, data: TensorDict) -> dict[str, Tensor]:
+        """Returns `log_probs` of prompts and responses, packed."""
+        return self.engine.infer_batch(data)["model_output"]
+
     def top_token_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
         """Returns `vllm_kl/head*`; nothing if the rollout returns no top tokens."""
-        top = batch.sampled.top_tokens
-        if self.use is None or top is None or scored.reading is None:
+        use, top = self.engine.use, batch.sampled.top_tokens
+        if use is None or top is None or scored.reading is None:
             return {}
-        apart = divergence(scored.reading, top, truncated=self.use.truncated)
+        apart = divergence(scored.reading, top, truncated=use.truncated)
         mask = batch.sampled.mask.flatten()
         places = torch.arange(0, len(mask) + 1, batch.sampled.mask.shape[1])
         return top_token_metrics(top_token_sums(apart, top.present, mask, places))

@@ -181,7 +181,7 @@ class Training:
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
         engine = engine_of(self.setup.regimes, self.history)
         length = config.data.max_response_length
-        top_tokens = (self.setup.stability.top_tokens.k or MOST_TOP_TOKENS) if self.learner.use is not None else 0
+        top_tokens = (self.setup.stability.top_tokens.k or MOST_TOP_TOKENS) if self.policy.use is not None else 0
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, top_tokens)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None

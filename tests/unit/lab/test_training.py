@@ -75,7 +75,7 @@ def gradient(run, batch, scored, fields):
     """Returns the gradient of the workers' loss with respect to the log-probabilities [B, T]."""
     l_theta = scored.log_probs.detach().requires_grad_()
     run.policy._kept = batch.sampled.responses, replace(scored, log_probs=l_theta)
-    run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields, {}), run.learner.worker.loss_fn)
+    run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields, {}), run.learner.loss_fn)
     return l_theta.grad
 
 
@@ -341,9 +341,9 @@ def test_a_centered_score_has_no_drift(training):
     batch, scored = of_a_step(run, 5)
     data, found = run.learner.update_data(batch, scored, all_tokens(batch, scored), {}), {}
     for centered in (True, False):
-        run.learner.worker.loss_fn.keywords["centers"] = centered
+        run.learner.loss_fn.keywords["centers"] = centered
         run.policy.optimizer.zero_grad()
-        run.policy.forward_backward_batch(data, run.learner.worker.loss_fn)
+        run.policy.forward_backward_batch(data, run.learner.loss_fn)
         found[centered] = torch.cat([weight.grad.flatten() for weight in run.policy.weights.values()]).norm()
     assert found[True] < found[False] / 2
 
