@@ -1,7 +1,6 @@
 """The warm-up before RL: supervised training on right answers, until the model samples some of them."""
 
 import json
-import os
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require
 from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
 from verl_ext.lab.tasks import VOCABULARY, GraderSettings, TaskSettings, draw, rewards
+from verl_ext.report.files import written_whole
 
 LOOK_EVERY, SAMPLED = 10, 128  # steps between two measurements of the reward, and answers per measurement
 
@@ -65,9 +65,8 @@ def warm_up(lab: LabSettings, length: int, seed: int, folder: Path) -> dict[str,
         return torch.load(file)
     weights = _train_supervised(lab, length, torch.Generator().manual_seed(seed))
     folder.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")  # several processes may write the same file
-    torch.save(weights, part)
-    os.replace(part, file)
+    with written_whole(file) as out:  # several processes may write the same file
+        torch.save(weights, out)
     return weights
 
 
