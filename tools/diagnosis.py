@@ -25,8 +25,7 @@ from rich.console import Console
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.judge import RunningDiagnosis, judge
 from verl_ext.diagnosis.series import Readings
-from verl_ext.lab.arms import Arm
-from verl_ext.lab.grid import GridCell, run_missing
+from verl_ext.lab.grid import Arm, GridCell, run_missing
 
 STEPS = 150
 FIRST = {"development": 0, "held_out": 72}  # the number of the first run that is judged

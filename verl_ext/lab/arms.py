@@ -1,8 +1,7 @@
-"""The arms of an experiment, each a whole verl config with a name, and the run of one arm with one seed."""
+"""The configs of an experiment's arms, and the run of one arm with one seed."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.fit import fit_run
 from verl_ext.features.table import apply_engine_settings
 from verl_ext.features.verl_config import BYPASS
+from verl_ext.lab.grid import METRICS, Arm
 from verl_ext.lab.regimes import REGIMES, regimes_named
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import LabSettings, warm_up
@@ -65,19 +65,6 @@ ConfigStore.instance().store(
 )
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One of the compared configurations.
-
-    Attributes:
-        name: the name of its folder, and in tables.
-        overrides: overrides of verl's config, including `+lab=grpo`.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-
-
 def variants() -> tuple[str, ...]:
     """Returns the variants that need no overrides from the user."""
     return (*VARIANTS, *(name for name in stability_choices() if name not in VARIANTS))
@@ -99,14 +86,13 @@ def arms_of(
     """
     wrong = ",".join(regimes_named(regime))
     common = (*MEASURED, *overrides, *([f"trainer.total_training_steps={steps}"] if steps else []))
-    arms = [Arm("exact", ("+lab=grpo", *VARIANTS["none"], *common, "lab.regimes=[]"))]
-    wanted = {name: _overrides_of(name) for name in names if name != "exact"}
+    wanted = {"exact": VARIANTS["none"]} | {name: _overrides_of(name) for name in names if name != "exact"}
     for name, text in added.items():
         # Without a preset, the variant starts from `none`.
         presets = any(word.startswith("stability=") for word in text.split())
         wanted[name] = (*(() if presets else VARIANTS["none"]), *text.split())
-    arms += [
-        Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{wrong}]"))
+    arms = [
+        Arm(name, ("+lab=grpo", given[0], *common, *given[1:], f"lab.regimes=[{'' if name == 'exact' else wrong}]"))
         for name, given in wanted.items()
     ]
     for arm in arms:
@@ -135,7 +121,7 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}
     regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
-    return Setup(config, features.stability, build(LabSettings, node, "lab"), regimes, seed)
+    return Setup(features, build(LabSettings, node, "lab"), regimes, seed)
 
 
 def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -> None:
@@ -153,7 +139,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
     folder.mkdir(parents=True, exist_ok=True)
     length = setup.config.data.max_response_length
     training = Training(setup, warm_up(setup.lab, length, seed, folder.parents[1] / WARM_UPS))
-    metrics = folder / "metrics.jsonl"
+    metrics = folder / METRICS
     with (
         metrics.open("wb") as file,
         (folder / "console.log").open("w") as console,

@@ -26,8 +26,6 @@ from verl_ext.report.files import is_regular, open_regular, written_whole
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from verl_ext.lab.arms import Arm
-
 METRICS, DONE, LOG = "metrics.jsonl", "done.json", "errors.log"
 RUN_FILES = ("metrics.*", DONE, LOG)  # written by a run, and removed before the next one in its folder
 # torch reads the first when it is imported. glibc reads the others when a process starts: without them it asks the
@@ -39,14 +37,28 @@ ENVIRONMENT = {
 }
 FORKS = multiprocessing.get_context("forkserver")
 
-RunArm = Callable[["Arm", int, Path, Callable[[int], None]], None]
+
+@dataclass(frozen=True)
+class Arm:
+    """One of the compared configurations.
+
+    Attributes:
+        name: the name of its folder, and in tables.
+        overrides: overrides of verl's config, including `+lab=grpo`.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+RunArm = Callable[[Arm, int, Path, Callable[[int], None]], None]
 
 
 @dataclass(frozen=True)
 class GridCell:
     """One arm with one seed."""
 
-    arm: "Arm"
+    arm: Arm
     seed: int
     steps: int
 
@@ -85,7 +97,7 @@ class GridCell:
             file.write(json.dumps({"settings": self.settings, "seconds": round(seconds, 1)}, indent=2).encode())
 
 
-def cells_of(arms: "Sequence[Arm]", seeds: Sequence[int]) -> list[GridCell]:
+def cells_of(arms: Sequence[Arm], seeds: Sequence[int]) -> list[GridCell]:
     """Returns every arm with every seed, in the order to run them.
 
     The first arm's runs come first and warm up the seeds' models in parallel; the others follow seed by seed, so that

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -27,9 +26,9 @@ from verl_ext.base import names
 from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.core.top_tokens import divergence, top_token_metrics, top_token_sums
+from verl_ext.features.feature import RunFeatures
 from verl_ext.features.losses import LOSSES
-from verl_ext.features.settings import StabilityConfig
-from verl_ext.features.table import loss_settings, read_features
+from verl_ext.features.table import loss_settings
 from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.engine import LabEngine, Scores, chosen_scores, equal_rows, score, split
 from verl_ext.lab.model import ModelSettings, Samples
@@ -104,14 +103,14 @@ class Learner:
 
     def __init__(
         self,
-        config: DictConfig,
-        stability: StabilityConfig,
+        features: RunFeatures,
         model: ModelSettings,
         weights: Mapping[str, Tensor],
         knows_kept: bool = False,
     ):
+        config = features.config
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-        settings = LossSettings.from_dict(loss_settings(read_features(config, stability)))
+        settings = LossSettings.from_dict(loss_settings(features))
         use = replace(settings.top_tokens or TopTokenUse(), truncated=True) if knows_kept else settings.top_tokens
         self.engine = LabEngine(model, weights, actor, use)
         self.gate = Gate(self)

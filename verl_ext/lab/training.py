@@ -26,9 +26,7 @@ from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.features.advantages import session_keys
-from verl_ext.features.feature import Need
-from verl_ext.features.settings import StabilityConfig
-from verl_ext.features.table import read_features
+from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.verl_config import bypasses
 from verl_ext.lab.engine import Scores, score
 from verl_ext.lab.learner import LabBatch, Learner, compare_routing
@@ -49,17 +47,20 @@ class Setup:
     """The settings of a lab run.
 
     Attributes:
-        config: verl's config, composed and checked.
-        stability, lab: its parsed nodes.
+        features: what verl's config, composed and checked, switches on.
+        lab: its parsed `lab` node.
         regimes: name -> regime, in order.
         seed: the seed of prompts and samples.
     """
 
-    config: DictConfig
-    stability: StabilityConfig
+    features: RunFeatures
     lab: LabSettings
     regimes: Mapping[str, Regime]
     seed: int
+
+    @property
+    def config(self) -> DictConfig:
+        return self.features.config
 
 
 @dataclass
@@ -115,17 +116,15 @@ class Training:
     """
 
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
-        config = setup.config
-        self.setup = setup
+        self.setup, self.features = setup, setup.features
         self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
         self.history.add(weights)
         knows_kept = engine_of(setup.regimes, self.history).reports_kept
-        self.learner = Learner(config, setup.stability, setup.lab.model, weights, knows_kept)
+        self.learner = Learner(setup.features, setup.lab.model, weights, knows_kept)
         self.policy = self.learner.engine
-        self.features = read_features(config, setup.stability)
-        self.guard = build_guard(setup.stability)
-        self.actions = GuardActions(self.guard, config.trainer.default_local_dir)
-        self.canary = SyncCanary(setup.stability.sync_canary.every)
+        self.guard = build_guard(setup.features.stability)
+        self.actions = GuardActions(self.guard, setup.config.trainer.default_local_dir)
+        self.canary = SyncCanary(setup.features.stability.sync_canary.every)
         self._watched: tuple[Tensor, Tensor, Tensor] | None = None  # prompts, responses, and which of these tokens
         self._prompts = torch.Generator().manual_seed(2 * setup.seed)
         self._samples = torch.Generator().manual_seed(2 * setup.seed + 1)
@@ -181,7 +180,7 @@ class Training:
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
         engine = engine_of(self.setup.regimes, self.history)
         length = config.data.max_response_length
-        top_tokens = (self.setup.stability.top_tokens.k or MOST_TOP_TOKENS) if self.policy.use is not None else 0
+        top_tokens = (self.features.stability.top_tokens.k or MOST_TOP_TOKENS) if self.policy.use is not None else 0
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, top_tokens)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
@@ -218,7 +217,7 @@ class Training:
     def _watch(self, number: int, batch: LabBatch) -> None:
         """Keeps trajectories of the first batch for the sync canary, if it is on: those that a run on verl would keep
         (`CanaryTrajectories`)."""
-        count = self.setup.stability.sync_canary.trajectories
+        count = self.features.stability.sync_canary.trajectories
         if not count or self._watched is not None:
             return
         prompt_B = torch.tensor(prompt_numbers(batch.keys))

@@ -307,8 +307,8 @@ def test_a_warm_up_that_does_not_arrive_says_so(tmp_path):
 def test_what_is_added_and_composed():
     found = arms.arms_of("stale", ["icepop+geo_mask"], {"mine": "stability=tis stability.tis.cap=3"}, ())
     assert [arm.name for arm in found] == ["exact", "icepop+geo_mask", "mine"]
-    assert arms.setup_of(found[1], 0).stability.correction_names == ("icepop", "geo_mask")
-    assert arms.setup_of(found[2], 0).stability.corrections() == {"tis": {"cap": 3.0, "floor": 0.0}}
+    assert arms.setup_of(found[1], 0).features.stability.correction_names == ("icepop", "geo_mask")
+    assert arms.setup_of(found[2], 0).features.stability.corrections() == {"tis": {"cap": 3.0, "floor": 0.0}}
 
 
 @pytest.mark.parametrize("knows", [True, False])
