@@ -13,8 +13,7 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
-    from verl_ext.lab.arms import Arm
-    from verl_ext.lab.grid import GridCell, GridResult
+    from verl_ext.lab.grid import Arm, GridCell, GridResult
 
 SEEDS, VARIANTS = "5", "none,tis,icepop,kpop,mis,geo_mask,r3"
 SOME_FAILED = 1  # exit code
@@ -132,7 +131,7 @@ def _run_experiment(arguments: argparse.Namespace) -> int:
     cells = cells_of(arms, arguments.seeds)
     out = arguments.out or Path(".lab") / arguments.regime
     result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
-    _show_result(arguments, arms, cells, out, result)
+    _show_result(arguments, cells, out, result)
     return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
 
 
@@ -149,28 +148,25 @@ def _checked_arms(arguments: argparse.Namespace) -> "list[Arm]":
     return arms_of(arguments.regime, arguments.variants, added, (*plugins, *arguments.overrides), arguments.steps)
 
 
-def _show_result(
-    arguments: argparse.Namespace, arms: "Sequence[Arm]", cells: "Sequence[GridCell]", out: Path, result: "GridResult"
-) -> None:
+def _show_result(arguments: argparse.Namespace, cells: "Sequence[GridCell]", out: Path, result: "GridResult") -> None:
     """Prints the table, or its JSON; writes results.json and the page if the grid is complete."""
     from rich.console import Console
 
-    from verl_ext.lab.summary import collect_runs
-    from verl_ext.lab.table import TerminalTable, findings_of, results_of, results_text, write_results
+    from verl_ext.lab.summary import collect_variants
+    from verl_ext.lab.table import TerminalTable, results_of, results_text, write_results
     from verl_ext.report.command import drawing, tell
 
-    variants, runs = collect_runs(arms, cells, out, result.failed)
+    variants = collect_variants(cells, out, result.failed)
     if not any(variant.runs for variant in variants):
         return
-    findings = findings_of(variants)
     seeds = list(dict.fromkeys(cell.seed for cell in cells))
     about = {"regime": arguments.regime, "steps": cells[0].steps, "seeds": seeds, "complete": not result.interrupted}
-    results = results_of(about, variants, findings)
+    results = results_of(about, variants)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     if arguments.json:
         print(results_text(results))
     else:
-        console.print(TerminalTable(variants, findings))
+        console.print(TerminalTable(variants))
     if result.interrupted:
         print("interrupted: the same command continues with the missing runs", file=sys.stderr)
         return
@@ -181,7 +177,7 @@ def _show_result(
         title = f"The lab: {arguments.regime}"
         about_runs = f"{len(variants)} variants, {len(seeds)} seeds, {cells[0].steps} steps each"
         with drawing(console) as progress:
-            written["page"] = write_lab_page(title, about_runs, variants, runs, findings, out, progress)
+            written["page"] = write_lab_page(title, about_runs, variants, out, progress)
     if not arguments.json:
         for name, file in written.items():
             tell(console, name, file)

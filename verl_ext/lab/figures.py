@@ -5,7 +5,7 @@ first run of the variant ended: after that they would cover only the remaining r
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import cycle, product
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 
 from verl_ext.diagnosis.series import Series
 from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD, Variant, ranked_variants
-from verl_ext.lab.table import legend, table_columns, table_rows
+from verl_ext.lab.table import findings_of, legend, table_columns, table_rows
 from verl_ext.report.figures.charts import (
     INK,
     LINE_COLOURS,
@@ -29,7 +29,7 @@ from verl_ext.report.figures.charts import (
 )
 from verl_ext.report.figures.overlay import DASHES
 from verl_ext.report.figures.panels import PANELS, Panel
-from verl_ext.report.page import write_page
+from verl_ext.report.page import Progress, write_page
 from verl_ext.report.run import Run
 
 POINTS = 60  # points of a line, each the mean of some steps
@@ -52,26 +52,20 @@ READINGS = {  # by the metric
     NORM: "Norm before clipping. A method with a far smaller norm than the others also learns more slowly: compare "
     "rewards with that in mind.",
 }
-LAB_PANELS = [panel for panel in PANELS if panel.metric in READINGS]
+LAB_PANELS = [
+    replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], compared="")
+    for panel in PANELS
+    if panel.metric in READINGS
+]
 
 
 def write_lab_page(
-    title: str,
-    about: str,
-    variants: Sequence[Variant],
-    runs: Runs,
-    findings: Sequence[str],
-    out: Path,
-    progress: Callable[[str], None] = lambda what: None,
+    title: str, about: str, variants: Sequence[Variant], out: Path, progress: Progress = lambda what: None
 ) -> Path:
-    """Writes `report.html`, `report.png` and the figures; `runs` has the variants' runs by name."""
-    order = [variant.name for variant in ranked_variants(variants)]
-    named = {name: runs[name] for name in order if runs.get(name)}
-    look = variant_styles(order)
-    panels = [
-        replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], compared="")
-        for panel in LAB_PANELS
-    ]
+    """Writes `report.html`, `report.png` and the figures."""
+    order = ranked_variants(variants)
+    named = {variant.name: list(variant.curves.values()) for variant in order if variant.curves}
+    look = variant_styles([variant.name for variant in order])
     context = {
         "title": title,
         "about": about,
@@ -80,10 +74,10 @@ def write_lab_page(
             "titles": [column.title for column in table_columns(variants)],
             "rows": [asdict(row) for row in table_rows(variants)],
             "legend": legend(variants),
-            "words": findings,
+            "words": findings_of(variants),
         },
     }
-    drawn = {panel: chart for panel in panels if (chart := seeds_chart(panel, named, look)) is not None}
+    drawn = {panel: chart for panel in LAB_PANELS if (chart := seeds_chart(panel, named, look)) is not None}
     return write_page(out, drawn, context, progress=progress)
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,12 +16,10 @@ from verl_ext.diagnosis.names import GRADIENT as NORM
 from verl_ext.diagnosis.names import K3, REWARD
 from verl_ext.diagnosis.noise import student_quantile
 from verl_ext.diagnosis.series import Series
+from verl_ext.diagnosis.statistics import level_means
 from verl_ext.lab.grid import METRICS, GridCell
 from verl_ext.report.load import read_run
 from verl_ext.report.run import ReportError, Run
-
-if TYPE_CHECKING:
-    from verl_ext.lab.arms import Arm
 
 EXACT, NONE = "exact", "none"  # variants: the rollout without a gap, and no method
 DROPPED = "correction/dropped"
@@ -114,12 +111,14 @@ class Variant:
     Attributes:
         runs: the finished runs, by seed.
         failed: the error in one line, by seed.
+        curves: the metrics of the finished runs, by seed; empty if only their numbers are kept.
     """
 
     name: str
     overrides: tuple[str, ...]
-    runs: Mapping[int, Summary]
-    failed: Mapping[int, str] = field(default_factory=dict)
+    runs: dict[int, Summary] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+    curves: dict[int, Run] = field(default_factory=dict)
 
     def by_seed(self, measure: str) -> dict[int, float]:
         """Returns the measure by seed, without the runs that do not have it."""
@@ -166,33 +165,28 @@ class Variant:
         return [seed for seed, run in self.runs.items() if run.false_alarm]
 
 
-def collect_runs(
-    arms: "Sequence[Arm]", cells: Sequence[GridCell], out: Path, failed: Mapping[GridCell, str]
-) -> tuple[list[Variant], dict[str, list[Run]]]:
-    """Returns the variants, and the runs of each by its name; neither includes an unfinished or failed run."""
-    runs: dict[str, dict[int, Run]] = {arm.name: {} for arm in arms}
-    summaries: dict[str, dict[int, Summary]] = {arm.name: {} for arm in arms}
-    errors: dict[str, dict[int, str]] = {arm.name: {} for arm in arms}
+def collect_variants(cells: Sequence[GridCell], out: Path, failed: Mapping[GridCell, str]) -> list[Variant]:
+    """Returns the variants of a grid with their finished runs; a run whose files cannot be used has failed."""
+    variants = {cell.arm: Variant(cell.arm.name, cell.arm.overrides) for cell in cells}
     for cell in cells:
-        name = cell.arm.name
+        variant = variants[cell.arm]
         if cell in failed:
-            errors[name][cell.seed] = failed[cell]
+            variant.failed[cell.seed] = failed[cell]
         elif cell.settings_done(out) == cell.settings:
             try:
                 run = read_run(cell.folder(out) / METRICS)
             except ReportError as error:
-                errors[name][cell.seed] = str(error)
+                variant.failed[cell.seed] = str(error)
                 continue
             summary = summarise(run, cell.steps)
             if summary.steps < cell.steps and summary.stopped is None:
-                errors[name][cell.seed] = (
+                variant.failed[cell.seed] = (
                     f"it ended at step {summary.steps} of {cell.steps}, but the guard did not stop it; "
                     f"remove {cell.folder(out)} to run it again"
                 )
             else:
-                runs[name][cell.seed], summaries[name][cell.seed] = run, summary
-    variants = [Variant(arm.name, arm.overrides, summaries[arm.name], errors[arm.name]) for arm in arms]
-    return variants, {name: list(each.values()) for name, each in runs.items()}
+                variant.runs[cell.seed], variant.curves[cell.seed] = summary, run
+    return list(variants.values())
 
 
 def summarise(run: Run, steps: int | None = None) -> Summary:
@@ -262,8 +256,7 @@ def levels(series: Series) -> Series | None:
     series = series.finite()
     if len(series.steps) < LEVEL_STEPS:
         return None
-    means = np.lib.stride_tricks.sliding_window_view(series.values, LEVEL_STEPS).mean(axis=1)
-    return Series(series.steps[LEVEL_STEPS - 1 :], means)
+    return Series(series.steps[LEVEL_STEPS - 1 :], level_means(series.values, LEVEL_STEPS))
 
 
 def fall(level: Series) -> tuple[int, int] | tuple[None, None]:

@@ -131,8 +131,8 @@ def findings_of(variants: Sequence[Variant]) -> list[str]:
     ]
 
 
-def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: Sequence[str]) -> dict[str, Any]:
-    """Returns the contents of the table and the runs of every seed, for JSON; `about` comes first.
+def results_of(about: Mapping[str, Any], variants: Sequence[Variant]) -> dict[str, Any]:
+    """Returns the contents of the table, the findings and the runs of every seed, for JSON; `about` comes first.
 
     A mean over seeds is {mean, low, high, seeds}, without low and high if there is one seed; null means not logged. A
     run that the guard stopped early is under `ended_early`; `collapsed` covers the runs whose outcome is known.
@@ -143,7 +143,7 @@ def results_of(about: Mapping[str, Any], variants: Sequence[Variant], findings: 
         **about,
         "version": __version__,
         "rule": {"window": LEVEL_STEPS, "collapsed_below": COLLAPSED_SHARE, "intervals": COVERAGE},
-        "findings": list(findings),
+        "findings": findings_of(variants),
         "variants": [
             {
                 "name": variant.name,
@@ -178,7 +178,6 @@ class TerminalTable:
     """The table and the findings under it, for a terminal of 80 columns or more; in ASCII if it has no UTF-8."""
 
     variants: Sequence[Variant]
-    findings: Sequence[str]
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         from rich import box
@@ -200,7 +199,7 @@ class TerminalTable:
         yield drawn
         yield ""
         yield indented(legend(self.variants), options, "dim")
-        for finding in self.findings:
+        for finding in findings_of(self.variants):
             yield indented(finding, options)
 
 

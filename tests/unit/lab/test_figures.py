@@ -13,7 +13,6 @@ from tests.unit.lab.standin import curves
 from tests.unit.report.made_runs import NAN, make
 from verl_ext.lab.figures import LAB_PANELS, seed_spread, seeds_chart, variant_styles, write_lab_page
 from verl_ext.lab.summary import Variant, summarise
-from verl_ext.lab.table import findings_of
 from verl_ext.report.page import OVERVIEW, PAGE, spec_of
 
 PANEL = {panel.key: panel for panel in LAB_PANELS}
@@ -107,10 +106,15 @@ def test_variants_beyond_the_colours_are_told_apart_by_dashes_in_the_legend_too(
 def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("lab")
     variants = [
-        Variant(name, (f"stability={name}",), {seed: summarise(run) for seed, run in enumerate(runs)})
+        Variant(
+            name,
+            (f"stability={name}",),
+            {seed: summarise(run) for seed, run in enumerate(runs)},
+            curves=dict(enumerate(runs)),
+        )
         for name, runs in RUNS.items()
     ]
-    write_lab_page("The lab: stale", "5 variants", variants, RUNS, findings_of(variants), out)
+    write_lab_page("The lab: stale", "5 variants", variants, out)
     return out
 
 
