@@ -116,7 +116,9 @@ class LabEngine:
             term = centering(scores.reading, top, weights_of(self.use.corrections), truncated=self.use.truncated)
             output[CENTERING] = pack(term.view_as(scores.log_probs), prompts.shape[1])
         if names.SHIFT_EXPERTS in data.keys():  # noqa: SIM118
-            data[names.DEVIATION] = _deviation(data, scores.routing)
+            before, now = data[names.SHIFT_SCORES], scores.routing.scores_of(data[names.SHIFT_EXPERTS])
+            deviation = router_deviation(before.flatten(0, 2), now.flatten(0, 2))
+            data[names.DEVIATION] = deviation.view(before.shape[:3]).mean(-1)  # over the layers (RSPO)
         tokens = int(data[names.RESPONSE_MASK].sum())
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(data))
         loss, metrics = loss_function(model_output=output, data=data)
@@ -233,19 +235,3 @@ def score(
         return Scores(reading.l_own.view_as(responses), entropy, routing, reading)
     own = all_log_probs.gather(-1, responses.unsqueeze(-1)).squeeze(-1)
     return Scores(own, entropy, routing, reading if top is not None else None)
-
-
-def chosen_scores(logits: Tensor, experts: Tensor) -> Tensor:
-    """Returns [..., K] log-probabilities that a router with logits [..., E] gives to its experts [..., K]."""
-    return logits.log_softmax(-1).gather(-1, experts)
-
-
-def _deviation(data: TensorDict, now: Routing) -> Tensor:
-    """Returns [B, T], the routers' deviation on the experts that they chose, as a mean over layers (RSPO)."""
-    experts, before = data[names.SHIFT_EXPERTS], data[names.SHIFT_SCORES]
-    B, T = experts.shape[:2]
-    by_layer = []
-    for layer, logits in enumerate(now.logits):
-        current = chosen_scores(logits.detach()[:, -T:], experts[:, :, layer])
-        by_layer.append(router_deviation(before[:, :, layer].flatten(0, 1), current.flatten(0, 1)))
-    return torch.stack(by_layer).mean(0).view(B, T)

@@ -30,7 +30,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.table import loss_settings
 from verl_ext.features.verl_config import replay_mode
-from verl_ext.lab.engine import LabEngine, Scores, chosen_scores, equal_rows, score, split
+from verl_ext.lab.engine import LabEngine, Scores, equal_rows, score, split
 from verl_ext.lab.model import ModelSettings, Samples
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.top_tokens import TopTokenUse
@@ -167,10 +167,8 @@ class Learner:
         if self._replay_mode == "R3":
             tensors[names.ROLLOUT_ROUTES] = sampled.experts
         if self._reads_deviation:
-            layers = [*zip(old.routing.logits, old.routing.experts, strict=True)]
-            tensors[names.SHIFT_EXPERTS] = torch.stack([experts[:, -T:] for _, experts in layers], 2)
-            found = [chosen_scores(logits.detach()[:, -T:], experts[:, -T:]) for logits, experts in layers]
-            tensors[names.SHIFT_SCORES] = torch.stack(found, 2)
+            tensors[names.SHIFT_EXPERTS] = old.routing.stacked()[:, -T:]
+            tensors[names.SHIFT_SCORES] = old.routing.scores_of(tensors[names.SHIFT_EXPERTS])
         if sampled.top_tokens is not None:
             rows = (len(batch.keys), T, -1)
             tensors[names.TOP_TOKEN_IDS] = sampled.top_tokens.ids.view(rows)
