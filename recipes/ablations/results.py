@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.lab.summary import EXACT, Summary, Variant, summarise
-from verl_ext.lab.table import RESULTS, results_of, results_text, step_range
+from verl_ext.lab.table import RESULTS, results_of, results_text
 from verl_ext.report.load import read_run
+from verl_ext.report.terminal import step_range
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "lab.md"

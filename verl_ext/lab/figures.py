@@ -23,6 +23,7 @@ from verl_ext.report.figures.charts import (
     Line,
     chart_data,
     chart_rows,
+    drawable,
     interval_means,
     line_chart,
     step_edges,
@@ -109,7 +110,7 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
         lines.append(Line(name, drawn, colour, dash, dots=False))
         if len(each) > 1:
             bands.append(_band(curves[0].steps, low, high, colour))
-            thin += [_thin(curve.finite(), colour, log=panel.log) for curve in curves]
+            thin += [_thin(drawable(curve, panel.log), colour) for curve in curves]
     if not lines:
         return None
     under = [*bands, *(thin if len(thin) <= MOST_THIN else [])]
@@ -144,7 +145,5 @@ def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> 
     return alt.Chart(chart_data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
 
 
-def _thin(curve: Series, colour: str, *, log: bool) -> alt.Chart:
-    keep = curve.values > 0 if log else np.full(len(curve.values), True)
-    shown = Series(curve.steps[keep], curve.values[keep])
-    return alt.Chart(chart_data(chart_rows(shown))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)
+def _thin(curve: Series, colour: str) -> alt.Chart:
+    return alt.Chart(chart_data(chart_rows(curve))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)

@@ -131,11 +131,12 @@ class Variant:
             return None
         return interval(list(self.by_seed(measure).values()))
 
-    def difference_to(self, other: "Variant", measure: str = "final") -> Interval | None:
-        """Returns this minus the other, on the seeds that both have; None if the guard stopped runs of either early."""
-        if self.stopped or other.stopped:
+    def difference_to(self, other: "Variant | None") -> Interval | None:
+        """Returns this final reward minus the other's, on the seeds that both have. None if the guard stopped runs of
+        either early, if there is no other, or if it is this one."""
+        if other is None or other is self or self.stopped or other.stopped:
             return None
-        ours, theirs = self.by_seed(measure), other.by_seed(measure)
+        ours, theirs = self.by_seed("final"), other.by_seed("final")
         return interval([value - theirs[seed] for seed, value in ours.items() if seed in theirs])
 
     @property

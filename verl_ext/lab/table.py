@@ -4,9 +4,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
 
 from verl_ext import __version__
 from verl_ext.lab.summary import (
@@ -24,10 +28,7 @@ from verl_ext.lab.summary import (
     variant_named,
 )
 from verl_ext.report.files import written_whole
-from verl_ext.report.terminal import encodable, indented, wrap_name
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+from verl_ext.report.terminal import encodable, indented, step_range, wrap_name
 
 RESULTS = "results.json"
 NAME, DIFFERENCE = 14, 12  # widths of columns; all columns of a narrow terminal, one blank between them, take 80
@@ -118,7 +119,7 @@ def findings_of(variants: Sequence[Variant]) -> list[str]:
     others = [variant for variant in order if variant.name not in (EXACT, NONE)]
     return [
         *_damage(exact, none),
-        *(_ranking(others, none) if none is not None else ()),
+        *_ranking(others, none),
         *_collapses(order),
         *_guard_endings(order),
         *_warnings(order),
@@ -153,8 +154,8 @@ def results_of(about: Mapping[str, Any], variants: Sequence[Variant]) -> dict[st
                 | {"reward_then": _interval_json(variant.reward_then)},
                 "false_alarms": variant.false_alarms,
                 "means": {measure: _interval_json(variant.mean(measure)) for measure in MEASURES},
-                f"final_against_{NONE}": _difference_json(variant, none),
-                f"final_against_{EXACT}": _difference_json(variant, exact),
+                f"final_against_{NONE}": _interval_json(variant.difference_to(none)),
+                f"final_against_{EXACT}": _interval_json(variant.difference_to(exact)),
                 "runs": {str(seed): asdict(run) for seed, run in variant.runs.items()},
                 "failed": {str(seed): error for seed, error in variant.failed.items()},
             }
@@ -179,11 +180,7 @@ class TerminalTable:
 
     variants: Sequence[Variant]
 
-    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         known = table_columns(self.variants)
         wide = options.max_width >= NAME + sum(column.width + 1 for column in known)
         drawn = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
@@ -203,12 +200,6 @@ class TerminalTable:
             yield indented(finding, options)
 
 
-def step_range(steps: Collection[int]) -> str:
-    """Returns the first step and the last, in words."""
-    first, last = min(steps), max(steps)
-    return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
 def _label(variant: Variant) -> str:
     mark = f"{NONE}, baseline" if variant.name == NONE else variant.name
     return f"{mark}; {len(variant.failed)} failed" if variant.failed else mark
@@ -216,7 +207,7 @@ def _label(variant: Variant) -> str:
 
 def _against_cell(other: Variant) -> Callable[[Variant], Entry]:
     def say(variant: Variant) -> Entry:
-        if other is variant or (change := variant.difference_to(other)) is None:
+        if (change := variant.difference_to(other)) is None:
             return Entry("-")
         verdict = ("better" if change.mean > 0 else "worse") if change.sure else ""
         return Entry(change.text(SIGNED) + ("*" if verdict else ""), verdict)
@@ -258,7 +249,7 @@ def _warning_cell(variant: Variant) -> str:
 
 def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
     """Yields a line on the reward that the gap costs, which a method could win back."""
-    if exact is None or none is None or (cost := exact.difference_to(none)) is None:
+    if exact is None or (cost := exact.difference_to(none)) is None:
         return
     if cost.sure and cost.mean > 0:
         yield f"The gap costs {cost.text()} of the final reward: {NONE} against {EXACT}."
@@ -267,7 +258,7 @@ def _damage(exact: Variant | None, none: Variant | None) -> Iterator[str]:
         yield f"{EXACT} does not end above {NONE} by more than the noise ({change}): there is nothing to win back here."
 
 
-def _ranking(others: Sequence[Variant], none: Variant) -> Iterator[str]:
+def _ranking(others: Sequence[Variant], none: Variant | None) -> Iterator[str]:
     found = [(variant.name, change) for variant in others if (change := variant.difference_to(none)) is not None]
     sure = [each for each in found if each[1].sure]
     kinds = {
@@ -343,10 +334,6 @@ def _caveats(variants: Sequence[Variant]) -> Iterator[str]:
 def _outcome_json(at: Mapping[int, int], of: int) -> dict[str, Any]:
     """Returns the share of the runs, and the steps by seed."""
     return {"share": len(at) / of if of else None, "of": of, "at": {str(seed): step for seed, step in at.items()}}
-
-
-def _difference_json(variant: Variant, other: Variant | None) -> dict[str, float] | None:
-    return None if other is None or other is variant else _interval_json(variant.difference_to(other))
 
 
 def _interval_json(found: Interval | None) -> dict[str, float] | None:

@@ -41,7 +41,7 @@ from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.guard_facts import DECIDED, sentence_of
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
-from verl_ext.report.terminal import not_finite
+from verl_ext.report.terminal import not_finite, step_range
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
@@ -67,11 +67,10 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
         trajectories: the page of trajectories to link to, relative to this page.
         options: options of `write_page`.
     """
-    steps = f"step {run.steps[0]}" if len(run.steps) == 1 else f"steps {run.steps[0]} to {run.steps[-1]}"
     files = ", ".join(file.name for file in run.sources)
     context = {
         "title": run.name,
-        "about": f"{steps}, {len(run.metrics)} metrics" + (f" from {files}" if files else ""),
+        "about": f"{step_range(run.steps)}, {len(run.metrics)} metrics" + (f" from {files}" if files else ""),
         "verdict": verdict,
         "reasons": reasons,
         "facts_heading": FACTS_HEADING,

@@ -156,6 +156,12 @@ def sparkline(series: Series, span: tuple[int, int], unit: Unit, cells: int = SP
     return "".join(" " if np.isnan(at) else blocks[min(int(at * len(blocks)), len(blocks) - 1)] for at in share)
 
 
+def step_range(steps: Collection[int]) -> str:
+    """Returns the first step and the last, in words."""
+    first, last = min(steps), max(steps)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
 def wrap_name(name: str, width: int) -> str:
     """Breaks a name into lines of at most `width`, after `/`, `_`, `-` or a space if there is one."""
     lines = []

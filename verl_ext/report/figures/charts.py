@@ -132,7 +132,7 @@ def line_chart(
         return None
     positive = np.concatenate([line.series.values[line.series.values > 0] for line in lines]) if log else np.empty(0)
     grid = log_grid(positive) if positive.size else None
-    shown = [replace(line, series=_drawable(line.series, grid is not None)) for line in lines]
+    shown = [replace(line, series=drawable(line.series, grid is not None)) for line in lines]
     x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero)
     two_columns = {"columns": 2} if len(lines) > 2 and sum(len(line.label) for line in lines) > LEGEND_LETTERS else {}
     legend = alt.Legend(symbolType="stroke", **two_columns) if len(lines) > 1 or lines[0].label else None
@@ -259,8 +259,11 @@ def step_edges(steps: np.ndarray, most: int) -> np.ndarray:
     return np.append(np.arange(first, last + 1, width), last + 1)
 
 
-def _drawable(series: Series, log: bool) -> Series:
-    keep = series.values > 0 if log else np.isfinite(series.values)
+def drawable(series: Series, log: bool) -> Series:
+    """Returns the readings that an axis can show: finite ones, above 0 on a logarithmic axis."""
+    keep = np.isfinite(series.values)
+    if log:
+        keep &= series.values > 0
     return Series(series.steps[keep], series.values[keep])
 
 
