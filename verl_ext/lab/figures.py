@@ -6,7 +6,7 @@ first run of the variant ended: after that they would cover only the remaining r
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def write_lab_page(
         "notes": [f"{name}: {note}" for name, each in named.items() for run in each for note in run.notes],
         "variants": {
             "titles": [column.title for column in table_columns(variants)],
-            "rows": [asdict(row) for row in table_rows(variants)],
+            "rows": table_rows(variants),
             "legend": legend(variants),
             "words": findings_of(variants),
         },

@@ -106,7 +106,7 @@ class Learner:
         features: RunFeatures,
         model: ModelSettings,
         weights: Mapping[str, Tensor],
-        knows_kept: bool = False,
+        knows_kept: bool,
     ):
         config = features.config
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)

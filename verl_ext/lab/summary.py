@@ -205,7 +205,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
     asked_to_end = any(event.action == "stop" and event.step >= end for event in run.events)
     stopped = end if asked_to_end and end != steps else None
     last = None if level is None else float(level.values[-1])
-    skipped, rollbacks = (run.get(name) for name in (SKIPPED, ROLLBACKS))
+    rollbacks = run.get(ROLLBACKS)
     return Summary(
         steps=end,
         peak=None if level is None else float(level.values.max()),
@@ -221,7 +221,7 @@ def summarise(run: Run, steps: int | None = None) -> Summary:
         grad_norm_max=_statistic(run.get(NORM), np.max),
         warned=warned,
         warning=None if fell is None or warned is None else fell - warned,
-        skipped=None if skipped is None else float(skipped.values.sum()),
+        skipped=_statistic(run.get(SKIPPED), np.sum),
         rollbacks=None if rollbacks is None else int(rollbacks.values.max()),
     )
 
