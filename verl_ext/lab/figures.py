@@ -101,15 +101,14 @@ def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.Layer
     for name, each in found.items():
         colour, dash = look[name]
         curves = [_curve(series, edges) for series in each]
-        found_there = seed_spread(np.stack([curve.values for curve in curves]), log=panel.log)
+        spread = seed_spread(np.stack([curve.values for curve in curves]), log=panel.log)
         all_run = edges[:-1] <= min(run.steps[-1] for run in runs[name])
-        middle, low, high = (np.where(all_run, values, np.nan) for values in found_there)
-        drawn = Series(curves[0].steps, middle).finite()
-        if not drawn.steps.size:  # a logarithmic axis cannot show zeros
+        middle, low, high = (Series(curves[0].steps[all_run], values[all_run]).finite() for values in spread)
+        if not middle.steps.size:  # a logarithmic axis cannot show zeros
             continue
-        lines.append(Line(name, drawn, colour, dash, dots=False))
+        lines.append(Line(name, middle, colour, dash, dots=False))
         if len(each) > 1:
-            bands.append(_band(curves[0].steps, low, high, colour))
+            bands.append(_band(low, high, colour))
             thin += [_thin(drawable(curve, panel.log), colour) for curve in curves]
     if not lines:
         return None
@@ -136,12 +135,8 @@ def _curve(series: Series, edges: np.ndarray) -> Series:
     return Series((edges[:-1] + edges[1:] - 1) // 2, interval_means(series, edges))
 
 
-def _band(steps: np.ndarray, low: np.ndarray, high: np.ndarray, colour: str) -> alt.Chart:
-    inside = np.isfinite(low)
-    ends = [
-        {**row, "high": float(f"{top:.6g}")}
-        for row, top in zip(chart_rows(Series(steps[inside], low[inside])), high[inside], strict=True)
-    ]
+def _band(low: Series, high: Series, colour: str) -> alt.Chart:
+    ends = [row | {"high": top["value"]} for row, top in zip(chart_rows(low), chart_rows(high), strict=True)]
     return alt.Chart(chart_data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
 
 
