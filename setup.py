@@ -1,4 +1,5 @@
-"""Packaging. `pip install .` installs the plugin; `tools/setup_cpu.sh` sets up the CPU stack as well."""
+"""Packaging. `pip install .` installs what reads logs and checks launches. In an environment that has verl, it adds the
+plugin; `tools/setup_cpu.sh` sets up the CPU stack as well."""
 
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ GPU = {
     "gpu-sglang": ["verl[fsdp,sglang]==0.9.1"],
 }
 DEV = ["hypothesis", "mkdocs-material", "mypy", "playwright", "pre-commit", "pytest", "pytest-timeout", "pytest-xdist"]
-REPORT = ["altair>=6", "jinja2>=3", "pillow>=10.1", "scipy>=1.15", "tensorboard", "vl-convert-python>=1.9"]
+DEV += ["ruff", "tensorboard", "twine"]
 
 setup(
     name="verl-ext",
@@ -46,15 +47,22 @@ setup(
         "verl_ext.diagnosis.causes": ["*.toml"],
         "verl_ext.report": ["templates/*"],
     },
+    # Without verl and torch: neither is needed to read logs, and an environment that trains has its own.
     install_requires=[
-        "verl==0.9.1",
+        "altair>=6",
         "hydra-core>=1.3.2",
+        "jinja2>=3",
+        "numpy",
         "omegaconf>=2.3.0",
         "orjson",
+        "packaging",
+        "pillow>=10.1",
         "rich>=13",
+        "scipy>=1.15",
         'tomli; python_version < "3.11"',
         "tree-sitter>=0.23",
         "tree-sitter-bash>=0.23",
+        "vl-convert-python>=1.9",
         "wrapt>=1.16",
     ],
     extras_require={
@@ -62,8 +70,7 @@ setup(
         "cpu": ["torch==2.13.0", *(line for line in CPU if line and not line.startswith("#"))],
         **GPU,
         "gpu": GPU["gpu-fsdp"],
-        "report": REPORT,
-        "dev": [*REPORT, *DEV, "ruff", "twine"],
+        "dev": DEV,
     },
     entry_points={
         "console_scripts": ["verl-ext = verl_ext.cli:main"],

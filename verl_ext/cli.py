@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from verl_ext import __version__
 from verl_ext.base.arguments import CLOSED, INTERRUPTED, similar_names
-from verl_ext.base.errors import UserError, print_error
+from verl_ext.base.errors import UserError, missing_package, print_error
 
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's error
 
@@ -100,11 +100,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _as_user_error(error: Exception) -> Exception:
-    if not isinstance(error, ModuleNotFoundError):
-        return error
-    from verl_ext.report.command import missing_package
-
-    return UserError(missing_package(error))
+    return UserError(missing_package(error)) if isinstance(error, ModuleNotFoundError) else error
 
 
 def _discard_output() -> None:

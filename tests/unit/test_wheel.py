@@ -1,15 +1,18 @@
 """A wheel built from the files that git tracks: its contents, its metadata, and a run of it in an empty environment."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests import ROOT
 from verl_ext import __version__
@@ -63,14 +66,57 @@ def test_its_metadata_is_what_an_index_accepts(wheel):
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, cwd=wheel.parent)
 
 
+def install(wheel, folder):
+    """Returns the Python and the packages' folder of a new environment that has the wheel and nothing else."""
+    venv.create(folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    (purelib,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=folder)
+    return python, purelib
+
+
+def required(names, found):
+    """Returns the distributions that these need, with what they need in turn."""
+    for name in names:
+        if name in found:
+            continue
+        found[name] = metadata.distribution(name)
+        lines = map(Requirement, found[name].requires or ())
+        required([one.name for one in lines if one.marker is None or one.marker.evaluate({"extra": ""})], found)
+    return found
+
+
+def test_with_its_requirements_alone_it_reads_logs_and_checks_launches(wheel, tmp_path):
+    """The environment has the packages that the wheel asks for, and the files of verl without what verl needs."""
+    _, purelib = install(wheel, tmp_path)
+    lines = map(Requirement, metadata.requires("verl-ext"))
+    wanted = [one.name for one in lines if one.marker is None or one.marker.evaluate({"extra": ""})]
+    distributions = required(wanted, {}) | {"verl": metadata.distribution("verl")}
+    for distribution in distributions.values():
+        for name in {Path(file).parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            if not (purelib / name).exists():
+                (purelib / name).symlink_to(distribution.locate_file(name))
+    assert not {"torch", "ray", "transformers"} & {path.name for path in purelib.iterdir()}
+
+    command = purelib.parents[2] / "bin" / "verl-ext"
+    log = tmp_path / "run.jsonl"
+    rows = [{"step": step, "data": {"critic/rewards/mean": 0.1 * step, "vllm_kl/k3": 1e-4}} for step in range(1, 9)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "The reward rose" in run(command, "report", log, cwd=tmp_path)
+    assert (tmp_path / "report" / "report.html").stat().st_size
+    run(command, "compare", log, log, "--no-page", cwd=tmp_path)
+    launch = ("recipe=qwen3_30b_a3b", "stability=moe", "assets=/shared", "--gpu", "H100")
+    rows = json.loads(run(command, "doctor", *launch, "--json", cwd=tmp_path))
+    assert "error" not in {row["level"] for row in rows}
+    assert {"verl's validation", "hooks", "sizes"} <= {row["check"] for row in rows}
+    run(command, "plan", *launch, cwd=tmp_path)
+    lab = subprocess.run([command, "lab", "exact"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert lab.returncode == 2 and "torch is not installed" in lab.stderr
+
+
 def test_installed_into_an_empty_environment_it_trains_in_the_lab(wheel, tmp_path):
     """The packages that it needs are those of this environment, whose own installation of the plugin is not seen."""
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    (purelib,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    run(
-        sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=tmp_path
-    )
+    python, purelib = install(wheel, tmp_path)
     (purelib / "borrowed.pth").write_text("\n".join(path for path in sys.path if Path(path).name == "site-packages"))
 
     place = run(python, "-c", "import verl_ext; print(verl_ext.__version__, verl_ext.__file__)", cwd=tmp_path)

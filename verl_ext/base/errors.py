@@ -19,6 +19,15 @@ REMEDIES = {
     errno.EDQUOT: "free some space, or name another place",
 }
 
+# Modules that an environment may lack -> how to get them. `pip install --no-deps` leaves out the first, which are
+# requirements.
+DRAWING = dict.fromkeys(
+    ("altair", "vl_convert", "jinja2", "PIL", "scipy"), "pip install altair vl-convert-python jinja2 pillow scipy"
+)
+TRAINING = dict.fromkeys(
+    ("torch", "tensordict", "ray", "transformers", "verl"), "docs/install.md, or on CPU cores tools/setup_cpu.sh"
+)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -169,3 +178,11 @@ def print_error(command: str, error: Exception) -> int:
 def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{setting}={value} is not known; choose one of: {', '.join(choices)}")
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """Returns how to get the package that a command needs. Raises the error again for any other module."""
+    name = (error.name or "").partition(".")[0]
+    if (remedy := {**DRAWING, **TRAINING}.get(name)) is None:
+        raise error
+    return f"{name} is not installed, and this needs it: {remedy}"

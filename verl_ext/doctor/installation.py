@@ -39,6 +39,12 @@ def packages(context: Context) -> Iterable[Problem]:
     Source: setup.py and requirements/cpu.in of this repository; for flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
+    if context.config is not None and "torch" not in context.versions:  # made for reading logs and checking launches
+        yield note(
+            "nothing can train in this environment: torch is not installed",
+            f"the launch was checked against verl {context.versions['verl']}; on its nodes, check the packages too",
+        )
+        return
     level = {"python": error, "verl": error}  # our hooks are in verl's internals
     if context.config is not None and not context.elsewhere:
         level |= dict.fromkeys(unsupported(context.config, context.versions.get), error)

@@ -190,13 +190,13 @@ def sends_adapter(config: DictConfig, engine: str = "vllm") -> bool:
 
 def json_of_model(path: str, name: str) -> dict[str, Any]:
     """Returns a JSON file of a model folder, or of a model in Hugging Face's cache; {} if there is none."""
-    from huggingface_hub import try_to_load_from_cache
-
     file: Any = Path(os.path.expanduser(path), name)
     if not file.parent.is_dir():
         try:
+            from huggingface_hub import try_to_load_from_cache
+
             file = try_to_load_from_cache(path, name)
-        except ValueError:  # not a model's name
+        except (ImportError, ValueError):  # no cache; not a model's name
             return {}
     if not isinstance(file, str | Path):
         return {}

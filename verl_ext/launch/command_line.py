@@ -33,6 +33,7 @@ MOST_SAID = 2000  # characters of an error; OmegaConf can print a key in 1,000 b
 REFUSED = re.compile("Could not (?:override|append to config|delete from config)")  # Hydra's, on one override
 MEGATRON_SIZE = f"{ACTOR}.megatron.tensor_model_parallel_size"
 NO_MEGATRON = "the config has no settings of Megatron"
+NO_VERL = "`pip install --no-deps verl==0.9.1` is enough to check and to plan launches"
 # Hydra's errors: a config group without the file, and others with what to do about them.
 NO_FILE = re.compile(r"In '\w+': Could not find '(\w+)/(\S+)' Available options in '\w+': (.+)")
 REMEDIES = {
@@ -205,7 +206,8 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
 
         from verl_ext.launch import compose as ours
     except ImportError as error:
-        return Composed(None, (Problem(f"the run's config cannot be composed here: {error}"),))
+        why = NO_VERL if error.name == "verl" else ""
+        return Composed(None, (Problem(f"the run's config cannot be composed here: {error}", why),))
     try:
         folder, name = ours.VERL_CONFIGS, ours.PRIMARY
         overrides, flags = ours.split_flags(ours.prepare(arguments))

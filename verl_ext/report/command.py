@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from verl_ext.report.verdict import RunVerdict
 
 WATCH_SECONDS = 15  # seconds between two reads of a running run
-DRAWING = ("altair", "vl_convert", "jinja2", "PIL")  # modules that only figures and pages need
-LIBRARIES = "altair vl-convert-python jinja2 pillow"  # the packages that provide them
-STATISTICS = "scipy"  # needed by `compare` and by the lab
 MOST_COMPARED = 6  # runs: the table has room for these, the figures have colours for them
 
 RUN_HELP = (
@@ -260,13 +257,6 @@ def run_compare(arguments: argparse.Namespace) -> int:
             )
         tell(console, "page", page)
     return 0
-
-
-def missing_package(error: ModuleNotFoundError) -> str:
-    """Returns what to install. Raises the error again if its module is not one of the report's own."""
-    if error.name not in (*DRAWING, STATISTICS):
-        raise error
-    return f"{error.name} is missing: pip install {STATISTICS if error.name == STATISTICS else LIBRARIES}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ext.report.command import missing_package
+from verl_ext.base.errors import missing_package
 from verl_ext.report.load import read_run
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.terminal import Dashboard
@@ -216,7 +216,7 @@ def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
 
 @contextmanager
 def _extra_packages() -> Iterator[None]:
-    """Turns the error for a missing package of the `report` extra into one line."""
+    """Turns the error for a missing package into one line."""
     try:
         yield
     except ModuleNotFoundError as error:

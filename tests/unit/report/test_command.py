@@ -13,6 +13,7 @@ from tests.support.examples import slow_cases
 from tests.support.signals import heeds_ctrl_c
 from tests.unit.report.made_runs import full, make, write
 from tests.unit.report.made_trajectories import dump, line
+from verl_ext.base import errors
 from verl_ext.cli import main
 from verl_ext.report.figures.panels import PANELS
 
@@ -105,9 +106,9 @@ def test_two_runs_of_one_file_are_compared_by_their_numbers(file, capsys):
 
 def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "verl_ext.report.folder", None)  # an import of it fails
-    monkeypatch.setattr("verl_ext.report.command.DRAWING", ("verl_ext.report.folder",))
+    monkeypatch.setitem(errors.DRAWING, "verl_ext", "pip install what is missing")
     assert main(["report", str(file)]) == 2
-    assert one_line(capsys).endswith("is missing: pip install altair vl-convert-python jinja2 pillow\n")
+    assert one_line(capsys).endswith("verl_ext is not installed, and this needs it: pip install what is missing\n")
 
 
 def test_compare_needs_two_runs_and_takes_six(file, capsys):
