@@ -66,9 +66,12 @@ class Columns:
             (at, name.strip(DECORATION)) for at, name in enumerate(header) if at != self.step and name.strip()
         ]
 
-    def step_of(self, cells: Sequence[str]) -> int | None:
-        if self.step is None or len(cells) != self.width:
+    def step_of(self, cells: Sequence[str], count: int | None = None) -> int | None:
+        """Returns the step of a row; `count` if no column has it, None if the row has another number of cells."""
+        if len(cells) != self.width:
             return None
+        if self.step is None:
+            return count
         cell = STEP_WORD.sub("", cells[self.step].strip(DECORATION))
         return whole_step(cell if (number := cell_number(cell)) is None else number)
 
@@ -152,7 +155,7 @@ def _json_tables(read: Any, depth: int = 0) -> Iterator[Iterable[Row]]:
             columns = Columns([*lists])
             for at, cells in enumerate(zip_longest(*lists.values()), start=1):
                 texts = ["" if cell is None else str(cell) for cell in cells]
-                yield [((at if columns.step is None else columns.step_of(texts)), columns.values(texts))]
+                yield [(columns.step_of(texts, at), columns.values(texts))]
         inner = {name: each for name, each in read.items() if isinstance(each, dict) and each}
         if inner and _are_steps(inner):
             yield ((whole_step(at), numbers_of(each)) for at, each in inner.items())

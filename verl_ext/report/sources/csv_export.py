@@ -67,7 +67,7 @@ class CsvSource:
             for number, row in enumerate(rows, start=2):
                 if separator == ";":  # where it is used, decimals have a comma
                     row = [cell.replace(",", ".") for cell in row]
-                step = columns.step_of(row) if columns.step is not None or len(row) != len(header) else number - 1
+                step = columns.step_of(row, number - 1)
                 if step is not None and run_column >= 0:
                     held.append((step, row))
                 elif step is not None:

@@ -19,14 +19,14 @@ import math
 import os
 import re
 import sqlite3
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from urllib.parse import quote
 
-from verl_ext.report.files import fingerprint, is_regular, open_regular
+from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.store import Process, StoreSource
@@ -68,10 +68,8 @@ class MlflowFolder:
         found = [*self._path.iterdir(), *self._path.glob("*/*")]
         return sorted(folder for folder in found if is_run(folder))
 
-    def state(self) -> Hashable:
-        return fingerprint(
-            file for run in self._runs() for file in (run / META, *(file for _, file in _metric_files(run)))
-        )
+    def files(self) -> Iterable[Path]:
+        return (file for run in self._runs() for file in (run / META, *(file for _, file in _metric_files(run))))
 
     def processes(self) -> list[Process]:
         found = [(run, _meta(run / META)) for run in self._runs()]
@@ -106,9 +104,9 @@ class MlflowDatabase:
     def __init__(self, path: Path):
         self._path = path
 
-    def state(self) -> Hashable:
+    def files(self) -> Iterable[Path]:
         journal = self._path.with_name(f"{self._path.name}-wal")
-        return fingerprint(file for file in (self._path, journal) if file.exists())
+        return (file for file in (self._path, journal) if file.exists())
 
     def processes(self) -> list[Process]:
         with self._rows() as rows:

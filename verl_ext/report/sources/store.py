@@ -4,12 +4,13 @@ The log of one process is a unit of table.py. A process that begins at a later s
 run of its name (verl was resumed); any other begins a run.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from verl_ext.base.printable import printable
+from verl_ext.report.files import fingerprint
 from verl_ext.report.run import ReportError
 from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun, chosen_run
 
@@ -39,8 +40,8 @@ class Process:
 
 
 class Store(Protocol):
-    def state(self) -> Hashable:
-        """Returns a value that changes when anything was written to it."""
+    def files(self) -> Iterable[Path]:
+        """Returns the files that change when anything is written to it."""
 
     def processes(self) -> list[Process]: ...
 
@@ -56,15 +57,15 @@ class StoreSource:
         self._what = "folder" if path.is_dir() else "file"
         self._empty = f"no step in this {self._what}; has the run finished its first step?"
         self._which = which
-        self._state: Hashable = None
+        self._seen: tuple[object, ...] | None = None
         self._notes: tuple[str, ...] = ()
 
     def refresh(self) -> bool:
         """Reads everything again if anything has changed."""
-        state = self._store.state()
-        if state == self._state:
+        seen = fingerprint(self._store.files())
+        if seen == self._seen:
             return False
-        self._state = None  # stays so when there is an error
+        self._seen = None  # stays so when there is an error
         runs = runs_of(self._store.processes())
         if not runs:
             raise ReportError(self._empty)
@@ -77,7 +78,7 @@ class StoreSource:
             self._table.begin_unit()
             notes += process.add_to(self._table)
         self._notes = tuple(notes)
-        self._state = state
+        self._seen = seen
         return True
 
     def _others(self, runs: list[list[Process]]) -> str:

@@ -9,13 +9,13 @@ no longer has a reader in Python.
 import math
 import struct
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from verl_ext.report.files import fingerprint, is_regular, open_regular
+from verl_ext.report.files import is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.store import Process, StoreSource
@@ -45,9 +45,6 @@ class WandbFolder:
         found = [*self._path.glob(f"*{ENDING}")] or [*self._path.glob(f"*/*{ENDING}")]
         latest = {file for file in found if file.parent != self._path and file.parent.is_symlink()}  # latest-run
         return sorted(file for file in found if file not in latest and is_regular(file))
-
-    def state(self) -> Hashable:
-        return fingerprint(self.files())
 
     def processes(self) -> list[Process]:
         return [_wandb_process(file) for file in self.files()]
