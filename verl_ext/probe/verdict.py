@@ -7,10 +7,9 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from verl_ext.base.printable import number_table, print_number_table, wide_console
+from verl_ext.base.printable import wide_console
 from verl_ext.diagnosis.causes import CAUSES, Cause
 from verl_ext.probe.readings import (
     BASE,
@@ -40,6 +39,7 @@ from verl_ext.probe.sweep import (
     sensitive_layers,
     sweep_sentence,
 )
+from verl_ext.report.tables import ShownTable
 from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER
 
 ROUNDED_NATS = 1e-9  # nats per token: the gap that float32 leaves
@@ -106,23 +106,6 @@ class Conclusion:
     sentence: str
     start: str = ""
     advice: str = ""
-
-
-@dataclass(frozen=True)
-class ProbeTable:
-    """A table of text, for the terminal and for the page.
-
-    Attributes:
-        columns: the headers; the first `labels` columns are text, the others numbers.
-        rows: one text per column.
-        marked: number of the highlighted row, if there is one.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    labels: int = 1
-    marked: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,20 +176,17 @@ class ProbeResult:
         said += [f"{one.name} could not be measured: {one.error}" for one in self.swept[1:] if one.error]
         return said + ([f"The rest could not be measured: {self.error}"] if self.error else [])
 
-    def tables(self) -> list[ProbeTable]:
+    def tables(self) -> list[ShownTable]:
         """The tables that have rows.
 
         "NaN or inf" counts tokens in the first / the second engine or reading; "dtype" is the dtype of both engines, or
         of the first / the second.
         """
-        every = (_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self))
-        more = (
-            _batches_table(self.batches),
-            _stages_table(self.stages),
-            _sweep_table(self.swept),
-            _layers_table(self.layers),
-        )
-        return [table for table in (*every, *more) if table.rows]
+        found = [_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self)]
+        found += [_batches_table(self.batches), _stages_table(self.stages)]
+        found += [_sweep_table(self.swept)] if self.swept else []
+        found += [_layers_table(self.layers)] if self.layers else []
+        return [table for table in found if table.rows]
 
 
 def judge_gap(pairs: Sequence[Pair], places: Sequence[Place], dtype: str = "float32") -> Conclusion:
@@ -365,7 +345,7 @@ def _stage_reading(one: Stage) -> str:
     """Returns the name of the PROBE_READING that a stage shows; "" if nothing is wrong, or it is not known."""
     if one.name != UPDATE or one.before is None or one.after is None:
         return ""
-    if not one.train_moved or one.rollout_moved is None or one.after <= WIDER_RATIO * max(one.before, ROUNDED_NATS):
+    if not one.train_moved or one.rollout_moved is None or not _widens(one.before, one.after):
         return ""
     arrived = one.rollout_moved / one.train_moved
     if arrived < ARRIVED_SHARE:
@@ -385,7 +365,7 @@ def batches_sentence(batches: Sequence[Pair]) -> str:
     half = len(k3) // 2
     first, last = k3[:half], k3[-half:]
     means = sum(first) / half, sum(last) / half
-    if len(k3) >= FEWEST_BATCHES and min(last) > max(first) and means[1] > WIDER_RATIO * max(means[0], ROUNDED_NATS):
+    if len(k3) >= FEWEST_BATCHES and min(last) > max(first) and _widens(*means):
         return (
             f"The gap grows while the weights stay the same: k3 is {means[0]:.1e} over the first {half} of {len(k3)} "
             f"batches and {means[1]:.1e} over the last {half}. Check what else a weight sync changes, and what the "
@@ -407,7 +387,7 @@ def stage_sentence(one: Stage) -> str:
 def print_probe(result: ProbeResult) -> None:
     console = wide_console()
     for table in result.tables():
-        print_number_table(console, _drawn(table))
+        table.print(console)
     for sentence in result.sentences():
         console.print(Text(sentence), soft_wrap=True)
     if result.conclusion.advice:
@@ -453,13 +433,18 @@ def _look_at(start: str, dtype: str) -> str:
     return f"look at {start} in both engines: weights that did not arrive, a bias, a scale, a dtype"
 
 
+def _widens(before: float, after: float) -> bool:
+    """Returns True if a k3 is more than rounding, and WIDER_RATIO times an earlier one."""
+    return after > WIDER_RATIO * max(before, ROUNDED_NATS)
+
+
 def _sync_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
-    if after > WIDER_RATIO * max(before, ROUNDED_NATS):
+    if _widens(before, after):
         return (
             f"A weight sync widens the gap: k3 was {before:.1e} and is {after:.1e}. It sends weights other than those "
             "that the rollout had."
         )
-    if rollout_moved**2 > WIDER_RATIO * max(before, ROUNDED_NATS):
+    if _widens(before, rollout_moved**2):
         return f"A sync of the same weights moves the rollout by {rollout_moved:.1e} nats per token."
     return "A weight sync does not widen the gap."
 
@@ -467,12 +452,12 @@ def _sync_sentence(before: float, after: float, rollout_moved: float, train_move
 def _update_sentence(before: float, after: float, rollout_moved: float, train_moved: float) -> str:
     if train_moved == 0:
         return "The update changed nothing: its learning rate is 0, or its gradients are."
-    if rollout_moved < ARRIVED_SHARE * train_moved and after > WIDER_RATIO * max(before, ROUNDED_NATS):
+    if rollout_moved < ARRIVED_SHARE * train_moved and _widens(before, after):
         return (
             f"The update does not arrive in the rollout: training moved by {train_moved:.1e} nats per token, the "
             f"rollout by {rollout_moved:.1e}."
         )
-    if after > WIDER_RATIO * max(before, ROUNDED_NATS):
+    if _widens(before, after):
         return f"One update widens the gap: k3 was {before:.1e} and is {after:.1e}."
     return (
         f"An update moves training by {train_moved:.1e} nats per token, the rollout by {rollout_moved:.1e}; "
@@ -483,14 +468,7 @@ def _update_sentence(before: float, after: float, rollout_moved: float, train_mo
 _STAGE_SENTENCES = {SYNC: _sync_sentence, UPDATE: _update_sentence}
 
 
-def _drawn(table: ProbeTable) -> Table:
-    drawn = number_table(*table.columns, labels=table.labels, title=table.title)
-    for number, row in enumerate(table.rows):
-        drawn.add_row(*(Text(text) for text in row), style="bold" if number == table.marked else "")
-    return drawn
-
-
-def _readings_table(result: ProbeResult) -> ProbeTable:
+def _readings_table(result: ProbeResult) -> ShownTable:
     rows = tuple(
         (
             READING_WORDS[pair.one],
@@ -503,16 +481,16 @@ def _readings_table(result: ProbeResult) -> ProbeTable:
         for pair in result.pairs
     )
     columns = ("one", "other", "k3, nats per token", "max |log p - log q|", "equal", "NaN or inf")
-    return ProbeTable(f"the same {result.tokens} tokens", columns, rows, labels=2)
+    return ShownTable(f"the same {result.tokens} tokens", columns, rows, labels=2)
 
 
-def _bucket_table(pair: Pair) -> ProbeTable:
+def _bucket_table(pair: Pair) -> ShownTable:
     sides = [[(name, f"{k3:.2e}") for name, k3 in by.items()] for by in (pair.by_probability, pair.by_position)]
     rows = tuple((*one, *other) for one, other in zip_longest(*sides, fillvalue=("", "")))
-    return ProbeTable("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
+    return ShownTable("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
 
 
-def _states_table(result: ProbeResult) -> ProbeTable:
+def _states_table(result: ProbeResult) -> ShownTable:
     places, start = result.places, result.conclusion.start
     rows = [
         (
@@ -530,14 +508,14 @@ def _states_table(result: ProbeResult) -> ProbeTable:
     others = "tokens with other experts, or positions"
     columns = ("at", "relative error", others, "gap of their weights", "NaN or inf", "dtype")
     marked = next((row for row, (point, *_) in enumerate(rows) if point == start), None)
-    return ProbeTable("hidden states, rollout against training", columns, tuple(rows), marked=marked)
+    return ShownTable("hidden states, rollout against training", columns, tuple(rows), marked=marked)
 
 
 def _dtypes(*engines: str) -> str:
     return " / ".join(dict.fromkeys(engines))
 
 
-def _batches_table(batches: Sequence[Pair]) -> ProbeTable:
+def _batches_table(batches: Sequence[Pair]) -> ShownTable:
     rows = tuple(
         (
             str(number),
@@ -549,10 +527,10 @@ def _batches_table(batches: Sequence[Pair]) -> ProbeTable:
         for number, one in enumerate(batches, 1)
     )
     columns = ("batch", "tokens", "k3, nats per token", "max |log p - log q|", "NaN or inf")
-    return ProbeTable("sampling and training, a weight sync between batches", columns, rows)
+    return ShownTable("sampling and training, a weight sync between batches", columns, rows)
 
 
-def _stages_table(stages: Sequence[Stage]) -> ProbeTable:
+def _stages_table(stages: Sequence[Stage]) -> ShownTable:
     rows = tuple(
         (
             AFTER[one.name],
@@ -562,11 +540,11 @@ def _stages_table(stages: Sequence[Stage]) -> ProbeTable:
         for one in stages
     )
     columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved", "NaN or inf")
-    return ProbeTable("the same tokens once more; moved: mean |change of log p|", columns, rows)
+    return ShownTable("the same tokens once more; moved: mean |change of log p|", columns, rows)
 
 
-def _k3_text(pair: Pair) -> str:
-    return _formatted(pair.k3, ".2e") + ("" if pair.k3_error is None else f" ± {pair.k3_error:.0e}")
+def _k3_text(one: Pair | SweepResult | GroupGap) -> str:
+    return _formatted(one.k3, ".2e") + ("" if one.k3_error is None else f" ± {one.k3_error:.0e}")
 
 
 def _formatted(number: float | None, form: str) -> str:
@@ -574,31 +552,27 @@ def _formatted(number: float | None, form: str) -> str:
     return "none" if number is None else format(number, form)
 
 
-def _sweep_table(swept: Sequence[SweepResult]) -> ProbeTable:
-    if not swept:
-        return ProbeTable("", (), ())
+def _sweep_table(swept: Sequence[SweepResult]) -> ShownTable:
     base, order = swept[0], ranked_by_gap(swept)
     rows = tuple((one.name or LAUNCH, *_sweep_numbers(one, base)) for one in order)
     columns = ("setting", "k3", "of the launch's", "decode, prefill", "prefill, training", "seconds")
     title = "one setting changed at a time, the least gap first; *: by more than its error"
-    return ProbeTable(title, columns, rows, marked=order.index(base))
+    return ShownTable(title, columns, rows, marked=order.index(base))
 
 
-def _layers_table(layers: Sequence[GroupGap]) -> ProbeTable:
-    if not layers:
-        return ProbeTable("", (), ())
+def _layers_table(layers: Sequence[GroupGap]) -> ShownTable:
     base, *groups = layers
     kept = sensitive_layers(layers)
     rows = tuple(
         (
             f"{one.group}{' *' if one in kept else ''}",
-            "none" if one.k3 is None else f"{one.k3:.2e} ± {one.k3_error:.0e}",
+            _k3_text(one),
             f"{excess(one, base):.1e}",
         )
         for one in ranked_groups(groups)
     )
     columns = ("rounded", "k3", "more than with nothing rounded")
-    return ProbeTable("one group of the rollout's weights rounded at a time; *: stands out", columns, rows)
+    return ShownTable("one group of the rollout's weights rounded at a time; *: stands out", columns, rows)
 
 
 def _sweep_numbers(one: SweepResult, base: SweepResult) -> tuple[str, ...]:
@@ -606,5 +580,4 @@ def _sweep_numbers(one: SweepResult, base: SweepResult) -> tuple[str, ...]:
         return ("failed", "", "", "", "")
     star = "*" if one.name and exceeds_noise(one, base) else " "
     share = f"{one.k3 / base.k3:.3g}{star}" if base.k3 else ""
-    k3 = f"{one.k3:.2e} ± {one.k3_error:.0e}"
-    return k3, share, f"{one.sampling:.1e}", f"{one.rest:.1e}", f"{one.seconds:.0f}"
+    return _k3_text(one), share, f"{one.sampling:.1e}", f"{one.rest:.1e}", f"{one.seconds:.0f}"

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from verl_ext.base.arguments import similar_names
@@ -33,6 +31,7 @@ from verl_ext.diagnosis.noise import (
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.command import MOST_COMPARED
 from verl_ext.report.run import ReportError, Run
+from verl_ext.report.tables import open_table
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
 ROWS = (  # after the reward and the validation
@@ -275,7 +274,7 @@ class ComparisonTable:
         narrow = len(names) > 3 or wide < 90
         label = 18 if narrow else 28
         column = min((wide - label - 2) // len(names) - 2, 30)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_lines=False)
+        table = open_table()
         stacked = column < LEAST_COLUMN  # each run of a metric in a row of its own
         if stacked:
             label = min(label, wide - LEAST_COLUMN - 4)

@@ -41,6 +41,7 @@ from verl_ext.report.figures.panels import PANELS, Panel, facts
 from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.guard_facts import DECIDED, sentence_of
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
+from verl_ext.report.tables import ShownTable
 from verl_ext.report.terminal import not_finite, step_range
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 
@@ -197,8 +198,9 @@ def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:
     if not events:
         return None
     shown = events[-MOST_DECISIONS:]
-    rows = [vars(event) | {"action": DECIDED.get(event.action, event.action)} for event in shown]
-    return {"rows": rows, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
+    rows = [(str(event.step), DECIDED.get(event.action, event.action), event.rule, event.reason) for event in shown]
+    table = ShownTable("The guard's decisions", ("step", "action", "rule", "reason"), rows)
+    return {"table": table, "left_out": len(events) - len(shown), "folded": len(rows) > MOST_OPEN}
 
 
 def _write_pictures(out: Path, drawn: Mapping[Panel, Spec], title: str, progress: Progress) -> None:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from verl_ext.base.metrics import METRICS, Metric, find, ours
@@ -20,6 +18,7 @@ from verl_ext.diagnosis.rank import Suspect
 from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_of, now_of
 from verl_ext.report.guard_facts import skipped_share
 from verl_ext.report.run import ENDED, MOST_MESSAGE, Run, validation_label
+from verl_ext.report.tables import open_table
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
@@ -196,14 +195,9 @@ class Dashboard:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style in self._heading():
             yield indented(text, options, style) if text else ""
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-            pad_edge=False,
-            width=LINE_WIDTH if options.max_width >= LINE_WIDTH else None,
-        )
         # A narrow terminal has no sparklines, then shorter labels, then fewer numbers.
         wide, room = options.max_width >= LINE_WIDTH, options.max_width - 2
+        table = open_table(LINE_WIDTH if wide else None)
         fit = 3 if wide else max((room - SHORTEST_LABEL) // NUMBER_COLUMNS, 1)
         shown = [name for name in VALUES if name in ("now", "first", "worst")[:fit]]
         label = min(LABEL_COLUMNS, max(room - len(shown) * NUMBER_COLUMNS, 1))
