@@ -23,26 +23,26 @@ from verl_ext.report.figures.panels import Panel
 from verl_ext.report.page import write_page
 
 K3 = "k3, nats per token"
-PANELS = (  # key, title, how to read it
-    (
+PANELS = (
+    Panel(
         "states",
         "Hidden states",
         "Relative error from the embedding on, rollout against training. A jump shows the place of a cause; a slow "
         "climb is rounding.",
     ),
-    (
+    Panel(
         "probability",
         "The gap by probability",
         "k3 between sampling and training, by the token's probability in the rollout. With rounding, most of the gap "
         "is in rare tokens.",
     ),
-    (
+    Panel(
         "position",
         "The gap by position",
         "k3 between sampling and training, by the token's place in its response. If it climbs, errors compound over "
         "the length.",
     ),
-    (
+    Panel(
         "sweep",
         "Settings, one changed at a time",
         "k3 with each setting; a bar shows two standard errors to both sides. A setting narrows the gap if its k3 is "
@@ -67,11 +67,7 @@ def write_probe_page(result: ProbeResult, out: Path) -> Path:
         "tables": result.tables(),
         "said": [*result.sentences(), *([f"Next: {conclusion.advice}"] if conclusion.advice else [])],
     }
-    drawn = {
-        Panel(*panel, chart=lambda run: None, missing=""): chart
-        for panel, chart in zip(PANELS, charts, strict=True)
-        if chart is not None
-    }
+    drawn = {panel: chart for panel, chart in zip(PANELS, charts, strict=True) if chart is not None}
     return write_page(out, drawn, context)
 
 

@@ -37,7 +37,7 @@ from verl_ext.report.figures.charts import (
     thin_readings,
 )
 from verl_ext.report.figures.overlay import overlay
-from verl_ext.report.figures.panels import PANELS, Panel, facts
+from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.guard_facts import DECIDED, sentence_of
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
@@ -82,7 +82,7 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
         "metrics": script_json(all_metrics(run)),
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
-    said = {panel.key: facts(panel, run) for panel in PANELS}
+    said = {panel.key: panel.facts(run) for panel in PANELS}
     return write_page(out, charts, context, said=said, **options)
 
 

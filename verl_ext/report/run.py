@@ -107,6 +107,11 @@ class Run:
             yield self.metrics[logged].converted(alias)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """The first step and the last."""
+        return int(self.steps[0]), int(self.steps[-1])
+
+    @property
     def of_verl(self) -> bool:
         """Whether verl logged it: a metric has the beginning of a name of verl's or of this package."""
         return any(name.startswith(VERLS) for name in self.metrics)

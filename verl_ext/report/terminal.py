@@ -204,7 +204,7 @@ class Dashboard:
         table.add_column("", overflow="fold", width=label)
         for name in shown:
             table.add_column(name, justify="right", overflow="fold", width=NUMBER_COLUMNS - 2)
-        first, last = int(self.run.steps[0]), int(self.run.steps[-1])
+        first, last = self.run.span
         if wide:
             table.add_column(f"step {first} to {last}", overflow="fold", width=SPARK_CELLS + 1, style="cyan")
         blocks = ASCII_BLOCKS if options.ascii_only else BLOCKS

@@ -162,7 +162,7 @@ class RunVerdict:
         describes the form, which is stable: entries may be added, and none changes its meaning."""
         return {
             "run": run.name,
-            "steps": {"first": int(run.steps[0]), "last": int(run.steps[-1]), "logged": len(run.steps)},
+            "steps": {"first": run.span[0], "last": run.span[1], "logged": len(run.steps)},
             "state": self.state,
             "sentence": self.sentence,
             "learning": vars(self.learning),

@@ -13,7 +13,7 @@ from tests.support.examples import slow_cases
 from tests.unit.report.made_runs import NAN, changed, full, make, prefix, thinned
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.columns import HEAT_COLUMNS, OTHER_STAGE, STAGES, share_chart, stage_seconds
-from verl_ext.report.figures.panels import PANELS, facts
+from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.page import OVERVIEW_COLUMNS, overview, png, spec_of
 from verl_ext.report.run import Run
 
@@ -71,7 +71,7 @@ def test_every_panel_is_valid_and_can_be_drawn(kind):
         width, height = size(png(specs[key], kind))
         assert width > 1120 and height > 440, key
     for panel in PANELS:
-        assert "nan" not in facts(panel, run)
+        assert "nan" not in panel.facts(run)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_pictures_of_a_full_run_show_something_and_the_overview_holds_them_all()
 
 @pytest.mark.parametrize("run", [EMPTY, of(NAN)], ids=["other metrics", "all NaN"])
 def test_nothing_is_drawn_or_said_of_what_was_not_logged(run):
-    assert charts(run) == {} and all(facts(panel, run) == "" for panel in PANELS)
+    assert charts(run) == {} and all(panel.facts(run) == "" for panel in PANELS)
 
 
 def test_a_panel_of_one_metric_among_several_draws_that_one():
@@ -119,15 +119,15 @@ def test_the_heat_map_has_the_mean_of_each_column_and_holes_where_nothing_was_lo
 def test_facts_tell_the_last_level_and_the_extremes_with_their_steps():
     values = np.full(30, 2e-4)
     values[[4, 11]] = 5e-3, 1e-6
-    text = facts(PANEL["vllm_kl"], make({"vllm_kl/k3": values}))
+    text = PANEL["vllm_kl"].facts(make({"vllm_kl/k3": values}))
     assert text.startswith(
         "Engine KL, k3, nats per token: now 0.0002 (median of the last 5); "
         "highest 0.005 in step 5, lowest 1e-06 in step 12."
     )
-    assert facts(PANEL["reward"], make({"critic/score/mean": [0.25]})) == (
+    assert PANEL["reward"].facts(make({"critic/score/mean": [0.25]})) == (
         "Reward: now 0.25 (the last reading); highest 0.25 in step 1, lowest 0.25 in step 1."
     )
-    dropped = facts(PANEL["dropped"], make({"correction/dropped": [0.01, 0.0123]}))
+    dropped = PANEL["dropped"].facts(make({"correction/dropped": [0.01, 0.0123]}))
     assert (
         dropped == "Tokens dropped: now 1.11 % (median of the last 2); highest 1.23 % in step 2, lowest 1 % in step 1."
     )
@@ -174,16 +174,16 @@ def test_stages_are_drawn_in_their_order_and_the_facts_tell_their_shares():
     names = [name for name, _ in STAGES.values()]
     values = rows(share_chart(RUN))
     assert [row["stage"] for row in values[:: len(values) // 7]] == [*names, OTHER_STAGE[0]]
-    text = facts(PANEL["step_time"], timed(step=100.0, gen=50.0, update_actor=20.0))
+    text = PANEL["step_time"].facts(timed(step=100.0, gen=50.0, update_actor=20.0))
     assert text == (
         "Step time, s: now 100 (median of the last 4); highest 100 in step 1, lowest 100 in step 1. "
         "Of all steps together: rollout 50 %, update 20 %, everything else 30 %."
     )
-    assert facts(PANEL["step_time"], timed(step=0.0)).endswith("lowest 0 in step 1.")
-    assert "Step time, s: now 100 (the last reading)" in facts(PANEL["step_time"], timed(1, step=100.0))
+    assert PANEL["step_time"].facts(timed(step=0.0)).endswith("lowest 0 in step 1.")
+    assert "Step time, s: now 100 (the last reading)" in PANEL["step_time"].facts(timed(1, step=100.0))
 
 
 def test_validation_sets_without_a_colour_are_named():
     run = make({f"val-core/set_{place}/acc": [0.1, 0.2] for place in range(8)})
     (panel,) = [panel for panel in PANELS if panel.key == "validation"]
-    assert facts(panel, run) == "Not drawn, for lack of colours: set_6/acc, set_7/acc."
+    assert panel.facts(run) == "Not drawn, for lack of colours: set_6/acc, set_7/acc."

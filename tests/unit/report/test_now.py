@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tests import ROOT
 from tests.unit.report.made_runs import event, full, make
-from verl_ext.report.figures.panels import PANELS, facts
+from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.load import read_run
 from verl_ext.report.run import Run
 from verl_ext.report.terminal import Dashboard, dashboard_rows
@@ -56,7 +56,7 @@ def test_sentence_table_and_figure_have_the_same_numbers_of_first_and_now(run):
         now, first = median(values[-5:]), median(values[: min(5, max(len(values) // 2, 1))])
         assert (rows[metric].now, rows[metric].first) == pytest.approx((now, first))
         (panel,) = [panel for panel in PANELS if panel.metric == metric]
-        assert float(re.search(f": now {NUMBER} ", facts(panel, run))[1]) == pytest.approx(now, rel=0.006, abs=6e-4)
+        assert float(re.search(f": now {NUMBER} ", panel.facts(run))[1]) == pytest.approx(now, rel=0.006, abs=6e-4)
         last = re.findall(rf"\b{words} (?:is|holds at|stands at) {NUMBER} \(median of the last", text)
         last += re.findall(rf"{words} rose[^;]* to {NUMBER} \(median of the last", text)
         assert [float(each) for each in last] == pytest.approx([now] * len(last), rel=0.06)
@@ -71,7 +71,7 @@ def test_a_number_says_of_how_many_readings_it_is(count):
     label = "the last reading" if count == 1 else f"median of the last {min(count, 5)}"
     found = [text for text in said(run) if re.search(rf"k3 is {NUMBER}|engines agree on", text)]
     assert found and all(label in text for text in found)
-    assert all(f"({label})" in facts(panel, run) for panel in PANELS if panel.metric in (K3, AGREEMENT, REWARD))
+    assert all(f"({label})" in panel.facts(run) for panel in PANELS if panel.metric in (K3, AGREEMENT, REWARD))
 
 
 @pytest.mark.parametrize(

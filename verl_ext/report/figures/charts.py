@@ -4,7 +4,7 @@ A figure of some 600 pixels shows no more than MOST_POINTS readings of a line, s
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import altair as alt
 import numpy as np
 
 from verl_ext.diagnosis.series import Series
+from verl_ext.report.run import Run
 
 # Okabe and Ito's palette, which is distinguishable under every common colour blindness, and greys; by role in the light
 # page, with the dark page's replacements (lighter if the original would be hard to see on the background).
@@ -103,6 +104,11 @@ class Line:
     colour: str
     dash: tuple[int, ...] = ()
     dots: bool = True
+
+
+def lines_of(run: Run, curves: Iterable[tuple[str, str, str]]) -> list[Line]:
+    """Returns the lines of (metric, label, colour)s, without metrics that the run lacks."""
+    return [Line(label, series, colour) for name, label, colour in curves if (series := run.get(name)) is not None]
 
 
 def line_chart(

@@ -1,6 +1,7 @@
 """The figure of the KL between the engines: thresholds, the guard's actions, its growth and its forecast."""
 
 import math
+from collections import Counter, defaultdict
 from typing import Any
 
 import altair as alt
@@ -21,6 +22,7 @@ from verl_ext.report.figures.charts import (
     chart_data,
     chart_rows,
     line_chart,
+    lines_of,
     step_edges,
 )
 from verl_ext.report.guard_facts import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
@@ -47,14 +49,11 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
     if k1 is None and k3 is None:
         return None
     lines, over = [], []
-    first, last = int(run.steps[0]), int(run.steps[-1])
+    first, last = run.span
     if k1 is not None:
         lines.append(Line("|k1|, hollow: negative", Series(k1.steps, np.abs(k1.values)), ORANGE))
         over += _hollow_points(k1)
-    if k3 is not None:
-        lines.append(Line("k3", k3, BLUE))
-    if (top := run.get(HEAD_KL)) is not None:
-        lines.append(Line("over the sampler's top tokens", top, PURPLE))
+    lines += lines_of(run, [(K3, "k3", BLUE), (HEAD_KL, "over the sampler's top tokens", PURPLE)])
     if (gap := judged_k3(run)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
     if found := growth_of(run):
@@ -123,11 +122,10 @@ def _heights(growth: Growth, *steps: int) -> np.ndarray:
 
 def _marks(run: Run) -> list[alt.Chart]:
     """Draws the guard's actions along the upper edge: a step may have been skipped because its KL was not a number."""
-    first = int(run.steps[0])  # a mark far outside the axis would make the figure as wide
     happened = [
         (event.step, event.action, event.reason)
         for event in run.events
-        if event.action in SHAPES and event.step >= first
+        if event.action in SHAPES and event.step >= run.span[0]  # one far outside the axis would make it as wide
     ]
     explained = {step for step, action, _ in happened if action == "skip"}
     if (skipped := run.get("guard/skipped")) is not None:
@@ -152,10 +150,11 @@ def _marks(run: Run) -> list[alt.Chart]:
     legend = alt.Legend(labelExpr=words, symbolFillColor=VERMILION, symbolStrokeColor=VERMILION, symbolSize=70)
     look = {"size": 70, "filled": True, "color": VERMILION, "stroke": PAPER, "strokeWidth": 0.5, "opacity": 1}
     tooltip = [alt.Tooltip("said:N", title="guard"), alt.Tooltip("reason:N")]
-    levels: dict[int, list[dict[str, Any]]] = {}  # several marks at one place are drawn below each other
+    levels: dict[int, list[dict[str, Any]]] = defaultdict(list)  # marks at one place are drawn below each other
+    above: Counter[int] = Counter()
     for (place, _), mark in marks.items():
-        level = sum(place == other for other, _ in list(marks)[: list(marks).index((place, mark["action"]))])
-        levels.setdefault(level, []).append(mark)
+        levels[above[place]].append(mark)
+        above[place] += 1
     return [
         alt.Chart(chart_data(values))
         .mark_point(**look)

@@ -12,7 +12,7 @@ from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import LINE_COLOURS, PLOT_HEIGHT, PLOT_WIDTH, Line, chart_data, line_chart
 from verl_ext.report.figures.columns import AGREEMENT, OTHER_STAGE, STAGES, stage_seconds
-from verl_ext.report.figures.panels import Panel, step_span
+from verl_ext.report.figures.panels import Panel
 from verl_ext.report.run import Run, validation_label
 
 END_READINGS = 20  # readings whose median represents a run's end in figures without steps
@@ -34,8 +34,7 @@ def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
 
 
 def _span(runs: Runs) -> tuple[int, int]:
-    spans = [step_span(run) for run in runs.values()]
-    return min(first for first, _ in spans), max(last for _, last in spans)
+    return min(run.span[0] for run in runs.values()), max(run.span[1] for run in runs.values())
 
 
 def _validation_overlay(runs: Runs) -> alt.LayerChart | None:

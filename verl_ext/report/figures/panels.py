@@ -1,6 +1,6 @@
 """The figures of a report, their captions, and the setting to add to a run if a figure is empty."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -24,9 +24,9 @@ from verl_ext.report.figures.charts import (
     PURPLE,
     SKY,
     VERMILION,
-    Line,
     chart_data,
     line_chart,
+    lines_of,
 )
 from verl_ext.report.guard_facts import growth_clause, sentence_of
 from verl_ext.report.run import Run, validation_label
@@ -42,30 +42,35 @@ class Panel:
     Attributes:
         key: the name of its file and of its place in the page.
         reading: how to read it and what to do, one sentence.
-        chart: draws the figure of a run; None if there is nothing to draw.
+        chart: draws the figure of a run; None if there is nothing to draw. It is missing if a page draws it itself.
         missing: the text instead of the figure, with the `override` that would make the run log it.
         metric: the metric that a comparison of runs draws, and that the text below the figure describes.
         log, zero: options of that metric's axis.
         compared: replaces `reading` if a comparison of runs draws another kind of figure.
+        more: the sentence with the numbers of a run that only this kind of figure has.
     """
 
     key: str
     title: str
     reading: str
-    chart: Callable[[Run], alt.LayerChart | None]
-    missing: str
+    chart: Callable[[Run], alt.LayerChart | None] = lambda run: None
+    missing: str = ""
     override: str = ""
     metric: str = ""
     log: bool = False
     zero: bool = False
     compared: str = ""
+    more: Callable[[Run], str] = lambda run: ""
 
     @property
     def percent(self) -> bool:
         return is_share(self.metric)
 
     def facts(self, run: Run) -> str:
-        """Returns this run's numbers, in a sentence; "" if there are none."""
+        """Returns this run's numbers, in sentences; "" if there are none."""
+        return " ".join(text for text in (self._readings(run), self.more(run)) if text)
+
+    def _readings(self, run: Run) -> str:
         series = run.get(self.metric)
         if series is None:
             return ""
@@ -88,10 +93,6 @@ def is_share(metric: str) -> bool:
     return found is not None and found.unit == "share"
 
 
-def step_span(run: Run) -> tuple[int, int]:
-    return int(run.steps[0]), int(run.steps[-1])
-
-
 def _line_chart_of(
     *curves: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
 ) -> Callable[[Run], alt.LayerChart | None]:
@@ -99,35 +100,23 @@ def _line_chart_of(
     percent = is_share(curves[0][0])
 
     def chart(run: Run) -> alt.LayerChart | None:
-        lines = [Line(label, s, colour) for metric, label, colour in curves if (s := run.get(metric)) is not None]
-        return line_chart(lines, step_span(run), under=under(step_span(run)), percent=percent, **axis)
+        return line_chart(lines_of(run, curves), run.span, under=under(run.span), percent=percent, **axis)
 
     return chart
 
 
 def _validation_chart(run: Run) -> alt.LayerChart | None:
-    names = run.validations()[: len(LINE_COLOURS)]
-    lines = [
-        Line(validation_label(name), series, colour)
-        for name, colour in zip(names, LINE_COLOURS, strict=False)
-        if (series := run.get(name)) is not None
-    ]
-    return line_chart(lines, step_span(run))
+    curves = zip(run.validations(), map(validation_label, run.validations()), LINE_COLOURS, strict=False)
+    return line_chart(lines_of(run, curves), run.span)
 
 
 def _bucket_chart(
     axis: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str
 ) -> Callable[[Run], alt.LayerChart | None]:
     """Draws k3 of each bucket, and the metrics in `others`, label=metric, next to them."""
-
-    def chart(run: Run) -> alt.LayerChart | None:
-        found = run.parts(K3, f"{axis}/")
-        named = [(name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True) if name in found]
-        lines = [Line(name, found[name], colour) for name, colour in named]
-        lines += [Line(label, s, INK) for label, metric in others.items() if (s := run.get(metric)) is not None]
-        return line_chart(lines, step_span(run), log=True, unit="nats per token")
-
-    return chart
+    buckets = [(f"{K3}/{axis}/{name}", name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True)]
+    whole = [(metric, label, INK) for label, metric in others.items()]
+    return _line_chart_of(*buckets, *whole, log=True, unit="nats per token")
 
 
 def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
@@ -138,6 +127,18 @@ def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
         color=GREEN, align="left", baseline="top", dx=4, dy=4, fontSize=10
     )
     return [area, text.encode(text="label:N")]
+
+
+def _undrawn_validations(run: Run) -> str:
+    left = run.validations()[len(LINE_COLOURS) :]
+    return f"Not drawn, for lack of colours: {', '.join(map(validation_label, left))}." if left else ""
+
+
+def _time_shares(run: Run) -> str:
+    seconds = columns.stage_seconds(run)
+    total = sum(seconds.values())
+    shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
+    return f"Of all steps together: {', '.join(shares)}." if shares else ""
 
 
 PANELS = (
@@ -158,6 +159,7 @@ PANELS = (
         _validation_chart,
         "No val-core/*: this run had no validation.",
         "trainer.test_freq=10",
+        more=_undrawn_validations,
     ),
     Panel(
         "vllm_kl",
@@ -169,6 +171,7 @@ PANELS = (
         ours.GAP.override,
         metric=K3,
         log=True,
+        more=lambda run: sentence_of(growth_clause(run)),
     ),
     Panel(
         "prob_diff",
@@ -324,20 +327,6 @@ PANELS = (
         zero=True,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs are long, check memory and offloading.",
+        more=_time_shares,
     ),
 )
-
-
-def facts(panel: Panel, run: Run) -> str:
-    """Returns the panel's sentence about this run, with the numbers that only this kind of figure has."""
-    more: Iterable[str] = ()
-    if panel.key == "vllm_kl":
-        more = [sentence_of(growth_clause(run))]
-    if panel.key == "validation" and (left := run.validations()[len(LINE_COLOURS) :]):
-        more = [f"Not drawn, for lack of colours: {', '.join(map(validation_label, left))}."]
-    if panel.key == "step_time" and (seconds := columns.stage_seconds(run)):
-        total = sum(seconds.values())
-        shares = [f"{name} {100 * value / total:.0f} %" for name, value in seconds.items() if total]
-        whole = f" Of all steps together: {', '.join(shares)}." if shares else ""
-        return panel.facts(run) + whole
-    return " ".join(text for text in (panel.facts(run), *more) if text)
