@@ -131,8 +131,9 @@ def _measure_changes(
     def progress_of(name: str) -> Tell:
         mean = sum(seconds) / len(seconds) if seconds else 0.0
         left = f", about {mean * (count - len(seconds)) / 60:.0f} min left" if mean else ""
-        tell(f"{len(seconds) + 1} of {count}{left}: {name}: starting")
-        return lambda said: tell(f"{len(seconds) + 1} of {count}{left}: {name}: {said}")
+        start = f"{len(seconds) + 1} of {count}{left}: {name}"
+        tell(f"{start}: starting")
+        return lambda said: tell(f"{start}: {said}")
 
     found = measure(LAUNCH, given, out, progress_of(LAUNCH))
     seconds.append(found.get("seconds", 0.0))

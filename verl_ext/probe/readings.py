@@ -11,7 +11,7 @@ width.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -171,17 +171,15 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
             raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
         finite, others_finite = ours.isfinite().all(1), theirs.isfinite().all(1)
         both = finite & others_finite
+        numbers = _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None, None, None)
         place = Place(
             point,
-            error=None,
+            *numbers,
             rollout_not_finite=int((~finite).sum()),
             train_not_finite=int((~others_finite).sum()),
             rollout_dtype=_dtype_of(rollout[point]),
             train_dtype=_dtype_of(train[point]),
         )
-        if both.any():
-            error, differs, weight_gap = _place_numbers(point, ours[both], theirs[both], top_k)
-            place = replace(place, error=error, differs=differs, weight_gap=weight_gap)
         found.append(place)
     return found
 

@@ -85,7 +85,7 @@ class NextStep:
         return f"{self.why[0].upper()}{self.why[1:]}."
 
 
-# Words of an error -> the setting to lower first there.
+# Words of an error -> the setting to lower first there; the last one fits any error.
 MEMORY_STEPS = (
     (
         r"(?i)OOM killer|memory monitor|kill|allocate memory|MemoryError",
@@ -241,10 +241,7 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
 def _lower_memory(run: Run) -> NextStep:
     """Returns the setting to lower first in the place where memory ran out, by the words of the error."""
     reason = run.readings.ending.reason if run.readings.ending is not None else ""
-    for words, step in MEMORY_STEPS:
-        if re.search(words, reason):
-            return step
-    return MEMORY_STEPS[-1][1]
+    return next(step for words, step in MEMORY_STEPS if re.search(words, reason))
 
 
 def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -282,11 +279,10 @@ def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
     OPSM tolerates the gap without closing it.
     """
     old = CAUSES["old_weights"]
-    if run.get("actor/opsm/dropped") is None and found.moe:
-        why = f"{old.why}, trains with the experts that the rollout chose and bounds weights"
-        yield NextStep(old.moe_override, why)
-    elif run.get("actor/opsm/dropped") is None:
-        yield NextStep(old.override, f"{old.why}, which helped old rollouts most in the lab")
+    if run.get("actor/opsm/dropped") is None:
+        experts = "trains with the experts that the rollout chose and bounds weights"
+        more = experts if found.moe else "which helped old rollouts most in the lab"
+        yield NextStep(old.moe_override if found.moe else old.override, f"{old.why}, {more}")
     yield NextStep(
         "trainer.v1.trainer_mode=sync", "samples with the current weights, so rollouts are never old; steps take longer"
     )

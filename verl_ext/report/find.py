@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl_ext.base.names import EVENTS, TRAJECTORIES, older_part
 from verl_ext.report.files import is_regular, not_a_file, open_regular
-from verl_ext.report.run import ReportError
+from verl_ext.report.run import ReportError, listed
 from verl_ext.report.sources import FORMATS, KINDS
 from verl_ext.report.sources.csv_export import SEPARATORS
 from verl_ext.report.sources.ends import last_error
@@ -76,8 +76,7 @@ def find_source(path: Path, which: int | None) -> RunSource:
     by_several_loggers = len(titles) == len(found) and all(kind.by_logger for kind, _ in found)
     if len(found) > 1 and not by_several_loggers:
         names = [str(place.relative_to(path)) for _, place in found]
-        more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-        raise ReportError(f"{path}: several runs in this folder; name one of {', '.join(names[:MOST_LISTED])}{more}")
+        raise ReportError(f"{path}: several runs in this folder; name one of {listed(names, MOST_LISTED)}")
     kind, place = min(found, key=lambda run: run[0].order)
     return kind.open(place, which)
 

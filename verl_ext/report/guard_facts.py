@@ -83,8 +83,8 @@ def judged_k3(run: Run) -> Gap | None:
 
 def boundary_of(run: Run) -> float:
     """Returns the k3 past which a run counts as collapsing: the one that the guard logged, or its default."""
-    logged = run.get("guard/boundary")
-    return Boundary.value if logged is None or logged.values[-1] <= 0 else float(logged.values[-1])
+    logged = run.last_value("guard/boundary") or 0.0
+    return logged if logged > 0 else Boundary.value
 
 
 def skipped_share(run: Run, last: int | None = None) -> tuple[float, int] | None:
@@ -153,13 +153,9 @@ def _fit(series: Series | None, boundary: float) -> tuple[Series, Growth] | None
 def blind_mask(run: Run) -> tuple[Growth, Growth] | None:
     """Returns the growth of the share of dropped tokens and of k3, if the guard found IcePop's mask blind
     (`guard.forecast`)."""
-    found = run.get("guard/mask_blind")
     share, gap = _fit(run.get(DROPPED), 1.0), _fit(run.get(K3), boundary_of(run))  # a mask sees all of k3
-    if found is None or share is None or gap is None:
-        return None
-    if found.values[-1] <= 0.5:  # a mean over the updates of the step
-        return None
-    return share[1], gap[1]
+    is_blind = (run.last_value("guard/mask_blind") or 0.0) > 0.5  # a mean over the updates of the step
+    return (share[1], gap[1]) if is_blind and share is not None and gap is not None else None
 
 
 def passed_at(run: Run, until: int) -> tuple[str, int] | None:
@@ -196,12 +192,6 @@ def act_sentence(run: Run, event: Event) -> str:
 def recent_acts(run: Run, actions: Collection[str] = INTERVENTIONS, steps: int = RECENT_STEPS) -> list[Event]:
     """Returns the guard's actions of the last steps; by default those that stop a run or take it back."""
     return [event for event in run.events if event.action in actions and event.step > run.steps[-1] - steps]
-
-
-def usual_level(run: Run) -> float:
-    """Returns the last logged k3 above which the guard warns (guard/level); 0 if there is none."""
-    level = run.get("guard/level")
-    return 0.0 if level is None else float(level.values[-1])
 
 
 def warning_of(run: Run, began: int) -> Iterator[Fact]:
@@ -269,7 +259,7 @@ def drifts(run: Run) -> Iterator[Fact]:
 
 def surroundings(run: Run) -> Iterator[Fact]:
     """Yields facts on the guard's level, dropped tokens, routing, skips, warnings and the age of the rollouts."""
-    gap, level = judged_k3(run), usual_level(run)
+    gap, level = judged_k3(run), run.last_value("guard/level") or 0.0  # 0 before the guard knows a level
     if gap is not None and 0 < level < (now := now_of(gap.series)):
         text = f"{gap.name} is {now:.2g} ({now_label(gap.series)}), above the normal level of {level:.2g}"
         yield Fact("above_level", f"{text}, where the guard warns (guard/level)")

@@ -15,7 +15,7 @@ from verl_ext.diagnosis.names import differences, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import is_regular
 from verl_ext.report.find import find_source, join_logs
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, own_steps
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
@@ -131,8 +131,8 @@ def _not_read(metrics: Iterable[str]) -> list[str]:
     """Returns a note on metrics that the report does not know, and that look as if they mattered."""
     if not (names := unread_names(metrics)):
         return []
-    listed = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
-    return [f"not read, because the report does not know them: {listed}; rename a column to a name of names.toml"]
+    unknown = listed(names, MOST_NAMES)
+    return [f"not read, because the report does not know them: {unknown}; rename a column to a name of names.toml"]
 
 
 def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:

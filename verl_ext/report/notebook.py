@@ -6,7 +6,7 @@ The code that draws is imported when a figure is requested; `load_run` works wit
 import html
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,9 +125,7 @@ class LoadedRun(_Shown):
 
     def figure(self, key: str) -> "alt.LayerChart":
         """Returns the report's figure of this key: `reward`, `vllm_kl`, `dropped`, ... ReportError without data."""
-        with _extra_packages():
-            panel = _panel(key)
-            return _chart(panel, panel.chart(self.run))
+        return _figure(key, lambda panel: panel.chart(self.run))
 
     @cached_property
     def trajectories(self) -> "list[Trajectory]":
@@ -177,8 +175,7 @@ class ComparedRuns(_Shown):
         with _extra_packages():
             from verl_ext.report.figures.overlay import overlay
 
-            panel = _panel(key)
-            return _chart(panel, overlay(panel, self.runs))
+        return _figure(key, lambda panel: overlay(panel, self.runs))
 
 
 @dataclass(frozen=True)
@@ -196,22 +193,19 @@ class TokenView:
             return IFRAME.format(page=html.escape(page.read_text(encoding="utf-8")))
 
 
-def _panel(key: str) -> "Panel":
-    from verl_ext.report.figures.panels import PANELS
+def _figure(key: str, draw: "Callable[[Panel], alt.LayerChart | None]") -> "alt.LayerChart":
+    """Returns the figure of this key with its title and the look of the page; ReportError if there is none."""
+    with _extra_packages():
+        from verl_ext.report.figures.charts import VEGA_CONFIG
+        from verl_ext.report.figures.panels import PANELS
 
-    panels = {panel.key: panel for panel in PANELS}
-    if key not in panels:
-        raise ReportError(f"there is no figure {key!r}; choose one of: {', '.join(panels)}")
-    return panels[key]
-
-
-def _chart(panel: "Panel", chart: "alt.LayerChart | None") -> "alt.LayerChart":
-    """Returns the figure with its title and the look of the page."""
-    from verl_ext.report.figures.charts import VEGA_CONFIG
-
-    if chart is None:
-        raise ReportError(f"{panel.key}: {panel.missing}" + (f" Add {panel.override}" if panel.override else ""))
-    return chart.properties(title=panel.title).configure(**VEGA_CONFIG)
+        panels = {panel.key: panel for panel in PANELS}
+        if key not in panels:
+            raise ReportError(f"there is no figure {key!r}; choose one of: {', '.join(panels)}")
+        panel = panels[key]
+        if (chart := draw(panel)) is None:
+            raise ReportError(f"{key}: {panel.missing}" + (f" Add {panel.override}" if panel.override else ""))
+        return chart.properties(title=panel.title).configure(**VEGA_CONFIG)
 
 
 @contextmanager

@@ -51,6 +51,11 @@ def validation_label(name: str) -> str:
     return name.removeprefix("val-core/").removeprefix("val/test_score/")
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Returns the first names, with commas, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
     """Selects the entries that can belong to a run with this last step, and notes how many others there were.
 
@@ -94,6 +99,11 @@ class Run:
     def get(self, name: str) -> Series | None:
         """Returns the finite values of a quantity, under the first of its names that has any."""
         return next((finite for series in self._named(name) if (finite := series.finite()).steps.size), None)
+
+    def last_value(self, name: str) -> float | None:
+        """Returns the last finite value of a quantity."""
+        series = self.get(name)
+        return None if series is None else float(series.values[-1])
 
     def logged(self, name: str) -> Series | None:
         """Returns the series of `get`, including values that are not finite; of the first name, if none is finite."""

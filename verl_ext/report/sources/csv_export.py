@@ -17,7 +17,7 @@ from pathlib import Path
 
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.files import fingerprint, open_regular
-from verl_ext.report.run import ReportError
+from verl_ext.report.run import ReportError, listed
 from verl_ext.report.sources.cells import Columns, cell_number
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
@@ -32,6 +32,7 @@ SEPARATORS = ",\t;"
 RUN_AND_METRIC = " - "  # between the two in the header of a chart's column
 LIMITS = ("__MIN", "__MAX")
 MOST_LINE = 16 << 20  # characters
+MOST_LISTED = 10  # runs
 
 
 class CsvSource:
@@ -123,9 +124,8 @@ class CsvSource:
     def _choose(self, runs: list[str]) -> str:
         which = self._which
         if which is None and len(runs) > 1:
-            listed = ", ".join(f"{number} = {name}" for number, name in enumerate(runs[:10], start=1))
-            more = f" and {len(runs) - 10} more" if len(runs) > 10 else ""
-            raise ReportError(f"{len(runs)} runs in this file; choose one with --run N or FILE:N: {listed}{more}")
+            numbered = listed([f"{number} = {name}" for number, name in enumerate(runs, start=1)], MOST_LISTED)
+            raise ReportError(f"{len(runs)} runs in this file; choose one with --run N or FILE:N: {numbered}")
         self._chosen = True
         self.name = runs[chosen_run(which, len(runs)) - 1]
         return self.name
