@@ -1,11 +1,11 @@
 """Several runs side by side: the end of each metric, and the differences to the first run that are more than noise.
 
-`compare_runs` compares, `comparison_rows` returns the text of a page, `ComparisonTable` prints the table in a terminal.
+`compare_runs` compares, and each cell has its texts, for a page and a notebook; `ComparisonTable` prints the table in a
+terminal.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -63,14 +63,49 @@ class MetricCell:
         final: the final value; None if the run lacks the metric, and for shares of the run.
         share: the mean of a share over the whole run.
         difference: the difference to the first run; None for the first, and if one of the two has no final value.
+        share_change: the same for a share.
         verdict: "better", "worse", "differs", "within noise" or "too few readings to tell", after
             `judge_differences` over the whole table; empty if nothing was compared.
     """
 
+    metric: Metric
     final: Final | None = None
     share: float | None = None
     difference: Difference | None = None
+    share_change: float | None = None
     verdict: str = ""
+
+    @property
+    def value(self) -> str:
+        """The final value with its error, or the share, as text; "-" if the run lacks the metric."""
+        if self.share is not None:
+            return f"{100 * self.share:.3g} %"
+        if self.final is None:
+            return "-"
+        if self.final.scale == "log" and self.final.mean <= FLOOR * (1 + ROUNDING):
+            return f"below {FLOOR:.0e}"
+        mean = format_value(self.final.mean, format_of(self.metric))
+        if self.final.error is None:
+            return mean
+        if self.final.scale == "log":  # the error is of the logarithm
+            return f"{mean} ±{100 * np.expm1(self.final.error):.0f} %"
+        number, _, unit = mean.partition(" ")
+        error = _size_text(self.final.error, format_of(self.metric)).partition(" ")[0]
+        return f"{number} ±{error} {unit}".rstrip()
+
+    @property
+    def change(self) -> str:
+        """The difference to the first run as text; "" if nothing was compared."""
+        if self.share_change is not None:
+            return f"{100 * self.share_change:+.3g} points"
+        return "" if self.difference is None else _signed_text(self.metric, self.difference.change)
+
+    @property
+    def interval(self) -> str:
+        """The 99 % interval of the change, by itself, as text; "" if there is none."""
+        if self.difference is None or (interval := self.difference.interval) is None:
+            return ""
+        return " to ".join(_signed_text(self.metric, end) for end in interval)
 
 
 Row = tuple[Metric, tuple[MetricCell, ...]]  # a cell for every run; the first run is the baseline
@@ -146,31 +181,6 @@ def unique_names(runs: Sequence[Run]) -> list[str]:
     return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
 
 
-def comparison_rows(comparison: Comparison) -> list[dict[str, Any]]:
-    """Returns the table as text, for a page: one dictionary per metric.
-
-    Its keys are `label`, `metric` and `cells`: one dictionary per run, in order, with `value`, `change`, `interval`
-    (99 %, for this change by itself) and `verdict`. A value is "-" if the run lacks the metric; the other texts are
-    empty if nothing was compared.
-    """
-    return [
-        {
-            "label": metric.label,
-            "metric": metric.name,
-            "cells": [
-                {
-                    "value": _value_text(metric, cell),
-                    "change": _change_text(metric, cell, cells[0]),
-                    "interval": _interval_text(metric, cell),
-                    "verdict": cell.verdict,
-                }
-                for cell in cells
-            ],
-        }
-        for metric, cells in comparison.rows
-    ]
-
-
 def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
     """Yields the possible rows, in their order: reward, validation, the known metrics, those that the user named."""
     validation = sorted({name for run in runs for name in run.validations()})
@@ -191,13 +201,15 @@ def _cut_at(run: Run, step: int) -> Run:
 
 def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
     if (series := run.get(metric.name)) is None:
-        return MetricCell()
+        return MetricCell(metric)
     if metric.name in SHARES:
-        return MetricCell(share=float(series.values.mean()))
-    return MetricCell(final=final(series, window, metric.scale))
+        return MetricCell(metric, share=float(series.values.mean()))
+    return MetricCell(metric, final(series, window, metric.scale))
 
 
 def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
+    if baseline.share is not None and cell.share is not None:
+        return replace(cell, share_change=cell.share - baseline.share)
     if baseline.final is None or cell.final is None:
         return cell
     return replace(cell, difference=compare_finals(baseline.final, cell.final))
@@ -207,15 +219,15 @@ def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Judges all comparisons of the table together."""
     verdicts = iter(judge_differences([cell.difference for _, cells in rows for cell in cells if cell.difference]))
 
-    def judge_cell(metric: Metric, cell: MetricCell) -> MetricCell:
+    def judge_cell(cell: MetricCell) -> MetricCell:
         if cell.difference is None:
             return cell
         verdict: str = next(verdicts)
-        if verdict == "differs" and metric.better:
-            verdict = "better" if (cell.difference.change > 0) == (metric.better == "higher") else "worse"
+        if verdict == "differs" and (good := cell.metric.better):
+            verdict = "better" if (cell.difference.change > 0) == (good == "higher") else "worse"
         return replace(cell, verdict=verdict)
 
-    return tuple((metric, tuple(judge_cell(metric, cell) for cell in cells)) for metric, cells in rows)
+    return tuple((metric, tuple(map(judge_cell, cells))) for metric, cells in rows)
 
 
 def _comparison_notes(
@@ -283,13 +295,13 @@ class ComparisonTable:
             table.add_column(Text(encodable(wrap_name(name, column), options)), width=column, overflow="fold")
         if stacked:
             table.add_column("", width=min(wide - label - 4, 30), overflow="fold")
-        for row in comparison_rows(self.comparison):
-            title = Text(encodable(wrap_name(row["label"], label), options))
-            if row["label"] != row["metric"]:
-                title.append("\n" + encodable(wrap_name(row["metric"], label), options), style="dim")
+        for metric, entries in self.comparison.rows:
+            title = Text(encodable(wrap_name(metric.label, label), options))
+            if metric.label != metric.name:
+                title.append("\n" + encodable(wrap_name(metric.name, label), options), style="dim")
             cells = []
-            for one in row["cells"]:
-                value, change, verdict = one["value"], one["change"], one["verdict"]
+            for entry in entries:
+                value, change, verdict = entry.value, entry.change, entry.verdict
                 if narrow:
                     verdict = SHORT.get(verdict, verdict)
                     for long, short in ((" points", " pt"), (" %", "%"), (" s", "s")):
@@ -308,35 +320,6 @@ class ComparisonTable:
         yield table
         for note in self.comparison.notes:
             yield indented(note, options)
-
-
-def _value_text(metric: Metric, cell: MetricCell) -> str:
-    if cell.share is not None:
-        return f"{100 * cell.share:.3g} %"
-    if cell.final is None:
-        return "-"
-    if cell.final.scale == "log" and cell.final.mean <= FLOOR * (1 + ROUNDING):
-        return f"below {FLOOR:.0e}"
-    mean = format_value(cell.final.mean, format_of(metric))
-    if cell.final.error is None:
-        return mean
-    if cell.final.scale == "log":  # the error is of the logarithm
-        return f"{mean} ±{100 * np.expm1(cell.final.error):.0f} %"
-    number, _, unit = mean.partition(" ")
-    error = _size_text(cell.final.error, format_of(metric)).partition(" ")[0]
-    return f"{number} ±{error} {unit}".rstrip()
-
-
-def _change_text(metric: Metric, cell: MetricCell, baseline: MetricCell) -> str:
-    if cell is not baseline and cell.share is not None and baseline.share is not None:
-        return f"{100 * (cell.share - baseline.share):+.3g} points"
-    return "" if cell.difference is None else _signed_text(metric, cell.difference.change)
-
-
-def _interval_text(metric: Metric, cell: MetricCell) -> str:
-    if cell.difference is None or (interval := cell.difference.interval) is None:
-        return ""
-    return " to ".join(_signed_text(metric, end) for end in interval)
 
 
 def _signed_text(metric: Metric, change: float) -> str:

@@ -160,15 +160,13 @@ class ComparedRuns(_Shown):
         """Returns the table as a pandas frame of texts: a row per metric; each run's `value`, `change`, `verdict`."""
         import pandas as pd
 
-        from verl_ext.report.comparison import comparison_rows
-
-        rows = comparison_rows(self.comparison)
+        rows = self.comparison.rows
         texts = {
-            (name, part): [row["cells"][place][part] for row in rows]
+            (name, part): [getattr(cells[place], part) for _, cells in rows]
             for place, name in enumerate(self.comparison.names)
             for part in (("value", "change", "verdict") if place else ("value",))
         }
-        return pd.DataFrame(texts, index=[row["metric"] for row in rows])
+        return pd.DataFrame(texts, index=[metric.name for metric, _ in rows])
 
     def figure(self, key: str) -> "alt.LayerChart":
         """Returns the report's figure of this key, with all runs in it. ReportError if no run has such data."""

@@ -25,7 +25,7 @@ from markupsafe import Markup
 from verl_ext import __version__
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
-from verl_ext.report.comparison import Comparison, comparison_rows
+from verl_ext.report.comparison import Comparison
 from verl_ext.report.figures.charts import (
     DARK_COLOURS,
     HOVER_LAYER,
@@ -91,7 +91,7 @@ def write_comparison(runs: Mapping[str, Run], comparison: Comparison, out: Path,
     context = {
         "title": " / ".join(runs),
         "about": f"{len(runs)} runs; changes are against {next(iter(runs))}",
-        "comparison": comparison_rows(comparison),
+        "comparison": comparison.rows,
         "names": list(runs),
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }

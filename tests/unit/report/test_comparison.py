@@ -8,7 +8,7 @@ import pytest
 
 from verl_ext.diagnosis.noise import CAVEAT
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.comparison import Comparison, ComparisonTable, compare_runs, comparison_rows, unique_names
+from verl_ext.report.comparison import Comparison, ComparisonTable, MetricCell, compare_runs, unique_names
 from verl_ext.report.run import ReportError, Run
 
 STEPS = 300  # a default window of 30 readings
@@ -24,9 +24,9 @@ def noise(seed: int, level: float = 0.0, scatter: float = 1.0, steps: int = STEP
     return level + scatter * np.random.default_rng(seed).normal(size=steps)
 
 
-def cells(comparison: Comparison, metric: str) -> list[dict]:
-    (row,) = [row for row in comparison_rows(comparison) if row["metric"] == metric]
-    return row["cells"]
+def cells(comparison: Comparison, metric: str) -> tuple[MetricCell, ...]:
+    (found,) = [cells for each, cells in comparison.rows if each.name == metric]
+    return found
 
 
 def printed(comparison: Comparison, width: int = 100, encoding: str = "utf-8") -> str:
@@ -54,20 +54,20 @@ def test_the_first_run_is_the_baseline_and_words_follow_the_good_direction():
     b = run("b", {"critic/score/mean": noise(3, 0.7, 0.01), "vllm_kl/k3": np.exp(noise(4, -6, 0.3))})
     comparison = compare_runs([a, b])
     reward, k3 = cells(comparison, "critic/score/mean"), cells(comparison, "vllm_kl/k3")
-    assert (comparison.names[0], reward[0]["change"], reward[0]["verdict"]) == ("a", "", "")
-    assert reward[1]["verdict"] == "better" and k3[1]["verdict"] == "worse"
-    assert float(reward[1]["change"]) == pytest.approx(0.2, abs=0.01)
-    assert float(k3[1]["change"][1:]) == pytest.approx(math.exp(3), rel=0.3)
-    low, high = map(float, reward[1]["interval"].split(" to "))
+    assert (comparison.names[0], reward[0].change, reward[0].verdict) == ("a", "", "")
+    assert reward[1].verdict == "better" and k3[1].verdict == "worse"
+    assert float(reward[1].change) == pytest.approx(0.2, abs=0.01)
+    assert float(k3[1].change[1:]) == pytest.approx(math.exp(3), rel=0.3)
+    low, high = map(float, reward[1].interval.split(" to "))
     assert low < 0.2 < high
     swapped = compare_runs([b, a])
-    assert cells(swapped, "critic/score/mean")[1]["verdict"] == "worse"
-    assert cells(swapped, "vllm_kl/k3")[1]["verdict"] == "better"
+    assert cells(swapped, "critic/score/mean")[1].verdict == "worse"
+    assert cells(swapped, "vllm_kl/k3")[1].verdict == "better"
 
 
 def test_equal_runs_are_within_the_noise():
     comparison = compare_runs([full("a", 100), full("b", 200)])
-    verdicts = {cell["verdict"] for row in comparison_rows(comparison) for cell in row["cells"][1:]}
+    verdicts = {cell.verdict for _, cells in comparison.rows for cell in cells[1:]}
     assert verdicts == {"within noise", ""}, "nothing is said of the skipped updates"
     assert CAVEAT in comparison.notes
 
@@ -77,7 +77,7 @@ def test_a_metric_without_a_good_direction_only_differs():
         run(name, {"actor/entropy": noise(seed, level, 0.01)})
         for seed, (name, level) in enumerate([("a", 1), ("b", 2)])
     ]
-    assert cells(compare_runs(runs), "actor/entropy")[1]["verdict"] == "differs"
+    assert cells(compare_runs(runs), "actor/entropy")[1].verdict == "differs"
 
 
 def test_the_verdicts_are_of_the_table_not_of_the_row():
@@ -86,21 +86,24 @@ def test_the_verdicts_are_of_the_table_not_of_the_row():
     extra = {f"own/{index}": noise(50 + index, steps=steps) for index in range(50)}
     a, b = noise(1, 0, 1, steps), noise(2, 1.2, 1, steps)
     alone = compare_runs([run("a", {"own/x": a}, steps), run("b", {"own/x": b}, steps)], ["own/x"], window=30)
-    assert cells(alone, "own/x")[1]["verdict"] == "differs"
+    assert cells(alone, "own/x")[1].verdict == "differs"
     runs = [run("a", {"own/x": a, **extra}, steps), run("b", {"own/x": b, **extra}, steps)]
-    assert cells(compare_runs(runs, ["own/x", *extra], window=30), "own/x")[1]["verdict"] == "within noise"
+    assert cells(compare_runs(runs, ["own/x", *extra], window=30), "own/x")[1].verdict == "within noise"
 
 
 def test_rows_come_for_what_any_run_has_and_a_dash_where_one_lacks_it():
     a = run("a", {"critic/score/mean": noise(1), "val-core/x/acc/mean@1": noise(2)})
     b = run("b", {"critic/score/mean": noise(3), "own/metric": noise(4), "actor/entropy": [math.nan] * STEPS})
     comparison = compare_runs([a, b], ["own/metric", "own/unknown", "critic/score/mean"])
-    rows = comparison_rows(comparison)
-    assert [row["metric"] for row in rows] == ["critic/score/mean", "val-core/x/acc/mean@1", "own/metric"]
+    assert [metric.name for metric, _ in comparison.rows] == [
+        "critic/score/mean",
+        "val-core/x/acc/mean@1",
+        "own/metric",
+    ]
     for metric, lacking in (("val-core/x/acc/mean@1", 1), ("own/metric", 0)):
         pair = cells(comparison, metric)
-        assert pair[lacking]["value"] == "-" and pair[1 - lacking]["value"] != "-"
-        assert (pair[1]["change"], pair[1]["verdict"]) == ("", "")
+        assert pair[lacking].value == "-" and pair[1 - lacking].value != "-"
+        assert (pair[1].change, pair[1].verdict) == ("", "")
     assert "own/unknown has no finite value in any run" in comparison.notes
 
 
@@ -108,19 +111,19 @@ def test_runs_are_cut_at_the_last_step_that_all_have():
     rising = np.linspace(0, 10, 400)
     a, b = run("long", {"critic/score/mean": rising}, 400), run("short", {"critic/score/mean": rising[:100]}, 100)
     comparison = compare_runs([a, b])
-    assert cells(comparison, "critic/score/mean")[1]["verdict"] == "within noise"
+    assert cells(comparison, "critic/score/mean")[1].verdict == "within noise"
     assert any("at step 100" in note and "long (to 400)" in note for note in comparison.notes)
     assert any("still moving at the end of short: reward" in note for note in comparison.notes)
     ends = compare_runs([a, b], cut=False)
-    assert cells(ends, "critic/score/mean")[1]["verdict"] == "worse"
+    assert cells(ends, "critic/score/mean")[1].verdict == "worse"
     assert any("different steps: long at 400, short at 100" in note for note in ends.notes)
 
 
 def test_skipped_updates_are_a_share_of_the_run_and_not_tested():
     runs = [run(name, {"guard/skipped": np.arange(STEPS) < count}) for name, count in (("a", 2), ("b", 7))]
     first, second = cells(compare_runs(runs), "guard/skipped")
-    assert (first["value"], first["change"]) == ("0.667 %", "")
-    assert (second["value"], second["change"], second["verdict"]) == ("2.33 %", "+1.67 points", "")
+    assert (first.value, first.change) == ("0.667 %", "")
+    assert (second.value, second.change, second.verdict) == ("2.33 %", "+1.67 points", "")
 
 
 def test_a_metric_that_ended_early_is_told():
@@ -133,7 +136,7 @@ def test_short_runs_say_that_they_are_too_short():
     runs = [run(name, {"critic/score/mean": noise(seed, steps=3)}, 3) for seed, name in enumerate("ab")]
     comparison = compare_runs(runs)
     value, other = cells(comparison, "critic/score/mean")
-    assert "±" not in value["value"] and other["verdict"] == "too few readings to tell" and other["interval"] == ""
+    assert "±" not in value.value and other.verdict == "too few readings to tell" and other.interval == ""
     assert any(note.startswith("too few readings to tell:") for note in comparison.notes)
 
 
@@ -173,7 +176,7 @@ def test_engines_that_agree_exactly_are_below_the_floor_of_the_logarithm(values)
     exact, usual = run("exact", {"vllm_kl/k3": values}), run("usual", {"vllm_kl/k3": np.exp(noise(1, -9, 0.3))})
     comparison = compare_runs([exact, usual])
     value, other = cells(comparison, "vllm_kl/k3")
-    assert value["value"] == "below 1e-12" and other["value"].startswith("1.")
+    assert value.value == "below 1e-12" and other.value.startswith("1.")
     assert "below 1e-12" in printed(comparison)
 
 
@@ -184,10 +187,10 @@ def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_point
         for seed, k3, share in pairs
     ]
     comparison = compare_runs(runs)
-    assert cells(comparison, "vllm_kl/k3")[0]["value"].endswith(" %")
+    assert cells(comparison, "vllm_kl/k3")[0].value.endswith(" %")
     agreement = cells(comparison, "router/agreement")
-    assert agreement[0]["value"].startswith("98.5") and agreement[1]["change"].startswith("-8.0")
-    assert agreement[1]["change"].endswith(" points") and agreement[1]["verdict"] == "worse"
+    assert agreement[0].value.startswith("98.5") and agreement[1].change.startswith("-8.0")
+    assert agreement[1].change.endswith(" points") and agreement[1].verdict == "worse"
 
 
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
@@ -196,6 +199,6 @@ def test_numbers_are_whole_at_every_width(count, width):
     comparison = compare_runs([full(f"r{index}", index) for index in range(count)])
     said = printed(comparison, width=width)
     words = set(said.split())
-    first = [row["cells"][index]["value"].split()[0] for row in comparison_rows(comparison) for index in range(count)]
+    first = [cells[index].value.split()[0] for _, cells in comparison.rows for index in range(count)]
     assert all(value.rstrip("%") in {word.rstrip("%s") for word in words} for value in first)
     assert max(map(len, said.splitlines())) <= width
