@@ -170,10 +170,7 @@ class ComparedRuns(_Shown):
 
     def figure(self, key: str) -> "alt.LayerChart":
         """Returns the report's figure of this key, with all runs in it. ReportError if no run has such data."""
-        with _extra_packages():
-            from verl_ext.report.figures.overlay import overlay
-
-        return _figure(key, lambda panel: overlay(panel, self.runs))
+        return _figure(key, lambda panel: panel.chart_of_all(self.runs))
 
 
 @dataclass(frozen=True)

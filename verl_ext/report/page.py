@@ -36,7 +36,6 @@ from verl_ext.report.figures.charts import (
     VEGA_CONFIG,
     thin_readings,
 )
-from verl_ext.report.figures.overlay import overlay
 from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.guard_facts import DECIDED, sentence_of
@@ -95,7 +94,7 @@ def write_comparison(runs: Mapping[str, Run], comparison: Comparison, out: Path,
         "names": list(runs),
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
     }
-    charts = {panel: overlay(panel, runs) for panel in PANELS}
+    charts = {panel: panel.chart_of_all(runs) for panel in PANELS}
     return write_page(out, charts, context, **options)
 
 

@@ -1,7 +1,6 @@
-"""The figures of several runs in one: the main metric of each panel over the steps, one colour per run."""
+"""The figures of several runs in one, one colour per run: a metric over the steps, or the ends of the runs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import altair as alt
@@ -12,7 +11,6 @@ from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import LINE_COLOURS, PLOT_HEIGHT, PLOT_WIDTH, Line, chart_data, line_chart
 from verl_ext.report.figures.columns import AGREEMENT, OTHER_STAGE, STAGES, stage_seconds
-from verl_ext.report.figures.panels import Panel
 from verl_ext.report.run import Run, validation_label
 
 END_READINGS = 20  # readings whose median represents a run's end in figures without steps
@@ -21,23 +19,21 @@ DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the validation sets of a run
 Runs = Mapping[str, Run]  # by the name in the legend
 
 
-def overlay(panel: Panel, runs: Runs) -> alt.LayerChart | None:
-    """Draws the panel's figure for all runs that have it; None if none has it."""
-    if panel.key in OWN_OVERLAYS:
-        return OWN_OVERLAYS[panel.key](runs)
+def metric_overlay(metric: str, runs: Runs, **axis: Any) -> alt.LayerChart | None:
+    """Draws a metric of all runs that have it; None if none has it. `axis` has the options of `line_chart`."""
     lines = [
         Line(name, series, colour)
         for (name, run), colour in zip(runs.items(), LINE_COLOURS, strict=False)
-        if (series := run.get(panel.metric)) is not None
+        if (series := run.get(metric)) is not None
     ]
-    return line_chart(lines, _span(runs), log=panel.log, percent=panel.percent, zero=panel.zero)
+    return line_chart(lines, _span(runs), **axis)
 
 
 def _span(runs: Runs) -> tuple[int, int]:
     return min(run.span[0] for run in runs.values()), max(run.span[1] for run in runs.values())
 
 
-def _validation_overlay(runs: Runs) -> alt.LayerChart | None:
+def validation_overlay(runs: Runs) -> alt.LayerChart | None:
     names = sorted({name for run in runs.values() for name in run.validations()})[: len(DASHES)]
     lines = [
         Line(f"{label}: {validation_label(name)}" if len(names) > 1 else label, series, colour, dash)
@@ -48,40 +44,26 @@ def _validation_overlay(runs: Runs) -> alt.LayerChart | None:
     return line_chart(lines, _span(runs))
 
 
-BUCKET_TITLES = {
-    "prob": "probability of the token",
-    "position": "position in the response",
-    "lag": "weight versions behind the policy",
-    "replica": "server of the rollout",
-}
+def bucket_overlay(axis: str, title: str) -> Callable[[Runs], alt.LayerChart | None]:
+    """Draws k3 of each bucket at the ends of the runs; `title` says what the buckets are."""
+
+    def chart(runs: Runs) -> alt.LayerChart | None:
+        found = {name: _ends(run.parts(K3, f"{axis}/")) for name, run in runs.items()}
+        return _profile(found, BUCKETS[axis], title, alt.Scale(type="log"), "~e")
+
+    return chart
 
 
-def _bucket_overlay(axis: str, runs: Runs) -> alt.LayerChart | None:
-    found = {name: _ends(run.parts(K3, f"{axis}/")) for name, run in runs.items()}
-    return _profile(found, BUCKETS[axis], BUCKET_TITLES[axis], alt.Scale(type="log"), "~e")
-
-
-def _layer_overlay(runs: Runs) -> alt.LayerChart | None:
+def layer_overlay(runs: Runs) -> alt.LayerChart | None:
     found = {name: _ends(run.layers(AGREEMENT)) for name, run in runs.items()}
     layers = sorted({int(layer) for profile in found.values() for layer in profile})
     return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".4~%")
 
 
-def _stage_overlay(runs: Runs) -> alt.LayerChart | None:
+def stage_overlay(runs: Runs) -> alt.LayerChart | None:
     stages = [*dict.fromkeys(name for name, _ in STAGES.values()), OTHER_STAGE[0]]
     seconds = {name: stage_seconds(run) for name, run in runs.items()}
     return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), ".6~g", "seconds")
-
-
-OWN_OVERLAYS: dict[str, Callable[[Runs], alt.LayerChart | None]] = {
-    "validation": _validation_overlay,
-    "by_probability": partial(_bucket_overlay, "prob"),
-    "by_position": partial(_bucket_overlay, "position"),
-    "by_lag": partial(_bucket_overlay, "lag"),
-    "by_replica": partial(_bucket_overlay, "replica"),
-    "router_agreement": _layer_overlay,
-    "step_time": _stage_overlay,
-}
 
 
 def _ends(parts: Mapping[Any, Series]) -> dict[str, float]:

@@ -28,6 +28,14 @@ from verl_ext.report.figures.charts import (
     line_chart,
     lines_of,
 )
+from verl_ext.report.figures.overlay import (
+    Runs,
+    bucket_overlay,
+    layer_overlay,
+    metric_overlay,
+    stage_overlay,
+    validation_overlay,
+)
 from verl_ext.report.guard_facts import growth_clause, sentence_of
 from verl_ext.report.run import Run, validation_label
 
@@ -46,7 +54,8 @@ class Panel:
         missing: the text instead of the figure, with the `override` that would make the run log it.
         metric: the metric that a comparison of runs draws, and that the text below the figure describes.
         log, zero: options of that metric's axis.
-        compared: replaces `reading` if a comparison of runs draws another kind of figure.
+        overlay: draws the figure of several runs by name, if that is another kind of figure than lines of `metric`.
+        compared: replaces `reading` there.
         more: the sentence with the numbers of a run that only this kind of figure has.
     """
 
@@ -59,12 +68,19 @@ class Panel:
     metric: str = ""
     log: bool = False
     zero: bool = False
+    overlay: Callable[[Runs], alt.LayerChart | None] | None = None
     compared: str = ""
     more: Callable[[Run], str] = lambda run: ""
 
     @property
     def percent(self) -> bool:
         return is_share(self.metric)
+
+    def chart_of_all(self, runs: Runs) -> alt.LayerChart | None:
+        """Draws the figure for all runs that have it; None if none has it."""
+        if self.overlay is not None:
+            return self.overlay(runs)
+        return metric_overlay(self.metric, runs, log=self.log, percent=self.percent, zero=self.zero)
 
     def facts(self, run: Run) -> str:
         """Returns this run's numbers, in sentences; "" if there are none."""
@@ -159,6 +175,7 @@ PANELS = (
         _validation_chart,
         "No val-core/*: this run had no validation.",
         "trainer.test_freq=10",
+        overlay=validation_overlay,
         more=_undrawn_validations,
     ),
     Panel(
@@ -227,6 +244,7 @@ PANELS = (
         _bucket_chart("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         ours.GAP.override,
+        overlay=bucket_overlay("prob", "probability of the token"),
     ),
     Panel(
         "by_position",
@@ -235,6 +253,7 @@ PANELS = (
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
         _bucket_chart("position"),
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
+        overlay=bucket_overlay("position", "position in the response"),
     ),
     Panel(
         "by_lag",
@@ -244,6 +263,7 @@ PANELS = (
         "rollout follows: try stability=opsm.",
         _bucket_chart("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
+        overlay=bucket_overlay("lag", "weight versions behind the policy"),
     ),
     Panel(
         "by_replica",
@@ -253,6 +273,7 @@ PANELS = (
         _bucket_chart("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
         "The rollout has one server, or stability.breakdown is off.",
         ours.GAP.override,
+        overlay=bucket_overlay("replica", "server of the rollout"),
     ),
     Panel(
         "router_agreement",
@@ -263,6 +284,7 @@ PANELS = (
         "The experts of the two engines were not compared.",
         ours.ROUTING.override,
         metric=columns.AGREEMENT,
+        overlay=layer_overlay,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. If one "
         "run is far below, routing replay (stability=r3) brings its engines together.",
     ),
@@ -325,6 +347,7 @@ PANELS = (
         "No timing_s/step: verl logs it at every training step.",
         metric=columns.STEP_TIME,
         zero=True,
+        overlay=stage_overlay,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs are long, check memory and offloading.",
         more=_time_shares,
