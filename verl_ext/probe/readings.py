@@ -171,10 +171,12 @@ def compare_states(rollout: Mapping[str, Tensor], train: Mapping[str, Tensor], t
             raise HookError(f"{point} is {tuple(ours.shape)} in the rollout and {tuple(theirs.shape)} in training")
         finite, others_finite = ours.isfinite().all(1), theirs.isfinite().all(1)
         both = finite & others_finite
-        numbers = _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None, None, None)
+        error, differs, gap = _place_numbers(point, ours[both], theirs[both], top_k) if both.any() else (None,) * 3
         place = Place(
             point,
-            *numbers,
+            error,
+            differs,
+            gap,
             rollout_not_finite=int((~finite).sum()),
             train_not_finite=int((~others_finite).sum()),
             rollout_dtype=_dtype_of(rollout[point]),

@@ -469,7 +469,7 @@ _STAGE_SENTENCES = {SYNC: _sync_sentence, UPDATE: _update_sentence}
 
 
 def _readings_table(result: ProbeResult) -> ShownTable:
-    rows = tuple(
+    rows = [
         (
             READING_WORDS[pair.one],
             READING_WORDS[pair.other],
@@ -479,14 +479,14 @@ def _readings_table(result: ProbeResult) -> ShownTable:
             f"{pair.one_not_finite} / {pair.other_not_finite}",
         )
         for pair in result.pairs
-    )
+    ]
     columns = ("one", "other", "k3, nats per token", "max |log p - log q|", "equal", "NaN or inf")
     return ShownTable(f"the same {result.tokens} tokens", columns, rows, labels=2)
 
 
 def _bucket_table(pair: Pair) -> ShownTable:
     sides = [[(name, f"{k3:.2e}") for name, k3 in by.items()] for by in (pair.by_probability, pair.by_position)]
-    rows = tuple((*one, *other) for one, other in zip_longest(*sides, fillvalue=("", "")))
+    rows = [(*one, *other) for one, other in zip_longest(*sides, fillvalue=("", ""))]
     return ShownTable("k3 between sampling and training", ("probability", "k3", "position", "k3"), rows)
 
 
@@ -508,7 +508,7 @@ def _states_table(result: ProbeResult) -> ShownTable:
     others = "tokens with other experts, or positions"
     columns = ("at", "relative error", others, "gap of their weights", "NaN or inf", "dtype")
     marked = next((row for row, (point, *_) in enumerate(rows) if point == start), None)
-    return ShownTable("hidden states, rollout against training", columns, tuple(rows), marked=marked)
+    return ShownTable("hidden states, rollout against training", columns, rows, marked=marked)
 
 
 def _dtypes(*engines: str) -> str:
@@ -516,7 +516,7 @@ def _dtypes(*engines: str) -> str:
 
 
 def _batches_table(batches: Sequence[Pair]) -> ShownTable:
-    rows = tuple(
+    rows = [
         (
             str(number),
             str(one.tokens),
@@ -525,20 +525,20 @@ def _batches_table(batches: Sequence[Pair]) -> ShownTable:
             f"{one.one_not_finite} / {one.other_not_finite}",
         )
         for number, one in enumerate(batches, 1)
-    )
+    ]
     columns = ("batch", "tokens", "k3, nats per token", "max |log p - log q|", "NaN or inf")
     return ShownTable("sampling and training, a weight sync between batches", columns, rows)
 
 
 def _stages_table(stages: Sequence[Stage]) -> ShownTable:
-    rows = tuple(
+    rows = [
         (
             AFTER[one.name],
             *(_formatted(number, ".2e") for number in (one.before, one.after, one.rollout_moved, one.train_moved)),
             f"{one.rollout_not_finite} / {one.train_not_finite}",
         )
         for one in stages
-    )
+    ]
     columns = ("after", "k3 before", "k3 after", "rollout moved", "training moved", "NaN or inf")
     return ShownTable("the same tokens once more; moved: mean |change of log p|", columns, rows)
 
@@ -554,7 +554,7 @@ def _formatted(number: float | None, form: str) -> str:
 
 def _sweep_table(swept: Sequence[SweepResult]) -> ShownTable:
     base, order = swept[0], ranked_by_gap(swept)
-    rows = tuple((one.name or LAUNCH, *_sweep_numbers(one, base)) for one in order)
+    rows = [(one.name or LAUNCH, *_sweep_numbers(one, base)) for one in order]
     columns = ("setting", "k3", "of the launch's", "decode, prefill", "prefill, training", "seconds")
     title = "one setting changed at a time, the least gap first; *: by more than its error"
     return ShownTable(title, columns, rows, marked=order.index(base))
@@ -563,14 +563,10 @@ def _sweep_table(swept: Sequence[SweepResult]) -> ShownTable:
 def _layers_table(layers: Sequence[GroupGap]) -> ShownTable:
     base, *groups = layers
     kept = sensitive_layers(layers)
-    rows = tuple(
-        (
-            f"{one.group}{' *' if one in kept else ''}",
-            _k3_text(one),
-            f"{excess(one, base):.1e}",
-        )
+    rows = [
+        (f"{one.group}{' *' if one in kept else ''}", _k3_text(one), f"{excess(one, base):.1e}")
         for one in ranked_groups(groups)
-    )
+    ]
     columns = ("rounded", "k3", "more than with nothing rounded")
     return ShownTable("one group of the rollout's weights rounded at a time; *: stands out", columns, rows)
 

@@ -22,7 +22,8 @@ from verl_ext.report.sources.text import register_format
 
 COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the rows
 BLANKS = re.compile(r"\s+")  # aligned columns whose names are single words, as pandas prints them
-SEPARATORS = (re.compile(r"[|│┃║]"), *(re.compile(each) for each in (r"\t", ";", ",", r"\s{2,}")), BLANKS)
+BOX = re.compile(r"[|│┃║]")  # the lines between the cells of Markdown, psql and rich
+SEPARATORS = (BOX, *(re.compile(each) for each in (r"\t", ";", ",", r"\s{2,}")), BLANKS)
 STEP_WORD = re.compile(r"(?i)^(?:global[ _]?)?step\s*(?=\d)")
 DECORATION = " *`~$\t"  # of a cell in Markdown
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -88,7 +89,7 @@ class Columns:
 class TextTable:
     def __init__(self) -> None:
         self._columns: Columns | None = None
-        self._separator = SEPARATORS[0]
+        self._separator = BOX
 
     def sniff(self, text: bytes) -> bool:
         return HEADER.search(text) is not None or (self._columns is not None and NUMBERS.search(text) is not None)
@@ -114,7 +115,7 @@ class TextTable:
 def split_cells(line: str, separator: re.Pattern[str]) -> list[str]:
     """Returns the cells of a line, without the lines of the frame at both ends."""
     cells = separator.split(line.strip())
-    if separator is SEPARATORS[0]:
+    if separator is BOX:
         cells = cells[not cells[0].strip() :]
         cells = cells[: len(cells) - (bool(cells) and not cells[-1].strip())]
     return [cell.strip() for cell in cells]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import quantity_of
-from verl_ext.report.sources.cells import SEPARATORS, cell_number, split_cells
+from verl_ext.report.sources.cells import BOX, cell_number, split_cells
 from verl_ext.report.sources.ends import BAR
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
@@ -76,7 +76,7 @@ class Pairs:
         # A line may be likely by what is in front of it only. A bar's numbers are of its pieces.
         if len(text) > LONGEST_LINE or not _is_likely(text) or BAR.search(text):
             return
-        line = SEPARATORS[0].sub("|", BULLET.sub(" | ", text.rstrip()))
+        line = BOX.sub("|", BULLET.sub(" | ", text.rstrip()))
         if box := _box_pairs(line):
             line = box
         steps = list(STEP.finditer(line))
@@ -143,7 +143,7 @@ def _is_likely(line: str) -> bool:
 
 def _box_pairs(line: str) -> str:
     """Returns a row of a box, name and number by turns, as pairs; "" if it is none."""
-    cells = split_cells(line, SEPARATORS[0])
+    cells = split_cells(line, BOX)
     names, numbers = cells[::2], [cell_number(cell) for cell in cells[1::2]]
     if not numbers or len(names) != len(numbers) or None in numbers or any(map(cell_number, names)):
         return ""
