@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
 
 import altair as alt
 import numpy as np
@@ -12,7 +11,7 @@ from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import now_label, now_of
-from verl_ext.report.figures import columns, kl
+from verl_ext.report.figures import columns, kl, overlay
 from verl_ext.report.figures.charts import (
     BLUE,
     BUCKET_COLOURS,
@@ -28,14 +27,6 @@ from verl_ext.report.figures.charts import (
     line_chart,
     lines_of,
 )
-from verl_ext.report.figures.overlay import (
-    Runs,
-    bucket_overlay,
-    layer_overlay,
-    metric_overlay,
-    stage_overlay,
-    validation_overlay,
-)
 from verl_ext.report.guard_facts import growth_clause, sentence_of
 from verl_ext.report.run import Run, validation_label
 
@@ -50,11 +41,13 @@ class Panel:
     Attributes:
         key: the name of its file and of its place in the page.
         reading: how to read it and what to do, one sentence.
-        chart: draws the figure of a run; None if there is nothing to draw. It is missing if a page draws it itself.
         missing: the text instead of the figure, with the `override` that would make the run log it.
+        curves: the (metric, label, colour)s that the figure of a run draws.
         metric: the metric that a comparison of runs draws, and that the text below the figure describes.
-        log, zero: options of that metric's axis.
-        overlay: draws the figure of several runs by name, if that is another kind of figure than lines of `metric`.
+        log, zero, unit: options of the axis.
+        under: draws layers under the curves, from the first step and the last.
+        draw: draws the figure of a run, if that is another kind of figure than `curves`; None if the run lacks it.
+        draw_all: draws the figure of several runs by name, if that is another kind of figure than lines of `metric`.
         compared: replaces `reading` there.
         more: the sentence with the numbers of a run that only this kind of figure has.
     """
@@ -62,25 +55,43 @@ class Panel:
     key: str
     title: str
     reading: str
-    chart: Callable[[Run], alt.LayerChart | None] = lambda run: None
     missing: str = ""
     override: str = ""
+    curves: tuple[tuple[str, str, str], ...] = ()
     metric: str = ""
     log: bool = False
     zero: bool = False
-    overlay: Callable[[Runs], alt.LayerChart | None] | None = None
+    unit: str = ""
+    under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda span: []
+    draw: Callable[[Run], alt.LayerChart | None] | None = None
+    draw_all: Callable[[overlay.Runs], alt.LayerChart | None] | None = None
     compared: str = ""
     more: Callable[[Run], str] = lambda run: ""
 
     @property
     def percent(self) -> bool:
-        return is_share(self.metric)
+        found = find(self.metric)
+        return found is not None and found.unit == "share"
 
-    def chart_of_all(self, runs: Runs) -> alt.LayerChart | None:
+    def chart(self, run: Run) -> alt.LayerChart | None:
+        """Draws the figure of a run; None if there is nothing to draw."""
+        if self.draw is not None:
+            return self.draw(run)
+        return line_chart(
+            lines_of(run, self.curves),
+            run.span,
+            log=self.log,
+            percent=self.percent,
+            unit=self.unit,
+            zero=self.zero,
+            under=self.under(run.span),
+        )
+
+    def chart_of_all(self, runs: overlay.Runs) -> alt.LayerChart | None:
         """Draws the figure for all runs that have it; None if none has it."""
-        if self.overlay is not None:
-            return self.overlay(runs)
-        return metric_overlay(self.metric, runs, log=self.log, percent=self.percent, zero=self.zero)
+        if self.draw_all is not None:
+            return self.draw_all(runs)
+        return overlay.metric_overlay(self.metric, runs, log=self.log, percent=self.percent, zero=self.zero)
 
     def facts(self, run: Run) -> str:
         """Returns this run's numbers, in sentences; "" if there are none."""
@@ -104,35 +115,15 @@ class Panel:
         return f"{100 * value:.4g} %" if value > NEARLY_ALL else f"{100 * value:.3g} %"
 
 
-def is_share(metric: str) -> bool:
-    found = find(metric)
-    return found is not None and found.unit == "share"
-
-
-def _line_chart_of(
-    *curves: tuple[str, str, str], under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda steps: [], **axis: Any
-) -> Callable[[Run], alt.LayerChart | None]:
-    """Returns a chart of (metric, label, colour)s of one unit, without metrics that the run lacks."""
-    percent = is_share(curves[0][0])
-
-    def chart(run: Run) -> alt.LayerChart | None:
-        return line_chart(lines_of(run, curves), run.span, under=under(run.span), percent=percent, **axis)
-
-    return chart
-
-
 def _validation_chart(run: Run) -> alt.LayerChart | None:
     curves = zip(run.validations(), map(validation_label, run.validations()), LINE_COLOURS, strict=False)
     return line_chart(lines_of(run, curves), run.span)
 
 
-def _bucket_chart(
-    axis: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str
-) -> Callable[[Run], alt.LayerChart | None]:
-    """Draws k3 of each bucket, and the metrics in `others`, label=metric, next to them."""
+def _buckets(axis: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str) -> tuple[tuple[str, str, str], ...]:
+    """Returns the curves of k3 of each bucket, and of the metrics in `others`, label=metric."""
     buckets = [(f"{K3}/{axis}/{name}", name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True)]
-    whole = [(metric, label, INK) for label, metric in others.items()]
-    return _line_chart_of(*buckets, *whole, log=True, unit="nats per token")
+    return (*buckets, *((metric, label, INK) for label, metric in others.items()))
 
 
 def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
@@ -163,8 +154,8 @@ PANELS = (
         "Reward",
         "Mean score of each batch; it should rise. If it falls while the engines agree, check the learning rate, the "
         "clipping and the KL to the reference rather than the correction.",
-        _line_chart_of(("critic/score/mean", "", BLUE)),
         "No critic/score/mean: verl logs it at every training step.",
+        curves=(("critic/score/mean", "", BLUE),),
         metric="critic/score/mean",
     ),
     Panel(
@@ -172,10 +163,10 @@ PANELS = (
         "Validation",
         "Scores on the validation files; trust them more than the batch reward. If the reward rises and they do not, "
         "the policy exploits the reward.",
-        _validation_chart,
         "No val-core/*: this run had no validation.",
         "trainer.test_freq=10",
-        overlay=validation_overlay,
+        draw=_validation_chart,
+        draw_all=overlay.validation_overlay,
         more=_undrawn_validations,
     ),
     Panel(
@@ -183,9 +174,9 @@ PANELS = (
         "KL between the engines",
         "A flat line is healthy, at any height far below the thresholds. A straight climb on this logarithmic axis is "
         "exponential growth, which ends in collapse: act while the predicted crossing is far away.",
-        kl.kl_chart,
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
+        draw=kl.kl_chart,
         metric=K3,
         log=True,
         more=lambda run: sentence_of(growth_clause(run)),
@@ -195,9 +186,12 @@ PANELS = (
         "Probability difference of a token",
         "|p rollout - p training| of the sampled tokens. The largest difference jumps with single tokens; the mean "
         "should stay flat. Training was seen to fail past 0.05.",
-        _line_chart_of(("vllm_kl/prob_diff_max", "max", VERMILION), ("vllm_kl/prob_diff_mean", "mean", BLUE), log=True),
         "No log-probabilities of the rollout were compared.",
         ours.GAP.override,
+        curves=(
+            ("vllm_kl/prob_diff_max", "max", VERMILION),
+            ("vllm_kl/prob_diff_mean", "mean", BLUE),
+        ),
         metric="vllm_kl/prob_diff_mean",
         log=True,
     ),
@@ -207,17 +201,16 @@ PANELS = (
         "Share of tokens whose ratio training/rollout left the band, below and above. IcePop's authors saw 0.1 to "
         "0.2 %. More than 5 % for many steps means that the gap is the problem, not the band. If the share falls while "
         "k3 grows, the band does not catch the gap: try stability=kpop.",
-        _line_chart_of(
+        "No correction was on.",
+        ours.CORRECTIONS.override,
+        curves=(
             ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
             ("correction/dropped_high", METRICS["correction/dropped_high"].label, VERMILION),
             ("correction/dropped", "both", MUTED),
-            under=_healthy_band,
-            zero=True,
         ),
-        "No correction was on.",
-        ours.CORRECTIONS.override,
         metric="correction/dropped",
         zero=True,
+        under=_healthy_band,
     ),
     Panel(
         "dropped_entropy",
@@ -225,35 +218,38 @@ PANELS = (
         "Dropped tokens should be the uncertain ones, with a line well above that of the kept. If the two lines meet, "
         "confident tokens are dropped, and the gap is more than rounding: check for a missed weight sync or another "
         "precision.",
-        _line_chart_of(
-            ("correction/entropy_dropped", "dropped", VERMILION),
-            ("correction/entropy_kept", "kept", BLUE),
-            zero=True,
-            unit="nats",
-        ),
         "No correction was on, or it dropped nothing.",
         ours.CORRECTIONS.override,
+        curves=(
+            ("correction/entropy_dropped", "dropped", VERMILION),
+            ("correction/entropy_kept", "kept", BLUE),
+        ),
         metric="correction/entropy_dropped",
         zero=True,
+        unit="nats",
     ),
     Panel(
         "by_probability",
         "Mismatch by probability of the token",
         "k3 of tokens by their probability in the rollout. Rare tokens disagree most in every run; if k3 of likely "
         "tokens climbs, the engines compute different functions.",
-        _bucket_chart("prob"),
         "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         ours.GAP.override,
-        overlay=bucket_overlay("prob", "probability of the token"),
+        curves=_buckets("prob"),
+        log=True,
+        unit="nats per token",
+        draw_all=overlay.bucket_overlay("prob", "probability of the token"),
     ),
     Panel(
         "by_position",
         "Mismatch by position in the response",
         "k3 of tokens by their position in the response. Lines that fan out upwards mean that the gap builds up "
         "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
-        _bucket_chart("position"),
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
-        overlay=bucket_overlay("position", "position in the response"),
+        curves=_buckets("position"),
+        log=True,
+        unit="nats per token",
+        draw_all=overlay.bucket_overlay("position", "position in the response"),
     ),
     Panel(
         "by_lag",
@@ -261,30 +257,34 @@ PANELS = (
         "k3 of trajectories by how many weight versions they are behind. 0 shows only the engines' gap, and so does "
         "`engines`, from rescored trajectories. If only old trajectories climb, the policy moves faster than the "
         "rollout follows: try stability=opsm.",
-        _bucket_chart("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
-        overlay=bucket_overlay("lag", "weight versions behind the policy"),
+        curves=_buckets("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
+        log=True,
+        unit="nats per token",
+        draw_all=overlay.bucket_overlay("lag", "weight versions behind the policy"),
     ),
     Panel(
         "by_replica",
         "Mismatch by server of the rollout",
         "k3 of the tokens of each server, numbered as at the start of the run. All servers get prompts at random, so a "
         "line far above the others is a server that computes something else.",
-        _bucket_chart("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
         "The rollout has one server, or stability.breakdown is off.",
         ours.GAP.override,
-        overlay=bucket_overlay("replica", "server of the rollout"),
+        curves=_buckets("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
+        log=True,
+        unit="nats per token",
+        draw_all=overlay.bucket_overlay("replica", "server of the rollout"),
     ),
     Panel(
         "router_agreement",
         "Router agreement by layer",
         "Share of a token's experts that both engines chose; dark is worse. A stripe through all layers is one bad "
         "step; spreading darkness means that the routing drifts apart, which routing replay (stability=r3) prevents.",
-        columns.agreement_chart,
         "The experts of the two engines were not compared.",
         ours.ROUTING.override,
+        draw=columns.agreement_chart,
         metric=columns.AGREEMENT,
-        overlay=layer_overlay,
+        draw_all=overlay.layer_overlay,
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. If one "
         "run is far below, routing replay (stability=r3) brings its engines together.",
     ),
@@ -293,23 +293,26 @@ PANELS = (
         "Response length",
         "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Check the clipped "
         "share too: the reward of a cut response is not reliable.",
-        _line_chart_of(
-            ("response_length/max", "max", MUTED), ("response_length/mean", "mean", BLUE), zero=True, unit="tokens"
-        ),
         "No response_length/mean: verl logs it at every training step.",
+        curves=(
+            ("response_length/max", "max", MUTED),
+            ("response_length/mean", "mean", BLUE),
+        ),
         metric="response_length/mean",
         zero=True,
+        unit="tokens",
     ),
     Panel(
         "entropy",
         "Entropy of the policy",
         "A slow fall is normal. Near 0 the policy stops exploring (clip-higher helps: stability=dapo); a steep rise "
         "can precede a collapse.",
-        _line_chart_of(("actor/entropy", "", BLUE), zero=True, unit="nats"),
         "No actor/entropy was logged.",
         "actor_rollout_ref.actor.calculate_entropy=true",
+        curves=(("actor/entropy", "", BLUE),),
         metric="actor/entropy",
         zero=True,
+        unit="nats",
     ),
     Panel(
         "clipping",
@@ -317,14 +320,13 @@ PANELS = (
         "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch; the latter is "
         "large only if all have one length or many are cut. A few percent of clipping is normal. If many responses "
         "are cut, allow more length or use an overlong filter (stability.filters).",
-        _line_chart_of(
+        "No clip fractions were logged.",
+        curves=(
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
             ("actor/pg_clipfrac_lower", "tokens, dual clip", SKY),
             ("response_length/clip_ratio", "responses of the largest length", ORANGE),
             ("answers/cut", "responses cut at the limit", GREEN),
-            zero=True,
         ),
-        "No clip fractions were logged.",
         metric="actor/pg_clipfrac",
         zero=True,
     ),
@@ -333,8 +335,8 @@ PANELS = (
         "Gradient norm",
         "Norm before clipping. Spikes in the same steps as spikes of the KL come from the gap, and a batch skip "
         "removes them. Other spikes come from the loss or the data.",
-        _line_chart_of(("actor/grad_norm", "", BLUE), log=True),
         "No actor/grad_norm was logged.",
+        curves=(("actor/grad_norm", "", BLUE),),
         metric="actor/grad_norm",
         log=True,
     ),
@@ -343,11 +345,11 @@ PANELS = (
         "Where the time goes",
         "Stages as shares of a step. The rollout usually takes most of it; if weight sync or old log-probs grow, "
         "check memory and offloading.",
-        columns.share_chart,
         "No timing_s/step: verl logs it at every training step.",
+        draw=columns.share_chart,
         metric=columns.STEP_TIME,
         zero=True,
-        overlay=stage_overlay,
+        draw_all=overlay.stage_overlay,
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs are long, check memory and offloading.",
         more=_time_shares,
