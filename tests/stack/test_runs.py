@@ -19,7 +19,7 @@ from tests.stack.running import (
 )
 from verl_ext import cli
 from verl_ext.base.metrics import OURS
-from verl_ext.report.trajectories import load_trajectories
+from verl_ext.report.trajectories import read_trajectories
 from verl_ext.trainer.trajectories import DIGITS
 from verl_ext.upstream.agent_loop import MANAGER
 
@@ -90,7 +90,7 @@ def assert_half_is_compared(step):
 def assert_the_report_shows(run):
     """Checks that the trajectories' numbers agree with the metrics, and that the pages exist."""
     assert re.search(r"trajectories +│ 2 per step +│ cpu_smoke\.trajectories\.jsonl", run.console)
-    lines = load_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")
+    lines = read_trajectories(run.folder / "verl_ext" / "cpu_smoke.trajectories.jsonl")[0]
     assert [(line.step, line.why) for line in lines] == [
         (step, why) for step in (1, 2) for why in ("largest gap", "at random")
     ]

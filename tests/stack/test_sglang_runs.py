@@ -26,7 +26,7 @@ from tests.stack.running import (
     shares_by_lag,
     suspected_causes,
 )
-from verl_ext.report.trajectories import load_trajectories
+from verl_ext.report.trajectories import read_trajectories
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -178,7 +178,7 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
     assert third["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
     assert 1 <= third["vllm_kl/rescored"] <= 32
     assert third["vllm_kl/engine/k3"] < FLOAT32 < third["vllm_kl/stale/k3"]
-    lines = load_trajectories(tmp_path / "verl_ext" / "cpu_megatron_sglang.trajectories.jsonl")
+    lines = read_trajectories(tmp_path / "verl_ext" / "cpu_megatron_sglang.trajectories.jsonl")[0]
     assert [(line.step, line.why) for line in lines] == [
         (step, why) for step in (1, 2, 3) for why in ("largest gap", "at random")
     ]

@@ -8,7 +8,7 @@ import pytest
 from tests.stack.faults import CANARY
 from tests.stack.run_files import events, logged_events
 from tests.stack.running import FLOAT32_HEADS, SMALL, assert_documented, run
-from verl_ext.report.trajectories import load_trajectories
+from verl_ext.report.trajectories import read_trajectories
 
 pytestmark = [
     pytest.mark.e2e,
@@ -61,7 +61,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         # verl takes VeOmni's log-probabilities in bfloat16, the model's dtype, and the top tokens are read in float32.
         assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < step["vllm_kl/k3"]
         assert step["sync/moved"] > 1e-3 and 0.5 < step["sync/arrived_low"] < step["sync/arrived_high"] < 1.5
-    assert len(load_trajectories(tmp_path / "verl_ext" / "cpu_veomni.trajectories.jsonl")) == 2 * 2
+    assert len(read_trajectories(tmp_path / "verl_ext" / "cpu_veomni.trajectories.jsonl")[0]) == 2 * 2
 
 
 def test_moe_replays_the_rollouts_experts_and_each_update_is_undone(train, tmp_path):

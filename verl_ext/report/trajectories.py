@@ -38,7 +38,7 @@ class Trajectory:
     """One line of the dump. The lists from `text` on have one entry per token that was written down.
 
     Attributes:
-        step, key: identify the trajectory; a pair is unique in the result of `load_trajectories`.
+        step, key: identify the trajectory; a pair is unique in the result of `read_trajectories`.
         why: the reason why it was written: "largest gap" or "at random".
         skipped: the reason why the step's whole update was skipped, "" if it was not.
         tokens: number of tokens of the whole response. `start` and `length` are the stretches of it that were written.
@@ -88,13 +88,9 @@ def trajectories_file(metrics_file: Path) -> Path | None:
     return file if is_regular(file) or is_regular(older_part(file)) else None
 
 
-def load_trajectories(file: Path) -> list[Trajectory]:
-    """Returns the trajectories of a dump by step, its older part (`X.trajectories.1.jsonl`) included."""
-    return read_trajectories(file)[0]
-
-
 def read_trajectories(file: Path) -> tuple[list[Trajectory], tuple[str, ...]]:
-    """Reads the trajectories as `load_trajectories` does, and notes which lines were left out.
+    """Returns the trajectories of a dump by step, its older part (`X.trajectories.1.jsonl`) included, and notes on the
+    lines that were left out.
 
     A last line without a newline that cannot be read was cut by a crash, or is being written: no note. If the steps go
     back to an earlier one, the run was resumed there: the earlier lines of this step and of later ones are left out.

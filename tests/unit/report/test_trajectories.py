@@ -12,7 +12,6 @@ from tests.support.examples import at_most
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.report.run import ReportError
 from verl_ext.report.trajectories import (
-    load_trajectories,
     read_trajectories,
     trajectories_file,
     write_trajectory_page,
@@ -21,7 +20,7 @@ from verl_ext.report.trajectories import (
 
 def test_load_gives_what_was_dumped(tmp_path):
     row = line(3, "a", count=200, total=900)
-    (got,) = load_trajectories(dump(tmp_path, [row]))
+    (got,) = read_trajectories(dump(tmp_path, [row]))[0]
     for name, value in row.items():
         assert getattr(got, name) == (tuple(value) if isinstance(value, list) else value), name
 
@@ -29,9 +28,9 @@ def test_load_gives_what_was_dumped(tmp_path):
 def test_what_a_run_may_leave_out(tmp_path):
     row = line(1, "a", correction=False, agreement=False, reward=None, advantage=None)
     del row["entropy"]
-    (got,) = load_trajectories(dump(tmp_path, [row | {"agreement": None}]))
+    (got,) = read_trajectories(dump(tmp_path, [row | {"agreement": None}]))[0]
     assert (got.reward, got.advantage, got.weight, got.agreement, got.entropy) == (None,) * 5
-    (empty,) = load_trajectories(dump(tmp_path, [line(1, "a", texts=[], start=[], length=[])]))
+    (empty,) = read_trajectories(dump(tmp_path, [line(1, "a", texts=[], start=[], length=[])]))[0]
     assert empty.text == () and empty.log_k_sizes() == [] and empty.dropped() == 0
 
 
@@ -46,21 +45,21 @@ def test_gaps_and_what_was_dropped(tmp_path):
         kept=[1, 1, 0, 0, 0],
         generated=[1, 1, 1, 1, 0],
     )
-    (got,) = load_trajectories(dump(tmp_path, [row]))
+    (got,) = read_trajectories(dump(tmp_path, [row]))[0]
     assert got.log_k_sizes() == [0.5, 0.25] and got.dropped() == 3
 
 
 def test_the_older_file_comes_first_and_a_later_attempt_stands(tmp_path):
     dump(tmp_path, [line(1, "a"), line(2, "b", why="old")], "run.trajectories.1.jsonl")
     file = dump(tmp_path, [line(4, "d", reward=0.25), line(2, "b", why="new"), line(4, "d", reward=0.75)])
-    got = load_trajectories(file)
+    got = read_trajectories(file)[0]
     assert [(one.step, one.key, one.why) for one in got][:2] == [(1, "a", "largest gap"), (2, "b", "new")]
     assert [one.reward for one in got][2:] == [0.75]
 
 
 def test_what_a_resumed_run_left_behind_is_left_out(tmp_path):
     steps = [(1, "a"), (2, "b"), (3, "c"), (3, "d"), (2, "e"), (2, "f"), (3, "g")]
-    got = load_trajectories(dump(tmp_path, [line(step, key) for step, key in steps]))
+    got = read_trajectories(dump(tmp_path, [line(step, key) for step, key in steps]))[0]
     assert [one.key for one in got] == ["a", "e", "f", "g"]
 
 
@@ -70,7 +69,7 @@ def test_trajectories_file(tmp_path):
     dump(tmp_path, [line(1, "a")], "run.v2.trajectories.1.jsonl")
     file = trajectories_file(metrics)
     assert file == tmp_path / "run.v2.trajectories.jsonl"
-    assert [one.key for one in load_trajectories(file)] == ["a"]  # rotated, and not yet written again
+    assert [one.key for one in read_trajectories(file)[0]] == ["a"]  # rotated, and not yet written again
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 3, "ke', b"{", b'{"text": ["\xe4\xbd', b"\n\n", b""])
@@ -121,9 +120,9 @@ def test_nothing_to_show_is_one_line_with_the_remedy(tmp_path):
     missing, empty = tmp_path / "x.trajectories.jsonl", dump(tmp_path, [])
     odd = dump(tmp_path, [{"step": 1}], "odd.trajectories.jsonl")
     for ask in (
-        lambda: load_trajectories(missing),
-        lambda: load_trajectories(empty),
-        lambda: load_trajectories(odd),
+        lambda: read_trajectories(missing)[0],
+        lambda: read_trajectories(empty)[0],
+        lambda: read_trajectories(odd)[0],
         lambda: write_trajectory_page([], tmp_path / "x.html", title="x"),
     ):
         with pytest.raises(ReportError, match=r"stability\.trajectories\.per_step=2") as error:
@@ -140,7 +139,7 @@ def test_any_text_survives_the_way_into_the_page(tmp_path_factory, texts, prompt
     folder = tmp_path_factory.mktemp("page")
     count = len(texts)
     row = line(1, "a", texts=texts, prompt=prompt, start=[0] * bool(count), length=[count] * bool(count))
-    page = write_trajectory_page(load_trajectories(dump(folder, [row])), folder / "p.html", title="t").read_bytes()
+    page = write_trajectory_page(read_trajectories(dump(folder, [row]))[0], folder / "p.html", title="t").read_bytes()
     # The HTML parser ends a script at the first `</script`, and reads no escapes in it.
     (data,) = re.findall(rb'<script type="application/json" id="trajectory-0">(.*?)</script', page, re.DOTALL)
     assert b"<" not in data and "\u2028".encode() not in data

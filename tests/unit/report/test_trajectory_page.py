@@ -9,7 +9,7 @@ import pytest
 from tests.support.browser import lowest_contrast, needs_browser, open_page
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.report.notebook import TokenView
-from verl_ext.report.trajectories import load_trajectories, read_trajectories, write_trajectory_page
+from verl_ext.report.trajectories import read_trajectories, write_trajectory_page
 
 pytestmark = needs_browser
 DASH = "\N{EN DASH}"  # what the page shows of a number that is not there
@@ -128,7 +128,7 @@ def test_colours_mean_the_same_in_every_trajectory(browser, tmp_path):
         line(step, "a", texts=list("wxyz"), l_infer=[-5.0] * 4, l_old=[gap * sign - 5 for gap in gaps])
         for step, sign, gaps in ((1, 1, gaps), (2, -1, gaps[::-1]))
     ]
-    out = write_trajectory_page(load_trajectories(dump(tmp_path, rows)), tmp_path / "page.html", title="t")
+    out = write_trajectory_page(read_trajectories(dump(tmp_path, rows))[0], tmp_path / "page.html", title="t")
     with open_page(out, browser=browser) as (page, _):
         first = [style(page, i, "backgroundColor") for i in range(4)]
         page.keyboard.press("j")
@@ -248,7 +248,7 @@ def test_the_strip_and_the_largest_gap_lead_to_their_tokens(browser, file):
 
 def test_a_number_that_was_not_finite_stands_out(browser, tmp_path):
     row = line(1, "a", texts=["a", "b"], l_infer=[-1.0, -2.0], l_old=[None, -2.0])
-    out = write_trajectory_page(load_trajectories(dump(tmp_path, [row])), tmp_path / "page.html", title="t")
+    out = write_trajectory_page(read_trajectories(dump(tmp_path, [row]))[0], tmp_path / "page.html", title="t")
     with open_page(out, browser=browser) as (page, errors):
         assert (style(page, 0, "outlineStyle"), style(page, 1, "outlineStyle")) == ("dashed", "none")
         page.hover("[data-i='0']")
@@ -278,7 +278,7 @@ def test_a_long_response_is_drawn_in_under_a_second(browser, file):
 
 
 def test_a_notebook_shows_the_page_in_a_frame(tmp_path, browser, file):
-    view = TokenView("run <1>", load_trajectories(file.parents[1] / "run.trajectories.jsonl")[1])
+    view = TokenView("run <1>", read_trajectories(file.parents[1] / "run.trajectories.jsonl")[0][1])
     cell = tmp_path / "cell.html"
     cell.write_text(f"<!doctype html><meta charset=utf-8>{view._repr_html_()}", encoding="utf-8")
     with open_page(cell, browser=browser) as (page, errors):
