@@ -20,18 +20,13 @@ from verl_ext.base.errors import Problem
 from verl_ext.cli import main
 from verl_ext.doctor.checks import CHECKS, Context, run_checks
 from verl_ext.doctor.command import print_findings
-from verl_ext.doctor.hooks import (
-    built_settings,
-    fit_presets,
-    passes_quickly,
-    settings_classes,
-    unknown_targets,
-)
+from verl_ext.doctor.hooks import built_settings, fit_presets, passes_quickly, settings_classes, unknown_targets
 from verl_ext.features.losses import TARGET
 from verl_ext.features.verl_config import needs_critic, needs_reference
 from verl_ext.launch.gpus import named
 
 ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 LOSS = "actor_rollout_ref.actor.policy_loss"
 
 
@@ -43,20 +38,20 @@ def levels(found):
     ("overrides", "expected"),
     [
         (
-            ["stability=icepop"],
+            "stability=icepop",
             ["mismatch metrics", "correction: icepop, alpha 0.5, beta 5", "batch skip: vllm_kl/k3 > 0.1"],
         ),
-        (["stability=opsm"], ["correction: opsm, delta 0.1, stale_only False (worker_loss"]),
-        (["stability=llds_loss"], ["policy loss: llds, base vanilla, coef 0.1"]),
-        (["stability=filters"], ["batch filter"]),
-        (["stability=qae", "algorithm.adv_estimator=qae"], ["advantages: qae"]),
-        (["stability.guard.mini_batch.policy_kl=0.1"], ["mini-batch gate"]),
-        (["stability.cascade_attention=off"], ["cascade attention: off"]),
-        (["stability=r3", "actor_rollout_ref.model.path={models}/moe"], ["router agreement", "routing replay: R3"]),
+        ("stability=opsm", ["correction: opsm, delta 0.1, stale_only False (worker_loss"]),
+        ("stability=llds_loss", ["policy loss: llds, base vanilla, coef 0.1"]),
+        ("stability=filters", ["batch filter"]),
+        ("stability=qae algorithm.adv_estimator=qae", ["advantages: qae"]),
+        ("stability.guard.mini_batch.policy_kl=0.1", ["mini-batch gate"]),
+        ("stability.cascade_attention=off", ["cascade attention: off"]),
+        ("stability=r3 actor_rollout_ref.model.path={models}/moe", ["router agreement", "routing replay: R3"]),
     ],
 )
 def test_the_features_of_a_run(findings, models, overrides, expected):
-    found = findings("hooks", *(override.format(models=models) for override in overrides))
+    found = findings("hooks", *overrides.format(models=models).split())
     assert levels(found) == {"ok"}
     assert all(any(finding.found.startswith(name) for finding in found) for name in expected)
 
@@ -89,31 +84,29 @@ def test_an_agent_loop_manager_of_ones_own_is_not_imported_and_what_is_lost_is_t
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
-        (["trainer.use_v1=False"], ["trainer.use_v1=True"]),
-        ([f"{ROLLOUT}.top_p=0.9"], [f"{ROLLOUT}.top_k=512", f"{ROLLOUT}.top_k=101"]),  # a small vocabulary
+        ("trainer.use_v1=False", "trainer.use_v1=True"),
+        (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=512 {ROLLOUT}.top_k=101"),  # a small vocabulary
+        (f"stability.correction=icepop {CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is=null"),
         (
-            ["stability.correction=icepop", "algorithm.rollout_correction.rollout_is=token"],
-            ["algorithm.rollout_correction.rollout_is=null"],
+            f"trainer.use_v1=False {ROLLOUT}.temperature=0.7 {ROLLOUT}.logprobs_mode=raw_logprobs",
+            f"trainer.use_v1=True {ROLLOUT}.logprobs_mode=processed_logprobs",
         ),
-        (
-            ["trainer.use_v1=False", f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.logprobs_mode=raw_logprobs"],
-            ["trainer.use_v1=True", f"{ROLLOUT}.logprobs_mode=processed_logprobs"],
-        ),
-        (["stability.router_agreement=true"], ["stability.router_agreement=false"]),  # of a dense model
-        (["stability.icepop.alpha=6"], []),
-        ([f"{LOSS}.loss_mode=llds", f"{LOSS}._target_=my.Config"], [f"{LOSS}._target_={TARGET}"]),
-        (["stability.correction=opsm"], ["stability.opsm.delta=0.1"]),
-        (["stability.correction=[icepop,mis]"], ["stability.mis.weight=one"]),
-        (["stability.correction=[icepop,tis]"], []),
+        ("stability.router_agreement=true", "stability.router_agreement=false"),  # of a dense model
+        ("stability.icepop.alpha=6", ""),
+        (f"{LOSS}.loss_mode=llds {LOSS}._target_=my.Config", f"{LOSS}._target_={TARGET}"),
+        ("stability.correction=opsm", "stability.opsm.delta=0.1"),
+        ("stability.correction=[icepop,mis]", "stability.mis.weight=one"),
+        ("stability.correction=[icepop,tis]", ""),
     ],
 )
 def test_an_error_of_the_runs_own_checks_and_its_remedy(findings, overrides, fix):
-    found, fixes = findings("hooks", "stability=icepop", *overrides), []
+    given = ("stability=icepop", *overrides.split())
+    found, fixes = findings("hooks", *given), []
     assert levels(found) == {"error"}
     while new := [override for finding in found for override in finding.fix]:  # a fix can uncover another error
         fixes += new
-        found = findings("hooks", "stability=icepop", *overrides, *fixes)
-    assert fixes == fix and levels(found) == ({"ok"} if fix else {"error"})
+        found = findings("hooks", *given, *fixes)
+    assert fixes == fix.split() and levels(found) == ({"ok"} if fix else {"error"})
 
 
 def test_what_is_left_out_of_a_preset_is_a_note(findings):

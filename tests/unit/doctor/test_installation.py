@@ -107,13 +107,7 @@ def test_plugins_that_would_not_be_loaded(installed, plugins, environ, expected)
         ({"verl": None, "vllm": None}, None, []),  # `packages` says so
         ({"torch": "2.11.0"}, None, []),  # what is written for a version of torch is made on CPU alone
         ({"vllm": "0.24.0"}, None, []),
-        (
-            {"vllm": "0.32.0"},
-            None,
-            [
-                ("vllm 0.32.0, but these changes are for >=0.24,<0.32:", ["engine_calls"]),
-            ],
-        ),
+        ({"vllm": "0.32.0"}, None, [("vllm 0.32.0, but these changes are for >=0.24,<0.32:", ["engine_calls"])]),
         (
             {"verl": "0.9.2"},
             None,

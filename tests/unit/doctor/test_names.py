@@ -77,26 +77,20 @@ def test_what_verl_reads_with_a_plus_is_not_called_unread(told, override):
 @pytest.mark.parametrize(
     ("overrides", "fix"),
     [
+        (f"model_engine=megatron {ACTOR}.router_replay.mode=R3", {f"++{ACTOR}.megatron.router_replay.mode=R3"}),
+        (f"{ACTOR}.router_replay.mode=R2", {f"++{ACTOR}.fsdp_config.router_replay.mode=R2"}),
         (
-            ["model_engine=megatron", f"{ACTOR}.router_replay.mode=R3"],
-            {f"++{ACTOR}.megatron.router_replay.mode=R3"},
-        ),
-        ([f"{ACTOR}.router_replay.mode=R2"], {f"++{ACTOR}.fsdp_config.router_replay.mode=R2"}),
-        (
-            ["async_training.trigger_parameter_sync_step=3"],
+            "async_training.trigger_parameter_sync_step=3",
             {"++trainer.v1.separate_async.parameter_sync_step=3", "++trainer.v1.trainer_mode=separate_async"},
         ),
-        (["async_training.partial_rollout=True"], {"trainer.v1.trainer_mode=separate_async"}),
-        (["rollout.nnodes=2"], {f"++{ROLLOUT}.nnodes=2"}),
-        (["env.rollout.n=4", f"{ROLLOUT}.n=1"], {f"++{ROLLOUT}.n=4"}),  # verl-agent's group, beside which n is 1
-        (
-            ["reward_model.overlong_buffer.enable=True", "data.max_response_length=64"],
-            {f"++{OVERLONG}.enable=True"},
-        ),
+        ("async_training.partial_rollout=True", {"trainer.v1.trainer_mode=separate_async"}),
+        ("rollout.nnodes=2", {f"++{ROLLOUT}.nnodes=2"}),
+        (f"env.rollout.n=4 {ROLLOUT}.n=1", {f"++{ROLLOUT}.n=4"}),  # verl-agent's group, beside which n is 1
+        ("reward_model.overlong_buffer.enable=True data.max_response_length=64", {f"++{OVERLONG}.enable=True"}),
     ],
 )
 def test_a_setting_that_moved_gets_its_place_and_what_belongs_to_it(told, overrides, fix):
-    assert {override for finding in told(*overrides) for override in finding.fix} == fix
+    assert {override for finding in told(*overrides.split()) for override in finding.fix} == fix
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ from verl_ext.launch.packages import (
 VERL = package_folder("verl")
 NOT_BY_VERL = {"apex", "deep_ep", "tensorboard"}  # imported by megatron-core; by torch
 FREE = ("override_config", "override_transformer_config")  # nodes that take any key
+MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
+UNFUSED = f"{MEGATRON}.override_transformer_config.attention_backend=unfused"
 SILENT_LOGGERS = {"console", "file"}
 
 
@@ -106,34 +108,29 @@ def test_a_setting_of_the_table_is_verls_and_its_override_does_without(composed,
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["trainer.logger=console"], {"peft", "flash-attn"}),
-        (["trainer.logger=[console,wandb]"], {"peft", "flash-attn", "wandb"}),
-        (["trainer.logger=[file]", "+actor_rollout_ref.model.override_config.attn_implementation=eager"], {"peft"}),
+        ("trainer.logger=console", {"peft", "flash-attn"}),
+        ("trainer.logger=[console,wandb]", {"peft", "flash-attn", "wandb"}),
+        (f"trainer.logger=[file] +{MODEL}.override_config.attn_implementation=eager", {"peft"}),
         (
-            ["model_engine=megatron", "trainer.logger=[file]"],
+            "model_engine=megatron trainer.logger=[file]",
             {"megatron-core", "transformer-engine", "megatron-bridge", "nvidia-modelopt", "flash-attn"},
         ),
         (
-            [
-                "model_engine=megatron",
-                "trainer.logger=[file]",
-                "actor_rollout_ref.actor.megatron.vanilla_mbridge=true",
-                "actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=unfused",
-            ],
+            f"model_engine=megatron trainer.logger=[file] {MEGATRON}.vanilla_mbridge=true {UNFUSED}",
             {"megatron-core", "transformer-engine", "mbridge"},
         ),
         (
-            ["trainer.logger=[file]", "actor_rollout_ref.model.use_liger=true", f"{ROLLOUT}.name=sglang"],
+            f"trainer.logger=[file] {MODEL}.use_liger=true {ROLLOUT}.name=sglang",
             {"peft", "flash-attn", "liger-kernel", "sglang"},
         ),
         (
-            ["trainer.logger=[file]", f"{ROLLOUT}.checkpoint_engine.backend=nixl"],
+            f"trainer.logger=[file] {ROLLOUT}.checkpoint_engine.backend=nixl",
             {"peft", "flash-attn", "nixl", "cupy-cuda13x"},
         ),
     ],
 )
 def test_what_a_config_asks_for(compose, overrides, expected):
-    assert asked(compose("algorithm.adv_estimator=grpo", *overrides)) == expected
+    assert asked(compose("algorithm.adv_estimator=grpo", *overrides.split())) == expected
 
 
 def test_a_value_head_takes_flash_attention_whatever_the_attention_is(compose):
