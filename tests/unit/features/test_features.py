@@ -11,6 +11,7 @@ from verl_ext.launch.compose import stability_choices
 ACTOR = "actor_rollout_ref.actor"
 REPLAY = f"{ACTOR}.fsdp_config.router_replay.mode"
 MEASURED = {Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES}
+UNMEASURED = "stability.metrics=false stability.batch_skip.threshold=null"
 COMPARED = {Need.HOOKED_ROUTERS, Need.COMPARED_ROUTERS}
 
 
@@ -32,74 +33,58 @@ def test_nothing_is_on_by_default(asked):
 @pytest.mark.parametrize(
     ("overrides", "names", "needs"),
     [
-        (["stability.metrics=true"], ["mismatch metrics"], MEASURED),
+        ("stability.metrics=true", "mismatch metrics", MEASURED),
+        ("stability.correction=icepop", "mismatch metrics, correction", {*MEASURED, Need.TOKEN_WEIGHTS, Need.OUR_LOSS}),
         (
-            ["stability.correction=icepop"],
-            ["mismatch metrics", "correction"],
-            {*MEASURED, Need.TOKEN_WEIGHTS, Need.OUR_LOSS},
-        ),
-        (
-            ["stability.correction=icepop", "stability.denominator=kept"],
-            ["mismatch metrics", "correction", "denominator"],
+            "stability.correction=icepop stability.denominator=kept",
+            "mismatch metrics, correction, denominator",
             {*MEASURED, Need.TOKEN_WEIGHTS, Need.OUR_LOSS, Need.LOSS_MASK},
         ),
+        ("stability.filters=[overlong]", "mismatch metrics, batch filter", {*MEASURED, Need.OUR_LOSS, Need.LOSS_MASK}),
         (
-            ["stability.filters=[overlong]"],
-            ["mismatch metrics", "batch filter"],
-            {*MEASURED, Need.OUR_LOSS, Need.LOSS_MASK},
-        ),
-        (
-            ["stability.correction=opsm", "stability.opsm.delta=0.1"],
-            ["mismatch metrics", "correction"],
+            "stability.correction=opsm stability.opsm.delta=0.1",
+            "mismatch metrics, correction",
             {*MEASURED, Need.OUR_LOSS},
         ),
-        (["stability.batch_skip.threshold=0"], ["mismatch metrics", "batch skip"], {*MEASURED, Need.RULES}),
+        ("stability.batch_skip.threshold=0", "mismatch metrics, batch skip", {*MEASURED, Need.RULES}),
         (
-            ["stability.guard.rules.r={signal:mine/x,above:1,action:warn}"],
-            ["mismatch metrics", "guard rule"],
+            "stability.guard.rules.r={signal:mine/x,above:1,action:warn}",
+            "mismatch metrics, guard rule",
             {*MEASURED, Need.RULES},
         ),
+        ("stability.guard.mini_batch.policy_kl=0.1", "mismatch metrics, mini-batch gate", {*MEASURED, Need.OUR_LOSS}),
+        ("stability.rescoring.every=10", "mismatch metrics, rescoring", {*MEASURED, Need.OLD_VERSIONS}),
+        ("stability.trajectories.per_step=2", "mismatch metrics, trajectories", MEASURED),
+        ("stability.router_agreement=true", "router agreement", COMPARED),
+        (f"{REPLAY}=R2", "routing replay", {Need.HOOKED_ROUTERS}),
+        (f"{REPLAY}=R3", "router agreement, routing replay", COMPARED),
+        ("stability.sync_canary.trajectories=8", "mismatch metrics, sync canary", MEASURED),
+        ("stability.sync_check={}", "sync check", {Need.SENT_WEIGHTS}),
+        ("stability.cascade_attention=off", "cascade attention", set()),
+        ("stability.fake_quantization.format=fp4", "fake quantization", set()),
+        ("stability.float32_head=true", "float32 logits", {Need.OUR_LOSS}),
+        ("algorithm.adv_estimator=qae", "advantages", set()),
+        (f"stability=llds_loss {UNMEASURED}", "policy loss, old log-probs", {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS}),
         (
-            ["stability.guard.mini_batch.policy_kl=0.1"],
-            ["mismatch metrics", "mini-batch gate"],
-            {*MEASURED, Need.OUR_LOSS},
-        ),
-        (["stability.rescoring.every=10"], ["mismatch metrics", "rescoring"], {*MEASURED, Need.OLD_VERSIONS}),
-        (["stability.trajectories.per_step=2"], ["mismatch metrics", "trajectories"], MEASURED),
-        (["stability.router_agreement=true"], ["router agreement"], COMPARED),
-        ([f"{REPLAY}=R2"], ["routing replay"], {Need.HOOKED_ROUTERS}),
-        ([f"{REPLAY}=R3"], ["router agreement", "routing replay"], COMPARED),
-        (["stability.sync_canary.trajectories=8"], ["mismatch metrics", "sync canary"], MEASURED),
-        (["stability.sync_check={}"], ["sync check"], {Need.SENT_WEIGHTS}),
-        (["stability.cascade_attention=off"], ["cascade attention"], set()),
-        (["stability.fake_quantization.format=fp4"], ["fake quantization"], set()),
-        (["stability.float32_head=true"], ["float32 logits"], {Need.OUR_LOSS}),
-        (["algorithm.adv_estimator=qae"], ["advantages"], set()),
-        (
-            ["stability=llds_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
-            ["policy loss", "old log-probs"],
-            {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
-        ),
-        (
-            ["stability=icepop_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
-            ["mismatch metrics", "policy loss", "old log-probs"],
+            f"stability=icepop_loss {UNMEASURED}",
+            "mismatch metrics, policy loss, old log-probs",
             {*MEASURED, Need.OUR_LOSS},
         ),
         (
-            ["stability=router_shift_loss", "stability.metrics=false", "stability.batch_skip.threshold=null"],
-            ["policy loss", "router shift", "old log-probs"],
+            f"stability=router_shift_loss {UNMEASURED}",
+            "policy loss, router shift, old log-probs",
             {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
         ),
         (
-            [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=unbiased"],
-            ["KL to the reference"],
+            f"{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=unbiased",
+            "KL to the reference",
             {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
         ),
     ],
 )
 def test_what_turns_what_on(asked, overrides, names, needs):
-    run = asked(*overrides)
-    assert [line.name for line in table_lines(run) if line.name != "normal level"] == names
+    run = asked(*overrides.split())
+    assert [line.name for line in table_lines(run) if line.name != "normal level"] == names.split(", ")
     assert run.needs == needs
 
 

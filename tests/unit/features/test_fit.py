@@ -8,11 +8,13 @@ from verl_ext.features.feature import Need
 from verl_ext.features.fit import fit_run
 from verl_ext.features.table import left_out, table_lines
 
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
 UNKNOWN = "actor_rollout_ref.actor.strategy=fsdp_turbo"
+UNHOOKED = "stability.router_agreement=false stability.replay=disabled"
 SILENT = "actor_rollout_ref.rollout.calculate_log_probs=False"
 
 
@@ -40,39 +42,24 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
 @pytest.mark.parametrize(
     ("overrides", "without"),
     [
-        (["recipe=cpu_veomni"], ["stability.router_agreement=false"]),
-        ([], ["stability.correction=tis", "stability.opsm=null"]),
-        ([BYPASS, ASYNC], ["stability.correction=opsm"]),
-        ([BYPASS, ASYNC, "model_engine=megatron"], ["stability.router_agreement=false", "stability.correction=opsm"]),
-        ([CORRECTED, ASYNC], ["stability.correction=opsm"]),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode"], ["stability.correction=none"]),
-        ([SILENT], ["actor_rollout_ref.rollout.calculate_log_probs=True"]),
-        (
-            [UNKNOWN],
-            ["stability.router_agreement=false", "stability.replay=disabled", "stability.correction=tis"],
-        ),
-        (["distillation.enabled=true"], ["stability.correction=tis"]),
-        (
-            ["recipe=cpu_veomni", "actor_rollout_ref.actor.veomni.router_replay.mode=R2"],
-            ["stability.replay=null"],
-        ),
-        (
-            ["recipe=cpu_megatron", "actor_rollout_ref.model.use_remove_padding=false"],
-            ["stability.router_agreement=false", "stability.replay=disabled"],
-        ),
-        (
-            ["recipe=cpu_megatron", "actor_rollout_ref.actor.megatron.pad_to_length=true"],
-            ["stability.router_agreement=false", "stability.replay=disabled"],
-        ),
-        (
-            ["recipe=cpu_veomni", "actor_rollout_ref.model.use_remove_padding=false"],
-            ["stability.router_agreement=false", "stability.replay=disabled"],
-        ),
+        ("recipe=cpu_veomni", "stability.router_agreement=false"),
+        ("", "stability.correction=tis stability.opsm=null"),
+        (f"{BYPASS} {ASYNC}", "stability.correction=opsm"),
+        (f"{BYPASS} {ASYNC} model_engine=megatron", "stability.router_agreement=false stability.correction=opsm"),
+        (f"{CORRECTED} {ASYNC}", "stability.correction=opsm"),
+        (f"{ACTOR}.policy_loss.loss_mode=bypass_mode", "stability.correction=none"),
+        (SILENT, "actor_rollout_ref.rollout.calculate_log_probs=True"),
+        (UNKNOWN, f"{UNHOOKED} stability.correction=tis"),
+        ("distillation.enabled=true", "stability.correction=tis"),
+        (f"recipe=cpu_veomni {ACTOR}.veomni.router_replay.mode=R2", "stability.replay=null"),
+        (f"recipe=cpu_megatron {MODEL}.use_remove_padding=false", UNHOOKED),
+        (f"recipe=cpu_megatron {ACTOR}.megatron.pad_to_length=true", UNHOOKED),
+        (f"recipe=cpu_veomni {MODEL}.use_remove_padding=false", UNHOOKED),
     ],
 )
 def test_what_moe_cannot_have_is_left_out_with_a_reason(fit, overrides, without):
-    run, found = fit(*overrides, "stability=moe")
-    assert set(without) <= {one for setting in found for one in setting.split()}
+    run, found = fit(*overrides.split(), "stability=moe")
+    assert set(without.split()) <= {one for setting in found for one in setting.split()}
     assert all(found.values())
     assert Need.MEASURED_BATCHES in run.needs and any(line.name == "batch skip" for line in table_lines(run))
 
@@ -87,14 +74,17 @@ def test_a_ratio_without_a_cap_goes_with_the_correction_that_bounds_it(fit, pres
         assert names(run) == ["tis", "geo_mask"] and without == {}
 
 
-def test_in_bypass_mode_mis_keeps_its_mask(fit):
-    run, without = fit(BYPASS, "stability=mis")
-    assert names(run) == ["mis"] and list(without) == ["stability.mis.weight=one"]
-
-
-def test_in_bypass_mode_verl_weighs_nothing_by_rollout_is(fit):
-    run, without = fit(BYPASS, CORRECTED, "stability=icepop")
-    assert names(run) == ["icepop"] and without == {}
+@pytest.mark.parametrize(
+    ("overrides", "kept", "without"),
+    [
+        (f"{BYPASS} stability=mis", ["mis"], ["stability.mis.weight=one"]),  # it keeps its mask
+        (f"{BYPASS} {CORRECTED} stability=icepop", ["icepop"], []),  # verl weighs nothing by rollout_is there
+        (f"{UNKNOWN} {ACTOR}.policy_loss.loss_mode=geo_mean stability=tis", [], ["stability.correction=none"]),
+    ],
+)
+def test_what_is_left_of_a_correction(fit, overrides, kept, without):
+    run, left_out = fit(*overrides.split())
+    assert names(run) == kept and list(left_out) == without
 
 
 @pytest.mark.parametrize(
@@ -112,11 +102,6 @@ def test_on_an_unknown_engine_only_the_controller_acts(fit):
     assert not run.own_workers
 
 
-def test_a_loss_that_needs_ours_for_weights_gets_none_on_an_unknown_engine(fit):
-    run, without = fit(UNKNOWN, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "stability=tis")
-    assert names(run) == [] and list(without) == ["stability.correction=none"]
-
-
 def test_the_guard_goes_on_without_the_band_that_one_of_its_rules_narrows(fit):
     run, without = fit(CORRECTED, "stability=guard")
     assert list(without) == [
@@ -131,24 +116,18 @@ def test_the_guard_goes_on_without_the_band_that_one_of_its_rules_narrows(fit):
 @pytest.mark.parametrize(
     ("overrides", "written"),
     [
-        (["recipe=cpu_veomni"], "stability.router_agreement=true"),
-        ([CORRECTED], "stability.correction=tis"),
-        ([CORRECTED], "stability.correction=[tis,opsm]"),
-        ([BYPASS, "model_engine=megatron"], "stability.router_agreement=true"),
-        ([UNKNOWN], "stability.replay=R3"),
-        ([CORRECTED], "stability.tis.cap=3.0"),
+        ("recipe=cpu_veomni", "stability.router_agreement=true"),
+        (CORRECTED, "stability.correction=tis"),
+        (CORRECTED, "stability.correction=[tis,opsm]"),
+        (f"{BYPASS} model_engine=megatron", "stability.router_agreement=true"),
+        (UNKNOWN, "stability.replay=R3"),
+        (CORRECTED, "stability.tis.cap=3.0"),
     ],
 )
 def test_what_the_user_wrote_is_refused(compose, overrides, written):
-    arguments = [*overrides, "stability=moe", written]
+    arguments = [*overrides.split(), "stability=moe", written]
     with pytest.raises(ConfigError):
         fit_run(compose(VLLM, *arguments), arguments, read_model=False)
-
-
-def test_a_method_that_cannot_run_is_refused_and_not_replaced(compose):
-    arguments = [UNKNOWN, "stability=icepop_loss"]
-    with pytest.raises(ConfigError, match="loss_mode=icepop"):
-        fit_run(compose(*arguments), arguments, read_model=False)
 
 
 def test_a_rule_of_a_preset_can_be_left_out(fit):
@@ -171,9 +150,15 @@ def test_presets_fit_the_launches_that_people_start_from(fit, launch, preset):
     assert Need.MEASURED_BATCHES in run.needs
 
 
-def test_where_nothing_can_be_measured_a_preset_is_refused(compose):
-    arguments = [*LAUNCHES[UNMEASURED], "stability=moe"]
-    with pytest.raises(ConfigError, match=r"the gap is measured by the workers' loss.*bypass_mode=False"):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([UNKNOWN, "stability=icepop_loss"], "loss_mode=icepop"),  # a method is not replaced
+        ([*LAUNCHES[UNMEASURED], "stability=moe"], r"measured by the workers' loss.*bypass_mode=False"),
+    ],
+)
+def test_a_preset_that_can_do_nothing_is_refused(compose, arguments, said):
+    with pytest.raises(ConfigError, match=said):
         fit_run(compose(*arguments), arguments, read_model=False)
 
 

@@ -92,35 +92,31 @@ def test_what_cannot_work_is_refused(rule, said):
 @pytest.mark.parametrize(
     ("overrides", "signal", "remedy"),
     [
-        ([], "router/agreement", "set stability.router_agreement=true"),
-        ([], "router/agreement/layer_3", "set stability.router_agreement=true"),
-        (["stability.router_agreement=true"], "router/own_agreement", "set stability.guard.rules.r=null"),
-        ([], "correction/dropped", "set stability.correction=icepop"),
-        (
-            ["stability.correction=opsm", "stability.opsm.delta=0.1"],
-            "correction/dropped",
-            "set stability.correction=icepop",
-        ),
-        (["stability.correction=tis"], "correction/icepop/low", "set stability.guard.rules.r=null"),
-        (["stability.correction=tis"], "guard/mask_blind", "set stability.correction=icepop"),
-        ([], "actor/opsm/dropped", "set stability.guard.rules.r=null"),
-        ([], "actor/after_update/policy_kl", "set stability.guard.after_update.trajectories=16"),
-        ([], "actor/gate/vllm_kl", "set stability.guard.rules.r=null"),
-        ([], "sync/arrived_high", "set stability.sync_canary.trajectories=8"),
-        ([], "filter/kept_tokens", "set stability.filters={overlong:{}}"),
-        ([], "vllm_kl/head", "set stability.top_tokens.k=32"),
-        ([], "vllm_kl/engine/k3", "set stability.rescoring.every=10"),
-        ([], "vllm_kl/k3/lag/0", "set stability.guard.rules.r=null"),
-        (["stability.breakdown=false"], "vllm_kl/k3/position/0-256", "set stability.breakdown=true"),
-        (["stability.breakdown=false"], "vllm_kl/advantage_skew", "set stability.breakdown=true"),
+        ("", "router/agreement", "stability.router_agreement=true"),
+        ("", "router/agreement/layer_3", "stability.router_agreement=true"),
+        ("stability.router_agreement=true", "router/own_agreement", "stability.guard.rules.r=null"),
+        ("", "correction/dropped", "stability.correction=icepop"),
+        ("stability.correction=opsm stability.opsm.delta=0.1", "correction/dropped", "stability.correction=icepop"),
+        ("stability.correction=tis", "correction/icepop/low", "stability.guard.rules.r=null"),
+        ("stability.correction=tis", "guard/mask_blind", "stability.correction=icepop"),
+        ("", "actor/opsm/dropped", "stability.guard.rules.r=null"),
+        ("", "actor/after_update/policy_kl", "stability.guard.after_update.trajectories=16"),
+        ("", "actor/gate/vllm_kl", "stability.guard.rules.r=null"),
+        ("", "sync/arrived_high", "stability.sync_canary.trajectories=8"),
+        ("", "filter/kept_tokens", "stability.filters={overlong:{}}"),
+        ("", "vllm_kl/head", "stability.top_tokens.k=32"),
+        ("", "vllm_kl/engine/k3", "stability.rescoring.every=10"),
+        ("", "vllm_kl/k3/lag/0", "stability.guard.rules.r=null"),
+        ("stability.breakdown=false", "vllm_kl/k3/position/0-256", "stability.breakdown=true"),
+        ("stability.breakdown=false", "vllm_kl/advantage_skew", "stability.breakdown=true"),
     ],
 )
 def test_a_rule_whose_signal_the_run_does_not_log_is_refused(compose, overrides, signal, remedy):
     rule = f"stability.guard.rules.r={{signal:{signal},above:1,action:warn}}"
-    asked = ["actor_rollout_ref.rollout.name=vllm", "stability=none", *overrides, rule]
+    asked = ["actor_rollout_ref.rollout.name=vllm", "stability=none", *overrides.split(), rule]
     with pytest.raises(ConfigError, match=r"rules\.r: \S+ is not logged: ") as error:
         fit_run(compose(*asked), asked, read_model=False)
-    assert remedy in str(error.value)
+    assert error.value.fix == (remedy,)
 
 
 def test_the_signal_of_the_forecast_is_one_that_the_run_logs(compose):

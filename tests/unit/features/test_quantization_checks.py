@@ -12,6 +12,7 @@ from verl_ext.features.stability import stability_config
 from verl_ext.features.table import apply_engine_settings, read_features
 from verl_ext.upstream.fake_quantization import LOAD_FORMAT
 
+ACTOR = "actor_rollout_ref.actor"
 FAKE = "stability.fake_quantization"
 ROLLOUT = "actor_rollout_ref.rollout"
 VLLM = f"+{ROLLOUT}.engine_kwargs.vllm"
@@ -62,10 +63,7 @@ def test_sglang_gets_it_as_a_part_of_the_models_config(check):
     )
     apply_engine_settings(read_features(config, stability_config(config.stability)))
     overrides = json.loads(config.actor_rollout_ref.rollout.engine_kwargs.sglang.json_model_override_args)
-    assert overrides == {
-        "rope_theta": 1e6,
-        "verl_ext": {"format": "fp4", "group": 16, "router": False, "head": False},
-    }
+    assert overrides == {"rope_theta": 1e6, "verl_ext": {"format": "fp4", "group": 16, "router": False, "head": False}}
 
 
 def test_what_sglang_is_given_already_has_to_be_json(check):
@@ -85,20 +83,17 @@ def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ([f"{ROLLOUT}.name=trtllm"], "weights of vllm and sglang, not of actor_rollout_ref.rollout.name=trtllm"),
-        ([f"{ROLLOUT}.quantization=fp8"], "quantization=fp8 makes a real one; set stability.fake_quantization.format="),
-        ([f"{VLLM}.quantization=fp8"], "engine_kwargs.vllm.quantization=fp8 makes a real one"),
-        (
-            ["actor_rollout_ref.actor.fsdp_config.qat.enable=true"],
-            "or set actor_rollout_ref.actor.fsdp_config.qat.enable",
-        ),
-        ([f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"], "that are already loaded"),
-        ([f"{FAKE}.group=100"], "group=100 does not divide the model's hidden_size=2048; set"),
+        (f"{ROLLOUT}.name=trtllm", "weights of vllm and sglang, not of actor_rollout_ref.rollout.name=trtllm"),
+        (f"{ROLLOUT}.quantization=fp8", "quantization=fp8 makes a real one; set stability.fake_quantization.format="),
+        (f"{VLLM}.quantization=fp8", "engine_kwargs.vllm.quantization=fp8 makes a real one"),
+        (f"{ACTOR}.fsdp_config.qat.enable=true", f"or set {ACTOR}.fsdp_config.qat.enable"),
+        (f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded", "that are already loaded"),
+        (f"{FAKE}.group=100", "group=100 does not divide the model's hidden_size=2048; set"),
     ],
 )
 def test_what_it_cannot_go_with(check, overrides, said):
     with pytest.raises(ConfigError) as error:
-        check(f"{FAKE}.format=fp4", *overrides)
+        check(f"{FAKE}.format=fp4", *overrides.split())
     assert said in str(error.value) and "stability.fake_quantization" in str(error.value)
 
 

@@ -21,13 +21,7 @@ from verl_ext.features.feature import Need
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.stability import default_node, stability_config
 from verl_ext.features.sync_canary import canary_settings
-from verl_ext.features.table import (
-    FEATURES,
-    apply_engine_settings,
-    loss_settings,
-    read_features,
-    table_lines,
-)
+from verl_ext.features.table import FEATURES, apply_engine_settings, loss_settings, read_features, table_lines
 from verl_ext.features.top_tokens import top_token_count
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.launch.compose import stability_choices

@@ -19,6 +19,7 @@ from verl_ext.launch import sizes
 from verl_ext.launch.compose import stability_choices
 
 ROLLOUT = "actor_rollout_ref.rollout"
+MTP = "actor_rollout_ref.model.mtp"
 SGLANG = f"{ROLLOUT}.name=sglang"
 FSDP_REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 AGREEMENT = "stability.router_agreement=true"
@@ -89,18 +90,15 @@ def test_log_probs_without_the_temperature_are_refused(checked, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ([f"{ROLLOUT}.skip_tokenizer_init=false"], f"{ROLLOUT}.skip_tokenizer_init=false"),
-        ([f"{ROLLOUT}.disaggregation.enabled=true"], f"{ROLLOUT}.disaggregation.enabled=true"),
-        (
-            ["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"],
-            "actor_rollout_ref.model.mtp.enable_rollout=true",
-        ),
-        ([f"+{ARGUMENTS}.enable_hierarchical_cache=true"], f"{ARGUMENTS}.enable_hierarchical_cache=true"),
+        (f"{ROLLOUT}.skip_tokenizer_init=false", f"{ROLLOUT}.skip_tokenizer_init=false"),
+        (f"{ROLLOUT}.disaggregation.enabled=true", f"{ROLLOUT}.disaggregation.enabled=true"),
+        (f"{MTP}.enable=true {MTP}.enable_rollout=true", f"{MTP}.enable_rollout=true"),
+        (f"+{ARGUMENTS}.enable_hierarchical_cache=true", f"{ARGUMENTS}.enable_hierarchical_cache=true"),
     ],
 )
 def test_routing_that_would_not_be_the_models_is_refused(checked, asked, setting, message):
-    checked("stability=icepop", *setting)  # without routing it is of no concern
-    run = partial(checked, *asked, *setting)
+    checked("stability=icepop", *setting.split())  # without routing it is of no concern
+    run = partial(checked, *asked, *setting.split())
     with pytest.raises(ConfigError, match="cannot use SGLang's routed experts with") as error:
         run()
     assert message in str(error.value)

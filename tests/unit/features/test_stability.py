@@ -20,10 +20,7 @@ def test_everything_is_off_by_default():
     ("settings", "message"),
     [
         ({"correction": "icepopp"}, "stability.correction=icepopp is not known; choose one of: none, tis"),
-        (
-            {"icepop": {"alpha": 6.0}},
-            "stability.icepop.alpha=6 must be below beta=5",
-        ),
+        ({"icepop": {"alpha": 6.0}}, "stability.icepop.alpha=6 must be below beta=5"),
         ({"icepop": {"alpha": -0.1}}, "stability.icepop.alpha=-0.1 must be at least 0"),
         ({"icepop": {"alpha": float("nan")}}, "stability.icepop.alpha=nan must be at least 0"),
         ({"batch_skip": {"threshold": -1}}, "stability.batch_skip.threshold=-1 must be at least 0"),

@@ -40,16 +40,16 @@ def test_it_is_accepted_where_both_ends_are_seen(asked, overrides):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((f"{ROLLOUT}.name=trtllm",), "sees the weights of vllm and sglang, not of"),
-        ((VLLM, f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"), "delta_sharded sends differences"),
-        ((VLLM, f"++{ROLLOUT}.disaggregation.enabled=true"), "asks one server of each replica"),
-        ((SGLANG, f"{ROLLOUT}.quantization=fp8"), "fp8 quantises SGLang's after that"),
-        ((SGLANG, LORA), "does not see a LoRA that SGLang takes as an adapter"),
+        (f"{ROLLOUT}.name=trtllm", "sees the weights of vllm and sglang, not of"),
+        (f"{VLLM} {ROLLOUT}.checkpoint_engine.backend=delta_sharded", "delta_sharded sends differences"),
+        (f"{VLLM} ++{ROLLOUT}.disaggregation.enabled=true", "asks one server of each replica"),
+        (f"{SGLANG} {ROLLOUT}.quantization=fp8", "fp8 quantises SGLang's after that"),
+        (f"{SGLANG} {LORA}", "does not see a LoRA that SGLang takes as an adapter"),
     ],
 )
 def test_it_is_refused_where_one_end_is_not_seen(asked, overrides, said):
     with pytest.raises(ConfigError) as error:
-        check_run(asked(*overrides, ON))
+        check_run(asked(*overrides.split(), ON))
     assert "stability.sync_check " in str(error.value) and said in str(error.value)
 
 
@@ -101,7 +101,7 @@ def row_of(asked, monkeypatch):
         answers = [None if record is None else asdict(record) for record in records]
         monkeypatch.setattr(engine_calls, "call", lambda server, function: answers)
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])])
-        return verify(asked(*overrides, ON), StabilityTrainerSync, engines)[-1].where
+        return verify(asked(*overrides.split(), ON), StabilityTrainerSync, engines)[-1].where
 
     return row
 
@@ -112,26 +112,22 @@ SEEN = Recorded(163, 7, unwritten={})
 @pytest.mark.parametrize(
     ("overrides", "records", "where"),
     [
-        ((VLLM,), (SEEN, SEEN), "163 tensors in 2 process(es) of the rollout"),
-        ((VLLM,), (None, SEEN), "163 tensors in 1 process(es) of the rollout"),
+        (VLLM, (SEEN, SEEN), "163 tensors in 2 process(es) of the rollout"),
+        (VLLM, (None, SEEN), "163 tensors in 1 process(es) of the rollout"),
         (
-            (VLLM,),
+            VLLM,
             (Recorded(163, 7),),
             "163 tensors in 1 process(es) of the rollout; off: which parameters are written (the engine quantises "
             "them, or got only an adapter)",
         ),
+        (f"{VLLM} {LORA}", (SEEN,), "163 tensors in 1 process(es) of the rollout; off: what vLLM makes of the adapter"),
         (
-            (VLLM, LORA),
-            (SEEN,),
-            "163 tensors in 1 process(es) of the rollout; off: what vLLM makes of the adapter",
-        ),
-        (
-            (SGLANG, f"{ROLLOUT}.tensor_model_parallel_size=2"),
+            f"{SGLANG} {ROLLOUT}.tensor_model_parallel_size=2",
             (SEEN,),
             "163 tensors in 1 process(es) of the rollout; off: SGLang's tensor-parallel ranks but the first",
         ),
         (
-            (VLLM,),
+            VLLM,
             (Recorded(163, 7, unwritten={}, widened={"a.bias": "bfloat16 to float32", "b": ""}),),
             "163 tensors in 1 process(es) of the rollout; kept in a wider dtype than sent: a.bias (bfloat16 to "
             "float32) and 1 more",
@@ -145,4 +141,4 @@ def test_the_table_says_what_was_seen_and_what_is_off(row_of, overrides, records
 def test_a_rollout_that_recorded_nothing_stops_the_run(row_of):
     for records in ((), (None,), (Recorded(0, 0),)):
         with pytest.raises(HookError, match="no process of the rollout saw a tensor"):
-            row_of((VLLM,), *records)
+            row_of(VLLM, *records)

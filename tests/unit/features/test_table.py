@@ -22,6 +22,7 @@ def test_what_looks_like_markup_is_printed_as_it_stands(capsys, setting):
     assert setting in capsys.readouterr().out
 
 
+ACTOR = "actor_rollout_ref.actor"
 # By a worker whose loss has nothing of ours.
 TOLD = {
     "policy_loss": {"loss_mode": "vanilla"},
@@ -31,19 +32,19 @@ TOLD = {
     "router_shift": None,
     "first_pass": False,
 }
-BYPASS = ("stability=icepop", "algorithm.rollout_correction.bypass_mode=true")
+BYPASS = "stability=icepop algorithm.rollout_correction.bypass_mode=true"
 LOSS_ASKED_FOR = [
     (BYPASS, {"first_pass": True, "corrections": {"icepop": {}}}, "mismatch metrics (vllm_kl/*)"),
-    (["stability=opsm"], {"corrections": {"opsm": {"delta": 0.1}}}, "correction (opsm, delta 0.1, stale_only False)"),
-    (["stability=llds_loss"], {"policy_loss": {"loss_mode": "llds"}}, "policy loss (llds, base vanilla"),
-    (["stability.guard.mini_batch.policy_kl=0.1"], {"mini_batch": {"policy_kl": 0.1}}, "mini-batch gate (refuse past"),
+    ("stability=opsm", {"corrections": {"opsm": {"delta": 0.1}}}, "correction (opsm, delta 0.1, stale_only False)"),
+    ("stability=llds_loss", {"policy_loss": {"loss_mode": "llds"}}, "policy loss (llds, base vanilla"),
+    ("stability.guard.mini_batch.policy_kl=0.1", {"mini_batch": {"policy_kl": 0.1}}, "mini-batch gate (refuse past"),
     (
-        ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=unbiased"],
+        f"{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=unbiased",
         {"kl": "unbiased, over l_infer"},
         "KL to the reference (unbiased, over l_infer)",
     ),
     (
-        ["stability=router_shift_loss"],
+        "stability=router_shift_loss",
         {"policy_loss": {"loss_mode": "router_shift"}, "router_shift": 4},
         "(router_shift, base vanilla",
     ),
@@ -52,7 +53,7 @@ LOSS_ASKED_FOR = [
 
 @pytest.mark.parametrize(("overrides", "report", "said"), LOSS_ASKED_FOR)
 def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose, overrides, report, said):
-    config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
+    config = compose("actor_rollout_ref.rollout.name=vllm", *overrides.split())
     active, ranks = read_features(config, stability_config(config.stability)), [TOLD | report, TOLD | report]
     engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [])
     assert verify(active, StabilityTrainerSync, engines)
@@ -85,13 +86,13 @@ def routing_of(compose):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["stability=icepop", "stability.router_agreement=true"], [("router agreement", "compute_log_prob")]),
-        (["stability=r2"], [("routing replay", "R2: update_actor as compute_log_prob")]),
-        (["stability=r3"], [("routing replay", "R3: both as the rollout")]),
+        ("stability=icepop stability.router_agreement=true", [("router agreement", "compute_log_prob")]),
+        ("stability=r2", [("routing replay", "R2: update_actor as compute_log_prob")]),
+        ("stability=r3", [("routing replay", "R3: both as the rollout")]),
     ],
 )
 def test_what_is_replayed_is_said(routing_of, overrides, expected):
-    rows = routing_of(*overrides)
+    rows = routing_of(*overrides.split())
     assert set(expected) <= set(rows)
     assert ("routing replay" in dict(rows)) == ("routing replay" in dict(expected))
 
@@ -157,11 +158,7 @@ def test_the_rounded_weights_are_counted(rounding_of):
         ([{"linear": 24, "router": 2}, None], {}, "a rollout worker reports None"),
         ([{"linear": 24, "router": 2}], {"settings": {"format": "fp8"}}, "reports {'settings': {'format': 'fp8'}"),
         ([{"linear": 24, "router": 0}], {}, "rounds router weights, but the rollout received none"),
-        (
-            [{"linear": 24, "router": 2}, {"linear": 0, "router": 0}],
-            {},
-            "rounds linear weights, but",
-        ),
+        ([{"linear": 24, "router": 2}, {"linear": 0, "router": 0}], {}, "rounds linear weights, but"),
     ],
 )
 def test_a_worker_that_does_not_round_stops_the_run(rounding_of, rounded, settings, said):
