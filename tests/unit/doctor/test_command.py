@@ -68,6 +68,45 @@ def test_a_recipe_for_cpus_has_no_error(models, monkeypatch, recipe):
     )
 
 
+def of(doctor, text, *overrides):
+    """Returns (check, level, fix) of the findings that have this text."""
+    found = json.loads(doctor("--json", *overrides)[1])
+    return [(each["check"], each["level"], each["fix"]) for each in found if text in each["found"]]
+
+
+WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text", "check", "level", "fix"),
+    [
+        # told once, by the run's own check
+        (f"{ROLLOUT}.top_p=0.9", "top_p=0.9", "hooks", "error", [f"{ROLLOUT}.top_k=512"]),
+        # without a feature too
+        (
+            f"model_engine=megatron trainer.total_training_steps=10 {WARM_UP}=10",
+            WARM_UP,
+            "hooks",
+            "error",
+            [f"{WARM_UP}=0"],
+        ),
+        # a variable that may not be set
+        ("trainer.experiment_name=", "trainer.experiment_name=", "config", "warning", []),
+        # a field that a worker's class does not take
+        (f"+{ROLLOUT}.no_such=5", f"{ROLLOUT}.no_such", "verl's validation", "error", [f"~{ROLLOUT}.no_such"]),
+        (
+            "+actor_rollout_ref.model.no_such=1",
+            "model.no_such",
+            "verl's validation",
+            "error",
+            ["~actor_rollout_ref.model.no_such"],
+        ),
+    ],
+)
+def test_one_finding_and_its_fix(doctor, overrides, text, check, level, fix):
+    assert of(doctor, text, *overrides.split()) == [(check, level, fix)]
+
+
 def test_a_warning_is_an_error_when_strict(doctor):
     assert doctor(f"{ROLLOUT}.temperature=0.7")[0] == 0
     assert doctor(f"{ROLLOUT}.temperature=0.7", "--strict")[0] == 1
@@ -141,12 +180,6 @@ def test_a_long_value_is_told_whole(doctor):
     path = "/no/such/" + "x" * 150
     _, out = doctor(f"data.train_files={path}")
     assert "…" not in out and "x" * 150 in "".join(re.findall(r"[\w/]+", out.partition("train_files=")[2]))
-
-
-def test_what_is_told_by_the_runs_own_check_is_told_once(doctor):
-    _, out = doctor("--json", f"{ROLLOUT}.top_p=0.9")
-    findings = [found for found in json.loads(out) if "top_p=0.9" in found["found"]]
-    assert [(found["check"], found["fix"]) for found in findings] == [("hooks", [f"{ROLLOUT}.top_k=512"])]
 
 
 def test_json_is_all_findings(doctor):
@@ -244,14 +277,6 @@ def test_a_value_that_hydra_cannot_read_is_told_with_its_setting(doctor):
     assert "trainer.default_local_dir=A=/b" in config["found"] and "quotes" in config["why"]
 
 
-@pytest.mark.parametrize("setting", [f"+{ROLLOUT}.no_such=5", "+actor_rollout_ref.model.no_such=1"])
-def test_a_setting_that_a_workers_class_does_not_take_is_an_error(doctor, setting):
-    _, out = doctor("--json", setting)
-    (classes,) = [each for each in json.loads(out) if each["check"] == "verl's validation"]
-    key = setting.strip("+").partition("=")[0]
-    assert key in classes["found"] and classes["fix"] == [f"~{key}"]
-
-
 def test_a_fix_takes_a_field_only_from_where_it_is(doctor):
     """The critic's settings are of the same class as the actor's."""
     _, out = doctor("--fix", "+actor_rollout_ref.actor.fsdp_config.no_such=true")
@@ -273,24 +298,10 @@ def test_a_model_on_the_machine_of_the_run_is_no_error_here(doctor):
     assert [each for each in json.loads(out) if each["level"] == "error" and "/nowhere/here" in each["found"]]
 
 
-def test_a_warm_up_as_long_as_the_run_is_told_without_a_feature_too(doctor):
-    warm_up = "actor_rollout_ref.actor.optim.lr_warmup_steps"
-    _, out = doctor("--json", "model_engine=megatron", "trainer.total_training_steps=10", f"{warm_up}=10")
-    (finding,) = [each for each in json.loads(out) if warm_up in each["found"]]
-    assert (finding["level"], finding["fix"]) == ("error", [f"{warm_up}=0"])
-
-
-def test_an_empty_value_is_told_as_a_variable_that_may_not_be_set(doctor):
-    _, out = doctor("--json", "trainer.experiment_name=")
-    assert [each["level"] for each in json.loads(out) if "trainer.experiment_name=" in each["found"]] == ["warning"]
-
-
 def test_padding_of_the_last_mini_batch_is_a_note(doctor):
     actor = "actor_rollout_ref.actor"
     sizes = ["data.train_batch_size=100", f"{actor}.ppo_mini_batch_size=64", f"{actor}.use_dynamic_bsz=true"]
-    _, out = doctor("--json", *sizes)
-    said = [each["level"] for each in json.loads(out) if "ppo_mini_batch_size=64" in each["found"]]
-    assert [level for level in said if level != "ok"] == ["note"]
+    assert [level for _, level, _ in of(doctor, "ppo_mini_batch_size=64", *sizes) if level != "ok"] == ["note"]
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,6 @@ def truncate(root, step, file="actor/model.pt"):
     path.write_bytes(path.read_bytes()[:10])
 
 
-def test_the_latest_whole_one_is_resumed_from(root, capsys):
-    assert newest_whole(root) == folder_of(root, 6)
-    assert capsys.readouterr().out == ""
-
-
 def test_a_truncated_one_is_passed_over_and_named(root, capsys):
     truncate(root, 6)
     assert newest_whole(root) == folder_of(root, 4)
@@ -73,27 +68,26 @@ def test_all_damaged_is_an_error_and_no_silent_new_start(root):
         newest_whole(root)
 
 
-def test_one_that_was_not_finished_is_not_taken(root):
-    """The run was killed while it saved the checkpoint, so verl's tracker still names the one before."""
-    (root / "latest_checkpointed_iteration.txt").write_text("4")
-    assert newest_whole(root) == folder_of(root, 4)
-
-
-def test_a_tracker_that_was_cut_off_hides_nothing(root):
-    (root / "latest_checkpointed_iteration.txt").write_text("")
-    assert newest_whole(root) == folder_of(root, 6)
+@pytest.mark.parametrize(
+    ("tracker", "step", "said"),
+    [
+        pytest.param("6", 6, "", id="the latest whole one is resumed from"),
+        pytest.param("4", 4, "", id="killed while it saved step 6: the tracker names the one before"),
+        pytest.param("", 6, "", id="a tracker that was cut off hides nothing"),
+        pytest.param("9", 6, "global_step_9 cannot be resumed from: the folder is missing", id="a step that is gone"),
+    ],
+)
+def test_the_checkpoint_that_verls_tracker_names(root, capsys, tracker, step, said):
+    (root / "latest_checkpointed_iteration.txt").write_text(tracker)
+    assert newest_whole(root) == folder_of(root, step)
+    out = capsys.readouterr().out
+    assert said in out and bool(said) == bool(out)
 
 
 def test_without_a_tracker_the_newest_complete_one_is_taken(root):
     (root / "latest_checkpointed_iteration.txt").unlink()
     save_state(folder_of(root, 8), Guard().state_dict())  # killed while it was saved
     assert newest_whole(root) == folder_of(root, 6)
-
-
-def test_one_that_the_tracker_names_and_is_gone_is_told(root, capsys):
-    (root / "latest_checkpointed_iteration.txt").write_text("9")
-    assert newest_whole(root) == folder_of(root, 6)
-    assert "global_step_9 cannot be resumed from: the folder is missing" in capsys.readouterr().out
 
 
 def test_what_a_rollback_gave_up_is_not_resumed_from_until_it_is_saved_anew(root, capsys):
