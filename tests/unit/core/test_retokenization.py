@@ -35,8 +35,7 @@ def test_this_tokenizer_drifts_at_the_first_a_before_a_b_of_the_same_turn(tokens
 
 
 @pytest.mark.parametrize(
-    ("again", "expected"),
-    [([7, 8], None), ([7], 1), ([], 0), ([7, 8, 9], 2), ([9, 8], 0), ([7, 9, 8], 1)],
+    ("again", "expected"), [([7, 8], None), ([7], 1), ([], 0), ([7, 8, 9], 2), ([9, 8], 0), ([7, 9, 8], 1)]
 )
 def test_fewer_tokens_more_and_others(again, expected):
     assert first_drift([7, 8, 5], [True, True, False], lambda ids: "", lambda text: again) == expected

@@ -10,15 +10,7 @@ from tests import ROOT
 from verl_ext.diagnosis.collapse import STAYS, find_collapse
 from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, HORIZON
 from verl_ext.diagnosis.names import GRADIENT, K3, LOG_RATIO, REWARD
-from verl_ext.guard.forecast import (
-    AGE_IN_IT,
-    MIXED,
-    engines_part,
-    engines_value,
-    holds_age,
-    owner_clause,
-    place_clause,
-)
+from verl_ext.guard.forecast import AGE_IN_IT, MIXED, engines_part, engines_value, holds_age, owner_clause, place_clause
 from verl_ext.guard.guard import Guard
 
 DATA = ROOT / "tests" / "support" / "data"

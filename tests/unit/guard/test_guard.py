@@ -28,8 +28,7 @@ def run_step(guard, step, early=None, late=None):
 
 
 @pytest.mark.parametrize(
-    ("k3", "skip"),
-    [(0.01, False), (0.1, False), (0.11, True), (math.nan, True), (math.inf, True)],
+    ("k3", "skip"), [(0.01, False), (0.1, False), (0.11, True), (math.nan, True), (math.inf, True)]
 )
 def test_a_batch_past_the_threshold_or_not_finite_is_refused(k3, skip):
     guard = Guard([SKIP])

@@ -34,12 +34,7 @@ def test_it_stays_low_where_it_is_not_to_recover():
     assert after(LowerLr(hold=1, recover=False), [1, 0, 0, 0, 0]) == [0.5] * 5
 
 
-@given(
-    st.lists(st.booleans(), min_size=1, max_size=80),
-    st.floats(0.1, 0.9),
-    st.floats(0.01, 1.0),
-    st.integers(1, 6),
-)
+@given(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(0.1, 0.9), st.floats(0.01, 1.0), st.integers(1, 6))
 def test_it_is_between_its_least_and_the_schedules_and_moves_by_one_factor_in_hold_steps(firing, factor, part, hold):
     settings = LowerLr(factor=factor, least=factor * part, hold=hold)
     scales = after(settings, firing)

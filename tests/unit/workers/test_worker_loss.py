@@ -257,12 +257,7 @@ def split_cases():
     """(name, ActorConfig fields, policy loss, settings): whatever has to give the same sum over any split."""
     return [
         ("opsm", {}, {"loss_mode": "vanilla"}, {"corrections": OPSM}),
-        (
-            "opsm_seq",
-            {"loss_agg_mode": "seq-mean-token-mean"},
-            {"loss_mode": "gspo"},
-            {"corrections": OPSM},
-        ),
+        ("opsm_seq", {"loss_agg_mode": "seq-mean-token-mean"}, {"loss_mode": "gspo"}, {"corrections": OPSM}),
         ("geo_mean", {}, {"loss_mode": "geo_mean"}, {"corrections": OPSM}),
         ("llds", {}, {"loss_mode": "llds", "coef": 2.0}, {}),
         ("llds_geo_mean", {}, {"loss_mode": "llds", "gate": "response", "base": "geo_mean"}, {}),
