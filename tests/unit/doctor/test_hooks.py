@@ -72,9 +72,7 @@ MANAGER = f"++{ROLLOUT}.agent.agent_loop_manager_class=somebody.Manager"
         (["stability=icepop", "stability.top_tokens.k=8"], "warning", "stability.top_tokens.k=0"),
     ],
 )
-def test_an_agent_loop_manager_of_ones_own_is_not_imported_and_what_is_lost_is_told(
-    findings, models, overrides, level, said
-):
+def test_a_manager_of_ones_own_is_not_imported(findings, models, overrides, level, said):
     given = [override.format(models=models) for override in overrides]
     (found,) = findings("agent loop manager", MANAGER, *given)
     assert found.level == level and "somebody.Manager was not imported" in found.found and said in found.why
@@ -185,7 +183,7 @@ def test_the_table_of_the_page_is_that_of_the_docstrings():
 
 
 @pytest.mark.filterwarnings("ignore:Disabled critic")
-def test_verls_validation_is_asked_about_the_roles_that_verl_would_start(compose):
+def test_verls_validation_is_asked_about_verls_roles(compose):
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
     config = compose()
@@ -426,7 +424,7 @@ def test_what_only_a_run_uses_is_left_alone(look, mark):
 
 
 @pytest.mark.parametrize("target", ["os.system", "evil.IcePopLossConfig", None])
-def test_nothing_but_our_own_builds_the_settings_of_a_loss_of_ours(look, mark, target):
+def test_only_our_class_builds_the_settings_of_our_losses(look, mark, target):
     loss = {"_target_": target, "loss_mode": "icepop", "command": f"touch {mark}"}
     (error, *_) = look({"stability.correction": "none", LOSS: loss}, "hooks")["hooks"]
     assert not mark.exists()
@@ -484,14 +482,14 @@ def test_trust_remote_code_without_such_code_changes_nothing(look):
     assert "code" not in found and found["vocabulary"][0]["level"] == "ok"
 
 
-def test_a_model_that_needs_its_own_code_and_may_not_run_it_is_an_error_of_the_run(look, mark, model):
+def test_a_model_that_may_not_run_its_own_code_is_an_error(look, mark, model):
     found = look({f"{MODEL}.path": str(model), "stability.router_agreement": True}, "hooks")
     assert not mark.exists()
     assert "its own code, which actor_rollout_ref.model.trust_remote_code=true allows" in found["hooks"][0]["found"]
     assert found["hooks"][0]["fix"] == ()
 
 
-def test_a_model_whose_layers_only_its_own_code_has_asks_no_question(look, mark, model, monkeypatch):
+def test_a_model_with_layers_of_its_own_asks_no_question(look, mark, model, monkeypatch):
     """The config is the library's, but the model is not: transformers would ask in the terminal if its code may run."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     config = {"model_type": "vit", "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 8}
@@ -515,7 +513,7 @@ def test_what_a_config_says_is_printed_as_text(look, capsys):
     assert r"\x1b]0;[bold]" in out and "\x1b" not in out
 
 
-def test_an_interpolation_of_nothing_is_an_error_beside_the_other_findings(look, monkeypatch):
+def test_an_interpolation_of_nothing_is_an_error(look, monkeypatch):
     monkeypatch.delenv("NOT_SET", raising=False)
     found = look({"stability.icepop.alpha": "${oc.env:NOT_SET}", "data.train_files": "${oc.env:NOT_SET}"})
     assert found["hooks"][0]["level"] == "error" and "NOT_SET" in found["hooks"][0]["found"]
@@ -523,7 +521,7 @@ def test_an_interpolation_of_nothing_is_an_error_beside_the_other_findings(look,
     assert found["hooks"][0]["level"] == "error" and "NOT_SET" in found["hooks"][0]["found"]
 
 
-def test_a_check_that_stumbles_over_a_value_takes_no_other_with_it(look):
+def test_a_check_that_fails_takes_no_other_with_it(look):
     found = look({"actor_rollout_ref.rollout.max_model_len": "abc"}, "lengths", "truncated sampling")
     assert found["lengths"][0]["level"] == "error" and "ValueError" in found["lengths"][0]["found"]
     assert found["truncated sampling"][0]["level"] == "ok"

@@ -75,7 +75,7 @@ ON_CPU = "trainer.device=cpu"
         ),
     ],
 )
-def test_a_version_with_which_the_launch_refuses_to_start_is_an_error(findings, changed, overrides, expected):
+def test_a_version_that_the_launch_refuses_is_an_error(findings, changed, overrides, expected):
     found = worst(findings("packages", *overrides, versions=VERSIONS | changed))
     assert sorted(found) == [(level, one) for level, those in expected.items() for one in those]
 
@@ -166,7 +166,7 @@ def test_the_machine_of_the_run_lacks_a_package(findings):
     assert found.why == f"install the extra gpu-fsdp (docs/install.md), or set ++{ATTENTION}=sdpa"
 
 
-def test_with_kernels_transformers_goes_on_without_flash_attention(findings):
+def test_with_kernels_flash_attention_is_not_needed(findings):
     (found,) = findings("imports", LOGGER, gpu=H100, **has("vllm", "peft", "kernels"))
     assert found.level == "warning" and "downloads a kernel from the Hub" in found.why
 

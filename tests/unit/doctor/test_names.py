@@ -47,7 +47,7 @@ def test_a_misspelt_setting_gets_the_similar_one(told, override, near, fix):
     assert not told(*fix)
 
 
-def test_a_similar_setting_that_the_launch_sets_too_is_not_set_again(told):
+def test_a_similar_setting_is_not_set_twice(told):
     (finding,) = told("trainer.nodes=2", "trainer.nnodes=3")
     assert finding.fix == ()
 
@@ -89,7 +89,7 @@ def test_what_verl_reads_with_a_plus_is_not_called_unread(told, override):
         ("reward_model.overlong_buffer.enable=True data.max_response_length=64", {f"++{OVERLONG}.enable=True"}),
     ],
 )
-def test_a_setting_that_moved_gets_its_place_and_what_belongs_to_it(told, overrides, fix):
+def test_a_setting_that_moved_gets_its_new_place(told, overrides, fix):
     assert {override for finding in told(*overrides.split()) for override in finding.fix} == fix
 
 

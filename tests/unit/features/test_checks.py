@@ -236,7 +236,7 @@ def test_a_model_folder_without_a_config_is_named(compose, overrides, tmp_path):
         check(compose, *overrides, f"actor_rollout_ref.model.path={tmp_path}")
 
 
-def test_routing_of_an_moe_passes_and_sets_the_rollout_to_return_it(compose, models):
+def test_routing_of_an_moe_is_asked_of_the_rollout(compose, models):
     config = check(compose, *ROUTING, f"actor_rollout_ref.model.path={models}/moe")
     assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
     apply_engine_settings(read_features(config, stability_config(config.stability)))

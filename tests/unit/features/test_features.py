@@ -109,7 +109,7 @@ def test_settings_are_said(asked):
     ]
 
 
-def test_the_normal_level_turns_nothing_on_and_is_shown_where_the_gap_is_measured(asked):
+def test_the_normal_level_is_shown_where_the_gap_is_measured(asked):
     def levels(*overrides):
         return [line.setting for line in table_lines(asked(*overrides)) if line.name == "normal level"]
 
@@ -134,7 +134,7 @@ LORA, SEPARATE = "actor_rollout_ref.model.lora_rank=8", "trainer.v1.trainer_mode
         (["trainer.v1.trainer_mode=colocate_async"], []),
     ],
 )
-def test_the_canary_is_on_by_itself_where_syncs_were_seen_to_fail(asked, overrides, settings):
+def test_the_canary_is_on_where_syncs_were_seen_to_fail(asked, overrides, settings):
     found = table_lines(asked("stability=icepop", *overrides))
     assert [line.setting for line in found if line.name == "sync canary"] == settings
     verls = [one for one in overrides if not one.startswith("stability.")]

@@ -66,7 +66,7 @@ def test_what_moe_cannot_have_is_left_out_with_a_reason(fit, overrides, without)
 
 @pytest.mark.parametrize("overrides", [[UNKNOWN], ["distillation.enabled=true"], ["model_engine=torchtitan"]])
 @pytest.mark.parametrize("preset", ["m2po", "seq_mask_tis"])
-def test_a_ratio_without_a_cap_goes_with_the_correction_that_bounds_it(fit, preset, overrides):
+def test_an_uncut_ratio_goes_with_what_bounds_it(fit, preset, overrides):
     run, without = fit(*overrides, f"stability={preset}")
     if preset == "m2po":  # acts in the update, which these runs leave to verl
         assert names(run) == [] and list(without) == ["stability.correction=none stability.tis=null"]
@@ -90,7 +90,7 @@ def test_what_is_left_of_a_correction(fit, overrides, kept, without):
 @pytest.mark.parametrize(
     "written", [["stability.correction=none"], ["stability.correction=opsm", "stability.opsm.delta=0.1"]]
 )
-def test_rules_of_the_guard_go_with_the_correction_whose_metrics_they_read(fit, written):
+def test_rules_go_with_the_correction_that_they_read(fit, written):
     run, without = fit("stability=guard", *written)
     assert {"stability.guard.rules.dropped=null", "stability.guard.rules.mask=null"} <= set(without)
     assert not {"dropped", "mask"} & {rule.name for rule in run.stability.rules}
@@ -102,7 +102,7 @@ def test_on_an_unknown_engine_only_the_controller_acts(fit):
     assert not run.own_workers
 
 
-def test_the_guard_goes_on_without_the_band_that_one_of_its_rules_narrows(fit):
+def test_the_guard_goes_on_without_the_band_to_narrow(fit):
     run, without = fit(CORRECTED, "stability=guard")
     assert list(without) == [
         "stability.correction=none",
@@ -162,7 +162,7 @@ def test_a_preset_that_can_do_nothing_is_refused(compose, arguments, said):
         fit_run(compose(*arguments), arguments, read_model=False)
 
 
-def test_no_preset_mends_a_launch_whose_reward_manager_would_stop(compose, fit):
+def test_no_preset_mends_a_reward_manager_that_would_stop(compose, fit):
     log = "reward.reward_kwargs.overlong_buffer_cfg.log"
     arguments = [*LAUNCHES[UNSCORED], "stability=moe"]
     with pytest.raises(ConfigError) as refused:

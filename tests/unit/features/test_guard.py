@@ -26,7 +26,7 @@ def test_a_rule_is_read_with_its_defaults():
 
 
 @pytest.mark.parametrize("signal", ["vllm_kl/k3/prob/0-0.01", "critic/vf_loss", "val-core/a/b/c", "mine/k3", "x"])
-def test_a_signal_may_be_of_a_family_or_of_verls_or_the_users_own(signal):
+def test_a_signal_may_be_of_a_family_or_the_users_own(signal):
     assert rules(above=1, signal=signal).rules[0].signal == signal
 
 
@@ -194,7 +194,7 @@ def test_the_tightened_band_is_narrower_in_logarithms():
     assert narrowed["geo_mask"] == {"low": 0.999, "high": 1.002} and list(narrowed) == ["icepop", "geo_mask"]
 
 
-def test_a_band_that_leaves_one_out_cannot_be_narrowed_towards_it():
+def test_a_band_without_one_cannot_be_narrowed():
     rule = {"r": {"signal": "vllm_kl/k3", "above": 1, "action": "tighten"}}
     node = {"correction": "icepop", "icepop": {"alpha": 2.0, "beta": 3.0}, "guard": {"rules": rule}}
     with pytest.raises(ConfigError, match=r"outside stability\.icepop\.alpha=2 to beta=3"):
@@ -234,7 +234,7 @@ W4A4 = ("actor_rollout_ref.actor.fsdp_config.qat.enable=true", "actor_rollout_re
         ({"model_type": "llama"}, (), None),
     ],
 )
-def test_the_launch_sets_the_level_that_is_published_for_the_model_and_the_format(run_of, model, overrides, level):
+def test_the_launch_sets_the_published_level(run_of, model, overrides, level):
     run = run_of(model, *overrides)
     apply_engine_settings(run)
     assert run.config.stability.guard.level == level
@@ -245,7 +245,7 @@ def test_a_model_that_is_not_here_has_no_published_level(compose):
     assert published_level(compose("actor_rollout_ref.model.path=owner/not-in-the-cache")) is None
 
 
-def test_the_docs_have_each_rule_of_the_preset_with_its_bound_and_action(compose):
+def test_the_docs_have_each_rule_of_the_preset(compose):
     page = (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")
     table = page.partition("## The rules of `stability=guard`")[2].partition("\n## ")[0]
     rows = {row.split("`")[1]: row.split(" | ") for row in table.splitlines() if row.startswith("| `")}

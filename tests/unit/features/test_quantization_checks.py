@@ -42,7 +42,7 @@ def check(compose, models):
     return run
 
 
-def test_vllm_loads_by_our_format_which_loads_by_the_one_asked_for(check):
+def test_vllm_loads_by_our_format(check):
     theirs = f"{VLLM}.model_loader_extra_config={{enable_multithread_load:true}}"
     config = check(f"{FAKE}.format=fp4", f"{FAKE}.group=16", f"{FAKE}.router=true", theirs)
     apply_engine_settings(read_features(config, stability_config(config.stability)))
@@ -73,7 +73,7 @@ def test_what_sglang_is_given_already_has_to_be_json(check):
         apply_engine_settings(read_features(config, stability_config(config.stability)))
 
 
-def test_a_load_format_of_vllms_own_arguments_goes_over_the_rollouts(check):
+def test_vllms_own_load_format_goes_over_the_rollouts(check):
     config = check(f"{FAKE}.format=int8", f"{FAKE}.group=channel", f"{VLLM}.load_format=safetensors")
     apply_engine_settings(read_features(config, stability_config(config.stability)))
     arguments = config.actor_rollout_ref.rollout.engine_kwargs.vllm.model_loader_extra_config.verl_ext

@@ -25,6 +25,7 @@ from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
+STAGES_2, VERLS = f"{ROLLOUT}.pipeline_model_parallel_size=2", f"{ACTOR}.megatron.router_replay.mode"
 FSDP = f"{ACTOR}.fsdp_config.router_replay.mode"
 
 AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=megatron")
@@ -104,7 +105,7 @@ def test_replay_is_off_unless_asked_for(checked):
 
 
 @pytest.mark.parametrize("engine", ["megatron", "veomni"])
-def test_verls_own_replay_is_left_to_verl_and_the_rollout_returns_what_it_replays(checked, engine):
+def test_verls_own_replay_is_left_to_verl(checked, engine):
     setting = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
     config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R3")
     assert replayed_field(config) == "routed_experts"
@@ -142,12 +143,12 @@ def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
         (f"{LOAD_BALANCE}=10", f"{LOAD_BALANCE}=10 would count their tokens for expert 0; set {LOAD_BALANCE}=0"),
     ],
 )
-def test_what_reads_the_routing_of_all_trajectories_does_not_go_with_a_share(checked, overrides, message):
+def test_what_reads_all_routing_does_not_go_with_a_share(checked, overrides, message):
     error = assert_refused(partial(checked, *SHARE, *overrides.split()), message)
     assert len(error.problems) == 1
 
 
-def test_methods_that_read_the_agreement_of_every_token_do_not_go_with_a_share(checked):
+def test_methods_that_read_agreement_do_not_go_with_a_share(checked):
     with mock.patch.dict(CORRECTIONS), mock.patch.dict(LOSSES):
         register_correction("by_agreement", reads=("router_agreement",), in_update=True)(lambda batch: LossChange())
         register_loss("of_agreement", reads=("router_agreement",))(lambda batch: LossChange())
@@ -177,20 +178,17 @@ def test_agreement_where_verl_cannot_record_names_the_remedy(checked, override, 
     [
         (f"{FSDP}=R4", r"router_replay.mode=R4 is not known; choose one of: disabled, R2, R3"),
         (f"{FSDP}=R3 {ROLLOUT}.name=trtllm", "name=vllm, or set .*router_replay.mode=disabled"),
-        (f"{FSDP}=R3 {ROLLOUT}.pipeline_model_parallel_size=2", "mode=R3 needs vLLM without pipeline parallelism"),
-        (
-            f"{FSDP}=R3 {ROLLOUT}.name=sglang {ROLLOUT}.pipeline_model_parallel_size=2",
-            "mode=R3 needs SGLang without pipeline parallelism",
-        ),
+        (f"{FSDP}=R3 {STAGES_2}", "mode=R3 needs vLLM without pipeline parallelism"),
+        (f"{FSDP}=R3 {ROLLOUT}.name=sglang {STAGES_2}", "mode=R3 needs SGLang without pipeline parallelism"),
         ("stability.replay=R4", r"stability.replay=R4 is not known; choose one of: disabled, R2, R3"),
         (
-            f"stability=r3 model_engine=megatron {ACTOR}.megatron.router_replay.mode=R2",
-            r"stability.replay=R3 and actor_rollout_ref.actor.megatron.router_replay.mode=R2 ask for different replays",
+            f"stability=r3 model_engine=megatron {VERLS}=R2",
+            f"stability.replay=R3 and {VERLS}=R2 ask for different replays",
         ),
         (f"stability=r3 {FSDP}=R2", rf"stability.replay=R3 and {FSDP}=R2 ask for different replays"),
         (f"model_engine=megatron {FSDP}=R3", r"is for FSDP.*leave it out and set stability.replay"),
         (
-            f"model_engine=megatron {ACTOR}.megatron.router_replay.mode=R3 {ROLLOUT}.pipeline_model_parallel_size=2",
+            f"model_engine=megatron {VERLS}=R3 {STAGES_2}",
             "megatron.router_replay.mode=R3 needs vLLM without pipeline parallelism",
         ),
         (f"model_engine=torchtitan {FSDP}=R3", "mode=R3 has no adapter for .*strategy=torchtitan"),
@@ -204,7 +202,7 @@ def test_a_replay_that_cannot_work_names_the_remedy(checked, overrides, message)
 
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_replay_is_refused_where_the_model_gives_some_experts_no_weight(checked, mode, models):
+def test_replay_is_refused_where_some_experts_have_no_weight(checked, mode, models):
     limited = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "n_routed_experts": 8}
     DeepseekV2Config(**limited).save_pretrained(models / "limited")
     build_tokenizer().save_pretrained(models / "limited")

@@ -112,7 +112,7 @@ def refusal_of(node):
 
 
 @pytest.mark.parametrize("path", [(), *places(default_node())], ids=".".join)
-def test_a_value_of_any_type_is_taken_or_refused_in_one_line_that_names_the_setting(path):
+def test_a_value_of_any_type_is_taken_or_refused_by_name(path):
     for said in (line for value in WRONG for line in refusal_of(nested(path, value))):
         assert ".".join(("stability", *path[:1])) in said
         assert "\n" not in said

@@ -52,7 +52,7 @@ LOSS_ASKED_FOR = [
 
 
 @pytest.mark.parametrize(("overrides", "report", "said"), LOSS_ASKED_FOR)
-def test_a_rank_whose_loss_does_without_what_was_asked_for_stops_the_run(compose, overrides, report, said):
+def test_a_rank_whose_loss_lacks_something_stops_the_run(compose, overrides, report, said):
     config = compose("actor_rollout_ref.rollout.name=vllm", *overrides.split())
     active, ranks = read_features(config, stability_config(config.stability)), [TOLD | report, TOLD | report]
     engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [])
@@ -119,7 +119,7 @@ def servers_of(compose, monkeypatch):
     return start
 
 
-def test_sglang_servers_that_do_not_decode_their_routing_stop_the_run(servers_of):
+def test_sglang_servers_that_decode_no_routing_stop_the_run(servers_of):
     assert servers_of(True, True)
     with pytest.raises(HookError, match=r"returns routed experts as text.*VERL_USE_EXTERNAL_PLUGINS"):
         servers_of(True, False)

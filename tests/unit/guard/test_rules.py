@@ -19,33 +19,37 @@ def fires(rule, values):
 
 
 @pytest.mark.parametrize(
-    ("side", "values", "expected"),
-    [("above", [0.9, 1.0, 1.1], [False, False, True]), ("below", [1.1, 1.0, 0.9], [False, False, True])],
+    ("settings", "values", "expected"),
+    [
+        pytest.param({}, [0.9, 1.0, 1.1], [0, 0, 1], id="a value at the bound is not past it"),
+        pytest.param({"side": "below"}, [1.1, 1.0, 0.9], [0, 0, 1], id="nor at one below which the rule fires"),
+        pytest.param({"patience": 3}, [2, 2, 0, 2, 2, 2, 2], [0, 0, 0, 0, 0, 1, 1], id="patience counts in a row"),
+        pytest.param({"patience": 2}, [2, 2, 0, 2, 2], [0, 1, 0, 0, 1], id="patience anew after a recovery"),
+        pytest.param({"recover": 0.5}, [2, 0.8, 0.6, 0.5, 0.8, 2], [1, 1, 1, 0, 0, 1], id="fires until it is back"),
+        pytest.param(
+            {"side": "below", "recover": 1.5}, [0, 1.2, 1.4, 1.5, 1.2], [1, 1, 1, 0, 0], id="back above the bound"
+        ),
+        pytest.param(
+            {"bound": 0.5, "side": "below", "baseline": 2}, [1, 3, 1, 0.9], [0, 0, 0, 1], id="baseline, below"
+        ),
+        pytest.param(
+            {"bound": 2.0, "baseline": 2, "least": 9.0}, [1, 1, 8, 10], [0, 0, 0, 1], id="least over baseline"
+        ),
+        pytest.param(
+            {"bound": 0.0, "recover": 0.0, "baseline": 1, "least": 2.0},
+            [5, 1.9, 2.1, 2.0],
+            [0, 0, 1, 0],
+            id="least alone where the bound is 0",
+        ),
+    ],
 )
-def test_a_value_at_the_bound_is_not_past_it(side, values, expected):
-    assert fires(rule(side=side), values) == expected
-
-
-def test_patience_counts_readings_in_a_row():
-    assert fires(rule(patience=3), [2, 2, 0, 2, 2, 2, 2]) == [False, False, False, False, False, True, True]
-
-
-def test_hysteresis_keeps_it_firing_until_the_value_is_back():
-    assert fires(rule(recover=0.5), [2, 0.8, 0.6, 0.5, 0.8, 2]) == [True, True, True, False, False, True]
-    below = rule(side="below", recover=1.5)
-    assert fires(below, [0, 1.2, 1.4, 1.5, 1.2]) == [True, True, True, False, False]
-
-
-def test_patience_starts_anew_after_a_recovery():
-    assert fires(rule(patience=2), [2, 2, 0, 2, 2]) == [False, True, False, False, True]
+def test_when_a_rule_fires(settings, values, expected):
+    assert fires(rule(**settings), values) == expected
 
 
 def test_a_baseline_is_the_mean_of_the_first_readings_and_stays():
     one = rule(bound=2.0, baseline=3)
     assert fires(one, [1, 2, 3, 4, 4.1, 100, 3]) == [False, False, False, False, True, True, False]
-    below = rule(bound=0.5, side="below", baseline=2)
-    assert fires(below, [1, 3, 1, 0.9]) == [False, False, False, True]
-    assert fires(rule(bound=2.0, baseline=2, least=9.0), [1, 1, 8, 10]) == [False, False, False, True]
     assert describe(one, 4.1, 4.0) == (
         "s=4.1 passes 4, 2 times the mean of its first 3 readings (stability.guard.rules.r.above)"
     )
@@ -53,7 +57,7 @@ def test_a_baseline_is_the_mean_of_the_first_readings_and_stays():
 
 @pytest.mark.parametrize(("side", "bound", "recover"), [("above", 2.0, 1.5), ("below", 0.5, 0.75)])
 @pytest.mark.parametrize("mean", [0.0, 1.0, 2.5, 4.0, 5.0, 100.0])
-def test_a_baseline_recovers_at_the_same_share_of_its_threshold_whatever_decides_it(side, bound, recover, mean):
+def test_a_baseline_recovers_at_the_same_share_of_its_threshold(side, bound, recover, mean):
     one = rule(side=side, bound=bound, recover=recover, baseline=2, least=6.0)
     threshold = max(bound * mean, 6.0)
     back, outward = threshold * recover / bound, 1.001 if side == "above" else 0.999
@@ -61,10 +65,6 @@ def test_a_baseline_recovers_at_the_same_share_of_its_threshold_whatever_decides
     assert fires(one, [mean, mean, *values]) == [False, False, True, True, False, False]
     reason = describe(one, threshold * outward, threshold)
     assert f"{threshold:g}" in reason and ("the least" in reason) == (bound * mean <= 6.0)
-
-
-def test_a_baseline_whose_bound_is_zero_has_its_least_as_threshold():
-    assert fires(rule(bound=0.0, recover=0.0, baseline=1, least=2.0), [5, 1.9, 2.1, 2.0]) == [False, False, True, False]
 
 
 @given(

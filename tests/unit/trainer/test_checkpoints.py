@@ -90,7 +90,7 @@ def test_without_a_tracker_the_newest_complete_one_is_taken(root):
     assert newest_whole(root) == folder_of(root, 6)
 
 
-def test_what_a_rollback_gave_up_is_not_resumed_from_until_it_is_saved_anew(root, capsys):
+def test_what_a_rollback_gave_up_is_not_resumed_from(root, capsys):
     give_up(root, after=2)
     assert newest_whole(root) == folder_of(root, 2)
     assert "global_step_6 cannot be resumed from: the guard gave it up" in capsys.readouterr().out
@@ -156,7 +156,7 @@ def in_a_worker(cause):
         (OSError(), r"OSError: \)"),
     ],
 )
-def test_it_is_one_line_that_names_the_checkpoint_and_how_to_go_on(error, said):
+def test_one_line_names_the_checkpoint_and_how_to_go_on(error, said):
     with (
         pytest.raises(CheckpointError, match=rf"global_step_3 cannot be written \(.*{said}") as raised,
         _explain_failure(FOLDER),
