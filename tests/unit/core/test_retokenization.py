@@ -27,7 +27,7 @@ def encode(text):
 
 @settings(deadline=None)  # the cores are shared
 @given(st.lists(st.tuples(st.sampled_from(list(WORDS)), st.booleans()), max_size=12))
-def test_this_tokenizer_drifts_at_the_first_a_before_a_b_of_the_same_turn(tokens):
+def test_this_tokenizer_drifts_at_an_a_before_a_b_of_its_turn(tokens):
     pairs = pairwise(tokens)
     expected = next((at for at, pair in enumerate(pairs) if pair == ((1, True), (2, True))), None)
     ids, generated = [i for i, _ in tokens], [m for _, m in tokens]

@@ -22,7 +22,7 @@ def recorded(name):
 
 
 @pytest.mark.parametrize(("name", "steps"), [("stable_lr_1e-3", []), ("stable_lr_1e-2", []), ("frozen_rollout", [13])])
-def test_a_recorded_run_is_suspected_of_a_lost_sync_only_if_it_has_one(name, steps):
+def test_a_recorded_run_is_suspected_only_of_a_lost_sync(name, steps):
     """In the third, no weight sync reaches the rollout from step 9 on. Single tokens move k3 tenfold in the others."""
     assert suspicions(recorded(name)) == steps
 
@@ -49,7 +49,7 @@ def forecasts(steps):
     return found
 
 
-def test_the_engines_part_is_that_of_lag_0_or_else_of_what_was_rescored():
+def test_the_engines_part_is_of_lag_0_or_of_what_was_rescored():
     signals = {K3: 0.3, "vllm_kl/k3/lag/0": 0.1, "vllm_kl/engine/k3": 0.2}
     assert engines_part(K3, signals) == ("vllm_kl/k3/lag/0", 0.1)
     assert engines_part(K3, {K3: 0.3, "vllm_kl/engine/k3": 0.2}) == ("vllm_kl/engine/k3", 0.2)
@@ -73,13 +73,13 @@ def test_the_forecast_is_of_the_engines_alone_where_that_is_seen():
     assert early[FEWEST_FOR_GROWTH - 2][0].get("guard/growth_rate") is None, "seven readings of either are too few"
 
 
-def test_it_is_of_all_of_the_gap_where_only_that_is_seen_and_says_so():
+def test_it_is_of_all_of_the_gap_where_only_that_is_seen():
     steps = [OLD | {K3: 1e-3 * math.exp(0.2 * step)} for step in range(12)]
     metrics, _ = forecasts(steps)[-1]
     assert metrics["guard/growth_rate"] == pytest.approx(0.2) and metrics[MIXED] == 1
 
 
-def test_a_step_with_several_updates_is_one_reading_and_before_eight_no_boundary_is_in_sight():
+def test_a_step_is_one_reading_and_eight_make_a_forecast():
     guard = Guard(mask=DROPPED)
     for step in range(1, FEWEST_FOR_GROWTH + 1):
         guard.begin(step)
@@ -114,7 +114,7 @@ def test_a_jump_is_far_above_the_median_and_beyond_the_scatter(before, jumps_at,
         assert jumps_at is None or rules(jumps_at, suffix) == ["weight_sync"]
 
 
-def test_older_rollouts_are_no_missed_weight_sync_where_the_engines_part_is_seen():
+def test_older_rollouts_are_no_missed_weight_sync():
     usual = OLD | {LOG_RATIO: 0.01, f"{LOG_RATIO}/lag/0": 0.01}
     *_, (_, older) = forecasts([usual] * 4 + [usual | {LOG_RATIO: 0.2}])
     assert older.events == ()
@@ -185,7 +185,7 @@ def blind(k3, dropped, mask=DROPPED):
         (trend(0.05, 7), trend(-0.05, 7), False),
     ],
 )
-def test_the_mask_is_blind_where_it_drops_fewer_tokens_while_the_gap_grows(k3, dropped, is_blind):
+def test_a_mask_that_drops_fewer_while_the_gap_grows_is_blind(k3, dropped, is_blind):
     found = blind(k3, dropped)
     assert found[-1] == is_blind and set(found[:7]) == {0.0}
     assert is_blind or not any(found)
@@ -215,7 +215,7 @@ def death(calm=40, dead=STAYS + 20):
     return {REWARD: [0.5] * calm + [0.02] * dead, GRADIENT: [0.6] * (calm - 10) + [2.5] * (dead + 10)}
 
 
-def test_a_run_that_is_dead_is_said_once_in_the_words_of_the_report():
+def test_a_dead_run_is_said_once_in_the_reports_words():
     metrics, events = walk(Guard(), death())
     (event,) = events
     assert (event.step, event.rule, event.action, event.signal) == (40 + STAYS, "collapse", "warn", REWARD)
@@ -249,7 +249,7 @@ def test_checkpoints_of_the_fall_are_not_good():
     )
 
 
-def test_after_a_rollback_the_reward_of_what_was_given_up_is_forgotten():
+def test_a_rollback_forgets_the_reward_of_what_was_given_up():
     guard = Guard()
     walk(guard, death())
     guard.rolled_back(20)
@@ -269,7 +269,7 @@ def test_a_resumed_run_says_it_at_the_same_step():
     assert (early[0] + late[0], early[1] + late[1]) == expected
 
 
-def test_a_recorded_collapse_is_warned_of_in_the_run_and_a_noisy_run_is_not():
+def test_a_recorded_collapse_is_warned_of_and_noise_is_not():
     runs = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("collapsed_lr_1e-2", "noisy_lr_3e-3")}
     for run in runs.values():
         del run["what"]
@@ -285,7 +285,7 @@ def test_a_step_without_a_reward_is_no_reading():
     assert guard.state.record[REWARD] == [(1, 0.5), (3, 0.5)]
 
 
-def test_the_engines_value_is_left_out_where_only_old_rollouts_show_it():
+def test_the_engines_value_is_not_that_of_old_rollouts():
     old = {K3: 0.5, "vllm_kl/share/lag/2": 1.0}
     assert engines_value(K3, {K3: 0.5}) == 0.5
     assert engines_value(K3, old) is None and engines_value(K3, {}) is None

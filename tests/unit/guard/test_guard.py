@@ -36,7 +36,7 @@ def test_a_batch_past_the_threshold_or_not_finite_is_refused(k3, skip):
     assert guard.state.skips == skip
 
 
-def test_zero_mismatch_names_the_first_step_layer_and_positions_and_stops_where_asked():
+def test_zero_mismatch_names_the_first_step_layer_and_positions():
     def events_of(action, gaps):
         settings = {"engines_only": True, "locate": True, "setting": "stability.guard.rules.zero_mismatch.above"}
         guard, found = Guard([Rule("zero_mismatch", "vllm_kl/k3", 1e-10, action=action, **settings)]), []
@@ -56,7 +56,7 @@ def test_zero_mismatch_names_the_first_step_layer_and_positions_and_stops_where_
     assert [event.action for event in events_of("stop", [0.0, 1e-9])] == ["stop"]
 
 
-def test_non_finite_log_probs_refuse_without_a_rule_and_name_the_tensor():
+def test_non_finite_log_probs_refuse_and_name_the_tensor():
     guard = Guard()
     guard.begin(1)
     assert guard.judge({}, {"rollout_log_probs": 3, "old_log_probs": 0}).refusal.reason == (
@@ -83,7 +83,7 @@ def test_any_signal_that_is_not_finite_refuses(signal):
         ("stop", "stop", "stop"),
     ],
 )
-def test_a_signal_that_is_not_finite_has_its_rules_action_at_once(value, bound, action, early, late):
+def test_a_signal_that_is_not_finite_has_its_rules_action(value, bound, action, early, late):
     rule = Rule("own", "my/own", 1.0, action=action, patience=3, **bound)
     assert run_step(Guard([rule]), 1, {"my/own": value}) == [early]
     guard = Guard([rule])
@@ -97,7 +97,7 @@ def test_each_rule_of_a_signal_that_is_not_finite_acts():
     assert run_step(Guard(rules), 1, late={"my/own": math.nan}) == ["lower_lr", "rollback"]
 
 
-def test_rollbacks_of_a_signal_that_is_not_finite_keep_the_cooldown_and_are_counted():
+def test_rollbacks_at_what_is_not_finite_keep_the_cooldown():
     rule = Rule("moved", "actor/after_update/policy_kl", 0.05, action="rollback")
     guard = Guard([rule], cooldown=2, max_rollbacks=1)
     late = {rule.signal: math.inf}
@@ -111,7 +111,7 @@ def test_rollbacks_of_a_signal_that_is_not_finite_keep_the_cooldown_and_are_coun
     assert [run_step(guard, step, early) for step in (2, 3)] == [["skip"], ["rollback"]]
 
 
-def test_a_gradient_that_is_not_finite_is_told_and_is_no_good_update():
+def test_a_gradient_that_is_not_finite_is_no_good_update():
     guard = Guard(stop_after=2)
     assert run_step(guard, 1, late={"actor/grad_norm": math.nan}) == ["warn"]
     assert guard.state.in_a_row == 1
@@ -127,7 +127,7 @@ def test_mini_batches_that_the_workers_refused_are_told():
     assert guard.state.in_a_row == 1, "a step of which no mini-batch was taken"
 
 
-def test_the_run_stops_after_so_many_steps_in_a_row_without_an_update():
+def test_the_run_stops_after_steps_in_a_row_without_an_update():
     guard = Guard([SKIP], stop_after=3)
     bad = {"vllm_kl/k3": 1.0}
     assert run_step(guard, 1, bad) == run_step(guard, 2, bad) == ["skip"]
@@ -171,7 +171,7 @@ REWARD = Rule("reward", "critic/score/mean", 0.5, side="below", action="rollback
 GOOD, BAD = {"critic/score/mean": 1.0}, {"critic/score/mean": 0.0}
 
 
-def test_rollback_refuses_the_update_and_then_comes_no_other_for_the_cooldown():
+def test_after_a_rollback_comes_no_other_for_the_cooldown():
     guard = Guard([REWARD], cooldown=2)
     run_step(guard, 1, GOOD)
     guard.begin(2)
@@ -202,7 +202,7 @@ def test_a_rollback_forgets_what_the_given_up_weights_did():
     assert guard.state.rules["patient"].streak == 0
 
 
-def test_a_checkpoint_is_good_once_a_later_step_has_measured_its_weights():
+def test_a_checkpoint_is_good_once_a_later_step_measured_it():
     guard = Guard([Rule("r", "vllm_kl/k3", 0.05, action="tighten", patience=3), Rule("w", "vllm_kl/k3", 0.0)])
     run_step(guard, 1)
     guard.saved(1)
@@ -215,7 +215,7 @@ def test_a_checkpoint_is_good_once_a_later_step_has_measured_its_weights():
     assert guard.state.unproven == [(3, 3)]
 
 
-def test_what_is_logged_last_in_a_step_still_speaks_against_its_checkpoint():
+def test_what_is_logged_last_still_counts_for_its_checkpoint():
     guard = Guard([Rule("length", "response_length/mean", 9.0, action="rollback")])
     run_step(guard, 1)
     guard.saved(1)
@@ -367,7 +367,7 @@ def test_a_rule_whose_signal_changed_starts_anew():
     assert new.state.rules["r"].streak == 0 and new.state.growth == []
 
 
-def test_the_limits_are_those_of_rules_that_refuse_and_can_fire_at_the_next_reading():
+def test_the_limits_are_of_rules_that_can_refuse_the_next_batch():
     rollback = Rule("gap", "vllm_kl/prob_diff_mean", 0.05, action="rollback", patience=2)
     guard = Guard([SKIP, rollback, Rule("ess", "vllm_kl/ess", 0.5, side="below", action="warn")])
     assert guard.limits == (Limit(SKIP, 0.1),)
@@ -386,7 +386,7 @@ def test_the_limits_are_those_of_rules_that_refuse_and_can_fire_at_the_next_read
         (None, "above", False),
     ],
 )
-def test_a_value_at_its_limit_is_not_past_it_and_one_that_is_no_number_is(value, side, expected):
+def test_a_value_at_its_limit_is_not_past_it_and_nan_is(value, side, expected):
     signals = {} if value is None else {"x": value}
     assert Limit(Rule("r", "x", 9.0, side=side), 0.1).is_past(signals) is expected
 
@@ -405,7 +405,7 @@ OLD = {"vllm_kl/k3": 0.5, "vllm_kl/share/lag/8-": 0.5}
         (OLD | {"vllm_kl/k3": math.nan}, True),
     ],
 )
-def test_the_limit_of_a_rule_on_the_engines_alone_judges_their_part_as_the_guard_does(action, signals, refused):
+def test_the_limit_of_a_rule_on_the_engines_judges_their_part(action, signals, refused):
     guard = Guard([Rule("engines", "vllm_kl/k3", 0.1, action=action, engines_only=True)])
     guard.begin(1)
     (limit,) = guard.limits

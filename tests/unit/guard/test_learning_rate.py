@@ -23,7 +23,7 @@ def after(settings, firing):
     return scales
 
 
-def test_it_is_lowered_at_once_again_while_a_rule_fires_and_raised_when_none_has_for_long():
+def test_it_is_lowered_while_a_rule_fires_and_raised_afterwards():
     settings = LowerLr(factor=0.5, least=0.2, hold=3)
     assert after(settings, [0, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]) == [
         1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.25, 0.2, 0.2, 0.2, 0.2, 0.2, 0.25, 0.25, 0.25, 0.5, 0.5, 0.5, 1,
@@ -35,7 +35,7 @@ def test_it_stays_low_where_it_is_not_to_recover():
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(0.1, 0.9), st.floats(0.01, 1.0), st.integers(1, 6))
-def test_it_is_between_its_least_and_the_schedules_and_moves_by_one_factor_in_hold_steps(firing, factor, part, hold):
+def test_it_moves_by_one_factor_in_hold_steps_within_its_bounds(firing, factor, part, hold):
     settings = LowerLr(factor=factor, least=factor * part, hold=hold)
     scales = after(settings, firing)
     assert all(settings.least <= each <= 1 for each in scales)
@@ -54,7 +54,7 @@ def test_settings_out_of_range(given):
         LowerLr(**given)
 
 
-def test_a_guard_says_what_rate_is_left_and_remembers_it_over_a_restart():
+def test_a_guard_remembers_the_rate_over_a_restart():
     rules = [Rule("long", "response_length/mean", 9.0, action="lower_lr", setting="s.above")]
     guard = Guard(rules, lower_lr=LowerLr(hold=2))
     events_by_step = []

@@ -76,7 +76,7 @@ def test_with_nothing_on_it_is_verls_loss(mode, kl, make_batch, actor_config):
 
 @pytest.mark.parametrize("bounds", [(None, None), (0.05, 0.3)])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_sides_of_the_clip_add_up_to_verls_and_have_their_probability(seed, bounds, make_batch, actor_config):
+def test_the_sides_of_the_clip_add_up_to_verls(seed, bounds, make_batch, actor_config):
     batch = make_batch(seed, lengths=(9, 17, 8, 15), scale=0.6)
     config = actor_config(clip_ratio=0.1, clip_ratio_low=bounds[0], clip_ratio_high=bounds[1])
     _, metrics = run(build(config), [batch.whole()])
@@ -107,7 +107,7 @@ def test_where_nothing_is_clipped_no_probability_is_logged():
     assert metrics == {"actor/clipped_share/high": 0.0, "actor/clipped_share/low": 0.0}
 
 
-def test_a_corrections_drops_are_not_counted_as_those_of_a_loss_that_reads_k(make_batch, actor_config):
+def test_a_corrections_drops_are_not_those_of_the_loss(make_batch, actor_config):
     """k is made in the worker, and the weights of what acts beside such a loss are multiplied with its own."""
     batch = make_batch(5, lengths=(6, 9, 4, 8), masked_row=None)
     mask = batch.padded("response_mask").bool()
@@ -239,7 +239,7 @@ def planted(batch, odd):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("base", BASES)
-def test_nan_outside_the_mask_leaves_every_base_loss_as_verl_has_it_without(base, mode, make_batch, actor_config):
+def test_nan_outside_the_mask_changes_no_base_loss(base, mode, make_batch, actor_config):
     weights = torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
     plain, changed = (with_weights(make_batch(1), weights) for _ in range(2))
     verls = "geo_mean_weighted" if base == "geo_mean" else base
@@ -320,7 +320,7 @@ def test_unbiased_kl_joins_the_loss_under_verls_names(mode, denominator, field, 
 
 
 @pytest.mark.parametrize("base", [*BASES, "clip_cov", "kl_cov"])
-def test_a_mini_batch_without_tokens_has_loss_zero_and_zero_gradients(base, make_batch, actor_config):
+def test_a_mini_batch_without_tokens_has_zero_gradients(base, make_batch, actor_config):
     batch = make_batch(0, lengths=(3, 2))
     batch.rows["response_mask"] = [mask * 0 for mask in batch.rows["response_mask"]]
     config = actor_config(
@@ -361,7 +361,7 @@ def test_log_ratios_of_a_hundred_stay_finite(gap, make_batch, actor_config):
     assert batch.take_gradients().isfinite().all()
 
 
-def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_batch, actor_config, monkeypatch):
+def test_the_inputs_reach_a_registered_loss_padded(make_batch, actor_config, monkeypatch):
     seen = []
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
 
@@ -384,7 +384,7 @@ def test_the_inputs_reach_a_registered_loss_padded_and_are_gone_afterwards(make_
         current_batch()
 
 
-def test_k_is_the_ratio_of_the_engines_and_zero_where_it_is_not_a_number(make_batch, actor_config, monkeypatch):
+def test_k_is_the_engines_ratio_and_zero_where_it_is_nan(make_batch, actor_config, monkeypatch):
     batch, seen = make_batch(0), []
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
 
@@ -461,7 +461,7 @@ def test_settings_that_cannot_work_name_themselves(settings, message, actor_conf
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
 @pytest.mark.parametrize("base", ["vanilla", "geo_mean", "sapo"])
-def test_trajectories_that_filters_dropped_leave_the_mean_over_sequences(base, mode, make_batch, actor_config):
+def test_dropped_trajectories_leave_the_mean_over_sequences(base, mode, make_batch, actor_config):
     config = actor_config(PolicyLossConfig(loss_mode=base), loss_agg_mode=mode)
     whole, scaled = (make_batch(0, **settings) for settings in ({}, {"filter_scale": 2.0}))
     losses = [run(build(config), [batch.whole()])[0] for batch in (whole, scaled)]
