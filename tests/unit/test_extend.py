@@ -81,6 +81,34 @@ def test_the_correction(launched):
     assert CORRECTIONS["two_sided"].function(torch.tensor([math.nan])).weight.item() == 0
 
 
+def run_in(folder, command):
+    """Runs a command of the page with this environment's programs."""
+    path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": f"{folder}:{ROOT}"}
+    words = [word for word in shlex.split(command) if not word.startswith("PYTHONPATH=")]
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_the_correction_is_tested_and_tried_in_the_lab_as_shown(tmp_path):
+    for name in ("my_correction", "test_my_correction"):
+        (tmp_path / f"{name}.py").write_text(MODULES[name])
+    tested, tried = re.findall(r"```bash\n(PYTHONPATH=\. (?:pytest|verl-ext lab) .*)\n", PAGE)
+    assert "2 passed" in run_in(tmp_path, tested).stdout
+    done = run_in(tmp_path, f"{tried.replace('--seeds 5', '--seeds 1')} --steps 3 --no-page")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / ".lab" / "stale" / "results.json").read_text())
+    assert "mine" in json.dumps(results)
+
+
+def test_the_rule_on_its_metric_is_one_of_the_guard(launched, compose):
+    launched("my_correction")
+    (rule,) = re.findall(r"`stability\.guard\.rules='(.*?)'`", PAGE)
+    config = compose("stability.correction=two_sided", f"stability.guard.rules={rule}")
+    stability = stability_config(config.stability)
+    assert [one.signal for one in stability.rules if one.name == "capped"] == ["correction/two_sided/high"]
+    check_run(read_features(config, stability, read_model=False))
+
+
 def test_the_mask(launched):
     config = launched("my_mask")
     corrections = stability_config(config.stability).corrections()
