@@ -1,4 +1,4 @@
-"""The tables of all metrics, for docs/metrics.md on the site: `python tools/metrics_page.py` prints them."""
+"""The tables of all metrics in docs/metrics.md: `python tools/metrics_page.py` prints them."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,7 @@
-"""MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/, fixes links and fills in tables.
+"""MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/ and fixes links.
+
+`python tools/site_pages.py` makes the tables of docs/ anew, between `<!-- made by tools.MODULE.FUNCTION -->` and
+`<!-- end -->`.
 
 On a code host, a page links to any file of the repository, relative to its own folder. The site has docs/ at its top
 and the other pages in their folders below it: docs/guard.md becomes guard.md, recipes/slurm/README.md keeps its name. A
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 BRANCH = "HEAD"
 FENCE = re.compile(r"^(```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
-MADE = re.compile(r"^<!-- made by (tools\.\w+)\.(\w+) -->$", flags=re.MULTILINE)
+MADE = re.compile(r"^(<!-- made by (tools\.\w+)\.(\w+) -->\n\n).*?(?=^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -43,14 +46,12 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     name = page.file.src_uri
     pages = {file.src_uri for file in files}
-    return linked(filled(markdown), name if name in outside() else f"docs/{name}", pages, config.repo_url)
+    return linked(markdown, name if name in outside() else f"docs/{name}", pages, config.repo_url)
 
 
 def filled(markdown: str) -> str:
-    """Returns a page's text with its tables filled in."""
-    if str(ROOT) not in sys.path:  # `mkdocs` itself does not put it there
-        sys.path.insert(0, str(ROOT))
-    return MADE.sub(lambda found: getattr(import_module(found[1]), found[2])(), markdown)
+    """Returns a page's text with its tables made anew."""
+    return MADE.sub(lambda found: f"{found[1]}{getattr(import_module(found[2]), found[3])()}\n", markdown)
 
 
 def linked(markdown: str, origin: str, pages: Collection[str], address: str | None) -> str:
@@ -85,3 +86,11 @@ def linked(markdown: str, origin: str, pages: Collection[str], address: str | No
 
 def site_path(path: str) -> str:
     return path.removeprefix("docs/")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    for file in sorted((ROOT / "docs").glob("*.md")):
+        old = file.read_text(encoding="utf-8")
+        if (new := filled(old)) != old:
+            file.write_text(new, encoding="utf-8")
