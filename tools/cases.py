@@ -12,7 +12,7 @@ A value file is a CSV with a column for the step and one for each metric whose n
 A case in FOLDER is a folder with its files and `case.json`: id, source, framework, model, kind, files, and `expect`,
 what a report must and must not say. `add` keeps the words for the guide that an index has: `symptom` (it begins with
 the metric that shows the problem first), `cause` ("sound" for none) and `helped`. A value file keeps the names that the
-run logged, so that the table of names is tried too. The site shows the first three tables in docs/diagnosis.md.
+run logged, so that the table of names is tried too. docs/diagnosis.md has the first three tables.
 """
 
 import argparse

@@ -89,7 +89,8 @@ def required(names, found):
 def test_with_its_requirements_alone_it_reads_logs_and_checks_launches(wheel, tmp_path):
     """The environment has the packages that the wheel asks for, and the files of verl without what verl needs."""
     _, purelib = install(wheel, tmp_path)
-    lines = map(Requirement, metadata.requires("verl-ext"))
+    (described,) = metadata.distributions(name="verl-ext", path=[str(purelib)])
+    lines = map(Requirement, described.requires)
     wanted = [one.name for one in lines if one.marker is None or one.marker.evaluate({"extra": ""})]
     distributions = required(wanted, {}) | {"verl": metadata.distribution("verl")}
     for distribution in distributions.values():
@@ -105,10 +106,16 @@ def test_with_its_requirements_alone_it_reads_logs_and_checks_launches(wheel, tm
     assert "The reward rose" in run(command, "report", log, cwd=tmp_path)
     assert (tmp_path / "report" / "report.html").stat().st_size
     run(command, "compare", log, log, "--no-page", cwd=tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
     launch = ("recipe=qwen3_30b_a3b", "stability=moe", "assets=/shared", "--gpu", "H100")
     rows = json.loads(run(command, "doctor", *launch, "--json", cwd=tmp_path))
     assert "error" not in {row["level"] for row in rows}
     assert {"verl's validation", "hooks", "sizes"} <= {row["check"] for row in rows}
+    assert any("nothing can train" in row["found"] for row in rows)
+    rows = json.loads(run(command, "doctor", *launch, f"actor_rollout_ref.model.path={model}", "--json", cwd=tmp_path))
+    assert not [row["found"] for row in rows if "the check itself" in row["found"]]
     run(command, "plan", *launch, cwd=tmp_path)
     lab = subprocess.run([command, "lab", "exact"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert lab.returncode == 2 and "torch is not installed" in lab.stderr

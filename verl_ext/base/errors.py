@@ -20,10 +20,14 @@ REMEDIES = {
 }
 
 # Modules that an environment may lack -> how to get them. `pip install --no-deps` leaves out the first, which are
-# requirements.
-DRAWING = dict.fromkeys(
-    ("altair", "vl_convert", "jinja2", "PIL", "scipy"), "pip install altair vl-convert-python jinja2 pillow scipy"
-)
+# requirements, and pandas, which only a notebook's tables need.
+REQUIRED = {
+    **dict.fromkeys(
+        ("altair", "vl_convert", "jinja2", "PIL", "scipy", "orjson", "tree_sitter", "tree_sitter_bash", "wrapt"),
+        "pip install . in the clone of verl_ext",
+    ),
+    "pandas": "pip install pandas",
+}
 TRAINING = dict.fromkeys(
     ("torch", "tensordict", "ray", "transformers", "verl"), "docs/install.md, or on CPU cores tools/setup_cpu.sh"
 )
@@ -182,7 +186,6 @@ def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
 
 def missing_package(error: ModuleNotFoundError) -> str:
     """Returns how to get the package that a command needs. Raises the error again for any other module."""
-    name = (error.name or "").partition(".")[0]
-    if (remedy := {**DRAWING, **TRAINING}.get(name)) is None:
+    if (remedy := {**REQUIRED, **TRAINING}.get(error.name or "")) is None:
         raise error
-    return f"{name} is not installed, and this needs it: {remedy}"
+    return f"{error.name} is not installed, and this needs it: {remedy}"

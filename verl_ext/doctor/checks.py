@@ -30,6 +30,7 @@ from verl_ext.features.verl_config import (
     json_of_model,
     key_of,
     parse_override,
+    reads_models,
     value_of,
 )
 from verl_ext.launch.command_line import plugins
@@ -256,8 +257,14 @@ class Context:
 
     @cached_property
     def model_config(self) -> Any:
-        """The model's transformers config; None if its files are not on this machine, or its code may not run."""
-        if not (path := self._model_path) or self.model_code or not json_of_model(path, "config.json"):
+        """The model's transformers config; None if its code may not run, or this machine lacks its files or
+        transformers."""
+        if (
+            not reads_models()
+            or not (path := self._model_path)
+            or self.model_code
+            or not json_of_model(path, "config.json")
+        ):
             return None
         from transformers import AutoConfig
 
@@ -298,7 +305,7 @@ class Context:
 
         If a model has a config but no tokenizer, transformers 5 builds one that has only special tokens.
         """
-        if not (path := self._tokenizer_path) or self.model_code:
+        if not reads_models() or not (path := self._tokenizer_path) or self.model_code:
             return None
         from transformers import AutoTokenizer
 

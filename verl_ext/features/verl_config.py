@@ -6,6 +6,7 @@ Neither torch nor verl is imported, so that a launch, doctor and plan are fast. 
 import json
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,10 @@ def rollout_format(config: DictConfig) -> str:
 
 
 def hf_config_of(model: DictConfig) -> Any:
-    """Returns the model's transformers config; None if this machine cannot read it (a remote path, or no network)."""
+    """Returns the model's transformers config; None if this machine cannot read it (a remote path, no network, or no
+    transformers)."""
+    if not reads_models():
+        return None
     from transformers import AutoConfig
 
     try:
@@ -238,6 +242,12 @@ def hf_config_of(model: DictConfig) -> Any:
             f"{MODEL}.path={model.path} has a config that transformers cannot read by itself: this version does not "
             f"know the architecture, or the model includes its own code, which {MODEL}.trust_remote_code=true allows"
         ) from error
+
+
+def reads_models() -> bool:
+    """Returns True if this environment has transformers. One that only checks launches reads no more of a model than
+    its JSON files."""
+    return find_spec("transformers") is not None
 
 
 def trusts_code(model: DictConfig) -> bool:
@@ -273,6 +283,8 @@ def model_problems(model: DictConfig) -> Iterator[Problem]:
     if not os.path.isdir(path):
         if os.path.isabs(path):
             yield Problem(f"{MODEL}.{setting}={path} does not exist", otherwise="correct the path")
+        return
+    if not reads_models():
         return
     from transformers import AutoTokenizer
 

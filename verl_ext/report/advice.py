@@ -88,7 +88,7 @@ class NextStep:
 # Words of an error -> the setting to lower first there; the last one fits any error.
 MEMORY_STEPS = (
     (
-        r"(?i)OOM killer|memory monitor|kill|allocate memory|MemoryError",
+        r"(?i)OOM killer|memory monitor|kill|allocate memory|\bMemoryError",
         NextStep(
             "data.dataloader_num_workers=2", "needs less memory of the host: each worker holds a copy of the data"
         ),
@@ -105,6 +105,7 @@ MEMORY_STEPS = (
         ),
     ),
 )
+OUT_OF_MEMORY = CAUSES["out_of_memory"]
 COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")
 REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
 
@@ -199,6 +200,8 @@ def _unrefused(run: Run, step: NextStep) -> NextStep:
 
 def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
     """Yields changes of the launch, and commands, that the judgement supports."""
+    if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
+        yield _lower_memory(run)
     first = found.first
     gap_matters = found.engines.state in ("apart", "growing") or state == "past the boundary"
     if first is not None:
@@ -222,8 +225,6 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         yield from _of_age(run, found)
     elif cause.name == "learning_rate":
         yield from _lower_rate(run)
-    elif cause.name == "out_of_memory":
-        yield _lower_memory(run)
     elif cause.name == "two_precisions" and found.has("not_finite.once", "not_finite.rollout", "not_finite.training"):
         yield NextStep(PROBE, "shows which tensor is not finite, and in which engine")
     elif cause.name == "answers_cut" and (length := run.get(LONGEST) or run.get(LENGTH)) is not None:
@@ -261,7 +262,9 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
     if blind_mask(run) is not None:
         yield NextStep("stability=kpop", "bounds each token's KL instead, which is tight for likely tokens")
     elif not corrected:
-        yield NextStep("stability=tis", "bounds the weight of the tokens on which the engines differ")
+        unknown = not found.moe and not is_on(run, METRICS)  # without the plugin, nothing of a router is logged
+        more = "; in a mixture of experts, stability=moe trains with the rollout's experts too" if unknown else ""
+        yield NextStep("stability=tis", f"bounds the weight of the tokens on which the engines differ{more}")
 
 
 def _routing_drives(run: Run) -> bool:
@@ -299,10 +302,11 @@ def _lower_rate(run: Run) -> Iterator[NextStep]:
 def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     """Yields what to do in a run that verl did not make: the setting of its own trainer where it is known, else what
     to look at; and the weights to go back to."""
-    for suspect in found.suspects:
-        if not suspect.harmless:
-            setting = suspect.cause.elsewhere.get(run.trainer)
-            yield NextStep(setting or f"check {suspect.cause.check}", suspect.cause.why or suspect.cause.title)
+    causes = [suspect.cause for suspect in found.suspects if not suspect.harmless]
+    if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
+        causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
+    for cause in causes:
+        yield NextStep(cause.elsewhere.get(run.trainer) or f"check {cause.check}", cause.title)
     if _is_lost(found):
         began = _sound_step(run, found)
         step = "start again from the beginning" if began <= 1 else f"go back to a checkpoint from before step {began}"

@@ -31,7 +31,7 @@ from verl_ext.diagnosis.noise import (
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.command import MOST_COMPARED
 from verl_ext.report.run import ReportError, Run
-from verl_ext.report.tables import open_table
+from verl_ext.report.tables import ruled_table
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
 ROWS = (  # after the reward and the validation
@@ -60,10 +60,11 @@ class MetricCell:
     """One metric of one run.
 
     Attributes:
+        metric: the row's metric.
         final: the final value; None if the run lacks the metric, and for shares of the run.
         share: the mean of a share over the whole run.
         difference: the difference to the first run; None for the first, and if one of the two has no final value.
-        share_change: the same for a share.
+        share_change: the difference of the shares, if the metric is one of the run.
         verdict: "better", "worse", "differs", "within noise" or "too few readings to tell", after
             `judge_differences` over the whole table; empty if nothing was compared.
     """
@@ -286,7 +287,7 @@ class ComparisonTable:
         narrow = len(names) > 3 or wide < 90
         label = 18 if narrow else 28
         column = min((wide - label - 2) // len(names) - 2, 30)
-        table = open_table()
+        table = ruled_table()
         stacked = column < LEAST_COLUMN  # each run of a metric in a row of its own
         if stacked:
             label = min(label, wide - LEAST_COLUMN - 4)

@@ -108,7 +108,8 @@ class LoadedRun(_Shown):
         Raises:
             ReportError: a frame would have too many cells.
         """
-        import pandas as pd
+        with _extra_packages():
+            import pandas as pd
 
         run = self.run
         if run.steps.size * len(run.metrics) > MOST_CELLS:
@@ -158,7 +159,8 @@ class ComparedRuns(_Shown):
     @cached_property
     def frame(self) -> "pd.DataFrame":
         """Returns the table as a pandas frame of texts: a row per metric; each run's `value`, `change`, `verdict`."""
-        import pandas as pd
+        with _extra_packages():
+            import pandas as pd
 
         rows = self.comparison.rows
         texts = {

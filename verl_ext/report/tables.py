@@ -34,6 +34,6 @@ class ShownTable:
         print_number_table(console, drawn)
 
 
-def open_table(width: int | None = None) -> Table:
+def ruled_table(width: int | None = None) -> Table:
     """Returns a table for rich with a line below the header and no others, which the caller fills."""
     return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, width=width)

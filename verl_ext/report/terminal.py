@@ -18,7 +18,7 @@ from verl_ext.diagnosis.rank import Suspect
 from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_of, now_of
 from verl_ext.report.guard_facts import skipped_share
 from verl_ext.report.run import ENDED, MOST_MESSAGE, Run, validation_label
-from verl_ext.report.tables import open_table
+from verl_ext.report.tables import ruled_table
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 
 Unit = Literal["number", "small", "share", "count", "seconds"]
@@ -197,7 +197,7 @@ class Dashboard:
             yield indented(text, options, style) if text else ""
         # A narrow terminal has no sparklines, then shorter labels, then fewer numbers.
         wide, room = options.max_width >= LINE_WIDTH, options.max_width - 2
-        table = open_table(LINE_WIDTH if wide else None)
+        table = ruled_table(LINE_WIDTH if wide else None)
         fit = 3 if wide else max((room - SHORTEST_LABEL) // NUMBER_COLUMNS, 1)
         shown = [name for name in VALUES if name in ("now", "first", "worst")[:fit]]
         label = min(LABEL_COLUMNS, max(room - len(shown) * NUMBER_COLUMNS, 1))

@@ -112,7 +112,9 @@ class RunVerdict:
     def first_heading(self) -> str:
         """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
-        what = "run, with the overrides of the launch:" if run_it else "start the run again with"
+        ours = self.first is not None and self.first.do.startswith(("stability", "precision"))
+        restart = f"start the run again{' by python -m verl_ext.main_ppo' if ours else ''} with"
+        what = "run, with the overrides of the launch:" if run_it else restart
         return f"{'After that' if self.alarm else 'Do this first'}:{f' {what}' if self.of_verl else ''}"
 
     @property

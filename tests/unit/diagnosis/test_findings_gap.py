@@ -88,6 +88,7 @@ CASES = [
     ("gap_jumped.later", 26, {LOG_RATIO: then(1e-3, 0.5, 25)}),
     ("gap_jumped.later_and_grows", 26, {K3: then(1e-4, 0.2, 25, 30) + grows(0.3, 3.0, 20)}),
     ("gap_jumped.passed", 26, {K3: then(1e-4, 0.5, 25, 30) + [1e-4] * 10}),
+    ("gap_jumped.passed", 26, {K3: [1e-4] * 25 + ([0.5] * 6 + [1e-4]) * 5 + [0.5] * 6}),  # it has not stayed
     ("gap_jumped.no", None, {K3: grows(1e-4, 0.5)}),
     ("gap_jumped.no", None, {K3: then(1e-6, 1e-3, 25)}),  # both are rounding
     ("gap_grew.grew", 21, {K3: grows(1e-4, 0.5)}),

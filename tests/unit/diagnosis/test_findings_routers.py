@@ -129,18 +129,18 @@ CASES = [
     ("updates_missing.fades", missing(0.0, rounding=0.5)),
     ("updates_missing.fades", missing(0.0, rounding=0.0)),
     ("updates_missing.fades", missing([0.0] * 10 + [0.5] * 10 + [0.0] * 10, rounding=0.5)),  # a loss that has ended
-    ("updates_missing.of_each", middles(0.86)),
+    ("updates_missing.each_update", middles(0.86)),
     (
-        "updates_missing.of_each",
+        "updates_missing.each_update",
         middles(0.86) | {LOG_RATIO: [0.01] * 3 + [0.5] * 27},
     ),  # it is the first gap that counts
-    ("updates_missing.of_each", middles(0.86) | {MIDDLE: [0.0] * 10 + [0.86] * 20}),
-    ("updates_missing.of_each", middles(0.86) | missing(0.0, rounding=0.5)),  # too small for the sum of all updates
-    ("updates_missing.fades", middles(0.98)),
-    ("updates_missing.fades", middles(0.86, noise=0.4)),
+    ("updates_missing.each_update", middles(0.86) | {MIDDLE: [0.0] * 10 + [0.86] * 20}),
+    ("updates_missing.each_update", middles(0.86) | missing(0.0, rounding=0.5)),  # too small for the sum of all updates
+    ("updates_missing.fades", middles(0.98) | missing(0.0, rounding=0.5)),
+    ("updates_missing.fades", middles(0.86, noise=0.4) | missing(0.0, rounding=0.5)),
     (
         "updates_missing.fades",
-        middles(0.98) | {MIDDLE: [0.98] * 10 + [0.0] * 10 + [0.98] * 10},
+        missing(0.0, rounding=0.5) | middles(0.98) | {MIDDLE: [0.98] * 10 + [0.0] * 10 + [0.98] * 10},
     ),  # a loss that has ended
     ("tensors_wrong.some", {WRONG: [0.0] * 10 + [2.0] * 20}),
     ("tensors_wrong.none", {WRONG: 0.0}),
@@ -198,6 +198,7 @@ def test_every_level_has_a_case():
         ("updates_missing", {REMAINDER: 0.5}),
         ("updates_missing", {ROUNDING: 0.5, REMAINDER: 0.6}),  # updates did not add up
         ("updates_missing", middles(0.5, moved=0.1)),  # the first gap may hide it
+        ("updates_missing", middles(0.98)),  # a part may still be too small for it
         ("updates_missing", middles(0.5) | {LOG_RATIO: math.nan}),
         ("shares_alike", {LOW: 0.5, HIGH: 0.6}),
     ],

@@ -106,9 +106,9 @@ def test_two_runs_of_one_file_are_compared_by_their_numbers(file, capsys):
 
 def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "verl_ext.report.folder", None)  # an import of it fails
-    monkeypatch.setitem(errors.DRAWING, "verl_ext", "pip install what is missing")
+    monkeypatch.setitem(errors.REQUIRED, "verl_ext.report.folder", "pip install it")
     assert main(["report", str(file)]) == 2
-    assert one_line(capsys).endswith("verl_ext is not installed, and this needs it: pip install what is missing\n")
+    assert one_line(capsys).endswith("verl_ext.report.folder is not installed, and this needs it: pip install it\n")
 
 
 def test_compare_needs_two_runs_and_takes_six(file, capsys):

@@ -137,6 +137,6 @@ def test_trajectories_of_another_run_are_not_shown(tmp_path):
 def test_a_run_is_read_and_judged_without_the_packages_that_draw():
     done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [
-        "altair is not installed, and this needs it: pip install altair vl-convert-python jinja2 pillow scipy",
-        "scipy is not installed, and this needs it: pip install altair vl-convert-python jinja2 pillow scipy",
+        "altair is not installed, and this needs it: pip install . in the clone of verl_ext",
+        "scipy is not installed, and this needs it: pip install . in the clone of verl_ext",
     ]

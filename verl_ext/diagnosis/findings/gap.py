@@ -46,7 +46,7 @@ ONE_WAY = (
     0.1  # k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely
 )
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
-CAME_BACK = 0.1  # share of the readings since a jump below GREW: it has not stayed
+DIPPED = 0.1  # a jump has not stayed if a larger share of the readings since is below GREW times the level before
 BELOW, GREW_BELOW = 0.1, 5.0  # share of the limit from which a gap below it counts; times the k3 before there
 RARE = 20.0  # times the mean gap of a trajectory
 LONG_AFTER = 20  # readings before a jump that the first weight sync cannot explain
@@ -312,8 +312,8 @@ def gap_jumped(run: Readings) -> Seen:
     before = slice(max(i - 8, 0), i)
     now, least = _median(heights[-5:]), GREW * _median(heights[before])
     text = f"{gap.name} jumped from {_number(_median(values[before]))} to {_number(_median(values[i : i + 3]))}"
-    if now < least or (heights[i:] < least).mean() > CAME_BACK:
-        return "passed", f"{text}, and came back", int(steps[i])
+    if now < least or (heights[i:] < least).mean() > DIPPED:
+        return "passed", f"{text}, and {'came back' if now < least else 'did not stay'}", int(steps[i])
     grows = now > 2 * _median(heights[i : i + 5])
     level = "at_first_sync" if i <= LONG_AFTER else "later_and_grows" if grows else "later"
     return level, f"{text}, and stays there", int(steps[i])

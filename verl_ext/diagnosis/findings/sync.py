@@ -19,10 +19,10 @@ STILL = (
 )
 REST = 0.03  # share of all updates that stays missing: in the lab 0.03 to 0.1 without a tensor
 FINE = 0.01, 12.0  # a smaller share that is seen too: from 0.01 on, if it is this many times the first gap
-CHECKS, MOST_CHECKS = 10, 200  # that its line needs, and that it is drawn through
-CLEAR = 20.0  # movement of a check over the engines' first gap, from which on it hides nothing from the middle token
+CHECKS, MOST_CHECKS = 10, 200  # that a judgement needs, and that a line is drawn through
+CLEAR = 20.0  # movement of a check over the first gap, from which on the gap hides nothing from the middle token
 SHORT = 0.95  # upper end of the middle token's share: in the lab 0.98 and more in sound runs, 0.92 and less in parts
-LOW, HIGH, MIDDLE = "sync/arrived_low", "sync/arrived_high", "sync/arrived_median"
+LOW, HIGH, MIDDLE, MOVED = "sync/arrived_low", "sync/arrived_high", "sync/arrived_median", "sync/moved"
 ROUNDING, REMAINDER = "sync/rounding", "sync/apart"
 WRONG = "sync/wrong_tensors"
 
@@ -45,7 +45,7 @@ def updates_arrived(run: Readings) -> Seen:
         if _scatters(run):
             return "scattered", f"{text}, and tokens get different shares of it"
         return "none", text
-    if high < 0.95 or missing_of_each(run) or missing_of_all(run):
+    if high < 0.95 or missing_per_update(run) or missing_in_total(run):
         return "part", text
     return ("all" if low > 0.75 else "unclear"), text
 
@@ -70,7 +70,7 @@ def _scatters(run: Readings) -> bool:
 
     If the rollout's weights stay the same, the spread in nats is noise, and noise does not grow.
     """
-    checks = run.joined("sync/arrived_spread", "sync/moved")
+    checks = run.joined("sync/arrived_spread", MOVED)
     nats = checks[:, 1] * checks[:, 2]
     lows = run.joined(LOW)
     if (arrived := lows[lows[:, 1] > 0.5, 0]).size:
@@ -97,41 +97,46 @@ def tensors_wrong(run: Readings) -> Seen:
     return "some", f"{most} tensors were wrong in the rollout after a weight sync, in {bad.sum()} of {len(bad)}", first
 
 
-@finding("updates_missing", "of_each stays | fades", family="sync_missing", needs=(ROUNDING, REMAINDER))
+@finding(
+    "updates_missing", "each_update stays | fades", family="sync_missing", needs=(ROUNDING, REMAINDER, MIDDLE, MOVED)
+)
 def updates_missing(run: Readings) -> Seen:
     """Whether a share of all updates never arrives, although it may be too small for a single check.
 
     The sum of all updates shows the smallest tensor if the engines are close. If rounding hides it there, the mean over
     many checks may show it.
     """
-    lacks, rest = missing_of_each(run), missing_of_all(run)
+    lacks, rest = missing_per_update(run), missing_in_total(run)
     if lacks:
-        return "of_each", f"the middle token got {1 - lacks:.0%} of an update, in checks where rounding hides nothing"
+        return (
+            "each_update",
+            f"the middle token got {1 - lacks:.0%} of an update, in checks where rounding hides nothing",
+        )
     if rest:
         return "stays", f"{rest:.0%} of all updates so far is missing in the rollout, more than rounding explains"
-    if lacks is None and rest is None:
+    if rest is None:
         return None
     return "fades", "what is missing of all updates so far is no more than rounding"
 
 
-def missing_of_each(run: Readings) -> float | None:
-    """Returns the share of an update that the middle token lacks; 0 if it may be noise, None if too few checks show it.
+def missing_per_update(run: Readings) -> float:
+    """Returns the share of an update that the middle token lacks; 0 if it may be noise, or if too few checks show it.
 
     Only checks count whose updates moved the tokens far more than the engines were apart at first: that gap rounds, the
     later gap may be what is missing.
     """
     gap = run.get(LOG_RATIO)
     if gap is None or gap.steps[0] > FIRST_READINGS:
-        return None
-    middles, moved = run.joined(MIDDLE, "sync/moved")[:, 1:].T
+        return 0.0
+    middles, moved = run.joined(MIDDLE, MOVED)[:, 1:].T
     middles = middles[moved > CLEAR * gap.values[:FIRST_READINGS].mean()]
     if len(middles) < CHECKS:
-        return None
+        return 0.0
     middle = float(np.median(middles))
     return 1 - middle if middle + SURE * level_error(middles, len(middles)) < SHORT else 0.0
 
 
-def missing_of_all(run: Readings) -> float | None:
+def missing_in_total(run: Readings) -> float | None:
     """Returns the share of all updates that is missing; 0 if it may be rounding, None if too few checks show it.
 
     Rounding is a share of the updates that falls as they add up. The rest is what the line through the checks has left
@@ -151,7 +156,7 @@ def missing_of_all(run: Readings) -> float | None:
     return rest if rest > max(least, 2 * slope * rounding_now) else 0.0
 
 
-@finding("shares_alike", "| alike hidden different", family="sync_shares", needs=("sync/arrived_spread", "sync/moved"))
+@finding("shares_alike", "| alike hidden different", family="sync_shares", needs=("sync/arrived_spread", MOVED))
 def shares_alike(run: Readings) -> Seen:
     """Whether all tokens got the same share of the first updates, or the engines' own gap hides it."""
     shares = run.joined(MIDDLE, "sync/arrived_spread")[:2, 1:]
@@ -159,7 +164,7 @@ def shares_alike(run: Readings) -> Seen:
         return None
     if any(spread < SAME * median for median, spread in shares.tolist()):
         return "alike", "all tokens got the same share of the first updates"
-    checks = run.joined("sync/arrived_spread", "sync/moved")[:FIRST_READINGS]
+    checks = run.joined("sync/arrived_spread", MOVED)[:FIRST_READINGS]
     gap = run.get(LOG_RATIO)
     if (
         len(checks)
