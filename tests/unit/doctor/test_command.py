@@ -51,7 +51,14 @@ def test_a_run_that_is_as_it_should_be(doctor):
     code, out = doctor("--strict")
     assert code == 0
     assert "correction: icepop" in out and "error: 0, warning: 0" in out
-    assert "with these overrides" not in out
+    assert "these overrides" not in out
+
+
+def test_what_the_fixes_leave_is_named(doctor):
+    _, out = doctor("stability.icepop.alpha=6", "+actor_rollout_ref.actor.no_such=true", "trainer.logger=[wanbd]")
+    fixes, _, left = out.partition("these overrides fix findings")[2].partition("error(s) are left:")
+    assert "trainer.logger=" in fixes
+    assert "stability.icepop.alpha" in left and "trainer.logger" not in left
 
 
 @pytest.mark.parametrize("recipe", CPU_RECIPES)

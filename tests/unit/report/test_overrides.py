@@ -85,3 +85,46 @@ def test_the_setting_that_a_reading_names_exists(compose):
     named = {found for panel in PANELS for found in re.findall(r"stability\.(\w+)\b(?!=)", panel.reading)}
     stability = compose("recipe=cpu_smoke", "stability=icepop").stability
     assert named == {"filters"} and named <= set(stability)
+
+
+ENDED = 'Traceback (most recent call last):\n  File "x.py", line 1\n{}\n'
+ON_GPU = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("error", "metrics", "advised"),
+    [
+        (ON_GPU, {}, "ppo_max_token_len_per_gpu"),
+        (f"{ON_GPU} for the KV cache", {}, "gpu_memory_utilization"),
+        ("MemoryError: Unable to allocate memory for the data", {}, "dataloader_num_workers"),
+        ("ray.exceptions.OutOfMemoryError: killed due to the node running low on memory", {}, "dataloader_num_workers"),
+        (ON_GPU, {"response_length/clip_ratio": 0.97}, "ppo_max_token_len_per_gpu"),  # and most answers are cut
+    ],
+)
+def test_where_memory_ran_out_is_mended_first(tmp_path, error, metrics, advised):
+    values = {REWARD: 0.05, "actor/grad_norm": 0.3, "response_length/mean": 500.0, **metrics}
+    row = " - ".join(f"{name}:{value}" for name, value in values.items())
+    log = tmp_path / "run.log"
+    log.write_text("".join(f"step:{step} - {row}\n" for step in range(1, 13)) + ENDED.format(error))
+    verdict = judge_run(read_run(log))
+    assert verdict.first is not None and advised in verdict.first.do
+    assert sum(advised in step.do for step in verdict.steps) == 1
+
+
+def test_another_trainers_run_out_of_memory_is_told_its_own_setting(tmp_path):
+    log = tmp_path / "run.log"
+    rows = (
+        f"{{'loss': 0.1, 'reward': 0.05, 'reward_std': 0.1, 'clip_ratio': 0.0, 'epoch': 0.{step}}}\n"
+        for step in range(9)
+    )
+    log.write_text("".join(rows) + ENDED.format(ON_GPU))
+    verdict = judge_run(read_run(log))
+    assert verdict.first is not None and verdict.first.do == "per_device_train_batch_size=1"
+
+
+def test_a_restart_with_settings_of_the_plugin_names_its_module():
+    heads = {(step.do, verdict.first_heading) for verdict in VERDICTS if (step := verdict.first) is not None}
+    ours = {head for do, head in heads if do.startswith(("stability", "precision"))}
+    others = {head for do, head in heads if do.startswith("actor_rollout_ref")}
+    assert ours and all("python -m verl_ext.main_ppo" in head for head in ours)
+    assert others and not any("verl_ext" in head for head in others)
