@@ -290,9 +290,9 @@ def test_many_decisions_are_folded_and_the_last_hundred_shown(browser, tmp_path,
     ):
         table = page.locator("#guard table")
         assert table.is_visible() == (count <= MOST_OPEN)
-        if count > MOST_OPEN:
-            page.locator("#guard summary").click()
-        assert table.is_visible()
+        if count > MOST_OPEN:  # by the keyboard: the figures above are still growing, and a click could miss
+            page.locator("#guard summary").press("Enter")
+        table.wait_for(state="visible")
         steps = [int(step) for step in table.locator("tbody th").all_inner_texts()]
         assert steps == list(range(max(1, count - MOST_DECISIONS + 1), count + 1))
         said = page.locator("#guard p").all_inner_texts()
