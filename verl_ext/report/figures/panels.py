@@ -98,7 +98,7 @@ class Panel:
         return " ".join(text for text in (self._readings(run), self.more(run)) if text)
 
     def _readings(self, run: Run) -> str:
-        series = run.get(self.metric)
+        series = run.get(self.metric) if self.metric else None  # a log may have a metric without a name
         if series is None:
             return ""
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
