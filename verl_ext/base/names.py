@@ -1,4 +1,5 @@
-"""Names that several processes share: the fields of a batch, the files of a run, the buckets of a breakdown.
+"""Names that several processes share: the fields of a batch, the files of a run, the buckets of a breakdown; and our
+config groups.
 
 Fields have the names that TransferQueue and the workers use. They are jagged, one row per trajectory, [B, r] over its
 response tokens unless stated otherwise; n of all its tokens, L MoE layers of the training engine, L' layers as the
@@ -8,6 +9,8 @@ rollout sends them, K experts per token, H of the sampler's most likely tokens.
 import os
 from pathlib import Path
 from typing import Any
+
+OUR_GROUPS = ("stability", "recipe", "precision")  # an override of one needs python -m verl_ext.main_ppo
 
 # From the rollout, with verl's names.
 PROMPTS = "prompts"  # token ids of the prompt

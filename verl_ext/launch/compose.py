@@ -12,10 +12,11 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from verl_ext.base.errors import ConfigError
+from verl_ext.base.names import OUR_GROUPS
 from verl_ext.features.losses import LOSS, own_settings
 from verl_ext.features.stability import default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
-from verl_ext.launch.names import GROUPS, OUR_GROUPS, unknown_name
+from verl_ext.launch.names import GROUPS, unknown_name
 from verl_ext.launch.packages import package_folder
 
 CONFIG_MODULE = "verl_ext.configs"

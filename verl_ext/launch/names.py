@@ -17,12 +17,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import Problem
+from verl_ext.base.names import OUR_GROUPS
 from verl_ext.features.advantages import ESTIMATORS
 from verl_ext.features.losses import EXTERNAL_LIB, LOSS, LOSSES, UNBIASED
 from verl_ext.features.verl_config import ACTOR, CORRECTION, MODE, ROLLOUT, needs_critic, needs_reference, value_of
 from verl_ext.launch.packages import FSDP, STRATEGY, package_folder
 
-OUR_GROUPS = ("stability", "recipe", "precision")
 GROUPS = (*OUR_GROUPS, "model_engine")  # config groups, which are no settings
 REF = "actor_rollout_ref.ref"
 AGENT = f"{ROLLOUT}.agent"
