@@ -169,6 +169,12 @@ PLANTED: dict[str, Planted] = {
         each("lab.respelled.share", 0.005, 0.02, 0.002),
     ),
     "wrong_routes": Planted("wrong_routes", "misrouted", always=(REPLAY,)),
+    "experts_dead": Planted(
+        "experts_dead",
+        "router_collapse",
+        each("lab.router_collapse.rate", 0.05, 0.03),
+        each("lab.router_collapse.rate", 0.1, 0.04, 0.06),
+    ),
     "learning_rate": Planted("learning_rate", "", each(LR, "1.0e-2"), each(LR, "2.0e-2", "7.0e-3", "1.2e-2")),
     "entropy_collapse": Planted(
         "entropy_collapse",

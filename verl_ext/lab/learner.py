@@ -23,6 +23,7 @@ from verl.utils.metric import Metric, reduce_metrics
 from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_ext.base import names
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.core.top_tokens import divergence, top_token_metrics, top_token_sums
@@ -215,14 +216,16 @@ class Learner:
         self.engine.load_checkpoint(Path(local_path))
 
 
-def compare_routing(batch: LabBatch, scored: Scores) -> tuple[Tensor, Tensor]:
-    """Compares the experts of both engines at the response tokens: agreement [N], and the packed `RouterSums`."""
+def compare_routing(batch: LabBatch, scored: Scores, load: ExpertLoad) -> tuple[Tensor, Tensor]:
+    """Compares the experts of both engines at the response tokens: agreement [N], and the packed `RouterSums`. Adds
+    them to the load."""
     P, T = batch.prompts.shape[1], batch.sampled.mask.shape[1]
     rows = slice(P - 1, P - 1 + T)  # the passes that predict the response tokens
     rollout, used, own = (
         batch.packed(experts[:, rows])
         for experts in (batch.sampled.experts, scored.routing.stacked(), torch.stack(scored.routing.own, 2))
     )
+    load.add(used, rollout)
     ones = torch.ones(len(used), dtype=torch.bool)
     overlap, own_overlap = expert_overlap(used, rollout), expert_overlap(own, rollout)
     per_token, sums = agreement(overlap, used.shape[-1], ones, ones, batch.offsets, own_NL=own_overlap)

@@ -1,10 +1,9 @@
-"""The regimes: gaps between the training engine and the rollout. Each changes a `RolloutEngine`.
+"""The regimes: gaps between the training engine and the rollout, and faults of training.
 
 A regime is a frozen dataclass. Its fields are the settings `lab.NAME` of the config, and `apply(engine, history)`
 returns the changed engine. Several regimes can be applied one after another.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import torch
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import require, require_one_of
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
-from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, RolloutEngine, Weights
+from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, ModelSettings, RolloutEngine, Weights
 
 MOST_MISSED = 1000  # updates whose weights are kept
 
@@ -45,8 +44,8 @@ class History:
         return self._versions[max(len(self._versions) - 1 - updates, 0)]
 
 
-class Regime(ABC):
-    """A gap between the training engine and the rollout.
+class Regime:
+    """A gap between the training engine and the rollout, or a fault of training.
 
     Attributes:
         stands_for: the real set-up that it imitates.
@@ -61,9 +60,12 @@ class Regime(ABC):
         """The number of updates that it looks back."""
         return 0
 
-    @abstractmethod
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         """Returns the engine with this regime's change."""
+        return engine
+
+    def train(self, weights: Weights, model: ModelSettings) -> None:
+        """Changes the weights of training after a step."""
 
 
 REGIMES: dict[str, type[Regime]] = {}
@@ -431,3 +433,31 @@ class Misrouted(Regime):
 
     def apply(self, engine: RolloutEngine, history: History) -> RolloutEngine:
         return replace(engine, misrouted=True)
+
+
+@register_regime("router_collapse")
+@dataclass(frozen=True)
+class RouterCollapse(Regime):
+    """Training's routers come to choose among few experts: 2 of each layer for each one that a token uses.
+
+    The first experts' rows of a router are drawn towards pairs of opposite ones, of which one always wins, and the
+    others' towards 0.
+
+    Attributes:
+        rate: share of the way that each step moves the rows.
+    """
+
+    stands_for: ClassVar[str] = "a router without a loss or bias that balances its load: experts die"
+
+    rate: float = 0.05
+
+    def __post_init__(self) -> None:
+        require(self, "rate", 0 < self.rate < 1, "must be between 0 and 1")
+
+    @torch.no_grad()
+    def train(self, weights: Weights, model: ModelSettings) -> None:
+        for name, rows in weights.items():
+            if name.endswith(f".{ROUTER}"):
+                goal, paired = torch.zeros_like(rows), 2 * min(model.top_k, len(rows) // 2)
+                goal[:paired:2], goal[1:paired:2] = rows[:paired:2], -rows[:paired:2]
+                rows.lerp_(goal, self.rate)

@@ -20,6 +20,7 @@ from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl_ext.base import names
 from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.arrival import new_prefixes, prompt_numbers, spread_rows
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.losses import name_clipped
 from verl_ext.core.mismatch import sums_by_sign
@@ -122,6 +123,7 @@ class Training:
         knows_kept = engine_of(setup.regimes, self.history).reports_kept
         self.learner = Learner(setup.features, setup.lab.model, weights, knows_kept)
         self.policy = self.learner.engine
+        self.load = ExpertLoad(setup.lab.model.layers, setup.lab.model.experts)
         self.guard = build_guard(setup.features.stability)
         self.actions = GuardActions(self.guard, setup.config.trainer.default_local_dir)
         self.canary = SyncCanary(setup.features.stability.sync_canary.every)
@@ -148,7 +150,7 @@ class Training:
         metrics["actor/entropy"] = batch.packed(scored.entropy).mean().item()
         agreement_N = None
         if Need.COMPARED_ROUTERS in self.features.needs:
-            agreement_N, sums = compare_routing(batch, scored)
+            agreement_N, sums = compare_routing(batch, scored, self.load)
             metrics |= router_metrics(sums)
         metrics |= self.learner.top_token_metrics(batch, scored)
         step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
@@ -165,8 +167,11 @@ class Training:
             name_clipped(metrics)
         step.judge_first_pass(metrics)
         metrics["actor/lr"] = self.policy.end_step()
+        metrics |= self.load.take()
         self.actions.end_step(metrics, {"actor": self.learner})
         self._save(number)
+        for regime in self.setup.regimes.values():
+            regime.train(self.policy.weights, self.setup.lab.model)
         self.history.add(self.policy.weights)
         metrics |= self._look_at_sync(number)
         metrics["timing_s/step"] = time.perf_counter() - start

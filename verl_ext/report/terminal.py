@@ -64,6 +64,7 @@ ROWS = (  # in the order of the table
     "router/any_layer_differs",
     "router/agreement",
     "router/agreement/error",
+    "router/load_effective",
     "actor/entropy",
     "response_length/mean",
     "actor/grad_norm",

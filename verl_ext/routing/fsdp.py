@@ -28,6 +28,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import COMPARES, OLD_ROUTES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.core.routing import expert_overlap, known_rows
 from verl_ext.core.tokens import fill_gaps, left_out_rows
 from verl_ext.routing.choices import (
@@ -43,6 +44,7 @@ from verl_ext.routing.outputs import (
     RowLayout,
     check_captured,
     drop_refused,
+    generated_rows,
     is_old_policy,
     narrow_dtype,
     routing_outputs,
@@ -134,6 +136,7 @@ class FsdpRouting:
         self.points = find_choices(engine.module)
         self.experts, self.top_k = expert_counts(hf_config)
         self.decoder_layers = hf_config.get_text_config().num_hidden_layers
+        self.load = ExpertLoad(len(self.points), self.experts, get_device_id())
         self.current: ForwardPass | None = None
         for index, point in enumerate(self.points):
             point.intercept(self.experts, self.top_k, partial(self._choose, index))
@@ -198,15 +201,17 @@ class FsdpRouting:
     def _compare(
         self, now: ForwardPass, rollout_TLK: Tensor, refused_T: Tensor | None, micro_batch: TensorDict
     ) -> dict[str, Tensor]:
-        """Returns `routing_outputs` of a forward pass that is over."""
+        """Returns `routing_outputs` of a forward pass that is over, and adds its load of the experts."""
         now.end()
-        used_TLK, own_TL = now.packed(now.used), None
+        used_TLK, own_TL, known_T = now.packed(now.used), None, known_rows(rollout_TLK)
+        counts_T = known_T & generated_rows(micro_batch, known_T.device)
+        self.load.add(used_TLK[counts_T], rollout_TLK[counts_T])
         if now.replayed_TLK is not None:
             own_TL = expert_overlap(now.packed(now.own), rollout_TLK)
         return routing_outputs(
             expert_overlap(used_TLK, rollout_TLK),
             self.top_k,
-            known_rows(rollout_TLK),
+            known_T,
             micro_batch,
             left_out_B=left_out_rows(micro_batch[ROLLOUT_ROUTES], micro_batch["input_ids"].offsets().diff()),
             refused_T=refused_T,

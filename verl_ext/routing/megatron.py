@@ -39,10 +39,18 @@ from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.core.routing import TOKENS_AT_ONCE, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
 from verl_ext.routing.choices import expert_counts, find_choices
-from verl_ext.routing.outputs import check_captured, drop_refused, is_old_policy, narrow_dtype, routing_outputs
+from verl_ext.routing.outputs import (
+    check_captured,
+    drop_refused,
+    generated_rows,
+    is_old_policy,
+    narrow_dtype,
+    routing_outputs,
+)
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 WITHOUT_AGREEMENT = "stability.router_agreement=false"
@@ -81,6 +89,7 @@ class RecordedRouting:
         self.config = config if self.mode == "R3" else replace(config, engine_config=recording)
         self.replays = ReplayRecorder(config.engine_config, recording) if self.mode == "R3" else None
         self.recorders: Recorders
+        self.load: ExpertLoad
 
     def prepare(self, engine: Any) -> None:
         """Finds the routers that record, once the engine is initialized; call it on all ranks, which may communicate.
@@ -89,6 +98,7 @@ class RecordedRouting:
             HookError: no router records, or verl would put the layers in the wrong order.
         """
         self.recorders = (_megatron if engine.engine_config.strategy == "megatron" else _veomni)(engine)
+        self.load = ExpertLoad(len(self.recorders.layers), self.recorders.experts, get_device_id())
         if self.replays is not None:
             self.replays.prepare(engine)
 
@@ -137,7 +147,8 @@ class RecordedRouting:
         if self.replays is None:
             check_captured(data)
         replayed = self.replays is not None
-        for name, value in compare_recorded(recorded, rollout, self.recorders, data, replayed=replayed).items():
+        found = compare_recorded(recorded, rollout, self.recorders, data, replayed=replayed, load=self.load)
+        for name, value in found.items():
             output[name] = value.cpu()
         if self.mode != "R2":
             return _without_routes(output)
@@ -242,12 +253,15 @@ def compare_recorded(
     data: TensorDict,
     *,
     replayed: bool = False,
+    load: ExpertLoad | None = None,
     block: int = TOKENS_AT_ONCE,
 ) -> dict[str, Tensor]:
     """Returns `routing_outputs` from jagged routes of both engines, on any device.
 
     The training engine's are [B, n, L, K], or [B, n, L, 2K] as from `ReplayRecorder.infer` if the rollout's routes were
     replayed. The rollout's are [B, n, l, K]; trajectories that were left out are empty.
+
+    The experts of the compared tokens are added to `load`.
 
     Refused rows of the rollout (core/routing.py) are not compared. The routes that verl itself replays do not change.
 
@@ -277,6 +291,7 @@ def compare_recorded(
     own_TL = None if own_TLK is None else torch.zeros_like(overlap_TL)
     known_T = torch.zeros(tokens, dtype=torch.bool, device=device)
     refused_T = torch.zeros(tokens, dtype=torch.uint8, device=device)
+    generated_T = generated_rows(data, device)
     routed_l = torch.zeros(shipped, dtype=torch.bool, device=device)
     for part, of in blocks(offsets, block):
         infer_tlK = infer_TlK[starts[of.start] : starts[of.stop]].to(device)
@@ -286,7 +301,11 @@ def compare_recorded(
         infer_tLK, refused_T[part] = drop_refused(infer_tLK, recorders.experts, here)
         infer_tLK = infer_tLK.to(narrow)
         known_T[part] = known_rows(infer_tLK)
-        overlap_TL[part] = expert_overlap(train_TLK[part].to(device).to(narrow), infer_tLK)
+        train_tLK = train_TLK[part].to(device).to(narrow)
+        overlap_TL[part] = expert_overlap(train_tLK, infer_tLK)
+        if load is not None:
+            counts_t = known_T[part] & generated_T[part]
+            load.add(train_tLK[counts_t], infer_tLK[counts_t])
         if own_TL is not None and own_TLK is not None:
             own_TL[part] = expert_overlap(own_TLK[part].to(device).to(narrow), infer_tLK)
     _check_layers(routed_l, columns, layers, enough=top_k > 1 and bool((known_T | (refused_T > 0)).any()))

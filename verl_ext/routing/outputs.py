@@ -6,6 +6,7 @@ n rows of the forward pass on this rank, L MoE layers, K experts per token.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -121,6 +122,15 @@ def packed_rows(lengths_B: Tensor, response_lengths_B: Tensor) -> Tensor:
     shift_B = ends_B - 1 - response_ends_B  # the row of a response token, less its place among the R
     shift_R = torch.repeat_interleave(shift_B, response_lengths_B, output_size=count)
     return shift_R + torch.arange(count, device=lengths_B.device)
+
+
+def generated_rows(batch: Mapping[str, Tensor], device: Any) -> Tensor:
+    """Returns [T] bool: rows of the forward pass that predicted a token which the model generated."""
+    mask = batch[RESPONSE_MASK]
+    lengths_B = batch["input_ids"].offsets().diff().to(device)
+    rows_R = packed_rows(lengths_B, mask.offsets().to(device).diff())
+    generated_T = torch.zeros(int(lengths_B.sum()), dtype=torch.bool, device=device)
+    return generated_T.index_copy_(0, rows_R, mask.values().to(device).bool())
 
 
 def check_captured(data: TensorDict) -> None:

@@ -90,6 +90,8 @@ class StabilityMixin(VerlTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         self.stability_run.guard.begin(self.global_steps)
         batch = super().step(metrics, timing_raw)
+        if Need.COMPARED_ROUTERS in self.stability_run.features.needs:
+            metrics.update(next(filter(None, self.actor_rollout_wg.take_expert_load()), {}))
         critic = {str(Role.Critic): self.critic_wg} if self.use_critic else {}
         self.stability_run.end_step(metrics, {"actor": self.actor_rollout_wg, **critic})
         if canary := self.stability_run.canary:

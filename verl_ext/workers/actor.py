@@ -254,6 +254,12 @@ class RoutingMixin(LossMixin):
         """Returns (class that chooses experts, number of hooked modules) on this rank."""
         return self.actor.routing.hooks()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_expert_load(self) -> dict[str, float]:
+        """Returns the load of the experts in this step, `core.expert_load`; {} on ranks that compare no routing."""
+        group = self.actor.engine.get_data_parallel_group()
+        return self.actor.routing.load.take(partial(torch.distributed.all_reduce, group=group))
+
 
 class VersionsMixin(DetachActorWorker):
     """Keeps verl's own copies of the weights of earlier steps in the host's memory, by version, for rescoring.

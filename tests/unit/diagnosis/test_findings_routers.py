@@ -11,6 +11,9 @@ from verl_ext.diagnosis.findings import routers, sync
 from verl_ext.diagnosis.findings.registry import find_all
 from verl_ext.diagnosis.findings.routers import (
     AGREEMENT,
+    EFFECTIVE,
+    IDLE,
+    LARGEST,
     LAYERS,
     OWN,
     by_layer,
@@ -48,6 +51,11 @@ def alike(share, differs=0.1, size=0.1):
 
 def of_routed(ratio):
     return differing(0.1) | {EQUAL: 0.01, "router/gap_differs": 0.01 * ratio}
+
+
+def used(early, late):
+    """The share of experts in effective use: `early`, or a list of readings, and `late` in the second half."""
+    return {EFFECTIVE: early if isinstance(early, list) else [early] * 15 + [late] * 15, IDLE: 0.0}
 
 
 def arrived(low, high, spread=0.1, **more):
@@ -103,6 +111,14 @@ CASES = [
     ("replay.other_experts", differing(0.0) | {OWN: 0.4}),
     ("replay.own_experts", differing(0.0) | {OWN: 0.95}),
     ("replay.none", differing(0.05)),
+    ("experts_used.all", used(0.9, 0.89)),
+    ("experts_used.all", used([0.9] * 29 + [0.5], 0.9)),  # one odd batch
+    ("experts_used.all", used(0.4, 0.4)),  # uneven from the start, as pretrained models are
+    ("experts_used.gathered", used(0.9, 0.6)),
+    ("experts_used.dead", used(0.9, 0.4) | {IDLE: [0.0] * 15 + [0.2] * 15}),
+    ("expert_overload.even", {LARGEST: [1.5] * 15 + [3.0] * 15}),
+    ("expert_overload.even", {LARGEST: 6.0}),
+    ("expert_overload.overloaded", {LARGEST: [1.5] * 15 + [9.0] * 15}),
     ("updates_arrived.multiplied", arrived(1.2, 2.0)),
     ("updates_arrived.multiplied", arrived(0.45, 0.55, spread=0.01)),
     ("updates_arrived.multiplied", arrived(0.0, 0.6, spread=0.004)),  # one token has made the interval wide

@@ -9,6 +9,7 @@ import torch
 from tests.support import quick_compose
 from tests.support.closeness import close
 from verl_ext.base.errors import ConfigError
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.lab import arms
 from verl_ext.lab.learner import compare_routing
 from verl_ext.lab.model import init_weights
@@ -154,7 +155,8 @@ def test_replay_uses_the_rollouts_experts(training):
 def test_agreement_is_counted_on_the_passes_that_predict_the_response(training):
     run = training("stale", "none", steps=5)
     batch, scored = of_a_step(run, 6)
-    per_token, _ = compare_routing(batch, scored)
+    per_token, _ = compare_routing(batch, scored, load := ExpertLoad(run.setup.lab.model.layers, 8))
+    assert load.take()["router/load_max"] > 1
     first, found = batch.prompts.shape[1] - 1, iter(per_token.tolist())
     for row in range(len(batch.keys)):
         for t in range(int(batch.sampled.mask[row].sum())):

@@ -53,6 +53,8 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
         "correction/dropped": noise(0.011),
         "correction/entropy_dropped": noise(1.8),
         "correction/entropy_kept": noise(0.3),
+        "router/load_max": np.clip(noise(1.6, 0.05), 1, None),
+        **{f"router/load_max/layer_{i:02d}": np.clip(noise(1.3 + i / 10, 0.05), 1, None) for i in range(layers)},
         "router/agreement": np.clip(noise(0.99, 0.001), 0, 1),
         **{f"router/agreement/layer_{i:02d}": np.clip(noise(0.99 - i / 1000, 0.001), 0, 1) for i in range(layers)},
         **buckets,

@@ -111,7 +111,7 @@ def test_the_heat_map_has_the_mean_of_each_column_and_holes_where_nothing_was_lo
     values = run.metrics["router/agreement/layer_03"].values
     for column in (0, 7, HEAT_COLUMNS - 1):
         cell = cells[3, 1 + 3 * column]
-        assert cell["agreement"] == pytest.approx(values[3 * column : 3 * column + 3].mean(), abs=1e-5)
+        assert cell["value"] == pytest.approx(values[3 * column : 3 * column + 3].mean(), abs=1e-5)
         assert cell["said"] == f"layer 3, step {1 + 3 * column} to {3 + 3 * column}"
     assert (2, 28) not in cells and (2, 31) in cells
 

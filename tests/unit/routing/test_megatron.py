@@ -21,6 +21,7 @@ from tests.support.recorded_routes import (
 )
 from verl_ext.base.errors import HookError
 from verl_ext.core.routing import RouterSums
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.routing.megatron import RecordedRouting, Recorders, compare_recorded
 
 
@@ -64,6 +65,7 @@ class Verl:
 def adapter(mode, strategy="megatron"):
     routing = RecordedRouting(worker_config(mode, strategy))
     routing.recorders = Recorders("TopKRouter", MOE, LAYERS, EXPERTS)
+    routing.load = ExpertLoad(len(MOE), EXPERTS)
     return routing
 
 

@@ -43,6 +43,7 @@ def two_passes(batch, corrections):
 
 def updated(loss, batch, parts):
     """Each part's loss and metrics, and the gradient of all."""
+    torch.manual_seed(0)  # Clip-Cov takes tokens at random
     found = []
     for rows in parts:
         value, metrics = loss(model_output=(part := batch.part(rows))[0], data=part[1])

@@ -244,6 +244,42 @@ ROUTING = Section(
             "lower",
             label="retracted",
         ),
+        after(
+            "router/load_max",
+            "tokens of the busiest expert over the mean of its layer, in the most uneven layer: 1 + MaxVio",
+            better="lower",
+            worst="highest",
+            label="busiest expert, over mean",
+        ),
+        after("router/load_max/layer_*", "the same in one layer", better="lower", worst="highest"),
+        after(
+            "router/load_idle",
+            "experts without a token in this batch, of all layers",
+            "share",
+            "lower",
+            label="experts idle",
+        ),
+        after(
+            "router/load_effective",
+            "experts in effective use, exp(H) / E with H the entropy of a layer's load; mean over the layers: 1 if all "
+            "experts get as many tokens",
+            "share",
+            "higher",
+            worst="lowest",
+            label="experts in effective use",
+        ),
+        after(
+            "router/load_moved",
+            "distance of the load from that of the first batch since the start of the process: the share of choices "
+            "that have moved to another expert (total variation, mean over the layers)",
+            "share",
+        ),
+        after(
+            "router/load_apart",
+            "the same distance between training and rollout",
+            "share",
+            "lower",
+        ),
         Metric("router/disagreement_gap_correlation", "correlation of 1 - agreement with |log k|, where both vary"),
         Metric("router/gap_equal", "mean |log k| of the tokens whose experts all agree", NATS, "lower"),
         Metric("router/gap_differs", "mean |log k| of the tokens with an expert that differs", NATS, "lower"),

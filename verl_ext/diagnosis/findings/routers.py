@@ -11,10 +11,14 @@ from verl_ext.diagnosis.findings.gap import AGREE, ROUNDED, gap_by_probability, 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import K3, LOG_RATIO
 from verl_ext.diagnosis.series import Readings, cached_per_run, require_logged
+from verl_ext.diagnosis.statistics import course_of
 
 AGREEMENT, OWN, LAYERS = "router/agreement", "router/own_agreement", "router/agreement/layer_"
 TIES = 0.14  # disagreement in the first layer, whose routers see nearly the same states: rounding leaves 0.01 to 0.11
 SHIFTED = 4.0  # k3 over the share of other experts: up to 3.5 if only choices differ, at least 4.4 for other positions
+EFFECTIVE, IDLE, LARGEST = "router/load_effective", "router/load_idle", "router/load_max"
+GATHERED, DIED = 0.75, 0.02  # of the best effective use, and a rise of the share of idle experts
+OVERLOADED, UNEVEN = 4.0, 2.0  # tokens of the busiest expert over the mean, and over what it was
 EXACT = 1e-6  # share of other experts; a smaller one comes from the arithmetic of the mean
 HEAD = 1e-3  # k3 above what a head in bfloat16 leaves of equal states: 3e-5 to 4e-4 for logits of 25 to 45
 ROUTER = "router/"  # begins the name of every metric of routers
@@ -171,6 +175,27 @@ def gap_of_routed(run: Readings) -> Seen:
     ratio = other / equal
     text = f"tokens with other experts have {ratio:.0f} times the gap of the others"
     return ("far_larger" if ratio > 40 else "larger" if ratio > 6 else "alike"), text
+
+
+@finding("experts_used", "dead gathered | all", family="load", needs=(EFFECTIVE, IDLE))
+def experts_used(run: Readings) -> Seen:
+    """Whether the routers have come to send the tokens to fewer experts than before."""
+    course = require_logged(course_of(run.get(EFFECTIVE)))
+    if course.now >= GATHERED * course.best or not (course.twice and course.is_lost):
+        return "all", f"{course.now:.0%} of the experts are in effective use"
+    text = f"the share of experts in effective use fell from {course.fell}"
+    early, late = require_logged(run.early(IDLE)), require_logged(run.late(IDLE))
+    if late - early <= DIED:
+        return "gathered", text, course.step
+    return "dead", f"{text}, and {late:.0%} get no token at all ({early:.0%} at the start)", course.step
+
+
+@finding("expert_overload", "overloaded | even", family="load", needs=(LARGEST,))
+def expert_overload(run: Readings) -> Seen:
+    """Whether one expert has come to get a multiple of the tokens that it got."""
+    early, late = require_logged(run.early(LARGEST)), require_logged(run.late(LARGEST))
+    text = f"the busiest expert gets {late:.2g} times the mean of its layer ({early:.2g} at the start)"
+    return ("overloaded" if late >= max(OVERLOADED, UNEVEN * early) else "even"), text
 
 
 @finding("replay", "other_experts | own_experts none", needs=(OWN, AGREEMENT))

@@ -1,5 +1,6 @@
-"""Figures with steps as columns: router agreement by layer, and the shares of a step's time."""
+"""Figures with steps as columns: routing by layer, and the shares of a step's time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import altair as alt
@@ -28,7 +29,7 @@ from verl_ext.report.run import Run
 OVERLAP = 0.05  # share of a column that overlaps the next: cells drawn edge to edge show hairlines
 HEAT_COLUMNS = 120  # of the heat map; a column of a longer run is the mean of its steps
 MOST_LAYERS = 12  # numbers on the axis
-AGREEMENT = "router/agreement"
+AGREEMENT, LOAD = "router/agreement", "router/load_max"
 STEP_TIME = "timing_s/step"
 TIME_COLUMNS = 100  # of the shares of a step
 LEGEND_COLUMNS = 4  # seven names in one row would be cut
@@ -45,47 +46,56 @@ STAGES = {
 OTHER_STAGE = ("everything else", MUTED)
 
 
-def agreement_chart(run: Run) -> alt.LayerChart | None:
-    layers = run.layers(AGREEMENT)
-    if not layers:
-        return None
-    steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
-    edges = step_edges(steps, HEAT_COLUMNS)
-    values: list[dict[str, Any]] = [
-        {
-            "step": int(start) - 0.5,
-            "end": int(end) - 0.5 + OVERLAP * (int(end) - int(start)),
-            "layer": layer - 0.5,
-            "below": layer + 0.5,
-            "agreement": round(float(mean), 5),
-            "said": f"layer {layer}, step {start}" + (f" to {end - 1}" if end - start > 1 else ""),
-        }
-        for layer, series in layers.items()
-        for start, end, mean in zip(edges[:-1], edges[1:], interval_means(series, edges), strict=True)
-        if np.isfinite(mean)
-    ]
-    # The colours span at least one percent: near-perfect agreement must not look like a dramatic picture.
-    lowest = min(min(row["agreement"] for row in values), 0.99)
-    colour = alt.Color(
-        "agreement:Q",
-        scale=alt.Scale(domain=[lowest, 1], range=list(CIVIDIS)),
-        legend=alt.Legend(format=".1~%", gradientLength=180, gradientThickness=10, title="same experts", tickCount=3),
-    )
-    layer = alt.Y(
-        "layer:Q",
-        title="layer",
-        scale=alt.Scale(domain=[min(layers) - 0.5, max(layers) + 0.5], nice=False, reverse=True),
-        axis=alt.Axis(
-            format="d", values=sorted(layers)[:: -(-len(layers) // MOST_LAYERS)], labelOverlap=False, grid=False
-        ),
-    )
-    tooltip = [alt.Tooltip("said:N", title="where"), alt.Tooltip("agreement:Q", format=".2%", title="same experts")]
-    cells = (
-        alt.Chart(chart_data(values))
-        .mark_rect(stroke=None)
-        .encode(x=_column_axis(edges), x2="end:Q", y=layer, y2="below:Q", color=colour, tooltip=tooltip)
-    )
-    return alt.layer(cells).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT, view=alt.ViewBackground(fill=GRID))
+def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callable[[Run], alt.LayerChart | None]:
+    """Draws `name/layer_*` over layers and steps; the further from 1, the darker.
+
+    Args:
+        short: what the colours mean, in a few words.
+        sound: the colours span at least the values from this one to 1: small differences must not look dramatic.
+    """
+
+    def chart(run: Run) -> alt.LayerChart | None:
+        layers = run.layers(name)
+        if not layers:
+            return None
+        steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
+        edges = step_edges(steps, HEAT_COLUMNS)
+        values: list[dict[str, Any]] = [
+            {
+                "step": int(start) - 0.5,
+                "end": int(end) - 0.5 + OVERLAP * (int(end) - int(start)),
+                "layer": layer - 0.5,
+                "below": layer + 0.5,
+                "value": round(float(mean), 5),
+                "said": f"layer {layer}, step {start}" + (f" to {end - 1}" if end - start > 1 else ""),
+            }
+            for layer, series in layers.items()
+            for start, end, mean in zip(edges[:-1], edges[1:], interval_means(series, edges), strict=True)
+            if np.isfinite(mean)
+        ]
+        furthest = (max if sound > 1 else min)([sound, *(row["value"] for row in values)])
+        colour = alt.Color(
+            "value:Q",
+            scale=alt.Scale(domain=[furthest, 1], range=list(CIVIDIS)),
+            legend=alt.Legend(format=axis_format, gradientLength=180, gradientThickness=10, title=short, tickCount=3),
+        )
+        layer = alt.Y(
+            "layer:Q",
+            title="layer",
+            scale=alt.Scale(domain=[min(layers) - 0.5, max(layers) + 0.5], nice=False, reverse=True),
+            axis=alt.Axis(
+                format="d", values=sorted(layers)[:: -(-len(layers) // MOST_LAYERS)], labelOverlap=False, grid=False
+            ),
+        )
+        tooltip = [alt.Tooltip("said:N", title="where"), alt.Tooltip("value:Q", format=axis_format, title=short)]
+        cells = (
+            alt.Chart(chart_data(values))
+            .mark_rect(stroke=None)
+            .encode(x=_column_axis(edges), x2="end:Q", y=layer, y2="below:Q", color=colour, tooltip=tooltip)
+        )
+        return alt.layer(cells).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT, view=alt.ViewBackground(fill=GRID))
+
+    return chart
 
 
 def stage_seconds(run: Run) -> dict[str, float]:

@@ -10,7 +10,7 @@ from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import LINE_COLOURS, PLOT_HEIGHT, PLOT_WIDTH, Line, chart_data, line_chart
-from verl_ext.report.figures.columns import AGREEMENT, OTHER_STAGE, STAGES, stage_seconds
+from verl_ext.report.figures.columns import OTHER_STAGE, STAGES, stage_seconds
 from verl_ext.report.run import Run, validation_label
 
 END_READINGS = 20  # readings whose median represents a run's end in figures without steps
@@ -54,10 +54,15 @@ def bucket_overlay(axis: str, title: str) -> Callable[[Runs], alt.LayerChart | N
     return chart
 
 
-def layer_overlay(runs: Runs) -> alt.LayerChart | None:
-    found = {name: _ends(run.layers(AGREEMENT)) for name, run in runs.items()}
-    layers = sorted({int(layer) for profile in found.values() for layer in profile})
-    return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), ".4~%")
+def layer_overlay(metric: str, axis_format: str) -> Callable[[Runs], alt.LayerChart | None]:
+    """Draws `metric/layer_*` of each layer at the ends of the runs."""
+
+    def chart(runs: Runs) -> alt.LayerChart | None:
+        found = {name: _ends(run.layers(metric)) for name, run in runs.items()}
+        layers = sorted({int(layer) for profile in found.values() for layer in profile})
+        return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), axis_format)
+
+    return chart
 
 
 def stage_overlay(runs: Runs) -> alt.LayerChart | None:

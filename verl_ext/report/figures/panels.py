@@ -282,11 +282,23 @@ PANELS = (
         "step; spreading darkness means that the routing drifts apart, which routing replay (stability=r3) prevents.",
         "The experts of the two engines were not compared.",
         ours.ROUTING.override,
-        draw=columns.agreement_chart,
+        draw=columns.layer_chart(columns.AGREEMENT, "same experts", 0.99, ".2~%"),
         metric=columns.AGREEMENT,
-        draw_all=overlay.layer_overlay,
+        draw_all=overlay.layer_overlay(columns.AGREEMENT, ".4~%"),
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. If one "
         "run is far below, routing replay (stability=r3) brings its engines together.",
+    ),
+    Panel(
+        "expert_load",
+        "Load of the experts by layer",
+        "Tokens of a layer's busiest expert over the mean of its experts: 1 is even, dark is uneven. A layer that "
+        "darkens sends its tokens to ever fewer experts: look at router/load_effective and router/load_idle.",
+        "The experts of the two engines were not compared.",
+        ours.ROUTING.override,
+        draw=columns.layer_chart(columns.LOAD, "busiest over mean", 2.0, ".3~g"),
+        metric=columns.LOAD,
+        draw_all=overlay.layer_overlay(columns.LOAD, ".3~g"),
+        compared="Tokens of a layer's busiest expert over the mean, at the end of each run; 1 is even.",
     ),
     Panel(
         "response_length",
