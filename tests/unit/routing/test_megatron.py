@@ -20,8 +20,8 @@ from tests.support.recorded_routes import (
     worker_config,
 )
 from verl_ext.base.errors import HookError
-from verl_ext.core.routing import RouterSums
 from verl_ext.core.expert_load import ExpertLoad
+from verl_ext.core.routing import RouterSums
 from verl_ext.routing.megatron import RecordedRouting, Recorders, compare_recorded
 
 
