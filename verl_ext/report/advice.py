@@ -61,6 +61,7 @@ NO_BEGINNING = (
     "run_ended.error",
     "run_ended.memory",
     "run_ended.hang",
+    "run_ended.not_finite",
     "reference_kl_spiked.spiked",
 )
 
@@ -94,8 +95,16 @@ MEMORY_STEPS = (
         ),
     ),
     (
-        r"(?i)cache blocks|KV cache|vllm|sglang",
+        r"(?i)cache blocks|KV cache|vllm|sglang|in the (?:rollout|weight sync) by",
         NextStep("actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "leaves more of the GPU to training"),
+    ),
+    (
+        "in the log-probs by",
+        NextStep(
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true "
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192",
+            "bounds the tokens of one pass of the log-probs",
+        ),
     ),
     (
         "",

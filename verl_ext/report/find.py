@@ -125,7 +125,7 @@ def _source_of_file(path: Path, which: int | None) -> RunSource:
         return KINDS[0].open(path, which)
     with open_regular(path) as file:
         file.seek(max(os.fstat(file.fileno()).st_size - END_BYTES, 0))
-        error = last_error(file.read(END_BYTES)) if b"\0" not in start else None
+        error = last_error(file.read(END_BYTES), whole=True) if b"\0" not in start else None
     if error:
         return TextSource([path], FORMATS[-1])
     raise ReportError(f"{path}: {_what_else(start)}")

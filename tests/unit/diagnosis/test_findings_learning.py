@@ -151,6 +151,10 @@ ENDINGS = [
     ("run_ended.hang", "ended by a timeout of NCCL (the watchdog)"),
     ("run_ended.error", "ended with ValueError: no such file"),
     ("run_ended.error", "ended with TimeoutError: the grader timed out"),
+    ("run_ended.error", "ended by ray.exceptions.RayTaskError(TimeoutError): ray::Manager.generate()"),
+    ("run_ended.hang", "ended by ray.exceptions.GetTimeoutError: Get timed out"),
+    ("run_ended.not_finite", "ended by RuntimeError: found NaN in local grad norm for bucket #0"),
+    ("run_ended.not_finite", "ended by RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"),
 ]
 
 

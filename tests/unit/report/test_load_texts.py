@@ -283,6 +283,19 @@ ENDS = {
     "Traceback (most recent call last):\nValueError: old\n" + "wandb: a summary, or the next command\n" * 30
     + "Traceback (most recent call last):\nKeyError: 'no checkpoint'\n": "ValueError: old",
     "Training Progress: 100%|##| 3/3 [00:09<00:00]\nTraceback (most recent call last):\nOSError: full\n": "full",
+    "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\nException: no 7\n" + "more\n" * 9: "no 7",
+    "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\nhttpx.ReadTimeout\n" + "more\n": "ReadTime",
+    "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\n    here(\n": "in x.py, line 3, in go",
+    "ERROR Fatal error in orchestrate\n": "Fatal error in orchestrate",
+    "torch.OutOfMemoryError: CUDA out of memory.\n" + "wandb: a summary\nmore\n" * 9: "CUDA out of memory",
+    "KeyError: 'before W&B'\n" + "wandb: a summary\n" * 20: "before W&B",
+    "[c10d] The client socket has timed out after 300000ms while trying to connect to (0.0.0.0, 1)\n": "client so",
+    "[0] ibvwrap.c:160 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out\n": "ibv_modify_qp",
+    "[rank6]:[E429 13:55:49.3 ProcessGroupNCCL.cpp:1743] [PG ID 0 Rank 6] ProcessGroupNCCL's watchdog got stuck for "
+    "480 seconds without making progress\n": "NCCL (the watchdog)",
+    "Traceback (most recent call last):\n  File \"x.py\", line 3, in update_actor\n  File \"y.py\", line 4, in "
+    "compute_log_prob\nKeyError: 'old'\n": "in the update by KeyError",
+    "ray.exceptions.RayTaskError(TimeoutError): ray::RolloutManager.generate() (pid=2)\n": "in the rollout by",
 }  # fmt: skip
 
 
@@ -306,6 +319,8 @@ def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
         "Final validation metrics: {}\nException ignored in: <function x>\nTraceback (most recent call last):\n"
         "AttributeError: 'NoneType'\n",
         "(R pid=7) Traceback (most recent call last):\n(R pid=7) ValueError: an answer\n(R pid=7) the next sample\n",
+        'Traceback (most recent call last):\n  File "x.py", line 3, in go\n' + "other lines\n" * 3,  # it goes on
+        "[c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99), and tries again\n",
     ],
 )
 def test_what_is_no_end(tmp_path, text):
@@ -567,6 +582,22 @@ def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
     (event,) = run.events
     assert not run.metrics and event.rule == "ended" and "before its first step by torch.OutOf" in event.reason
     assert "torch.OutOfMemoryError" in judge_run(run).sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "when"),
+    [
+        ("Training Progress:  10%|#  | 116/1155 [7:54:43<67:30:48, 233.93s/it]\n", " at about step 116 of 1155 by "),
+        (
+            "Loading: 100%|##| 9/9 [7:54:43<0:0, 233.93s/it]\nTraining Progress:  0%|  | 0/9 [0:0<?]\n",
+            " first ",
+        ),
+        ("the traceback alone\n", "ended by "),
+    ],
+)
+def test_when_a_run_without_rows_ended_is_what_its_bar_says(tmp_path, text, when):
+    (event,) = read_run(log(tmp_path, f"{text}ValueError: bad\n")).events
+    assert when in event.reason
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ MEMORY = re.compile(
 # A collective, a store or a call of Ray that waits for another process; a time limit of one's own code is an error.
 HANG = re.compile(
     r"(?i)(?=.*(?:tim(?:ed|e) ?-?out|deadlock))"
-    r"(?=.*(?:nccl|gloo|hccl|watchdog|collective|store|barrier|\bray\b|get ?time))"
+    r"(?=.*(?:nccl|gloo|hccl|c10d|watchdog|collective|store|barrier|\bray\.get\b|get ?time))"
 )
+# What PyTorch, Megatron and samplers say of a number that they refuse.
+NOT_A_NUMBER = re.compile(r"(?i)(?=.*\b(?:nan|inf)\b)(?=.*(?:grad|loss|logits|prob|norm))")
 MEMORY_USED = (
     "perf/max_memory_allocated_gb",
     "perf/max_memory_reserved_gb",
@@ -103,12 +105,13 @@ def correction_on(run: Readings) -> Seen:
     return None
 
 
-@finding("run_ended", "| memory hang error", family="ended")
+@finding("run_ended", "| memory hang not_finite error", family="ended")
 def run_ended(run: Readings) -> Seen:
-    """An error ended the run: no memory left, a collective or a call that timed out, or another one."""
+    """An error ended the run: no memory left, a collective or a call that timed out, a number that is none, or another
+    one."""
     if run.ending is None:
         return None
-    kinds = (("memory", MEMORY), ("hang", HANG))
+    kinds = (("memory", MEMORY), ("hang", HANG), ("not_finite", NOT_A_NUMBER))
     level = next((kind for kind, words in kinds if words.search(run.ending.reason)), "error")
     return level, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
 

@@ -1,9 +1,9 @@
 """How the processes of a log ended: the error at the root of it, or the words of whoever killed them."""
 
 import re
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
@@ -20,11 +20,15 @@ NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|[Ee]xit|Watchdog|Abort|SIG"
     rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|it/s|s/it"
+    rb"|File \"|atal error|watchdog|c10d|NCCL WARN|TCPStore|ibv|mlx5|ProcessGroup"
 )
 EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)"
     r"|asyncio\.exceptions\.CancelledError"
 )
+# The last line of a traceback: any exception's name stands there, and what it says.
+RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::\s.*|:?$)")
+ANNOUNCED = re.compile(r".*\b(?:encountered a fatal error|[Ff]atal error in \w+)")  # what follows may be cut off
 OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
 # The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
 SIGNALS = {
@@ -60,7 +64,19 @@ KILLS = (
         "Ray's memory monitor",
         OUTSIDE,
     ),
-    (re.compile(r"Watchdog caught collective operation timeout"), "a timeout of NCCL (the watchdog)", STUCK),
+    (
+        re.compile(r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)"),
+        "a timeout of NCCL (the watchdog)",
+        STUCK,
+    ),
+    (
+        re.compile(
+            r"(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
+            r"(?=.*(?:timed? ?out|got stuck|failed with error|completion with error|Connection reset))(.*)"
+        ),
+        "a broken connection between processes: {0}",
+        STUCK,
+    ),
 )
 # Errors that only report that another process is gone, or pass on another's error: the cause is an earlier line.
 FOLLOWING = re.compile(
@@ -76,19 +92,44 @@ BAR = re.compile(r"\d+%[| ].*(?:it/s|s/it)")
 HANDLED = 2  # times that later steps followed an error which the run's processes handle
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
-FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$")
+FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$|a broken connection")
+MEMORY = re.compile(r"(?i)out ?of ?memory")  # an error that no answer of a model looks like
 RESTARTED = re.compile(rb"Started a local Ray instance|to existing Ray cluster|Resuming from|Training from scratch")
 BARS_BEHIND = 3  # bars of its process behind an error; one is printed again when a process ends
 IGNORED = "Exception ignored in"  # Python's words for an error in a destructor
-CHAIN = re.compile(r"\s|$|During handling of|The above exception|Process \w+:")  # what belongs to a traceback
+# What belongs to a traceback; rich draws a box around it.
+CHAIN = re.compile(r"[\s│╭╰]|$|During handling of|The above exception|Process \w+:|Exception in thread|File \"")
+FRAME = re.compile(r"(?:File \"([^\"]+)\", line (\d+)|([\w./-]+\.py):(\d+))(?:,? in )?\W?(\w+)?")
+OTHERS = 3  # other lines of its process, after which a traceback without a last line is given up
+SHORT = 200  # lines of a text without rows that counts as the end of a log as a whole
+# A phase of a step, and the functions and remote methods that run in it.
+PHASES = (
+    ("the weight sync", r"update_weights?\b|load_weights|sync_weights|receive_weights|wake_up|resume_memory"),
+    ("a checkpoint", r"save_checkpoint|save_model|save_pretrained|load_checkpoint"),
+    ("the log-probs", r"log_?probs?\b|log_probs?_|_logps|infer_batch"),
+    (
+        "the update",
+        r"backward|update_actor|update_policy|update_critic|training_step|train_step|train_batch|train_mini",
+    ),
+    ("the rollout", r"generate|rollout_loop|EngineCore"),
+    ("the reward", r"compute_score|reward_fn|compute_rewards?\b|RewardLoop"),
+)
+# The bar of a run's steps: one that says so, or one whose steps take longer than ten seconds.
+STEPS_BAR = re.compile(
+    rb"(?i)(?:(?:step|train|progress|iter|epoch|episode)[^|%\r\n]{0,40}\d+%\|[^|\r\n]*\|\s*([\d.]+k?)/([\d.]+k?) \["
+    rb"|^\s*\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[[^\]\r\n]*\d\d(?:\.\d+)?s/it)",
+    re.MULTILINE,
+)
+BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|init_|__init__|\b0%\|")
 
 
 @dataclass(frozen=True)
 class Error:
-    """What ended a process: in words, and its rank, OUTSIDE to FOLLOWS."""
+    """What ended a process: in words, its rank, OUTSIDE to FOLLOWS, and in which phase of a step, if that is known."""
 
     what: str
     rank: int
+    phase: str = ""
 
     @property
     def kind(self) -> str:
@@ -96,7 +137,39 @@ class Error:
         return re.sub(r"\d+", "", self.what)[:ALIKE]
 
 
-def last_error(text: bytes, handled: Collection[str] = ()) -> Error | None:
+class _Traceback:
+    """The frames that a process has printed last, and whether the last line of their traceback is still to come."""
+
+    def __init__(self) -> None:
+        self.frames: list[re.Match[str]] = []
+        self.open, self.others = False, 0
+
+    def begin(self) -> None:
+        self.frames, self.open, self.others = [], True, 0
+
+    def add(self, said: str) -> None:
+        """Adds a line that is not the last one of a traceback."""
+        if found := FRAME.search(said):
+            self.frames.append(found)
+            self.others = 0
+        elif not CHAIN.match(said):
+            self.others += 1
+            self.open &= self.others < OTHERS
+
+    def phase(self, told: str = "") -> str:
+        """Returns the phase of the deepest frame that has one. Log-probs are also computed in the update."""
+        texts = [*(each.string for each in self.frames), told]
+        found = [phase for text in texts for phase, words in PHASES if re.search(words, text)]
+        return "the update" if found[-1:] == ["the log-probs"] and "the update" in found else "".join(found[-1:])
+
+    def cut_off(self) -> Error:
+        """Returns the error of a traceback without its last line."""
+        file, line, short, at, function = self.frames[-1].groups() if self.frames else (None,) * 5
+        place = f", in {file or short}, line {line or at}" + (f", in {function}" if function else "")
+        return Error(f"a traceback whose last line is missing{place if self.frames else ''}", FOLLOWS, self.phase())
+
+
+def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = False) -> Error | None:
     """Returns the error at the root of a log's end: the first of the highest rank; None if there is none.
 
     An error without a traceback counts near the end only, because answers of models and handled errors look alike. None
@@ -105,53 +178,88 @@ def last_error(text: bytes, handled: Collection[str] = ()) -> Error | None:
 
     Args:
         handled: kinds of errors that this run's processes handle.
+        whole: the text has no row before it. All of a short one is near the end.
     """
     found: list[tuple[str, Error]] = []  # process, error
+    traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
     traced, finished, ignored, bars, front = False, False, False, 0, re.compile("")
     lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
+    near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
+    for number, line in enumerate(lines):
         signs = SIGNS.search(line) is not None
-        if not signs and not found:
+        if not signs and not found and not any(trace.open for trace in traces.values()):
             continue
         process, said = split_front(REPEATED.sub("", plain(line)))
         if signs and TRACEBACK in said:
             front = front_before(TRACEBACK, said)
         said = front.sub("", said, count=1) if front.match(said) else said
-        error = _error_of(said.strip()) if signs else None
+        trace, bare = traces[process], said.strip()
+        error = _error_of(bare) if signs else None
+        if error is None and trace.open and RAISED.match(said):
+            error = _raised(bare)
         if FINISHED.search(said):
             found, traced, finished = [], False, True
+            traces.clear()
         elif signs and (IGNORED in said or TRACEBACK in said):
             traced, ignored = True, ignored or (finished and IGNORED in said)
+            trace.begin()
         elif error is not None and ignored:
-            ignored = False
+            ignored = trace.open = False
         elif error is not None:
-            near = number > len(lines) - NEAR_LINES and not finished
-            own_words = error.rank == OWN and EXCEPTION.match(said.strip())
-            if error.kind not in handled and (near or (traced if own_words else not finished or error.rank == OUTSIDE)):
-                found.append((process, error))
+            near = number >= near_from and not finished
+            if error.rank == OWN:
+                counts = near or traced or (MEMORY.search(bare) is not None and not finished)
+            else:
+                counts = near if ANNOUNCED.match(bare) else not finished or error.rank == OUTSIDE
+            if error.kind not in handled and counts:
+                found.append((process, replace(error, phase=trace.phase(bare))))
                 bars = 0
+            trace.open = False
         elif process:
+            trace.add(said)
             if not CHAIN.match(said):
                 found = [each for each in found if each[0] != process or FATAL.search(each[1].what)]
         elif BAR.search(said):
             bars += 1
             if bars >= BARS_BEHIND:
                 found, traced = [each for each in found if each[0] or each[1].rank == OUTSIDE], False
-    return max((error for _, error in found), key=lambda error: error.rank, default=None)
+                trace.open = False
+        else:
+            trace.add(said)
+    cut_off = [(process, trace.cut_off()) for process, trace in traces.items() if trace.open and not ignored]
+    return max((error for _, error in [*found, *cut_off]), key=lambda error: error.rank, default=None)
+
+
+def _near_from(lines: Sequence[bytes]) -> int:
+    """Returns the number of the first line near the end, from 0; what W&B prints at its end is not counted."""
+    left = NEAR_LINES
+    for number in range(len(lines) - 1, -1, -1):
+        left -= b"wandb:" not in lines[number]
+        if not left:
+            return number
+    return 0
 
 
 def _error_of(line: str) -> Error | None:
     for pattern, what, rank in KILLS:
         if found := pattern.search(line):
-            return Error(what.format(*(each.lower() for each in found.groups() if each)), rank)
+            groups = (each if "connection" in what else each.lower() for each in found.groups() if each)
+            return Error(printable(what.format(*groups), most=None)[:ERROR_CHARACTERS], rank)
     if EXCEPTION.match(line):
-        told = f"a full disk: {line}" if DISK.search(line) else line
-        return Error(printable(told, most=None)[:ERROR_CHARACTERS], FOLLOWS if FOLLOWING.match(line) else OWN)
+        return _raised(line)
     if found := SIGNAL.search(line):
         return _signal(found)
     if line.startswith("what():"):  # what a C++ exception says that nothing caught
         return Error(printable(line.removeprefix("what():").strip(), most=None)[:ERROR_CHARACTERS], STUCK)
+    if ANNOUNCED.match(line):
+        return Error(printable(line, most=None)[:ERROR_CHARACTERS], FOLLOWS)
     return None
+
+
+def _raised(line: str) -> Error:
+    """Returns the error of a traceback's last line."""
+    told = f"a full disk: {line}" if DISK.search(line) else line
+    return Error(printable(told, most=None)[:ERROR_CHARACTERS], FOLLOWS if FOLLOWING.match(line) else OWN)
 
 
 def _signal(found: re.Match[str]) -> Error | None:
@@ -174,7 +282,7 @@ class Ends:
     def __init__(self) -> None:
         self._run = 1  # counted as table.py does
         self._step: int | None = None
-        self._found: tuple[tuple[int, int | None, Error], ...] = ()  # (run, step, error)
+        self._found: tuple[tuple[int, int, str], ...] = ()  # (run, step, how it ended)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
         self._survived: Counter[str] = Counter()  # kind of an error -> rows of a later step that followed it
@@ -209,17 +317,27 @@ class Ends:
         """
         number = run if runs == self._run else self._run - (runs - run)
         return tuple(
-            Event(step or 0, ENDED, "", None, None, ENDED, f"ended {_at(step)} by {error.what}")
-            for of, step, error in (*self._found, *self._look(tail))
+            Event(step, ENDED, "", None, None, ENDED, how)
+            for of, step, how in (*self._found, *self._look(tail))
             if of == number
         )
 
-    def _look(self, tail: bytes = b"") -> tuple[tuple[int, int | None, Error], ...]:
+    def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, str], ...]:
         """Returns how the process of the last row ended, if it did."""
         handled = {kind for kind, times in self._survived.items() if times >= HANDLED}
-        error = last_error(b"".join([*self._behind, tail]), handled)
-        return () if error is None else ((self._run, self._step, error),)
+        text = b"".join([*self._behind, tail])
+        if (error := last_error(text, handled, whole=self._step is None)) is None:
+            return ()
+        phase = f" in {error.phase}" if error.phase else ""
+        return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.what}"),)
 
 
-def _at(step: int | None) -> str:
-    return "before its first step" if step is None else f"at step {step}"
+def _when(step: int | None, text: bytes) -> str:
+    """Returns at which step the text ended, with a blank in front; "" if it does not show that."""
+    if step is not None:
+        return f" at step {step}"
+    for bar in reversed(STEPS_BAR.findall(text)):
+        at, of = (number.decode() for number in filter(None, bar))
+        if at != of and float(at.rstrip("k")) > 0:
+            return f" at about step {at.removesuffix('.0')} of {of}"
+    return " before its first step" if BEGAN.search(text) else ""

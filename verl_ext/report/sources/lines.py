@@ -23,7 +23,7 @@ FRONT = re.compile(
     |(?:stdout|stderr)\ [FP](?=\s)                              # containerd
     |\[(?:rank|default|Rank\ )\d+\]:?|\[\d+,\d+\]<std(?:out|err)>:?|\d{{1,4}}:(?=\s)     # torchrun, mpirun, srun
     |[a-z][\w.]*-[\w.-]*\d:(?=\s+[A-Za-z])                      # pdsh: the node
-    |\[?[IWEF]\d{{4}}\ {CLOCK}[^\]\n]{{0,80}}\]                 # glog
+    |\[?[IWEF]\d{{3,4}}\ {CLOCK}[^\]\n]{{0,80}}\]                 # glog
     |\[{TIME}[^\]\n]{{0,40}}\]:?                                # a time and what a logger adds to it
     |\(?{TIME}\)?(?:\s[\w.-]+\s[\w./@-]+\[\d+\])?:?(?=\s|$)     # a time, or that of syslog and journald
     |\[?\d{{10}}(?:\d{{3}}|\.\d+)?\]?(?=\s)                     # seconds or milliseconds since 1970
