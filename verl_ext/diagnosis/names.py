@@ -38,7 +38,9 @@ LOG_RATIO, PROB_DIFF = "vllm_kl/log_ratio_abs_mean", "vllm_kl/prob_diff_mean"
 SEPARATORS = str.maketrans(" .-", "___")
 UNIT = re.compile(r"(?<=\w)\s*[(\[][^()\[\]]*[)\]]$")  # "seq_len (tok/sample)"
 EVERYTHING = (-math.inf, math.inf)
-TELLING = re.compile(r"log_?p|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage")
+TELLING = re.compile(
+    r"log_?p|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage|correct|success|solve|accura"
+)
 # What is no mean of a batch: settings, times, one of several rewards, and other parts of a distribution.
 PART = re.compile(
     r"(?:^|/)rewards/|(?:format|accuracy)_reward"

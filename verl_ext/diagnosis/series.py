@@ -36,6 +36,12 @@ class Series:
         """Returns the values that were logged under an alias as those of its quantity."""
         return Series(self.steps, alias.convert(self.values))
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether no reading has more than three decimals, as verl printed them to 0.4: a 0 is then a small number."""
+        values = self.finite().values
+        return bool(np.allclose(values, np.round(values, 3), rtol=0, atol=1e-9))
+
     def at(self, step: int) -> float | None:
         """Returns the reading of a step; None if it logged none."""
         index = int(np.searchsorted(self.steps, step))

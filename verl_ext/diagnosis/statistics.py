@@ -256,6 +256,10 @@ def level_means(values: np.ndarray, width: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(values, min(width, len(values))).mean(axis=1)
 
 
+def level_medians(values: np.ndarray, width: int) -> np.ndarray:
+    return np.median(np.lib.stride_tricks.sliding_window_view(values, min(width, len(values))), axis=1)
+
+
 @dataclass(frozen=True)
 class Rise:
     """A rise, or a fall if `errors` is negative, from the mean of the first `count` readings to that of the last ones.

@@ -236,8 +236,8 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         yield from _lower_rate(run)
     elif cause.name == "two_precisions" and found.has("not_finite.once", "not_finite.rollout", "not_finite.training"):
         yield NextStep(PROBE, "shows which tensor is not finite, and in which engine")
-    elif cause.name == "answers_cut" and (length := run.get(LONGEST) or run.get(LENGTH)) is not None:
-        yield NextStep(f"data.max_response_length={2 * round(length.values.max())}", "lets answers end by themselves")
+    elif cause.name == "answers_cut" and (longer := _twice_the_longest(run)):
+        yield NextStep(f"data.max_response_length={longer}", "lets answers end by themselves")
     elif suspect.override and not (cause.a_correction_helps and found.has("correction_on.on")):
         why = cause.why or f"{cause.title[:1].lower()}{cause.title[1:]}"
         replays = "stability=r3" in suspect.override.split() and suspect.override != cause.override
@@ -300,6 +300,12 @@ def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
     )
 
 
+def _twice_the_longest(run: Run) -> int:
+    """Returns twice the length of the longest answer; 0 if no length was logged."""
+    length = run.get(LONGEST) or run.get(LENGTH)
+    return 0 if length is None else 2 * round(length.values.max())
+
+
 def _lower_rate(run: Run) -> Iterator[NextStep]:
     """Yields a third of the highest logged learning rate. If none was logged, nobody knows what would be lower."""
     logged = run.get("actor/lr")
@@ -315,7 +321,9 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
         causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
     for cause in causes:
-        yield NextStep(cause.elsewhere.get(run.trainer) or f"check {cause.check}", cause.title)
+        longer = _twice_the_longest(run) if cause.name == "answers_cut" else 0
+        setting = cause.elsewhere.get(run.trainer, "").replace("LONGER", f"{longer or 'LONGER'}")
+        yield NextStep(setting or f"check {cause.check}", cause.title)
     if _is_lost(found):
         began = _sound_step(run, found)
         step = "start again from the beginning" if began <= 1 else f"go back to a checkpoint from before step {began}"

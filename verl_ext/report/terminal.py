@@ -13,7 +13,7 @@ from rich.text import Text
 from verl_ext.base.metrics import METRICS, Metric, find, ours
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
-from verl_ext.diagnosis.names import aliases_of
+from verl_ext.diagnosis.names import aliases_of, quantity_of
 from verl_ext.diagnosis.rank import Suspect
 from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_of, now_of
 from verl_ext.report.guard_facts import skipped_share
@@ -343,8 +343,13 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
 
 
 def not_finite(run: Run) -> Iterator[str]:
-    """Yields the metrics that were not finite numbers, and how often; those of the table first."""
-    missing = {name: int((~np.isfinite(series.values)).sum()) for name, series in run.metrics.items()}
+    """Yields the metrics that were not finite numbers, and how often; those of the table first. One that nobody knows
+    and that never was a number was not logged: loggers write both as null."""
+    missing = {
+        name: int((~np.isfinite(series.values)).sum())
+        for name, series in run.metrics.items()
+        if np.isfinite(series.values).any() or quantity_of(name) is not None
+    }
     table = [alias.name for metric in ROWS for alias in aliases_of(metric) if alias.name in missing]
     names = [name for name in dict.fromkeys([*table, *sorted(missing)]) if missing[name]]
     for name in names[:MOST_NAMED]:

@@ -122,7 +122,7 @@ CASES = [
     ("gap_scaled.no", None, {K1: [0.98] * 10, CORRELATION: [0.6] * 10}),
     ("gap_scaled.no", None, {LOG_RATIO: [0.01] * 10, CORRELATION: [0.999] * 10}),
     ("gap_at_rest.grows", None, {LOG_RATIO: grows(0.1, 0.4), RATE: [0.0] * 40}),
-    ("gap_at_rest.no", None, {LOG_RATIO: [0.1, 0.11] * 20, RATE: [0.0] * 40}),
+    ("gap_at_rest.no", None, {LOG_RATIO: [0.1001, 0.1102] * 20, RATE: [0.0] * 40}),
     ("gap_jumped.at_first_sync", 5, {K3: [3.4e-4] * 4 + [8.7e-3] * 36}),  # below the limit, to 25 times
     ("gap_grew.grew", 21, {LOG_RATIO: grows(0.0115, 0.04)}),  # below the limit
     ("gap_by_probability.tilted", None, by_probability(1.2, 1.0, 0.0, -0.9, -0.8)),

@@ -69,10 +69,12 @@ CASES = [
     ("entropy_exploded.exploded", 21, {ENTROPY: [0.1] * 20 + [2.0] * 10 + [0.2] * 10}),  # and came back in part
     ("entropy_exploded.rose", None, {ENTROPY: [0.1] * 20 + [0.9] * 10 + [0.2] * 10}),
     ("entropy_exploded.rose", None, {ENTROPY: then(0.3, 0.5)}),
+    ("entropy_exploded.rose", None, {ENTROPY: [0.06] * 20 + [1.6] + [0.06] * 240 + [0.08] * 20}),  # a single reading
     ("entropy_exploded.steady", None, {ENTROPY: then(0.3, 0.2)}),
     ("entropy_at_fall.low", None, {ENTROPY: then(0.5, 0.02, at=10), REWARD: FELL}),
     ("entropy_at_fall.high", None, {ENTROPY: [0.5] * 40, REWARD: FELL}),
     ("gradient_large.large", 21, {GRADIENT: then(1.0, 3000.0)}),
+    ("gradient_large.absurd", 1, {GRADIENT: [3e9] * 10}),
     ("gradient_large.usual", None, {GRADIENT: [60.0] * 10}),
     ("gradient_grew.grew", 21, {GRADIENT: then(0.5, 9.0)}),
     ("gradient_grew.grew", 31, {GRADIENT: [5.0] * 10 + [0.5] * 20 + [9.0] * 10}),  # from its lowest level

@@ -410,6 +410,49 @@ def test_the_log_shows_how_many_steps_a_row_of_trl_has(tmp_path, before):
     assert values(run, "reward") == {10: 0.25, 20: 0.5, 30: 0.75} and "10 steps a row" in run.notes[0]
 
 
+def test_a_bar_that_runs_ahead_of_buffered_rows_does_not_count_them_too_often(tmp_path):
+    run = read_run(log(tmp_path, " 50%|# | 2/3 [0:1<0:1, 1s/it]\n" + many(TRL)))
+    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
+
+
+def test_rows_in_colours(tmp_path):
+    text = many("[3{0}mstep[0m: {0} | [32mreward[0m: [1m{1}[0m\n").replace("[", "\x1b[")
+    assert values(read_run(log(tmp_path, text)), "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "pairs"),
+    [
+        ("'loss': 0.5, 'reward': 0.25, 'kl': 0.1, 'epoch': 0.0}\n", "reward", {1: 0.25}),  # its brace was not copied
+        (
+            '{"step": 24, ... "env/all/reward/total": -0.5, "env/all/format": 0.0, }\n',
+            "env/all/reward/total",
+            {24: -0.5},
+        ),
+        ("| step | reward |\n|---|---|\n| 7 | 0.5 |\n", "reward", {7: 0.5}),
+        (
+            "| step | reward |\n|---|---|\n| Steps 1\u201320 (early) | ~0.5 |\n| 21-40 | 0.75 |\n",
+            "reward",
+            {20: 0.5, 40: 0.75},
+        ),
+    ],
+)
+def test_a_few_numbers_as_people_quote_them(tmp_path, text, name, pairs):
+    assert values(read_run(log(tmp_path, text)), name) == pairs
+
+
+def test_rewards_of_printed_answers_are_no_steps(tmp_path):
+    text = "".join(f"****** trajectory idx={each}, reward=0.3 ******\n" for each in range(9))
+    with pytest.raises(ReportError, match="no line has a step"):
+        read_run(log(tmp_path, text))
+
+
+def test_a_config_may_come_before_json_lines(tmp_path):
+    rows = "".join(f'{{"event": "step", "step": {step}, "reward": 0.5}}\n' for step in (0, 1))
+    run = read_run(log(tmp_path, '{"event": "config", "lr": 1e-06, "num_steps": 20}\n' + rows, "run.jsonl"))
+    assert values(run, "reward") == {0: 0.5, 1: 0.5}
+
+
 SAMPLED = (
     "===== Step {0}/9 =====\n🔥 Sample 1 | Reward: 1.0\nValidation Results:\n  • Accuracy: 0.3\n  • Avg Reward: 0.9\n"
     "Training Results:\n  • Avg Reward: {1}\n  • Mean Generation Length: 616.5\nTiming:\n  • Total step time: 4.7s\n"

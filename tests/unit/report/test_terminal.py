@@ -124,10 +124,12 @@ def test_notes_tell_skips_events_numbers_that_were_none_and_what_is_missing():
     assert "line 3 was left out: cut off" in text
     assert not any("not logged" in note or "not a finite" in note for note in text)
 
-    text = list(notes(make({"vllm_kl/k3": [1.0, NAN, float("inf")], **{f"own/{name}": [NAN] for name in "abcd"}})))
+    text = list(notes(make({"vllm_kl/k3": [1.0, NAN, float("inf")], **{f"own/{name}": [NAN, 1.0] for name in "abcd"}})))
     assert "vllm_kl/k3 was not a finite number in 2 of 3 steps" in text
-    assert "own/b was not a finite number in 1 of 1 steps" in text
+    assert "own/b was not a finite number in 1 of 2 steps" in text
     assert "2 more metrics were not finite in some steps" in text
+    never = list(notes(make({"vllm_kl/k3": [1.0, 1.0], "own/null": [NAN, NAN], "actor/kl_loss": [NAN, NAN]})))
+    assert [note.split()[0] for note in never if "not a finite" in note] == ["actor/kl_loss"]
 
 
 @pytest.mark.parametrize(

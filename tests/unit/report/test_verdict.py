@@ -326,7 +326,7 @@ def test_another_trainer_is_told_its_own_setting_or_what_to_check():
     slimes = reward | {"rollout/truncated": [1.0] * 40, "rollout/response_len/max": [512.0] * 40}
     verls, trl, slime = judged(trls | {LENGTH: [512.0] * 40}), judged(trls), judged(slimes)
     assert verls.of_verl and not trl.of_verl and not slime.of_verl
-    assert verls.first.do == "data.max_response_length=1024" and trl.first.do == "max_completion_length=2048"
+    assert verls.first.do == "data.max_response_length=1024" and trl.first.do == "max_completion_length=1024"
     assert slime.first.do.startswith("check ") and not trl.settle and not trl.measure
     assert METRICS in done(verls) and not any(f"{PROBE}" in each or "stability" in each for each in done(trl))
 

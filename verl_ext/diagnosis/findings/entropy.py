@@ -6,7 +6,7 @@ from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import reward_course
 from verl_ext.diagnosis.names import ENTROPY, LENGTH, REWARD, REWARD_MAX
 from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of, require_logged
-from verl_ext.diagnosis.statistics import FEWEST
+from verl_ext.diagnosis.statistics import FEWEST, level_medians
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
 EXPLODED, ROSE = 3.0, 1.2  # times the lowest level, and times the start
@@ -40,7 +40,7 @@ def sure_of_wrong(run: Readings) -> Seen:
 def entropy_exploded(run: Readings) -> Seen:
     """The entropy has grown to a multiple: answers become noise."""
     series, start, now = _start_and_now(run)
-    top = float(series.values.max())
+    top = float(level_medians(series.values, _few(series)).max())
     low = float(np.median(series.values[: max(len(series.values) // 2, 1)]))
     calm = min(start, low)
     if (now > EXPLODED * calm and now > start) or (top > 10 * calm and top > FLAT_ENTROPY and now > ROSE * calm):

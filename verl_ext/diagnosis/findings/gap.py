@@ -415,7 +415,7 @@ def gap_at_rest(run: Readings) -> Seen:
     """The gap grows although the learning rate is 0, so that no weight moves."""
     gap, rate, reference = gap_of(run), run.need(RATE), run.get(REFERENCE)
     moves = reference is not None and np.ptp(reference.values) > 0  # a small rate may be logged as 0
-    if gap is None or rate.values.any() or moves:
+    if gap is None or rate.values.any() or moves or gap.series.is_rounded:
         return None
     course = course_of(gap.series)
     if course is None or course.rise.errors < SURE:

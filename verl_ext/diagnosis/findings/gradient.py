@@ -19,6 +19,7 @@ from verl_ext.diagnosis.series import (
 from verl_ext.diagnosis.statistics import spikes
 
 STRIDE, CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
+ABSURD = 1e6  # no clipping makes a direction of it: the gradient is wrong
 LARGE = 100.0  # larger than the norm of a mean over tokens: the loss is a sum, or the gradient is wrong
 SPIKE = 10.0  # times the median
 REFERENCE_SPIKE = 100.0  # times the median: the estimator k3 is exp of a difference, and scatters far more
@@ -31,7 +32,7 @@ NOTHING = 1e-6
 FEWEST_KL = 5  # readings
 
 
-@finding("gradient_large", "large | usual", family="gradient", needs=(GRADIENT,), subsumed_by=("gradient_grew",))
+@finding("gradient_large", "absurd large | usual", family="gradient", needs=(GRADIENT,), subsumed_by=("gradient_grew",))
 def gradient_large(run: Readings) -> Seen:
     """The gradient norm is far above that of a mean over tokens."""
     series = run.need(GRADIENT)
@@ -40,7 +41,7 @@ def gradient_large(run: Readings) -> Seen:
     if now <= LARGE:
         return "usual", text
     step = int(series.steps[int(np.argmax(series.values > LARGE))])
-    return "large", f"{text} (first past {LARGE:g} in step {step})", step
+    return ("absurd" if now > ABSURD else "large"), f"{text} (first past {LARGE:g} in step {step})", step
 
 
 @finding("gradient_grew", "grew | steady", family="gradient", needs=(GRADIENT,))

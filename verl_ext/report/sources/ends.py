@@ -28,7 +28,10 @@ EXCEPTION = re.compile(
 )
 # The last line of a traceback: any exception's name stands there, and what it says.
 RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::\s.*|:?$)")
-ANNOUNCED = re.compile(r".*\b(?:encountered a fatal error|[Ff]atal error in \w+)")  # what follows may be cut off
+# Told without a traceback, or before one that may be cut off.
+ANNOUNCED = re.compile(
+    r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|(?:failed|error)\b.*\b[A-Z]\w*(?:Error|Exception): )"
+)
 OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
 # The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
 SIGNALS = {

@@ -29,6 +29,7 @@ LONGEST_WORD = 200  # characters of a text among metrics: a name, a time, a path
 # int() takes a time that is quadratic in the digits, and refuses many of them in some versions of Python.
 DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 400 else float(digits))
 MOST_WORDS = 1000  # characters of a reason
+FIRST_LINES = 5  # lines of a file that are looked at to recognise it
 
 
 class JsonLines(ABC):
@@ -152,8 +153,13 @@ def flat_row(record: Mapping[str, object]) -> tuple[object, dict[str, object]]:
 def _is_json_lines(start: bytes) -> bool:
     if METRICS_LINE.search(start):
         return True
+    # The first lines may be the run's config, without a step.
+    return any(map(_is_row, start.lstrip().splitlines()[:FIRST_LINES]))
+
+
+def _is_row(line: bytes) -> bool:
     try:
-        record = orjson.loads(start.lstrip().partition(b"\n")[0])
+        record = orjson.loads(line)
     except orjson.JSONDecodeError:
         return False
     fields = record.values() if isinstance(record, dict) else [[{}]]

@@ -6,7 +6,7 @@ of them. All readers see the line without these.
 
 import re
 
-ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+ANSI = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 TIME = rf"""(?:
     (?:\d{{4}}[-/.]?\d\d[-/.]?\d\d|\d\d[-/.]\d\d(?:[-/.]\d{{2,4}})?)[ T_-]+{CLOCK}(?:Z|\s?[+-]\d\d:?\d\d|\ UTC)?
@@ -41,9 +41,13 @@ def front_before(text: str, line: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\d+", r"\\d+", re.escape(line[: line.index(text)])))
 
 
+def without_colours(text: bytes) -> bytes:
+    return ANSI.sub(b"", text) if b"\x1b" in text else text
+
+
 def plain(line: bytes) -> str:
     """Returns a line as text, without colours."""
-    return ANSI.sub("", line.decode("utf-8", errors="replace"))
+    return without_colours(line).decode("utf-8", errors="replace")
 
 
 def printed(line: bytes) -> str:

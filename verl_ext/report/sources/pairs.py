@@ -33,7 +33,10 @@ FRACTION = re.compile(
 )  # the step, in a line of a log without the word
 # A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
 OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|eval|per|of|every)[ _-]?$")
-SAMPLE = re.compile(r"(?i)\b(?:sample|example|prompt|answer|completion|generation|trajectory|question|problem)s? ?#?\d")
+SAMPLE = re.compile(
+    r"(?i)\b(?:sample|example|prompt|answer|completion|generation|trajectory|question|problem)s?\W{0,2}"
+    r"(?:(?:idx|id|no|index)\W)?\d"
+)
 HEADING = re.compile(r"(?i)[\W_]*(?:epoch[ :]*\d+(?:\s?/\s?\d+)?)?[\W_]*$")  # what may be in front of a heading's step
 SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
 VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")

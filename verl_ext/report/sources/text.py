@@ -24,7 +24,7 @@ from verl_ext.guard.state import Event
 from verl_ext.report.files import MOST_LINE, READ_BYTES, GrowingFile, fingerprint, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.ends import Ends
-from verl_ext.report.sources.lines import printed
+from verl_ext.report.sources.lines import printed, without_colours
 from verl_ext.report.sources.table import MetricTable, Row, TableRun, known_readings, only_validates
 
 MOST_DOCUMENT = 256 << 20  # bytes
@@ -118,6 +118,7 @@ def _first_that_sniffs(
 
 def rows_in(text: bytes, read: Format) -> Iterator[Row]:
     """Yields the rows in the lines of a text."""
+    text = without_colours(text)
     if read.sniff(text):
         for line in text.splitlines(keepends=True):
             if read.sniff(line):
@@ -142,6 +143,7 @@ class TextSource:
         self.name = paths[0].stem
         self._form = form
         self._seen: tuple[object, ...] = ()
+        self._every_row_is_a_step = False  # the steps of a row were more than the run has
         self._start_over()
 
     def _start_over(self) -> None:
@@ -150,6 +152,11 @@ class TextSource:
         self._read = self._form()
         self._epochs: list[float] = []  # of the rows without a step, in TRL's epochs
         self._logs = [GrowingFile(path, self._take_lines, self._take_tail, self._replaced) for path in self.files]
+
+    @property
+    def _every(self) -> int:
+        """The steps from one row without a step to the next."""
+        return 1 if self._every_row_is_a_step else getattr(self._read, "every", 1)
 
     def _replaced(self) -> None:
         raise _ReplacedError
@@ -184,6 +191,7 @@ class TextSource:
             log.refresh()
 
     def _take_lines(self, lines: bytes, first_is_cut: bool) -> None:
+        lines = without_colours(lines)
         if not self._read.sniff(lines):
             self._ends.add(lines)
             return
@@ -209,7 +217,11 @@ class TextSource:
     def _add(self, rows: Iterable[Row]) -> None:
         for step, values in rows:
             if step is None:
-                step = self._count(values) * getattr(self._read, "every", 1)
+                step = self._count(values)
+                if self._every > 1 and step * self._every > (getattr(self._read, "total", 0) or step * self._every):
+                    self._every_row_is_a_step = True
+                    raise _ReplacedError
+                step *= self._every
             if values and is_step(step):
                 self._table.add(step, values)
                 self._ends.row(step, validates=only_validates(values))
@@ -237,10 +249,10 @@ class TextSource:
         return self._ends.events(part.number, part.runs, self._tail)
 
     def notes(self) -> tuple[str, ...]:
-        every = getattr(self._read, "every", 1)
+        every = self._every
         unit = f"; {every} steps a row, as the log shows" if every > 1 else ""
         return (COUNTED + unit,) if self._epochs else ()
 
 
 class _ReplacedError(Exception):
-    """A file is not the one that was read before."""
+    """The texts are to be read again from the beginning."""
