@@ -124,6 +124,14 @@ def assert_k1_is_verls(step: dict[str, float]) -> None:
     assert abs(step["vllm_kl/k1"] - step["rollout_corr/kl"]) < 1e-4 * step["vllm_kl/log_ratio_abs_mean"]
 
 
+def assert_load_is_of(step: dict[str, float], experts: int) -> None:
+    """Checks that the load of the experts was counted over a batch whose engines nearly agree."""
+    layers = [value for name, value in step.items() if name.startswith("router/load_max/layer_")]
+    assert step["router/load_max"] == max(layers) and min(layers) >= 1 and max(layers) <= experts
+    assert 1 / experts <= step["router/load_effective"] <= 1
+    assert step["router/load_apart"] <= 1 - step["router/agreement"] + 1e-9, "moved choices are different choices"
+
+
 def assert_engines_agree(step: dict[str, float], k3: float) -> bool:
     """Checks that in float32 all experts are the same and vllm_kl/k3 is below `k3`. Returns whether they are.
 

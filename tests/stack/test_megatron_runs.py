@@ -20,6 +20,7 @@ from tests.stack.running import (
     FLOAT32_HEADS,
     SMALL,
     assert_documented,
+    assert_load_is_of,
     forked_command,
     live,
     run,
@@ -203,6 +204,7 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
     for step in steps:
         assert step["vllm_kl/k3"] < 0.05
         assert 0.8 < step["router/agreement"] < 1
+        assert_load_is_of(step, 8)
         assert "actor/reward_kl_penalty" in step
     for step in (steps[2], steps[4]):
         assert step["actor/gate/refused"] == 0 < step["actor/grad_norm"]

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.stack.running import assert_documented, assert_k1_is_verls
+from tests.stack.running import assert_documented, assert_k1_is_verls, assert_load_is_of
 from tests.stack.switching import (
     BYPASS_NARROW,
     BYPASS_OPSM,
@@ -133,6 +133,7 @@ def test_without_compute_log_prob_the_update_compares_the_routers(step_of):
     step, before = step_of(*REUSED_ROUTED), step_of(*ICEPOP)
     assert {name for name in before if name.startswith("router/")} <= step.keys()
     assert 0.9 < step["router/agreement"] <= step["router/own_agreement"] <= 1 and step["router/tokens"] > 0
+    assert_load_is_of(step, 8)
     assert step["router/checked"] == 1 and not any("first_pass" in name for name in step)
 
 

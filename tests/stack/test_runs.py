@@ -11,6 +11,7 @@ from tests.stack.running import (
     SEPARATE_ASYNC,
     assert_documented,
     assert_k1_is_verls,
+    assert_load_is_of,
     assert_top_tokens,
     error_of,
     left_out,
@@ -70,6 +71,7 @@ def test_icepop_router_agreement_cascade_attention_and_the_report(train):
         layers = [step[f"router/agreement/layer_{layer:02d}"] for layer in range(4)]
         assert sum(layers) / 4 == pytest.approx(step["router/agreement"])
         assert 0 < step["router/any_layer_differs"] < 0.5
+        assert_load_is_of(step, 8)
         assert_half_is_compared(step)
         assert step["guard/skipped"] == 0
         assert step["actor/grad_norm"] > 0

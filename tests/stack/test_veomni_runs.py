@@ -7,7 +7,7 @@ import pytest
 
 from tests.stack.faults import CANARY
 from tests.stack.run_files import events, logged_events
-from tests.stack.running import FLOAT32_HEADS, SMALL, assert_documented, run
+from tests.stack.running import FLOAT32_HEADS, SMALL, assert_documented, assert_load_is_of, run
 from verl_ext.report.trajectories import read_trajectories
 
 pytestmark = [
@@ -55,6 +55,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
     assert re.search(r"router agreement +│ compute_log_prob +│ 4 x \w+ on 2 rank\(s\)", finished.console)
     for step in finished.steps:
         assert 0.9 < step["router/agreement"] < 1 == step["router/checked"]
+        assert_load_is_of(step, 8)
         assert step["sync/wrong_tensors"] == 0
         assert step["router/unknown"] == step["router/invalid"] == 0
         assert 0.9 < step["actor/router_shift/factor"] < 1
