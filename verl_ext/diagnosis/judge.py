@@ -24,6 +24,7 @@ LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead"
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
 # Findings of exploding metrics of the learning itself, the strongest first.
 BLOWS_UP = (
+    "reward_part.fell",
     "entropy_exploded.exploded",
     "reference_kl_grew.grew",
     "length_exploded.exploded",

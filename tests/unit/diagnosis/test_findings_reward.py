@@ -37,6 +37,13 @@ def zeroes_and_ones(values, spread=1.0):
     return {REWARD: values, REWARD_MAX: [spread] * len(values), REWARD_MIN: [0.0] * len(values)}
 
 
+def parts(accuracy):
+    """A reward that rises by its format alone, while its accuracy goes like this."""
+    form = line(0.4, 1.0, len(accuracy))
+    total = [a + b for a, b in zip(accuracy, form, strict=True)]
+    return {REWARD: total, "rewards/accuracy_reward": accuracy, "rewards/format_reward": form}
+
+
 FELL = line(0.1, 0.8, 20) + [0.05] * 20  # in step 21
 LOST = line(0.1, 0.8, 20) + wave(0.4, 0.01, 20)
 BROKE = {REWARD: wave(0.6, 0.01, 20) + wave(0.1, 0.01, 20), LENGTH: wave(500, 5, 20) + wave(90, 5, 20)}
@@ -94,6 +101,9 @@ CASES = [
     ("groups_dead.some", None, {DEAD_GROUPS: [0.3] * 10}),
     ("groups_dead.few", None, {DEAD_GROUPS: [0.05] * 10}),
     ("penalties_vanish.only", None, {REWARD: line(-0.1, 0.0, 40), REWARD_MAX: [0.0] * 40}),
+    ("reward_part.fell", 20, parts(line(0.2, 0.0, 40))),
+    ("reward_part.holds", None, parts(line(0.2, 0.3, 40))),
+    ("reward_part.holds", None, parts(line(0.0, -0.2, 40))),  # a penalty that grows
     ("penalties_vanish.no", None, {REWARD: line(-0.1, 0.3, 40), REWARD_MAX: [0.0] * 30 + [1.0] * 10}),
     ("environment.changed", 21, BROKE | {ENTROPY: wave(0.4, 0.01, 40)}),
     ("environment.same", None, BROKE | {ENTROPY: wave(0.4, 0.01, 20) + wave(0.1, 0.01, 20)}),

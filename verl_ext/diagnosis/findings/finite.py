@@ -5,13 +5,13 @@ import re
 import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.reward import parts_of_reward
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF, REWARD
 from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Series, step_from
 from verl_ext.diagnosis.statistics import SURE, course_of
 
 TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
-PART_OF_REWARD = re.compile(r"rewards?/[^/]+(?:/mean)?")  # of several reward functions
 FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
 MEMORY = re.compile(
@@ -37,7 +37,7 @@ CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rol
 def numbers_finite(run: Readings) -> Seen:
     """Metrics are NaN or infinite: training's own, the reward, or only the metrics that compare training with the
     rollout."""
-    parts = (REWARD, *(name for name in run.every_name() if PART_OF_REWARD.fullmatch(name)))
+    parts = (REWARD, *parts_of_reward(run))
     lost = {level: _lost(run, names) for level, names in (("reward", parts), ("training", TRAINING), ("rollout", GAP))}
     # A loss of a reward that is not a number is none either: what began first is the cause.
     found = [(level, *each) for level, each in lost.items() if each is not None and level != "rollout"]

@@ -37,6 +37,8 @@ from verl_ext.diagnosis.statistics import FALLS, FEWEST, LIKELY, SAME, SURE, Cou
 SPREADS = ("critic/score/std", "reward_std")
 ADVANTAGE_MAX, ADVANTAGE_MIN = "critic/advantages/max", "critic/advantages/min"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
+PART_OF_REWARD = re.compile(r"rewards?/[^/]+(?:/mean)?")
+SPREADS_OF_PARTS = ("std", "max", "min")
 OF_SEVERAL = re.compile("/(?:best|maj)@")  # verl's scores of n answers together
 SMALL = 0.05  # spread of the rewards, as a share of their mean: too little to learn from
 CEILING = 0.9  # share of what the best answers get
@@ -281,6 +283,29 @@ def penalties_vanish(run: Readings) -> Seen:
     if np.abs(most.values).max() > SAME or course.rise.start >= 0:
         return "no", "the best answers do not always get 0"
     return "only", "the best answers always get 0: penalties vanish, and nothing is solved"
+
+
+def parts_of_reward(run: Readings) -> list[str]:
+    """Returns the names of the rewards that a mean reward is the sum of."""
+    return [name for name in run.every_name() if PART_OF_REWARD.fullmatch(name)]
+
+
+@finding("reward_part", "fell | holds", needs=(REWARD,))
+def reward_part(run: Readings) -> Seen:
+    """One of several rewards falls while their sum rises: the others are learnt at its expense."""
+    course = reward_course(run)
+    parts = [name for name in parts_of_reward(run) if quantity_of(name) is None and not name.endswith(SPREADS_OF_PARTS)]
+    if course is None or len(parts) < 2 or course.rise.errors < SURE:
+        return None
+    courses = {name: found for name in parts if (found := statistics.course_of(run.get(name))) is not None}
+    # A penalty that grows is no such part.
+    fallen = {
+        name: each for name, each in courses.items() if each.falls and each.rise.errors <= -SURE and each.best > 0
+    }
+    if not fallen:
+        return "holds", "no part of the reward falls"
+    name = max(fallen, key=lambda each: fallen[each].best - fallen[each].now)
+    return "fell", f"its part {name} fell from {fallen[name].fell}", fallen[name].step
 
 
 @finding("environment", "changed | same", needs=(REWARD, LENGTH))
