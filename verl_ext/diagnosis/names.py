@@ -182,12 +182,12 @@ def _preferred(canonical: str, names: dict[str, Alias], logged: Mapping[str, Any
     return dict(sorted(names.items(), key=lambda item: (sizes[item[0]] < enough, places[item[1]])))
 
 
-def differences() -> Iterator[tuple[str, str, str]]:
-    """Yields the names `A - B` of the table, with A and B: the difference of two metrics is the quantity."""
+def combined() -> Iterator[tuple[str, str, str, str]]:
+    """Yields the names `A - B` and `A / B` of the table, with A, the sign and B: the difference or the ratio of two
+    metrics is the quantity."""
     for name in (alias.name for quantity in quantities() for alias in quantity.aliases):
-        first, minus, second = name.partition(" - ")
-        if minus:
-            yield name, first, second
+        if len(words := name.split(" ")) == 3 and words[1] in "-/":
+            yield name, words[0], words[1], words[2]
 
 
 def unread_names(logged_names: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from verl_ext.base.errors import file_error_text
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import differences, unread_names
+from verl_ext.diagnosis.names import combined, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import is_regular
 from verl_ext.report.find import find_source, join_logs
@@ -94,7 +94,7 @@ class Reader:
             decisions = (*decisions, *source.events(part))
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
-        metrics = part.metrics | _differences(part.metrics)
+        metrics = part.metrics | _combined(part.metrics)
         return Run(
             # Several runs of one file may be compared.
             name=name if self._which is None or part.runs == 1 else f"{name}:{part.number}",
@@ -116,14 +116,16 @@ def read_run(path: Path, which: int | None = None, more: Sequence[Path] = ()) ->
     return Reader(path, which=which, more=more).refresh()
 
 
-def _differences(metrics: Mapping[str, Series]) -> dict[str, Series]:
-    """Returns the differences of two metrics that are a quantity which the run did not log (names.toml)."""
+def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
+    """Returns the differences and ratios of two metrics that are a quantity which the run did not log (names.toml)."""
     found = {}
-    for name, first, second in differences():
+    for name, first, sign, second in combined():
         one, other = metrics.get(first), metrics.get(second)
         if one is not None and other is not None:
             steps, at_one, at_other = np.intersect1d(one.steps, other.steps, return_indices=True)
-            found[name] = Series(steps, one.values[at_one] - other.values[at_other])
+            left, right = one.values[at_one], other.values[at_other]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                found[name] = Series(steps, left - right if sign == "-" else left / right)
     return found
 
 

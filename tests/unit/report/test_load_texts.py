@@ -441,6 +441,14 @@ def test_a_few_numbers_as_people_quote_them(tmp_path, text, name, pairs):
     assert values(read_run(log(tmp_path, text)), name) == pairs
 
 
+def test_a_ratio_of_two_counts_is_a_quantity(tmp_path):
+    rows = "".join(
+        f'{{"step": {step}, "reward": 0.5, "groups_skipped": {step}, "groups_total": 8}}\n' for step in (0, 1, 2)
+    )
+    run = read_run(log(tmp_path, rows, "run.jsonl"))
+    assert run.get("filter/zero_variance/dropped_trajectories").pairs() == [(0, 0), (1, 1 / 8), (2, 1 / 4)]
+
+
 def test_rewards_of_printed_answers_are_no_steps(tmp_path):
     text = "".join(f"****** trajectory idx={each}, reward=0.3 ******\n" for each in range(9))
     with pytest.raises(ReportError, match="no line has a step"):
