@@ -21,7 +21,7 @@ from verl_ext.diagnosis.names import (
     Alias,
     aliases_of,
     by_quantity,
-    differences,
+    combined,
     quantities,
     quantity_of,
     read_table,
@@ -326,7 +326,7 @@ def test_an_error_as_a_factor_is_read_as_a_mean_log_ratio(batch):
 def test_a_difference_of_two_metrics_is_in_the_table(batch):
     infer, old = batch
     means = {"rollout/rollout_log_probs": infer.mean(1).mean(), "rollout/log_probs": old.mean(1).mean()}
-    ((name, first, second),) = differences()
+    ((name, first, _, second),) = (each for each in combined() if each[2] == "-")
     assert quantity_of(name).name == K1 and means.keys() == {first, second}
     assert alias_of(name).convert(means[first] - means[second]) == pytest.approx((infer - old).mean())
 
