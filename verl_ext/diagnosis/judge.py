@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -215,6 +215,22 @@ class RunningDiagnosis:
             return None
         self.reported = named
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all readings so far, in plain numbers, lists and dicts."""
+        return {"first": self._first, "last": self._last, "seen": self._seen, "reported": self.reported}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` returned. Raises ValueError if this is no such state."""
+        try:
+            first, last = (
+                {str(name): [(int(step), float(value)) for step, value in pairs] for name, pairs in saved[part].items()}
+                for part in ("first", "last")
+            )
+            seen, reported = [str(name) for name in saved["seen"]], str(saved["reported"])
+            self._first, self._last, self._seen, self.reported = first, last, seen, reported
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no readings of a run: {error!r}") from error
 
     def look(self) -> Suspect | None:
         """Returns the cause that all readings so far point to; None if there is none, or it is harmless rounding."""

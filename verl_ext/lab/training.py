@@ -256,7 +256,7 @@ class Training:
     def _save(self, number: int) -> None:
         every = self.setup.config.trainer.save_freq
         if every > 0 and number % every == 0:
-            with checkpoints.saving(self.guard, self.setup.config, number):
+            with checkpoints.saving(self.guard, self.actions.diagnosis, self.setup.config, number):
                 folder = checkpoints.folder_of(self.setup.config.trainer.default_local_dir, number)
                 self.policy.save_checkpoint(folder / "actor")
 

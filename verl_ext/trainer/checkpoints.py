@@ -46,10 +46,12 @@ from ray.exceptions import RayTaskError
 
 from verl_ext.base.errors import UserError
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.judge import RunningDiagnosis
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.state import read_state
 
 STATE_FILE = "verl_ext.json"
+DIAGNOSIS_FILE = "verl_ext_diagnosis.json"
 SIZES_FILE = "verl_ext_sizes.json"
 GIVEN_UP_FILE = "verl_ext_given_up"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"  # verl's
@@ -63,8 +65,9 @@ class CheckpointError(UserError, RuntimeError):
 
 
 @contextmanager
-def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
-    """Context around verl's saving: writes the guard's state before verl's files, and their sizes after them.
+def saving(guard: Guard, diagnosis: RunningDiagnosis, config: DictConfig, step: int) -> Iterator[None]:
+    """Context around verl's saving: writes the states of guard and diagnosis before verl's files, and their sizes after
+    them.
 
     Raises:
         CheckpointError: a file, ours or verl's, cannot be written.
@@ -75,6 +78,7 @@ def saving(guard: Guard, config: DictConfig, step: int) -> Iterator[None]:
         _record_latest(folder.parent)
         forget(folder)
         save_state(folder, guard.state_dict())
+        _replace(folder / DIAGNOSIS_FILE, json.dumps(diagnosis.state_dict()))
         yield
         if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             save_sizes(folder)
@@ -96,8 +100,9 @@ def go_back(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
-    """Context around verl's loading: `config` names a whole checkpoint, and the guard then loads its state from it.
+def loading(guard: Guard, diagnosis: RunningDiagnosis, config: DictConfig) -> Iterator[None]:
+    """Context around verl's loading: `config` names a whole checkpoint, and guard and diagnosis then load their states
+    from it. A diagnosis whose state is missing or damaged begins anew.
 
     Raises:
         CheckpointError: the requested checkpoint, or every checkpoint, cannot be resumed from.
@@ -118,6 +123,11 @@ def loading(guard: Guard, config: DictConfig) -> Iterator[None]:
         firing = [name for name, rule in guard.state.rules.items() if rule.firing]
         brief = {"skips": guard.state.skips, "rollbacks": guard.state.rollbacks, "firing": firing}
         print(f"verl_ext: guard state of step {step_of(folder)}: {json.dumps(brief)}", flush=True)
+    if (file := folder / DIAGNOSIS_FILE).exists():
+        try:
+            diagnosis.load_state_dict(_read_json(file))
+        except ValueError as error:
+            print(f"verl_ext: {file} is damaged ({printable(str(error))}): the diagnosis begins anew", flush=True)
 
 
 def folder_of(root: str | Path, step: int) -> Path:

@@ -47,7 +47,7 @@ class GuardActions:
     Attributes:
         events: the file of decisions, one JSON line each, once the run trains.
         stop: the event that ends the run before its next step, if there is one.
-        diagnosis: the diagnosis of the run since it began or was resumed.
+        diagnosis: the diagnosis of the run, over restarts.
     """
 
     def __init__(self, guard: Guard, root: str):

@@ -70,11 +70,13 @@ class StabilityMixin(VerlTrainer):
         super().on_init_end()
 
     def _load_checkpoint(self) -> None:
-        with checkpoints.loading(self.stability_run.guard, self.config):
+        run = self.stability_run
+        with checkpoints.loading(run.guard, run.actions.diagnosis, self.config):
             super()._load_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        with checkpoints.saving(self.stability_run.guard, self.config, self.global_steps):
+        run = self.stability_run
+        with checkpoints.saving(run.guard, run.actions.diagnosis, self.config, self.global_steps):
             super()._save_checkpoint()
 
     def fit(self, agent_loop_manager: Any) -> None:

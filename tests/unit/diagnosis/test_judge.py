@@ -1,5 +1,6 @@
 """The two states of a run, and the diagnosis while it runs."""
 
+import json
 import math
 from dataclasses import replace
 from unittest import mock
@@ -372,6 +373,25 @@ def test_memory_is_bounded_and_keeps_the_beginning():
     assert {len(found) for found in pairs.values()} == {FIRST_KEPT + LAST_KEPT}
     kept = [value for _, value in pairs["actor/entropy"]]
     assert kept == [*range(1, FIRST_KEPT + 1), *range(steps - LAST_KEPT + 1, steps + 1)]
+
+
+def test_a_resumed_diagnosis_goes_on_where_it_was():
+    """A cause that was reported is not reported again."""
+    whole, told = follow(lambda step: DEAD)
+    assert told
+    for stop in (LOOK_EVERY + 2, STEPS - 1):
+        before, first = follow(lambda step: DEAD, stop)
+        resumed = RunningDiagnosis()
+        resumed.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        rest = [(step, each) for step in range(stop + 1, STEPS + 1) if (each := resumed.add(step, DEAD))]
+        assert [*first, *((step, suspect.cause.name) for step, suspect in rest)] == told
+        assert resumed.look() == whole.look()
+
+
+@pytest.mark.parametrize("saved", [{}, [], {"first": {}}, {"first": {"a": 1}, "last": {}, "seen": [], "reported": ""}])
+def test_another_state_is_refused(saved):
+    with pytest.raises(ValueError, match="no readings"):
+        RunningDiagnosis().load_state_dict(saved)
 
 
 def test_names_of_other_frameworks_are_the_same_quantity():

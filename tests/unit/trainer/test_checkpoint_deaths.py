@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_filename
 
 from verl_ext.base.errors import GuardStopError
+from verl_ext.diagnosis.judge import RunningDiagnosis
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.rules import LrState
 from verl_ext.guard.state import GuardState
@@ -188,7 +189,7 @@ def test_a_checkpoint_that_workers_still_write_is_not_whole(tmp_path):
     """Workers that save asynchronously write verl's tracker when their files are complete."""
     config = saves_asynchronously(tmp_path)
     for step in (2, 4, 6):
-        with checkpoints.saving(Guard(), config, step):
+        with checkpoints.saving(Guard(), RunningDiagnosis(), config, step):
             (checkpoints.folder_of(tmp_path, step) / "actor").mkdir()
         if step < 6:
             (tmp_path / checkpoints.TRACKER_FILE).write_text(str(step))
