@@ -159,7 +159,7 @@ def _what_else(start: bytes) -> str:
         return "this may be a table, but no column is the step; name one of them step"
     return (
         "this is text, but no line has a step with its metrics; verl prints them with trainer.logger=[console], TRL as "
-        "dictionaries, and a line such as `step: 3, reward: 0.5` is read too; the numbers of a progress bar are not"
+        "dictionaries, and a line such as `step: 3, reward: 0.5` is read too"
     )
 
 

@@ -49,7 +49,9 @@ STATE = json.dumps(
     {"global_step": 3, "log_history": [{"step": step, "reward": step / 4, "epoch": 0.1} for step in (1, 2, 3)]}
 )
 # form -> (name of the file, its text, name of the reward)
+BAR = "Train epoch [1/1]: 100%|##| 2/2 [0:1<0:2, 6.6s/it, pg=-0.1, rm={1}, glen=7.28e+3]\n 0%| | 0/2 [0:0<?]\n"
 SAMPLES = {
+    "bars": ("run.log", many(BAR), "rm"),
     "verl": ("run.log", many(VERL), "critic/score/mean"),
     "TRL": ("run.log", many(TRL), "reward"),
     "TRL, numbers as texts": ("run.out", many(TRL_TEXTS), "reward"),
@@ -439,6 +441,18 @@ def test_rows_in_colours(tmp_path):
 )
 def test_a_few_numbers_as_people_quote_them(tmp_path, text, name, pairs):
     assert values(read_run(log(tmp_path, text)), name) == pairs
+
+
+def test_bars_of_openrlhf_are_rows(tmp_path):
+    """The mean of a bar that reached its end; it is printed again when it is closed."""
+    bar = "Train epoch [1/1]: 50%|# | {0}/2 [0:1<0:2, 6.6s/it, pg=-0.1, rm={1}, glen=7.28e+3, kl=0, act_lr=5e-7]\r"
+    text = "".join(bar.format(at, reward) for reward in (0.25, 0.5) for at in (1, 2, 2)) + bar.format(1, 9.0)
+    text = "Episode [1/1]:  1%|# | 1/90 [0:9<9:9, 99.0s/it]\n" + text.replace(
+        "1/2 [0:1<0:2, 6.6s/it, pg=-0.1", "1/2 [0:1<0:2, 6.6s/it, pg=-0.3"
+    )
+    run = read_run(log(tmp_path, f"{text}\n"))
+    assert run.get("critic/score/mean").pairs() == [(1, 0.25), (2, 0.5)]
+    assert run.get("actor/pg_loss").at(1) == pytest.approx(-0.2) and run.get("response_length/mean").at(2) == 7280
 
 
 def test_a_ratio_of_two_counts_is_a_quantity(tmp_path):
