@@ -61,7 +61,7 @@ ALARM_STEPS = 3  # last steps in which an action of the guard is an active alarm
 FACTS_HEADING = "What else the numbers show"
 REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, unless stated otherwise"
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
-WRONG_GRADIENT = "gradient_large.absurd"
+WRONG = ("gradient_large.absurd", "not_finite.reference")  # whatever the reward does
 AFTER_ROUTERS = "routers_agree.everywhere"  # a gap that rounding does not make, however small it is
 # State of the engines -> what its level means.
 ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
@@ -265,7 +265,7 @@ def _word(run: Run, found: Judgement) -> State:
         return "past the boundary"
     if learning in ("falling", "unstable") or engines == "growing" or any(drifts(run)) or recent_acts(run):
         return "drifting"
-    if found.first is not None or engines == "apart" or found.has(AFTER_ROUTERS, WRONG_GRADIENT):
+    if found.first is not None or engines == "apart" or found.has(AFTER_ROUTERS, *WRONG):
         return "suspect"
     if learning == "flat":
         return "flat"

@@ -4,13 +4,15 @@ import re
 
 import numpy as np
 
+from verl_ext.diagnosis.findings.gap import REFERENCE
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import parts_of_reward
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF, REWARD
 from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Series, step_from
 from verl_ext.diagnosis.statistics import SURE, course_of
 
-TRAINING = (GRADIENT, "actor/pg_loss", "actor/loss", ENTROPY, "actor/kl_loss", "actor/ppo_kl")
+UPDATE = (GRADIENT, "actor/pg_loss", "actor/loss")
+TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl")
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
@@ -33,10 +35,10 @@ MEMORY_GREW = 0.1  # share of the memory in use at the end
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
-@finding("not_finite", "training reward rollout once | no", family="finite")
+@finding("not_finite", "training reward reference rollout once | no", family="finite")
 def numbers_finite(run: Readings) -> Seen:
     """Metrics are NaN or infinite: training's own, the reward, or only the metrics that compare training with the
-    rollout."""
+    reference or the rollout."""
     parts = (REWARD, *parts_of_reward(run))
     lost = {level: _lost(run, names) for level, names in (("reward", parts), ("training", TRAINING), ("rollout", GAP))}
     # A loss of a reward that is not a number is none either: what began first is the cause.
@@ -46,6 +48,8 @@ def numbers_finite(run: Readings) -> Seen:
         return "rollout", f"{name} is not a number from step {step} on, and training's own metrics are finite", step
     if found:
         level, name, step = min(found, key=lambda each: each[2])
+        if name == REFERENCE and any(run.late(each) is not None for each in UPDATE) and _lost(run, UPDATE) is None:
+            return "reference", f"{name} is not a number from step {step} on, although the update's own metrics are", step
         return level, f"{name} is not a number from step {step} on", step
     if bad := _bad(run, (*TRAINING, REWARD, *GAP)):
         name, step = _earliest({name: int(series.steps[wrong][0]) for name, (series, wrong) in bad.items()})
