@@ -3,7 +3,6 @@
 command.py        the command: its options, and what it prints
 diagnose.py       composes the run's config, runs the checks, and fixes until nothing new can be fixed
 checks.py         the input and the result of a check, the registry of all checks, and fixes
-families.py       families of models that need special checks
 installation.py   packages, imports, plugins, files
 hooks.py          our hooks, verl's own validation, and code that a config names
 engine.py         the rollout engine: attention, lengths, placement, versions of vLLM

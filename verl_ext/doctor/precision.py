@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
-from verl_ext.doctor.families import FLOAT32_ROUTERS
+from verl_ext.launch.families import FLOAT32_ROUTERS
 from verl_ext.features.feature import Need
 from verl_ext.features.float32_head import ARGUMENTS as HEADS
 from verl_ext.features.float32_head import SETTING as BOTH_HEADS

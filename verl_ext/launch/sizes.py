@@ -21,9 +21,10 @@ from verl_ext.features.verl_config import (
     needs_reference,
     trains_lora,
 )
+from verl_ext.launch.families import RECURRENT
 from verl_ext.launch.models import ModelShape
 from verl_ext.launch.names import similar
-from verl_ext.launch.packages import LAYERS, MEGATRON, engine_arguments
+from verl_ext.launch.packages import LAYERS, MEGATRON, engine_arguments, model_type
 
 ARP = "actor_rollout_ref"
 # Values of actor.strategy. verl's other engines (veomni, torchtitan, automodel, fsdp_turbo) have their own settings of
@@ -164,7 +165,8 @@ def _fsdp_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Pro
     if size > 0:
         yield from _indivisible(size, world, f"{ACTOR}.fsdp_config.fsdp_size={size}", gpus)
     packed = config.actor_rollout_ref.model.use_remove_padding
-    if sequence > 1 and shape is not None and shape.linear:
+    recurrent = shape is not None and shape.linear and model_type(config) in RECURRENT
+    if sequence > 1 and recurrent:
         yield Problem(
             f"{ranks} splits sequences, and this model's linear attention would start from an empty state on each rank",
             fix=(f"{ACTOR}.ulysses_sequence_parallel_size=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1"),
@@ -174,8 +176,8 @@ def _fsdp_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Pro
     if shape is None:
         return
     yield from _head_problems(shape, sequence, ranks)
-    if shape.linear and packed:
-        yield Problem(  # verl/models/transformers/qwen3_5.py passes them, only for Qwen3.5
+    if recurrent and packed:
+        yield Problem(
             f"{ARP}.model.use_remove_padding=true packs sequences, and verl does not pass their ends to this model's "
             "linear attention, so each sequence would continue from the state of the one before it",
             fix=(f"{ARP}.model.use_remove_padding=false",),

@@ -122,3 +122,14 @@ def test_files_that_are_not_here_are_errors(findings, tmp_path):
 def test_a_run_on_gpus_that_are_not_here(findings, device, gpu, levels):
     found = findings("gpu", f"trainer.device={device}", gpu=gpu and named(gpu))
     assert [finding.level for finding in found] == levels
+
+
+@pytest.mark.parametrize(
+    ("model", "level"), [("Qwen3-Next-80B-A3B-Instruct", "error"), ("Qwen3.6-27B", "ok"), ("Qwen3.5-35B-A3B", "ok")]
+)
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_packed_linear_attention(findings, model, level, ulysses):
+    split = (f"{ACTOR}.ulysses_sequence_parallel_size={ulysses}", "trainer.n_gpus_per_node=8")
+    packed = "actor_rollout_ref.model.use_remove_padding=true"
+    found = findings("sizes", f"{MODEL}=Qwen/{model}", packed, *split, f"{ROLLOUT}.n=8")
+    assert levels(found) == {level} and (level == "ok" or len(found) == ulysses)

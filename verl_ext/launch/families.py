@@ -20,7 +20,8 @@ BIASED = {
     "ernie4_5_moe",
     "sarvam_moe",
 }
-# Models with recurrent layers, to which verl does not pass the ends of packed sequences on FSDP.
+# Models with recurrent layers, to which verl does not pass the ends of packed sequences on FSDP. It passes them, also
+# under Ulysses, only to Qwen3.5 and 3.6 (models/transformers/monkey_patch.py, qwen3_5.py).
 RECURRENT = {*MAMBA, "qwen3_next", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid"}
 # Models with layers of linear attention or Mamba.
 LINEAR = RECURRENT | {"qwen3_5", "qwen3_5_moe"}
