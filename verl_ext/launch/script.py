@@ -42,7 +42,13 @@ AS_PYTHON = {"/": "//", "&&": " and ", "||": " or ", "!": " not "}
 NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": int.__eq__, "-ne": int.__ne__, "-gt": int.__gt__, "-ge": int.__ge__, "-lt": int.__lt__, "-le": int.__le__
 }  # fmt: skip
-JOINED = re.compile(r"(?<=['\"])\\\n(?=['\"])")  # a line that goes on in the same word, which the grammar splits
+# What decides whether `$name` and a backslash at the end of a line stand in a word, in the order of the attempts.
+LEXEME = re.compile(
+    r"(?P<join>(?<=\S)(?:\\\n)+(?=\S))|\\.|(?P<ansi>\$'(?:\\.|[^'\\])*')|(?P<raw>'[^']*')|(?P<toggle>[\"`])"
+    r"|(?P<open>\$?\(|\$\{)|(?P<close>[)}])|(?P<comment>(?<![^\s;&|()])#[^\n]*)|(?P<here>(?<!<)<<-?\s*['\"\\]?(?P<end>[A-Za-z_]\w*))"
+    r"|\$(?P<name>[A-Za-z_]\w*)|(?P<line>\n)",
+    re.DOTALL,
+)
 MOST_TURNS = 100  # of a loop
 Node: TypeAlias = Any  # tree_sitter.Node, whose text and fields may be None by its type, and here never are
 Status: TypeAlias = bool | str  # of a command; the cause if it is not known
@@ -145,7 +151,8 @@ def entry_of(words: Sequence[str]) -> int | None:
 
 
 def _unknown(cause: str) -> str:
-    return f"\ue000{BLANK.join(UNKNOWN.sub('', cause).split())}\ue001"
+    cause = re.sub(r"\$\{(\w+)\}", r"$\1", UNKNOWN.sub("", cause))
+    return f"\ue000{BLANK.join(cause.split())}\ue001"
 
 
 def _causes(text: str) -> str:
@@ -185,8 +192,8 @@ class _Shell:
     # Statements
 
     def run_text(self, text: str) -> Status:
-        self.joined = [text.count("\n", 0, one.start()) for one in JOINED.finditer(text)]
-        return self.run(_parsed(text))
+        plain, self.joined = _as_grammar_reads(text)
+        return self.run(_parsed(plain))
 
     def line(self, node: Node) -> int:
         line = node.start_point[0]
@@ -633,7 +640,39 @@ class _Shell:
 
 
 def _parsed(text: str) -> Node:
-    return Parser(Language(tree_sitter_bash.language())).parse(JOINED.sub("", text).encode()).root_node
+    return Parser(Language(tree_sitter_bash.language())).parse(text.encode()).root_node
+
+
+def _as_grammar_reads(text: str) -> tuple[str, list[int]]:
+    """Returns a script that the grammar reads as bash reads this one, and the lines that were joined with the next one.
+
+    The grammar ends a word at a backslash before a newline, and at `$name` behind an open bracket, not at `${name}`.
+    """
+    parts, joined, within, here, place = list[str](), list[int](), [""], "", 0
+    while one := LEXEME.search(text, place):
+        parts.append(text[place : one.start()])
+        kind, said, place, top = one.lastgroup, one[0], one.end(), within[-1]
+        plain = top != '"' and (top != "}" or '"' not in within)  # else quotes and comments are text
+        if kind in ("raw", "ansi", "comment", "here", "end") and not plain:
+            said, place = said[0], one.start() + 1
+        elif kind == "toggle":
+            within = within[:-1] if top == said else [*within, said]
+        elif kind == "open" and (plain or said != "("):
+            within.append("}" if said == "${" else ")")
+        elif kind == "close" and top == said:
+            within.pop()
+        elif kind == "end":
+            here = one["end"]
+        elif kind == "line" and here:
+            body = re.compile(rf"(?:.*\n)*?\t*{here}$", re.MULTILINE).match(text, place)
+            said, place, here = (said + body[0], body.end(), "") if body else (said, place, "")
+        elif kind == "join":
+            line = text.count("\n", 0, one.start())
+            joined, said = [*joined, *range(line, line + said.count("\n"))], ""
+        elif kind == "name" and top != '"':
+            said = f"${{{one['name']}}}"
+        parts.append(said)
+    return "".join([*parts, text[place:]]), joined
 
 
 def _split_words(text: str, quoted: bool) -> str:

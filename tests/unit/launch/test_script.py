@@ -5,6 +5,8 @@ import shutil
 import subprocess
 
 import pytest
+from hypothesis import assume, strategies
+from hypothesis import given as given_by
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import hydra_value, read_launch
@@ -104,6 +106,21 @@ def read(text, tmp_path, *arguments, **environ):
     script = tmp_path / "run.sh"
     script.write_text(text)
     return read_script(script, arguments, environ)
+
+
+PIECES = [*r"""$d ${d} [ ] , / . # '$d' "$d" "[$d" "'" \\ ${e:-[$d]}""".split(), " ", "\\\n", "'\\\n'", '"\\\n"']
+PIECES += ["$(echo $d)", "\"$(echo '$d')\""]
+
+
+@given_by(strategies.lists(strategies.sampled_from(PIECES), max_size=9).map("".join))
+def test_words_are_those_of_bash(tmp_path_factory, word):
+    text = f"d=x/y\nval=[$d,\\\n$d]\n# it's\n: <<'END'\nit's $d\nEND\n"
+    words = f"a={word} b=$val"
+    command = ["bash", "-c", f"set -f\n{text}printf '%s\\0' {words}"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assume(printed.returncode == 0)
+    launch = read(f"{text}{START} {words}", tmp_path_factory.mktemp("words"))
+    assert launch.arguments == [one for one in printed.stdout.split("\0") if one]
 
 
 def test_nothing_is_executed(tmp_path):
