@@ -31,7 +31,7 @@ COMMAND = "the command"
 PRINTS = {"--cfg", "-c", "--help", "-h", "--info", "-i", "--hydra-help"}  # Hydra's flags that start nothing
 PROBE = re.compile(r"\s*import (\w+)\s*")  # of `python -c`
 SCRIPTS = {"bash", "sh", "source", ".", "exec", "sbatch", "srun", "--"}  # commands that run the file behind them
-SILENT = {"cd", "mkdir", "test", "true", ":", "set", "unset", "shift"}
+SILENT = {"cd", "mkdir", "true", ":", "set", "unset", "shift"}
 EXPANSION = re.compile(
     r"(?P<length>#(?=\w))?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^]]*)\])?"
     r"(?:(?P<operator>:?[-=+?]|##?|%%?|//?|,,|\^\^)(?P<rest>.*))?",
@@ -44,9 +44,9 @@ NUMBERS: dict[str, Callable[[int, int], bool]] = {
 }  # fmt: skip
 # What decides whether `$name` and a backslash at the end of a line stand in a word, in the order of the attempts.
 LEXEME = re.compile(
-    r"(?P<join>(?<=\S)(?:\\\n)+(?=\S))|\\.|(?P<ansi>\$'(?:\\.|[^'\\])*')|(?P<raw>'[^']*')|(?P<toggle>[\"`])"
-    r"|(?P<open>\$?\(|\$\{)|(?P<close>[)}])|(?P<comment>(?<![^\s;&|()])#[^\n]*)|(?P<here>(?<!<)<<-?\s*['\"\\]?(?P<end>[A-Za-z_]\w*))"
-    r"|\$(?P<name>[A-Za-z_]\w*)|(?P<line>\n)",
+    r"(?P<join>(?<=\S)(?:\\\n)+)|\\.|(?P<ansi>\$'(?:\\.|[^'\\])*')|(?P<raw>'[^']*')|(?P<toggle>[\"`])"
+    r"|(?P<open>\$?\(|\$\{)|(?P<close>[)}])|(?P<comment>(?<![^\s;&|(])(?<!\S\\\n)#[^\n]*)|(?P<line>\n)"
+    r"|(?<!<)<<-?\s*['\"\\]?(?P<end>[A-Za-z_]\w*)['\"]?|\$(?P<name>[A-Za-z_]\w*)",
     re.DOTALL,
 )
 MOST_TURNS = 100  # of a loop
@@ -481,7 +481,8 @@ class _Shell:
             if operator in ("-n", "-z"):
                 return bool(value) is (operator == "-n")
             if operator in ("-f", "-d", "-e", "-s", "-r"):
-                return getattr(Path(self.path(value)), {"-f": "is_file", "-d": "is_dir"}.get(operator, "exists"))()
+                kind = {"-f": "is_file", "-d": "is_dir"}.get(operator, "exists")
+                return getattr(Path(self.path(value)), kind)() or said  # another machine may have it
             return said
         if node.type != "binary_expression":
             value = self.text(node)
@@ -653,7 +654,7 @@ def _as_grammar_reads(text: str) -> tuple[str, list[int]]:
         parts.append(text[place : one.start()])
         kind, said, place, top = one.lastgroup, one[0], one.end(), within[-1]
         plain = top != '"' and (top != "}" or '"' not in within)  # else quotes and comments are text
-        if kind in ("raw", "ansi", "comment", "here", "end") and not plain:
+        if kind in ("raw", "ansi", "comment", "end") and not plain:
             said, place = said[0], one.start() + 1
         elif kind == "toggle":
             within = within[:-1] if top == said else [*within, said]

@@ -48,7 +48,7 @@ SCRIPTS = {
         elif (( TP % 2 == 0 )) && [ $TP -gt 1 ]; then A=2; else A=3; fi
         case "$MODE" in s*) B=1 ;; vllm|trt) B=2 ;; *) exit 1 ;; esac
         [ -z "$X" ] && C=1 || C=2
-        [[ $MODE == v* && ! -f none.txt ]] && D=1
+        [[ $MODE == v* && -d . ]] && D=1
         {START} a=$A b=$B c=$C d=$D
     """,
     "names": f"""
@@ -108,13 +108,13 @@ def read(text, tmp_path, *arguments, **environ):
     return read_script(script, arguments, environ)
 
 
-PIECES = [*r"""$d ${d} [ ] , / . # '$d' "$d" "[$d" "'" \\ ${e:-[$d]}""".split(), " ", "\\\n", "'\\\n'", '"\\\n"']
-PIECES += ["$(echo $d)", "\"$(echo '$d')\""]
+PIECES = ["$d", "${d}", "${e:-[$d]}", "[", "]", ",", "/", ".", "#", "'$d'", '"$d"', '"[$d"', '"\'"', "$(echo $d)"]
+PIECES += [" ", "\\\\", "\\\n", "'\\\n'", '"\\\n"', "\"$(echo '$d')\""]
 
 
 @given_by(strategies.lists(strategies.sampled_from(PIECES), max_size=9).map("".join))
 def test_words_are_those_of_bash(tmp_path_factory, word):
-    text = f"d=x/y\nval=[$d,\\\n$d]\n# it's\n: <<'END'\nit's $d\nEND\n"
+    text = "d=x/y\nval=[$d,\\\n$d]\n# it's\n: <<'END'\nit's $d\n\nEND\n"
     words = f"a={word} b=$val"
     command = ["bash", "-c", f"set -f\n{text}printf '%s\\0' {words}"]
     printed = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -148,6 +148,18 @@ def test_what_is_not_known_is_listed(tmp_path):
     assert launch.arguments == ["a=1", "name=run_$date_d_x", "path=/data/$USER_DIR"]
     assert launch.left_out == ("words of $DEVICE", "nodes", "gpus", "mine")
     assert launch.unknown == ("$DEVICE", "$SLURM_NNODES", "$(date +%d)", "$USER_DIR", "nvidia-smi")
+
+
+def test_a_file_that_is_not_here_may_be_where_the_script_runs(tmp_path):
+    tests = [
+        "if [ ! -f /data/t.parquet ]; then exit 1; fi",
+        "[ -d /data ] || exit 1",
+        "if test ! -f /data/v; then exit; fi",
+    ]
+    for text in tests:
+        assert read(f"{text}\n{START} a=1", tmp_path).arguments == ["a=1"]
+    launch = read(f"if [ -f /data/t ]; then A=1; else A=2; fi\n{START} a=$A", tmp_path)
+    assert launch.left_out == ("a",)
 
 
 def test_variables_of_the_environment_count(tmp_path):
