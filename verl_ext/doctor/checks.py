@@ -6,6 +6,7 @@ Parts of the installation or the config that are slow to read are read once, and
 import ast
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,6 +91,7 @@ class Context:
         environ: environment variables.
         refused: why the overrides do not compose, or those that Hydra refuses; the config is without them.
         overrides: the command line from which the config is composed.
+        left_out: settings of a script whose values are not known here, so that the config has verl's defaults.
         gpu: the rollout's GPU, if it is known.
         trust: whether code that the config names may run (`hooks.py`).
         folder: returns the folder of a package's source.
@@ -106,6 +108,7 @@ class Context:
     config: Any = None  # DictConfig | None
     refused: Sequence[Problem] = ()
     overrides: Sequence[str] = ()
+    left_out: Collection[str] = ()
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
@@ -249,7 +252,7 @@ class Context:
 
     @property
     def _model_path(self) -> str | None:
-        return self.get(f"{MODEL}.path")
+        return None if f"{MODEL}.path" in self.left_out else self.get(f"{MODEL}.path")
 
     @property
     def _tokenizer_path(self) -> str | None:
@@ -289,7 +292,7 @@ class Context:
     @cached_property
     def model_type(self) -> str:
         """The model's type in transformers, guessed from its name if its files are not here; "" if nothing fits."""
-        return model_type(self.config) if self.config is not None else ""
+        return model_type(self.config) if self.config is not None and self._model_path else ""
 
     @property
     def has_experts(self) -> bool:
@@ -382,7 +385,17 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
-    return [replace(found, check=name) for name in names or CHECKS for found in _findings_of(CHECKS[name], context)]
+    judged = ((name, found) for name in names or CHECKS for found in _findings_of(CHECKS[name], context))
+    return [replace(_of_known_values(found, context), check=name) for name, found in judged]
+
+
+def _of_known_values(found: Problem, context: Context) -> Problem:
+    """Returns the finding, as a note if it is about a setting that was left out."""
+    names = (key.rpartition(".")[2] if "_" in key.rpartition(".")[2] else key for key in context.left_out)
+    if found.level in ("ok", "note") or not any(re.search(rf"\b{re.escape(name)}\b", found.found) for name in names):
+        return found
+    why = "; ".join(filter(None, ("the script's value is not known here, and verl's default was judged", found.why)))
+    return replace(found, level="note", why=why, fix=())
 
 
 def fixes(findings: Iterable[Problem]) -> list[str]:

@@ -76,7 +76,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     given, versions = given_arguments(arguments), installed_versions()
 
     def look(overrides: Sequence[str]) -> "list[Problem]":
-        return diagnose([*given, *overrides], arguments.gpu, trust=arguments.trust, versions=versions)
+        arguments_now, left_out = [*given, *overrides], arguments.left_out
+        return diagnose(arguments_now, arguments.gpu, trust=arguments.trust, versions=versions, left_out=left_out)
 
     findings = look(())
     if arguments.fix:

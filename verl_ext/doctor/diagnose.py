@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
 
@@ -36,7 +36,12 @@ MOST_ROUNDS = 8  # each round applies all known fixes
 
 
 def diagnose(
-    arguments: Sequence[str], gpu: Gpu | None, *, trust: bool = False, versions: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    gpu: Gpu | None,
+    *,
+    trust: bool = False,
+    versions: Mapping[str, str] | None = None,
+    left_out: Collection[str] = (),
 ) -> list[Problem]:
     """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
@@ -57,6 +62,7 @@ def diagnose(
             composed.config,
             composed.problems,
             overrides=arguments,
+            left_out=left_out,
             gpu=gpu,
             trust=trust,
             other_machine=other_machine,

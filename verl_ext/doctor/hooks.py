@@ -104,7 +104,8 @@ def config_composes(context: Context) -> Iterable[Problem]:
 def _added(key: str, context: Context) -> Iterator[Problem]:
     """Yields a setting that only its plus sign adds, if it is next to one with almost the same name."""
     above, _, leaf = key.rpartition(".")
-    node = OmegaConf.select(context.config, above) if above else context.config
+    if not OmegaConf.is_dict(node := OmegaConf.select(context.config, above) if above else context.config):
+        return  # another override deletes it
     near = [one for one in similar(leaf, {*map(str, node)} - {leaf}) if is_misspelt(leaf, one)]
     if near and leaf in node and not (leaf in GROUPS or is_read(key, context.config)):
         yield warning(f"+{key} is added next to {', '.join(near)}", "verl reads only the names that its configs have")

@@ -72,15 +72,18 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
     Raises:
         ConfigError: a file does not exist, or has no launch.
     """
-    arguments.overrides, said = read_launch(arguments.overrides, os.environ)
+    arguments.overrides, said, arguments.left_out = read_launch(arguments.overrides, os.environ)
     if said:
         print(f"verl-ext: {printable(said, MOST_SAID)}", file=sys.stderr)
     values = {flag: getattr(arguments, flag.replace("-", "_"), None) for flag in FLAGS}
     return [*arguments.overrides, *(f"--{flag}={value}" for flag, value in values.items() if value)]
 
 
-def read_launch(words: Sequence[str], environ: Mapping[str, str], *, complete: bool = False) -> tuple[list[str], str]:
-    """Returns the arguments of `verl_ext.main_ppo` that these words give, and a line on what was read; "" if nothing.
+def read_launch(
+    words: Sequence[str], environ: Mapping[str, str], *, complete: bool = False
+) -> tuple[list[str], str, tuple[str, ...]]:
+    """Returns the arguments of `verl_ext.main_ppo` that these words give, a line on what was read, "" if nothing, and
+    the settings that were left out because their values are not known.
 
     Args:
         words: overrides, and YAML files of overrides, and one script with its arguments, or one command. An override
@@ -101,7 +104,7 @@ def read_launch(words: Sequence[str], environ: Mapping[str, str], *, complete: b
     script = next((index for index, word in enumerate(given) if "=" not in word and Path(word[:200]).is_file()), None)
     command = any("main_" in word and "=" not in word.split()[0] for word in given if word.strip())
     if script is None and not command:
-        return given, ""
+        return given, "", ()
     from verl_ext.launch import script as scripts
 
     entry = scripts.entry_of(given)
@@ -120,7 +123,7 @@ def read_launch(words: Sequence[str], environ: Mapping[str, str], *, complete: b
         raise ConfigError(said)
     if complete and launch.exports:
         said += f"; variables that the job does not get: {', '.join(launch.exports)}; pass what it needs with --env"
-    return [*launch.arguments, *added], said
+    return [*launch.arguments, *added], said, launch.left_out
 
 
 def _about(launch: "Launch") -> str:

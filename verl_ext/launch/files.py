@@ -1,7 +1,7 @@
 """Files that a run opens: data, reward functions, and configs of tools and agent loops."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,21 +27,25 @@ BESIDE_VERL = (
 DATA = ("data.train_files", "data.val_files")  # `RLHFDataset._download` of utils/dataset/rl_dataset.py
 
 
-def file_problems(config: DictConfig) -> Iterator[Problem]:
+def file_problems(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[Problem]:
     """Yields a problem for each file that the run opens and that is not on this machine."""
-    for file in missing_files(config):
+    for file in missing_files(config, unknown):
         yield Problem(f"{file} does not exist", "every node that opens it needs it", otherwise="correct the path")
 
 
-def missing_files(config: DictConfig) -> Iterator[str]:
-    """Yields `setting=path` of each of these files that is not on this machine. Remote paths are left to verl."""
+def missing_files(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[str]:
+    """Yields `setting=path` of each of these files that is not on this machine. Remote paths are left to verl.
+
+    Args:
+        unknown: settings whose values in the run are not those of the config.
+    """
     verl = package_folder("verl")
     beside_verl = [verl.parent, verl] if verl else []
     # A data set class of the user may read anything; with use_shm, a file may be a name on the Hugging Face Hub.
     own_data = any(_values(config, name) for name in ("data.custom_cls.path", "data.use_shm"))
     for setting in (*(() if own_data else DATA), *CODE, *BESIDE_VERL):
         folders = [Path(), *(beside_verl if setting in BESIDE_VERL else ())]
-        for path in _values(config, setting):
+        for path in _values(config, setting) if setting not in unknown else ():
             file = os.path.expanduser(path.removeprefix("file://"))
             if "://" not in file and not any((folder / file).exists() for folder in folders):
                 yield f"{setting}={path}"

@@ -63,7 +63,7 @@ class Launch:
         where: its script and line.
         module: the entry point.
         unknown: what could not be known, as `$NAME` or `$(command)`.
-        left_out: arguments of which nothing is known.
+        left_out: settings of which nothing is known.
         others: where else the script starts verl.
         exports: names of the environment variables that the script sets.
     """
@@ -126,15 +126,16 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
     trains = [one for one in launches if not PRINTS & {*one.arguments}] or launches
     chosen = trains[0]
     asked = [word for word in chosen.arguments if word.partition("=")[0].lstrip("+") not in replaced]
-    kept = [word for word in asked if not UNKNOWN.fullmatch(word.partition("=")[2] or word)]
-    lost = [word for word in asked if word not in kept]
+    lost = [word for word in asked if UNKNOWN.fullmatch(word.partition("=")[2] or word)]
+    # A setting may be there only by the override that another one replaces; of a config group Hydra takes one choice.
+    kept = [word for word in chosen.arguments if word not in lost and (word in asked or "." in word.partition("=")[0])]
     causes = dict.fromkeys(cause for word in asked for cause in UNKNOWN.findall(word))
     return Launch(
         [UNKNOWN.sub(lambda found: "$" + re.sub(r"\W+", "_", found[1]).strip("_")[:40], word) for word in kept],
         chosen.where,
         chosen.module,
         tuple(cause.replace(BLANK, " ") for cause in causes),
-        tuple(UNKNOWN.sub("", word.partition("=")[0]) or f"words of {_causes(word)}" for word in lost),
+        tuple(UNKNOWN.sub("", word.partition("=")[0]).lstrip("+") or f"words of {_causes(word)}" for word in lost),
         tuple(dict.fromkeys(one.where for one in trains if one.where != chosen.where)),
         tuple(sorted(shell.exports)),
     )

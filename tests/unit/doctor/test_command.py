@@ -325,3 +325,14 @@ def test_what_hydra_refuses_beside_another_setting(doctor, override, said):
     told = {each["found"].partition(" of this verl")[0] for each in found}
     assert told == {*filter(None, [said]), "max_turns is not a setting"}
     assert not any(each["fix"] for each in found), "no value is moved: null is none"
+
+
+def test_a_setting_whose_value_is_not_known_is_not_judged_by_its_default(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    text = f"python3 -m verl.trainer.main_ppo {' '.join(RUN[:5])} data.train_files=$(f) data.train_batch_size=$(g)"
+    script.write_text(f"{text} actor_rollout_ref.actor.ppo_mini_batch_size=2048")
+    main(["doctor", "--gpu", "H100", "--json", str(script)])
+    found = json.loads(capsys.readouterr().out)
+    assert not any("data.train_files" in one["found"] for one in found)
+    assert {one["level"] for one in found if "train_batch_size" in one["found"]} == {"note"}
+    assert not any("train_batch_size" in one for row in found for one in row["fix"])

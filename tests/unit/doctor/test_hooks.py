@@ -543,3 +543,8 @@ def test_no_text_of_the_config_is_offered_as_a_fix(look):
     for setting in (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"):
         found = look({setting: "x; touch y"}, "training dtype", "dtype of both engines")
         assert found and not [check for check, findings in found.items() if "touch" in str(findings[0]["fix"])]
+
+
+def test_a_setting_that_is_added_and_deleted(findings):
+    node = "actor_rollout_ref.rollout.agent.mine"
+    assert not findings("config", f"+{node}.a=1", f"~{node}")

@@ -209,7 +209,7 @@ def test_a_file_of_an_entry_point_counts():
 
 
 def given(*words, complete=False, **environ):
-    return read_launch(words, environ, complete=complete)
+    return read_launch(words, environ, complete=complete)[:2]
 
 
 def test_what_people_give(tmp_path):
@@ -223,6 +223,10 @@ def test_what_people_give(tmp_path):
         "as KEY=VALUE"
     )
     assert given("NODES=3", "bash", str(script), "5", "b=1")[0] == ["n=5", "nodes=3", "b=1"]
+    script.write_text(f"{START} +a.x=$(date) +a.y=1 stability=moe")
+    overrides, said = given(str(script), "~a.x", "a.y=2", "stability=icepop")
+    assert [one.partition("=")[0] for one in overrides] == ["+a.x", "+a.y", "~a.x", "a.y", "stability"]
+    assert "not known" not in said
     assert given("b=1", "A=1", "python3", "-m", MAIN, "a=1")[0] == ["a=1", "b=1"]
     assert given(f"{START} a=1 b='x y'")[0] == ["a=1", "b=x y"]
     with pytest.raises(ConfigError, match=r"gone\.sh does not exist; give a launch script"):
