@@ -338,7 +338,7 @@ def check_launch(overrides: Sequence[str]) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    overrides, said, _ = read_launch(arguments.overrides, os.environ, complete=True)
+    overrides, said, *_ = read_launch(arguments.overrides, os.environ, complete=True)
     check_launch(overrides)
     if said:
         print(f"verl-ext submit: {said}", file=sys.stderr)

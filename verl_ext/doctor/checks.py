@@ -92,6 +92,7 @@ class Context:
         refused: why the overrides do not compose, or those that Hydra refuses; the config is without them.
         overrides: the command line from which the config is composed.
         left_out: settings of a script whose values are not known here, so that the config has verl's defaults.
+        entry: the entry point, if it is not main_ppo.
         gpu: the rollout's GPU, if it is known.
         trust: whether code that the config names may run (`hooks.py`).
         folder: returns the folder of a package's source.
@@ -109,6 +110,7 @@ class Context:
     refused: Sequence[Problem] = ()
     overrides: Sequence[str] = ()
     left_out: Collection[str] = ()
+    entry: str = ""
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
@@ -386,11 +388,14 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
     judged = ((name, found) for name in names or CHECKS for found in _findings_of(CHECKS[name], context))
-    return [replace(_of_known_values(found, context), check=name) for name, found in judged]
+    return [_as_far_as_known(replace(found, check=name), context) for name, found in judged]
 
 
-def _of_known_values(found: Problem, context: Context) -> Problem:
-    """Returns the finding, as a note if it is about a setting that was left out."""
+def _as_far_as_known(found: Problem, context: Context) -> Problem:
+    """Returns the finding, as a note if it is about a setting that was left out. What stops main_ppo may not stop
+    another entry point, if it is not in the config."""
+    if context.entry and found.level == "error" and found.check not in ("config", "verl's validation"):
+        return replace(found, level="warning", why=f"it would stop main_ppo; {found.why}", fix=())
     names = (key.rpartition(".")[2] if "_" in key.rpartition(".")[2] else key for key in context.left_out)
     if found.level in ("ok", "note") or not any(re.search(rf"\b{re.escape(name)}\b", found.found) for name in names):
         return found

@@ -76,8 +76,14 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     given, versions = given_arguments(arguments), installed_versions()
 
     def look(overrides: Sequence[str]) -> "list[Problem]":
-        arguments_now, left_out = [*given, *overrides], arguments.left_out
-        return diagnose(arguments_now, arguments.gpu, trust=arguments.trust, versions=versions, left_out=left_out)
+        return diagnose(
+            [*given, *overrides],
+            arguments.gpu,
+            trust=arguments.trust,
+            versions=versions,
+            left_out=arguments.left_out,
+            entry=arguments.entry,
+        )
 
     findings = look(())
     if arguments.fix:

@@ -42,6 +42,7 @@ def diagnose(
     trust: bool = False,
     versions: Mapping[str, str] | None = None,
     left_out: Collection[str] = (),
+    entry: str = "",
 ) -> list[Problem]:
     """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
@@ -53,7 +54,7 @@ def diagnose(
     composed, other_machine = Composed(None), gpu is not None
     with contextlib.redirect_stdout(sys.stderr):  # verl and its imports print; stdout is for the findings
         if arguments:
-            composed = compose(arguments, trust=trust)
+            composed = compose(arguments, trust=trust, entry=entry)
             gpu = gpu or present()
         context = Context(
             versions,
@@ -63,6 +64,7 @@ def diagnose(
             composed.problems,
             overrides=arguments,
             left_out=left_out,
+            entry=entry,
             gpu=gpu,
             trust=trust,
             other_machine=other_machine,

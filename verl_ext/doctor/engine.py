@@ -112,7 +112,7 @@ def rollout_placement(context: Context) -> Iterable[Problem]:
     separate = context.get(MODE) == "separate_async"
     if context.get(HYBRID) is False and separate:
         yield ok("hybrid_engine=False: our workers replace verl's actor, whose role is Role.Actor")
-    elif context.get(HYBRID) is False:
+    elif context.get(HYBRID) is False and not context.entry:
         why = "only separate_async reads it, and rollouts stay on the GPUs of training"
         found = f"hybrid_engine=False in {context.get(MODE, 'sync')}"
         yield warning(found, f"{why}; for GPUs of their own, set {MODE}=separate_async and {ROLLOUT}.nnodes")

@@ -90,8 +90,12 @@ def config_composes(context: Context) -> Iterable[Problem]:
     Source: verl/trainer/config (0.9.1); in rollout/rollout.yaml, rollout.name is `???`, which is mandatory in Hydra.
     """
     stops = "the launch stops at it" if context.config is not None else "nothing else of the run was checked"
+    if context.entry:
+        why = "it is judged by verl's trainer and configs; what its own code does is not known here"
+        yield note(f"{context.entry} is not verl's main_ppo", why)
     for problem in context.refused:
-        yield replace(problem, why="; ".join(filter(None, (stops, problem.why))))
+        said = (stops,) if problem.level == "error" else ()
+        yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
     for text in context.overrides:
         if text.endswith("=") and not text.startswith(("~", "--")):
             yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
@@ -178,7 +182,7 @@ def verl_validation(context: Context) -> Iterable[Problem]:
             yield note("verl's validate_config was not finished", why)
         else:
             why = "verl's own validation would stop the run with this error"
-            yield error(said, why, *_larger_batch(said, context))
+            yield (warning if context.entry else error)(said, why, *_larger_batch(said, context))
         return
     yield ok("verl's validate_config passes")
 

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError, Problem
+from verl_ext.base.errors import ConfigError, Problem, errors_of
 from verl_ext.base.printable import printable
 from verl_ext.features.verl_config import ACTOR, key_of, value_of
 from verl_ext.launch.names import unknown_name
@@ -23,6 +24,7 @@ from verl_ext.launch.refused import CONSTANTS, PLAIN, Refused, refusals
 if TYPE_CHECKING:
     from verl_ext.launch.script import Launch
 
+COMMAND = re.compile(r"main_|^-m$|^--module$|\.py$")
 FLAGS = ("config-path", "config-name")
 FILE = re.compile(r"[^=\s]+\.(?:sh|bash|slurm|sbatch|ya?ml)")
 OVERRIDE = re.compile(r"[+~]*[a-z][\w.@/]*=|~\w")
@@ -72,7 +74,8 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
     Raises:
         ConfigError: a file does not exist, or has no launch.
     """
-    arguments.overrides, said, arguments.left_out = read_launch(arguments.overrides, os.environ)
+    read = read_launch(arguments.overrides, os.environ)
+    arguments.overrides, said, arguments.left_out, arguments.entry = read
     if said:
         print(f"verl-ext: {printable(said, MOST_SAID)}", file=sys.stderr)
     values = {flag: getattr(arguments, flag.replace("-", "_"), None) for flag in FLAGS}
@@ -81,9 +84,9 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
 
 def read_launch(
     words: Sequence[str], environ: Mapping[str, str], *, complete: bool = False
-) -> tuple[list[str], str, tuple[str, ...]]:
-    """Returns the arguments of `verl_ext.main_ppo` that these words give, a line on what was read, "" if nothing, and
-    the settings that were left out because their values are not known.
+) -> tuple[list[str], str, tuple[str, ...], str]:
+    """Returns the arguments of `verl_ext.main_ppo` that these words give, a line on what was read, "" if nothing, the
+    settings that were left out because their values are not known, and the entry point if it is not main_ppo.
 
     Args:
         words: overrides, and YAML files of overrides, and one script with its arguments, or one command. An override
@@ -102,9 +105,9 @@ def read_launch(
             raise ConfigError(f"{word} does not exist; give a launch script, a YAML file of overrides, or KEY=VALUE")
         given += read_overrides(file) if is_file and file.suffix in (".yaml", ".yml") else [word]
     script = next((index for index, word in enumerate(given) if "=" not in word and Path(word[:200]).is_file()), None)
-    command = any("main_" in word and "=" not in word.split()[0] for word in given if word.strip())
+    command = any(COMMAND.search(word) and "=" not in word.split()[0] for word in given if word.strip())
     if script is None and not command:
-        return given, "", ()
+        return given, "", (), ""
     from verl_ext.launch import script as scripts
 
     entry = scripts.entry_of(given)
@@ -118,19 +121,19 @@ def read_launch(
     else:
         words = [word for word in before if word not in added] + given[len(before) :]
         launch = scripts.read_command(words, variables, replaced)
-    said = _about(launch)
-    if complete and launch.unknown:
+    said, other = _about(launch), "" if scripts.MAIN.fullmatch(launch.module) else launch.module
+    if complete and (launch.unknown or other):
         raise ConfigError(said)
     if complete and launch.exports:
         said += f"; variables that the job does not get: {', '.join(launch.exports)}; pass what it needs with --env"
-    return [*launch.arguments, *added], said, launch.left_out
+    return [*launch.arguments, *added], said, launch.left_out, other
 
 
 def _about(launch: "Launch") -> str:
     parts = [f"read {launch.where}"]
     if launch.others:
         parts.append(f"not read, as they start verl too: {'; '.join(launch.others)}")
-    if launch.module not in (OURS, VERLS):
+    if launch.module not in (OURS, VERLS):  # another entry point is the doctor's note
         parts.append(f"{launch.module} is read like {VERLS}")
     if launch.unknown:
         parts.append(f"values that are not known here: {', '.join(launch.unknown)}")
@@ -198,8 +201,8 @@ class Composed:
     problems: tuple[Problem, ...] = ()
 
 
-def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
-    """Composes the config of a run.
+def compose(arguments: Sequence[str], *, trust: bool = False, entry: str = "") -> Composed:
+    """Composes the config of a run; of an entry point other than main_ppo as far as verl's configs tell it.
 
     Without `trust`, a config is refused if Hydra would import packages (`pkg://` in hydra.searchpath) other than
     verl's and ours.
@@ -212,15 +215,10 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
         why = NO_VERL if error.name == "verl" else ""
         return Composed(None, (Problem(f"the run's config cannot be composed here: {error}", why),))
     try:
-        folder, name = ours.VERL_CONFIGS, ours.PRIMARY
+        arguments = ours.of_entry(arguments, entry) if entry else arguments
         overrides, flags = ours.split_flags(ours.prepare(arguments))
-        for index, word in enumerate(flags):
-            flag, equals, value = word.partition("=")
-            value = value if equals else "".join(flags[index + 1 : index + 2])
-            if flag in ("--config-path", "-cp"):
-                folder = Path(value)
-            elif flag in ("--config-name", "-cn"):
-                name = value
+        folder = Path(ours.flag_of(flags, "--config-path", "-cp") or ours.VERL_CONFIGS)
+        name = ours.flag_of(flags, "--config-name", "-cn") or ours.PRIMARY
         if not trust and (packages := _packages(folder / f"{name.removesuffix('.yaml')}.yaml", overrides)):
             return Composed(None, (Problem(f"hydra.searchpath={packages} would be imported; --trust allows it"),))
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
@@ -235,9 +233,23 @@ def compose(arguments: Sequence[str], *, trust: bool = False) -> Composed:
                 megatrons = next((one.key for one in refused.values() if ".megatron." in one.key), None)
                 if megatrons and OmegaConf.select(config, MEGATRON_SIZE) is None:
                     return Composed(None, (Problem(f"{megatrons}: {NO_MEGATRON}", fix=("model_engine=megatron",)),))
-                return Composed(config, tuple(refusals([*refused.values()], config, given)))
+                own = dict[str, str]()
+                if entry:
+                    groups = [one for one in overrides if "." not in key_of(one) or one.startswith("hydra.")]
+                    base = hydra.compose(name, groups)
+                    own = {one.key: _missing_node(one.key, base) for one in refused.values()}
+                rest = [one for one in refused.values() if not own.get(one.key)]
+                nodes = ", ".join(filter(None, dict.fromkeys(own.values())))
+                its = [Problem(f"{entry} has settings of its own: {nodes}", level="note")] if nodes else []
+                return Composed(config, (*its, *refusals(rest, config, given)))
     except Exception as error:  # a broken config makes Hydra and OmegaConf raise nearly any error
         return Composed(None, _failure(error))
+
+
+def _missing_node(key: str, config: DictConfig) -> str:
+    """Returns the first node above a setting that a config does not have; "" if it has them all."""
+    above = accumulate(key.split(".")[:-1], "{}.{}".format)
+    return next((node for node in above if not OmegaConf.is_dict(value_of(config, node))), "")
 
 
 def _failure(error: Exception) -> tuple[Problem, ...]:
@@ -291,9 +303,10 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
         ConfigError: the config cannot be composed, or it would import modules without --trust.
     """
     with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
-        composed = compose(given := given_arguments(arguments), trust=arguments.trust)
+        given = given_arguments(arguments)
+        composed = compose(given, trust=arguments.trust, entry=arguments.entry)
     config = composed.config
-    if config is None or composed.problems:
+    if config is None or errors_of(composed.problems):
         raise ConfigError.of(composed.problems)
     if not arguments.trust and (named := plugins(config)):
         raise ConfigError(f"stability.plugins={named} would be imported; --trust allows it, or leave it out here")

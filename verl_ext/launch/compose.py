@@ -1,8 +1,10 @@
 """Composes a run's config with Hydra: the config that verl's entry point would read, plus our groups."""
 
 import os
+import re
 from collections.abc import Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -24,6 +26,7 @@ if (VERL := package_folder("verl")) is None:
     raise ModuleNotFoundError("No module named 'verl'", name="verl")
 VERL_CONFIGS = VERL / "trainer" / "config"
 PRIMARY = "ppo_trainer"
+MAIN = re.compile(r'hydra\.main\(config_path="(\w+)", config_name="(\w+)"')
 # Names at the front of overrides, which some people write as flags.
 OVERRIDDEN = (*GROUPS, "actor_rollout_ref", "algorithm", "critic", "data", "reward", "trainer")
 PLACES = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd")  # Hydra's flags
@@ -65,16 +68,11 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     arguments, flags = split_flags(arguments)
     if dashed := next((one for one in flags if one.lstrip("-").partition("=")[0].split(".")[0] in OVERRIDDEN), None):
         raise ConfigError(f"{dashed} has dashes, and an override has none", otherwise=f"write {dashed.lstrip('-')}")
-    folder, name = VERL_CONFIGS, PRIMARY
-    for index, argument in enumerate(flags):
-        flag, equals, value = argument.partition("=")
-        position = index if equals else index + 1
-        value = value if equals else "".join(flags[position : position + 1])
-        if flag in ("--config-name", "-cn"):
-            name = value
-        elif flag in ("--config-path", "-cp"):
-            folder = Path(os.path.normpath(VERL_CONFIGS.parent / value))
-            flags[position : position + 1] = [f"{flag}={folder}" if equals else str(folder)]
+    folder = VERL_CONFIGS
+    name = flag_of(flags, "--config-name", "-cn") or PRIMARY
+    if path := flag_of(flags, "--config-path", "-cp"):
+        folder = Path(os.path.normpath(VERL_CONFIGS.parent / path))
+        flags.append(f"--config-path={folder}")  # the last one counts
     listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
     for index, argument in enumerate(arguments):
         group, _, choice = argument.partition("=")
@@ -99,6 +97,26 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         (flags if is_flag or is_value else overrides).append(argument)
         takes_value = is_flag and "=" not in argument
     return overrides, flags
+
+
+def flag_of(flags: Sequence[str], *names: str) -> str:
+    """Returns the value of a flag of Hydra that has one of these names; "" if it is not given."""
+    given = dict(word.partition("=")[::2] if "=" in word else (word, next_) for word, next_ in pairwise([*flags, ""]))
+    return next((given[name] for name in names if name in given), "")
+
+
+def of_entry(arguments: Sequence[str], module: str) -> list[str]:
+    """Returns the arguments of an entry point other than main_ppo, with the config that it reads if it is verl's; else
+    with verl's of the same name, or the usual one."""
+    overrides, flags = split_flags(arguments)
+    path, name = flag_of(flags, "--config-path", "-cp"), flag_of(flags, "--config-name", "-cn").removesuffix(".yaml")
+    file = VERL_CONFIGS.parents[2].joinpath(*re.split("[./]", module.removesuffix(".py"))).with_suffix(".py")
+    if module.startswith("verl") and file.is_file() and (main := MAIN.search(file.read_text(encoding="utf-8"))):
+        folder, name = file.parent / (path or main[1]), name or main[2]
+        overrides.append(f"hydra.searchpath=[file://{VERL_CONFIGS}]")
+    else:
+        folder, name = VERL_CONFIGS, name if (VERL_CONFIGS / f"{name}.yaml").is_file() else PRIMARY
+    return [*overrides, f"--config-path={folder}", f"--config-name={name}"]
 
 
 def _groups_in_defaults(file: Path) -> set[str]:

@@ -25,9 +25,11 @@ from verl_ext.base.errors import ConfigError
 # A value is text. An unknown part of it is its cause between two private characters, without blanks; FIELD ends a word.
 UNKNOWN, BLANK, FIELD = re.compile("\ue000(.*?)\ue001"), "\ue003", "\ue002"
 STARTS = re.compile(r"(?:[\w.]+\.|(?:\S*/)?)main_\w+(?:\.py)?")  # a module or file of an entry point
-MAIN, VERLS = re.compile(r"(?:.*[./])?main_ppo(?:\.py)?"), re.compile(r".*(?<!\w)verl[./](?!trainer[./]main_ppo\b)")
+SETTING = re.compile(r"\+*(?:actor_rollout_ref|algorithm|critic|data|reward\w*|trainer)\.[\w.]+=")  # of verl's config
+MODEL = re.compile(r"\+*actor_rollout_ref\.model\.path=")
+MAIN = re.compile(r"(?:.*/)?(?:verl[./]trainer|verl_ext)[./]main_ppo(?:\.py)?")
 PYTHON = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate)")
-COMMAND = "the command"
+COMMAND, COMMAND_TEXT = "the command", re.compile(r"main_| -m ")
 PRINTS = {"--cfg", "-c", "--help", "-h", "--info", "-i", "--hydra-help"}  # Hydra's flags that start nothing
 PROBE = re.compile(r"\s*import (\w+)\s*")  # of `python -c`
 SCRIPTS = {"bash", "sh", "source", ".", "exec", "sbatch", "srun", "--"}  # commands that run the file behind them
@@ -116,7 +118,9 @@ def read_command(words: Sequence[str], environ: Mapping[str, str], replaced: Col
 
 
 def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -> Launch:
-    launches = [one for one in shell.found if MAIN.fullmatch(one.module) and not VERLS.match(one.module)]
+    launches = [one for one in shell.found if MAIN.fullmatch(one.module)]
+    # Another entry point has a config of its own. A launch that names its model tells enough to be judged by verl's.
+    launches = launches or [one for one in shell.found if any(map(MODEL.match, one.arguments))]
     if not launches:
         others = ", ".join(dict.fromkeys(f"{one.module} ({one.where})" for one in shell.found))
         instead = f"; it starts {others}" if others else ended
@@ -142,13 +146,16 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
 
 
 def entry_of(words: Sequence[str]) -> int | None:
-    """Returns the index of the entry point: the module behind `-m`, or a file that Python starts."""
-    for index, word in enumerate(words):
-        if index and STARTS.fullmatch(word):
-            by_python = any(PYTHON.fullmatch(one) or UNKNOWN.fullmatch(one) for one in words[:index])
-            if words[index - 1] in ("-m", "--module") or (by_python and word.endswith(".py")):
+    """Returns the index of the entry point: the module behind `-m`, or a file that Python starts, with a usual name or
+    with two of verl's settings behind it."""
+    found = None
+    for index, word in enumerate(words[1:], 1):
+        by_python = any(PYTHON.fullmatch(one) or UNKNOWN.fullmatch(one) for one in words[:index])
+        if words[index - 1] in ("-m", "--module") or (by_python and word.endswith(".py") and "=" not in word):
+            if STARTS.fullmatch(word):
                 return index
-    return None
+            found = index if sum(map(bool, map(SETTING.match, words[index:]))) > 1 else found
+    return found
 
 
 def _unknown(cause: str) -> str:
@@ -425,7 +432,7 @@ class _Shell:
             return importlib.util.find_spec(probe[1]) is not None  # whether `import NAME` would work
         self.printed.append(_unknown(text))
         for index, word in enumerate(words):
-            if " " in word and "main_" in word:
+            if " " in word and COMMAND_TEXT.search(word):
                 self.follow_text(word, int(where.rpartition(" ")[2]) if where[-1].isdigit() else 1)
             elif index == 0 or words[index - 1] in SCRIPTS:
                 self.call(word, words[index + 1 :], own=name in ("source", "."))

@@ -336,3 +336,21 @@ def test_a_setting_whose_value_is_not_known_is_not_judged_by_its_default(capsys,
     assert not any("data.train_files" in one["found"] for one in found)
     assert {one["level"] for one in found if "train_batch_size" in one["found"]} == {"note"}
     assert not any("train_batch_size" in one for row in found for one in row["fix"])
+
+
+def test_another_entry_point_is_judged_as_far_as_verls_configs_tell(capsys):
+    def look(entry, *settings):
+        main(["doctor", "--gpu", "H100", "--json", "--", "python3", "-m", entry, *here, *settings])
+        return json.loads(capsys.readouterr().out)
+
+    here = [*RUN[:5], "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", "data.train_batch_size=0"]
+    found = look(
+        "mine.train", "--config-name=mine", "mine.tools.a=1", "+mine.b.c=1", "trainer.mine.b=1", "trainer.no_such=1"
+    )
+    (note,) = (one["found"] for one in found if "of its own" in one["found"])
+    assert note.endswith(": mine, trainer.mine") and "mine.train is not" in next(
+        one["found"] for one in found if one["check"] == "config"
+    )
+    assert [one["check"] for one in found if one["level"] == "error"] == ["config"]
+    verls = look("verl.experimental.fully_async_policy.fully_async_main", "async_training.require_batches=2")
+    assert not any(one["level"] == "error" or "of its own" in one["found"] for one in verls)

@@ -204,8 +204,22 @@ def test_a_script_without_a_launch(text, said, tmp_path):
 
 
 def test_a_file_of_an_entry_point_counts():
-    words = ["accelerate", "launch", "mine/main_ppo.py", "a=1"]
-    assert read_command(words, {}).arguments == ["a=1"]
+    model = "actor_rollout_ref.model.path=mine"
+    words = ["accelerate", "launch", "mine/main_ppo.py", model]
+    assert read_command(words, {}).arguments == [model]
+
+
+def test_another_entry_point_is_read_if_it_is_told_its_model(tmp_path):
+    settings = "data.train_files=a actor_rollout_ref.model.path=b"
+    launch = read(f"torchrun -m torch.distributed.run -m mine.train {settings}", tmp_path)
+    assert (launch.module, launch.arguments) == ("mine.train", settings.split())
+    assert read(f"python3 mine/go.py {settings}\n{START} a=1", tmp_path).module == MAIN
+    with pytest.raises(ConfigError, match=r"it starts mine.train \(run.sh, line 1\)$"):
+        read("python3 -m mine.train data.train_files=a trainer.nnodes=2 x=1", tmp_path)
+    with pytest.raises(ConfigError, match="has no command"):
+        read("python3 -m pytest data.train_files=a", tmp_path)
+    with pytest.raises(ConfigError, match="is read like"):
+        given("python3", "-m", "mine.train", *settings.split(), complete=True)
 
 
 def given(*words, complete=False, **environ):
