@@ -127,20 +127,23 @@ def one_answer_for_all(context: Context) -> Iterable[Problem]:
 
 @check("validation", needs="config")
 def validation(context: Context) -> Iterable[Problem]:
-    """Several answers per validation prompt at temperature 0, which are identical. A note: validation of weights that
-    do not change, whose scores still differ.
+    """Several answers per validation prompt, or `do_sample`, at temperature 0, which is greedy. A note: validation of
+    weights that do not change, whose scores still differ.
 
     Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is. verl
     issues 4121 and 6802: the engines' kernels round by the batch, so that greedy answers differ between validations.
     """
     kwargs = f"{ROLLOUT}.val_kwargs"
     several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
-    if temperature == 0 and (several > 1 or context.get(f"{kwargs}.do_sample")):
-        asked = f"n={several}" if several > 1 else "do_sample=True"
-        why = "verl decodes greedily at temperature 0: all answers to a prompt are identical"
-        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
     validates = context.get("trainer.test_freq", -1) > 0 or context.get("trainer.val_before_train")
-    if temperature == 0 and validates and context.get(f"{ACTOR}.optim.lr") == 0 and not _is_repeatable(context):
+    if temperature != 0 or not validates:
+        return
+    if several > 1 or context.get(f"{kwargs}.do_sample"):
+        asked = f"n={several}" if several > 1 else "do_sample=True"
+        same = ": all answers to a prompt are identical" if several > 1 else ", whatever do_sample is"
+        why = f"verl decodes greedily at temperature 0{same}"
+        yield warning(f"val_kwargs.{asked} with temperature=0", why, f"{kwargs}.temperature=1.0")
+    if context.get(f"{ACTOR}.optim.lr") == 0 and not _is_repeatable(context):
         why = "greedy answers depend on what else is in the engine's batch: no sign of other weights (verl issue 6802)"
         yield note("validation at temperature 0 of weights that do not change (lr=0): its scores still differ", why)
 
