@@ -38,7 +38,9 @@ MOVED = {
     "reward_model.model": "",  # only the path has a new place
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model": "reward.reward_model",
+    "reward_manager": "reward.reward_manager",
     "sandbox_fusion": "reward.sandbox_fusion",
+    "ray_init": "ray_kwargs.ray_init",
     "critic.model.fsdp_config": "critic.fsdp",
     "critic.model.fsdp_config.grad_offload": "",
     f"{ACTOR}.fsdp_config.grad_offload": "",
@@ -86,11 +88,12 @@ def refusals(refused: Sequence[Refused], config: DictConfig, given: Collection[s
         elif place := new_place(one.key, config):
             yield Problem(found, f"leave it out, it is {place} now", moved_fix(one.key, one.value, config, given))
         elif is_read(one.key, config):
-            fix = (f"++{one.key}={one.value}",) if is_plain(one.value) else ()
-            yield Problem(f"{one.key} without a +", f"verl reads +{one.key}, and its configs do not list it", fix)
+            why = f"write +{one.key}: verl reads it, and its configs do not list it"
+            yield Problem(f"{one.key} without a +", why)  # what is added to the launch leaves the refused one there
         elif one.key not in MOVED and (near := similar_keys(one.key, config)):
             same = len(near) == 1 and is_misspelt(*(key.rpartition(".")[2] for key in (one.key, near[0])))
-            free = near[0] not in given and is_plain(one.value)
+            known = known_names(near[0])
+            free = near[0] not in given and is_plain(one.value) and (not known or str(one.value) in known)
             yield Problem(found, f"similar: {', '.join(near)}", (f"{near[0]}={one.value}",) if same and free else ())
         else:
             gone.append(one.key)
@@ -140,10 +143,19 @@ def is_read(setting: str, config: DictConfig) -> bool:
     """Returns True if verl reads a setting that its config does not list: below a node for the arguments of other code,
     or a field of the dataclass that a node's `_target_` names."""
     *above, leaf = setting.split(".")
-    if any(FREE.fullmatch(part) for part in above):
-        return True
+    if free := next((part for part in above if FREE.fullmatch(part)), ""):
+        parent = OmegaConf.select(config, ".".join(above[: above.index(free)])) if above[0] != free else config
+        return (OmegaConf.is_dict(parent) and free in parent) or _is_named(free)
     node = OmegaConf.select(config, ".".join(above)) if above else None
     return isinstance(node, DictConfig) and leaf in dataclass_fields(str(node.get("_target_")))
+
+
+@cache
+def _is_named(name: str) -> bool:
+    """Returns True if a name stands in verl's sources."""
+    folder = package_folder("verl")
+    files = folder.rglob("*.py") if folder else ()
+    return any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8", errors="replace")) for file in files)
 
 
 @cache
