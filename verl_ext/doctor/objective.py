@@ -32,8 +32,11 @@ from verl_ext.launch.names import MANAGER, known_names
 from verl_ext.launch.refused import is_plain, moved_fix, new_place
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
-ROOTS = ("custom_reward_function", "reward_model", "sandbox_fusion")
-UNFED = ("remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline")
+ROOTS = ("custom_reward_function", "reward_manager", "reward_model", "sandbox_fusion", "ray_init")
+BASELINE = (f"{ACTOR}.calculate_sum_pi_squared=True",)
+# Estimator -> what the old trainer needs for it. It feeds all of them.
+UNFED = {"remax": (), "gdpo": (), "optimal_token_baseline": BASELINE, "tir_optimal_token_baseline": BASELINE}
+GDPO_KEYS = "algorithm.gdpo_reward_keys"
 FEW = 4  # responses; verl's examples have at least as many
 ESTIMATOR = "algorithm.adv_estimator"
 RESPONSES = f"{ROLLOUT}.n"
@@ -43,6 +46,9 @@ UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is no
     "critic.grad_clip": (1.0, "critic.optim.clip_grad"),
     f"{ACTOR}.freeze_vision_tower": (False, ""),
     f"{ROLLOUT}.over_sample_rate": (0, ""),
+    f"{ROLLOUT}.repetition_penalty": (1.0, ""),
+    f"{ACTOR}.fsdp_config.strategy": ("fsdp", f"{ACTOR}.strategy"),
+    "critic.fsdp.strategy": ("fsdp", "critic.strategy"),
 }
 USUAL_CLIP = 0.2
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
@@ -56,11 +62,13 @@ BY_SEQUENCE = "seq-mean-token-mean"
 
 @check("old reward settings", needs="config")
 def old_reward_settings(context: Context) -> Iterable[Problem]:
-    """`reward_model.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them only under `reward`, and
-    otherwise silently uses its default reward (verl PR 7331).
+    """`reward_model.*`, `reward_manager.*`, `custom_reward_function.*`, `sandbox_fusion.*`: verl 0.9.1 reads them only
+    under `reward`, and otherwise silently uses its default reward (verl PR 7331); `ray_init.*`, which is under
+    `ray_kwargs`.
 
-    Source: verl PR 7331 (closed). Only fully_async_main.py calls `migrate_legacy_reward_impl` of
-    experimental/reward_loop/reward_loop.py, so trainer V1 silently uses its default reward.
+    Source: verl PR 7331 (closed). `run_ppo` of verl/trainer/main_ppo.py reads ray_kwargs.ray_init. Only
+    fully_async_main.py calls `migrate_legacy_reward_impl` of experimental/reward_loop/reward_loop.py, so trainer V1
+    silently uses its default reward.
     """
     given = {
         leaf: value
@@ -70,7 +78,8 @@ def old_reward_settings(context: Context) -> Iterable[Problem]:
     }
     if given:
         known = ", ".join(dict.fromkeys(filter(None, map(new_place, given)))) or "no such setting"
-        why = f"verl 0.9.1 silently uses its default reward: it reads {known}"
+        default = "its default" if all(leaf.startswith("ray_init") for leaf in given) else "its default reward"
+        why = f"verl 0.9.1 silently uses {default}: it reads {known}"
         moved = {leaf: moved_fix(leaf, value, context.config, context.given) for leaf, value in given.items()}
         fix = [f"{leaf}=null" for leaf, places in moved.items() if places]
         yield warning(f"{', '.join(given)}: not read", why, *fix, *(one for places in moved.values() for one in places))
@@ -88,16 +97,21 @@ def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
 
 @check("estimator", needs="config")
 def estimator(context: Context) -> Iterable[Problem]:
-    """`remax`, `gdpo` and the token baselines, which do not get their inputs from trainer V1; PF-PPO, whose responses
-    get the keys of other responses (verl PR 7957).
+    """`remax`, `gdpo` and the token baselines, which do not get their inputs from trainer V1; `gdpo` without its keys;
+    PF-PPO, whose responses get the keys of other responses (verl PR 7957).
 
     Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
-    sum_pi_squared. verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the result back under the old keys.
+    sum_pi_squared; those of `compute_advantage` in ray_trainer.py (trainer.use_v1=False) do. `gdpo` asserts its keys
+    (core_algos.py). verl PR 7957 (open): PF-PPO resamples the batch, and V1 writes the result back under the old keys.
     """
     name = context.get(ESTIMATOR)
     if name in UNFED and context.get("trainer.use_v1"):
-        why = "trainer V1 does not fetch its inputs, and the first step ends with an error"
-        yield error(f"{ESTIMATOR}={name}", why, f"{ESTIMATOR}=grpo")
+        why = "trainer V1 does not fetch its inputs, and the first step ends with an error; the old trainer fetches them"
+        hooked = context.features is not None and context.features.demands
+        fix = (f"{ESTIMATOR}=grpo",) if hooked else ("trainer.use_v1=False", *UNFED[name])  # which has no hooks
+        yield error(f"{ESTIMATOR}={name}", why, *fix)
+    if name == "gdpo" and not context.get(GDPO_KEYS):
+        yield error(f"{ESTIMATOR}=gdpo without {GDPO_KEYS}", "it must list the keys of the rewards, or step 1 fails")
     if context.get("algorithm.use_pf_ppo") and name == "gae":
         why = "trainer V1 gives the resampled responses the keys of other responses (verl PR 7957)"
         yield warning("algorithm.use_pf_ppo=True", why, "algorithm.use_pf_ppo=False")
@@ -266,13 +280,15 @@ def trust_region(context: Context) -> Iterable[Problem]:
 
 @check("unread settings", needs="config")
 def unread_settings(context: Context) -> Iterable[Problem]:
-    """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, which verl 0.9.1 does not read; `norm_adv_by_std_in_grpo`
-    with an estimator other than grpo; an overlong buffer with a reward manager other than dapo. A note:
-    `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
+    """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, `repetition_penalty` and the `strategy` of an engine,
+    which have no effect in verl 0.9.1; `norm_adv_by_std_in_grpo` with an estimator other than grpo; an overlong buffer
+    with a reward manager other than dapo. A note: `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
 
-    Source: in verl 0.9.1, only the config files and old workers have these names. `compute_advantage` of ray_trainer.py
-    passes norm_adv_by_std_in_grpo only to grpo. v1/trainer_base.py warns of max_num_gen_batches once it runs. Of the
-    managers in experimental/reward_loop/reward_manager, only dapo.py reads reward_kwargs.
+    Source: in verl 0.9.1, only the config files and old workers have the first names. agent_loop_tq.py of v1 sends the
+    penalty 1.0 with each request; workers/config/actor.py and critic.py overwrite the engine's strategy.
+    `compute_advantage` of ray_trainer.py passes norm_adv_by_std_in_grpo only to grpo. v1/trainer_base.py warns of
+    max_num_gen_batches once it runs. Of the managers in experimental/reward_loop/reward_manager, only dapo.py reads
+    reward_kwargs.
     """
     manager = str(context.get(MANAGER))
     if context.get(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable") and manager in known_names(MANAGER) - {"dapo"}:
@@ -280,8 +296,8 @@ def unread_settings(context: Context) -> Iterable[Problem]:
         yield warning(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable=True has no effect", why)
     for setting, (usual, instead) in UNREAD.items():
         value = context.get(setting, usual)
-        if value != usual:
-            why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 reads it"
+        if value != usual and not (instead and value == context.get(instead)):
+            why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 acts on it"
             moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
             # Without a counterpart nothing does what was meant: a default would only hide that.
             fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])] if instead else []
@@ -296,7 +312,8 @@ def unread_settings(context: Context) -> Iterable[Problem]:
     kept = "algorithm.norm_adv_by_std_in_grpo"
     if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
         why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
-        yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, f"{ESTIMATOR}=grpo")
+        other = (f"{ESTIMATOR}=grpo",) if context.get(ESTIMATOR) != "gdpo" else ()
+        yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, *other)
 
 
 @check("MTP loss", needs="config")

@@ -125,6 +125,13 @@ TABLE = (
         opened_by=(*PLUGINS, f"{AGENT}.agent_loop_config_path", f"{AGENT}.agent_loop_manager_class"),
     ),
     Names(
+        f"{ROLLOUT}.multi_turn.format",
+        "experimental/agent_loop/tool_parser.py",
+        r'ToolParser\.register\("[\w-]+"\)',
+        used=lambda config: value_of(config, f"{AGENT}.default_agent_loop") == "tool_agent",
+        opened_by=PLUGINS,
+    ),
+    Names(
         f"{ENGINE}.backend",
         "checkpoint_engine/*.py",
         r'CheckpointEngineRegistry\.register\("\w+"\)',

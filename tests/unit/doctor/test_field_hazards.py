@@ -80,6 +80,12 @@ CASES = [
     ("unread settings", f"{ACTOR}.grad_clip=0.5", "warning", {}),
     ("unread settings", f"{ROLLOUT}.over_sample_rate=0.1", "warning", {}),
     ("unread settings", f"+{OVERLONG}.enable=True", "warning", {}),
+    ("unread settings", f"+{ROLLOUT}.repetition_penalty=1.1", "warning", {}),
+    ("unread settings", f"{FSDP}.strategy=fsdp2", "warning", {}),
+    ("old reward settings", "+ray_init.num_cpus=8", "warning", {}),
+    ("old reward settings", "+reward_manager.name=dapo", "warning", {}),
+    ("names", f"{TURNS}.format=chatml {ROLLOUT}.agent.default_agent_loop=tool_agent", "error", {}),
+    ("names", f"{TURNS}.format=chatml", "warning", {}),
     (
         "unread settings",
         "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo_vectorized",
@@ -239,3 +245,23 @@ def test_yarns_factor_of_attention(findings, tmp_path, rope, fires):
     config["rope_parameters"] = {"rope_theta": 1e4, **original, **rope}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert bool(findings("attention factor", f"{MODEL}.path={tmp_path}")) == fires
+
+
+def test_settings_that_have_the_effect_of_another_one_are_no_hazard(findings):
+    assert not findings("unread settings", f"{FSDP}.strategy=fsdp2", f"{ACTOR}.strategy=fsdp2")
+    off = ("trainer.val_before_train=False", "trainer.test_freq=-1", f"{ROLLOUT}.val_kwargs.do_sample=True")
+    assert not findings("validation", *off)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fixes"),
+    [
+        ("", [("trainer.use_v1=False",), ()]),
+        ("+algorithm.gdpo_reward_keys=[a]", [("trainer.use_v1=False",)]),
+        ("+algorithm.gdpo_reward_keys=[a] trainer.use_v1=False", []),
+        ("+algorithm.gdpo_reward_keys=[a] stability=icepop", [("algorithm.adv_estimator=grpo",)]),
+    ],
+)
+def test_the_fix_of_gdpo_keeps_it(findings, overrides, fixes):
+    found = findings("estimator", "algorithm.adv_estimator=gdpo", *overrides.split())
+    assert [one.fix for one in found] == fixes
