@@ -106,7 +106,7 @@ def estimator(context: Context) -> Iterable[Problem]:
     """
     name = context.get(ESTIMATOR)
     if name in UNFED and context.get("trainer.use_v1"):
-        why = "trainer V1 does not fetch its inputs, and the first step ends with an error; the old trainer fetches them"
+        why = "trainer V1 does not fetch its inputs, and the first step ends with an error; the old trainer does"
         hooked = context.features is not None and context.features.demands
         fix = (f"{ESTIMATOR}=grpo",) if hooked else ("trainer.use_v1=False", *UNFED[name])  # which has no hooks
         yield error(f"{ESTIMATOR}={name}", why, *fix)

@@ -28,6 +28,7 @@ REF = "actor_rollout_ref.ref"
 AGENT = f"{ROLLOUT}.agent"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 PLUGINS = ("stability.plugins", EXTERNAL_LIB)
+LOOPS = (*PLUGINS, f"{AGENT}.agent_loop_config_path", f"{AGENT}.agent_loop_manager_class")
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # environment variable: modules that `import verl` imports
 MANAGER, SOURCE = "reward.reward_manager.name", "reward.reward_manager.source"
 RESUME, RESUMED = "trainer.resume_mode", "trainer.resume_from_path"
@@ -122,14 +123,14 @@ TABLE = (
         f"{AGENT}.default_agent_loop",
         "experimental/agent_loop/*.py",
         r'@register\w*\("\w+"\)',
-        opened_by=(*PLUGINS, f"{AGENT}.agent_loop_config_path", f"{AGENT}.agent_loop_manager_class"),
+        opened_by=LOOPS,
     ),
     Names(
         f"{ROLLOUT}.multi_turn.format",
         "experimental/agent_loop/tool_parser.py",
         r'ToolParser\.register\("[\w-]+"\)',
         used=lambda config: value_of(config, f"{AGENT}.default_agent_loop") == "tool_agent",
-        opened_by=PLUGINS,
+        opened_by=(*LOOPS, f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.tool_config_path"),
     ),
     Names(
         f"{ENGINE}.backend",

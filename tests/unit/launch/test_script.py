@@ -109,7 +109,7 @@ def read(text, tmp_path, *arguments, **environ):
 
 
 PIECES = ["$d", "${d}", "${e:-[$d]}", "[", "]", ",", "/", ".", "#", "'$d'", '"$d"', '"[$d"', '"\'"', "$(echo $d)"]
-PIECES += [" ", "\\\\", "\\\n", "'\\\n'", '"\\\n"', "\"$(echo '$d')\""]
+PIECES += [" c=", "\\\\", "\\\n", "'\\\n'", '"\\\n"', "\"$(echo '$d')\""]
 
 
 @given_by(strategies.lists(strategies.sampled_from(PIECES), max_size=9).map("".join))
