@@ -72,7 +72,9 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     name = flag_of(flags, "--config-name", "-cn") or PRIMARY
     if path := flag_of(flags, "--config-path", "-cp"):
         folder = Path(os.path.normpath(VERL_CONFIGS.parent / path))
-        flags.append(f"--config-path={folder}")  # the last one counts
+        at = next(index for index, flag in enumerate(flags) if flag.partition("=")[0] in ("--config-path", "-cp"))
+        flag, equals, _ = flags[at].partition("=")
+        flags[at + (not equals)] = f"{flag}={folder}" if equals else str(folder)
     listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
     for index, argument in enumerate(arguments):
         group, _, choice = argument.partition("=")
