@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
-from verl_ext.launch.families import FLOAT32_ROUTERS
 from verl_ext.features.feature import Need
 from verl_ext.features.float32_head import ARGUMENTS as HEADS
 from verl_ext.features.float32_head import SETTING as BOTH_HEADS
@@ -12,6 +11,7 @@ from verl_ext.features.guard import published_level
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT, model_json, rollout_format
 from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
+from verl_ext.launch.families import FLOAT32_ROUTERS
 from verl_ext.launch.packages import LAYERS
 
 FSDP = f"{ACTOR}.fsdp_config"

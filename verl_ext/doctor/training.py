@@ -10,9 +10,9 @@ from packaging.version import Version
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
-from verl_ext.launch.families import BIASED, OVERLAPPED, RECURRENT
 from verl_ext.doctor.precision import BFLOAT16, FSDP, dtype_name
 from verl_ext.features.verl_config import ACTOR, BYPASS, MODEL, ROLLOUT, needs_critic, trains_lora
+from verl_ext.launch.families import BIASED, OVERLAPPED, RECURRENT
 from verl_ext.launch.names import unknown_names
 from verl_ext.launch.packages import ATTENTION, LAYERS, MEGATRON
 from verl_ext.launch.sizes import ulysses_size, world_size

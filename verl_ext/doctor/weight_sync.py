@@ -9,9 +9,9 @@ from math import ceil
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.experts import MOE_BACKEND, SGLANG_RUNNER, captures_routing
-from verl_ext.launch.families import DRAFTS_FIRST, LINEAR
 from verl_ext.features.sync_canary import canary_settings
 from verl_ext.features.verl_config import MERGE_LORA, MODE, MODEL, MTP, VLLM_ARGUMENTS, sends_adapter, trains_lora
+from verl_ext.launch.families import DRAFTS_FIRST, LINEAR
 
 CANARY = "stability.sync_canary.trajectories"
 STOP_AFTER = "stability.guard.stop_after"

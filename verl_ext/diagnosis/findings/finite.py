@@ -49,7 +49,7 @@ def numbers_finite(run: Readings) -> Seen:
     if found:
         level, name, step = min(found, key=lambda each: each[2])
         if name == REFERENCE and any(run.late(each) is not None for each in UPDATE) and _lost(run, UPDATE) is None:
-            return "reference", f"{name} is not a number from step {step} on, although the update's own metrics are", step
+            return "reference", f"{name} is not a number from step {step} on, although the update is finite", step
         return level, f"{name} is not a number from step {step} on", step
     if bad := _bad(run, (*TRAINING, REWARD, *GAP)):
         name, step = _earliest({name: int(series.steps[wrong][0]) for name, (series, wrong) in bad.items()})
