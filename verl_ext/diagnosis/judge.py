@@ -5,6 +5,7 @@ sentences about both are written here; nothing edits them later.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -15,7 +16,7 @@ import numpy as np
 from verl_ext.diagnosis.causes import Cause, known_causes
 from verl_ext.diagnosis.findings import finite, gap, reward, routers
 from verl_ext.diagnosis.findings.registry import Finding, find_all
-from verl_ext.diagnosis.names import REWARD, by_quantity
+from verl_ext.diagnosis.names import REWARD, by_quantity, unread_names
 from verl_ext.diagnosis.rank import MayAsk, OpenQuestion, Suspect, name_causes
 from verl_ext.diagnosis.series import LEVEL_READINGS, Readings, now_label, now_of
 from verl_ext.diagnosis.statistics import FEWEST, LIKELY, SAME, SURE, Course
@@ -23,6 +24,7 @@ from verl_ext.diagnosis.statistics import FEWEST, LIKELY, SAME, SURE, Course
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
 # Findings of exploding metrics of the learning itself, the strongest first.
+LIKE_A_REWARD = re.compile(r"(?i)reward|score|return|accura|correct|success|solve")
 BLOWS_UP = (
     "reward_part.fell",
     "entropy_exploded.exploded",
@@ -126,7 +128,8 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
 def _too_few_rewards(run: Readings) -> str:
     series = run.get(REWARD)
     if series is None:
-        return "no reward was logged"
+        likely = [name for name in unread_names(run.every_name()) if LIKE_A_REWARD.search(name)]
+        return f"{likely[0]} may be the reward, but the report does not know it" if likely else "no reward was logged"
     if len(series.steps) == 1:
         return f"there is 1 reading of the reward, and {FEWEST} are needed"
     return f"there are {len(series.steps)} readings of the reward, and {FEWEST} are needed"

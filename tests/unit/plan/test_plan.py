@@ -291,8 +291,8 @@ KNOWN = ("recipe=qwen3_30b_a3b",)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["recipe=cpu_smoke"], "is not in verl_ext/launch/models.py"),
-        (["recipe=cpu_smoke"], "; name a model of the same shape with --model"),
+        (["recipe=cpu_smoke", "assets=nowhere"], "is not in verl_ext/launch/models.py"),
+        (["recipe=cpu_smoke", "assets=nowhere"], "; name a model of the same shape with --model"),
         (["recipe=cpu_smoke", "--model", "GPT-2"], "--model=GPT-2 is not in verl_ext/launch/models.py"),
         (["recipe=nope"], "recipe=nope is not known; choose one of"),
         (["foo bar"], "foo bar"),

@@ -290,6 +290,10 @@ ENDS = {
     "Traceback (most recent call last):\n  File \"x.py\", line 3, in go\n    here(\n": "in x.py, line 3, in go",
     "ERROR Fatal error in orchestrate\n": "Fatal error in orchestrate",
     "torch.OutOfMemoryError: CUDA out of memory.\n" + "wandb: a summary\nmore\n" * 9: "CUDA out of memory",
+    "(Actor pid=3) CUDA Error: out of memory at /csrc/cumem_allocator.cpp:62\nRuntimeError: CUDA Error: o\n": "out of",
+    "Train:  7%|# | 2/9 [0:1<0:1, 7.5s/it]x.cu:112: _assert_async_cuda_kernel: block: [0,0,0] Assertion `probability "
+    "tensor contains either `inf`, `nan` or element < 0` failed.\n" + "more\n" * 9: "by x.cu:112",
+    "SyncRPCServer ERROR: Engine method 'compute_logp' failed: HCCL function error\n": "compute_logp",
     "KeyError: 'before W&B'\n" + "wandb: a summary\n" * 20: "before W&B",
     "[c10d] The client socket has timed out after 300000ms while trying to connect to (0.0.0.0, 1)\n": "client so",
     "[0] ibvwrap.c:160 NCCL WARN Call to ibv_modify_qp failed with error Connection timed out\n": "ibv_modify_qp",

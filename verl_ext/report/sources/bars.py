@@ -6,6 +6,7 @@
 import re
 from collections.abc import Iterator
 
+from verl_ext.diagnosis.names import REWARD
 from verl_ext.report.sources.pairs import NUMBER
 from verl_ext.report.sources.table import Row, known_readings
 from verl_ext.report.sources.text import register_format
@@ -13,7 +14,7 @@ from verl_ext.report.sources.text import register_format
 STATE = re.compile(r"\|\s*(\d{1,9})/(\d{1,9})\s\[[^\],\n]{1,60},[^\],\n]{1,40},\s([^\]\n]{1,2000})\]")
 SNIFFED = re.compile(rb"s?/(?:it|s), {1,4}\w{1,40}=[-+.\dn]")
 PAIR = re.compile(rf"([A-Za-z]\w*)=({NUMBER})(?![\w.])")
-FEWEST_KNOWN = 2  # quantities behind a bar of training
+FEWEST_KNOWN = 2  # quantities behind a bar of training, if the reward is not one
 
 
 @register_format(
@@ -33,7 +34,8 @@ class Bars:
     def rows(self, text: str) -> Iterator[Row]:
         for found in STATE.finditer(text):
             values = {name: float(number) for name, number in PAIR.findall(found[3])}
-            if len(known_readings([(None, values)])) < FEWEST_KNOWN:
+            known = known_readings([(None, values)])
+            if len(known) < FEWEST_KNOWN and REWARD not in known:
                 continue
             at, total = int(found[1]), int(found[2])
             again = self._states.get(total) == values  # a bar is printed again when it is closed

@@ -20,17 +20,18 @@ NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback
 SIGNS = re.compile(
     rb"Traceback|Error|Exception|Interrupt|[Kk]illed|KILL|CANCELLED|oom|OOM|fault|Bus error|[Ee]xit|Watchdog|Abort|SIG"
     rb"|Terminated|Signal|what\(\):|TERM_|evicted|Evicted|low on|Illegal instr|inal validation|it/s|s/it"
-    rb"|File \"|atal error|watchdog|c10d|NCCL WARN|TCPStore|ibv|mlx5|ProcessGroup"
+    rb"|File \"|atal error|method '|Assertion|watchdog|c10d|NCCL WARN|TCPStore|ibv|mlx5|ProcessGroup"
 )
 EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)"
-    r"|asyncio\.exceptions\.CancelledError"
+    r"|asyncio\.exceptions\.CancelledError|.*\bCUDA [Ee]rror: out of memory|.*cuda_kernel.*Assertion .* failed"
 )
 # The last line of a traceback: any exception's name stands there, and what it says.
 RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::\s.*|:?$)")
 # Told without a traceback, or before one that may be cut off.
 ANNOUNCED = re.compile(
-    r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|(?:failed|error)\b.*\b[A-Z]\w*(?:Error|Exception): )"
+    r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|method '\w+' failed"
+    r"|(?:failed|error)\b.*\b[A-Z]\w*(?:Error|Exception): )"
 )
 OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
 # The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
@@ -92,11 +93,12 @@ FOLLOWING = re.compile(
 DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
 BAR = re.compile(r"\d+%[| ].*(?:it/s|s/it)")
+BAR_BEFORE = re.compile(r"^.*(?:it/s|s/it)\](?=\S)")  # an error is printed into the line of a bar
 HANDLED = 2  # times that later steps followed an error which the run's processes handle
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
 FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$|a broken connection")
-MEMORY = re.compile(r"(?i)out ?of ?memory")  # an error that no answer of a model looks like
+SURE = re.compile(r"(?i)out ?of ?memory|cuda_kernel")  # in errors that no answer of a model looks like
 RESTARTED = re.compile(rb"Started a local Ray instance|to existing Ray cluster|Resuming from|Training from scratch")
 BARS_BEHIND = 3  # bars of its process behind an error; one is printed again when a process ends
 IGNORED = "Exception ignored in"  # Python's words for an error in a destructor
@@ -196,7 +198,7 @@ def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = Fals
         if signs and TRACEBACK in said:
             front = front_before(TRACEBACK, said)
         said = front.sub("", said, count=1) if front.match(said) else said
-        trace, bare = traces[process], said.strip()
+        trace, bare = traces[process], BAR_BEFORE.sub("", said).strip()
         error = _error_of(bare) if signs else None
         if error is None and trace.open and RAISED.match(said):
             error = _raised(bare)
@@ -211,7 +213,7 @@ def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = Fals
         elif error is not None:
             near = number >= near_from and not finished
             if error.rank == OWN:
-                counts = near or traced or (MEMORY.search(bare) is not None and not finished)
+                counts = near or traced or (SURE.search(bare) is not None and not finished)
             else:
                 counts = near if ANNOUNCED.match(bare) else not finished or error.rank == OUTSIDE
             if error.kind not in handled and counts:

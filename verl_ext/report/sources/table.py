@@ -35,6 +35,7 @@ STEP_NAMES = (
     *("step", "global_step", "training/global_step", "trainer/global_step", "train/global_step", "global_steps"),
     *("global_step/max_steps", "iteration", "iter", "train/step", "rollout/step", "training_step", "train_step"),
     *("current_steps", "steps", "progress/batch", "update", "rollout", "rollout_id", "_step", "episode"),
+    *("system/step",),
 )
 DEEPEST = 8  # nested objects
 FIRST_STEPS = 1  # 0 if the run validates before training, else 1
