@@ -24,15 +24,15 @@ from verl_ext.diagnosis.statistics import FEWEST, LIKELY, SAME, SURE, Course
 LearningState = Literal["learns", "weak", "flat", "falling", "collapsed", "dead", "unstable", "too short"]
 EnginesState = Literal["unmeasured", "close", "apart", "broken", "growing"]
 # Findings of exploding metrics of the learning itself, the strongest first.
-LIKE_A_REWARD = re.compile(r"(?i)reward|score|return|accura|correct|success|solve")
 BLOWS_UP = (
-    "reward_part.fell",
     "entropy_exploded.exploded",
     "reference_kl_grew.grew",
     "length_exploded.exploded",
     "gradient_grew.grew",
     "stride.far",
+    "reward_part.fell",
 )
+LIKE_A_REWARD = re.compile(r"(?i)reward|score|return|accura|correct|success|solve")
 # Findings of a growing gap.
 GROWS = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows", "gap_grew.grew")
 
@@ -232,7 +232,7 @@ class RunningDiagnosis:
             )
             seen, reported = [str(name) for name in saved["seen"]], str(saved["reported"])
             self._first, self._last, self._seen, self.reported = first, last, seen, reported
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no readings of a run: {error!r}") from error
 
     def look(self) -> Suspect | None:

@@ -394,13 +394,14 @@ def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
 def _as_far_as_known(found: Problem, context: Context) -> Problem:
     """Returns the finding, as a note if it is about a setting that was left out. What stops main_ppo may not stop
     another entry point, if it is not in the config."""
+    names = (".".join(key.split(".")[-2:]) for key in context.left_out)
+    about = any(re.search(rf"\b{re.escape(name)}\b", found.found) for name in names)
+    if about and found.level not in ("ok", "note"):
+        why = ("the script's value is not known here, and verl's default was judged", found.why)
+        return replace(found, level="note", why="; ".join(filter(None, why)), fix=())
     if context.entry and found.level == "error" and found.check not in ("config", "verl's validation"):
         return replace(found, level="warning", why=f"it would stop main_ppo; {found.why}", fix=())
-    names = (key.rpartition(".")[2] if "_" in key.rpartition(".")[2] else key for key in context.left_out)
-    if found.level in ("ok", "note") or not any(re.search(rf"\b{re.escape(name)}\b", found.found) for name in names):
-        return found
-    why = "; ".join(filter(None, ("the script's value is not known here, and verl's default was judged", found.why)))
-    return replace(found, level="note", why=why, fix=())
+    return found
 
 
 def fixes(findings: Iterable[Problem]) -> list[str]:

@@ -76,7 +76,9 @@ def old_reward_settings(context: Context) -> Iterable[Problem]:
         for leaf, value in _set_below(context.get(root), root)
         if not (place := new_place(leaf)) or context.get(place) != value  # else nothing is lost
     }
-    if given and not context.entry.endswith("fully_async_main"):  # which moves them itself
+    if context.entry.removesuffix(".py").endswith("fully_async_main"):  # which moves the reward's itself
+        given = {leaf: value for leaf, value in given.items() if leaf.startswith("ray_init")}
+    if given:
         known = ", ".join(dict.fromkeys(filter(None, map(new_place, given)))) or "no such setting"
         default = "its default" if all(leaf.startswith("ray_init") for leaf in given) else "its default reward"
         why = f"verl 0.9.1 silently uses {default}: it reads {known}"

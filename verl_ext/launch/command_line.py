@@ -122,18 +122,22 @@ def read_launch(
         words = [word for word in before if word not in added] + given[len(before) :]
         launch = scripts.read_command(words, variables, replaced)
     said, other = _about(launch), "" if scripts.MAIN.fullmatch(launch.module) else launch.module
-    if complete and (launch.unknown or other):
+    if complete and other:
+        raise ConfigError(f"{launch.where} starts {other}", otherwise="only a launch of main_ppo can be submitted")
+    if complete and launch.unknown:
         raise ConfigError(said)
     if complete and launch.exports:
         said += f"; variables that the job does not get: {', '.join(launch.exports)}; pass what it needs with --env"
-    return [*launch.arguments, *added], said, launch.left_out, other
+    appended = {key_of(word) for word in added if re.match(r"\+\w", word)}  # Hydra refuses to append twice
+    arguments = [word for word in launch.arguments if not (word.startswith("+") and key_of(word) in appended)]
+    return [*arguments, *added], said, launch.left_out, other
 
 
 def _about(launch: "Launch") -> str:
     parts = [f"read {launch.where}"]
     if launch.others:
         parts.append(f"not read, as they start verl too: {'; '.join(launch.others)}")
-    if launch.module not in (OURS, VERLS):  # another entry point is the doctor's note
+    if launch.module not in (OURS, VERLS):
         parts.append(f"{launch.module} is read like {VERLS}")
     if launch.unknown:
         parts.append(f"values that are not known here: {', '.join(launch.unknown)}")

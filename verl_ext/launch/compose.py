@@ -70,11 +70,11 @@ def prepare(arguments: Sequence[str]) -> list[str]:
         raise ConfigError(f"{dashed} has dashes, and an override has none", otherwise=f"write {dashed.lstrip('-')}")
     folder = VERL_CONFIGS
     name = flag_of(flags, "--config-name", "-cn") or PRIMARY
-    if path := flag_of(flags, "--config-path", "-cp"):
-        folder = Path(os.path.normpath(VERL_CONFIGS.parent / path))
-        at = next(index for index, flag in enumerate(flags) if flag.partition("=")[0] in ("--config-path", "-cp"))
-        flag, equals, _ = flags[at].partition("=")
-        flags[at + (not equals)] = f"{flag}={folder}" if equals else str(folder)
+    for at, flag in enumerate(flags):
+        start, equals, path = flag.partition("=")
+        if start in ("--config-path", "-cp"):  # the last one counts
+            folder = Path(os.path.normpath(VERL_CONFIGS.parent / (path if equals else "".join(flags[at + 1 : at + 2]))))
+            flags[at + (not equals) : at + 1 + (not equals)] = [f"{start}={folder}" if equals else str(folder)]
     listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
     for index, argument in enumerate(arguments):
         group, _, choice = argument.partition("=")
@@ -102,9 +102,9 @@ def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def flag_of(flags: Sequence[str], *names: str) -> str:
-    """Returns the value of a flag of Hydra that has one of these names; "" if it is not given."""
-    given = dict(word.partition("=")[::2] if "=" in word else (word, next_) for word, next_ in pairwise([*flags, ""]))
-    return next((given[name] for name in names if name in given), "")
+    """Returns the last value of a flag of Hydra that has one of these names; "" if it is not given."""
+    given = [word.partition("=")[::2] if "=" in word else (word, next_) for word, next_ in pairwise([*flags, ""])]
+    return next((value for name, value in reversed(given) if name in names), "")
 
 
 def of_entry(arguments: Sequence[str], module: str) -> list[str]:
@@ -112,8 +112,9 @@ def of_entry(arguments: Sequence[str], module: str) -> list[str]:
     with verl's of the same name, or the usual one."""
     overrides, flags = split_flags(arguments)
     path, name = flag_of(flags, "--config-path", "-cp"), flag_of(flags, "--config-name", "-cn").removesuffix(".yaml")
-    file = VERL_CONFIGS.parents[2].joinpath(*re.split("[./]", module.removesuffix(".py"))).with_suffix(".py")
-    if module.startswith("verl") and file.is_file() and (main := MAIN.search(file.read_text(encoding="utf-8"))):
+    inside = re.sub(r"^.*/(?=verl/)", "", module.removesuffix(".py"))  # a checkout's file is the package's
+    file = VERL_CONFIGS.parents[2].joinpath(*re.split("[./]", inside)).with_suffix(".py")
+    if inside.startswith("verl") and file.is_file() and (main := MAIN.search(file.read_text(encoding="utf-8"))):
         folder, name = file.parent / (path or main[1]), name or main[2]
         overrides.append(f"hydra.searchpath=[file://{VERL_CONFIGS}]")
     else:

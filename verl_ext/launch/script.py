@@ -47,7 +47,7 @@ NUMBERS: dict[str, Callable[[int, int], bool]] = {
 # What decides whether `$name` and a backslash at the end of a line stand in a word, in the order of the attempts.
 LEXEME = re.compile(
     r"(?P<join>(?<=\S)(?:\\\n)+)|\\.|(?P<ansi>\$'(?:\\.|[^'\\])*')|(?P<raw>'[^']*')|(?P<toggle>[\"`])"
-    r"|(?P<open>\$?\(|\$\{)|(?P<close>[)}])|(?P<comment>(?<![^\s;&|(])(?<!\S\\\n)#[^\n]*)|(?P<line>\n)"
+    r"|(?P<open>\$?\(|\$\{)|(?P<close>[)}])|(?P<comment>(?<![^\s;&|(])#[^\n]*)|(?P<line>\n)"
     r"|(?<!<)<<-?\s*['\"\\]?(?P<end>[A-Za-z_]\w*)['\"]?|\$(?P<name>[A-Za-z_]\w*)",
     re.DOTALL,
 )
@@ -667,7 +667,9 @@ def _as_grammar_reads(text: str) -> tuple[str, list[int]]:
         parts.append(text[place : one.start()])
         kind, said, place, top = one.lastgroup, one[0], one.end(), within[-1]
         plain = top != '"' and (top != "}" or '"' not in within)  # else quotes and comments are text
-        if kind in ("raw", "ansi", "comment", "end") and not plain:
+        before = next((part[-1] for part in reversed(parts) if part), "\n")
+        in_word = kind == "comment" and not (before.isspace() or before in ";&|(")  # goes on from the line before
+        if (kind in ("raw", "ansi", "comment", "end") and not plain) or in_word:
             said, place = said[0], one.start() + 1
         elif kind == "toggle":
             within = within[:-1] if top == said else [*within, said]

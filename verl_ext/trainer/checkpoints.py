@@ -14,7 +14,7 @@ that the guard gave up is never taken. A restart takes the newest whole checkpoi
 
 1. If the tracker names N, it is made to name the newest whole checkpoint before N, or removed.
 2. The sizes of the old checkpoint are removed. From here on N is not whole: the tracker names another step.
-3. The mark of a checkpoint that was given up is removed, and the guard's state is written.
+3. The mark of a checkpoint that was given up is removed, and the states of guard and diagnosis are written.
 4. verl writes its files, and last the tracker, which names N. From here on N is whole.
 5. The sizes are written. N stays whole when the tracker moves on.
 
@@ -77,18 +77,22 @@ def saving(guard: Guard, diagnosis: RunningDiagnosis, config: DictConfig, step: 
     with _explain_failure(folder):
         _record_latest(folder.parent)
         forget(folder)
-        save_state(folder, guard.state_dict())
-        _replace(folder / DIAGNOSIS_FILE, json.dumps(diagnosis.state_dict()))
+        _save_both(folder, guard, diagnosis)
         yield
         if not config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
             save_sizes(folder)
 
 
-def save_guard(guard: Guard, config: DictConfig, step: int) -> None:
-    """Writes the guard's state into the checkpoint of a step. Raises CheckpointError."""
+def save_states(guard: Guard, diagnosis: RunningDiagnosis, config: DictConfig, step: int) -> None:
+    """Writes the states of guard and diagnosis into the checkpoint of a step. Raises CheckpointError."""
     folder = folder_of(config.trainer.default_local_dir, step)
     with _explain_failure(folder):
-        save_state(folder, guard.state_dict())
+        _save_both(folder, guard, diagnosis)
+
+
+def _save_both(folder: Path, guard: Guard, diagnosis: RunningDiagnosis) -> None:
+    save_state(folder, guard.state_dict())
+    _replace(folder / DIAGNOSIS_FILE, json.dumps(diagnosis.state_dict()))
 
 
 def go_back(folder: Path, state: Mapping[str, Any]) -> None:

@@ -117,7 +117,7 @@ class StabilityRun:
             self.actions.judge_logged(metrics)
         now = self.guard.step
         if (now, now) in self.guard.state.unproven:
-            checkpoints.save_guard(self.guard, self._config, now)
+            checkpoints.save_states(self.guard, self.actions.diagnosis, self._config, now)
 
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
         """Runs `rescoring.rescore`; `measure` turns its result into metrics."""

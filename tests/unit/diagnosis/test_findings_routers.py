@@ -116,8 +116,8 @@ CASES = [
     ("experts_used.all", used(0.4, 0.4)),  # uneven from the start, as pretrained models are
     ("experts_used.gathered", used(0.9, 0.6)),
     ("experts_used.dead", used(0.9, 0.4) | {IDLE: [0.0] * 15 + [0.2] * 15}),
-    ("expert_overload.even", {LARGEST: [1.5] * 15 + [3.0] * 15}),
-    ("expert_overload.even", {LARGEST: 6.0}),
+    ("expert_overload.steady", {LARGEST: [1.5] * 15 + [3.0] * 15}),
+    ("expert_overload.steady", {LARGEST: 6.0}),
     ("expert_overload.overloaded", {LARGEST: [1.5] * 15 + [9.0] * 15}),
     ("updates_arrived.multiplied", arrived(1.2, 2.0)),
     ("updates_arrived.multiplied", arrived(0.45, 0.55, spread=0.01)),

@@ -326,11 +326,35 @@ def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
         "AttributeError: 'NoneType'\n",
         "(R pid=7) Traceback (most recent call last):\n(R pid=7) ValueError: an answer\n(R pid=7) the next sample\n",
         'Traceback (most recent call last):\n  File "x.py", line 3, in go\n' + "other lines\n" * 3,  # it goes on
+        'Traceback (most recent call last):\n  File "x.py", line 3, in go\nAnswer: wrong index\n' + "text\n" * 9,
         "[c10d] The client socket has failed to connect to [localhost]:29500 (errno: 99), and tries again\n",
     ],
 )
 def test_what_is_no_end(tmp_path, text):
     assert read_run(log(tmp_path, many(VERL) + text)).events == ()
+
+
+def test_the_phase_is_of_the_error_that_ended_the_run(tmp_path):
+    handled = 'Traceback (most recent call last):\n  File "x.py", line 3, in compute_score\nValueError: an answer\n'
+    killed = "slurmstepd: error: *** JOB 7 ON n CANCELLED AT 2026-01-01 DUE TO TIME LIMIT ***\n"
+    (event,) = read_run(log(tmp_path, many(VERL) + handled + "text\n" * 9 + killed)).events
+    assert event.reason.startswith("ended at step 3 by Slurm's time limit")
+    other = 'Traceback (most recent call last):\n  File "x.py", line 3, in update_actor\nKeyError: 1\n'
+    (event,) = read_run(log(tmp_path, many(VERL) + other, "other.log")).events
+    assert "in the update by KeyError" in event.reason
+
+
+def test_long_lines_behind_the_last_row_are_looked_at_in_part(tmp_path):
+    """With patterns whose time grows with the square of a line, this would take hours."""
+    for part in ("x", " ", "error ", "a/b.", "NCCL WARN "):
+        assert read_run(log(tmp_path, f"{many(VERL)}Error {part * 300_000}\n")).events == ()
+    assert read_run(log(tmp_path, many(VERL) + "\n" * 300_000)).events == ()
+
+
+def test_rows_of_evaluations_are_not_counted(tmp_path):
+    rows = [TRL.format(step, 0.5) + "{'eval_loss': 0.5, 'eval_reward': 0.1}\n" * (step % 5 == 0) for step in range(50)]
+    run = read_run(log(tmp_path, " 2%|# | 10/500 [0:1<0:1, 1s/it]\n" + "".join(rows)))
+    assert run.steps[-1] == 500 and len(values(run, "reward")) == 50
 
 
 HANDLED = "Traceback (most recent call last):\nValueError: answer {} could not be parsed: {}\n"

@@ -116,7 +116,8 @@ def run_ended(run: Readings) -> Seen:
     if run.ending is None:
         return None
     kinds = (("memory", MEMORY), ("hang", HANG), ("not_finite", NOT_A_NUMBER))
-    level = next((kind for kind, words in kinds if words.search(run.ending.reason)), "error")
+    said = run.ending.reason.partition(" by ")[2] or run.ending.reason  # without the phase of the step
+    level = next((kind for kind, words in kinds if words.search(said)), "error")
     return level, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
 
 

@@ -38,6 +38,7 @@ SPREADS = ("critic/score/std", "reward_std")
 ADVANTAGE_MAX, ADVANTAGE_MIN = "critic/advantages/max", "critic/advantages/min"
 DEAD_GROUPS = "filter/zero_variance/dropped_trajectories"
 PART_OF_REWARD = re.compile(r"rewards?/[^/]+(?:/mean)?")
+ADDS_UP = 0.02  # of the reward's height, by which its parts may not add up to it
 SPREADS_OF_PARTS = ("std", "max", "min")
 OF_SEVERAL = re.compile("/(?:best|maj)@")  # verl's scores of n answers together
 SMALL = 0.05  # spread of the rewards, as a share of their mean: too little to learn from
@@ -286,7 +287,7 @@ def penalties_vanish(run: Readings) -> Seen:
 
 
 def parts_of_reward(run: Readings) -> list[str]:
-    """Returns the names of the rewards that a mean reward is the sum of."""
+    """Returns the names of the rewards of single functions, and of other metrics named so."""
     return [name for name in run.every_name() if PART_OF_REWARD.fullmatch(name)]
 
 
@@ -297,6 +298,9 @@ def reward_part(run: Readings) -> Seen:
     parts = [name for name in parts_of_reward(run) if quantity_of(name) is None and not name.endswith(SPREADS_OF_PARTS)]
     if course is None or len(parts) < 2 or course.rise.errors < SURE:
         return None
+    rows = run.joined(REWARD, *parts)
+    if not len(rows) or np.median(np.abs(rows[:, 2:].sum(1) - rows[:, 1])) > ADDS_UP * course.height:
+        return None  # weighted, or no parts of it
     courses = {name: found for name in parts if (found := statistics.course_of(run.get(name))) is not None}
     # A penalty that grows is no such part.
     fallen = {

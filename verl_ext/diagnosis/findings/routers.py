@@ -190,12 +190,12 @@ def experts_used(run: Readings) -> Seen:
     return "dead", f"{text}, and {late:.0%} get no token at all ({early:.0%} at the start)", course.step
 
 
-@finding("expert_overload", "overloaded | even", family="load", needs=(LARGEST,))
+@finding("expert_overload", "overloaded | steady", family="load", needs=(LARGEST,))
 def expert_overload(run: Readings) -> Seen:
-    """Whether one expert has come to get a multiple of the tokens that it got."""
+    """Whether the busiest expert has come to get a multiple of the tokens that the busiest one got at the start."""
     early, late = require_logged(run.early(LARGEST)), require_logged(run.late(LARGEST))
     text = f"the busiest expert gets {late:.2g} times the mean of its layer ({early:.2g} at the start)"
-    return ("overloaded" if late >= max(OVERLOADED, UNEVEN * early) else "even"), text
+    return ("overloaded" if late >= max(OVERLOADED, UNEVEN * early) else "steady"), text
 
 
 @finding("replay", "other_experts | own_experts none", needs=(OWN, AGREEMENT))

@@ -19,9 +19,9 @@ from verl_ext.report.sources.text import register_format
 NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""
 DECODER = json.JSONDecoder()
 START = re.compile(rf"(?:\b(step|rollout|perf|eval) (\d{{1,12}}): )?(\{{{NAME})")
-ROW = re.compile(rf"(?m)(?:\{{|^\s*){NAME}[\"'\d.+{{n-]".encode())
+ROW = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
 ELIDED = re.compile(r"\.\.\.,?")
-FEWEST_BARE = 3  # names with numbers of a dictionary whose beginning is cut off
+FEWEST_BARE = 3  # names of a dictionary whose beginning is cut off
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
 EVERY_TEXT = (
     r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b|^[ \t]{0,80}\d{1,3}%(?:\|[^|\n]{0,200}\|)?\s(\d{1,12})/(\d{1,12})\s\["
@@ -43,14 +43,14 @@ MOST_BROKEN = 100  # beginnings without an end, after which the rest of a line i
 class PrintedDicts:
     def __init__(self) -> None:
         self.every = 1  # steps from one row without a step to the next
-        self._counted = False
+        self._counted = self._is_set = False
         self._bar = (0, 0)  # total and count of the longest bar; it runs ahead where the output is buffered
         self._trained: int | None = None  # the last optimizer step, where these are logged apart
 
     @property
     def total(self) -> int:
-        """The steps of the run by its bar; 0 without one."""
-        return self._bar[0]
+        """The steps of the run by its bar; 0 without one, or if the log has the setting."""
+        return 0 if self._is_set else self._bar[0]
 
     def sniff(self, text: bytes) -> bool:
         return ROW.search(text) is not None or (not self._counted and EVERY_BYTES.search(text) is not None)
@@ -58,7 +58,7 @@ class PrintedDicts:
     def rows(self, text: str) -> Iterator[Row]:
         if not self._counted and (found := EVERY.search(text)):
             setting, count, total = (int(each or 0) for each in found.groups())
-            self.every = setting or self.every
+            self.every, self._is_set = setting or self.every, self._is_set or setting > 0
             self._bar = max(self._bar, (total, count))
         if len(re.findall(NAME, text)) >= FEWEST_BARE and text.lstrip()[:1] in "'\"":
             text = "{" + text

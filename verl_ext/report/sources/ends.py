@@ -15,6 +15,8 @@ ERROR_CHARACTERS = 200  # characters of the error
 KEPT_BYTES = 4 << 20  # bytes behind the last row
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 TRACEBACK = "Traceback (most recent call last)"
+LONGEST = 4000  # bytes of a line that are looked at
+SIGN_LINES = 30  # lines at the end of a short text, where what may be handled counts
 NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback counts too
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
@@ -26,12 +28,14 @@ EXCEPTION = re.compile(
     r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit)\b(?:\([\w., ]*\))?(?:: .*|$)"
     r"|asyncio\.exceptions\.CancelledError|.*\bCUDA [Ee]rror: out of memory|.*cuda_kernel.*Assertion .* failed"
 )
-# The last line of a traceback: any exception's name stands there, and what it says.
-RAISED = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?::\s.*|:?$)")
+# The last line of a traceback may have another name: one with a module, or with another end.
+RAISED = re.compile(
+    r"(?:(?:[A-Za-z_]\w*\.)+[A-Z]\w*|Exception|[A-Z]\w*(?:Timeout|Expired|Iteration|Failure|Failed))(?::\s.*|:?$)"
+)
 # Told without a traceback, or before one that may be cut off.
 ANNOUNCED = re.compile(
     r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|method '\w+' failed"
-    r"|(?:failed|error)\b.*\b[A-Z]\w*(?:Error|Exception): )"
+    r"|(?:failed|error)\b.{0,300}\b[A-Z]\w*(?:Error|Exception): )"
 )
 OUTSIDE, OWN, STUCK, FOLLOWS = 3, 2, 1, 0  # ranks: an earlier one is the root of a later one
 # The names that shell, Slurm, Python and OpenMPI give to the signals that end a process, and their numbers.
@@ -49,6 +53,7 @@ SIGNAL = re.compile(
     r"(?:\s*$|\s+\(core dumped\)|\s+\(\d+\)|(?<=d)\s{2,}|\s*:|\s+(?=python|torchrun|bash|ray))"
     r"|(?:Signal |exitcode *: -|Signals\.SIG\w+: |got signal: )(\d+)\b|exit(?:ed with)?(?: exit)? ?code:? (1[2-5]\d)\b"
 )
+BROKEN = "a broken connection between processes: {0}"
 # What killed a process from outside, in the words of Slurm, Ray, Kubernetes, PBS, LSF and the kernel.
 KILLS = (
     (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT"), "Slurm's time limit", OUTSIDE),
@@ -75,10 +80,10 @@ KILLS = (
     ),
     (
         re.compile(
-            r"(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
+            r"^(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
             r"(?=.*(?:timed? ?out|got stuck|failed with error|completion with error|Connection reset))(.*)"
         ),
-        "a broken connection between processes: {0}",
+        BROKEN,
         STUCK,
     ),
 )
@@ -104,7 +109,9 @@ BARS_BEHIND = 3  # bars of its process behind an error; one is printed again whe
 IGNORED = "Exception ignored in"  # Python's words for an error in a destructor
 # What belongs to a traceback; rich draws a box around it.
 CHAIN = re.compile(r"[\s│╭╰]|$|During handling of|The above exception|Process \w+:|Exception in thread|File \"")
-FRAME = re.compile(r"(?:File \"([^\"]+)\", line (\d+)|([\w./-]+\.py):(\d+))(?:,? in )?\W?(\w+)?")
+FRAME = re.compile(
+    r"(?:File \"([^\"]+)\", line (\d+)|(?<![\w./-])([\w./-]{1,300}\.py):(\d+)(?= in ))(?:,? in )?\W?(\w+)?"
+)
 OTHERS = 3  # other lines of its process, after which a traceback without a last line is given up
 SHORT = 200  # lines of a text without rows that counts as the end of a log as a whole
 # A phase of a step, and the functions and remote methods that run in it.
@@ -122,19 +129,27 @@ PHASES = (
 # The bar of a run's steps: one that says so, or one whose steps take longer than ten seconds.
 STEPS_BAR = re.compile(
     rb"(?i)(?:(?:step|train|progress|iter|epoch|episode)[^|%\r\n]{0,40}\d+%\|[^|\r\n]*\|\s*([\d.]+k?)/([\d.]+k?) \["
-    rb"|^\s*\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[[^\]\r\n]*\d\d(?:\.\d+)?s/it)",
+    rb"|^[ \t]*\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[[^\]\r\n]*[ ,]\d\d+(?:\.\d+)?s/it)",
     re.MULTILINE,
 )
-BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|init_|__init__|\b0%\|")
+BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|\b0%\|")
 
 
 @dataclass(frozen=True)
 class Error:
-    """What ended a process: in words, its rank, OUTSIDE to FOLLOWS, and in which phase of a step, if that is known."""
+    """What ended a process.
+
+    Attributes:
+        what: in words.
+        rank: OUTSIDE to FOLLOWS.
+        phase: of a step, "" if it is not known.
+        is_a_sign: whether others may follow it, and the process may go on: it counts near the end only.
+    """
 
     what: str
     rank: int
     phase: str = ""
+    is_a_sign: bool = False
 
     @property
     def kind(self) -> str:
@@ -146,11 +161,11 @@ class _Traceback:
     """The frames that a process has printed last, and whether the last line of their traceback is still to come."""
 
     def __init__(self) -> None:
-        self.frames: list[re.Match[str]] = []
-        self.open, self.others = False, 0
+        self.begin(False)
 
-    def begin(self) -> None:
-        self.frames, self.open, self.others = [], True, 0
+    def begin(self, is_open: bool = True) -> None:
+        self.frames: list[re.Match[str]] = []
+        self.open, self.others = is_open, 0
 
     def add(self, said: str) -> None:
         """Adds a line that is not the last one of a traceback."""
@@ -159,7 +174,8 @@ class _Traceback:
             self.others = 0
         elif not CHAIN.match(said):
             self.others += 1
-            self.open &= self.others < OTHERS
+            if self.others == OTHERS:
+                self.begin(False)
 
     def phase(self, told: str = "") -> str:
         """Returns the phase of the deepest frame that has one. Log-probs are also computed in the update."""
@@ -194,7 +210,7 @@ def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = Fals
         signs = SIGNS.search(line) is not None
         if not signs and not found and not any(trace.open for trace in traces.values()):
             continue
-        process, said = split_front(REPEATED.sub("", plain(line)))
+        process, said = split_front(REPEATED.sub("", plain(line[:LONGEST])))
         if signs and TRACEBACK in said:
             front = front_before(TRACEBACK, said)
         said = front.sub("", said, count=1) if front.match(said) else said
@@ -212,14 +228,17 @@ def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = Fals
             ignored = trace.open = False
         elif error is not None:
             near = number >= near_from and not finished
-            if error.rank == OWN:
+            if error.is_a_sign:
+                counts = near and number >= len(lines) - SIGN_LINES
+            elif error.rank == OWN:
                 counts = near or traced or (SURE.search(bare) is not None and not finished)
             else:
-                counts = near if ANNOUNCED.match(bare) else not finished or error.rank == OUTSIDE
+                counts = not finished or error.rank == OUTSIDE
             if error.kind not in handled and counts:
-                found.append((process, replace(error, phase=trace.phase(bare))))
+                phase = "" if error.rank == OUTSIDE else trace.phase(bare)
+                found.append((process, replace(error, phase=phase)))
                 bars = 0
-            trace.open = False
+            trace.begin(False)
         elif process:
             trace.add(said)
             if not CHAIN.match(said):
@@ -248,8 +267,10 @@ def _near_from(lines: Sequence[bytes]) -> int:
 def _error_of(line: str) -> Error | None:
     for pattern, what, rank in KILLS:
         if found := pattern.search(line):
-            groups = (each if "connection" in what else each.lower() for each in found.groups() if each)
-            return Error(printable(what.format(*groups), most=None)[:ERROR_CHARACTERS], rank)
+            is_a_sign = what == BROKEN
+            groups = (each if is_a_sign else each.lower() for each in found.groups() if each)
+            said = printable(what.format(*groups), most=None)[:ERROR_CHARACTERS]
+            return Error(said, rank, is_a_sign=is_a_sign)
     if EXCEPTION.match(line):
         return _raised(line)
     if found := SIGNAL.search(line):
@@ -257,7 +278,7 @@ def _error_of(line: str) -> Error | None:
     if line.startswith("what():"):  # what a C++ exception says that nothing caught
         return Error(printable(line.removeprefix("what():").strip(), most=None)[:ERROR_CHARACTERS], STUCK)
     if ANNOUNCED.match(line):
-        return Error(printable(line, most=None)[:ERROR_CHARACTERS], FOLLOWS)
+        return Error(printable(line, most=None)[:ERROR_CHARACTERS], FOLLOWS, is_a_sign=True)
     return None
 
 

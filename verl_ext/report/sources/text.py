@@ -202,9 +202,10 @@ class TextSource:
     def _take_tail(self, tail: bytes) -> int:
         """Reads a last line without a newline. It is given again with its newline, so only a row that is counted, which
         would be counted twice, is taken for good."""
-        counted = len(self._epochs)
+        counted, tail_length = len(self._epochs), len(tail)
+        tail = without_colours(tail)
         self._tail = b"" if self._add_row(tail) else tail
-        return len(tail) if len(self._epochs) != counted else 0
+        return tail_length if len(self._epochs) != counted else 0
 
     def _add_row(self, line: bytes) -> bool:
         """Adds the rows of a line; returns False if it has none."""
@@ -216,7 +217,9 @@ class TextSource:
 
     def _add(self, rows: Iterable[Row]) -> None:
         for step, values in rows:
-            if step is None:
+            if step is None and self._epochs and only_validates(values):
+                step = len(self._epochs) * self._every
+            elif step is None:
                 step = self._count(values)
                 if self._every > 1 and step * self._every > (getattr(self._read, "total", 0) or step * self._every):
                     self._every_row_is_a_step = True
