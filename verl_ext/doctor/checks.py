@@ -394,8 +394,10 @@ def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
 def _as_far_as_known(found: Problem, context: Context) -> Problem:
     """Returns the finding, as a note if it is about a setting that was left out. What stops main_ppo may not stop
     another entry point, if it is not in the config."""
-    names = (".".join(key.split(".")[-2:]) for key in context.left_out)
-    about = any(re.search(rf"\b{re.escape(name)}\b", found.found) for name in names)
+    # verl's own messages name a setting without the node that it is in.
+    ends = [(".".join(key.split(".")[-2:]), key.rpartition(".")[2]) for key in context.left_out]
+    names = [rf"\b{re.escape(two)}\b" + (rf"|(?<![\w.]){last}\b" if "_" in last else "") for two, last in ends]
+    about = any(re.search(name, found.found) for name in names)
     if about and found.level not in ("ok", "note"):
         why = ("the script's value is not known here, and verl's default was judged", found.why)
         return replace(found, level="note", why="; ".join(filter(None, why)), fix=())
