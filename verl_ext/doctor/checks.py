@@ -391,6 +391,9 @@ def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     return [_as_far_as_known(replace(found, check=name), context) for name, found in judged]
 
 
+UNREAD = "old reward settings"  # are not read, whatever their values are
+
+
 def _as_far_as_known(found: Problem, context: Context) -> Problem:
     """Returns the finding, as a note if it is about a setting that was left out. What stops main_ppo may not stop
     another entry point, if it is not in the config."""
@@ -398,7 +401,7 @@ def _as_far_as_known(found: Problem, context: Context) -> Problem:
     ends = [(".".join(key.split(".")[-2:]), key.rpartition(".")[2]) for key in context.left_out]
     names = [rf"\b{re.escape(two)}\b" + (rf"|(?<![\w.]){last}\b" if "_" in last else "") for two, last in ends]
     about = any(re.search(name, found.found) for name in names)
-    if about and found.level not in ("ok", "note"):
+    if about and found.level not in ("ok", "note") and found.check != UNREAD:
         why = ("the script's value is not known here, and verl's default was judged", found.why)
         return replace(found, level="note", why="; ".join(filter(None, why)), fix=())
     if context.entry and found.level == "error" and found.check not in ("config", "verl's validation"):

@@ -17,6 +17,7 @@ a run, never by these checks.
 import ast
 import contextlib
 import copy
+import functools
 import importlib
 import io
 import math
@@ -32,6 +33,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -93,16 +95,43 @@ def config_composes(context: Context) -> Iterable[Problem]:
     if context.entry:
         why = "it is judged by verl's trainer and configs; what its own code does is not known here"
         yield note(f"{context.entry} is not verl's main_ppo", why)
+        if context.entry.startswith("verl.") and not _has_module(context.entry, context):
+            yield error(f"verl has no module {context.entry}", "the launch stops at it")
     for problem in context.refused:
         said = (stops,) if problem.level == "error" else ()
         yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
     for text in context.overrides:
+        yield from _replaces_a_node(key_of(text), context)
         if text.endswith("=") and not text.startswith(("~", "--")):
             yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
         elif text.startswith("+") and context.config is not None:
             yield from _added(key_of(text), context)
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
+
+
+def _has_module(module: str, context: Context) -> bool:
+    folder = context.folder("verl")
+    return folder is None or folder.parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
+
+
+def _replaces_a_node(key: str, context: Context) -> Iterator[Problem]:
+    """Yields a single value where verl's config has a node of settings: Hydra lets it replace them all."""
+    file = (context.folder("verl") or Path()) / "trainer/config/_generated_ppo_trainer.yaml"
+    value = OmegaConf.select(context.config, key, default=None) if context.config is not None and "." in key else None
+    if value is None or OmegaConf.is_config(value) or not file.is_file():
+        return
+    node = _read_yaml(file)
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        names = ", ".join(f"{key}.{name}" for name in [each for each in node if not each.startswith("_")][:3])
+        yield error(f"{key}={value} replaces all settings below it", f"verl reads {names}, ...")
+
+
+@functools.cache
+def _read_yaml(file: Path) -> Any:
+    return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _added(key: str, context: Context) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from verl_ext.base.errors import Problem
 from verl_ext.base.needs import written_for_others
 from verl_ext.doctor.checks import PLUGIN_GROUPS, Context, check, error, note, ok, warning
 from verl_ext.features.verl_config import MODEL
-from verl_ext.launch.files import file_problems, missing_files
+from verl_ext.launch.files import data_problems, file_problems, missing_files
 from verl_ext.launch.packages import (
     ANY_VERSION,
     ATTENTION,
@@ -140,10 +140,11 @@ def _missing_model(context: Context) -> tuple[str, str] | None:
 @check("files", needs="config")
 def files(context: Context) -> Iterable[Problem]:
     """Files that the run opens and that are not on its machine: data, reward functions and managers, data sets and
-    samplers of your own, configs of tools, agent loops and routers.
+    samplers of your own, configs of tools, agent loops and routers; and data of a kind that verl does not read.
 
     Source: the table of verl_ext/launch/files.py, read in verl 0.9.1.
     """
+    yield from data_problems(context.config, context.left_out)
     if not context.elsewhere:
         yield from file_problems(context.config, context.left_out)
 

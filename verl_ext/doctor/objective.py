@@ -76,13 +76,15 @@ def old_reward_settings(context: Context) -> Iterable[Problem]:
         for leaf, value in _set_below(context.get(root), root)
         if not (place := new_place(leaf)) or context.get(place) != value  # else nothing is lost
     }
+    given |= {key: "" for key in context.left_out if key.split(".")[0] in ROOTS}
     if context.entry.removesuffix(".py").endswith("fully_async_main"):  # which moves the reward's itself
         given = {leaf: value for leaf, value in given.items() if leaf.startswith("ray_init")}
     if given:
         known = ", ".join(dict.fromkeys(filter(None, map(new_place, given)))) or "no such setting"
         default = "its default" if all(leaf.startswith("ray_init") for leaf in given) else "its default reward"
         why = f"verl 0.9.1 silently uses {default}: it reads {known}"
-        moved = {leaf: moved_fix(leaf, value, context.config, context.given) for leaf, value in given.items()}
+        known_values = ((leaf, value) for leaf, value in given.items() if leaf not in context.left_out)
+        moved = {leaf: moved_fix(leaf, value, context.config, context.given) for leaf, value in known_values}
         fix = [f"{leaf}=null" for leaf, places in moved.items() if places]
         yield warning(f"{', '.join(given)}: not read", why, *fix, *(one for places in moved.values() for one in places))
 

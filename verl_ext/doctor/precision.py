@@ -190,7 +190,7 @@ def quantized_rollout(context: Context) -> Iterable[Problem]:
         return
     found = f"rollout with {' and '.join(quantized)}"
     if corrected(context):
-        yield note(found, "the gap to training is larger than in bf16; so is the share that the correction drops")
+        yield note(found, "the gap to training is larger than in bf16, and the correction acts on more tokens")
     else:
         why = "the rollout samples from a coarser model than the trained one, and nothing corrects the loss for it"
         yield warning(found, why, "stability.correction=tis")

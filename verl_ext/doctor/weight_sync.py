@@ -46,7 +46,7 @@ def weight_sync(context: Context) -> Iterable[Problem]:
     if sends_adapter(context.config) and separate:
         why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
         yield warning("a LoRA in separate_async", why, MERGE_LORA)
-    elif not watched and (separate or trains_lora(context.config)):
+    elif not watched and (separate or (trains_lora(context.config) and not context.get(f"{MODEL}.lora.merge"))):
         found = "weights go to the rollout by a checkpoint engine" if separate else "a LoRA is sent to the rollout"
         why = f"a sync that fails looks like old rollouts; {CANARY}=8 finds it at the first sync"
         yield note(f"{found}, and no sync is checked", why)

@@ -74,6 +74,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
         start, equals, path = flag.partition("=")
         if start in ("--config-path", "-cp"):  # the last one counts
             folder = Path(os.path.normpath(VERL_CONFIGS.parent / (path if equals else "".join(flags[at + 1 : at + 2]))))
+            if folder.parts[-3:] == VERL_CONFIGS.parts[-3:] and not folder.is_dir():
+                folder = VERL_CONFIGS  # verl's own configs, on another machine
             flags[at + (not equals) : at + 1 + (not equals)] = [f"{start}={folder}" if equals else str(folder)]
     listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
     for index, argument in enumerate(arguments):

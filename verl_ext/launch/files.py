@@ -27,6 +27,18 @@ BESIDE_VERL = (
 DATA = ("data.train_files", "data.val_files")  # `RLHFDataset._download` of utils/dataset/rl_dataset.py
 
 
+READ = (".parquet", ".json", ".jsonl")  # `_read_files_and_tokenize` of the same file
+
+
+def data_problems(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[Problem]:
+    """Yields a problem for each data file whose ending verl's data set does not read."""
+    for setting in () if _has_own_data(config) else DATA:
+        for path in _values(config, setting) if setting not in unknown else ():
+            if not path.endswith(READ):
+                why = f"verl's data set reads only {', '.join(READ)}"
+                yield Problem(f"{setting}={path} is no data file", why, otherwise="name the files")
+
+
 def file_problems(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[Problem]:
     """Yields a problem for each file that the run opens and that is not on this machine."""
     for file in missing_files(config, unknown):
@@ -41,14 +53,17 @@ def missing_files(config: DictConfig, unknown: Collection[str] = ()) -> Iterator
     """
     verl = package_folder("verl")
     beside_verl = [verl.parent, verl] if verl else []
-    # A data set class of the user may read anything; with use_shm, a file may be a name on the Hugging Face Hub.
-    own_data = any(_values(config, name) for name in ("data.custom_cls.path", "data.use_shm"))
-    for setting in (*(() if own_data else DATA), *CODE, *BESIDE_VERL):
+    for setting in (*(() if _has_own_data(config) else DATA), *CODE, *BESIDE_VERL):
         folders = [Path(), *(beside_verl if setting in BESIDE_VERL else ())]
         for path in _values(config, setting) if setting not in unknown else ():
             file = os.path.expanduser(path.removeprefix("file://"))
             if "://" not in file and not any((folder / file).exists() for folder in folders):
                 yield f"{setting}={path}"
+
+
+def _has_own_data(config: DictConfig) -> bool:
+    """Whether a data set class of the user reads the data, or a file may be a name on the Hugging Face Hub."""
+    return any(_values(config, name) for name in ("data.custom_cls.path", "data.use_shm"))
 
 
 def _values(config: DictConfig, setting: str) -> list[str]:

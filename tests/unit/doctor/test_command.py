@@ -354,3 +354,25 @@ def test_another_entry_point_is_judged_as_far_as_verls_configs_tell(capsys):
     assert [one["check"] for one in found if one["level"] == "error"] == ["config"]
     verls = look("verl.experimental.fully_async_policy.fully_async_main", "async_training.require_batches=2")
     assert not any(one["level"] == "error" or "of its own" in one["found"] for one in verls)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-m verl.trainer.main_ppo actor_rollout_ref.actor.policy_loss=gspo", "policy_loss=gspo replaces"),
+        ("-m verl.trainer.main_ppo data.train_files=/data/folder", "data.train_files=/data/folder"),
+        ("-m verl.trainer.main_ppo_sync actor_rollout_ref.model.path=a/b", "no module verl.trainer.main_ppo_sync"),
+    ],
+)
+def test_what_no_run_of_verl_can_do_is_an_error(capsys, words, said):
+    main(["doctor", "--gpu", "H100", "--json", "--", "python3", *words.split(), *RUN[:5]])
+    errors = [one["found"] for one in json.loads(capsys.readouterr().out) if one["level"] == "error"]
+    assert any(said in one for one in errors)
+
+
+def test_a_setting_that_nothing_reads_is_named_although_its_value_is_not_known(capsys, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 -m verl.trainer.main_ppo {' '.join(RUN[:5])} custom_reward_function.path=$(f)")
+    main(["doctor", "--gpu", "H100", "--json", str(script)])
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)}["old reward settings"]
+    assert found["level"] == "warning" and "custom_reward_function.path" in found["found"] and not found["fix"]

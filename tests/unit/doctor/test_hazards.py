@@ -160,7 +160,7 @@ CASES = [
     ("weight sync", f"{LORA} {CANARY}", "ok", ""),
     ("weight sync", f"{LORA} stability=icepop", "ok", ""),
     ("weight sync", f"{LORA} stability=icepop {CANARIES}=0", "note", ""),
-    ("weight sync", f"{LORA} {MERGED}", "note", ""),
+    ("weight sync", f"{LORA} {MERGED}", None, ""),  # whole weights go to the rollout
     ("weight sync", f"{LORA} {ROLLOUT}.name=sglang stability=icepop", "error", MERGED),
     ("weight sync", SEPARATE, "note", ""),
     ("weight sync", f"{SEPARATE} stability=icepop", "ok", ""),

@@ -99,8 +99,8 @@ def test_a_size_that_the_config_lacks_is_a_note(findings):
 
 
 def test_files_that_are_not_here_are_errors(findings, tmp_path):
-    (tmp_path / "here").touch()
-    files = [f"data.train_files=[{tmp_path}/here,{tmp_path}/gone]", "data.val_files=hdfs://there"]
+    (tmp_path / "here.parquet").touch()
+    files = [f"data.train_files=[{tmp_path}/here.parquet,{tmp_path}/gone.parquet]", "data.val_files=hdfs://there.json"]
     code = ["reward.custom_reward_function.path=pkg://mine", f"trainer.v1.sampler.custom_sampler.path={tmp_path}/b.py"]
     tools = ["multi_turn.tool_config_path=trainer/config/ppo_trainer.yaml", "agent.agent_loop_config_path=no.yaml"]
     run = [*files, *code, *(f"actor_rollout_ref.rollout.{tool}" for tool in tools)]
