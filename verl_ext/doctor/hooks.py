@@ -118,7 +118,7 @@ def _has_module(module: str, context: Context) -> bool:
 def _replaces_a_node(key: str, context: Context) -> Iterator[Problem]:
     """Yields a single value where verl's config has a node of settings: Hydra lets it replace them all."""
     file = (context.folder("verl") or Path()) / "trainer/config/_generated_ppo_trainer.yaml"
-    value = OmegaConf.select(context.config, key, default=None) if context.config is not None and "." in key else None
+    value = context.get(key) if "." in key else None
     if value is None or OmegaConf.is_config(value) or not file.is_file():
         return
     node = _read_yaml(file)

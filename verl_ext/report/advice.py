@@ -321,8 +321,7 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
         causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
     for cause in causes:
-        longer = _twice_the_longest(run) if cause.name == "answers_cut" else 0
-        setting = cause.elsewhere.get(run.trainer, "").replace("LONGER", f"{longer or 'LONGER'}")
+        setting = cause.elsewhere.get(run.trainer, "").replace("LONGER", str(_twice_the_longest(run) or "LONGER"))
         yield NextStep(setting or f"check {cause.check}", cause.title)
     if _is_lost(found):
         began = _sound_step(run, found)

@@ -24,7 +24,8 @@ COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the
 BLANKS = re.compile(r"\s+")  # aligned columns whose names are single words, as pandas prints them
 BOX = re.compile(r"[|│┃║]")  # the lines between the cells of Markdown, psql and rich
 SEPARATORS = (BOX, *(re.compile(each) for each in (r"\t", ";", ",", r"\s{2,}")), BLANKS)
-STEP_WORD = re.compile(r"(?i)^(?:global[ _]?)?steps?\s*(?=\d)|^\d+\s?[-\u2013\u2014]\s?(?=\d)|(?<=\d)\s+\([^()]*\)$")
+# What may stand beside a step: its name, the beginning of a range, a remark in parentheses.
+BESIDE_STEP = re.compile(r"(?i)^(?:global[ _]?)?steps?\s*(?=\d)|^\d+\s?[-\u2013\u2014]\s?(?=\d)|(?<=\d)\s+\([^()]*\)$")
 DECORATION = " *`~$\t"  # of a cell in Markdown
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 TRUTH = {"true": 1.0, "false": 0.0}
@@ -73,7 +74,7 @@ class Columns:
             return None
         if self.step is None:
             return count
-        cell = STEP_WORD.sub("", STEP_WORD.sub("", cells[self.step].strip(DECORATION)))  # of 1-20, the end
+        cell = BESIDE_STEP.sub("", BESIDE_STEP.sub("", cells[self.step].strip(DECORATION)))  # of 1-20, the end
         return whole_step(cell if (number := cell_number(cell)) is None else number)
 
     def values(self, cells: Sequence[str]) -> dict[str, object]:

@@ -221,7 +221,7 @@ class TextSource:
                 step = len(self._epochs) * self._every
             elif step is None:
                 step = self._count(values)
-                if self._every > 1 and step * self._every > (getattr(self._read, "total", 0) or step * self._every):
+                if self._every > 1 and 0 < getattr(self._read, "total", 0) < step * self._every:
                     self._every_row_is_a_step = True
                     raise _ReplacedError
                 step *= self._every
