@@ -1,7 +1,7 @@
 """The ranking of causes: which evidence counts, who is named, and which metric is asked for."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from verl_ext.diagnosis.causes import CAUSES, LEAST, WORDS, Cause
@@ -130,7 +130,13 @@ def test_what_is_never_seen_rules_a_cause_out(word, expected):
     assert named(seen, a) == expected
 
 
+def points_of(a_cause, findings):
+    return sum(each.points for each in evidence_of(a_cause, findings))
+
+
 @given(some_levels)
+@example({"run_ended": "memory", "expert_overload": "overloaded", "answers_loop": "many"})
+@example({"run_ended": "memory"})
 def test_our_causes_are_named_by_their_points_whatever_is_found(levels):
     findings = found(**levels)
     marks = {f"{name}.{level}" for name, level in levels.items()}
@@ -145,8 +151,13 @@ def test_our_causes_are_named_by_their_points_whatever_is_found(levels):
         assert points == sorted(points, reverse=True)
         possible = [each for each in CAUSES.values() if not each.only_with or marks & set(each.only_with)]
         possible = [each for each in possible if not any(each.points(*mark.split(".")) == NEVER for mark in marks)]
-        best = max((sum(each.points for each in evidence_of(each, findings)) for each in possible), default=0.0)
-        assert bool(suspects) == (best >= LEAST) and (not suspects or points[0] == best)
+        best = {
+            end: max((points_of(each, findings) for each in possible if (each.about == "run") is end), default=0.0)
+            for end in (False, True)
+        }
+        assert bool(suspects) == (max(best.values()) >= LEAST)
+        # What ended a run is shown anyway: it is named as a cause only if no other cause is.
+        assert not suspects or points[0] == (best[False] if best[False] >= LEAST else best[True])
     assert asked is None or asked.setting in {setting_for(name) for rule in RULES.values() for name in rule.needs}
 
 
