@@ -205,7 +205,7 @@ def reuse_log_probs(gate, rank, weights_of=weights_of):
     """Takes a step with l_old of a pass before it, takes it back, and takes it with l_old of its own pass.
 
     Returns "weights", whether both lead to the same, bit for bit, and differ from those before; "metrics", those of the
-    second step beside what the first is measured to be; {} where the rank has none.
+    second step beside what the first is measured to be; {} where the rank has none; "self_gap", of the first step.
     """
     from tensordict import NonTensorData
     from verl.utils import tensordict_utils as tu
@@ -224,7 +224,8 @@ def reuse_log_probs(gate, rank, weights_of=weights_of):
         gate.first_pass = wanted.first_pass and FirstPass(wanted.first_pass)
         set_loss(worker, gate, wanted)
         tu.assign_non_tensor(data, mini_batch_size=whole, global_batch_size=whole)
-        data["guarded_update"] = NonTensorData({"step": number, "lr_scale": 1.0})
+        update = {"step": number, "lr_scale": 1.0, "has_l_old": wanted.first_pass is None}
+        data["guarded_update"] = NonTensorData(update)
         output = worker.train_mini_batch(data=data)
         return dict(tu.get(output, "metrics")) if output is not None else {}
 
@@ -256,6 +257,7 @@ def reuse_log_probs(gate, rank, weights_of=weights_of):
         "weights": same,
         "metrics": {name: (second[name], first[name]) for name in names if name in first},
         "k3": second.get("vllm_kl/k3"),
+        "self_gap": first.get("self_gap"),
         "dropped": second.get("correction/dropped"),
     }
 

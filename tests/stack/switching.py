@@ -181,7 +181,7 @@ def switching(trainer_class: type, schedule: Iterable[tuple[str, ...]], base: li
             return super().step(metrics, timing_raw)
 
         def _update_actor(self, batch, metrics):
-            sent = self.stability_run.update_batch(batch)
+            sent = self.stability_run.update_batch(batch, first=True)
             print(f"switching: there is {' '.join(batch.fields)}; sent is {' '.join(sent.fields)}", flush=True)
             print(
                 f"switching: step {self.global_steps} is measured in {len(batches.parts_of(batch))} block(s)",

@@ -109,4 +109,5 @@ def test_a_step_with_the_log_probs_of_its_own_pass_is_that_of_two_passes(ranks):
         assert rank["reuse"]["weights"], "bit for bit"
         for found, expected in rank["reuse"]["metrics"].values():
             assert found == expected
+        assert rank["reuse"]["self_gap"] == [0.0, 0.0], "of both ranks: the two passes are equal, bit for bit"
     assert ranks[0]["reuse"]["k3"] == ranks[1]["reuse"]["k3"] and ranks[0]["reuse"]["k3"][0] > 0

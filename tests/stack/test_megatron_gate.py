@@ -81,4 +81,6 @@ def test_a_step_with_the_log_probs_of_its_own_pass_is_that_of_two_passes(ranks, 
     for found in ranks[case]:
         assert found["reuse"]["weights"], "bit for bit"
         assert all(ours == of_two_passes for ours, of_two_passes in found["reuse"]["metrics"].values())
+        assert not any(found["reuse"]["self_gap"] or ()), "the two passes are equal, bit for bit"
+    assert any(found["reuse"]["self_gap"] is not None for found in ranks[case])
     assert any(found["reuse"]["k3"] for found in ranks[case])

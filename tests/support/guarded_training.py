@@ -20,7 +20,7 @@ class Workers:
     def __init__(self):
         self.weights, self.kept, self.rates = 0, None, []
 
-    def update(self, step, lr_scale):
+    def update(self, step, lr_scale, has_l_old):
         if self.kept is None or self.kept[0] != step:
             self.kept = (step, self.weights)
         self.weights += 1
@@ -94,7 +94,7 @@ class VerlTrainer:
         (root.parent / "latest_checkpointed_iteration.txt").write_text(str(self.global_steps))
 
     def _load_checkpoint(self):
-        self.global_steps = 0
+        self.global_steps = self.local_trigger_step = 0
         if self.config.trainer.resume_mode == "resume_path":
             folder = self.config.trainer.resume_from_path
             self.global_steps = int(folder.split("global_step_")[-1])

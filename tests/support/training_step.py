@@ -23,7 +23,7 @@ class VerlTrainer:
 
     def __init__(self, config):
         self.config = config
-        self.global_steps = 7
+        self.global_steps, self.local_trigger_step = 7, 0
         self.ran = []
         self.tokenizer = build_tokenizer()
 

@@ -1,7 +1,8 @@
-"""verl's FSDP2 engine on one rank, around a model that is built on the device instead of read from a disk; and a
-stand-in for it where it cannot be built."""
+"""verl's FSDP2 engine on one rank, around a model that is built on the device instead of read from a disk; a stand-in
+for it where it cannot be built; and the batches that both read."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from gpu.models import build
+
+PROMPT, RESPONSE = 128, 384  # tokens of each sequence
+TOKENS, TINY_TOKENS = 8192, 512  # of a micro-batch
 
 
 def start_one_rank(folder: Path) -> None:
@@ -64,6 +68,36 @@ def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folde
     with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
         engine.initialize()
     return engine
+
+
+def make_batch(
+    tokens: int, vocabulary: int, device: str, fields: Mapping[str, torch.Tensor] | None = None, **settings: Any
+) -> TensorDict:
+    """Returns random sequences of PROMPT + RESPONSE tokens, with all fields that verl's engine reads of a micro-batch.
+
+    Args:
+        fields: more of them, [sequences, *].
+    """
+    from verl.utils import tensordict_utils as tu
+
+    count, length = tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(vocabulary, (count, length), generator=generator).to(device)
+    ones = torch.ones(count, RESPONSE, dtype=torch.long, device=device)
+    found = {
+        "input_ids": rows,
+        "position_ids": torch.arange(length, device=device).expand(count, -1),
+        "prompts": rows[:, :PROMPT],
+        "responses": rows[:, PROMPT:],
+        "response_mask": ones,
+        "loss_mask": ones,
+        **(fields or {}),
+    }
+    jagged = {name: torch.nested.as_nested_tensor(list(each), layout=torch.jagged) for name, each in found.items()}
+    data = TensorDict(jagged, batch_size=count)
+    defaults = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
+    tu.assign_non_tensor(data, **defaults | settings)
+    return data
 
 
 class PlainEngine:

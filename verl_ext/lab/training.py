@@ -162,7 +162,7 @@ class Training:
         if outcome.refused is None:
             if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
                 fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
-            asked = update_request(self.features, self.guard, outcome)
+            asked = update_request(self.features, self.guard, outcome, has_l_old=True)
             metrics |= self.learner.update(batch, scored, fields, asked)
             name_clipped(metrics)
         step.judge_first_pass(metrics)

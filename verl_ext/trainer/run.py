@@ -133,6 +133,11 @@ class StabilityRun:
         return self._is_reused
 
     @property
+    def _is_late(self) -> bool:
+        """Whether the training engine's log-probs of the batch are first known in the update."""
+        return self._is_reused or bypasses(self.features.config)
+
+    @property
     def outcome(self) -> Outcome:
         """The outcome of the current batch."""
         return Outcome() if self._step is None else self._step.outcome
@@ -148,9 +153,8 @@ class StabilityRun:
         """
         self._step = self._batch = None
         read = read_batch(batch, self.features, self.guard.step, tokenizer, self._servers)
-        late = self._is_reused or bypasses(self.features.config)
         for found, decision in (
-            self._routing.judge(read, self.features, self.guard.step, late=late),
+            self._routing.judge(read, self.features, self.guard.step, late=self._is_late),
             self._top_tokens.judge(read, self.features, self.guard.step),
         ):
             metrics.update(found)
@@ -162,7 +166,7 @@ class StabilityRun:
         metrics |= reward_metrics(scores, keys)
         metrics |= read.answer_metrics(self.features.config.actor_rollout_ref, tokenizer)
         metrics |= self._rescored_metrics(read)
-        self._step = Step(self.features, self.guard, self.actions, late)
+        self._step = Step(self.features, self.guard, self.actions, self._is_late)
         self._step.measure(read, metrics)
         if self.dump is not None:
             self.dump.look_at(read, self.guard.step)
@@ -193,15 +197,18 @@ class StabilityRun:
             self.dump.write(batch, tokenizer, skipped=refused.reason if refused else "")
         return batch
 
-    def update_batch(self, batch: KVBatchMeta) -> KVBatchMeta:
+    def update_batch(self, batch: KVBatchMeta, first: bool) -> KVBatchMeta:
         """Returns the batch for the actor's update: a copy.
+
+        Args:
+            first: the first update with the rollout's weights; in separate_async, l_old of later ones is older.
 
         Raises:
             BatchError: scores are centered, and the batch is more than one optimizer step.
         """
         self._require_one_step(batch)
         sent = self.worker_fields.update_batch(batch, self.features, late=self.outcome.late)
-        sent.extra_info |= update_request(self.features, self.guard, self.outcome)
+        sent.extra_info |= update_request(self.features, self.guard, self.outcome, first and not self._is_late)
         if self.outcome.late and self.features.stability.breakdown and len(self._servers.addresses) > 1:
             sent.extra_info[names.FIRST_PASS]["servers"] = tuple(self._servers.addresses)
         return sent

@@ -252,12 +252,16 @@ class Step:
         metrics["guard/skipped"] = int(refused)
 
 
-def update_request(features: RunFeatures, guard: Guard, outcome: Outcome) -> dict[str, Any]:
-    """Returns the requests to the workers that go with an update of the batch, by name of base.names."""
+def update_request(features: RunFeatures, guard: Guard, outcome: Outcome, has_l_old: bool) -> dict[str, Any]:
+    """Returns the requests to the workers that go with an update of the batch, by name of base.names.
+
+    Args:
+        has_l_old: compute_log_prob had the weights with which the update begins.
+    """
     # FILTER_SCALE is for the losses that divide by a number of trajectories, dropped ones included: worker_loss.
     asked: dict[str, Any] = {
         names.FILTER_SCALE: outcome.filter_scale,
-        names.UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale},
+        names.UPDATE: {"step": guard.step, "lr_scale": guard.lr_scale, "has_l_old": has_l_old},
     }
     if outcome.late:
         asked[names.FIRST_PASS] = {"narrowed": outcome.narrowed, "limits": guard.limits}

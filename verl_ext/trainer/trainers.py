@@ -144,7 +144,8 @@ class StabilityMixin(VerlTrainer):
             sent = self.stability_run.worker_fields.canary_batch(batch, self.stability_run.features)
             canary.choose(sent, self.actor_rollout_wg, row_multiple(self.actor_rollout_wg, self.config))
         if self.stability_run.outcome.refused is None:
-            super()._update_actor(self.stability_run.update_batch(batch), metrics)
+            first = self.local_trigger_step == 0
+            super()._update_actor(self.stability_run.update_batch(batch, first), metrics)
             self.stability_run.judge_first_pass(metrics)
         return batch
 

@@ -65,7 +65,7 @@ class Gate:
         wrap("mini_batch_gate", engine, "optimizer_step", self.optimizer_step, "")
         wrap("mini_batch_gate", engine, "lr_scheduler_step", self.lr_scheduler_step, "")
         self._data: TensorDict | None = None  # of the current mini-batch
-        self._taken = True
+        self._taken, self._compares = True, False
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
@@ -74,14 +74,15 @@ class Gate:
         """The measurements of the batch at hand, if it is measured in its update."""
         return self.first_pass if self.first_pass is not None and self.first_pass.measures else None
 
-    def begin_update(self, step: int, lr_scale: float) -> None:
+    def begin_update(self, step: int, lr_scale: float, has_l_old: bool = False) -> None:
         """Begins a batch with the trainer's requests.
 
         Args:
             step: the run's step; an undo takes back everything from its first update on.
             lr_scale: factor on the schedule's learning rate.
+            has_l_old: compute_log_prob had the weights with which the update begins.
         """
-        self._step, self._lr_scale = step, lr_scale
+        self._step, self._lr_scale, self._has_l_old = step, lr_scale, has_l_old
 
     def train_mini_batch(self, verls: Callable, data: TensorDict) -> Any:
         """Wraps verl's method, which trains on all mini-batches of one batch."""
@@ -103,12 +104,14 @@ class Gate:
 
     def train_batch(self, verls: Callable, data: TensorDict, loss_function: Callable) -> Any:
         """Wraps verl's method. Adds gate/refused to the metrics, 1 for a mini-batch that is refused. If limits are set,
-        adds the signals that they bound; without compute_log_prob, the first mini-batch's measurements."""
+        adds the signals that they bound; without compute_log_prob, the first mini-batch's measurements; with it, the
+        self-gap of the first mini-batch: k3 of l_old against l_theta, which the same weights computed twice."""
         self._data, self._taken, self._metrics = data, True, {}
         if (measuring := self._measuring) is not None:
             measuring.begin_mini_batch()
         if self.undo is not None:
             self.undo.begin(self._step)
+        self._compares, self._has_l_old = self._has_l_old, False  # later mini-batches have other weights
         self._sums = torch.zeros(3, dtype=torch.float64)
         try:
             outputs = verls(data, loss_function)
@@ -123,11 +126,13 @@ class Gate:
 
     @torch.no_grad()
     def observe(self, batch: LossBatch) -> None:
-        """Adds a micro-batch, of which it reads l_infer."""
-        mask, l_infer = batch.mask, batch.require("l_infer")
-        l_theta = batch.l_theta[mask].double()
-        tokens = l_theta.new_tensor(len(l_theta))
-        sums = torch.stack([tokens, k3_of(l_theta - batch.l_old[mask]).sum(), k3_of(l_theta - l_infer[mask]).sum()])
+        """Adds a micro-batch, if its sums are used; limits need its l_infer."""
+        if not (self.limits.active or self._compares):
+            return
+        l_theta = batch.l_theta[batch.mask].double()
+        others = (batch.l_old, batch.require("l_infer") if self.limits.active else batch.l_old)
+        moved, apart = (k3_of(l_theta - other[batch.mask]).sum() for other in others)
+        sums = torch.stack([l_theta.new_tensor(len(l_theta)), moved, apart])
         self._sums = self._sums.to(sums.device) + sums
 
     def optimizer_step(self, verls: Callable[[], float]) -> float:
@@ -136,10 +141,13 @@ class Gate:
         if self._data is not None and tu.get_non_tensor_data(self._data, "batch_num_tokens", default=None) == 0:
             self._taken = False
             return 0.0
-        if self._data is not None and self.limits.active:
+        if self._data is not None and (self.limits.active or self._compares):
             signals = self._agree()
-            self._taken = not breaks_limits(signals, asdict(self.limits))
-            self._metrics = {f"gate/{name}": [value] for name, value in signals.items()}
+            if self._compares:
+                self._metrics["self_gap"] = [signals["policy_kl"]]
+            if self.limits.active:
+                self._taken = not breaks_limits(signals, asdict(self.limits))
+                self._metrics |= {f"gate/{name}": [value] for name, value in signals.items()}
         if self._data is not None and (measuring := self._measuring) is not None:
             taken, measured = measuring.judge(counts=self.engine.is_mp_src_rank_with_outputs())
             self._taken &= taken

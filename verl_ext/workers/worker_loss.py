@@ -125,7 +125,7 @@ def build_worker_loss(
 
     Args:
         config: the worker's ActorConfig, which is not changed.
-        gate: observes every micro-batch, if it has limits.
+        gate: observes every micro-batch.
         first_pass: built from settings.first_pass; weighs every micro-batch.
 
     Returns the function and {"policy_loss": its settings, "corrections": name -> settings, "kl": the estimator or None,
@@ -146,7 +146,7 @@ def build_worker_loss(
         config=ours,
         corrections=settings.corrections,
         kl_denominator=settings.kl_denominator if unbiased else None,
-        gate=gate if settings.mini_batch.active else None,
+        gate=gate,
         first_pass=first_pass,
         reuses=settings.reuses,
         centers=settings.top_tokens is not None and settings.top_tokens.centers,

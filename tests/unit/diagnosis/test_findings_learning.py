@@ -15,7 +15,7 @@ from verl_ext.diagnosis.findings import answers, entropy, finite, gradient
 from verl_ext.diagnosis.findings.answers import CUT, EMPTY, LONGEST, LOOPS, SHORTEST, SURELY_CUT
 from verl_ext.diagnosis.findings.finite import FILLED, MEMORY_USED
 from verl_ext.diagnosis.findings.gap import RATE, REFERENCE
-from verl_ext.diagnosis.findings.gradient import CLIPPED, STRIDE
+from verl_ext.diagnosis.findings.gradient import CLIPPED, SELF_GAP, STRIDE
 from verl_ext.diagnosis.findings.registry import RULES, find_all, notable
 from verl_ext.diagnosis.findings.reward import ADVANTAGE_MAX, ADVANTAGE_MIN, DEAD_GROUPS
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD, REWARD_MAX, REWARD_MIN
@@ -92,6 +92,8 @@ CASES = [
     ("self_gap.from_start", None, {STRIDE: [0.05, 0.06] * 10, CLIPPED: [0.2] * 20}),
     ("self_gap.from_start", None, {STRIDE: [0.002] * 20, RATE: [0.0] + [1e-6] * 19}),  # in a warm-up
     ("self_gap.small", None, {STRIDE: [1e-3] * 20}),
+    ("self_gap.from_start", None, {SELF_GAP: [0.04] * 20, STRIDE: [0.0] * 20}),
+    ("self_gap.small", None, {SELF_GAP: [1e-6] * 20, STRIDE: [0.05, 0.06] * 10}),  # it moves within a step
     ("memory_grew.grew", None, {MEMORY_USED[0]: line(40, 60)}),
     ("memory_grew.steady", None, {MEMORY_USED[0]: [40.0, 40.1] * 20}),
     ("gradient_zero.some", None, {GRADIENT: then(0.5, 0.0, at=37)}),

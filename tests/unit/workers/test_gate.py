@@ -3,6 +3,7 @@
 tests/stack/gate_ranks.py has the same on two ranks of verl's FSDP2 engine.
 """
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -105,3 +106,22 @@ def test_a_step_whose_loss_drops_every_token_is_left_out(moved, corrections, adv
 def test_every_other_step_is_taken(moved, corrections, advantage, gap, settings):
     distance, metrics = moved(corrections, advantage, gap, **settings)
     assert distance > 0 and metrics == {"grad_norm": 1.0, "gate/refused": [0.0]}
+
+
+def test_the_first_mini_batch_of_an_update_measures_l_old_against_l_theta(actor_config):
+    """k3 of l_theta - l_old, by the definition; later mini-batches have other weights."""
+    batch = batch_of(1.0, gap=0.0)
+    engine = Engine(batch)
+    gate = Gate(SimpleNamespace(engine=engine, train_mini_batch=lambda data: None))
+    loss, _ = build_worker_loss(actor_config(), LossSettings(), gate)
+    apart = 0.25
+    batch.rows["old_log_probs"] = [row + apart for row in batch.rows["old_log_probs"]]
+    del batch.rows["rollout_log_probs"]  # the rollout need not return them
+    found = []
+    for has_l_old in (True, False):
+        gate.begin_update(step=1, lr_scale=1.0, has_l_old=has_l_old)
+        for _ in range(2):
+            model_output, data = batch.whole()
+            found.append(engine.train_batch(data, partial(loss, model_output))["metrics"])
+    assert found[0]["self_gap"] == [pytest.approx(math.exp(-apart) + apart - 1, rel=1e-5)]
+    assert not any("self_gap" in each for each in found[1:])

@@ -28,6 +28,8 @@ PARTS = {
     "capture": Part(
         "Capture and replay of routing", "gpu.parts.capture", 230, ("torch", "transformers", "verl", "tensordict")
     ),
+    "reuse": Part("One forward pass less", "gpu.parts.reuse", 120, ("torch", "transformers", "verl", "tensordict")),
+    "sync": Part("Checksums of a weight sync", "gpu.parts.sync", 60, ("torch", "transformers")),
     "numbers": Part("The mismatch between kernels of one model", "gpu.parts.numbers", 70, ("torch", "transformers")),
     "oracles": Part("The mathematics against float64", "gpu.parts.oracles", 60, ("torch", "pytest")),
     "stack": Part("A short run with vLLM", "gpu.parts.stack", 500, ("torch", "verl", "ray", "vllm"), on_gpu_alone=True),

@@ -9,7 +9,7 @@ replaced.
 import gc
 import tempfile
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +23,19 @@ from torch import nn
 from gpu import attention
 from gpu.models import build, config_of, router_of, weights_by_hand
 from gpu.record import TIMES, Place, Record
-from gpu.verl_engine import PlainEngine, start_one_rank, verl_engine
+from gpu.verl_engine import (
+    PROMPT,
+    RESPONSE,
+    TINY_TOKENS,
+    TOKENS,
+    PlainEngine,
+    make_batch,
+    start_one_rank,
+    verl_engine,
+)
 from verl_ext.routing.fsdp import FsdpRouting
 
-PROMPT, RESPONSE = 128, 384  # tokens of each sequence
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-TOKENS, TINY_TOKENS = 8192, 512  # of a micro-batch
 REPLACED = 0.01  # of the experts, by `rollout_routes`
 AIM = 1.03  # of a forward pass with capture, over one without
 
@@ -85,35 +92,6 @@ def attach(engine: Any) -> FsdpRouting:
     adapter = FsdpRouting(SimpleNamespace(engine_config=replay))  # type: ignore[arg-type]
     adapter.prepare(engine)
     return adapter
-
-
-def make_batch(tokens: int, vocabulary: int, device: str, **settings: Any) -> TensorDict:
-    """Returns random sequences of PROMPT + RESPONSE tokens, with all fields that verl's engine reads of a
-    micro-batch."""
-    from verl.utils import tensordict_utils as tu
-
-    count, length = tokens // (PROMPT + RESPONSE), PROMPT + RESPONSE
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(vocabulary, (count, length), generator=generator).to(device)
-
-    def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
-
-    ones = torch.ones(count, RESPONSE, dtype=torch.long, device=device)
-    data = TensorDict(
-        {
-            "input_ids": nested(rows),
-            "position_ids": nested(torch.arange(length, device=device).expand(count, -1)),
-            "prompts": nested(rows[:, :PROMPT]),
-            "responses": nested(rows[:, PROMPT:]),
-            "response_mask": nested(ones),
-            "loss_mask": nested(ones),
-        },
-        batch_size=count,
-    )
-    defaults = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
-    tu.assign_non_tensor(data, **defaults | settings)
-    return data
 
 
 @torch.no_grad()

@@ -474,6 +474,13 @@ UPDATE = Section(
             "mean exp(l_old) of these tokens: DAPO found it below 0.2 at the high side, where the clip holds back "
             "exploration",
         ),
+        after(
+            "actor/self_gap",
+            "k3 of l_old against l_theta in the first mini-batch, where the same weights computed both; not in bypass mode "
+            "or without compute_log_prob",
+            NATS,
+            "lower",
+        ),
         after("actor/gate/vllm_kl", "k3 of l_infer against l_theta", NATS),
         after("actor/gate/policy_kl", "k3 of l_old against l_theta; not in bypass mode, where l_old is l_infer", NATS),
         after("actor/after_update/policy_kl", "k3 of l_old against the policy that the update made", NATS),

@@ -3,7 +3,7 @@ reference."""
 
 import numpy as np
 
-from verl_ext.diagnosis.findings.gap import RATE, REFERENCE
+from verl_ext.diagnosis.findings.gap import RATE, REFERENCE, sound_level
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import has_signal
 from verl_ext.diagnosis.names import GRADIENT, LOG_RATIO
@@ -18,7 +18,7 @@ from verl_ext.diagnosis.series import (
 )
 from verl_ext.diagnosis.statistics import spikes
 
-STRIDE, CLIPPED = "actor/ppo_kl", "actor/pg_clipfrac"
+STRIDE, CLIPPED, SELF_GAP = "actor/ppo_kl", "actor/pg_clipfrac", "actor/self_gap"
 ABSURD = 1e6  # no clipping makes a direction of it: the gradient is wrong
 LARGE = 100.0  # larger than the norm of a mean over tokens: the loss is a sum, or the gradient is wrong
 SPIKE = 10.0  # times the median
@@ -116,11 +116,16 @@ def reference_kl_spiked(run: Readings) -> Seen:
 
 @finding("self_gap", "from_start | small", needs=(STRIDE,))
 def self_gap(run: Readings) -> Seen:
-    """The policy of the update differs from that of the old log-probabilities before it has moved: in a step with a
-    learning rate of 0, or from the first step on and as much in every step.
+    """The policy of the update differs from that of the old log-probabilities before it has moved: in the first
+    mini-batch, by more than two engines differ in sound runs. Where that is not logged: in a step with a learning rate
+    of 0, or from the first step on and as much in every step.
 
     In bypass mode the old log-probabilities are the rollout's, and the difference is the gap of the engines.
     """
+    if (own := run.get(SELF_GAP)) is not None:
+        usual = float(np.median(own.values))
+        text = f"the k3 of l_old against l_theta at equal weights is {usual:.2g} (median)"
+        return ("from_start" if usual > sound_level(run) else "small"), text
     series, clipped, rate = run.need(STRIDE), run.get(CLIPPED), run.get(RATE)
     sizes = np.abs(series.values)
     first, usual = float(np.median(sizes[:FIRST_READINGS])), float(np.median(sizes))
