@@ -87,15 +87,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     passed = words[end + 1 :]  # unchanged, for Hydra
     command = commands.choices[arguments.command] if arguments.command else parser
     # argparse ends a list of positionals at the first flag; overrides may stand on both sides of one.
-    if flags := [word for word in rest if word.startswith("-")]:
+    flags = [word for word in rest if word.startswith("-")]
+    if flags and (command is parser or hasattr(arguments, "run")):
         command.error(f"unrecognized arguments: {' '.join(flags)}{similar_names(flags[0], command.options())}")
-    if rest + passed and not hasattr(arguments, "overrides"):
+    if rest + passed and hasattr(arguments, "run") and not hasattr(arguments, "overrides"):
         command.error(f"unrecognized arguments: {' '.join(rest + passed)}")
-    if rest + passed:
-        arguments.overrides += rest + passed
     if not hasattr(arguments, "run"):  # the command or its verb is missing
         command.print_help()
         command.exit(2)
+    if rest + passed:
+        arguments.overrides += rest + passed
     return arguments
 
 

@@ -58,6 +58,8 @@ def add_plan_parser(commands: Any) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Returns 0 if the run fits at all sizes, 1 if it does not."""
+    if not (arguments.overrides or arguments.config_name):
+        raise ConfigError("there is no run to plan: give a recipe (recipe=...), overrides, or a launch script")
     config, nodes = command_line.required_config(arguments), _node_counts(arguments.nodes)
     plans = [
         read_plan(
@@ -214,9 +216,12 @@ def advice_lines(plan: Plan) -> list[str]:
 def lengths_line(sizes: Sizes) -> str:
     """Returns a line with the mean lengths, and how to set those that are guessed."""
     found = {"prompt": (sizes.mean_prompt, sizes.prompt), "response": (sizes.mean_response, sizes.response)}
-    guessed = [f"--mean-{part}" for part, (mean, limit) in found.items() if mean == limit * GUESSED_MEAN]
-    text = ", ".join(f"{part} {mean:,.0f} of at most {limit:,} tokens" for part, (mean, limit) in found.items())
-    return f"mean lengths: {text}" + (f"; a guess, which {' and '.join(guessed)} replace" if guessed else "")
+    guess = {part: mean == limit * GUESSED_MEAN for part, (mean, limit) in found.items()}
+    each = (
+        f"{part} {mean:,.0f} of at most {limit:,} tokens" + (f" (a guess: --mean-{part} sets it)" if guess[part] else "")
+        for part, (mean, limit) in found.items()
+    )
+    return f"mean lengths: {', '.join(each)}"
 
 
 def fit_lines(sizes: Sizes, memory: Memory) -> list[str]:
