@@ -1,44 +1,19 @@
-"""The lab's page in the style of the report: the table, the findings, and the curves of all variants.
+"""The lab's page in the style of the report: the table, the findings, and the curves of all variants, each the mean
+over its seeds."""
 
-A curve's line is the mean over the seeds; its band reaches from the lowest seed to the highest. Both end where the
-first run of the variant ended: after that they would cover only the remaining runs.
-"""
-
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle, product
 from pathlib import Path
 
 import altair as alt
-import numpy as np
 
-from verl_ext.diagnosis.series import Series
 from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD, Variant, ranked_variants
 from verl_ext.lab.table import findings_of, legend, table_columns, table_rows
-from verl_ext.report.figures.charts import (
-    INK,
-    LINE_COLOURS,
-    VERMILION,
-    Line,
-    chart_data,
-    chart_rows,
-    drawable,
-    interval_means,
-    line_chart,
-    step_edges,
-)
-from verl_ext.report.figures.overlay import DASHES
+from verl_ext.report.figures.charts import INK, LINE_COLOURS, VERMILION
+from verl_ext.report.figures.overlay import Look, line_looks, metric_overlay
 from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.page import Progress, write_page
-from verl_ext.report.run import Run
-
-POINTS = 60  # points of a line, each the mean of some steps
-MOST_THIN = 15  # lines of single seeds in a figure
-BAND, THIN = 0.12, 0.35  # opacity
-
-Look = tuple[str, tuple[int, ...]]  # colour, dash
-Runs = Mapping[str, Sequence[Run]]  # runs of each variant
+from verl_ext.report.seeds import Lines
 
 READINGS = {  # by the metric
     REWARD: "A method helps if its line and its band stay above those of none; the distance to exact is the remaining "
@@ -84,61 +59,11 @@ def write_lab_page(
 
 def variant_styles(names: Sequence[str]) -> dict[str, Look]:
     """Returns a look for each variant: exact in ink, none in vermilion, the others by colour, then by dash."""
-    others = cycle((colour, dash) for dash, colour in product(DASHES, LINE_COLOURS) if colour != VERMILION)
     own: dict[str, Look] = {EXACT: (INK, ()), NONE: (VERMILION, ())}
-    return {name: own[name] if name in own else next(others) for name in names}
+    others = line_looks([name for name in names if name not in own], [c for c in LINE_COLOURS if c != VERMILION])
+    return {name: own.get(name) or others[name] for name in names}
 
 
-def seeds_chart(panel: Panel, runs: Runs, look: Mapping[str, Look]) -> alt.LayerChart | None:
+def seeds_chart(panel: Panel, runs: Lines, look: Mapping[str, Look]) -> alt.LayerChart | None:
     """Draws the panel's metric for every variant that has it; returns None if no variant has it."""
-    found = {name: [s for run in each if (s := run.get(panel.metric)) is not None] for name, each in runs.items()}
-    found = {name: each for name, each in found.items() if each}
-    if not found:
-        return None
-    steps = np.unique(np.concatenate([run.steps for each in runs.values() for run in each]))
-    edges = step_edges(steps, POINTS)
-    lines, bands, thin = [], [], []
-    for name, each in found.items():
-        colour, dash = look[name]
-        curves = [_curve(series, edges) for series in each]
-        spread = seed_spread(np.stack([curve.values for curve in curves]), log=panel.log)
-        all_run = edges[:-1] <= min(run.steps[-1] for run in runs[name])
-        middle, low, high = (Series(curves[0].steps[all_run], values[all_run]).finite() for values in spread)
-        if not middle.steps.size:  # a logarithmic axis cannot show zeros
-            continue
-        lines.append(Line(name, middle, colour, dash, dots=False))
-        if len(each) > 1:
-            bands.append(_band(low, high, colour))
-            thin += [_thin(drawable(curve, panel.log), colour) for curve in curves]
-    if not lines:
-        return None
-    under = [*bands, *(thin if len(thin) <= MOST_THIN else [])]
-    span = int(steps[0]), int(steps[-1])
-    return line_chart(lines, span, log=panel.log, percent=panel.percent, zero=panel.zero, under=under)
-
-
-def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns mean, smallest and largest value over the seeds of [seeds, points], ignoring NaN; NaN where all are NaN.
-
-    For a logarithmic axis, only values above 0 count, and the mean is geometric.
-    """
-    if log:
-        values = np.where(values > 0, values, np.nan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # numpy warns of points where all are NaN
-        middle = np.exp(np.nanmean(np.log(values), axis=0)) if log else np.nanmean(values, axis=0)
-        return middle, np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-
-
-def _curve(series: Series, edges: np.ndarray) -> Series:
-    """Returns the curve, with NaN for a stretch without a logged step."""
-    return Series((edges[:-1] + edges[1:] - 1) // 2, interval_means(series, edges))
-
-
-def _band(low: Series, high: Series, colour: str) -> alt.Chart:
-    ends = [row | {"high": top["value"]} for row, top in zip(chart_rows(low), chart_rows(high), strict=True)]
-    return alt.Chart(chart_data(ends)).mark_area(color=colour, opacity=BAND, clip=True).encode(y2="high:Q")
-
-
-def _thin(curve: Series, colour: str) -> alt.Chart:
-    return alt.Chart(chart_data(chart_rows(curve))).mark_line(color=colour, opacity=THIN, strokeWidth=1, clip=True)
+    return metric_overlay(panel.metric, runs, looks=look, log=panel.log, percent=panel.percent, zero=panel.zero)

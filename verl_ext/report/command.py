@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from verl_ext.report.verdict import RunVerdict
 
 WATCH_SECONDS = 15  # seconds between two reads of a running run
-MOST_COMPARED = 6  # runs: the table has room for these, the figures have colours for them
 
 RUN_HELP = (
     "{forms}; or a folder with one of these. - reads a log from the standard input. The guard's events and dumped "
@@ -44,14 +43,18 @@ examples:
   verl-ext report RUN --watch                        repeat every 15 s, until Ctrl-C; the page reloads itself
 """
 COMPARE = """\
-Compare runs: a table of final values, which marks differences from the first run that exceed the noise between steps,
-and a page with every figure of the report for all runs.
+Compare runs: a table of final values, which marks differences from the first line that exceed the noise, and a page
+with every figure of the report and every logged metric for all runs. Runs that differ only in the seed are one line,
+with mean and spread: if each has a config (W&B, Hydra), their configs are compared; else, their names differ only in
+"seed" and a number (none/seed0, grpo_seed1.jsonl). --group joins any other runs.
 """
 COMPARE_EXAMPLES = """\
 examples:
   verl-ext compare bf16.jsonl fp16.jsonl
   verl-ext compare base.jsonl icepop.jsonl r3.jsonl --metric rollout_corr/kl --window 50
   verl-ext compare run.jsonl:1 run.jsonl:2           two runs of one file
+  verl-ext compare lab/none/seed* lab/moe/seed*      two lines, each over its seeds
+  verl-ext compare --group base a.jsonl b.jsonl --group icepop c.jsonl d.jsonl
 """
 
 
@@ -101,10 +104,19 @@ def add_report_parsers(commands) -> None:
         "paths",
         metavar="RUN",
         type=Path,
-        nargs="+",
-        help=f"2 to {MOST_COMPARED} runs; the first is the baseline. {RUN_HELP}",
+        nargs="*",
+        help=f"any number of runs; the first is the baseline. {RUN_HELP}",
     )
     _add_out(compare, "comparison")
+    compare.add_argument(
+        "--group",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="a line of this name from these runs, behind the others; may be repeated",
+    )
+    compare.add_argument("--apart", action="store_true", help="keep runs apart that differ only in the seed")
     compare.add_argument(
         "--metric", action="append", default=[], metavar="NAME", help="another metric for the table; may be repeated"
     )
@@ -243,18 +255,26 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from verl_ext.report.comparison import ComparisonTable, compare_runs
     from verl_ext.report.load import read_run
     from verl_ext.report.page import write_comparison
+    from verl_ext.report.run import ReportError, Run
 
-    runs = [read_run(path) for path in arguments.paths]
-    extra = [printable(name) for name in arguments.metric]  # the names that were read are printable too
-    comparison = compare_runs(runs, extra=extra, window=arguments.window, cut=not arguments.full)
+    joined: dict[str, list[Run]] = {}
+    for name, *paths in arguments.group:
+        if not paths:
+            raise ReportError(f"--group {name}: name the line, then its runs: --group NAME RUN...")
+        joined.setdefault(printable(name), []).extend(read_run(Path(path)) for path in paths)
+    comparison = compare_runs(
+        [read_run(path) for path in arguments.paths],
+        extra=[printable(name) for name in arguments.metric],  # the names that were read are printable too
+        window=arguments.window,
+        cut=not arguments.full,
+        joined=joined,
+        apart=arguments.apart,
+    )
     console = Console()
     console.print(ComparisonTable(comparison))
     if not arguments.no_page:
-        named = dict(zip(comparison.names, runs, strict=True))
         with drawing(console) as progress:
-            page = write_comparison(
-                named, comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress
-            )
+            page = write_comparison(comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress)
         tell(console, "page", page)
     return 0
 

@@ -1,10 +1,11 @@
-"""Several runs side by side: the end of each metric, and the differences to the first run that are more than noise.
+"""Several runs side by side: the end of each metric, and the differences to the first line that are more than noise.
 
-`compare_runs` compares, and each cell has its texts, for a page and a notebook; `ComparisonTable` prints the table in a
-terminal.
+A line is a run, or the runs of one setting with several seeds (`seeds.group_runs`). `compare_runs` compares, and each
+cell has its texts, for a page and a notebook; `ComparisonTable` prints the table in a terminal.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,11 +14,11 @@ from rich.text import Text
 
 from verl_ext.base.arguments import similar_names
 from verl_ext.base.metrics import Metric, find
-from verl_ext.base.printable import printable
 from verl_ext.diagnosis.judge import judge
 from verl_ext.diagnosis.names import REWARD
 from verl_ext.diagnosis.noise import (
     CAVEAT,
+    FEWEST_EFFECTIVE,
     FLOOR,
     LEVEL,
     ROUNDING,
@@ -29,8 +30,8 @@ from verl_ext.diagnosis.noise import (
     judge_differences,
 )
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.command import MOST_COMPARED
 from verl_ext.report.run import ReportError, Run
+from verl_ext.report.seeds import Lines, group_runs, unique_names
 from verl_ext.report.tables import ruled_table
 from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
 
@@ -57,13 +58,16 @@ VERDICT_STYLES = {"better": "green", "worse": "red", "differs": "yellow"}
 
 @dataclass(frozen=True)
 class MetricCell:
-    """One metric of one run.
+    """One metric of one line.
 
     Attributes:
         metric: the row's metric.
-        final: the final value; None if the run lacks the metric, and for shares of the run.
+        final: the final value; None if the line lacks the metric, and for shares of the run. Of several seeds, the mean
+            of their final values, and the standard error of that mean.
         share: the mean of a share over the whole run.
-        difference: the difference to the first run; None for the first, and if one of the two has no final value.
+        spread: what stands behind the ±: one standard error; of several seeds, one standard deviation between them.
+        seeds: number of runs that have the metric.
+        difference: the difference to the first line; None for the first, and if one of the two has no final value.
         share_change: the difference of the shares, if the metric is one of the run.
         verdict: "better", "worse", "differs", "within noise" or "too few readings to tell", after
             `judge_differences` over the whole table; empty if nothing was compared.
@@ -72,13 +76,15 @@ class MetricCell:
     metric: Metric
     final: Final | None = None
     share: float | None = None
+    spread: float | None = None
+    seeds: int = 1
     difference: Difference | None = None
     share_change: float | None = None
     verdict: str = ""
 
     @property
     def value(self) -> str:
-        """The final value with its error, or the share, as text; "-" if the run lacks the metric."""
+        """The final value with its spread, or the share, as text; "-" if the line lacks the metric."""
         if self.share is not None:
             return f"{100 * self.share:.3g} %"
         if self.final is None:
@@ -86,17 +92,17 @@ class MetricCell:
         if self.final.scale == "log" and self.final.mean <= FLOOR * (1 + ROUNDING):
             return f"below {FLOOR:.0e}"
         mean = format_value(self.final.mean, format_of(self.metric))
-        if self.final.error is None:
+        if self.spread is None:
             return mean
-        if self.final.scale == "log":  # the error is of the logarithm
-            return f"{mean} ±{100 * np.expm1(self.final.error):.0f} %"
+        if self.final.scale == "log":  # the spread is of the logarithm
+            return f"{mean} ±{100 * np.expm1(self.spread):.0f} %"
         number, _, unit = mean.partition(" ")
-        error = _size_text(self.final.error, format_of(self.metric)).partition(" ")[0]
-        return f"{number} ±{error} {unit}".rstrip()
+        spread = _size_text(self.spread, format_of(self.metric)).partition(" ")[0]
+        return f"{number} ±{spread} {unit}".rstrip()
 
     @property
     def change(self) -> str:
-        """The difference to the first run as text; "" if nothing was compared."""
+        """The difference to the first line as text; "" if nothing was compared."""
         if self.share_change is not None:
             return f"{100 * self.share_change:+.3g} points"
         return "" if self.difference is None else _signed_text(self.metric, self.difference.change)
@@ -109,77 +115,73 @@ class MetricCell:
         return " to ".join(_signed_text(self.metric, end) for end in interval)
 
 
-Row = tuple[Metric, tuple[MetricCell, ...]]  # a cell for every run; the first run is the baseline
+Row = tuple[Metric, tuple[MetricCell, ...]]  # a cell for every line; the first line is the baseline
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows in the order of the table."""
+    """Rows in the order of the table, and the runs of each line, by its name."""
 
-    names: tuple[str, ...]
+    lines: Lines
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
+    @property
+    def runs(self) -> dict[str, Run]:
+        """Each run by its line's name; with its own name too, if the line has several."""
+        return {
+            name if len(line) == 1 else f"{name}: {own}": run
+            for name, line in self.lines.items()
+            for own, run in zip(unique_names(line), line, strict=True)
+        }
+
 
 def compare_runs(
-    runs: Sequence[Run], extra: Sequence[str] = (), window: int | None = None, cut: bool = True
+    runs: Sequence[Run],
+    extra: Sequence[str] = (),
+    window: int | None = None,
+    cut: bool = True,
+    joined: Lines | None = None,
+    apart: bool = False,
 ) -> Comparison:
-    """Compares the ends of runs with the first one's.
+    """Compares the ends of lines with the first one's.
 
     Args:
-        runs: two or more.
+        runs, joined, apart: as in `group_runs`; two lines or more.
         extra: names of further metrics.
         window: steps, as in `noise.final`.
         cut: ignore steps after the shortest run's last step, so that all windows end at the same step.
 
-    Raises ReportError for fewer than two runs or more than MOST_COMPARED.
+    Raises ReportError for fewer than two lines.
     """
-    if not 2 <= len(runs) <= MOST_COMPARED:
-        raise ReportError(f"a comparison needs 2 to {MOST_COMPARED} runs; given: {len(runs)}")
-    names = tuple(unique_names(runs))
-    last = {name: int(run.steps[-1]) for name, run in zip(names, runs, strict=True)}
-    common = min(last.values())
-    if late := [name for name, run in zip(names, runs, strict=True) if cut and run.steps[0] > common]:
+    lines = group_runs(runs, joined, apart)
+    if len(lines) < 2:
+        raise ReportError(f"a comparison needs two runs or more; given: {len(lines)}")
+    whole = Comparison(lines, (), ())
+    common = min(int(run.steps[-1]) for run in whole.runs.values())
+    if late := [name for name, run in whole.runs.items() if cut and run.steps[0] > common]:
         raise ReportError(
             f"{', '.join(late)} begins after step {common}, where another run ends: there is nothing to compare"
         )
-    cut_runs = [_cut_at(run, common) for run in runs] if cut else list(runs)
+    cut_lines = [[_cut_at(run, common) if cut else run for run in line] for line in lines.values()]
+    cut_runs = [run for line in cut_lines for run in line]
     rows: list[Row] = []
     for metric in _table_metrics(cut_runs, extra):
-        cells = [_cell(run, metric, window) for run in cut_runs]
+        cells = [_cell(line, metric, window) for line in cut_lines]
         if any(cell.final or cell.share is not None for cell in cells):
             rows.append((metric, (cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:]))))
     judged = _judge_rows(rows)
     notes = []
-    for name, run in zip(names, runs, strict=True):
+    for name, run in whole.runs.items():
         if (learning := judge(run.readings).learning).state == "collapsed":
             notes.append(f"{name}: {learning.text}")
-    notes += _comparison_notes(last, judged, window, common if cut else None, min(len(run.steps) for run in cut_runs))
+    notes += _comparison_notes(lines, judged, window, common if cut else None, min(len(run.steps) for run in cut_runs))
     logged = {name for run in cut_runs for name in run.metrics}
     shown = {metric.name for metric, _ in judged}
     for name in dict.fromkeys(extra):
         if name not in shown:
             notes.append(f"{name} has no finite value in any run{similar_names(name, logged)}")
-    return Comparison(names, judged, tuple(notes))
-
-
-def unique_names(runs: Sequence[Run]) -> list[str]:
-    """Returns a different name for each run: its own, else one with the folders that differ, else one with a number."""
-    names = [run.name for run in runs]
-    parents = [
-        [printable(parent.name) for parent in run.sources[0].resolve().parents] if run.sources else [] for run in runs
-    ]
-    alike = len(set(names)) == 1
-    for depth in range(min(map(len, parents), default=0)):
-        if len(set(names)) == len(names):
-            return names
-        folders = [folders[depth] for folders in parents]
-        if len(set(folders)) > 1:
-            names = folders if alike else [f"{folder}/{name}" for folder, name in zip(folders, names, strict=True)]
-            alike = False
-    if len(set(names)) == len(names):
-        return names
-    return [f"{name} ({number})" for number, name in enumerate(names, start=1)]
+    return replace(whole, rows=judged, notes=tuple(notes))
 
 
 def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:
@@ -200,12 +202,27 @@ def _cut_at(run: Run, step: int) -> Run:
     return replace(run, steps=run.steps[run.steps <= step], metrics=metrics)
 
 
-def _cell(run: Run, metric: Metric, window: int | None) -> MetricCell:
-    if (series := run.get(metric.name)) is None:
+def _cell(line: Sequence[Run], metric: Metric, window: int | None) -> MetricCell:
+    found = [series for run in line if (series := run.get(metric.name)) is not None]
+    if not found:
         return MetricCell(metric)
     if metric.name in SHARES:
-        return MetricCell(metric, share=float(series.values.mean()))
-    return MetricCell(metric, final(series, window, metric.scale))
+        return MetricCell(metric, share=float(np.mean([series.values.mean() for series in found])))
+    finals = [final(series, window, metric.scale) for series in found]
+    if len(finals) == 1:
+        return MetricCell(metric, finals[0], spread=finals[0].error)
+    centres = [each.centre for each in finals]
+    mean, spread = float(np.mean(centres)), float(np.std(centres, ddof=1))
+    windows = [each.steps for each in finals if each.steps]
+    over_seeds = Final(
+        math.exp(mean) if metric.scale == "log" else mean,
+        spread / math.sqrt(len(finals)) if len(finals) >= FEWEST_EFFECTIVE else None,
+        len(finals) - 1,
+        next((each.drift for each in finals if each.drift), 0.0),
+        (min(start for start, _ in windows), max(end for _, end in windows)),
+        metric.scale,
+    )
+    return MetricCell(metric, over_seeds, spread=spread, seeds=len(finals))
 
 
 def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
@@ -213,7 +230,13 @@ def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
         return replace(cell, share_change=cell.share - baseline.share)
     if baseline.final is None or cell.final is None:
         return cell
-    return replace(cell, difference=compare_finals(baseline.final, cell.final))
+    one, other = baseline.final, cell.final
+    # A run that is compared with several seeds is one more seed: it scatters as they do.
+    if cell.seeds > baseline.seeds == 1:
+        one = replace(one, error=cell.spread if other.error is not None else None, freedom=other.freedom)
+    elif baseline.seeds > cell.seeds == 1:
+        other = replace(other, error=baseline.spread if one.error is not None else None, freedom=one.freedom)
+    return replace(cell, difference=compare_finals(one, other))
 
 
 def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -232,15 +255,16 @@ def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _comparison_notes(
-    last: Mapping[str, int], rows: Sequence[Row], window: int | None, common: int | None, shortest: int
+    lines: Lines, rows: Sequence[Row], window: int | None, common: int | None, shortest: int
 ) -> Iterator[str]:
     """Yields notes on the table.
 
     Args:
-        last: each run's last step.
-        common: the one at which all were cut.
+        common: the last step, if all were cut there.
         shortest: the number of steps of the shortest run.
     """
+    last = {name: max(int(run.steps[-1]) for run in line) for name, line in lines.items()}
+    several = [name for name, line in lines.items() if len(line) > 1]
     longer = ", ".join(f"{name} (to {step})" for name, step in last.items() if common is not None and step > common)
     if longer:
         yield f"compared at step {common}, the last one that all runs have; later steps left out: {longer}"
@@ -248,15 +272,21 @@ def _comparison_notes(
         yield "the runs end at different steps: " + ", ".join(f"{name} at {step}" for name, step in last.items())
     over = "tenth of the readings (20 to 100)" if window is None else f"{window} steps"
     yield f"means over the last {over} ± one standard error; changes are against {next(iter(last))}"
+    if several:
+        counted = ", ".join(f"{name} ({len(lines[name])} runs)" for name in several)
+        yield f"± of {counted}: one standard deviation between the runs, which differ only in the seed"
     compared = sum(cell.difference is not None and cell.difference.p is not None for _, cells in rows for cell in cells)
     if compared:
         yield f"beyond the noise: at {100 * LEVEL:.0f} % for all {compared} comparisons of this table together (Holm)"
     few = [cell.final.steps for _, cells in rows for cell in cells if cell.verdict == TOO_FEW and cell.final]
-    if few:
+    if few and several:
+        yield f"{TOO_FEW}: a setting with several seeds needs at least {FEWEST_EFFECTIVE:.0f}"
+    elif few:
         widest = max((steps[1] - steps[0] + 1 for steps in few if steps), default=0)
         larger = f"try --window {shortest // 2}" if shortest // 2 > widest else "longer runs are needed"
         yield f"{TOO_FEW}: these windows have too few independent readings; {larger}"
-    yield CAVEAT
+    if next(iter(lines)) not in several and len(several) < len(lines) - 1:
+        yield CAVEAT
     for index, name in enumerate(last):
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
         if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
@@ -282,7 +312,7 @@ class ComparisonTable:
     comparison: Comparison
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = self.comparison.names
+        names = tuple(self.comparison.lines)
         wide = min(options.max_width, 100)
         narrow = len(names) > 3 or wide < 90
         label = 18 if narrow else 28

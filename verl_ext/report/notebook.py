@@ -6,13 +6,13 @@ The code that draws is imported when a figure is requested; `load_run` works wit
 import html
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,15 +51,15 @@ def load_run(path: str | Path, run: int | None = None) -> "LoadedRun":
 
 
 def compare(
-    *runs: "LoadedRun", extra: Sequence[str] = (), window: int | None = None, cut: bool = True
+    *runs: "LoadedRun", joined: "Mapping[str, Sequence[LoadedRun]] | None" = None, **options: Any
 ) -> "ComparedRuns":
-    """Compares the ends of runs with the first one's; the arguments are those of `comparison.compare_runs`."""
+    """Compares the ends of runs with the first one's; `joined` and the options are those of `comparison.compare_runs`:
+    `extra`, `window`, `cut`, `apart`."""
     with _extra_packages():
         from verl_ext.report.comparison import compare_runs
 
-        found = [loaded.run for loaded in runs]
-        comparison = compare_runs(found, extra=extra, window=window, cut=cut)
-    return ComparedRuns(dict(zip(comparison.names, found, strict=True)), comparison)
+        lines = {name: [loaded.run for loaded in line] for name, line in (joined or {}).items()}
+        return ComparedRuns(compare_runs([loaded.run for loaded in runs], joined=lines, **options))
 
 
 class _Shown(ABC):
@@ -146,9 +146,8 @@ class LoadedRun(_Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ComparedRuns(_Shown):
-    """Compared runs by name; a cell displays the table of `verl-ext compare` and its notes."""
+    """Compared runs; a cell displays the table of `verl-ext compare` and its notes."""
 
-    runs: dict[str, Run]
     comparison: "Comparison"
 
     def _renderable(self) -> "RenderableType":
@@ -165,14 +164,14 @@ class ComparedRuns(_Shown):
         rows = self.comparison.rows
         texts = {
             (name, part): [getattr(cells[place], part) for _, cells in rows]
-            for place, name in enumerate(self.comparison.names)
+            for place, name in enumerate(self.comparison.lines)
             for part in (("value", "change", "verdict") if place else ("value",))
         }
         return pd.DataFrame(texts, index=[metric.name for metric, _ in rows])
 
     def figure(self, key: str) -> "alt.LayerChart":
         """Returns the report's figure of this key, with all runs in it. ReportError if no run has such data."""
-        return _figure(key, lambda panel: panel.chart_of_all(self.runs))
+        return _figure(key, lambda panel: panel.chart_of_all(self.comparison.lines))
 
 
 @dataclass(frozen=True)

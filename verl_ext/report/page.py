@@ -24,22 +24,27 @@ from markupsafe import Markup
 
 from verl_ext import __version__
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
+from verl_ext.report.clocks import page_clocks
 from verl_ext.report.comparison import Comparison
 from verl_ext.report.figures.charts import (
+    BLUE,
     DARK_COLOURS,
+    FEW_LINES,
     HOVER_LAYER,
     INK,
-    LINE_COLOURS,
     PAPER,
     PLOT_WIDTH,
     VEGA_CONFIG,
     thin_readings,
 )
+from verl_ext.report.figures.overlay import line_looks
 from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.files import is_regular, open_regular, written_whole
 from verl_ext.report.guard_facts import DECIDED, sentence_of
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
+from verl_ext.report.seeds import Lines
 from verl_ext.report.tables import ShownTable
 from verl_ext.report.terminal import not_finite, step_range
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
@@ -47,9 +52,11 @@ from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
 PAGE, OVERVIEW, PICTURES, TRAJECTORIES = "report.html", "report.png", "figures", "trajectories.html"
 GENERATOR, HEAD_BYTES = b'name="generator" content="verl_ext', 2000  # the mark of our pages, within this many bytes
 # Variables of the template that a page may lack.
-SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables", "metrics")
+SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables", "metrics", "clocks")
 # Readings of all metrics together that a page has (some 10 bytes each), and of one metric at most and at least.
 ALL_READINGS, MOST_READINGS, FEWEST_READINGS = 36_000, 300, 20
+NO_READINGS = Series(np.empty(0, np.int64), np.empty(0))
+MOST_TITLE = 4  # lines of a comparison that its title names
 MOST_DECISIONS, MOST_OPEN = 100, 10  # decisions on the page; more than MOST_OPEN are folded
 TEMPLATES = Path(__file__).parent / "templates"
 BEYOND_ASCII = re.compile(r"[^\x00-\x7e]")
@@ -78,23 +85,28 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
         "notes": [*not_finite(run), *run.all_notes()],
         "trajectories": trajectories,
         "guard": _decisions(run.events),
-        "metrics": script_json(all_metrics(run)),
+        "clocks": page_clocks({"": [run]}),
+        "metrics": all_metrics({"": [run]}),
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: panel.facts(run) for panel in PANELS}
     return write_page(out, charts, context, said=said, **options)
 
 
-def write_comparison(runs: Mapping[str, Run], comparison: Comparison, out: Path, **options: Any) -> Path:
-    """Writes the page of several runs by name, with `options` of `write_page`."""
+def write_comparison(comparison: Comparison, out: Path, **options: Any) -> Path:
+    """Writes the page of several runs, with `options` of `write_page`."""
+    lines, runs = comparison.lines, comparison.runs
+    more = f" and {len(lines) - MOST_TITLE} more" if len(lines) > MOST_TITLE else ""
     context = {
-        "title": " / ".join(runs),
-        "about": f"{len(runs)} runs; changes are against {next(iter(runs))}",
-        "comparison": comparison.rows,
-        "names": list(runs),
+        "title": " / ".join([*lines][:MOST_TITLE]) + more,
+        "about": f"{len(runs)} runs; changes are against {next(iter(lines))}",
+        "comparison": comparison,
+        "looks": line_looks([*lines]),
+        "clocks": page_clocks(lines),
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],
+        "metrics": all_metrics(lines),
     }
-    charts = {panel: panel.chart_of_all(runs) for panel in PANELS}
+    charts = {panel: panel.chart_of_all(lines) for panel in PANELS}
     return write_page(out, charts, context, **options)
 
 
@@ -127,7 +139,7 @@ def write_page(
     out.mkdir(parents=True, exist_ok=True)
     progress("page")
     page = template("report.html.j2").stream(
-        {**dict.fromkeys(SECTIONS), **context},
+        {**dict.fromkeys(SECTIONS), "looks": {"": (BLUE, ())}, **context},
         panels=[
             {
                 "key": panel.key,
@@ -138,10 +150,11 @@ def write_page(
             for panel in drawn
         ],
         missing=[panel for panel in charts if panel not in drawn],
-        figures=script_json({panel.key: _in_columns(spec) for panel, spec in drawn.items()}),
-        dark=script_json(DARK_COLOURS),
-        config=script_json(VEGA_CONFIG),
-        colours=LINE_COLOURS,
+        figures={panel.key: _in_columns(spec) for panel, spec in drawn.items()},
+        dark=DARK_COLOURS,
+        config=VEGA_CONFIG,
+        script_json=script_json,
+        few_lines=FEW_LINES,
         libraries=libraries(),
         style=asset("report.css"),
         script=asset("report.js"),
@@ -179,17 +192,21 @@ def _forget(out: Path, drawn: Collection[Panel], trajectories: str | None) -> No
             file.unlink(missing_ok=True)
 
 
-def all_metrics(run: Run) -> dict[str, Any]:
-    """Returns every metric for the page's list: by name, the steps as differences, the values, and whether readings
-    were left out. Of a long run, the least and the largest of each stretch are kept."""
-    most = min(max(ALL_READINGS // max(len(run.metrics), 1), FEWEST_READINGS), MOST_READINGS)
-    found = {}
-    for name, series in sorted(run.metrics.items()):
-        finite = series.finite()
-        if (kept := thin_readings(finite, most)).steps.size:
-            values = [float(f"{value:.5g}") for value in kept.values]
-            found[name] = [np.diff(kept.steps, prepend=0).tolist(), values, len(kept.steps) < len(finite.steps)]
-    return found
+def all_metrics(lines: Lines) -> dict[str, Any]:
+    """Returns every metric for the page's list: the runs, each with its line, and by metric the number of each run that
+    has it, its steps as differences, the values, and whether readings were left out. Of a long run, the least and the
+    largest of each stretch are kept."""
+    runs = [(line, run) for line, own in lines.items() for run in own]
+    most = min(max(ALL_READINGS // max(sum(len(run.metrics) for _, run in runs), 1), FEWEST_READINGS), MOST_READINGS)
+    found: dict[str, list[Any]] = {}
+    for name in sorted({name for _, run in runs for name in run.metrics}):
+        for number, (_, run) in enumerate(runs):
+            finite = run.metrics[name].finite() if name in run.metrics else NO_READINGS
+            if (kept := thin_readings(finite, most)).steps.size:
+                values = [float(f"{value:.5g}") for value in kept.values]
+                steps = np.diff(kept.steps, prepend=0).tolist()
+                found.setdefault(name, []).append([number, steps, values, len(kept.steps) < len(finite.steps)])
+    return {"runs": [(line, run.name) for line, run in runs], "metrics": found}
 
 
 def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:

@@ -11,8 +11,9 @@ from hypothesis.extra.numpy import arrays
 from tests.support.browser import launched, lowest_contrast, needs_browser, open_page
 from tests.unit.lab.standin import curves
 from tests.unit.report.made_runs import NAN, make
-from verl_ext.lab.figures import LAB_PANELS, seed_spread, seeds_chart, variant_styles, write_lab_page
+from verl_ext.lab.figures import LAB_PANELS, seeds_chart, variant_styles, write_lab_page
 from verl_ext.lab.summary import Variant, summarise
+from verl_ext.report.figures.overlay import seed_spread
 from verl_ext.report.page import OVERVIEW, PAGE, spec_of
 
 PANEL = {panel.key: panel for panel in LAB_PANELS}
@@ -77,8 +78,11 @@ def test_a_seed_that_stopped_early_ends_there_and_zeros_have_no_place_on_a_logar
     short = {"none": [RUNS["none"][0], *runs_of("none", seeds=1, steps=30)]}
     assert seeds_chart(PANEL["reward"], short, variant_styles(["none"])) is not None
     zeros = make({"vllm_kl/k3": [0.0] * 50, "critic/score/mean": [0.5] * 50})
-    assert seeds_chart(PANEL["vllm_kl"], {"exact": [zeros, zeros]}, variant_styles(["exact"])) is None
-    chart = seeds_chart(PANEL["vllm_kl"], {"exact": [zeros], "none": RUNS["none"]}, variant_styles(["exact", "none"]))
+    alone = spec_of(seeds_chart(PANEL["vllm_kl"], {"exact": [zeros, zeros]}, variant_styles(["exact"])))
+    assert "log" not in json.dumps(alone), "nothing is above 0: the axis is linear"
+    chart = seeds_chart(
+        PANEL["vllm_kl"], {"exact": [zeros, zeros], "none": RUNS["none"]}, variant_styles(["exact", "none"])
+    )
     assert '"domain": ["none"]' in json.dumps(spec_of(chart))
 
 

@@ -84,7 +84,7 @@ def _compare(run: Run, out: Path) -> Path:
     runs = [replace(run, name=f"{run.name} {index}") for index in (1, 2)]
     comparison = compare_runs(runs, extra=sorted(run.metrics)[:3])
     _on_screen(ComparisonTable(comparison))
-    return write_comparison({run.name: run for run in runs}, comparison, out, pictures=False)
+    return write_comparison(comparison, out, pictures=False)
 
 
 def harmless(text: str) -> bool:

@@ -111,12 +111,20 @@ def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypat
     assert one_line(capsys).endswith("verl_ext.report.folder is not installed, and this needs it: pip install it\n")
 
 
-def test_compare_needs_two_runs_and_takes_six(file, capsys):
-    for count in (1, 7):
-        assert main(["compare", *[str(file)] * count, "--no-page"]) == 2
-        assert "2 to 6" in one_line(capsys)
-    assert main(["compare", *[str(file)] * 6, "--no-page"]) == 0
-    assert "run (6)" in capsys.readouterr().out
+def test_compare_needs_two_runs_and_takes_any_number(file, capsys):
+    for words in ([], [str(file)], ["--group", "a"], ["--group", "a", str(file)]):
+        assert main(["compare", *words, "--no-page"]) == 2
+        one_line(capsys)
+    assert main(["compare", *[str(file)] * 20, "--no-page"]) == 0
+    assert "run (20)" in capsys.readouterr().out
+    assert main(["compare", str(file), "--group", "both", str(file), str(file), "--no-page"]) == 0
+    assert "both (2 runs)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_compare_names_metrics_that_are_similar_to_an_unknown_one(file, capsys):
+    assert main(["compare", str(file), str(file), "--metric", "critic/scor/mean", "--no-page"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "critic/scor/mean has no finite value in any run; similar: critic/score/mean" in said
 
 
 @pytest.mark.slow

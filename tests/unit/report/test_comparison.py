@@ -8,8 +8,9 @@ import pytest
 
 from verl_ext.diagnosis.noise import CAVEAT
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.comparison import Comparison, ComparisonTable, MetricCell, compare_runs, unique_names
+from verl_ext.report.comparison import Comparison, ComparisonTable, MetricCell, compare_runs
 from verl_ext.report.run import ReportError, Run
+from verl_ext.report.seeds import group_runs, unique_names
 
 STEPS = 300  # a default window of 30 readings
 
@@ -54,7 +55,7 @@ def test_the_first_run_is_the_baseline_and_words_follow_the_good_direction():
     b = run("b", {"critic/score/mean": noise(3, 0.7, 0.01), "vllm_kl/k3": np.exp(noise(4, -6, 0.3))})
     comparison = compare_runs([a, b])
     reward, k3 = cells(comparison, "critic/score/mean"), cells(comparison, "vllm_kl/k3")
-    assert (comparison.names[0], reward[0].change, reward[0].verdict) == ("a", "", "")
+    assert (*comparison.lines, reward[0].change, reward[0].verdict) == ("a", "b", "", "")
     assert reward[1].verdict == "better" and k3[1].verdict == "worse"
     assert float(reward[1].change) == pytest.approx(0.2, abs=0.01)
     assert float(k3[1].change[1:]) == pytest.approx(math.exp(3), rel=0.3)
@@ -151,13 +152,90 @@ def test_runs_of_one_name_are_called_after_what_tells_them_apart(tmp_path):
     assert named("a/x", "a/x") == ["x (1)", "x (2)"]
 
 
+CONFIG = "_wandb:\n    value:\n        start: {start}\ntrainer:\n    value:\n        experiment_name: {name}\n"
+CONFIG += "        lr: {lr}\n        epochs: 1\nseed:\n    value: {seed}\nbatch:\n    value: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "groups"),
+    [
+        (("none/seed0", "none/seed1", "moe/seed0", "moe/seed1"), {"none": 2, "moe": 2}),
+        (("grpo_seed1", "grpo_seed22", "grpo_lr2_seed1"), {"grpo": 2, "grpo_lr2_seed1": 1}),
+        (("seed_1-qwen", "Seed=2-qwen", "moe"), {"qwen": 2, "moe": 1}),
+        (("seed0", "seed1"), {"seed0": 1, "seed1": 1}),  # one setting: its runs are compared with each other
+        (("s1", "s2", "seedling"), {"s1": 1, "s2": 1, "seedling": 1}),
+    ],
+)
+def test_runs_whose_names_differ_only_in_the_seed_are_one_line(tmp_path, files, groups):
+    runs = [replace(run(file.split("/")[-1], {"a": [1.0]}, 1), sources=(tmp_path / file / "x",)) for file in files]
+    assert {name: len(line) for name, line in group_runs(runs).items()} == groups
+    assert len(group_runs(runs, apart=True)) == len(runs)
+    joined = {"all": runs, "one": runs[:1]}
+    assert {name: len(line) for name, line in group_runs(runs[:1], joined).items()} == {
+        runs[0].name: 1,
+        "all": len(runs),
+        "one": 1,
+    }
+    with pytest.raises(ReportError, match=runs[0].name):
+        group_runs(runs[:1], {runs[0].name: runs})
+
+
+def test_runs_whose_configs_differ_only_in_the_seed_are_one_line_whatever_their_names(tmp_path):
+    def configured(name: str, lr: float, seed: int, place: str = "files/config.yaml") -> Run:
+        file = tmp_path / name / place
+        file.parent.mkdir(parents=True)
+        file.write_text(CONFIG.format(start=name, name=name, lr=lr, seed=seed))
+        return replace(run(name, {"a": [1.0]}, 1), sources=(tmp_path / name / "run.wandb",))
+
+    runs = [
+        configured("run-7", 1, 1),
+        configured("run-8", 1, 2),
+        configured("x_seed1", 2, 1),
+        configured("x_seed2", 3, 2),
+    ]
+    again = configured("run-9", 1, 2)
+    found = {name: [each.name for each in line] for name, line in group_runs([*runs, again]).items()}
+    assert found == {"run": ["run-7", "run-8"], "x_seed1": ["x_seed1"], "x_seed2": ["x_seed2"], "run-9": ["run-9"]}
+
+
+def seeds(name: str, level: float, count: int, spread: float = 0.1) -> list[Run]:
+    return [
+        run(f"{name}_seed{seed}", {"own/x": noise(seed, level + spread * (seed - (count - 1) / 2), 1e-3)})
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("counts", "levels", "verdict"),
+    [
+        ((5, 5), (1, 1.1), "within noise"),  # the seeds differ more
+        ((5, 5), (1, 3), "differs"),
+        ((5, 1), (1, 1.1), "within noise"),  # one run is one more seed
+        ((1, 5), (1, 5), "differs"),
+        ((1, 1), (1, 1.1), "differs"),  # and between two runs there is only the noise within each
+        ((2, 2), (1, 3), "too few readings to tell"),
+    ],
+)
+def test_lines_of_several_seeds_are_judged_by_the_scatter_between_them(counts, levels, verdict):
+    runs = [each for name, count, level in zip("ab", counts, levels, strict=True) for each in seeds(name, level, count)]
+    comparison = compare_runs(runs, ["own/x"])
+    pair = cells(comparison, "own/x")
+    assert [cell.seeds for cell in pair] == list(counts) and pair[1].verdict == verdict
+    for cell, count, level in zip(pair, counts, levels, strict=True):
+        assert cell.final.mean == pytest.approx(level, abs=0.01)
+        if count > 1:
+            assert cell.spread == pytest.approx(0.1 * np.std(np.arange(count), ddof=1), rel=0.05)
+            assert f"±{cell.spread:.3f}" in cell.value
+    assert (CAVEAT in comparison.notes) == (counts == (1, 1))
+
+
 def test_a_run_that_begins_after_another_ends_is_refused():
     one = run("a", {"critic/score/mean": noise(1)})
     with pytest.raises(ReportError, match="b begins after step 300"):
         compare_runs([one, run("b", {"critic/score/mean": noise(1)}, first=400)])
 
 
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("count", [2, 3, 6, 20])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_table_fits_a_hundred_columns_uncut(count, encoding):
     runs = [full(f"qwen3-30b-a3b_icepop_experiment_{index}_µ", 100 * index, shift=index) for index in range(count)]
@@ -194,7 +272,7 @@ def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_point
 
 
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
-@pytest.mark.parametrize("count", [2, 6])
+@pytest.mark.parametrize("count", [2, 6, 20])
 def test_numbers_are_whole_at_every_width(count, width):
     comparison = compare_runs([full(f"r{index}", index) for index in range(count)])
     said = printed(comparison, width=width)

@@ -108,11 +108,13 @@ def test_the_heat_map_has_the_mean_of_each_column_and_holes_where_nothing_was_lo
     holes = thinned(run, lambda name, steps: (steps > 30) | ("layer_02" not in name))
     cells = {(row["layer"] + 0.5, row["step"] + 0.5): row for row in rows(PANEL["router_agreement"].chart(holes))}
     assert len(cells) == 4 * HEAT_COLUMNS - 10
+    calculated = PANEL["router_agreement"].chart(holes).to_dict()["layer"][0]["transform"]
+    assert [each["as"] for each in calculated] == ["below", "said"]
     values = run.metrics["router/agreement/layer_03"].values
     for column in (0, 7, HEAT_COLUMNS - 1):
         cell = cells[3, 1 + 3 * column]
         assert cell["value"] == pytest.approx(values[3 * column : 3 * column + 3].mean(), abs=1e-5)
-        assert cell["said"] == f"layer 3, step {1 + 3 * column} to {3 + 3 * column}"
+        assert cell["end"] == pytest.approx(3.5 + 3 * column, abs=0.2)
     assert (2, 28) not in cells and (2, 31) in cells
 
 

@@ -15,20 +15,23 @@ GROWING = 1e-4 * np.exp(RATE * np.arange(1, 61))  # passes 0.1 in step 70
 
 
 def layers(run) -> list[tuple[dict, dict, list[dict]]]:
-    """Returns the mark, the encoding and the data of each layer of the figure."""
+    """Returns the mark, the encoding and the data of each layer of the figure, of which lines draw a part."""
     spec = kl_chart(run).to_dict()
-    return [(layer["mark"], layer["encoding"], spec["datasets"][layer["data"]["name"]]) for layer in spec["layer"]]
+    found = []
+    for layer in spec["layer"]:
+        rows = spec["datasets"][layer["data"]["name"]]
+        for change in layer.get("transform", ()):
+            rows = [row for row in rows if row["label"] in change["filter"]["oneOf"]]
+        found.append((layer["mark"], layer["encoding"], rows))
+    return found
 
 
 def line(run, label: str) -> dict[int, float]:
     """Returns the points of the line with this label that is drawn at full strength."""
-    found = [
-        {row["step"]: row["value"] for row in data}
-        for mark, _, data in layers(run)
-        if mark["type"] == "line" and mark.get("opacity") == 1 and data and data[0].get("label") == label
-    ]
-    assert len(found) == 1, label
-    return found[0]
+    strong = [data for mark, _, data in layers(run) if mark["type"] == "line" and mark.get("strokeWidth") == 2]
+    found = {row["step"]: row["value"] for data in strong for row in data if row.get("label") == label}
+    assert found, label
+    return found
 
 
 def ahead(run) -> list[list[dict]]:

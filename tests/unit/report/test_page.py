@@ -8,7 +8,9 @@ import pytest
 from tests.support.browser import lowest_contrast, needs_browser, open_page
 from tests.unit.report.made_runs import NAN, changed, event, full, make
 from verl_ext import __version__
+from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
+from verl_ext.report.clocks import page_clocks
 from verl_ext.report.comparison import compare_runs
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.page import (
@@ -185,7 +187,7 @@ def test_every_metric_is_found_by_a_search_drawn_when_opened_smoothed_and_saved(
 def test_all_metrics_of_a_long_run_are_small():
     noise = np.random.default_rng(0)
     run = make({f"x/{name}": noise.normal(size=2000) for name in range(214)})
-    assert len(script_json(all_metrics(run))) < 600_000
+    assert len(script_json(all_metrics({"": [run]}))) < 600_000
 
 
 def test_a_figure_is_a_group_with_a_name_and_the_footer_names_whose_work_draws_it(browser, file):
@@ -231,16 +233,15 @@ def six(tmp_path_factory):
     runs = [replace(full(300, layers=2, seed=seed), name=f"run {seed} <&>") for seed in range(6)]
     better = replace(runs[1], metrics={**runs[1].metrics})
     better.metrics["critic/score/mean"] = changed(better, lambda values: values + 3).metrics["critic/score/mean"]
-    named = {run.name: run for run in [runs[0], better, *runs[2:]]}
-    comparison = compare_runs(list(named.values()), window=100)
-    return write_comparison(named, comparison, tmp_path_factory.mktemp("six"), pictures=False), comparison
+    comparison = compare_runs([runs[0], better, *runs[2:]], window=100)
+    return write_comparison(comparison, tmp_path_factory.mktemp("six"), pictures=False), comparison
 
 
 @SCHEMES
 def test_a_comparison_of_six_runs(browser, six, dark):
     file, comparison = six
     with open_page(file, dark=dark, browser=browser) as (page, errors):
-        assert page.locator("#comparison thead th").all_inner_texts() == ["metric", *comparison.names]
+        assert page.locator("#comparison thead th").all_inner_texts() == ["metric", *comparison.lines]
         assert page.locator("#comparison tbody tr").count() == len(comparison.rows)
         assert page.locator("#comparison thead th[scope=col]").count() == 7
         assert page.locator("#comparison tbody th[scope=row]").count() == len(comparison.rows)
@@ -257,6 +258,89 @@ def test_a_comparison_of_six_runs(browser, six, dark):
             page.set_viewport_size({"width": 390, "height": 800})
             page.wait_for_function("document.documentElement.scrollWidth <= 390")  # figures follow a moment later
         assert errors == []
+
+
+# Other x axes, and lines that are switched off.
+
+CHOSEN = """(key) => Object.values(viewed(figures[key]).datasets).flat()"""
+X = "(key) => viewed(figures[key]).layer[0].encoding.x"
+
+
+def test_one_choice_of_the_x_axis_is_for_all_figures_and_metrics(browser, tmp_path):
+    run = full(60, layers=2)
+    run.metrics["num_tokens"] = Series(run.steps, run.steps * 1000.0)
+    with open_page(write_report(run, judge_run(run), tmp_path, pictures=False), browser=browser) as (page, errors):
+        assert page.locator("#axis option").all_inner_texts() == ["step", "time", "tokens"]
+        page.select_option("#axis", label="tokens")
+        found = drawn(page)
+        assert min(colours for _, colours, _ in found.values()) > 20
+        assert page.evaluate(X, "reward")["scale"]["domain"] == [1000, 60_000]
+        rows = page.evaluate(CHOSEN, "reward")
+        assert [row["at"] for row in rows] == pytest.approx([1000 * row["step"] for row in rows])
+        page.select_option("#axis", label="time")
+        ends = [row["until"] for row in page.evaluate(CHOSEN, "step_time") if row["step"] == 59.5]
+        assert ends == pytest.approx([run.metrics["timing_s/step"].values.sum() / 60] * len(ends), rel=0.01)
+        assert page.evaluate(X, "reward")["title"] == "minutes"
+        page.fill("#metrics input[type=search]", "grad_norm")
+        page.locator("#metrics [data-name]:not([hidden]) summary").first.click()
+        page.wait_for_selector("#metrics .chart[data-drawn]")
+        assert page.evaluate(X, "actor/grad_norm")["field"] == "at" and errors == []
+
+
+def test_a_clock_is_offered_only_if_every_run_has_it(browser, tmp_path):
+    runs = [make({"critic/score/mean": [0.1, 0.2], **more}, name=name) for name, more in (("a", TIMED), ("b", {}))]
+    with open_page(write_comparison(compare_runs(runs), tmp_path, pictures=False), browser=browser) as (page, errors):
+        assert page.locator("#axis").count() == 0 and errors == []
+
+
+TIMED = {"timing_s/step": [2.0, 3.0]}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        (TIMED, {"time": ([0, 1, 2], [0, 2, 5])}),
+        ({"_runtime": [10.0, 40.0], **TIMED}, {"time": ([1, 2], [10, 40])}),
+        ({"_runtime": [10.0, 4.0], **TIMED}, {"time": ([0, 1, 2], [0, 2, 5])}),  # it began anew
+        ({"_timestamp": [1.7e9, 1.7e9 + 30]}, {"time": ([1, 2], [0, 30])}),
+        ({"perf/total_num_tokens": [100.0, 200.0]}, {"tokens": ([0, 1, 2], [0, 100, 300])}),
+        ({"num_tokens": [100.0, 300.0]}, {"tokens": ([1, 2], [100, 300])}),
+        ({"num_tokens": [NAN, 300.0], "timing_s/step": [0.0, 0.0]}, {}),
+    ],
+)
+def test_clocks_are_those_of_the_log(metrics, found):
+    clocks = page_clocks({"": [make(metrics)]})
+    assert {clock["name"]: tuple(clock["lines"][""]) for clock in clocks} == {
+        name: (steps, pytest.approx(values)) for name, (steps, values) in found.items()
+    }
+
+
+def test_twenty_lines_of_seeds_can_be_switched_off_and_every_metric_is_found(browser, tmp_path):
+    runs = [
+        replace(full(40, layers=1, seed=10 * line + seed), name=f"line{line:02d}_seed{seed}")
+        for line in range(20)
+        for seed in range(2 if line < 2 else 1)
+    ]
+    comparison = compare_runs(runs, window=20)
+    with open_page(write_comparison(comparison, tmp_path, pictures=False), browser=browser) as (page, errors):
+        names = page.locator("#comparison tbody th").all_inner_texts()
+        assert names == [*comparison.lines] and names[:3] == ["line00", "line01", "line02_seed0"]
+        assert len({str(look) for look in page.evaluate("Object.values(looks)")}) == 20
+        assert min(colours for _, colours, _ in drawn(page).values()) > 20
+        page.fill("#metrics input[type=search]", "entropy_kept")
+        page.locator("#metrics [data-name]:not([hidden]) summary").first.click()
+        page.wait_for_selector("#metrics .chart[data-drawn]")
+        name = "correction/entropy_kept"
+        assert len({row["number"] for row in page.evaluate(CHOSEN, name)}) == 22
+        page.click("#view button")
+        assert page.evaluate(CHOSEN, "reward") == page.evaluate(CHOSEN, name) == []
+        page.check("#view input[value=line01]")
+        assert {row["run"] for row in page.evaluate(CHOSEN, "reward")} == {"line01"}
+        assert len({row["number"] for row in page.evaluate(CHOSEN, name)}) == 2
+        link = "document.querySelector('#metrics [data-name] > a').href"
+        csv = page.evaluate(f"fetch({link}).then((found) => found.text())").splitlines()
+        assert csv[0] == "line,run,step,value" and csv[1].startswith('"line00","line00_seed0",1,')
+        assert len({line.split(",")[1] for line in csv[1:]}) == 22 and errors == []
 
 
 # The guard's decisions.

@@ -78,6 +78,7 @@ VEGA_CONFIG: dict[str, Any] = {
         "labelLimit": 260,
         "symbolStrokeWidth": 2.5,
         "symbolSize": 120,
+        "symbolOpacity": 1,
         "offset": 6,
     },
     "title": {"anchor": "start", "color": INK, "subtitleColor": MUTED, "fontSize": 14, "subtitleFontSize": 11},
@@ -91,19 +92,23 @@ LOG_LABELS = "datum.value >= 0.001 && datum.value < 10000 ? format(datum.value, 
 LEGEND_LETTERS = 60  # of all labels; a longer legend has two columns
 LARGEST_POWER = 307  # of ten: a double can still hold 5 times it
 MOST_POINTS = 400  # of a line: two for three pixels
-TREND_POINTS = 120  # medians that are drawn over a thinned line
-MOST_SHARP = 2 * TREND_POINTS  # readings; a longer line is drawn faintly, its medians over it
+TREND_POINTS = 120  # medians; a line of more than twice as many readings is drawn faintly, its medians over it
+FEW_LINES = 6  # more lines have fewer points each
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line and its look."""
+    """One line and its look; `run` is the run that it is of, if the figure has several."""
 
     label: str
     series: Series
     colour: str
     dash: tuple[int, ...] = ()
     dots: bool = True
+    run: str = ""
+
+    def rows(self, series: Series) -> list[dict[str, Any]]:
+        return chart_rows(series, label=self.label, **({"run": self.run} if self.run else {}))
 
 
 def lines_of(run: Run, curves: Iterable[tuple[str, str, str]]) -> list[Line]:
@@ -139,7 +144,7 @@ def line_chart(
     positive = np.concatenate([line.series.values[line.series.values > 0] for line in lines]) if log else np.empty(0)
     grid = log_grid(positive) if positive.size else None
     shown = [replace(line, series=drawable(line.series, grid is not None)) for line in lines]
-    x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero)
+    x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero, edge=bool(edge))
     two_columns = {"columns": 2} if len(lines) > 2 and sum(len(line.label) for line in lines) > LEGEND_LETTERS else {}
     legend = alt.Legend(symbolType="stroke", **two_columns) if len(lines) > 1 or lines[0].label else None
     scale = alt.Scale(domain=[line.label for line in lines], range=[line.colour for line in lines])
@@ -147,15 +152,24 @@ def line_chart(
     if any(line.dash for line in lines):  # in the legend too
         dashes = alt.Scale(domain=[line.label for line in lines], range=[list(line.dash) or [1, 0] for line in lines])
         look["strokeDash"] = alt.StrokeDash("label:N", scale=dashes, legend=legend)
-    faint = [line for line in shown if len(line.series.steps) > MOST_SHARP]
-    whole = [line for line in shown if len(line.series.steps) <= MOST_SHARP]
+    # Together, more lines have as many points as a few.
+    points, medians = (most * FEW_LINES // max(len(lines), FEW_LINES) for most in (MOST_POINTS, TREND_POINTS))
+    faint: list[Line] = []
+    whole: list[Line] = []
+    dotted: list[Line] = []
+    for line in shown:
+        few = line.dots and len(line.series.steps) <= MOST_DOTS and len(lines) <= FEW_LINES
+        (dotted if few else faint if len(line.series.steps) > 2 * medians else whole).append(line)
+    readings = chart_data([row for line in shown for row in line.rows(thin_readings(line.series, points))])
+    trends = chart_data([row for line in faint for row in line.rows(stretch_medians(line.series, medians))])
     strokes = [
-        *(_strokes(line, thin_readings(line.series), 0.35) for line in faint),
-        *(_strokes(line, line.series, 1.0) for line in whole),
-        *(_strokes(line, stretch_medians(line.series), 1.0) for line in faint),
+        _strokes(readings, faint, opacity=0.35 if len(lines) <= FEW_LINES else 0.1, strokeWidth=1),
+        _strokes(readings, whole, strokeWidth=2),
+        _strokes(readings, dotted, strokeWidth=2, point={"size": 22, "filled": True}),
+        _strokes(trends, faint, strokeWidth=2),
     ]
-    coloured = [chart.encode(x=x, y=y, **look) for chart in strokes]
-    coloured.append(_hover_layer(shown).encode(x=x, y=y, color=look["color"]))
+    coloured = [chart.encode(x=x, y=y, **look) for chart in strokes if chart is not None]
+    coloured.append(_hover_layer(shown, readings).encode(x=x, y=y, color=look["color"]))
     around = [[chart.encode(x=x, y=y) for chart in charts] for charts in (under, over)]
     marks = [chart.encode(x=x) for chart in edge]
     chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
@@ -194,10 +208,15 @@ def step_axis(steps: tuple[float, float]) -> alt.X:
     return alt.X("step:Q", title="step", scale=scale, axis=alt.Axis(format="d", tickMinStep=1, tickCount=10))
 
 
-def value_axis(*, grid: list[float] | None = None, percent: bool = False, unit: str = "", zero: bool = False) -> alt.Y:
-    """Returns a linear axis, or a logarithmic one with these grid lines."""
+def value_axis(
+    *, grid: list[float] | None = None, percent: bool = False, unit: str = "", zero: bool = False, edge: bool = False
+) -> alt.Y:
+    """Returns a linear axis, or a logarithmic one with these grid lines, and with room for marks along the `edge`."""
     if grid:
-        scale, axis = alt.Scale(type="log", nice=False, padding=14), alt.Axis(labelExpr=LOG_LABELS, values=grid)
+        scale, axis = (
+            alt.Scale(type="log", nice=False, padding=28 if edge else 14),
+            alt.Axis(labelExpr=LOG_LABELS, values=grid),
+        )
     else:
         scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".3~%" if percent else ".6~g")
     return alt.Y("value:Q", title=unit or None, scale=scale, axis=axis)
@@ -273,16 +292,16 @@ def drawable(series: Series, log: bool) -> Series:
     return Series(series.steps[keep], series.values[keep])
 
 
-def _strokes(line: Line, series: Series, opacity: float) -> alt.Chart:
-    dots: Any = {"size": 22, "filled": True} if line.dots and len(series.steps) <= MOST_DOTS else False
-    width = 2 if opacity == 1 else 1
-    chart = alt.Chart(chart_data(chart_rows(series, label=line.label)))
-    return chart.mark_line(point=dots, strokeWidth=width, opacity=opacity, clip=True, strokeJoin="round")
+def _strokes(rows: alt.InlineData, lines: Sequence[Line], **mark: Any) -> alt.Chart | None:
+    """Draws some of the lines that `rows` has."""
+    if not lines:
+        return None
+    chosen = alt.FieldOneOfPredicate(field="label", oneOf=[line.label for line in lines])
+    return alt.Chart(rows).transform_filter(chosen).mark_line(clip=True, strokeJoin="round", **mark)
 
 
-def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
+def _hover_layer(lines: Sequence[Line], rows: alt.InlineData) -> alt.Chart:
     """Marks the reading nearest to the pointer, and shows its numbers."""
-    values = [row for line in lines for row in chart_rows(thin_readings(line.series), label=line.label)]
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", empty=False)
     # Written by hand: under `nearest`, Vega-Lite's own tooltip takes numbers from datum.datum, but text from datum,
     # which has none.
@@ -291,7 +310,7 @@ def _hover_layer(lines: Sequence[Line]) -> alt.Chart:
     tooltip = f"{{step: format({row}.step, 'd'), {named}value: format({row}.value, '.4~g')}}"
     shown = alt.condition(nearest, alt.value(1), alt.value(0))
     return (
-        alt.Chart(chart_data(values))
+        alt.Chart(rows)
         .mark_point(size=70, filled=True, stroke=INK, strokeWidth=1, clip=True)
         .encode(opacity=shown, tooltip=alt.value(alt.ExprRef(tooltip)))
         .add_params(nearest)

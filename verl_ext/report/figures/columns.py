@@ -29,6 +29,11 @@ from verl_ext.report.run import Run
 OVERLAP = 0.05  # share of a column that overlaps the next: cells drawn edge to edge show hairlines
 HEAT_COLUMNS = 120  # of the heat map; a column of a longer run is the mean of its steps
 MOST_LAYERS = 12  # numbers on the axis
+STEPS = f"round((datum.end - datum.step) / {1 + OVERLAP})"  # of a cell, in Vega's language
+SAID = (
+    "'layer ' + (datum.layer + 0.5) + ', step ' + (datum.step + 0.5)"
+    f" + ({STEPS} > 1 ? ' to ' + (datum.step + {STEPS} - 0.5) : '')"
+)
 AGREEMENT, LOAD = "router/agreement", "router/load_max"
 STEP_TIME = "timing_s/step"
 TIME_COLUMNS = 100  # of the shares of a step
@@ -65,9 +70,7 @@ def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callab
                 "step": int(start) - 0.5,
                 "end": int(end) - 0.5 + OVERLAP * (int(end) - int(start)),
                 "layer": layer - 0.5,
-                "below": layer + 0.5,
                 "value": round(float(mean), 5),
-                "said": f"layer {layer}, step {start}" + (f" to {end - 1}" if end - start > 1 else ""),
             }
             for layer, series in layers.items()
             for start, end, mean in zip(edges[:-1], edges[1:], interval_means(series, edges), strict=True)
@@ -90,6 +93,7 @@ def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callab
         tooltip = [alt.Tooltip("said:N", title="where"), alt.Tooltip("value:Q", format=axis_format, title=short)]
         cells = (
             alt.Chart(chart_data(values))
+            .transform_calculate(below="datum.layer + 1", said=SAID)
             .mark_rect(stroke=None)
             .encode(x=_column_axis(edges), x2="end:Q", y=layer, y2="below:Q", color=colour, tooltip=tooltip)
         )

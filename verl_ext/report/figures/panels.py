@@ -29,6 +29,7 @@ from verl_ext.report.figures.charts import (
 )
 from verl_ext.report.guard_facts import growth_clause, sentence_of
 from verl_ext.report.run import Run, validation_label
+from verl_ext.report.seeds import Lines
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
@@ -64,7 +65,7 @@ class Panel:
     unit: str = ""
     under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda span: []
     draw: Callable[[Run], alt.LayerChart | None] | None = None
-    draw_all: Callable[[overlay.Runs], alt.LayerChart | None] | None = None
+    draw_all: Callable[[Lines], alt.LayerChart | None] | None = None
     compared: str = ""
     more: Callable[[Run], str] = lambda run: ""
 
@@ -87,11 +88,11 @@ class Panel:
             under=self.under(run.span),
         )
 
-    def chart_of_all(self, runs: overlay.Runs) -> alt.LayerChart | None:
+    def chart_of_all(self, lines: Lines) -> alt.LayerChart | None:
         """Draws the figure for all runs that have it; None if none has it."""
         if self.draw_all is not None:
-            return self.draw_all(runs)
-        return overlay.metric_overlay(self.metric, runs, log=self.log, percent=self.percent, zero=self.zero)
+            return self.draw_all(lines)
+        return overlay.metric_overlay(self.metric, lines, log=self.log, percent=self.percent, zero=self.zero)
 
     def facts(self, run: Run) -> str:
         """Returns this run's numbers, in sentences; "" if there are none."""
