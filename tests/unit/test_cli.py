@@ -40,7 +40,7 @@ def test_without_a_command_or_a_verb_they_are_listed_with_a_line_each(arguments,
     assert all(any(re.match(rf"    {name} +\w+", line) for line in lines) for name in names)
 
 
-@pytest.mark.parametrize("arguments", [["report"], ["compare"], ["no such command"], ["report", "run", "--", "a=b"]])
+@pytest.mark.parametrize("arguments", [["report"], ["no such command"], ["report", "run", "--", "a=b"]])
 def test_wrong_usage_exits_with_two_and_one_line(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)

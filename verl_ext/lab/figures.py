@@ -66,4 +66,4 @@ def variant_styles(names: Sequence[str]) -> dict[str, Look]:
 
 def seeds_chart(panel: Panel, runs: Lines, look: Mapping[str, Look]) -> alt.LayerChart | None:
     """Draws the panel's metric for every variant that has it; returns None if no variant has it."""
-    return metric_overlay(panel.metric, runs, looks=look, log=panel.log, percent=panel.percent, zero=panel.zero)
+    return metric_overlay(panel.metric, runs, looks=look, **panel.axis)

@@ -62,31 +62,25 @@ class MetricCell:
 
     Attributes:
         metric: the row's metric.
-        final: the final value; None if the line lacks the metric, and for shares of the run. Of several seeds, the mean
-            of their final values, and the standard error of that mean.
-        share: the mean of a share over the whole run.
+        final: the final value, of SHARES the mean over the whole run; None if the line lacks the metric. Of several
+            seeds, the mean of their final values, and the standard error of that mean.
         spread: what stands behind the ±: one standard error; of several seeds, one standard deviation between them.
         seeds: number of runs that have the metric.
         difference: the difference to the first line; None for the first, and if one of the two has no final value.
-        share_change: the difference of the shares, if the metric is one of the run.
         verdict: "better", "worse", "differs", "within noise" or "too few readings to tell", after
             `judge_differences` over the whole table; empty if nothing was compared.
     """
 
     metric: Metric
     final: Final | None = None
-    share: float | None = None
     spread: float | None = None
     seeds: int = 1
     difference: Difference | None = None
-    share_change: float | None = None
     verdict: str = ""
 
     @property
     def value(self) -> str:
-        """The final value with its spread, or the share, as text; "-" if the line lacks the metric."""
-        if self.share is not None:
-            return f"{100 * self.share:.3g} %"
+        """The final value with its spread as text; "-" if the line lacks the metric."""
         if self.final is None:
             return "-"
         if self.final.scale == "log" and self.final.mean <= FLOOR * (1 + ROUNDING):
@@ -103,8 +97,6 @@ class MetricCell:
     @property
     def change(self) -> str:
         """The difference to the first line as text; "" if nothing was compared."""
-        if self.share_change is not None:
-            return f"{100 * self.share_change:+.3g} points"
         return "" if self.difference is None else _signed_text(self.metric, self.difference.change)
 
     @property
@@ -168,7 +160,7 @@ def compare_runs(
     rows: list[Row] = []
     for metric in _table_metrics(cut_runs, extra):
         cells = [_cell(line, metric, window) for line in cut_lines]
-        if any(cell.final or cell.share is not None for cell in cells):
+        if any(cell.final for cell in cells):
             rows.append((metric, (cells[0], *(_compare_cell(cells[0], cell) for cell in cells[1:]))))
     judged = _judge_rows(rows)
     notes = []
@@ -206,9 +198,10 @@ def _cell(line: Sequence[Run], metric: Metric, window: int | None) -> MetricCell
     found = [series for run in line if (series := run.get(metric.name)) is not None]
     if not found:
         return MetricCell(metric)
-    if metric.name in SHARES:
-        return MetricCell(metric, share=float(np.mean([series.values.mean() for series in found])))
-    finals = [final(series, window, metric.scale) for series in found]
+    finals = [
+        Final(float(series.values.mean()), None) if metric.name in SHARES else final(series, window, metric.scale)
+        for series in found
+    ]
     if len(finals) == 1:
         return MetricCell(metric, finals[0], spread=finals[0].error)
     centres = [each.centre for each in finals]
@@ -219,15 +212,13 @@ def _cell(line: Sequence[Run], metric: Metric, window: int | None) -> MetricCell
         spread / math.sqrt(len(finals)) if len(finals) >= FEWEST_EFFECTIVE else None,
         len(finals) - 1,
         next((each.drift for each in finals if each.drift), 0.0),
-        (min(start for start, _ in windows), max(end for _, end in windows)),
+        (min(start for start, _ in windows), max(end for _, end in windows)) if windows else None,
         metric.scale,
     )
     return MetricCell(metric, over_seeds, spread=spread, seeds=len(finals))
 
 
 def _compare_cell(baseline: MetricCell, cell: MetricCell) -> MetricCell:
-    if baseline.share is not None and cell.share is not None:
-        return replace(cell, share_change=cell.share - baseline.share)
     if baseline.final is None or cell.final is None:
         return cell
     one, other = baseline.final, cell.final
@@ -247,6 +238,8 @@ def _judge_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
         if cell.difference is None:
             return cell
         verdict: str = next(verdicts)
+        if verdict == TOO_FEW and cell.metric.name in SHARES:
+            verdict = ""
         if verdict == "differs" and (good := cell.metric.better):
             verdict = "better" if (cell.difference.change > 0) == (good == "higher") else "worse"
         return replace(cell, verdict=verdict)
@@ -291,15 +284,13 @@ def _comparison_notes(
         moving = [metric for metric, cells in rows if (end := cells[index].final) and end.drift]
         if titles := [metric.name if metric.label == "validation" else metric.label for metric in moving]:
             yield f"still moving at the end of {name}: {', '.join(titles)}"
-        if ended := [metric.name for metric, cells in rows if _stops_early(cells[index], cells)]:
+        windows = [(metric, [cell.final and cell.final.steps for cell in cells]) for metric, cells in rows]
+        if ended := [
+            metric.name
+            for metric, all_steps in windows
+            if (own := all_steps[index]) and any(other and own[1] < other[0] for other in all_steps)
+        ]:
             yield f"{name} stopped logging before the others' windows begin: {', '.join(ended)}"
-
-
-def _stops_early(cell: MetricCell, cells: Sequence[MetricCell]) -> bool:
-    windows = [other.final.steps for other in cells if other.final and other.final.steps]
-    if cell.final is None or cell.final.steps is None:
-        return False
-    return any(cell.final.steps[1] < start for start, _ in windows)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,12 @@ from jinja2.environment import TemplateStream
 from markupsafe import Markup
 
 from verl_ext import __version__
+from verl_ext.base.metrics import Metric
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
 from verl_ext.report.clocks import page_clocks
-from verl_ext.report.comparison import Comparison
+from verl_ext.report.comparison import Comparison, MetricCell
 from verl_ext.report.figures.charts import (
     BLUE,
     DARK_COLOURS,
@@ -96,11 +97,18 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
 def write_comparison(comparison: Comparison, out: Path, **options: Any) -> Path:
     """Writes the page of several runs, with `options` of `write_page`."""
     lines, runs = comparison.lines, comparison.runs
+    tops: Sequence[str | Metric] = [*lines]
+    sides: Sequence[tuple[str | Metric, Sequence[MetricCell]]] = comparison.rows
+    if len(lines) > FEW_LINES:  # a row for each line
+        tops = [metric for metric, _ in comparison.rows]
+        sides = [(name, [cells[at] for _, cells in comparison.rows]) for at, name in enumerate(lines)]
     more = f" and {len(lines) - MOST_TITLE} more" if len(lines) > MOST_TITLE else ""
     context = {
         "title": " / ".join([*lines][:MOST_TITLE]) + more,
         "about": f"{len(runs)} runs; changes are against {next(iter(lines))}",
         "comparison": comparison,
+        "tops": tops,
+        "sides": sides,
         "looks": line_looks([*lines]),
         "clocks": page_clocks(lines),
         "notes": [*comparison.notes, *(f"{name}: {note}" for name, run in runs.items() for note in run.notes)],

@@ -39,7 +39,7 @@ def group_runs(runs: Sequence[Run], joined: Lines | None = None, apart: bool = F
     for name, run in named.items():
         own_folder = bool(run.sources) and folders[run.sources[0].parent] == 1
         config = _config_of(run.sources[0]) if own_folder else None
-        setting, seed = config or (SEED_NAME.sub("", name), name)
+        setting, seed = config or (SEED_NAME.subn("", name), name)
         groups.setdefault(name if apart or (setting, seed) in taken else setting, []).append(name)
         taken.add((setting, seed))
     found = list(groups.values())
@@ -47,8 +47,9 @@ def group_runs(runs: Sequence[Run], joined: Lines | None = None, apart: bool = F
         found = [[name] for name in named]
     lines: dict[str, tuple[Run, ...]] = {}
     for names in found:
-        own = _common_name(names) if len(names) > 1 else names[0]
-        lines[own if own and own not in lines else names[0]] = tuple(named[name] for name in names)
+        common = _common_name(names) if len(names) > 1 else ""
+        free = common and common not in lines and common not in named
+        lines[common if free else names[0]] = tuple(named[name] for name in names)
     if twice := [name for name in joined if name in lines]:
         raise ReportError(f"--group {twice[0]}: another line of the comparison has this name; choose another one")
     return {**lines, **{name: tuple(group) for name, group in joined.items()}}

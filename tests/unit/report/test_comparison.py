@@ -123,7 +123,7 @@ def test_runs_are_cut_at_the_last_step_that_all_have():
 def test_skipped_updates_are_a_share_of_the_run_and_not_tested():
     runs = [run(name, {"guard/skipped": np.arange(STEPS) < count}) for name, count in (("a", 2), ("b", 7))]
     first, second = cells(compare_runs(runs), "guard/skipped")
-    assert (first.value, first.change) == ("0.667 %", "")
+    assert (first.value, first.change) == ("0.67 %", "")
     assert (second.value, second.change, second.verdict) == ("2.33 %", "+1.67 points", "")
 
 
@@ -162,6 +162,7 @@ CONFIG += "        lr: {lr}\n        epochs: 1\nseed:\n    value: {seed}\nbatch:
         (("none/seed0", "none/seed1", "moe/seed0", "moe/seed1"), {"none": 2, "moe": 2}),
         (("grpo_seed1", "grpo_seed22", "grpo_lr2_seed1"), {"grpo": 2, "grpo_lr2_seed1": 1}),
         (("seed_1-qwen", "Seed=2-qwen", "moe"), {"qwen": 2, "moe": 1}),
+        (("a_seed1", "a_seed2", "a"), {"a_seed1": 2, "a": 1}),
         (("seed0", "seed1"), {"seed0": 1, "seed1": 1}),  # one setting: its runs are compared with each other
         (("s1", "s2", "seedling"), {"s1": 1, "s2": 1, "seedling": 1}),
     ],

@@ -4,7 +4,7 @@ A figure of some 600 pixels shows no more than MOST_POINTS readings of a line, s
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,9 @@ TREND_POINTS = 120  # medians; a line of more than twice as many readings is dra
 FEW_LINES = 6  # more lines have fewer points each
 
 
+Look = tuple[str, tuple[int, ...]]  # colour, dash
+
+
 @dataclass(frozen=True)
 class Line:
     """One line and its look; `run` is the run that it is of, if the figure has several."""
@@ -145,13 +148,7 @@ def line_chart(
     grid = log_grid(positive) if positive.size else None
     shown = [replace(line, series=drawable(line.series, grid is not None)) for line in lines]
     x, y = step_axis(steps), value_axis(grid=grid, percent=percent, unit=unit, zero=zero, edge=bool(edge))
-    two_columns = {"columns": 2} if len(lines) > 2 and sum(len(line.label) for line in lines) > LEGEND_LETTERS else {}
-    legend = alt.Legend(symbolType="stroke", **two_columns) if len(lines) > 1 or lines[0].label else None
-    scale = alt.Scale(domain=[line.label for line in lines], range=[line.colour for line in lines])
-    look = {"color": alt.Color("label:N", scale=scale, legend=legend)}
-    if any(line.dash for line in lines):  # in the legend too
-        dashes = alt.Scale(domain=[line.label for line in lines], range=[list(line.dash) or [1, 0] for line in lines])
-        look["strokeDash"] = alt.StrokeDash("label:N", scale=dashes, legend=legend)
+    look = line_look("label", {line.label: (line.colour, line.dash) for line in lines})
     # Together, more lines have as many points as a few.
     points, medians = (most * FEW_LINES // max(len(lines), FEW_LINES) for most in (MOST_POINTS, TREND_POINTS))
     faint: list[Line] = []
@@ -175,6 +172,18 @@ def line_chart(
     chart = alt.layer(*around[0], *coloured, *around[1], *marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
     zoom = alt.selection_interval(bind="scales", encodings=["x"], zoom="wheel![event.shiftKey]")
     return chart.add_params(zoom)
+
+
+def line_look(field: str, looks: Mapping[str, Look]) -> dict[str, Any]:
+    """Returns the channels that give each value of a field its colour and dash, in the legend too."""
+    names, colours, dashes = [*looks], [colour for colour, _ in looks.values()], [dash for _, dash in looks.values()]
+    columns = {"columns": 2} if len(names) > 2 and sum(map(len, names)) > LEGEND_LETTERS else {}
+    legend = alt.Legend(symbolType="stroke", **columns) if len(names) > 1 or names[0] else None
+    found = {"color": alt.Color(f"{field}:N", scale=alt.Scale(domain=names, range=colours), legend=legend)}
+    if any(dashes):
+        scale = alt.Scale(domain=names, range=[list(dash) or [1, 0] for dash in dashes])
+        found["strokeDash"] = alt.StrokeDash(f"{field}:N", scale=scale, legend=legend)
+    return found
 
 
 def log_grid(values: np.ndarray) -> list[float]:

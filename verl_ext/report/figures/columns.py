@@ -49,6 +49,7 @@ STAGES = {
     "update_weights": ("weight sync", ORANGE),
 }
 OTHER_STAGE = ("everything else", MUTED)
+STAGE_ORDER = [name for name, _ in (*STAGES.values(), OTHER_STAGE)]
 
 
 def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callable[[Run], alt.LayerChart | None]:

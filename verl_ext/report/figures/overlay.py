@@ -12,22 +12,21 @@ from typing import Any
 import altair as alt
 import numpy as np
 
-from verl_ext.base.names import BUCKETS
-from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import (
     LINE_COLOURS,
     PLOT_HEIGHT,
     PLOT_WIDTH,
     Line,
+    Look,
     chart_data,
     chart_rows,
     drawable,
     interval_means,
     line_chart,
+    line_look,
     step_edges,
 )
-from verl_ext.report.figures.columns import OTHER_STAGE, STAGES, stage_seconds
 from verl_ext.report.run import Run, validation_label
 from verl_ext.report.seeds import Lines
 
@@ -36,8 +35,6 @@ DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of lines beyond the colours, else
 POINTS = 60  # points of the mean of several seeds, each the mean of some steps
 MOST_THIN = 15  # lines of single seeds in a figure
 BAND, THIN = 0.12, 0.35  # opacity
-
-Look = tuple[str, tuple[int, ...]]  # colour, dash
 
 
 def line_looks(names: Sequence[str], colours: Sequence[str] = LINE_COLOURS) -> dict[str, Look]:
@@ -112,82 +109,54 @@ def seed_spread(values: np.ndarray, *, log: bool) -> tuple[np.ndarray, np.ndarra
         return middle, np.nanmin(values, axis=0), np.nanmax(values, axis=0)
 
 
-def bucket_overlay(axis: str, title: str) -> Callable[[Lines], alt.LayerChart | None]:
-    """Draws k3 of each bucket at the ends of the runs; `title` says what the buckets are."""
-
-    def chart(lines: Lines) -> alt.LayerChart | None:
-        found = _means(lines, lambda run: _ends(run.parts(K3, f"{axis}/")))
-        return _profile(found, BUCKETS[axis], title, alt.Scale(type="log"), "~e")
-
-    return chart
-
-
-def layer_overlay(metric: str, axis_format: str) -> Callable[[Lines], alt.LayerChart | None]:
-    """Draws `metric/layer_*` of each layer at the ends of the runs."""
-
-    def chart(lines: Lines) -> alt.LayerChart | None:
-        found = _means(lines, lambda run: _ends(run.layers(metric)))
-        layers = sorted({int(layer) for profile in found.values() for layer in profile})
-        return _profile(found, [str(layer) for layer in layers], "layer", alt.Scale(zero=False), axis_format)
-
-    return chart
-
-
-def stage_overlay(lines: Lines) -> alt.LayerChart | None:
-    stages = [*dict.fromkeys(name for name, _ in STAGES.values()), OTHER_STAGE[0]]
-    seconds = _means(lines, stage_seconds)
-    return _profile(seconds, stages, "stage of a step", alt.Scale(zero=True), ".6~g", "seconds")
-
-
-def _means(lines: Lines, values_of: Callable[[Run], Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Returns the values of each line: of each of its runs, or their means."""
-    found = {name: [values_of(run) for run in runs] for name, runs in lines.items()}
-    return {
-        name: {
-            place: float(np.mean([values[place] for values in each if place in values]))
-            for place in dict.fromkeys(place for values in each for place in values)
-        }
-        for name, each in found.items()
-    }
-
-
-def _ends(parts: Mapping[Any, Series]) -> dict[str, float]:
-    return {str(part): float(np.median(series.values[-END_READINGS:])) for part, series in parts.items()}
-
-
-def _profile(
-    values: Mapping[str, Mapping[str, float]],
-    order: Sequence[str],
+def profile_overlay(
+    values_of: Callable[[Run], Mapping[Any, float]],
     title: str,
-    scale: alt.Scale,
     axis_format: str,
+    *,
+    order: Sequence[Any] = (),
     unit: str = "",
-) -> alt.LayerChart | None:
-    """Draws the lines over ordered places, at the runs' ends; a logarithmic scale leaves out values of 0."""
-    log = getattr(scale, "type", None) == "log"
-    points = [
-        {"run": name, "place": place, "value": profile[place]}
-        for name, profile in values.items()
-        for place in order
-        if place in profile and (profile[place] > 0 or not log)
-    ]
-    if not points:
-        return None
-    used = [place for place in order if any(point["place"] == place for point in points)]
-    names = [name for name in values if any(point["run"] == name for point in points)]
-    looks = line_looks([*values])
-    base = alt.Chart(chart_data(points)).encode(
-        x=alt.X(
-            "place:O",
-            sort=used,
-            title=title,
-            axis=alt.Axis(labelAngle=0, labelOverlap=True, labelExpr="split(datum.label, ' ')"),
-        ),
-        y=alt.Y("value:Q", title=unit or None, scale=scale, axis=alt.Axis(format=axis_format)),
-        color=alt.Color("run:N", scale=alt.Scale(domain=names, range=[looks[name][0] for name in names])),
-        tooltip=["run:N", "place:N", alt.Tooltip("value:Q", format=".4~g")],
-    )
-    dashes = alt.Scale(domain=names, range=[list(looks[name][1]) or [1, 0] for name in names])
-    stroke = base.mark_line(strokeWidth=2, strokeJoin="round").encode(strokeDash=alt.StrokeDash("run:N", scale=dashes))
-    marks = stroke, base.mark_point(filled=True, size=50, opacity=1)
-    return alt.layer(*marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
+    **scale: Any,
+) -> Callable[[Lines], alt.LayerChart | None]:
+    """Draws the values of each line, the mean over its runs, over places such as layers.
+
+    Args:
+        order: the places; by default, those that there are, in ascending order.
+        scale: options of the axis of the values; a logarithmic one leaves out values of 0.
+    """
+
+    def chart(lines: Lines) -> alt.LayerChart | None:
+        found = {name: [values_of(run) for run in runs] for name, runs in lines.items()}
+        places = order or sorted({place for each in found.values() for values in each for place in values})
+        points: list[dict[str, Any]] = [
+            {"run": name, "place": str(place), "value": float(np.mean(values))}
+            for name, each in found.items()
+            for place in places
+            if (values := [one[place] for one in each if place in one])
+        ]
+        points = [point for point in points if point["value"] > 0 or scale.get("type") != "log"]
+        if not points:
+            return None
+        looks = line_looks([*lines])
+        base = alt.Chart(chart_data(points)).encode(
+            x=alt.X(
+                "place:O",
+                sort=[*dict.fromkeys(str(place) for place in places)],
+                title=title,
+                axis=alt.Axis(labelAngle=0, labelOverlap=True, labelExpr="split(datum.label, ' ')"),
+            ),
+            y=alt.Y("value:Q", title=unit or None, scale=alt.Scale(**scale), axis=alt.Axis(format=axis_format)),
+            tooltip=["run:N", "place:N", alt.Tooltip("value:Q", format=".4~g")],
+        )
+        names = dict.fromkeys(point["run"] for point in points)
+        look = line_look("run", {name: looks[name] for name in names})
+        stroke = base.mark_line(strokeWidth=2, strokeJoin="round").encode(**look)
+        marks = base.mark_point(filled=True, size=50, opacity=1).encode(color=look["color"])
+        return alt.layer(stroke, marks).properties(width=PLOT_WIDTH, height=PLOT_HEIGHT)
+
+    return chart
+
+
+def end_values(parts: Mapping[Any, Series]) -> dict[Any, float]:
+    """Returns the values at the end of a run."""
+    return {part: float(np.median(series.values[-END_READINGS:])) for part, series in parts.items()}

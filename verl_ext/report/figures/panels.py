@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import Any
 
 import altair as alt
 import numpy as np
@@ -30,6 +31,8 @@ from verl_ext.report.figures.charts import (
 from verl_ext.report.guard_facts import growth_clause, sentence_of
 from verl_ext.report.run import Run, validation_label
 from verl_ext.report.seeds import Lines
+
+DrawAll = Callable[[Lines], alt.LayerChart | None]
 
 HEALTHY_DROPPED = (0.001, 0.002)  # share of tokens; IcePop, "Small Leak Can Sink a Great Ship", figure 10
 NEARLY_ALL = 0.99  # a share above it needs a fourth digit to differ from 1
@@ -65,7 +68,7 @@ class Panel:
     unit: str = ""
     under: Callable[[tuple[int, int]], list[alt.Chart]] = lambda span: []
     draw: Callable[[Run], alt.LayerChart | None] | None = None
-    draw_all: Callable[[Lines], alt.LayerChart | None] | None = None
+    draw_all: DrawAll | None = None
     compared: str = ""
     more: Callable[[Run], str] = lambda run: ""
 
@@ -74,25 +77,22 @@ class Panel:
         found = find(self.metric)
         return found is not None and found.unit == "share"
 
+    @property
+    def axis(self) -> dict[str, Any]:
+        """The options of the axis of the values."""
+        return {"log": self.log, "percent": self.percent, "zero": self.zero, "unit": self.unit}
+
     def chart(self, run: Run) -> alt.LayerChart | None:
         """Draws the figure of a run; None if there is nothing to draw."""
         if self.draw is not None:
             return self.draw(run)
-        return line_chart(
-            lines_of(run, self.curves),
-            run.span,
-            log=self.log,
-            percent=self.percent,
-            unit=self.unit,
-            zero=self.zero,
-            under=self.under(run.span),
-        )
+        return line_chart(lines_of(run, self.curves), run.span, **self.axis, under=self.under(run.span))
 
     def chart_of_all(self, lines: Lines) -> alt.LayerChart | None:
         """Draws the figure for all runs that have it; None if none has it."""
         if self.draw_all is not None:
             return self.draw_all(lines)
-        return overlay.metric_overlay(self.metric, lines, log=self.log, percent=self.percent, zero=self.zero)
+        return overlay.metric_overlay(self.metric, lines, **self.axis)
 
     def facts(self, run: Run) -> str:
         """Returns this run's numbers, in sentences; "" if there are none."""
@@ -105,10 +105,10 @@ class Panel:
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
         at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
         metric = find(self.metric)
-        named = metric.label if metric and metric.label else self.metric
+        named = metric.label[0].upper() + metric.label[1:] if metric and metric.label else self.metric
         unit = f", {metric.unit}" if metric and metric.unit and not self.percent else ""
         now = f"{self._say(now_of(series))} ({now_label(series)})"
-        return f"{named[0].upper()}{named[1:]}{unit}: now {now}; {', '.join(at)}."
+        return f"{named}{unit}: now {now}; {', '.join(at)}."
 
     def _say(self, value: float) -> str:
         if not self.percent:
@@ -125,6 +125,16 @@ def _buckets(axis: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str) 
     """Returns the curves of k3 of each bucket, and of the metrics in `others`, label=metric."""
     buckets = [(f"{K3}/{axis}/{name}", name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True)]
     return (*buckets, *((metric, label, INK) for label, metric in others.items()))
+
+
+def _bucket_overlay(axis: str, title: str) -> DrawAll:
+    return overlay.profile_overlay(
+        lambda run: overlay.end_values(run.parts(K3, f"{axis}/")), title, "~e", order=BUCKETS[axis], type="log"
+    )
+
+
+def _layer_overlay(metric: str, axis_format: str) -> DrawAll:
+    return overlay.profile_overlay(lambda run: overlay.end_values(run.layers(metric)), "layer", axis_format, zero=False)
 
 
 def _healthy_band(steps: tuple[int, int]) -> list[alt.Chart]:
@@ -239,7 +249,7 @@ PANELS = (
         curves=_buckets("prob"),
         log=True,
         unit="nats per token",
-        draw_all=overlay.bucket_overlay("prob", "probability of the token"),
+        draw_all=_bucket_overlay("prob", "probability of the token"),
     ),
     Panel(
         "by_position",
@@ -250,7 +260,7 @@ PANELS = (
         curves=_buckets("position"),
         log=True,
         unit="nats per token",
-        draw_all=overlay.bucket_overlay("position", "position in the response"),
+        draw_all=_bucket_overlay("position", "position in the response"),
     ),
     Panel(
         "by_lag",
@@ -262,7 +272,7 @@ PANELS = (
         curves=_buckets("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         log=True,
         unit="nats per token",
-        draw_all=overlay.bucket_overlay("lag", "weight versions behind the policy"),
+        draw_all=_bucket_overlay("lag", "weight versions behind the policy"),
     ),
     Panel(
         "by_replica",
@@ -274,7 +284,7 @@ PANELS = (
         curves=_buckets("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
         log=True,
         unit="nats per token",
-        draw_all=overlay.bucket_overlay("replica", "server of the rollout"),
+        draw_all=_bucket_overlay("replica", "server of the rollout"),
     ),
     Panel(
         "router_agreement",
@@ -285,7 +295,7 @@ PANELS = (
         ours.ROUTING.override,
         draw=columns.layer_chart(columns.AGREEMENT, "same experts", 0.99, ".2~%"),
         metric=columns.AGREEMENT,
-        draw_all=overlay.layer_overlay(columns.AGREEMENT, ".4~%"),
+        draw_all=_layer_overlay(columns.AGREEMENT, ".4~%"),
         compared="Share of a token's experts that both engines chose, at the end of each run; lower is worse. If one "
         "run is far below, routing replay (stability=r3) brings its engines together.",
     ),
@@ -298,7 +308,7 @@ PANELS = (
         ours.ROUTING.override,
         draw=columns.layer_chart(columns.LOAD, "busiest over mean", 2.0, ".3~g"),
         metric=columns.LOAD,
-        draw_all=overlay.layer_overlay(columns.LOAD, ".3~g"),
+        draw_all=_layer_overlay(columns.LOAD, ".3~g"),
         compared="Tokens of a layer's busiest expert over the mean, at the end of each run; 1 is even.",
     ),
     Panel(
@@ -362,7 +372,9 @@ PANELS = (
         draw=columns.share_chart,
         metric=columns.STEP_TIME,
         zero=True,
-        draw_all=overlay.stage_overlay,
+        draw_all=overlay.profile_overlay(
+            columns.stage_seconds, "stage of a step", ".6~g", order=columns.STAGE_ORDER, unit="seconds", zero=True
+        ),
         compared="Mean seconds of a step by stage, over each whole run. The rollout usually takes most of it; if "
         "weight sync or old log-probs are long, check memory and offloading.",
         more=_time_shares,

@@ -30,6 +30,11 @@ function total([steps, totals], step) {
 // The figure over the x axis that is chosen, without the lines that are switched off; the page has their legend.
 const axis = document.getElementById("axis");
 const boxes = [...document.querySelectorAll("#view input")];
+const kept = `x axis of ${location.pathname}`; // a page that reloads itself keeps it
+try {
+  if (axis) axis.value = sessionStorage.getItem(kept) ?? "";
+  axis?.addEventListener("change", () => sessionStorage.setItem(kept, axis.value));
+} catch {} // the browser stores nothing
 function viewed(spec) {
   const clock = clocks[axis?.value || NaN], hidden = boxes.filter((box) => !box.checked).map((box) => box.value);
   const at = (run, step) => total(clock.lines[run ?? ""], step);
