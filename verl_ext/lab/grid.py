@@ -1,5 +1,8 @@
 """The runs of an experiment: one process each, forked from a process that has imported the packages. Finished runs are
-not repeated."""
+not repeated.
+
+A pool of concurrent.futures would fail as a whole if one of its processes is killed, as by the kernel for its memory.
+"""
 
 import json
 import multiprocessing
@@ -12,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -127,26 +131,58 @@ class GridResult:
 
 
 def run_missing(cells: Sequence[GridCell], out: Path, jobs: int | None, console: "Console") -> GridResult:
-    """Runs the cells that `out` does not have yet with these settings, and shows the progress.
+    """Runs the cells that `out` does not have yet with these settings. Shows a bar in a terminal, elsewhere a line for
+    each finished run.
 
     Args:
         jobs: runs at a time; None for one per core.
     """
+    from rich import progress
+
     from verl_ext.lab.arms import run_arm
 
     out.mkdir(parents=True, exist_ok=True)
-    left, changed = left_to_do(list(cells), out)
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    left, changed = left_to_do(cells, out)
     for name, keys in changed.items():
-        console.print(
-            f"{name} runs again, because these settings have changed: {', '.join(keys)}", highlight=False, markup=False
-        )
-    if done := len(cells) - len(left):
-        console.print(f"{done} of {len(cells)} runs are done already, in {out}", highlight=False, markup=False)
-    with closing(run_grid(left, out, run_arm, jobs or len(os.sched_getaffinity(0)))) as events:
-        return _show_progress(events, len(left), len(cells), cells[0].steps, console)
+        say(f"{name} runs again, because these settings have changed: {', '.join(keys)}")
+    runs, ended, steps = len(cells), len(cells) - len(left), cells[0].steps
+    if ended:
+        say(f"{ended} of {runs} runs are done already, in {out}")
+    parts = (
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("steps, {task.fields[ended]} of {task.fields[runs]} runs,"),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("elapsed,"),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("left"),
+    )
+    result, at = GridResult(), Counter[GridCell]()
+    with (
+        closing(run_grid(left, out, run_arm, jobs or len(os.sched_getaffinity(0)))) as events,
+        progress.Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("", total=runs * steps, completed=ended * steps, ended=ended, runs=runs)
+        try:
+            for cell, event in events:
+                reached = steps if isinstance(event, str) else event  # a run may end before its last step
+                bar.advance(task, max(reached - at[cell], 0))
+                at[cell] = reached
+                if isinstance(event, str):
+                    ended += 1
+                    bar.update(task, ended=ended)
+                    if event:
+                        result.failed[cell] = event
+                        say(f"{cell} failed: {event}")
+                    elif not console.is_terminal:
+                        say(f"{ended} of {runs}: {cell}")
+        except KeyboardInterrupt:
+            result.interrupted = True
+    return result
 
 
-def left_to_do(cells: list[GridCell], out: Path) -> tuple[list[GridCell], dict[str, list[str]]]:
+def left_to_do(cells: Sequence[GridCell], out: Path) -> tuple[list[GridCell], dict[str, list[str]]]:
     """Returns the unfinished runs, and for each arm done with other settings, the names of the changed settings."""
     left: list[GridCell] = []
     changed: dict[str, list[str]] = {}
@@ -161,24 +197,11 @@ def left_to_do(cells: list[GridCell], out: Path) -> tuple[list[GridCell], dict[s
     return left, changed
 
 
-@dataclass(frozen=True)
-class RunStep:
-    """A run has made this many steps."""
-
-    cell: GridCell
-    step: int
-
-
-@dataclass(frozen=True)
-class RunEnd:
-    """A run has ended, successfully if `error`, one line, is empty."""
-
-    cell: GridCell
-    error: str = ""
-
-
-def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Generator[RunStep | RunEnd, None, None]:
-    """Runs the cells, `jobs` at a time, and yields each step and each end as it comes.
+def run_grid(
+    cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int
+) -> Generator[tuple[GridCell, int | str], None, None]:
+    """Runs the cells, `jobs` at a time. Yields the number of each step that a run has made, and at its end the error in
+    one line, which is empty after a success.
 
     A failing run does not stop the others. To stop early, close the iterator (`contextlib.closing`): it ends all
     processes. Interrupted runs count as unfinished.
@@ -193,17 +216,26 @@ def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Ge
             while waiting and len(running) < jobs:
                 cell = waiting.popleft()
                 with _defer_ctrl_c():
-                    events, process = _start(run, cell, out)
+                    events, theirs = FORKS.Pipe(duplex=False)
+                    process = FORKS.Process(target=_work, args=(run, cell, out, theirs), daemon=True)
+                    process.start()
+                    theirs.close()  # now only the worker holds that end: reading ends if it dies
                     running[events] = cell, process
-            ready = wait(running)
-            for events in [each for each in running if each in ready]:
+            wait(running)
+            for events in [each for each in running if each.poll()]:
                 cell, process = running[events]
-                event = _receive(events, cell, process)
-                if isinstance(event, RunEnd):
+                try:
+                    event = events.recv()
+                except EOFError:
+                    process.join()
+                    code = process.exitcode or 0
+                    how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+                    event = f"its process {how}, without an error message; see the log in its folder"
+                if isinstance(event, str):
                     del running[events]
                     events.close()
                     process.join()
-                yield event
+                yield cell, event
     finally:
         for _, process in running.values():
             process.kill()
@@ -212,84 +244,20 @@ def run_grid(cells: Iterable[GridCell], out: Path, run: RunArm, jobs: int) -> Ge
             events.close()
 
 
-def _show_progress(
-    events: Iterator[RunStep | RunEnd], left: int, runs: int, steps: int, console: "Console"
-) -> GridResult:
-    """Shows the events of a grid until it ends: a bar in a terminal, elsewhere a line for each finished run.
-
-    Args:
-        left: number of runs to make, of `runs` in total; the others were done before.
-        steps: steps of a run.
-    """
-    from rich import progress
-
-    parts = (
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("steps, {task.fields[ended]} of {task.fields[runs]} runs,"),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("elapsed,"),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("left"),
-    )
-    result, at, ended = GridResult(), Counter[GridCell](), runs - left
-    with progress.Progress(*parts, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=runs * steps, completed=ended * steps, ended=ended, runs=runs)
-        try:
-            for event in events:
-                reached = event.step if isinstance(event, RunStep) else steps  # a run may end before its last step
-                bar.advance(task, max(reached - at[event.cell], 0))
-                at[event.cell] = max(reached, at[event.cell])
-                if not isinstance(event, RunEnd):
-                    continue
-                ended += 1
-                bar.update(task, ended=ended)
-                line = "" if console.is_terminal else f"{ended} of {runs}: {event.cell}"
-                if event.error:
-                    result.failed[event.cell] = event.error
-                    line = f"{event.cell} failed: {event.error}"
-                if line:
-                    console.print(line, markup=False, highlight=False, soft_wrap=True)
-        except KeyboardInterrupt:
-            result.interrupted = True
-    return result
-
-
-def _start(run: RunArm, cell: GridCell, out: Path) -> tuple[Connection, ForkServerProcess]:
-    events, theirs = FORKS.Pipe(duplex=False)
-    process = FORKS.Process(target=_work, args=(run, cell, out, theirs), daemon=True)
-    process.start()
-    theirs.close()  # now only the worker holds that end: reading ends if it dies
-    return events, process
-
-
-def _receive(events: Connection, cell: GridCell, process: ForkServerProcess) -> RunStep | RunEnd:
-    try:
-        return events.recv()
-    except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        return RunEnd(cell, f"its process {how}, without an error message; see the log in its folder")
-
-
 def _prepare(run: RunArm) -> None:
     """Starts the process from which the runs are forked. It imports the packages while the first run waits.
 
     The runs have ENVIRONMENT and ignore Ctrl-C: the command decides which ones end.
     """
     FORKS.set_forkserver_preload([run.__module__, __name__])
-    heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), {name: os.environ.get(name) for name in ENVIRONMENT}
+    heeding, before = signal.signal(signal.SIGINT, signal.SIG_IGN), dict(os.environ)
     os.environ.update(ENVIRONMENT)
     try:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, heeding)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
@@ -314,14 +282,14 @@ def _work(run: RunArm, cell: GridCell, out: Path, events: Connection) -> None:
     try:
         folder = cell.begin(out)
         _print_to(folder / LOG)
-        run(cell.arm, cell.seed, folder, lambda step: events.send(RunStep(cell, step)))
+        run(cell.arm, cell.seed, folder, events.send)
         cell.mark_done(out, time.monotonic() - start)
     except Exception as error:
         traceback.print_exc()
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        events.send(RunEnd(cell, printable(" ".join(f"{kind}{error}".split()))))
+        events.send(printable(" ".join(f"{kind}{error}".split())))
     else:
-        events.send(RunEnd(cell))
+        events.send("")
 
 
 def _print_to(log: Path) -> None:
