@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.lab.summary import EXACT, Summary, Variant, summarise
-from verl_ext.lab.table import RESULTS, results_of, results_text
+from verl_ext.lab.table import RESULTS, Experiment, results_text
 from verl_ext.report.load import read_run
 from verl_ext.report.terminal import step_range
 
@@ -59,7 +59,7 @@ def keep(made: Path, kept: Path) -> None:
         raise ValueError(f"{made} has {given}, where {kept} has {about}")
     found = {each["name"]: _variant(each) for each in (*new["variants"], *old["variants"])}
     every = list(found.values())
-    kept.write_text(results_text(results_of(about, every)) + "\n", encoding="utf-8")
+    kept.write_text(results_text(Experiment(every).results(about)) + "\n", encoding="utf-8")
 
 
 def _variant(found: Row) -> Variant:

@@ -153,7 +153,7 @@ def _show_result(arguments: argparse.Namespace, cells: "Sequence[GridCell]", out
     from rich.console import Console
 
     from verl_ext.lab.summary import collect_variants
-    from verl_ext.lab.table import TerminalTable, results_of, results_text, write_results
+    from verl_ext.lab.table import Experiment, results_text, write_results
     from verl_ext.report.command import drawing, tell
 
     variants = collect_variants(cells, out, result.failed)
@@ -161,12 +161,13 @@ def _show_result(arguments: argparse.Namespace, cells: "Sequence[GridCell]", out
         return
     seeds = list(dict.fromkeys(cell.seed for cell in cells))
     about = {"regime": arguments.regime, "steps": cells[0].steps, "seeds": seeds, "complete": not result.interrupted}
-    results = results_of(about, variants)
+    experiment = Experiment(variants)
+    results = experiment.results(about)
     console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
     if arguments.json:
         print(results_text(results))
     else:
-        console.print(TerminalTable(variants))
+        console.print(experiment)
     if result.interrupted:
         print("interrupted: the same command continues with the missing runs", file=sys.stderr)
         return
@@ -177,7 +178,7 @@ def _show_result(arguments: argparse.Namespace, cells: "Sequence[GridCell]", out
         title = f"The lab: {arguments.regime}"
         about_runs = f"{len(variants)} variants, {len(seeds)} seeds, {cells[0].steps} steps each"
         with drawing(console) as progress:
-            written["page"] = write_lab_page(title, about_runs, variants, out, progress)
+            written["page"] = write_lab_page(title, about_runs, experiment, out, progress)
     if not arguments.json:
         for name, file in written.items():
             tell(console, name, file)

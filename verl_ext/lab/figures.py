@@ -7,8 +7,8 @@ from pathlib import Path
 
 import altair as alt
 
-from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD, Variant, ranked_variants
-from verl_ext.lab.table import findings_of, legend, table_columns, table_rows
+from verl_ext.lab.summary import DROPPED, EXACT, K3, NONE, NORM, REWARD
+from verl_ext.lab.table import Experiment
 from verl_ext.report.figures.charts import INK, LINE_COLOURS, VERMILION
 from verl_ext.report.figures.overlay import Look, line_looks, metric_overlay
 from verl_ext.report.figures.panels import PANELS, Panel
@@ -36,21 +36,20 @@ LAB_PANELS = [
 
 
 def write_lab_page(
-    title: str, about: str, variants: Sequence[Variant], out: Path, progress: Progress = lambda what: None
+    title: str, about: str, experiment: Experiment, out: Path, progress: Progress = lambda what: None
 ) -> Path:
     """Writes `report.html`, `report.png` and the figures."""
-    order = ranked_variants(variants)
-    named = {variant.name: list(variant.curves.values()) for variant in order if variant.curves}
-    look = variant_styles([variant.name for variant in order])
+    named = {variant.name: list(variant.curves.values()) for variant in experiment.variants if variant.curves}
+    look = variant_styles([variant.name for variant in experiment.variants])
     context = {
         "title": title,
         "about": about,
         "notes": [f"{name}: {note}" for name, each in named.items() for run in each for note in run.notes],
         "variants": {
-            "titles": [column.title for column in table_columns(variants)],
-            "rows": table_rows(variants),
-            "legend": legend(variants),
-            "words": findings_of(variants),
+            "titles": [column.title for column in experiment.columns],
+            "rows": experiment.rows,
+            "legend": experiment.legend,
+            "words": experiment.findings,
         },
     }
     drawn = {panel: chart for panel in LAB_PANELS if (chart := seeds_chart(panel, named, look)) is not None}

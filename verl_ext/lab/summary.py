@@ -236,10 +236,6 @@ def ranked_variants(variants: Sequence[Variant]) -> list[Variant]:
     return sorted(variants, key=place)
 
 
-def variant_named(variants: Sequence[Variant], name: str) -> Variant | None:
-    return next((variant for variant in variants if variant.name == name), None)
-
-
 def interval(values: Sequence[float]) -> Interval | None:
     """Returns the mean of independent values with its interval; None without any."""
     if not values:

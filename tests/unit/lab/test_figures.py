@@ -13,6 +13,7 @@ from tests.unit.lab.standin import curves
 from tests.unit.report.made_runs import NAN, make
 from verl_ext.lab.figures import LAB_PANELS, seeds_chart, variant_styles, write_lab_page
 from verl_ext.lab.summary import Variant, summarise
+from verl_ext.lab.table import Experiment
 from verl_ext.report.figures.overlay import seed_spread
 from verl_ext.report.page import OVERVIEW, PAGE, spec_of
 
@@ -118,7 +119,7 @@ def folder(tmp_path_factory):
         )
         for name, runs in RUNS.items()
     ]
-    write_lab_page("The lab: stale", "5 variants", variants, out)
+    write_lab_page("The lab: stale", "5 variants", Experiment(variants), out)
     return out
 
 

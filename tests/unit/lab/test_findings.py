@@ -1,13 +1,13 @@
 from tests.unit.lab.made_variants import summary, variant
 from verl_ext.lab.summary import Variant
-from verl_ext.lab.table import findings_of
+from verl_ext.lab.table import Experiment
 
 EXACT = variant("exact", [0.9, 0.91, 0.92])
 NONE = variant("none", [0.3, 0.29, 0.34], collapsed=100, warned=60, warning=25)
 
 
 def said(*variants) -> str:
-    return "\n".join(findings_of(variants))
+    return "\n".join(Experiment(variants).findings)
 
 
 def test_what_helps_what_harms_and_what_cannot_be_told_from_noise():

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from tests.unit.lab.made_variants import summary, variant
 from verl_ext.lab.summary import Variant
-from verl_ext.lab.table import TerminalTable, findings_of, results_of, results_text, table_columns, table_rows
+from verl_ext.lab.table import Experiment, results_text
 
 NONE = Variant(
     "none",
@@ -31,14 +31,20 @@ VARIANTS = [
 def drawn(width: int, encoding: str = "utf-8", variants=VARIANTS) -> str:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    Console(file=file, width=width).print(TerminalTable(variants))
+    Console(file=file, width=width).print(Experiment(variants))
     file.flush()
     return raw.getvalue().decode(encoding)
 
 
+def texts(variants) -> dict[str, dict[str, str]]:
+    """Returns the cells by the variant's name and the column's title."""
+    experiment = Experiment(variants)
+    titles = [column.title for column in experiment.columns]
+    return {row.name: dict(zip(titles, (cell.text for cell in row.cells), strict=True)) for row in experiment.rows}
+
+
 def cells(name: str) -> dict[str, str]:
-    row = next(row for row in table_rows(VARIANTS) if row.name == name)
-    return {column.title: entry.text for column, entry in zip(table_columns(VARIANTS), row.cells, strict=True)}
+    return texts(VARIANTS)[name]
 
 
 def test_cells_of_a_variant_that_collapsed():
@@ -58,9 +64,9 @@ def test_cells_of_variants_that_lived():
 
 
 def test_rows_stand_in_order_the_baseline_marked_and_failures_told():
-    found = table_rows(VARIANTS)
+    found = Experiment(VARIANTS).rows
     assert [row.label for row in found] == ["exact", "tis; 1 failed", "a_rather_long_name+icepop", "none, baseline"]
-    verdicts = [entry.verdict for row in found for entry in row.cells[1:2]]
+    verdicts = [cell.verdict for row in found for cell in row.cells[1:2]]
     assert verdicts == ["better", "better", "", ""]
 
 
@@ -84,8 +90,8 @@ def test_a_variant_without_any_run_has_a_row():
 
 
 def test_the_json_holds_the_table_and_every_seed():
-    found = json.loads(results_text(results_of({"regime": "stale"}, VARIANTS)))
-    assert found["regime"] == "stale" and found["findings"] == findings_of(VARIANTS)
+    found = json.loads(results_text(Experiment(VARIANTS).results({"regime": "stale"})))
+    assert found["regime"] == "stale" and found["findings"] == Experiment(VARIANTS).findings
     by_name = {each["name"]: each for each in found["variants"]}
     assert list(by_name) == ["exact", "tis", "a_rather_long_name+icepop", "none"]
     none = by_name["none"]
@@ -106,8 +112,7 @@ ALL_ENDED = Variant("skip", (), {0: summary(None, last=0.3, stopped=50)})
 
 def test_runs_that_the_guard_ended_early_are_an_outcome_of_their_own():
     variants = [*VARIANTS, ENDED, ALL_ENDED]
-    shown = [column.title for column in table_columns(variants)]
-    by_name = {row.name: {t: e.text for t, e in zip(shown, row.cells, strict=True)} for row in table_rows(variants)}
+    by_name = texts(variants)
     assert list(by_name) == ["exact", "tis", "a_rather_long_name+icepop", "none", "guard", "skip"]
     guard, skip = by_name["guard"], by_name["skip"]
     assert guard["ended early"] == "2/3 @49" and guard["reward then"] == "0.60" and guard["collapsed"] == "0/1"

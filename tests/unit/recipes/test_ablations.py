@@ -8,7 +8,7 @@ from recipes.ablations import results, run
 from tests import ROOT
 from tests.unit.lab.made_variants import summary, variant
 from verl_ext.lab.summary import Variant
-from verl_ext.lab.table import results_of, write_results
+from verl_ext.lab.table import Experiment, write_results
 
 ENDED = {
     0: summary(0.9, warned=3),
@@ -25,7 +25,7 @@ def columns(table: str) -> list[dict[str, str]]:
 
 
 def made(*variants: Variant) -> dict:
-    return json.loads(json.dumps(results_of({"steps": 300, "seeds": [0]}, variants)))
+    return json.loads(json.dumps(Experiment(variants).results({"steps": 300, "seeds": [0]})))
 
 
 def test_the_tables_of_results_are_those_of_the_files_beside():
@@ -45,7 +45,7 @@ def test_keep_adds_variants_and_leaves_those_that_are_kept(tmp_path):
     def write(folder, *variants, seeds=(0,)):
         about = {"regime": "stale", "steps": 300, "seeds": list(seeds), "complete": True}
         (tmp_path / folder).mkdir(exist_ok=True)
-        return write_results(results_of(about, variants), tmp_path / folder).parent
+        return write_results(Experiment(variants).results(about), tmp_path / folder).parent
 
     kept = tmp_path / "kept.json"
     results.keep(write("first", variant("exact", [0.9]), variant("none", [0.2])), kept)
