@@ -67,17 +67,19 @@ def choose(method: M, given: Mapping[str, Any] | None, where: str) -> Configured
     return ConfiguredMethod(method, build(method.settings, given, where))
 
 
-def settings_of(function: Callable[..., Any], *besides: str) -> type:
+def settings_of(function: Callable[..., Any], *besides: str, check: Callable[[Any], None] | None = None) -> type:
     """Builds the settings dataclass of a function that has none: its keyword-only arguments, with types and defaults.
 
     Args:
         besides: keyword-only arguments that are not settings.
+        check: called with the settings; raises SettingError (`require`) for a value that is not allowed.
     """
     arguments = inspect.signature(function).parameters.values()
     kept = [one for one in arguments if one.kind is one.KEYWORD_ONLY and one.name not in besides]
     return make_dataclass(
         "".join(part.title() for part in function.__name__.split("_")),
         [(argument.name, _kind(argument.annotation), _default(argument.default)) for argument in kept],
+        namespace={"__post_init__": check} if check else {},
         frozen=True,
         kw_only=True,
     )

@@ -14,14 +14,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, GuardStopError, require_choice
-from verl_ext.base.methods import build, defaults
+from verl_ext.base.methods import build, choose, defaults
 from verl_ext.base.names import EVENTS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.fit import fit_run
 from verl_ext.features.table import apply_engine_settings
 from verl_ext.features.verl_config import BYPASS
 from verl_ext.lab.grid import METRICS, Arm
-from verl_ext.lab.regimes import REGIMES, regimes_named
+from verl_ext.lab.regimes import REGIMES, Regimes, regimes_named
 from verl_ext.lab.training import Setup, Training
 from verl_ext.lab.warm_up import LabSettings, warm_up
 from verl_ext.launch.compose import PRIMARY, VERL_CONFIGS, prepare, stability_choices
@@ -61,7 +61,11 @@ ABSENT_SETTINGS: dict[str, Any] = {
 ConfigStore.instance().store(
     group="lab",
     name="_schema",
-    node={"regimes": [], **defaults(LabSettings), **{name: defaults(kind) for name, kind in REGIMES.items()}},
+    node={
+        "regimes": [],
+        **defaults(LabSettings),
+        **{name: defaults(regime.settings) for name, regime in REGIMES.items()},
+    },
 )
 
 
@@ -120,7 +124,7 @@ def setup_of(arm: Arm, seed: int, folder: Path | None = None) -> Setup:
     node = OmegaConf.to_container(config.lab, resolve=True)
     node.pop("regimes")
     settings = {name: node.pop(name) for name in REGIMES}
-    regimes = {name: build(REGIMES[name], settings[name], f"lab.{name}") for name in names}
+    regimes = Regimes(tuple(choose(REGIMES[name], settings[name], f"lab.{name}") for name in names))
     return Setup(features, build(LabSettings, node, "lab"), regimes, seed)
 
 

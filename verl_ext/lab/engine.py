@@ -91,10 +91,6 @@ class LabEngine:
         outputs["metrics"]["grad_norm"] = self.optimizer_step()
         return outputs
 
-    def infer_batch(self, data: TensorDict) -> dict[str, Any]:
-        with torch.no_grad():
-            return self.forward_backward_batch(data, None, forward_only=True)
-
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
     ) -> dict[str, Any]:
@@ -132,16 +128,15 @@ class LabEngine:
             self.optimizer.step()
         return norm.item()
 
-    def end_step(self) -> float:
-        """Returns the learning rate of this step's updates, and advances the schedule: once per step, as verl does."""
-        rate = self.optimizer.param_groups[0]["lr"]
-        self.lr_scheduler_step()
-        return rate
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.optimizer.param_groups[0]["lr"]
 
     def lr_scheduler_step(self) -> float:
         """Advances the schedule; returns the new learning rate."""
         self.lr_scheduler.step()
-        return self.optimizer.param_groups[0]["lr"]
+        return self.lr
 
     def save_checkpoint(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +146,7 @@ class LabEngine:
     def load_checkpoint(self, folder: Path) -> None:
         """Loads weights and optimizer of a checkpoint; the schedule continues."""
         saved = torch.load(folder / CHECKPOINT)
-        rate = self.optimizer.param_groups[0]["lr"]
+        rate = self.lr
         with torch.no_grad():
             for name, value in saved["weights"].items():
                 self.weights[name].copy_(value)

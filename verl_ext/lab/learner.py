@@ -9,8 +9,8 @@ L layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from verl.utils.py_functional import append_to_dict, rename_dict
 
 from verl_ext.base import names
 from verl_ext.core.expert_load import ExpertLoad
+from verl_ext.core.filters import FilterBatch
+from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.core.top_tokens import divergence, top_token_metrics, top_token_sums
@@ -33,14 +35,16 @@ from verl_ext.features.table import loss_settings
 from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.engine import LabEngine, Scores, equal_rows, score, split
 from verl_ext.lab.model import ModelSettings, Samples
+from verl_ext.lab.tasks import END, decode, encode
 from verl_ext.workers.gate import Gate
 from verl_ext.workers.top_tokens import TopTokenUse
 from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 
-@dataclass(frozen=True)
+@dataclass
 class LabBatch:
-    """The trajectories of a step.
+    """The trajectories of a step, in one block in memory: the batch that the plugin's step takes
+    (`verl_ext.trainer.step.Batch`).
 
     Attributes:
         prompts: [B, P].
@@ -48,6 +52,10 @@ class LabBatch:
         rewards: [B].
         keys: verl's trajectory ids, `{uid}_{session}_{index}`.
         lag: the age of the weights that sampled them, if the rollout reports it.
+        scored: the training engine's scores, once there are some.
+        tokens: the N response tokens with their scores.
+        fields: the update's inputs in addition to the tokens, [B, T] by name of verl_ext.base.names; the step adds to
+            them.
     """
 
     prompts: Tensor
@@ -55,6 +63,9 @@ class LabBatch:
     rewards: Tensor
     keys: Sequence[str]
     lag: Lag | None = None
+    scored: Scores = field(init=False)
+    tokens: Tokens = field(init=False)
+    fields: dict[str, Tensor] = field(init=False)
 
     @property
     def offsets(self) -> Tensor:
@@ -75,17 +86,47 @@ class LabBatch:
         last = self.sampled.mask.sum(1, keepdim=True) - 1
         return torch.zeros(self.sampled.mask.shape).scatter(1, last, self.rewards.unsqueeze(1))
 
-    def tokens(self, scored: Scores, agreement_N: Tensor | None) -> Tokens:
-        """Returns the response tokens for the plugin to measure, weigh and filter."""
-        return Tokens(
+    def begin_step(self, agreement_N: Tensor | None, *, bypass: bool) -> None:
+        """Sets tokens and fields, once the batch is scored. In bypass mode, l_old of the update is l_infer."""
+        self.tokens = Tokens(
             l_infer=self.packed(self.sampled.l_infer),
-            l_old=self.packed(scored.log_probs.detach()),
+            l_old=self.packed(self.scored.log_probs.detach()),
             mask=torch.ones(int(self.sampled.mask.sum()), dtype=torch.bool),
             offsets=self.offsets,
-            entropy=self.packed(scored.entropy),
+            entropy=self.packed(self.scored.entropy),
             agreement=agreement_N,
             lag=self.lag,
         )
+        self.fields = {
+            names.RESPONSE_MASK: self.sampled.mask,
+            names.OLD_LOG_PROBS: self.sampled.l_infer if bypass else self.scored.log_probs.detach(),
+            names.ENTROPY: self.scored.entropy,
+        }
+        if agreement_N is not None:
+            self.fields[names.AGREEMENT] = self.padded(agreement_N)
+
+    def blocks(self, *, by_sign: bool) -> Iterator[tuple[None, Tokens]]:
+        yield None, self.tokens
+
+    def put(self, block: None, fields: Mapping[str, Tensor]) -> None:
+        self.fields.update({name: self.padded(values) for name, values in fields.items()})
+
+    def sums_by_sign(self) -> Tensor:
+        return sums_by_sign(self.tokens, self.packed(self.fields[names.ADVANTAGES]))
+
+    def views(self, *, weighed: bool) -> Iterator[tuple[None, FilterBatch, Tensor | None]]:
+        view = FilterBatch(
+            tokens=self.tokens,
+            keys=self.keys,
+            rewards_B=self.rewards.double(),
+            advantages_N=self.packed(self.fields[names.ADVANTAGES]),
+            responses_N=self.packed(self.sampled.responses),
+            max_response_length=self.sampled.mask.shape[1],
+            eos_ids=frozenset({END}),
+            decode=decode,
+            encode=encode,
+        )
+        yield None, view, self.packed(self.fields[names.WEIGHTS]) if weighed and names.WEIGHTS in self.fields else None
 
 
 class Learner:
@@ -102,13 +143,7 @@ class Learner:
 
     loss_fn: Callable
 
-    def __init__(
-        self,
-        features: RunFeatures,
-        model: ModelSettings,
-        weights: Mapping[str, Tensor],
-        knows_kept: bool,
-    ):
+    def __init__(self, features: RunFeatures, model: ModelSettings, weights: Mapping[str, Tensor], knows_kept: bool):
         config = features.config
         actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         settings = LossSettings.from_dict(loss_settings(features))
@@ -134,42 +169,37 @@ class Learner:
         with torch.no_grad():
             return score(self._reference, self._model, batch.prompts, batch.sampled.responses).log_probs
 
-    def update(
-        self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
-    ) -> dict[str, float]:
+    def update(self, batch: LabBatch, asked: Mapping[str, Any]) -> dict[str, float]:
         """Makes all updates of a step; returns the metrics of loss, gate and optimizer, as means over the updates.
 
         Args:
-            fields: the loss's inputs in addition to the tokens, [B, T] each, by name of verl_ext.base.names.
             asked: the requests of a run's trainer to its workers: `UPDATE`, `FIRST_PASS` and `FILTER_SCALE`.
         """
-        output = self.train_mini_batch(self.update_data(batch, old, fields, asked))
+        output = self.train_mini_batch(self.update_data(batch, asked))
         metrics = rename_dict(tu.get(output, "metrics"), "actor/")
         return {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
-    def update_data(
-        self, batch: LabBatch, old: Scores, fields: Mapping[str, Tensor], asked: Mapping[str, Any]
-    ) -> TensorDict:
+    def update_data(self, batch: LabBatch, asked: Mapping[str, Any]) -> TensorDict:
         """Returns the batch that a run sends to its workers for the update.
 
         Prompts and responses are jagged with rows of one length, because verl reads their lengths from them. The other
         fields are padded: the losses would pad jagged ones first.
         """
-        sampled, T = batch.sampled, batch.sampled.mask.shape[1]
+        sampled, routing, T = batch.sampled, batch.scored.routing, batch.sampled.mask.shape[1]
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),
             names.RESPONSES: equal_rows(sampled.responses),
             names.ROLLOUT_LOG_PROBS: sampled.l_infer,
-            **fields,
-            names.RESPONSE_MASK: fields[names.RESPONSE_MASK].long(),
+            **batch.fields,
+            names.RESPONSE_MASK: batch.fields[names.RESPONSE_MASK].long(),
         }
         if self._replay_mode == "R2":
-            tensors[names.OLD_ROUTES] = old.routing.stacked()
+            tensors[names.OLD_ROUTES] = routing.stacked()
         if self._replay_mode == "R3":
             tensors[names.ROLLOUT_ROUTES] = sampled.experts
         if self._reads_deviation:
-            tensors[names.SHIFT_EXPERTS] = old.routing.stacked()[:, -T:]
-            tensors[names.SHIFT_SCORES] = old.routing.scores_of(tensors[names.SHIFT_EXPERTS])
+            tensors[names.SHIFT_EXPERTS] = routing.stacked()[:, -T:]
+            tensors[names.SHIFT_SCORES] = routing.scores_of(tensors[names.SHIFT_EXPERTS])
         if sampled.top_tokens is not None:
             rows = (len(batch.keys), T, -1)
             tensors[names.TOP_TOKEN_IDS] = sampled.top_tokens.ids.view(rows)
@@ -195,14 +225,15 @@ class Learner:
 
     def infer_batch(self, data: TensorDict) -> dict[str, Tensor]:
         """Returns `log_probs` of prompts and responses, packed."""
-        return self.engine.infer_batch(data)["model_output"]
+        with torch.no_grad():
+            return self.engine.forward_backward_batch(data, None, forward_only=True)["model_output"]
 
-    def top_token_metrics(self, batch: LabBatch, scored: Scores) -> dict[str, float]:
+    def top_token_metrics(self, batch: LabBatch) -> dict[str, float]:
         """Returns `vllm_kl/head*`; nothing if the rollout returns no top tokens."""
-        use, top = self.engine.use, batch.sampled.top_tokens
-        if use is None or top is None or scored.reading is None:
+        use, top, reading = self.engine.use, batch.sampled.top_tokens, batch.scored.reading
+        if use is None or top is None or reading is None:
             return {}
-        apart = divergence(scored.reading, top, truncated=use.truncated)
+        apart = divergence(reading, top, truncated=use.truncated)
         mask = batch.sampled.mask.flatten()
         places = torch.arange(0, len(mask) + 1, batch.sampled.mask.shape[1])
         return top_token_metrics(top_token_sums(apart, top.present, mask, places))
@@ -216,14 +247,15 @@ class Learner:
         self.engine.load_checkpoint(Path(local_path))
 
 
-def compare_routing(batch: LabBatch, scored: Scores, load: ExpertLoad) -> tuple[Tensor, Tensor]:
+def compare_routing(batch: LabBatch, load: ExpertLoad) -> tuple[Tensor, Tensor]:
     """Compares the experts of both engines at the response tokens: agreement [N], and the packed `RouterSums`. Adds
     them to the load."""
     P, T = batch.prompts.shape[1], batch.sampled.mask.shape[1]
     rows = slice(P - 1, P - 1 + T)  # the passes that predict the response tokens
+    routing = batch.scored.routing
     rollout, used, own = (
         batch.packed(experts[:, rows])
-        for experts in (batch.sampled.experts, scored.routing.stacked(), torch.stack(scored.routing.own, 2))
+        for experts in (batch.sampled.experts, routing.stacked(), torch.stack(routing.own, 2))
     )
     load.add(used, rollout)
     ones = torch.ones(len(used), dtype=torch.bool)

@@ -8,7 +8,7 @@ Shape legend: B trajectories, T columns of padded responses, N response tokens o
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,19 +21,17 @@ from verl_ext.base import names
 from verl_ext.core.advantages import reward_metrics
 from verl_ext.core.arrival import new_prefixes, prompt_numbers, spread_rows
 from verl_ext.core.expert_load import ExpertLoad
-from verl_ext.core.filters import FilterBatch
 from verl_ext.core.losses import name_clipped
-from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.routing import router_metrics
-from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.core.tokens import Lag
 from verl_ext.features.advantages import session_keys
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.verl_config import bypasses
-from verl_ext.lab.engine import Scores, score
+from verl_ext.lab.engine import score
 from verl_ext.lab.learner import LabBatch, Learner, compare_routing
 from verl_ext.lab.model import rollout_log_probs, sample_responses
-from verl_ext.lab.regimes import History, Regime, engine_of
-from verl_ext.lab.tasks import END, decode, draw, encode, rewards
+from verl_ext.lab.regimes import History, Regimes
+from verl_ext.lab.tasks import draw, rewards
 from verl_ext.lab.warm_up import LabSettings
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.guard_actions import GuardActions, build_guard
@@ -49,61 +47,18 @@ class Setup:
 
     Attributes:
         features: what verl's config, composed and checked, switches on.
-        lab: its parsed `lab` node.
-        regimes: name -> regime, in order.
+        lab, regimes: its parsed `lab` node.
         seed: the seed of prompts and samples.
     """
 
     features: RunFeatures
     lab: LabSettings
-    regimes: Mapping[str, Regime]
+    regimes: Regimes
     seed: int
 
     @property
     def config(self) -> DictConfig:
         return self.features.config
-
-
-@dataclass
-class StepBatch:
-    """The batch that the step takes (`verl_ext.trainer.step.Batch`): one block of tensors in memory.
-
-    Attributes:
-        tokens: the tokens, sampled and scored.
-        fields: the update's inputs by name, [B, T]; the step adds to them.
-    """
-
-    batch: LabBatch
-    tokens: Tokens
-    fields: dict[str, Tensor]
-
-    def blocks(self, *, by_sign: bool) -> Iterator[tuple[None, Tokens]]:
-        yield None, self.tokens
-
-    def put(self, block: None, fields: Mapping[str, Tensor]) -> None:
-        self.fields.update({name: self.batch.padded(values) for name, values in fields.items()})
-
-    def sums_by_sign(self) -> Tensor:
-        return sums_by_sign(self.tokens, self._packed_advantages)
-
-    def views(self, *, weighed: bool) -> Iterator[tuple[None, FilterBatch, Tensor | None]]:
-        batch = self.batch
-        view = FilterBatch(
-            tokens=self.tokens,
-            keys=batch.keys,
-            rewards_B=batch.rewards.double(),
-            advantages_N=self._packed_advantages,
-            responses_N=batch.packed(batch.sampled.responses),
-            max_response_length=batch.sampled.mask.shape[1],
-            eos_ids=frozenset({END}),
-            decode=decode,
-            encode=encode,
-        )
-        yield None, view, batch.packed(self.fields[names.WEIGHTS]) if weighed and names.WEIGHTS in self.fields else None
-
-    @property
-    def _packed_advantages(self) -> Tensor:
-        return self.batch.packed(self.fields[names.ADVANTAGES])
 
 
 class Training:
@@ -118,9 +73,9 @@ class Training:
 
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
         self.setup, self.features = setup, setup.features
-        self.history = History(max([regime.reach for regime in setup.regimes.values()], default=0))
+        self.history = History(setup.regimes.reach)
         self.history.add(weights)
-        knows_kept = engine_of(setup.regimes, self.history).reports_kept
+        knows_kept = setup.regimes.engine(self.history).reports_kept
         self.learner = Learner(setup.features, setup.lab.model, weights, knows_kept)
         self.policy = self.learner.engine
         self.load = ExpertLoad(setup.lab.model.layers, setup.lab.model.experts)
@@ -146,32 +101,33 @@ class Training:
         }
         if batch.lag is not None:
             metrics["training/off_policy/trajectory_staleness/mean"] = batch.lag.newest.float().mean().item()
-        scored = self.learner.score_old(batch)
-        metrics["actor/entropy"] = batch.packed(scored.entropy).mean().item()
+        batch.scored = self.learner.score_old(batch)
+        metrics["actor/entropy"] = batch.packed(batch.scored.entropy).mean().item()
         agreement_N = None
         if Need.COMPARED_ROUTERS in self.features.needs:
-            agreement_N, sums = compare_routing(batch, scored, self.load)
+            agreement_N, sums = compare_routing(batch, self.load)
             metrics |= router_metrics(sums)
-        metrics |= self.learner.top_token_metrics(batch, scored)
-        step, fields = Step(self.features, self.guard, self.actions), self._fields(batch, scored, agreement_N)
-        ours = StepBatch(batch, batch.tokens(scored, agreement_N), fields)
-        step.measure(ours, metrics)
-        fields[names.ADVANTAGES] = self.advantages(batch, refused=step.outcome.refused is not None)
-        metrics |= summary("critic/advantages", batch.packed(fields[names.ADVANTAGES]))
-        outcome = step.settle(ours, metrics)
+        metrics |= self.learner.top_token_metrics(batch)
+        batch.begin_step(agreement_N, bypass=bypasses(self.setup.config))
+        step = Step(self.features, self.guard, self.actions)
+        step.measure(batch, metrics)
+        advantages = batch.fields[names.ADVANTAGES] = self.advantages(batch, refused=step.outcome.refused is not None)
+        metrics |= summary("critic/advantages", batch.packed(advantages))
+        outcome = step.settle(batch, metrics)
         if outcome.refused is None:
             if self.setup.config.actor_rollout_ref.actor.use_kl_loss:
-                fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
-            asked = update_request(self.features, self.guard, outcome, has_l_old=True)
-            metrics |= self.learner.update(batch, scored, fields, asked)
+                batch.fields[names.REF_LOG_PROBS] = self.learner.score_reference(batch)
+            has_l_old = not bypasses(self.setup.config)
+            asked = update_request(self.features, self.guard, outcome, has_l_old)
+            metrics |= self.learner.update(batch, asked)
             name_clipped(metrics)
         step.judge_first_pass(metrics)
-        metrics["actor/lr"] = self.policy.end_step()
+        metrics["actor/lr"] = self.policy.lr
+        self.policy.lr_scheduler_step()  # once per step, as verl does
         metrics |= self.load.take()
         self.actions.end_step(metrics, {"actor": self.learner})
         self._save(number)
-        for regime in self.setup.regimes.values():
-            regime.train(self.policy.weights, self.setup.lab.model)
+        self.setup.regimes.train(self.policy.weights, self.setup.lab.model)
         self.history.add(self.policy.weights)
         metrics |= self._look_at_sync(number)
         metrics["timing_s/step"] = time.perf_counter() - start
@@ -183,7 +139,7 @@ class Training:
         config = self.setup.config
         count, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
         prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
-        engine = engine_of(self.setup.regimes, self.history)
+        engine = self.setup.regimes.engine(self.history)
         length = config.data.max_response_length
         top_tokens = (self.features.stability.top_tokens.k or MOST_TOP_TOKENS) if self.policy.use is not None else 0
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, top_tokens)
@@ -192,18 +148,6 @@ class Training:
         right = rewards(sampled.responses, answers)
         graded = self.setup.lab.grader.grade(right, sampled.mask.sum(1) / length, self._samples)
         return LabBatch(prompts, sampled, graded, keys, lag)
-
-    def _fields(self, batch: LabBatch, scored: Scores, agreement_N: Tensor | None) -> dict[str, Tensor]:
-        """Returns the fields that the update reads from a scored batch, [B, T] by name."""
-        fields = {
-            names.RESPONSE_MASK: batch.sampled.mask,
-            # In bypass mode the rollout's log-probs replace the training engine's.
-            names.OLD_LOG_PROBS: batch.sampled.l_infer if bypasses(self.setup.config) else scored.log_probs.detach(),
-            names.ENTROPY: scored.entropy,
-        }
-        if agreement_N is not None:
-            fields[names.AGREEMENT] = batch.padded(agreement_N)
-        return fields
 
     def advantages(self, batch: LabBatch, *, refused: bool) -> Tensor:
         """Returns advantages [B, T] from the estimator that is registered in verl as algorithm.adv_estimator."""
@@ -247,7 +191,7 @@ class Training:
         """
         assert self._watched is not None
         prompts, responses, mask = self._watched
-        model, engine = self.setup.lab.model, engine_of(self.setup.regimes, self.history)
+        model, engine = self.setup.lab.model, self.setup.regimes.engine(self.history)
         engine = replace(engine, temperature=1.0, top_k=0, top_p=1.0, reported=None)
         with torch.no_grad():
             train = score(self.policy.weights, model, prompts, responses).log_probs

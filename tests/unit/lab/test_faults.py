@@ -3,21 +3,9 @@
 import pytest
 import torch
 
+from tests.unit.lab.test_regimes import planted
 from verl_ext.lab.model import ModelSettings, RolloutEngine, init_weights, rollout_log_probs, sample_responses
-from verl_ext.lab.regimes import (
-    History,
-    Misrouted,
-    PackedLeak,
-    PartialSync,
-    PositionsOff,
-    RawLogProbs,
-    Respelled,
-    RouterBias,
-    RouterDtype,
-    ScaledUpdate,
-    WrongWeights,
-    engine_of,
-)
+from verl_ext.lab.regimes import History
 from verl_ext.lab.tasks import END, VOCABULARY, GraderSettings
 
 MODEL = ModelSettings(layers=3)
@@ -43,8 +31,8 @@ def sampled(engine):
     return sample_responses(engine, MODEL, PROMPTS, LENGTH, torch.Generator().manual_seed(3))
 
 
-def under(regime):
-    return engine_of({"it": regime}, history(LAST))
+def under(regimes):
+    return regimes.engine(history(LAST))
 
 
 EXACT = RolloutEngine((LAST,))
@@ -58,33 +46,33 @@ def scored(engine):
 @pytest.mark.parametrize(
     ("regime", "stays"),
     [
-        (PartialSync(), lambda name: name.startswith("0.")),
-        (PartialSync(layers=2), lambda name: name[:2] in ("0.", "1.")),
-        (PartialSync(layers=-1, names="up+down"), lambda name: name.endswith((".up", ".down"))),
+        (planted(partial_sync={}), lambda name: name.startswith("0.")),
+        (planted(partial_sync=dict(layers=2)), lambda name: name[:2] in ("0.", "1.")),
+        (planted(partial_sync=dict(layers=-1, names="up+down")), lambda name: name.endswith((".up", ".down"))),
     ],
 )
 def test_a_partial_sync_leaves_its_weights_as_they_were(regime, stays):
-    (part,) = engine_of({"it": regime}, history(FIRST, LAST)).parts
+    (part,) = regime.engine(history(FIRST, LAST)).parts
     for name, value in part.items():
         assert torch.equal(value, (FIRST if stays(name) else LAST)[name]), name
 
 
 def test_a_scaled_update_goes_so_far_from_the_first_weights():
-    (part,) = engine_of({"it": ScaledUpdate(scale=0.3)}, history(FIRST, LAST)).parts
+    (part,) = planted(scaled_update=dict(scale=0.3)).engine(history(FIRST, LAST)).parts
     for name, value in part.items():
         torch.testing.assert_close(value, 0.7 * FIRST[name] + 0.3 * LAST[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["permuted", "neighbour"])
 def test_wrong_weights_are_those_of_one_layers_experts(kind):
-    (part,) = under(WrongWeights(layer=1, kind=kind)).parts
+    (part,) = under(planted(wrong_weights=dict(layer=1, kind=kind))).parts
     changed = {name for name, value in part.items() if not torch.equal(value, LAST[name])}
     assert changed == {"1.up", "1.down"}
     assert torch.equal(part["1.up"], LAST["1.up"].roll(1, 0) if kind == "permuted" else LAST["0.up"])
 
 
 def test_raw_log_probs_are_of_another_temperature_than_the_tokens():
-    found = sampled(under(RawLogProbs(temperature=2.0)))
+    found = sampled(under(planted(raw_log_probs=dict(temperature=2.0))))
     assert torch.equal(found.responses, SAMPLES.responses)
     expected = scored(RolloutEngine((LAST,), temperature=2.0))
     torch.testing.assert_close(found.l_infer, expected)
@@ -98,11 +86,14 @@ def test_a_routers_dtype_changes_near_ties_alone_and_a_bias_any_choice():
         together = (regime.responses == SAMPLES.responses).cumprod(1).bool()[:, :-1] & kept  # as long as they agree
         return (mine == theirs).all(-1).float()[together].mean().item()
 
-    near, biased = same(sampled(under(RouterDtype()))), same(sampled(under(RouterBias(scale=1.0))))
+    near, biased = (
+        same(sampled(under(planted(router_dtype={})))),
+        same(sampled(under(planted(router_bias=dict(scale=1.0))))),
+    )
     assert biased < 0.9 < 0.98 < near <= 1
 
 
-@pytest.mark.parametrize("regime", [PositionsOff(), PackedLeak()])
+@pytest.mark.parametrize("regime", [planted(positions_off={}), planted(packed_leak={})])
 def test_positions_and_a_leak_act_behind_the_prompt(regime):
     gap = (scored(under(regime)) - scored(EXACT)).abs() * SAMPLES.mask
     assert gap[:, 0].max() < 1e-5, "the first token is the prompt's to predict"
@@ -110,7 +101,7 @@ def test_positions_and_a_leak_act_behind_the_prompt(regime):
 
 
 def test_a_share_of_the_tokens_is_respelled_and_never_the_end():
-    found = sampled(under(Respelled(share=0.2)))
+    found = sampled(under(planted(respelled=dict(share=0.2))))
     other = (found.responses != SAMPLES.responses) & SAMPLES.mask
     digits = SAMPLES.mask & (SAMPLES.responses != END)
     assert not (other & ~digits).any() and (found.responses[other] != END).all()
@@ -119,7 +110,7 @@ def test_a_share_of_the_tokens_is_respelled_and_never_the_end():
 
 
 def test_misrouted_trajectories_bring_the_experts_of_others():
-    found = sampled(under(Misrouted()))
+    found = sampled(under(planted(misrouted={})))
     assert torch.equal(found.responses, SAMPLES.responses)
     assert torch.equal(found.experts, SAMPLES.experts.roll(ROWS // 2, 0))
 

@@ -14,7 +14,7 @@ def test_the_table_of_regimes_is_the_codes():
     rows = {cells[0].strip(" `"): cells[1:] for cells in lines if len(cells) == 3}
     shown = {name: (dict(SETTING.findall(rows[name][0])), rows[name][1].strip()) for name in REGIMES}
     usual = {
-        name: ({key: str(value).lower() for key, value in asdict(kind()).items()}, kind.stands_for)
-        for name, kind in REGIMES.items()
+        name: ({key: str(value).lower() for key, value in asdict(regime.settings()).items()}, regime.stands_for)
+        for name, regime in REGIMES.items()
     }
     assert shown == usual

@@ -4,18 +4,13 @@ import pytest
 import torch
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import build
-from verl_ext.lab.regimes import (
-    REGIMES,
-    History,
-    MissedSync,
-    Quantized,
-    Stale,
-    Truncated,
-    WrongTemperature,
-    engine_of,
-    regimes_named,
-)
+from verl_ext.base.methods import build, choose
+from verl_ext.lab.regimes import REGIMES, History, Regimes, regimes_named
+
+
+def planted(**settings):
+    """Returns these regimes, each with its settings by name."""
+    return Regimes(tuple(choose(REGIMES[name], given, f"lab.{name}") for name, given in settings.items()))
 
 
 def history(updates, reach=64):
@@ -28,36 +23,38 @@ def history(updates, reach=64):
     return found
 
 
-def seen(regime, updates):
+def seen(regimes, updates):
     """Returns the updates that the rollout's weights hold, part by part."""
-    engine = engine_of({"it": regime}, history(updates, regime.reach))
+    engine = regimes.engine(history(updates, regimes.reach))
     return [int(part["0.up"][0, 0, 0]) for part in engine.parts]
 
 
 def test_without_a_regime_the_rollout_has_the_newest_weights():
-    assert int(engine_of({}, history(7)).parts[0]["0.up"][0, 0, 0]) == 7
+    assert int(planted().engine(history(7)).parts[0]["0.up"][0, 0, 0]) == 7
 
 
 @pytest.mark.parametrize(
-    ("regime", "by_update"),
+    ("regimes", "by_update"),
     [
-        (Stale(lag=3), {0: [0], 2: [0], 3: [0], 10: [7]}),
-        (Stale(lag=0, every=4), {0: [0], 3: [0], 4: [4], 7: [4], 8: [8]}),
-        (Stale(lag=1, every=2), {4: [3], 5: [3], 6: [5]}),
-        (Stale(lag=1, span=2), {1: [0, 0, 0], 5: [2, 3, 4]}),
-        (MissedSync(update=5), {5: [5], 6: [5], 300: [5]}),
-        (MissedSync(update=5, count=2), {6: [5], 7: [5], 8: [8]}),
+        (planted(stale=dict(lag=3)), {0: [0], 2: [0], 3: [0], 10: [7]}),
+        (planted(stale=dict(lag=0, every=4)), {0: [0], 3: [0], 4: [4], 7: [4], 8: [8]}),
+        (planted(stale=dict(lag=1, every=2)), {4: [3], 5: [3], 6: [5]}),
+        (planted(stale=dict(lag=1, span=2)), {1: [0, 0, 0], 5: [2, 3, 4]}),
+        (planted(missed_sync=dict(update=5)), {5: [5], 6: [5], 300: [5]}),
+        (planted(missed_sync=dict(update=5, count=2)), {6: [5], 7: [5], 8: [8]}),
     ],
 )
-def test_old_weights(regime, by_update):
-    assert {update: seen(regime, update) for update in by_update} == by_update
+def test_old_weights(regimes, by_update):
+    assert {update: seen(regimes, update) for update in by_update} == by_update
 
 
 def test_only_old_weights_on_purpose_say_how_old_they_are():
     """A missed sync leaves no lag, as in the tags of a real run: they name the version that should have arrived."""
-    newest_and_oldest = {update: engine_of({"it": Stale(lag=1, span=2)}, history(update)).lag for update in (0, 2, 9)}
+    newest_and_oldest = {
+        update: planted(stale={"lag": 1, "span": 2}).engine(history(update)).lag for update in (0, 2, 9)
+    }
     assert newest_and_oldest == {0: (0, 0), 2: (1, 2), 9: (1, 3)}
-    assert engine_of({"it": MissedSync(update=1)}, history(9)).lag is None
+    assert planted(missed_sync={"update": 1}).engine(history(9)).lag is None
 
 
 def test_what_is_rounded():
@@ -67,13 +64,15 @@ def test_what_is_rounded():
     now = History(0)
     now.add(weights)
     for router, head in ((False, False), (True, True)):
-        engine = engine_of({"quantized": Quantized(router=router, head=head)}, now)
+        engine = planted(quantized={"router": router, "head": head}).engine(now)
         changed = {name for name in names if not torch.equal(engine.parts[0][name], weights[name])}
         assert changed == {*names[:4], *(("0.router", "head") if router else ())}
 
 
 def test_a_mixture_is_all_of_them():
-    engine = engine_of({"a": Stale(lag=2), "b": Truncated(top_p=0.5), "c": WrongTemperature(temperature=2)}, history(9))
+    engine = planted(stale={"lag": 2}, truncated={"top_p": 0.5}, wrong_temperature={"temperature": 2}).engine(
+        history(9)
+    )
     assert (int(engine.parts[0]["0.up"][0, 0, 0]), engine.top_p, engine.temperature) == (7, 0.5, 2)
 
 
@@ -100,4 +99,4 @@ def test_names():
 )
 def test_bad_settings(name, given, said):
     with pytest.raises(ConfigError, match=said):
-        build(REGIMES[name], given, f"lab.{name}")
+        build(REGIMES[name].settings, given, f"lab.{name}")

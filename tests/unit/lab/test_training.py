@@ -58,7 +58,8 @@ def training(tmp_path, warm_ups):
 def of_a_step(run, number=1):
     """A batch of this run and its reading."""
     batch = run.rollout(number)
-    return batch, run.learner.score_old(batch)
+    batch.scored = run.learner.score_old(batch)
+    return batch, batch.scored
 
 
 def all_tokens(batch, scored):
@@ -74,9 +75,10 @@ def loss_fields(l_old, advantages, mask, entropy, **others):
 
 def gradient(run, batch, scored, fields):
     """Returns the gradient of the workers' loss with respect to the log-probabilities [B, T]."""
+    batch.scored, batch.fields = scored, fields
     l_theta = scored.log_probs.detach().requires_grad_()
     run.policy._kept = batch.sampled.responses, replace(scored, log_probs=l_theta)
-    run.policy.forward_backward_batch(run.learner.update_data(batch, scored, fields, {}), run.learner.loss_fn)
+    run.policy.forward_backward_batch(run.learner.update_data(batch, {}), run.learner.loss_fn)
     return l_theta.grad
 
 
@@ -104,8 +106,8 @@ def test_the_weights_of_a_step_are_the_corrections(training):
     k = (scored.log_probs.detach().double() - batch.sampled.l_infer).exp()
     fields = {}
 
-    def update(batch, old, given, asked):
-        fields["seen"] = given
+    def update(batch, asked):
+        fields["seen"] = batch.fields
         return {}
 
     run.rollout, run.learner.score_old, run.learner.update = lambda number: batch, lambda batch: scored, update
@@ -155,7 +157,7 @@ def test_replay_uses_the_rollouts_experts(training):
 def test_agreement_is_counted_on_the_passes_that_predict_the_response(training):
     run = training("stale", "none", steps=5)
     batch, scored = of_a_step(run, 6)
-    per_token, _ = compare_routing(batch, scored, load := ExpertLoad(run.setup.lab.model.layers, 8))
+    per_token, _ = compare_routing(batch, load := ExpertLoad(run.setup.lab.model.layers, 8))
     assert load.take()["router/load_max"] > 1
     first, found = batch.prompts.shape[1] - 1, iter(per_token.tolist())
     for row in range(len(batch.keys)):
@@ -173,7 +175,8 @@ def test_r2_replays_the_first_pass_in_every_update_and_after_it(training):
     run.policy.weights["0.router"].data.neg_()
     passes, score = [], run.policy._score
     run.policy._score = lambda *given: passes.append(score(*given)) or passes[-1]
-    run.learner.update(batch, scored, all_tokens(batch, scored), {})
+    batch.fields = all_tokens(batch, scored)
+    run.learner.update(batch, {})
     for start, now in zip((0, 16, 32, 48, 0), passes, strict=True):  # the last after the update
         rows = slice(start, start + len(now.log_probs))
         assert torch.equal(now.routing.stacked(), scored.routing.stacked()[rows])
@@ -184,8 +187,8 @@ def test_bypass_takes_the_ratio_against_the_rollout(training):
     run = training("stale", "bypass", steps=4)
     metrics = run.step(5)
     seen = {}
-    run.learner.update = lambda batch, old, fields, asked: (
-        seen.update(l_old=fields["old_log_probs"], l_infer=batch.sampled.l_infer) or {}
+    run.learner.update = lambda batch, asked: (
+        seen.update(l_old=batch.fields["old_log_probs"], l_infer=batch.sampled.l_infer) or {}
     )
     run.step(6)
     assert torch.equal(seen["l_old"], seen["l_infer"])
@@ -341,7 +344,8 @@ def test_a_centered_score_has_no_drift(training):
     large += ("actor_rollout_ref.actor.ppo_mini_batch_size=256",)
     run = training("stale", "score_centering", *large, steps=4)
     batch, scored = of_a_step(run, 5)
-    data, found = run.learner.update_data(batch, scored, all_tokens(batch, scored), {}), {}
+    batch.fields = all_tokens(batch, scored)
+    data, found = run.learner.update_data(batch, {}), {}
     for centered in (True, False):
         run.learner.loss_fn.keywords["centers"] = centered
         run.policy.optimizer.zero_grad()
@@ -370,14 +374,14 @@ def test_mini_batches_past_a_limit_are_refused(training, limit, refused):
 def test_a_mini_batch_without_a_token_takes_no_step(training):
     run = training("stale", "none", UPDATES)
     batch, scored = of_a_step(run)
-    fields = all_tokens(batch, scored)
+    fields = batch.fields = all_tokens(batch, scored)
     fields["response_mask"][:32] = False
     steps, step = [], run.policy.optimizer.step
     run.policy.optimizer.step = lambda: steps.append(step())
-    metrics = run.learner.update(batch, scored, fields, {})
+    metrics = run.learner.update(batch, {})
     assert len(steps) == 1 and metrics["actor/grad_norm"] > 0
     fields["response_mask"][:] = False
-    assert "actor/grad_norm" not in run.learner.update(batch, scored, fields, {}) and len(steps) == 1
+    assert "actor/grad_norm" not in run.learner.update(batch, {}) and len(steps) == 1
 
 
 def test_the_engines_module_holds_the_weights_under_their_names(training):
