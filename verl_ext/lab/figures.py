@@ -45,12 +45,7 @@ def write_lab_page(
         "title": title,
         "about": about,
         "notes": [f"{name}: {note}" for name, each in named.items() for run in each for note in run.notes],
-        "variants": {
-            "titles": [column.title for column in experiment.columns],
-            "rows": experiment.rows,
-            "legend": experiment.legend,
-            "words": experiment.findings,
-        },
+        "variants": experiment,
     }
     drawn = {panel: chart for panel in LAB_PANELS if (chart := seeds_chart(panel, named, look)) is not None}
     return write_page(out, drawn, context, progress=progress)
