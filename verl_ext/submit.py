@@ -22,7 +22,8 @@ from verl_ext.base.arguments import INTERRUPTED, add_command
 from verl_ext.base.errors import ConfigError, Problems, UserError, errors_of
 from verl_ext.base.printable import printable
 from verl_ext.features.stability import stability_config
-from verl_ext.launch.command_line import compose, hydra_value, plugins, read_launch
+from verl_ext.features.verl_config import hydra_value
+from verl_ext.launch.command_line import compose, plugins, read_launch
 from verl_ext.launch.names import unknown_names
 
 if TYPE_CHECKING:

@@ -47,6 +47,8 @@ class Problem:
         level: `error`, the run cannot work; `warning`, it can go wrong silently; `note`, worth knowing; `ok`, checked,
             and nothing is wrong.
         check: the name of the doctor's check that found it.
+        unknown: settings that the rule read and whose values are not known; None if its reads were not recorded
+            (`features.verl_config.judged`).
     """
 
     found: str
@@ -56,6 +58,7 @@ class Problem:
     leave_out: tuple[str, ...] = ()
     level: str = "error"
     check: str = ""
+    unknown: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         """`FOUND; WHY; set FIX, or OTHERWISE`"""

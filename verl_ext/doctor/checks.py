@@ -6,7 +6,6 @@ Parts of the installation or the config that are slow to read are read once, and
 import ast
 import functools
 import os
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,9 @@ from verl_ext.features.verl_config import (
     ROLLOUT,
     ROLLOUTS,
     VLLM_ARGUMENTS,
+    is_unknown,
     json_of_model,
+    judged,
     key_of,
     parse_override,
     reads_models,
@@ -249,16 +250,17 @@ class Context:
         """True if the model has its own code, which the run would execute but this process may not."""
         if self.trust or not self.get(f"{MODEL}.trust_remote_code"):
             return False
-        files = ((self._model_path, "config.json"), (self._tokenizer_path, "tokenizer_config.json"))
+        files = ((self.model_path, "config.json"), (self._tokenizer_path, "tokenizer_config.json"))
         return any("auto_map" in json_of_model(path, name) for path, name in files if path)
 
     @property
-    def _model_path(self) -> str | None:
-        return None if f"{MODEL}.path" in self.left_out else self.get(f"{MODEL}.path")
+    def model_path(self) -> str | None:
+        """The model's path or name; None if it is not known."""
+        return None if self.config is None or is_unknown(self.config, f"{MODEL}.path") else self.get(f"{MODEL}.path")
 
     @property
     def _tokenizer_path(self) -> str | None:
-        return self.get(f"{MODEL}.tokenizer_path") or self._model_path
+        return self.get(f"{MODEL}.tokenizer_path") or self.model_path
 
     @cached_property
     def model_config(self) -> Any:
@@ -266,7 +268,7 @@ class Context:
         transformers."""
         if (
             not reads_models()
-            or not (path := self._model_path)
+            or not (path := self.model_path)
             or self.model_code
             or not json_of_model(path, "config.json")
         ):
@@ -287,14 +289,14 @@ class Context:
     def shape(self) -> ModelShape | None:
         """The model's shape, if its config.json or `verl_ext/launch/models.py` has it."""
         try:
-            return shape_of(str(self._model_path or ""))
+            return shape_of(str(self.model_path or ""))
         except ConfigError:
             return None
 
     @cached_property
     def model_type(self) -> str:
         """The model's type in transformers, guessed from its name if its files are not here; "" if nothing fits."""
-        return model_type(self.config) if self.config is not None and self._model_path else ""
+        return model_type(self.config) if self.config is not None and self.model_path else ""
 
     @property
     def has_experts(self) -> bool:
@@ -387,23 +389,16 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
-    judged = ((name, found) for name in names or CHECKS for found in _findings_of(CHECKS[name], context))
-    return [_as_far_as_known(replace(found, check=name), context) for name, found in judged]
-
-
-UNREAD = "old reward settings"  # are not read, whatever their values are
+    found = ((name, one) for name in names or CHECKS for one in _findings_of(CHECKS[name], context))
+    return [_as_far_as_known(replace(one, check=name), context) for name, one in found]
 
 
 def _as_far_as_known(found: Problem, context: Context) -> Problem:
-    """Returns the finding, as a note if it is about a setting that was left out. What stops main_ppo may not stop
-    another entry point, if it is not in the config."""
-    # verl's own messages name a setting without the node that it is in.
-    ends = [(".".join(key.split(".")[-2:]), key.rpartition(".")[2]) for key in context.left_out]
-    names = [rf"\b{re.escape(two)}\b" + (rf"|(?<![\w.]){last}\b" if "_" in last else "") for two, last in ends]
-    about = any(re.search(name, found.found) for name in names)
-    if about and found.level not in ("ok", "note") and found.check != UNREAD:
-        why = ("the script's value is not known here, and verl's default was judged", found.why)
-        return replace(found, level="note", why="; ".join(filter(None, why)), fix=())
+    """Returns the finding, as a note if its rule has read a setting whose value is not known. What stops main_ppo may
+    not stop another entry point, if it is not in the config."""
+    if found.unknown and found.level not in ("ok", "note"):
+        said = f"the script's value of {', '.join(found.unknown)} is not known here, and verl's default was judged"
+        return replace(found, level="note", why="; ".join(filter(None, (said, found.why))), fix=())
     if context.entry and found.level == "error" and found.check not in ("config", "verl's validation"):
         return replace(found, level="warning", why=f"it would stop main_ppo; {found.why}", fix=())
     return found
@@ -435,7 +430,7 @@ def unset(config: DictConfig, overrides: Iterable[str]) -> tuple[str, ...]:
 
 def _findings_of(function: Check, context: Context) -> list[Problem]:
     try:
-        return list(function(context))
+        return list(judged(function(context)))
     except Exception as failure:  # a value that the check did not expect: the other checks still run
         return [unread(failure)]
 

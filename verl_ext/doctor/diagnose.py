@@ -28,7 +28,7 @@ from verl_ext.doctor.checks import (
     installed_versions,
     run_checks,
 )
-from verl_ext.features.verl_config import key_of
+from verl_ext.features.verl_config import key_of, mark_unknown
 from verl_ext.launch.command_line import Composed, compose
 from verl_ext.launch.gpus import Gpu, present
 
@@ -56,6 +56,8 @@ def diagnose(
         if arguments:
             composed = compose(arguments, trust=trust, entry=entry)
             gpu = gpu or present()
+            for setting in left_out if composed.config is not None else ():
+                mark_unknown(composed.config, setting)
         context = Context(
             versions,
             installed_plugins(),

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,7 +40,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import Problem, errors_of, reason_of
 from verl_ext.base.patching import Undo, apply_all, patch
-from verl_ext.doctor.checks import Context, check, error, note, ok, unread, unset, warning
+from verl_ext.doctor.checks import ABSENT, Context, check, error, note, ok, unread, unset, warning
 from verl_ext.features import losses
 from verl_ext.features.fit import fit
 from verl_ext.features.table import apply_engine_settings, left_out, table_lines
@@ -55,9 +56,10 @@ from verl_ext.features.verl_config import (
     trains_lora,
 )
 from verl_ext.launch.command_line import MEGATRON_SIZE
+from verl_ext.launch.files import CODE
 from verl_ext.launch.names import GROUPS, similar, unknown_names
 from verl_ext.launch.packages import package_folder, source
-from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, moved_fix
+from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, moved_fix, words_of_verl
 from verl_ext.upstream.agent_loop import MANAGER, PLACE, Extras, parse_extras, without_workers
 
 NAME = f"{ROLLOUT}.name"
@@ -87,7 +89,7 @@ KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": (
 @check("config")
 def config_composes(context: Context) -> Iterable[Problem]:
     """Overrides that do not compose, among them all settings that verl 0.9.1 does not have; no `rollout.name`; a
-    setting that a plus sign adds next to one with almost the same name.
+    setting that a plus sign adds, if nothing in verl reads it.
 
     Source: verl/trainer/config (0.9.1); in rollout/rollout.yaml, rollout.name is `???`, which is mandatory in Hydra.
     """
@@ -100,14 +102,18 @@ def config_composes(context: Context) -> Iterable[Problem]:
     for problem in context.refused:
         said = (stops,) if problem.level == "error" else ()
         yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
-    for text in context.overrides:
-        yield from _replaces_a_node(key_of(text), context)
-        if text.endswith("=") and not text.startswith(("~", "--")):
-            yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
-        elif text.startswith("+") and context.config is not None:
-            yield from _added(key_of(text), context)
+    of_overrides = (problem for text in context.overrides for problem in _override_problems(text, context))
+    yield from dict.fromkeys(of_overrides)
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
+
+
+def _override_problems(text: str, context: Context) -> Iterator[Problem]:
+    yield from _replaces_a_node(key_of(text), context)
+    if text.endswith("=") and not text.startswith(("~", "--")):
+        yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
+    elif text.startswith("+") and context.config is not None:
+        yield from _added(key_of(text), context)
 
 
 def _has_module(module: str, context: Context) -> bool:
@@ -117,31 +123,48 @@ def _has_module(module: str, context: Context) -> bool:
 
 def _replaces_a_node(key: str, context: Context) -> Iterator[Problem]:
     """Yields a single value where verl's config has a node of settings: Hydra lets it replace them all."""
-    file = (context.folder("verl") or Path()) / "trainer/config/_generated_ppo_trainer.yaml"
     value = context.get(key) if "." in key else None
-    if value is None or OmegaConf.is_config(value) or not file.is_file():
+    if value is None or OmegaConf.is_config(value):
         return
-    node = _read_yaml(file)
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
+    *_, (_, node) = _in_verls_config(key)
     if isinstance(node, dict):
         names = ", ".join(f"{key}.{name}" for name in [each for each in node if not each.startswith("_")][:3])
         yield error(f"{key}={value} replaces all settings below it", f"verl reads {names}, ...")
 
 
+def _in_verls_config(key: str) -> Iterator[tuple[str, Any]]:
+    """Yields the config of verl, and each node on the way to a setting with its value there; ABSENT where it ends."""
+    value = _verls_config()
+    yield "", value
+    for node in accumulate(key.split("."), "{}.{}".format):
+        value = value.get(node.rpartition(".")[2], ABSENT) if isinstance(value, dict) else ABSENT
+        yield node, value
+
+
 @functools.cache
-def _read_yaml(file: Path) -> Any:
-    return yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+def _verls_config() -> Any:
+    text = source(package_folder("verl"), "trainer/config/_generated_ppo_trainer.yaml")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _added(key: str, context: Context) -> Iterator[Problem]:
-    """Yields a setting that only its plus sign adds, if it is next to one with almost the same name."""
+    """Yields a setting that only its plus sign adds, if it is next to one with almost the same name, or if verl's
+    sources do not have its name. A node whose name they have may be handed to other code as a whole."""
     above, _, leaf = key.rpartition(".")
     if not OmegaConf.is_dict(node := OmegaConf.select(context.config, above) if above else context.config):
         return  # another override deletes it
-    near = [one for one in similar(leaf, {*map(str, node)} - {leaf}) if is_misspelt(leaf, one)]
-    if near and leaf in node and not (leaf in GROUPS or is_read(key, context.config)):
+    if leaf not in node or leaf in GROUPS or key.startswith("hydra.") or is_read(key, context.config):
+        return
+    if near := [one for one in similar(leaf, {*map(str, node)} - {leaf}) if is_misspelt(leaf, one)]:
         yield warning(f"+{key} is added next to {', '.join(near)}", "verl reads only the names that its configs have")
+        return
+    steps = pairwise(_in_verls_config(key))
+    new, around = next(((one, above) for (_, above), (one, value) in steps if value is ABSENT), ("", None))
+    if not around or "_target_" in around or new.rpartition(".")[2] in words_of_verl():
+        return  # an empty node is for other code, and `verl's validation` judges the fields of a class
+    own = [*filter(context.get, CODE), *filter(None, [context.entry])]
+    found = f"+{new} is a name that verl's sources do not have"
+    yield note(found, f"only {' or '.join(own)} may read it") if own else warning(found, "nothing reads it")
 
 
 @check("hooks", needs="can_be_fitted")
@@ -154,7 +177,7 @@ def hooks(context: Context) -> Iterable[Problem]:
     """
     for problem in context.problems:
         said, fix = " ".join(str(problem).split()), unset(context.config, problem.fix)
-        yield error(said, "the run would stop with this line before Ray starts", *fix)
+        yield replace(problem, found=said, why="the run would stop with this line before Ray starts", fix=fix)
     if context.problems or context.features is None:
         return
     if not context.features.demands:

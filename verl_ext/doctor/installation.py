@@ -130,7 +130,7 @@ def model_files(context: Context) -> Iterable[Problem]:
 
 def _missing_model(context: Context) -> tuple[str, str] | None:
     """Returns the part of the model that is not here, and the checks that need it."""
-    if not context.get(f"{MODEL}.path") or f"{MODEL}.path" in context.left_out or context.model_code:
+    if not context.model_path or context.model_code:
         return None
     if context.model_config is None:
         return "config", "lengths, vocabulary and the model's routers were not checked"
@@ -144,9 +144,9 @@ def files(context: Context) -> Iterable[Problem]:
 
     Source: the table of verl_ext/launch/files.py, read in verl 0.9.1.
     """
-    yield from data_problems(context.config, context.left_out)
+    yield from data_problems(context.config)
     if not context.elsewhere:
-        yield from file_problems(context.config, context.left_out)
+        yield from file_problems(context.config)
 
 
 @check("not here", needs="config")
@@ -164,7 +164,7 @@ def not_here(context: Context) -> Iterable[Problem]:
         part, checks = missing
         found.append(f"the {part} of {context.get(f'{MODEL}.path')}")
         why[checks] = None
-    if missing_here := [*missing_files(context.config, context.left_out)]:
+    if missing_here := [*missing_files(context.config)]:
         found += missing_here
         why["every node that opens a file needs it"] = None
     if found:

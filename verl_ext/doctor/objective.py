@@ -121,6 +121,16 @@ def estimator(context: Context) -> Iterable[Problem]:
         yield warning("algorithm.use_pf_ppo=True", why, "algorithm.use_pf_ppo=False")
 
 
+@check("old trainer", needs="config")
+def old_trainer(context: Context) -> Iterable[Problem]:
+    """A note: `trainer.use_v1=False`, which verl 0.9.1 deprecates.
+
+    Source: `main` of verl/trainer/main_ppo.py, which warns that main_ppo_v0.py will be removed.
+    """
+    if context.get("trainer.use_v1") is False and not context.entry:
+        yield note("trainer.use_v1=False", "verl deprecates its old trainer, and will remove it")
+
+
 @check("group size", needs="config")
 def group_estimators(context: Context) -> Iterable[Problem]:
     """A group estimator with `rollout.n=1`; a note for 2 or 3.
@@ -286,7 +296,8 @@ def trust_region(context: Context) -> Iterable[Problem]:
 def unread_settings(context: Context) -> Iterable[Problem]:
     """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, `repetition_penalty` and the `strategy` of an engine,
     which have no effect in verl 0.9.1; `norm_adv_by_std_in_grpo` with an estimator other than grpo; an overlong buffer
-    with a reward manager other than dapo. A note: `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
+    with a reward manager other than dapo, or above the length of all answers. A note:
+    `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
 
     Source: in verl 0.9.1, only the config files and old workers have the first names. agent_loop_tq.py of v1 sends the
     penalty 1.0 with each request; workers/config/actor.py and critic.py overwrite the engine's strategy.
@@ -294,10 +305,7 @@ def unread_settings(context: Context) -> Iterable[Problem]:
     max_num_gen_batches once it runs. Of the managers in experimental/reward_loop/reward_manager, only dapo.py reads
     reward_kwargs.
     """
-    manager = str(context.get(MANAGER))
-    if context.get(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable") and manager in known_names(MANAGER) - {"dapo"}:
-        why = f"{MANAGER}={manager} does not read it, and long answers get no penalty; dapo reads it"
-        yield warning(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable=True has no effect", why)
+    yield from _unused_penalty(context)
     for setting, (usual, instead) in UNREAD.items():
         value = context.get(setting, usual)
         if value != usual and not (instead and value == context.get(instead)):
@@ -318,6 +326,22 @@ def unread_settings(context: Context) -> Iterable[Problem]:
         why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
         other = (f"{ESTIMATOR}=grpo",) if context.get(ESTIMATOR) != "gdpo" else ()
         yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, *other)
+
+
+def _unused_penalty(context: Context) -> Iterator[Problem]:
+    """Yields the penalty on long answers if its reward manager does not read it, or no answer is long enough for it."""
+    buffer, limit = f"{REWARD_ARGUMENTS}.overlong_buffer_cfg", f"{REWARD_ARGUMENTS}.max_resp_len"
+    manager, longest = str(context.get(MANAGER)), context.get("data.max_response_length", 0)
+    if not context.get(f"{buffer}.enable"):
+        return
+    begins = context.get(limit, longest) - context.get(f"{buffer}.len", 0)
+    if manager in known_names(MANAGER) - {"dapo"}:
+        why = f"{MANAGER}={manager} does not read it, and long answers get no penalty; dapo reads it"
+        yield warning(f"{buffer}.enable=True has no effect", why)
+    elif manager == "dapo" and begins >= longest > 0 and context.get(limit) is not None:
+        found = f"{limit}={context.get(limit)} with {buffer}.len={context.get(f'{buffer}.len')} has no effect"
+        why = f"the penalty begins above {begins} tokens, and answers end at data.max_response_length={longest}"
+        yield warning(found, why, f"++{limit}={longest}")
 
 
 @check("MTP loss", needs="config")

@@ -34,7 +34,7 @@ from verl_ext.features.sync_canary import CANARY
 from verl_ext.features.sync_check import SYNC_CHECK
 from verl_ext.features.top_tokens import TOP_TOKENS
 from verl_ext.features.trajectories import TRAJECTORIES
-from verl_ext.features.verl_config import BYPASS, bypasses, model_problems, overlong_problems, warmup_problems
+from verl_ext.features.verl_config import BYPASS, bypasses, judged, model_problems, overlong_problems, warmup_problems
 
 USUAL = StabilityConfig()
 OFF_VALUES = (None, False, 0, "disabled", "auto")  # values that switch something off, or on only where it can be
@@ -85,9 +85,9 @@ def problems_of(run: RunFeatures) -> list[Problem]:
         found.found.append(Problem("trainer.use_v1=False has no hooks for stability.*", fix=("trainer.use_v1=True",)))
     for rule in _rules(run):
         with found:  # a rule raises what it cannot parse
-            found.found += rule(run)
+            found.found += judged(rule(run))
     if not run.demands and not found.found:
-        found.found += _unused_problems(run)
+        found.found += judged(_unused_problems(run))
     return list(dict.fromkeys(found.found))
 
 

@@ -5,7 +5,10 @@ Neither torch nor verl is imported, so that a launch, doctor and plan are fast. 
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,10 @@ VIRTUAL_STAGES = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 REWARD_ARGUMENTS = "reward.reward_kwargs"
 RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
+# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
+# is one of the grammar's constants.
+PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
+CONSTANTS = ("null", "true", "false", "inf", "nan")
 
 
 def key_of(override: str) -> str:
@@ -46,6 +53,21 @@ def parse_override(override: str) -> tuple[str, Any]:
     return key, OmegaConf.select(OmegaConf.from_dotlist([f"{key}={override.partition('=')[2]}"]), key)
 
 
+def hydra_value(value: Any) -> str:
+    """Returns a value in Hydra's grammar. A text is quoted if Hydra would otherwise read another type or a function."""
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(one)}' for key, one in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if not isinstance(value, str):
+        return "null" if value is None else str(value)
+    if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
+        return value
+    # Backslashes count before a quote, and nowhere else.
+    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+    return f"'{quoted}'"
+
+
 def value_of(config: DictConfig, setting: str) -> Any:
     """Returns a setting's value; None if it is missing, or an interpolation that does not resolve, which verl's own
     validation reports."""
@@ -53,6 +75,56 @@ def value_of(config: DictConfig, setting: str) -> Any:
         return OmegaConf.select(config, setting)
     except OmegaConfBaseException:
         return None
+
+
+# A setting whose value is not known has a resolver that records that it is read, whichever way a rule reads it.
+UNKNOWN = "verl_ext.unknown"
+_read: ContextVar[set[str]] = ContextVar(UNKNOWN)
+
+
+def _read_unknown(setting: str, default: Any) -> Any:
+    if (read := _read.get(None)) is not None:
+        read.add(setting)
+    return OmegaConf.create(default) if isinstance(default, dict | list) else default
+
+
+OmegaConf.register_new_resolver(UNKNOWN, _read_unknown, replace=True)
+
+
+def mark_unknown(config: DictConfig, setting: str) -> None:
+    """Makes a config remember that a setting has verl's default, because its value in the run is not known. A setting
+    that the config does not have stays away."""
+    above, _, key = setting.rpartition(".")
+    node = value_of(config, above) if above else config
+    if OmegaConf.is_dict(node) and key in [*node]:  # `in` leaves out `???`
+        plain = OmegaConf.to_container(node, throw_on_missing=False)[key]
+        repeats = isinstance(plain, str) and re.fullmatch(r"\$\{[^}]*\}", plain)
+        usual = "null" if plain == "???" else plain if repeats else hydra_value(plain)
+        OmegaConf.update(config, setting, f"${{{UNKNOWN}:{hydra_value(setting)},{usual}}}", merge=False)
+
+
+def is_unknown(config: DictConfig, setting: str) -> bool:
+    """Returns True if `mark_unknown` marked a setting."""
+    above, _, key = setting.rpartition(".")
+    node = value_of(config, above) if above else config
+    if not OmegaConf.is_dict(node) or not OmegaConf.is_interpolation(node, key):
+        return False
+    return str(OmegaConf.to_container(node)[key]).startswith(f"${{{UNKNOWN}:")
+
+
+def judged(rule: Iterable[Problem]) -> Iterator[Problem]:
+    """Yields the problems that a rule finds, each with the settings of unknown value that the rule has read so far. A
+    rule inside the rule has recorded its own."""
+    read, problems = set[str](), iter(rule)
+    while True:
+        outer = _read.set(read)
+        try:
+            problem = next(problems)
+        except StopIteration:
+            return
+        finally:
+            _read.reset(outer)
+        yield replace(problem, unknown=tuple(sorted(read))) if problem.unknown is None else problem
 
 
 def bypasses(config: DictConfig) -> bool:

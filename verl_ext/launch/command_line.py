@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, Problem, errors_of
 from verl_ext.base.printable import printable
-from verl_ext.features.verl_config import ACTOR, key_of, value_of
+from verl_ext.features.verl_config import ACTOR, hydra_value, key_of, value_of
 from verl_ext.launch.names import unknown_name
-from verl_ext.launch.refused import CONSTANTS, PLAIN, Refused, refusals
+from verl_ext.launch.refused import Refused, refusals
 
 if TYPE_CHECKING:
     from verl_ext.launch.script import Launch
@@ -175,21 +175,6 @@ def _as_overrides(content: Mapping[Any, Any], above: str = "") -> Iterator[str]:
             yield from _as_overrides(value, f"{above}{key}.")
         else:
             yield f"{above}{key}={hydra_value(value)}"
-
-
-def hydra_value(value: Any) -> str:
-    """Returns a value in Hydra's grammar. A text is quoted if Hydra would otherwise read another type or a function."""
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{hydra_value(key)}:{hydra_value(one)}' for key, one in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{','.join(map(hydra_value, value))}]"
-    if not isinstance(value, str):
-        return "null" if value is None else str(value)
-    if PLAIN.fullmatch(value) and value.lower() not in CONSTANTS:
-        return value
-    # Backslashes count before a quote, and nowhere else.
-    quoted = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
-    return f"'{quoted}'"
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Files that a run opens: data, reward functions, and configs of tools and agent loops."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import Problem
-from verl_ext.features.verl_config import ROLLOUT, value_of
+from verl_ext.features.verl_config import ROLLOUT, is_unknown, value_of
 from verl_ext.launch.packages import package_folder
 
 # Source: verl 0.9.1. `load_module` of utils/import_utils.py reads code, also from `file://`.
@@ -30,32 +31,28 @@ DATA = ("data.train_files", "data.val_files")  # `RLHFDataset._download` of util
 READ = (".parquet", ".json", ".jsonl")  # `_read_files_and_tokenize` of the same file
 
 
-def data_problems(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[Problem]:
+def data_problems(config: DictConfig) -> Iterator[Problem]:
     """Yields a problem for each data file whose ending verl's data set does not read."""
     for setting in () if _has_own_data(config) else DATA:
-        for path in _values(config, setting) if setting not in unknown else ():
+        for path in _values(config, setting):
             if not path.endswith(READ):
                 why = f"verl's data set reads only {', '.join(READ)}"
                 yield Problem(f"{setting}={path} is no data file", why, otherwise="name the files")
 
 
-def file_problems(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[Problem]:
+def file_problems(config: DictConfig) -> Iterator[Problem]:
     """Yields a problem for each file that the run opens and that is not on this machine."""
-    for file in missing_files(config, unknown):
+    for file in missing_files(config):
         yield Problem(f"{file} does not exist", "every node that opens it needs it", otherwise="correct the path")
 
 
-def missing_files(config: DictConfig, unknown: Collection[str] = ()) -> Iterator[str]:
-    """Yields `setting=path` of each of these files that is not on this machine. Remote paths are left to verl.
-
-    Args:
-        unknown: settings whose values in the run are not those of the config.
-    """
+def missing_files(config: DictConfig) -> Iterator[str]:
+    """Yields `setting=path` of each of these files that is not on this machine. Remote paths are left to verl."""
     verl = package_folder("verl")
     beside_verl = [verl.parent, verl] if verl else []
     for setting in (*(() if _has_own_data(config) else DATA), *CODE, *BESIDE_VERL):
         folders = [Path(), *(beside_verl if setting in BESIDE_VERL else ())]
-        for path in _values(config, setting) if setting not in unknown else ():
+        for path in _values(config, setting):
             file = os.path.expanduser(path.removeprefix("file://"))
             if "://" not in file and not any((folder / file).exists() for folder in folders):
                 yield f"{setting}={path}"
@@ -67,5 +64,5 @@ def _has_own_data(config: DictConfig) -> bool:
 
 
 def _values(config: DictConfig, setting: str) -> list[str]:
-    value = value_of(config, setting)
+    value: Any = None if is_unknown(config, setting) else value_of(config, setting)
     return [str(one) for one in (value if OmegaConf.is_list(value) else [value]) if one]

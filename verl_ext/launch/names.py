@@ -20,7 +20,16 @@ from verl_ext.base.errors import Problem
 from verl_ext.base.names import OUR_GROUPS
 from verl_ext.features.advantages import ESTIMATORS
 from verl_ext.features.losses import EXTERNAL_LIB, LOSS, LOSSES, UNBIASED
-from verl_ext.features.verl_config import ACTOR, CORRECTION, MODE, ROLLOUT, needs_critic, needs_reference, value_of
+from verl_ext.features.verl_config import (
+    ACTOR,
+    CORRECTION,
+    MODE,
+    ROLLOUT,
+    judged,
+    needs_critic,
+    needs_reference,
+    value_of,
+)
 from verl_ext.launch.packages import FSDP, STRATEGY, package_folder
 
 GROUPS = (*OUR_GROUPS, "model_engine")  # config groups, which are no settings
@@ -189,7 +198,7 @@ def unknown_names(config: DictConfig) -> Iterator[Problem]:
     path. A name that a plugin may register is a note, and one that verl does not read in this run a warning.
     """
     for row in TABLE:
-        yield from _row_problems(row, config)
+        yield from judged(_row_problems(row, config))
     yield from _mistyped(config)
     path = value_of(config, RESUMED)
     if value_of(config, RESUME) == "resume_path" and "global_step_" not in str(path):

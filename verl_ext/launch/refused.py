@@ -12,14 +12,10 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import Problem
-from verl_ext.features.verl_config import ACTOR, MODE, REWARD_ARGUMENTS, ROLLOUT, verls_replay_setting
+from verl_ext.features.verl_config import ACTOR, MODE, REWARD_ARGUMENTS, ROLLOUT, hydra_value, verls_replay_setting
 from verl_ext.launch.names import FREE, MANAGER, known_names, similar_keys
 from verl_ext.launch.packages import package_folder
 
-# Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
-# is one of the grammar's constants.
-PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
-CONSTANTS = ("null", "true", "false", "inf", "nan")
 SAME = 0.85  # the similarity of names from which one is taken for the other, misspelt
 
 OLD_REPLAY = f"{ACTOR}.router_replay.mode"  # its place now depends on the engine
@@ -145,17 +141,18 @@ def is_read(setting: str, config: DictConfig) -> bool:
     *above, leaf = setting.split(".")
     if free := next((part for part in above if FREE.fullmatch(part)), ""):
         parent = OmegaConf.select(config, ".".join(above[: above.index(free)])) if above[0] != free else config
-        return (OmegaConf.is_dict(parent) and free in parent) or _is_named(free)
+        return (OmegaConf.is_dict(parent) and free in parent) or free in words_of_verl()
     node = OmegaConf.select(config, ".".join(above)) if above else None
     return isinstance(node, DictConfig) and leaf in dataclass_fields(str(node.get("_target_")))
 
 
 @cache
-def _is_named(name: str) -> bool:
-    """Returns True if a name stands in verl's sources."""
+def words_of_verl() -> frozenset[str]:
+    """Returns the names in verl's sources, among them the settings that they read."""
     folder = package_folder("verl")
     files = folder.rglob("*.py") if folder else ()
-    return any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8", errors="replace")) for file in files)
+    words = (re.findall(r"\b[^\W\d]\w*", file.read_text(encoding="utf-8", errors="replace")) for file in files)
+    return frozenset[str]().union(*words)
 
 
 @cache
@@ -178,6 +175,4 @@ def dataclass_fields(target: str) -> frozenset[str]:
 def is_plain(value: object) -> bool:
     """Returns True if a value may be part of a fix: a number, a bool, a name or a path, but no other text of the
     config, which a shell or Hydra could read differently."""
-    if value is None or isinstance(value, bool | int | float):
-        return value is not None
-    return bool(PLAIN.fullmatch(str(value))) and str(value).lower() not in CONSTANTS
+    return hydra_value(value) == value if isinstance(value, str) else isinstance(value, bool | int | float)

@@ -17,6 +17,7 @@ from verl_ext.features.verl_config import (
     ROLLOUT,
     ROLLOUTS,
     VIRTUAL_STAGES,
+    judged,
     needs_critic,
     needs_reference,
     trains_lora,
@@ -48,14 +49,14 @@ def size_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Prob
         yield Problem(f"{ACTOR}.strategy={strategy}: sizes are known only for {', '.join(STRATEGIES)}")
         return
     of_ranks = _megatron_problems if strategy == "megatron" else _fsdp_problems
-    ranks = [*of_ranks(config, shape)]
+    ranks = [*judged(of_ranks(config, shape))]
     yield from ranks
     if not ranks:  # else the number of data-parallel ranks is not known
-        yield from _batch_problems(config)
-    yield from _length_problems(config)
-    yield from _server_problems(config, shape)
+        yield from judged(_batch_problems(config))
+    yield from judged(_length_problems(config))
+    yield from judged(_server_problems(config, shape))
     engine = name if (name := _get(config, f"{ROLLOUT}.name")) in ROLLOUTS else "vllm"
-    yield from engine_argument_problems(_get(config, f"{ROLLOUT}.engine_kwargs.{engine}") or {}, engine)
+    yield from judged(engine_argument_problems(_get(config, f"{ROLLOUT}.engine_kwargs.{engine}") or {}, engine))
 
 
 def world_size(config: DictConfig) -> int:

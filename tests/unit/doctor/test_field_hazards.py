@@ -34,6 +34,7 @@ COLOCATED = "trainer.v1.trainer_mode=colocate_async"
 UPDATES = f"data.train_batch_size=512 {ACTOR}.ppo_mini_batch_size=32"
 ONE_UPDATE = f"data.train_batch_size=64 {ACTOR}.ppo_mini_batch_size=64"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+LIMIT, DAPO = "+reward.reward_kwargs.max_resp_len", f"reward.reward_manager.name=dapo +{OVERLONG}.enable=True"
 BATCHES = "algorithm.filter_groups.max_num_gen_batches=10"
 OF_THE_RUN = [name for name, check in CHECKS.items() if not check.__module__.endswith(".installation")]
 
@@ -80,6 +81,11 @@ CASES = [
     ("unread settings", f"{ACTOR}.grad_clip=0.5", "warning", {}),
     ("unread settings", f"{ROLLOUT}.over_sample_rate=0.1", "warning", {}),
     ("unread settings", f"+{OVERLONG}.enable=True", "warning", {}),
+    ("unread settings", f"{DAPO} +{OVERLONG}.len=64 {LIMIT}=512 data.max_response_length=448", "warning", {}),
+    ("old trainer", "trainer.use_v1=False", "note", {}),
+    ("config", "+trainer.use_legacy_worker_impl=disable", "warning", {}),
+    ("config", "+data.no_such_word_of_verl.path=1", "warning", {}),
+    ("config", "+data.no_such_word_of_verl=1 data.custom_cls.path=mine.py", "note", {}),
     ("unread settings", f"+{ROLLOUT}.repetition_penalty=1.1", "warning", {}),
     ("unread settings", f"{FSDP}.strategy=fsdp2", "warning", {}),
     ("old reward settings", "+ray_init.num_cpus=8", "warning", {}),
@@ -169,6 +175,9 @@ def test_it_fires_and_its_fix_makes_it_go_away(findings, models, name, overrides
         ("unread settings", f"+{OVERLONG}.enable=True reward.reward_manager.name=dapo"),
         ("unread settings", f"+{OVERLONG}.enable=True reward.reward_manager.name=my_own"),
         ("unread settings", f"+{OVERLONG}.enable=False"),
+        ("unread settings", f"{DAPO} +{OVERLONG}.len=64 {LIMIT}=512 data.max_response_length=449"),
+        ("config", "+trainer.worker=1"),  # a word of verl's sources
+        ("config", "+data.apply_chat_template_kwargs.no_such_word_of_verl=1"),  # arguments of other code
         ("old reward settings", "reward_model.enable=False custom_reward_function.name=compute_score"),
     ],
 )
@@ -202,6 +211,24 @@ def test_a_sound_run_is_told_of_no_hazard(context, engine):
 def test_experts_whose_kernel_takes_new_weights(findings, models, overrides, fields):
     given = overrides.replace("{models}", str(models)).split()
     assert not findings("sync of experts", *given, **fields)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level"),
+    [
+        ("", "warning"),
+        ("trainer.n_gpus_per_node=4", "ok"),
+        (LORA, "ok"),
+        (f"{FSDP}.model_dtype=bf16", "ok"),
+        (f"{ACTOR}.strategy=fsdp2 {FSDP}.offload_policy=True", "ok"),
+        (f"{MODEL}.path=Qwen/Qwen2.5-3B", "ok"),
+    ],
+)
+def test_a_model_that_is_larger_than_the_gpus(findings, overrides, level):
+    one_gpu = ["trainer.n_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=1"]
+    given = [f"{MODEL}.path=Qwen/Qwen2.5-7B", *one_gpu, *overrides.split()]
+    found = findings("sizes", *given, gpu=named("H100"))
+    assert level in {finding.level for finding in found} <= {level, "ok"}
 
 
 def test_text_of_the_config_is_never_offered(findings):

@@ -1,11 +1,13 @@
 """A launch is told all its problems at once, and a preset is fitted whatever else is wrong."""
 
 import pytest
+from omegaconf import OmegaConf
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.features.fit import fit, fit_run
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import left_out
+from verl_ext.features.verl_config import is_unknown, judged, mark_unknown
 
 VLLM = ("actor_rollout_ref.rollout.name=vllm",)
 FOUR = (
@@ -87,3 +89,36 @@ def test_a_batch_has_as_many_prompts_as_the_canary_needs(compose, mode, batch, r
     overrides = (*VLLM, "stability=icepop", "stability.sync_canary.trajectories=4", f"trainer.v1.trainer_mode={mode}")
     found = problems(compose, *overrides, f"data.train_batch_size={batch}")
     assert any(problem.found.startswith("stability.sync_canary.trajectories=4 needs") for problem in found) == refused
+
+
+VALUES = {
+    "count": 3,
+    "path": "~/x y/'z",
+    "list": [1, "two", None],
+    "needed": "???",
+    "again": "${a.count}",
+    "node": {"b": 1},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_setting_of_unknown_value_keeps_its_default(name):
+    config = OmegaConf.create({"a": VALUES})
+    usual = None if name == "needed" else OmegaConf.select(config, f"a.{name}")
+    mark_unknown(config, f"a.{name}")
+    assert is_unknown(config, f"a.{name}") and not is_unknown(config, "a.no_such")
+    assert config.a[name] == OmegaConf.select(config, f"a.{name}") == usual
+
+
+def test_a_problem_has_the_settings_of_unknown_value_that_its_rule_read():
+    config = OmegaConf.create({"a": VALUES, "c": {"known": 1}})
+    for setting in ("a.count", "a.node", "no.such"):
+        mark_unknown(config, setting)
+
+    def rule():
+        yield Problem("reads nothing unknown") if config.c.known else None
+        yield Problem("reads another setting's value") if OmegaConf.select(config, "a.again") else None
+        yield from judged([Problem("judges by itself")])
+        yield Problem("reads a node") if config.a.node.b else None
+
+    assert [problem.unknown for problem in judged(rule())] == [(), ("a.count",), (), ("a.count", "a.node")]

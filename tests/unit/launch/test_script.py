@@ -10,7 +10,8 @@ from hypothesis import given as given_by
 
 from tests.support.examples import at_most
 from verl_ext.base.errors import ConfigError
-from verl_ext.launch.command_line import hydra_value, read_launch
+from verl_ext.features.verl_config import hydra_value
+from verl_ext.launch.command_line import read_launch
 from verl_ext.launch.script import read_command, read_script
 
 MAIN = "verl.trainer.main_ppo"
