@@ -58,7 +58,7 @@ from verl_ext.features.verl_config import (
 from verl_ext.launch.command_line import MEGATRON_SIZE
 from verl_ext.launch.files import CODE
 from verl_ext.launch.names import GROUPS, similar, unknown_names
-from verl_ext.launch.packages import package_folder, source
+from verl_ext.launch.packages import module_file, package_folder, source
 from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, moved_fix, words_of_verl
 from verl_ext.upstream.agent_loop import MANAGER, PLACE, Extras, parse_extras, without_workers
 
@@ -97,7 +97,7 @@ def config_composes(context: Context) -> Iterable[Problem]:
     if context.entry:
         why = "it is judged by verl's trainer and configs; what its own code does is not known here"
         yield note(f"{context.entry} is not verl's main_ppo", why)
-        if context.entry.startswith("verl.") and not _has_module(context.entry, context):
+        if context.entry.startswith("verl.") and context.config is not None and module_file(context.entry) is None:
             yield error(f"verl has no module {context.entry}", "the launch stops at it")
     for problem in context.refused:
         said = (stops,) if problem.level == "error" else ()
@@ -114,11 +114,6 @@ def _override_problems(text: str, context: Context) -> Iterator[Problem]:
         yield warning(f"{text} is empty", "a variable of the launch's shell may not be set")
     elif text.startswith("+") and context.config is not None:
         yield from _added(key_of(text), context)
-
-
-def _has_module(module: str, context: Context) -> bool:
-    folder = context.folder("verl")
-    return folder is None or folder.parent.joinpath(*module.split(".")).with_suffix(".py").is_file()
 
 
 def _replaces_a_node(key: str, context: Context) -> Iterator[Problem]:

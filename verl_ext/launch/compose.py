@@ -19,7 +19,7 @@ from verl_ext.features.losses import LOSS, own_settings
 from verl_ext.features.stability import default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
 from verl_ext.launch.names import GROUPS, unknown_name
-from verl_ext.launch.packages import package_folder
+from verl_ext.launch.packages import module_file, package_folder
 
 CONFIG_MODULE = "verl_ext.configs"
 if (VERL := package_folder("verl")) is None:
@@ -115,8 +115,8 @@ def of_entry(arguments: Sequence[str], module: str) -> list[str]:
     overrides, flags = split_flags(arguments)
     path, name = flag_of(flags, "--config-path", "-cp"), flag_of(flags, "--config-name", "-cn").removesuffix(".yaml")
     inside = re.sub(r"^.*/(?=verl/)", "", module.removesuffix(".py"))  # a checkout's file is the package's
-    file = VERL_CONFIGS.parents[2].joinpath(*re.split("[./]", inside)).with_suffix(".py")
-    if inside.startswith("verl") and file.is_file() and (main := MAIN.search(file.read_text(encoding="utf-8"))):
+    file = module_file(inside) if re.match("verl[./]", inside) else None
+    if file and (main := MAIN.search(file.read_text(encoding="utf-8"))):
         folder, name = file.parent / (path or main[1]), name or main[2]
         overrides.append(f"hydra.searchpath=[file://{VERL_CONFIGS}]")
     else:

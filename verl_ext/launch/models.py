@@ -1,13 +1,13 @@
 """Model shapes, published or read from config.json, and numbers derived from them: parameters, active parameters, bytes
 of KV cache per token.
 
-The published numbers are copies of those in each model's config.json on Hugging Face; `source` names where the copy was
+The published numbers are copies of those in each model's config.json on Hugging Face; comments name where a copy was
 read. tests/unit/recipes/test_cluster_recipes.py compares the resulting parameters with the published ones. Not counted
 are norms and biases, below 0.1 %, and the layers for multi-token prediction, which the recipes do not train.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.base.errors import ConfigError
@@ -61,7 +61,7 @@ class ModelShape:
     """A decoder, dense or a mixture of experts.
 
     Attributes:
-        source: the Hugging Face repository, and where its numbers were read.
+        source: the Hugging Face repository.
         dense_layers: number of first layers without a router; all layers of a dense model.
         head_dim: size of a head's queries, keys and values; unused with `mla`.
         moe_intermediate: width of one routed expert.
@@ -146,147 +146,6 @@ class ModelShape:
         return self.embedding_parameters + self.attention_parameters + dense + moe
 
 
-SHAPES = {
-    "Qwen3-30B-A3B": ModelShape(
-        source="Qwen/Qwen3-30B-A3B; Megatron-Bridge, Qwen3MoEModelProvider30B_A3B",
-        layers=48,
-        hidden=2048,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        vocabulary=151936,
-        routed_experts=128,
-        top_k=8,
-        moe_intermediate=768,
-    ),
-    "Qwen3-235B-A22B": ModelShape(
-        source="Qwen/Qwen3-235B-A22B; Megatron-Bridge, Qwen3MoEModelProvider235B_A22B",
-        layers=94,
-        hidden=4096,
-        heads=64,
-        kv_heads=4,
-        head_dim=128,
-        vocabulary=151936,
-        routed_experts=128,
-        top_k=8,
-        moe_intermediate=1536,
-    ),
-    "Qwen3-Next-80B-A3B": ModelShape(
-        source="Qwen/Qwen3-Next-80B-A3B-Instruct; transformers 5.10, defaults of Qwen3NextConfig",
-        layers=48,
-        hidden=2048,
-        heads=16,
-        kv_heads=2,
-        head_dim=256,
-        vocabulary=151936,
-        routed_experts=512,
-        top_k=10,
-        shared_experts=1,
-        moe_intermediate=512,
-        linear=LinearAttention(layers=36, key_heads=16, value_heads=32, head_dim=128, kernel=4),
-        output_gate=True,
-    ),
-    "GLM-4.5-Air": ModelShape(
-        # Glm4MoeConfig has no default for head_dim, and hidden / heads is no integer; 128 gives the published total.
-        source="zai-org/GLM-4.5-Air; transformers 5.10, defaults of Glm4MoeConfig",
-        layers=46,
-        dense_layers=1,
-        hidden=4096,
-        heads=96,
-        kv_heads=8,
-        head_dim=128,
-        vocabulary=151552,
-        routed_experts=128,
-        top_k=8,
-        shared_experts=1,
-        moe_intermediate=1408,
-        dense_intermediate=10944,
-    ),
-    "DeepSeek-V3": ModelShape(
-        source="deepseek-ai/DeepSeek-V3; transformers 5.10, defaults of DeepseekV3Config",
-        layers=61,
-        dense_layers=3,
-        hidden=7168,
-        heads=128,
-        kv_heads=128,
-        head_dim=192,
-        vocabulary=129280,
-        routed_experts=256,
-        top_k=8,
-        shared_experts=1,
-        moe_intermediate=2048,
-        dense_intermediate=18432,
-        mla=Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    ),
-    "Ring-mini-2.0": ModelShape(
-        # Ring-mini-2.0 is Ling-mini-2.0 trained further (its model card); the numbers are Ling's.
-        source="inclusionAI/Ring-mini-2.0; NVIDIA's BailingMoeV2Config, which mirrors that of Ling-mini-2.0",
-        layers=20,
-        dense_layers=1,
-        hidden=2048,
-        heads=16,
-        kv_heads=4,
-        head_dim=128,
-        vocabulary=157184,
-        routed_experts=256,
-        top_k=8,
-        shared_experts=1,
-        moe_intermediate=512,
-        dense_intermediate=5120,
-    ),
-    "Moonlight-16B-A3B": ModelShape(
-        # MoonlightModelProvider16B of Megatron-Bridge agrees except for a vocabulary of 163842.
-        source="moonshotai/Moonlight-16B-A3B; slime, scripts/models/moonlight.sh",
-        layers=27,
-        dense_layers=1,
-        hidden=2048,
-        heads=16,
-        kv_heads=16,
-        head_dim=192,
-        vocabulary=163840,
-        routed_experts=64,
-        top_k=6,
-        shared_experts=2,
-        moe_intermediate=1408,
-        dense_intermediate=11264,
-        mla=Mla(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    ),
-    "gpt-oss-20b": ModelShape(
-        # GptOssConfig of transformers 5.10 agrees, except for gpt-oss-120b's 36 layers of 128 experts.
-        source="openai/gpt-oss-20b; slime's model arguments for it",
-        layers=24,
-        hidden=2880,
-        heads=64,
-        kv_heads=8,
-        head_dim=64,
-        vocabulary=201088,
-        routed_experts=32,
-        top_k=4,
-        moe_intermediate=2880,
-        window_layers=12,
-    ),
-    "Qwen3-0.6B": ModelShape(
-        source="Qwen/Qwen3-0.6B; Megatron-Bridge, Qwen3ModelProvider600M",
-        layers=28,
-        dense_layers=28,
-        hidden=1024,
-        heads=16,
-        kv_heads=8,
-        head_dim=128,
-        vocabulary=151936,
-        dense_intermediate=3072,
-        tied_embeddings=True,
-    ),
-}
-
-
-def _qwen3_5(name: str, layers: int, hidden: int, value_heads: int = 32, **sizes: Any) -> ModelShape:
-    """Returns a model of Qwen3.5 or 3.6: of four layers, three have linear attention."""
-    linear = LinearAttention(layers * 3 // 4, key_heads=16, value_heads=value_heads, head_dim=128, kernel=4)
-    shape = ModelShape(f"Qwen/{name}", layers, hidden, head_dim=256, vocabulary=248320, linear=linear, **sizes)
-    return replace(shape, output_gate=True, dense_layers=0 if shape.routed_experts else layers)
-
-
 def _dense_model(
     source: str, layers: int, hidden: int, heads: int, kv_heads: int, intermediate: int, vocabulary: int, **more: Any
 ) -> ModelShape:
@@ -294,9 +153,88 @@ def _dense_model(
     return ModelShape(source, layers, hidden, heads, kv_heads, vocabulary=vocabulary, **sizes)
 
 
+def _moe_model(
+    source: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    experts: tuple[int, int, int],
+    vocabulary: int,
+    **more: Any,
+) -> ModelShape:
+    """Returns a mixture of experts; `experts` has their number, how many of them a token uses, and the width of one."""
+    routed, top_k, width = experts
+    sizes = {"head_dim": 128, "routed_experts": routed, "top_k": top_k, "moe_intermediate": width} | more
+    return ModelShape(source, layers, hidden, heads, kv_heads, vocabulary=vocabulary, **sizes)
+
+
+def _mostly_linear(layers: int, value_heads: int = 32) -> dict[str, Any]:
+    """Returns what Qwen3-Next, 3.5 and 3.6 have in common: of four layers, three have linear attention."""
+    linear = LinearAttention(layers * 3 // 4, key_heads=16, value_heads=value_heads, head_dim=128, kernel=4)
+    return {"head_dim": 256, "linear": linear, "output_gate": True}
+
+
 _TIED = {"tied_embeddings": True}
-# More models, by the beginning of their name; tests/unit/plan/test_models.py has the parameters on their cards.
-FAMILIES = SHAPES | {
+_ONE_SHARED = {"shared_experts": 1}
+# Models by the beginning of their name; the tests have the parameters on their cards.
+FAMILIES = {
+    # Copies in Megatron-Bridge: Qwen3MoEModelProvider30B_A3B and 235B_A22B, Qwen3ModelProvider600M.
+    "Qwen3-30B-A3B": _moe_model("Qwen/Qwen3-30B-A3B", 48, 2048, 32, 4, (128, 8, 768), 151936),
+    "Qwen3-235B-A22B": _moe_model("Qwen/Qwen3-235B-A22B", 94, 4096, 64, 4, (128, 8, 1536), 151936),
+    # Defaults of transformers 5.10: Qwen3NextConfig, Glm4MoeConfig, DeepseekV3Config.
+    "Qwen3-Next-80B-A3B": _moe_model(
+        *("Qwen/Qwen3-Next-80B-A3B-Instruct", 48, 2048, 16, 2, (512, 10, 512), 151936),
+        **_mostly_linear(48),
+        **_ONE_SHARED,
+    ),
+    # Glm4MoeConfig has no default for head_dim, and hidden / heads is no integer; 128 gives the published total.
+    "GLM-4.5-Air": _moe_model(
+        *("zai-org/GLM-4.5-Air", 46, 4096, 96, 8, (128, 8, 1408), 151552),
+        dense_layers=1,
+        dense_intermediate=10944,
+        **_ONE_SHARED,
+    ),
+    "GLM-4.5": _moe_model(
+        *("zai-org/GLM-4.5", 92, 5120, 96, 8, (160, 8, 1536), 151552),
+        dense_layers=3,
+        dense_intermediate=12288,
+        **_ONE_SHARED,
+    ),
+    "DeepSeek-V3": _moe_model(
+        *("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 128, (256, 8, 2048), 129280),
+        head_dim=192,
+        dense_layers=3,
+        dense_intermediate=18432,
+        mla=Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+        **_ONE_SHARED,
+    ),
+    # Ring-mini-2.0 is Ling-mini-2.0 trained further (its model card); the numbers are Ling's, in NVIDIA's
+    # BailingMoeV2Config.
+    "Ring-mini-2.0": _moe_model(
+        *("inclusionAI/Ring-mini-2.0", 20, 2048, 16, 4, (256, 8, 512), 157184),
+        dense_layers=1,
+        dense_intermediate=5120,
+        **_ONE_SHARED,
+    ),
+    # slime, scripts/models/moonlight.sh; Megatron-Bridge's MoonlightModelProvider16B agrees but for a vocabulary of
+    # 163842.
+    "Moonlight-16B-A3B": _moe_model(
+        *("moonshotai/Moonlight-16B-A3B", 27, 2048, 16, 16, (64, 6, 1408), 163840),
+        head_dim=192,
+        dense_layers=1,
+        dense_intermediate=11264,
+        shared_experts=2,
+        mla=Mla(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    ),
+    # slime's model arguments; GptOssConfig of transformers 5.10 has gpt-oss-120b's layers and experts.
+    "gpt-oss-20b": _moe_model(
+        "openai/gpt-oss-20b", 24, 2880, 64, 8, (32, 4, 2880), 201088, head_dim=64, window_layers=12
+    ),
+    "gpt-oss-120b": _moe_model(
+        "openai/gpt-oss-120b", 36, 2880, 64, 8, (128, 4, 2880), 201088, head_dim=64, window_layers=18
+    ),
+    "Qwen3-0.6B": _dense_model("Qwen/Qwen3-0.6B", 28, 1024, 16, 8, 3072, 151936, **_TIED),
     "Qwen2.5-0.5B": _dense_model("Qwen/Qwen2.5-0.5B", 24, 896, 14, 2, 4864, 151936, head_dim=64, **_TIED),
     "Qwen2.5-1.5B": _dense_model("Qwen/Qwen2.5-1.5B", 28, 1536, 12, 2, 8960, 151936, **_TIED),
     "Qwen2.5-3B": _dense_model("Qwen/Qwen2.5-3B", 36, 2048, 16, 2, 11008, 151936, **_TIED),
@@ -316,30 +254,10 @@ FAMILIES = SHAPES | {
     "Gemma-2-2B": _dense_model(
         "google/gemma-2-2b", 26, 2304, 8, 4, 9216, 256000, head_dim=256, window_layers=13, **_TIED
     ),
-    "Qwen3.5-9B": _qwen3_5("Qwen3.5-9B", 32, 4096, heads=16, kv_heads=4, dense_intermediate=12288),
-    "Qwen3.5-27B": _qwen3_5("Qwen3.5-27B", 64, 5120, heads=24, kv_heads=4, dense_intermediate=17408, value_heads=48),
-    "Qwen3.5-35B-A3B": _qwen3_5(
-        "Qwen3.5-35B-A3B",
-        *(40, 2048),
-        heads=16,
-        kv_heads=2,
-        routed_experts=256,
-        top_k=8,
-        shared_experts=1,
-        moe_intermediate=512,
-    ),
-    "GLM-4.5": replace(
-        SHAPES["GLM-4.5-Air"],
-        source="zai-org/GLM-4.5",
-        layers=92,
-        dense_layers=3,
-        hidden=5120,
-        routed_experts=160,
-        moe_intermediate=1536,
-        dense_intermediate=12288,
-    ),
-    "gpt-oss-120b": replace(
-        SHAPES["gpt-oss-20b"], source="openai/gpt-oss-120b", layers=36, routed_experts=128, window_layers=18
+    "Qwen3.5-9B": _dense_model("Qwen/Qwen3.5-9B", 32, 4096, 16, 4, 12288, 248320, **_mostly_linear(32)),
+    "Qwen3.5-27B": _dense_model("Qwen/Qwen3.5-27B", 64, 5120, 24, 4, 17408, 248320, **_mostly_linear(64, 48)),
+    "Qwen3.5-35B-A3B": _moe_model(
+        *("Qwen/Qwen3.5-35B-A3B", 40, 2048, 16, 2, (256, 8, 512), 248320), **_mostly_linear(40), **_ONE_SHARED
     ),
 }
 # The beginning of a name -> the model of the same shape. A vision tower, below 10 % of a model, is not counted.

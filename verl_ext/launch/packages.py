@@ -264,6 +264,16 @@ def has_module(name: str) -> bool:
         return False
 
 
+def module_file(module: str) -> Path | None:
+    """Returns the file of a module such as `verl.trainer.main_ppo`, or of a path such as `verl/trainer/main_ppo.py`,
+    without an import of its package; None if there is none."""
+    package, *inside = re.split("[./]", module.removesuffix(".py"))
+    if (folder := package_folder(package)) is None:
+        return None
+    place = folder.joinpath(*inside)
+    return next((file for file in (place.parent / f"{place.name}.py", place / "__init__.py") if file.is_file()), None)
+
+
 def source(folder: Path | None, path: str) -> str:
     """Returns the text of a file in a package's folder; "" if there is no such folder or file."""
     file = folder / path if folder else None

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_ext.base.errors import Problem
 from verl_ext.features.verl_config import ACTOR, MODE, REWARD_ARGUMENTS, ROLLOUT, hydra_value, verls_replay_setting
 from verl_ext.launch.names import FREE, MANAGER, known_names, similar_keys
-from verl_ext.launch.packages import package_folder
+from verl_ext.launch.packages import module_file, package_folder
 
 SAME = 0.85  # the similarity of names from which one is taken for the other, misspelt
 
@@ -158,18 +158,16 @@ def words_of_verl() -> frozenset[str]:
 @cache
 def dataclass_fields(target: str) -> frozenset[str]:
     """Returns the fields of one of verl's dataclasses and its bases, from their source; none if it is no such class."""
-    *path, name = target.split(".")
-    if not target.startswith("verl.") or (folder := package_folder("verl")) is None:
+    place, _, name = target.rpartition(".")
+    if not place.startswith("verl.") or (file := module_file(place)) is None:
         return frozenset()
-    place = folder.joinpath(*path[1:])
-    files = place.glob("*.py") if place.is_dir() else [place.with_suffix(".py")]
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+    files = file.parent.glob("*.py") if file.stem == "__init__" else [file]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     if not (found := re.search(rf"^class {name}\b(?:\((\w+)\))?:.*?(?=^\S|\Z)", text, re.DOTALL | re.MULTILINE)):
         return frozenset()
     own, base = frozenset(re.findall(r"^    (\w+): ", found[0], re.MULTILINE)), found[1]
     imported = re.search(rf"^from (verl\.[\w.]+) import .*\b{base}\b", text, re.MULTILINE)
-    module = imported[1] if imported else ".".join(path)
-    return own | dataclass_fields(f"{module}.{base}") if base else own
+    return own | dataclass_fields(f"{imported[1] if imported else place}.{base}") if base else own
 
 
 def is_plain(value: object) -> bool:

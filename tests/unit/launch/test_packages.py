@@ -24,6 +24,7 @@ from verl_ext.launch.packages import (
     imported,
     installed,
     module,
+    module_file,
     package_folder,
     pinned,
     remedy,
@@ -249,6 +250,21 @@ def test_other_versions_count_only_of_what_a_run_uses(compose, overrides, versio
 def test_this_installation_has_supported_versions(compose):
     for engines in (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name=sglang"):
         assert unsupported(compose("model_engine=megatron", engines)) == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "file"),
+    [
+        ("verl.trainer.main_ppo", "trainer/main_ppo.py"),
+        ("verl/trainer/main_ppo.py", "trainer/main_ppo.py"),
+        ("verl.workers.config", "workers/config/__init__.py"),
+        ("verl", "__init__.py"),
+        ("verl.trainer.main_ppo_sync", None),
+        ("no_such_package.main", None),
+    ],
+)
+def test_a_modules_file(module, file):
+    assert module_file(module) == (VERL / file if file else None)
 
 
 def test_verls_version_is_that_of_the_code_that_python_finds(monkeypatch, tmp_path):

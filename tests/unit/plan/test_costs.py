@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.test_plan import FSDP, MEGATRON
-from verl_ext.launch.models import SHAPES
+from verl_ext.launch.models import FAMILIES
 from verl_ext.plan import costs as module
 from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
 from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memory
@@ -165,7 +165,7 @@ def test_what_the_agent_loops_write_hides_behind_the_generation():
 
 
 def test_a_dense_model_has_no_routing():
-    dense = replace(FSDP, shape=SHAPES["Qwen3-0.6B"])
+    dense = replace(FSDP, shape=FAMILIES["Qwen3-0.6B"])
     assert not [key for key in found(dense, ALL) if key[0].startswith("rout")]
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DeepseekV3Config, Gemma2Config, GptOssConfig
 
+from tests.unit.recipes.test_cluster_recipes import PUBLISHED
 from verl_ext.base.errors import ConfigError
-from verl_ext.launch.models import ALIASES, FAMILIES, SHAPES, read_shape, shape_of
+from verl_ext.launch.models import ALIASES, FAMILIES, read_shape, shape_of
 
 # Billions of parameters on the model's card on Hugging Face.
 CARDS = {
@@ -19,7 +20,7 @@ CARDS = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES.keys() - SHAPES.keys())
+@pytest.mark.parametrize("name", CARDS)
 def test_a_familys_model_has_the_parameters_on_its_card(name):
     assert FAMILIES[name].parameters / 1e9 == pytest.approx(CARDS[name], rel=0.015)
 
@@ -46,6 +47,7 @@ def test_a_model_is_found_by_the_longest_beginning_of_its_name(path, name):
 
 
 def test_aliases_are_of_known_models_and_unknown_names_stay_unknown():
+    assert FAMILIES.keys() == CARDS.keys() | PUBLISHED.keys()
     assert set(ALIASES.values()) <= FAMILIES.keys() and not ALIASES.keys() & FAMILIES.keys()
     for name in ("Qwen2.5", "DeepSeek-V2-Lite", "model"):
         with pytest.raises(ConfigError):

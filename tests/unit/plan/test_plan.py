@@ -10,14 +10,14 @@ from omegaconf import OmegaConf, open_dict
 from verl_ext.base.errors import ConfigError
 from verl_ext.cli import main
 from verl_ext.launch.gpus import GPUS
-from verl_ext.launch.models import SHAPES
+from verl_ext.launch.models import FAMILIES
 from verl_ext.plan.memory import ENGINE_RESERVE, plan_memory
 from verl_ext.plan.scale import read_plan
 from verl_ext.plan.sizes import GIB, GUESSED_MEAN, UNITS, WORKERS, Sizes, read_sizes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 FSDP = Sizes(
-    shape=SHAPES["Qwen3-30B-A3B"],
+    shape=FAMILIES["Qwen3-30B-A3B"],
     gpu=GPUS["H100"].sheet,
     gpus=16,
     rollout_gpus=16,
@@ -55,7 +55,7 @@ FSDP = Sizes(
     max_num_seqs=1024,
 )
 MEGATRON = replace(
-    FSDP, shape=SHAPES["DeepSeek-V3"], megatron=True, gpus=256, tensor=2, pipeline=16, expert=8, rollout_tensor=32
+    FSDP, shape=FAMILIES["DeepSeek-V3"], megatron=True, gpus=256, tensor=2, pipeline=16, expert=8, rollout_tensor=32
 )
 
 
@@ -79,7 +79,7 @@ def test_megatron_splits_experts_and_the_rest_differently():
 
 
 def test_deepseeks_cache_is_the_published_one():
-    assert 2 * SHAPES["DeepSeek-V3"].cached_numbers(1) == 70272  # "Insights into DeepSeek-V3", table 1: 70.272 KB
+    assert 2 * FAMILIES["DeepSeek-V3"].cached_numbers(1) == 70272  # "Insights into DeepSeek-V3", table 1: 70.272 KB
 
 
 # Numbers of a token and layer that each rank of tensor parallelism caches, and the layers; from each config.json. MLA:
@@ -97,7 +97,7 @@ CACHED = [
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("model", "tensor", "numbers", "layers"), [case[1:] for case in CACHED])
 def test_each_gpu_holds_its_heads_and_the_whole_of_a_compressed_cache(model, tensor, numbers, layers, size):
-    sizes = replace(FSDP, shape=SHAPES[model], gpus=256, rollout_gpus=256, rollout_tensor=tensor, cache_bytes=size)
+    sizes = replace(FSDP, shape=FAMILIES[model], gpus=256, rollout_gpus=256, rollout_tensor=tensor, cache_bytes=size)
     memory = plan_memory(sizes)
     assert memory.kv_tokens == int(memory.rollout.lines["KV cache"] // (layers * numbers * size))
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.plan.test_plan import FSDP, MEGATRON
 from tools.plan_page import comparisons
 from verl_ext.launch.gpus import GPUS
-from verl_ext.launch.models import FAMILIES, SHAPES
+from verl_ext.launch.models import FAMILIES
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GUESSED_MEAN
 from verl_ext.plan.timing import (
@@ -126,7 +126,7 @@ def test_fsdp_waits_for_its_weights_where_a_micro_batch_has_few_tokens():
 
 
 def test_experts_stages_and_gradients_take_time_with_megatron():
-    shape = SHAPES["Qwen3-30B-A3B"]
+    shape = FAMILIES["Qwen3-30B-A3B"]
     sizes = replace(MEGATRON, shape=shape, gpus=32, tensor=2, pipeline=2, expert=8, rollout_tensor=4, rollout_gpus=32)
     own = 1024 * 5120 / 32
     busy = 4 * own * forward_flops(shape, lengths_of(sizes).attended) / (989e12 * PEAK_SHARES["H100", "megatron"][0])
@@ -159,7 +159,7 @@ def test_generation_reads_weights_at_each_step_and_ends_with_the_longest_answer(
 
 
 def test_a_replica_over_several_machines_pays_for_each_layer():
-    shape = SHAPES["Qwen3-235B-A22B"]
+    shape = FAMILIES["Qwen3-235B-A22B"]
     sizes = replace(FSDP, shape=shape, gpus=256, rollout_gpus=256, rollout_tensor=16)
     sizes = replace(sizes, mean_prompt=64, mean_response=512, sequences=16)
     found, lengths = stages(sizes)["generation"], lengths_of(sizes)

@@ -15,7 +15,7 @@ from tests.support.examples import slow_cases
 from tests.support.fixing import assert_fixed
 from tests.support.problems import check_run, check_sizes
 from verl_ext.base.errors import ConfigError
-from verl_ext.launch.models import SHAPES, shape_of
+from verl_ext.launch.models import FAMILIES, shape_of
 from verl_ext.launch.packages import engine_arguments
 from verl_ext.launch.sizes import pipeline_stages, world_size
 from verl_ext.plan.memory import plan_memory
@@ -52,9 +52,9 @@ def checked(compose, name, *overrides):
     return config
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_shape_has_the_published_number_of_parameters(name):
-    shape = SHAPES[name]
+    shape = FAMILIES[name]
     total, active, embeddings = PUBLISHED[name]
     counted = shape.active_parameters - LEFT_OUT[embeddings] * shape.embedding_parameters
     assert shape.parameters / 1e9 == pytest.approx(total, rel=0.05)
@@ -79,19 +79,19 @@ def test_shapes_are_those_of_transformers_models():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         counted = sum(weight.numel() for weight in model.parameters())
-        assert SHAPES[name].parameters == pytest.approx(counted, rel=1e-3), name
+        assert FAMILIES[name].parameters == pytest.approx(counted, rel=1e-3), name
 
 
 def test_cache_bytes_by_hand():
-    assert SHAPES["Qwen3-30B-A3B"].cached_numbers(1) == 48 * 2 * 4 * 128
-    assert SHAPES["DeepSeek-V3"].cached_numbers(1) == 61 * (512 + 64)
-    assert SHAPES["Qwen3-Next-80B-A3B"].cached_numbers(1) == 12 * 2 * 2 * 256
-    assert SHAPES["gpt-oss-20b"].cached_numbers(1) == 12 * 2 * 8 * 64
+    assert FAMILIES["Qwen3-30B-A3B"].cached_numbers(1) == 48 * 2 * 4 * 128
+    assert FAMILIES["DeepSeek-V3"].cached_numbers(1) == 61 * (512 + 64)
+    assert FAMILIES["Qwen3-Next-80B-A3B"].cached_numbers(1) == 12 * 2 * 2 * 256
+    assert FAMILIES["gpt-oss-20b"].cached_numbers(1) == 12 * 2 * 8 * 64
 
 
 def test_the_table_of_models_in_the_readme():
     readme = (ROOT / "recipes" / "README.md").read_text()
-    for name, shape in SHAPES.items():
+    for name, shape in FAMILIES.items():
         numbers = f"{shape.parameters / 1e9:.1f} B | {shape.active_parameters / 1e9:.1f} B | "
         numbers += f"{shape.parameters * 2 / 1e9:.0f} GB | {2 * shape.cached_numbers(1) / 1000:.0f} kB"
         assert f"| {name} | {numbers} |" in readme
@@ -112,8 +112,8 @@ def test_a_recipe_fits_80_gb_as_the_table_in_the_readme_says(compose, name):
 
 
 def test_a_model_is_found_by_the_start_of_its_name():
-    assert shape_of("Qwen/Qwen3-30B-A3B-Base") is SHAPES["Qwen3-30B-A3B"]
-    assert shape_of("/models/gpt-oss-20b-bf16/") is SHAPES["gpt-oss-20b"]
+    assert shape_of("Qwen/Qwen3-30B-A3B-Base") is FAMILIES["Qwen3-30B-A3B"]
+    assert shape_of("/models/gpt-oss-20b-bf16/") is FAMILIES["gpt-oss-20b"]
     with pytest.raises(ConfigError, match=r"model\.path=some/model is not in verl_ext/launch/models\.py"):
         shape_of("some/model")
 
@@ -147,7 +147,7 @@ def test_a_config_that_does_not_say_all_gives_no_shape(tmp_path, change):
     found = Qwen3MoeConfig(**SMALL).to_dict() | change
     (tmp_path / "Qwen3-30B-A3B").mkdir()
     (tmp_path / "Qwen3-30B-A3B" / "config.json").write_text(json.dumps(found))
-    assert shape_of(str(tmp_path / "Qwen3-30B-A3B")) is SHAPES["Qwen3-30B-A3B"], "its name says it"
+    assert shape_of(str(tmp_path / "Qwen3-30B-A3B")) is FAMILIES["Qwen3-30B-A3B"], "its name says it"
     (tmp_path / "Qwen3-30B-A3B").rename(tmp_path / "mine")
     with pytest.raises(ConfigError, match="mine is not in"):
         shape_of(str(tmp_path / "mine"))
@@ -289,7 +289,7 @@ def test_a_wrong_size_is_caught_by_name(compose, name, overrides, message):
 )
 def test_sizes_that_fit_the_machines_must_fit_the_model_too(compose, model, overrides, message):
     def run(*fix):
-        check_sizes(composed(compose, "qwen3_30b_a3b_megatron", *overrides, *fix), SHAPES[model])
+        check_sizes(composed(compose, "qwen3_30b_a3b_megatron", *overrides, *fix), FAMILIES[model])
 
     with pytest.raises(ConfigError, match=message) as error:
         run()
