@@ -3,7 +3,7 @@
 import errno
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from verl_ext.base.printable import one_line
 
@@ -58,7 +58,7 @@ class Problem:
     leave_out: tuple[str, ...] = ()
     level: str = "error"
     check: str = ""
-    unknown: tuple[str, ...] | None = None
+    unknown: tuple[str, ...] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """`FOUND; WHY; set FIX, or OTHERWISE`"""
