@@ -67,6 +67,7 @@ TRUST = f"{MODEL}.trust_remote_code"
 BUILT = (ACTOR, "critic")  # what validate_config instantiates
 FOLDERS = ("actor", "critic", "engine", "optim", "profiler")  # folders of verl's configs that compose BUILT
 WORKERS = ("model", "optim", "profiler", "engine", "actor", "ref", "rollout")  # and what its workers build
+OTHERS = 0.1  # the share of a node's names from which on verl hands the node to other code
 INDIVISIBLE = re.compile(r"real_train_batch_size \((\d+)\) must be divisible by minimal possible batch size \((\d+)\)")
 TARGET_LINE = re.compile(r"^\s*_target_:\s*([\w.]+)", re.MULTILINE)
 
@@ -156,7 +157,9 @@ def _added(key: str, context: Context) -> Iterator[Problem]:
     steps = pairwise(_in_verls_config(key))
     new, around = next(((one, above) for (_, above), (one, value) in steps if value is ABSENT), ("", None))
     if not around or "_target_" in around or new.rpartition(".")[2] in words_of_verl():
-        return  # an empty node is for other code, and `verl's validation` judges the fields of a class
+        return  # `verl's validation` judges the fields of a class
+    if len({*around} - words_of_verl()) > OTHERS * len(around):  # a node for other code, such as Megatron's LoRA
+        return
     own = [*filter(context.get, CODE), *filter(None, [context.entry])]
     found = f"+{new} is a name that verl's sources do not have"
     yield note(found, f"only {' or '.join(own)} may read it") if own else warning(found, "nothing reads it")

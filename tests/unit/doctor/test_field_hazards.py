@@ -177,6 +177,8 @@ def test_it_fires_and_its_fix_makes_it_go_away(findings, models, name, overrides
         ("unread settings", f"+{OVERLONG}.enable=False"),
         ("unread settings", f"{DAPO} +{OVERLONG}.len=64 {LIMIT}=512 data.max_response_length=449"),
         ("config", "+trainer.worker=1"),  # a word of verl's sources
+        ("config", f"+{MODEL}.lora.no_such_word_of_verl=1"),  # a node that verl hands to other code
+        ("config", f"+{FSDP}.turbo_config.distributed.fsdp_plan.no_such_word_of_verl=[a]"),
         ("config", "+data.apply_chat_template_kwargs.no_such_word_of_verl=1"),  # arguments of other code
         ("old reward settings", "reward_model.enable=False custom_reward_function.name=compute_score"),
     ],

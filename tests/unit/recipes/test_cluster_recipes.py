@@ -91,7 +91,8 @@ def test_cache_bytes_by_hand():
 
 def test_the_table_of_models_in_the_readme():
     readme = (ROOT / "recipes" / "README.md").read_text()
-    for name, shape in FAMILIES.items():
+    for name in PUBLISHED:
+        shape = FAMILIES[name]
         numbers = f"{shape.parameters / 1e9:.1f} B | {shape.active_parameters / 1e9:.1f} B | "
         numbers += f"{shape.parameters * 2 / 1e9:.0f} GB | {2 * shape.cached_numbers(1) / 1000:.0f} kB"
         assert f"| {name} | {numbers} |" in readme
