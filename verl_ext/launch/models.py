@@ -175,8 +175,7 @@ def _mostly_linear(layers: int, value_heads: int = 32) -> dict[str, Any]:
     return {"head_dim": 256, "linear": linear, "output_gate": True}
 
 
-_TIED = {"tied_embeddings": True}
-_ONE_SHARED = {"shared_experts": 1}
+_TIED: dict[str, Any] = {"tied_embeddings": True}
 # Models by the beginning of their name; the tests have the parameters on their cards.
 FAMILIES = {
     # Copies in Megatron-Bridge: Qwen3MoEModelProvider30B_A3B and 235B_A22B, Qwen3ModelProvider600M.
@@ -186,20 +185,20 @@ FAMILIES = {
     "Qwen3-Next-80B-A3B": _moe_model(
         *("Qwen/Qwen3-Next-80B-A3B-Instruct", 48, 2048, 16, 2, (512, 10, 512), 151936),
         **_mostly_linear(48),
-        **_ONE_SHARED,
+        shared_experts=1,
     ),
     # Glm4MoeConfig has no default for head_dim, and hidden / heads is no integer; 128 gives the published total.
     "GLM-4.5-Air": _moe_model(
         *("zai-org/GLM-4.5-Air", 46, 4096, 96, 8, (128, 8, 1408), 151552),
         dense_layers=1,
         dense_intermediate=10944,
-        **_ONE_SHARED,
+        shared_experts=1,
     ),
     "GLM-4.5": _moe_model(
         *("zai-org/GLM-4.5", 92, 5120, 96, 8, (160, 8, 1536), 151552),
         dense_layers=3,
         dense_intermediate=12288,
-        **_ONE_SHARED,
+        shared_experts=1,
     ),
     "DeepSeek-V3": _moe_model(
         *("deepseek-ai/DeepSeek-V3", 61, 7168, 128, 128, (256, 8, 2048), 129280),
@@ -207,7 +206,7 @@ FAMILIES = {
         dense_layers=3,
         dense_intermediate=18432,
         mla=Mla(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-        **_ONE_SHARED,
+        shared_experts=1,
     ),
     # Ring-mini-2.0 is Ling-mini-2.0 trained further (its model card); the numbers are Ling's, in NVIDIA's
     # BailingMoeV2Config.
@@ -215,7 +214,7 @@ FAMILIES = {
         *("inclusionAI/Ring-mini-2.0", 20, 2048, 16, 4, (256, 8, 512), 157184),
         dense_layers=1,
         dense_intermediate=5120,
-        **_ONE_SHARED,
+        shared_experts=1,
     ),
     # slime, scripts/models/moonlight.sh; Megatron-Bridge's MoonlightModelProvider16B agrees but for a vocabulary of
     # 163842.
@@ -257,7 +256,7 @@ FAMILIES = {
     "Qwen3.5-9B": _dense_model("Qwen/Qwen3.5-9B", 32, 4096, 16, 4, 12288, 248320, **_mostly_linear(32)),
     "Qwen3.5-27B": _dense_model("Qwen/Qwen3.5-27B", 64, 5120, 24, 4, 17408, 248320, **_mostly_linear(64, 48)),
     "Qwen3.5-35B-A3B": _moe_model(
-        *("Qwen/Qwen3.5-35B-A3B", 40, 2048, 16, 2, (256, 8, 512), 248320), **_mostly_linear(40), **_ONE_SHARED
+        *("Qwen/Qwen3.5-35B-A3B", 40, 2048, 16, 2, (256, 8, 512), 248320), **_mostly_linear(40), shared_experts=1
     ),
 }
 # The beginning of a name -> the model of the same shape. A vision tower, below 10 % of a model, is not counted.
