@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import REWARD
-from verl_ext.report.sources.pairs import NUMBER
+from verl_ext.report.sources.numbers import named_numbers
 from verl_ext.report.sources.table import Row, known_readings
 from verl_ext.report.sources.text import register_format
 
 STATE = re.compile(r"\|\s*(\d{1,9})/(\d{1,9})\s\[[^\],\n]{1,60},[^\],\n]{1,40},\s([^\]\n]{1,2000})\]")
 SNIFFED = re.compile(rb"s?/(?:it|s), {1,4}\w{1,40}=[-+.\dn]")
-PAIR = re.compile(rf"([A-Za-z]\w*)=({NUMBER})(?![\w.])")
 FEWEST_KNOWN = 2  # quantities behind a bar of training, if the reward is not one
 
 
@@ -33,7 +32,7 @@ class Bars:
 
     def rows(self, text: str) -> Iterator[Row]:
         for found in STATE.finditer(text):
-            values = {name: float(number) for name, number in PAIR.findall(found[3])}
+            values = named_numbers(found[3])
             known = known_readings([(None, values)])
             if len(known) < FEWEST_KNOWN and REWARD not in known:
                 continue

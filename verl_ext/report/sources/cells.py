@@ -10,26 +10,22 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html.parser import HTMLParser
 from itertools import zip_longest
 from typing import Any
 
 from verl_ext.diagnosis.names import REWARD, normal, quantity_of
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.table import STEP_NAMES, Row, flat, known_readings, step_name, whole_step
+from verl_ext.report.sources.numbers import BOX, DECORATION, SUMMARY, number_of, numbers_of, row_of, split_cells
+from verl_ext.report.sources.table import Row, flat, known_readings, step_name, whole_step
 from verl_ext.report.sources.text import register_format
 
 COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the rows
 BLANKS = re.compile(r"\s+")  # aligned columns whose names are single words, as pandas prints them
-BOX = re.compile(r"[|│┃║]")  # the lines between the cells of Markdown, psql and rich
 SEPARATORS = (BOX, *(re.compile(each) for each in (r"\t", ";", ",", r"\s{2,}")), BLANKS)
 # What may stand beside a step: its name, the beginning of a range, a remark in parentheses.
 BESIDE_STEP = re.compile(r"(?i)^(?:global[ _]?)?steps?\s*(?=\d)|^\d+\s?[-\u2013\u2014]\s?(?=\d)|(?<=\d)\s+\([^()]*\)$")
-DECORATION = " *`~$\t"  # of a cell in Markdown
-THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-TRUTH = {"true": 1.0, "false": 0.0}
-SUMMARY = "train_runtime"  # TRL's totals of the run, in its last entry
 DEEPEST = 4  # levels of a JSON document
 MOST_CELLS = 500
 EDGE, PAD = rb"[|\t,;]|\xe2\x94[\x82\x83]|\xe2\x95\x91", rb"[ *`]{0,40}"  # a bound, so that blanks take linear time
@@ -38,17 +34,6 @@ HEADER = re.compile(
     rb"|^ {0,40}(?:step|iter|iteration) +[a-z]" % (EDGE, PAD, PAD, EDGE)
 )
 NUMBERS = re.compile(rb"(?m)\d%%?%b(?:%b|\s|\r?$)" % (PAD, EDGE))
-
-
-def cell_number(cell: str) -> float | None:
-    """Returns the number in a cell; a percentage as a share; None if it has none."""
-    cell = cell.strip(DECORATION)
-    if THOUSANDS.fullmatch(cell):
-        cell = cell.replace(",", "")
-    try:
-        return float(cell[:-1]) / 100 if cell.endswith("%") else float(cell)
-    except ValueError:
-        return TRUTH.get(cell.lower())
 
 
 class Columns:
@@ -75,10 +60,10 @@ class Columns:
         if self.step is None:
             return count
         cell = BESIDE_STEP.sub("", BESIDE_STEP.sub("", cells[self.step].strip(DECORATION)))  # of 1-20, the end
-        return whole_step(cell if (number := cell_number(cell)) is None else number)
+        return whole_step(cell if (number := number_of(cell)) is None else number)
 
     def values(self, cells: Sequence[str]) -> dict[str, object]:
-        return {name: value for at, name in self.metrics if (value := cell_number(cells[at])) is not None}
+        return {name: value for at, name in self.metrics if (value := number_of(cells[at])) is not None}
 
 
 @register_format(
@@ -105,20 +90,11 @@ class TextTable:
                 return
         for separator in SEPARATORS if self._columns is None else SEPARATORS[:-1]:
             header = split_cells(text, separator)
-            if 1 < len(header) < MOST_CELLS and all(cell_number(cell) is None for cell in header):
+            if 1 < len(header) < MOST_CELLS and all(number_of(cell) is None for cell in header):
                 columns = Columns(header)
                 if columns.step is not None and any(quantity_of(name) for _, name in columns.metrics):
                     self._columns, self._separator = columns, separator
                     return
-
-
-def split_cells(line: str, separator: re.Pattern[str]) -> list[str]:
-    """Returns the cells of a line, without the lines of the frame at both ends."""
-    cells = separator.split(line.strip())
-    if separator is BOX:
-        cells = cells[not cells[0].strip() :]
-        cells = cells[: len(cells) - (bool(cells) and not cells[-1].strip())]
-    return [cell.strip() for cell in cells]
 
 
 @register_format(
@@ -146,7 +122,7 @@ def _json_tables(read: Any, depth: int = 0) -> Iterator[Iterable[Row]]:
     """Yields the rows of each table in a JSON document."""
     if isinstance(read, list):
         entries = (dict(flat(entry)) for entry in read if isinstance(entry, dict) and SUMMARY not in entry)
-        yield ((step_in(entry), without_step(numbers_of(entry))) for entry in entries)
+        yield map(row_of, entries)
         if depth < DEEPEST:
             for entry in read[:MOST_CELLS]:
                 yield from _json_tables(entry, depth + 1)
@@ -218,28 +194,3 @@ class HtmlTables(HTMLParser):
             found = [(step, columns.values(line)) for line in lines if (step := columns.step_of(line)) is not None]
             if found:
                 yield found  # type: ignore[misc]
-
-
-def step_in(values: Mapping[str, Any]) -> int | None:
-    """Returns the step among the values."""
-    name = step_name(each for each in values if isinstance(each, str))
-    return None if name is None else whole_step(values[name])
-
-
-def without_step(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if normal(name) not in STEP_NAMES}
-
-
-def numbers_of(read: Mapping[Any, Any]) -> dict[str, float]:
-    """Returns the entries that are numbers, or strings of numbers; of a step such as "12/200", the 12."""
-    found = {}
-    for name, value in read.items():
-        if not isinstance(name, str) or isinstance(value, bool):
-            continue
-        if isinstance(value, str) and normal(name) in STEP_NAMES:
-            value = whole_step(value)
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            continue
-    return found

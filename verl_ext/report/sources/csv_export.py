@@ -18,8 +18,9 @@ from pathlib import Path
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.files import fingerprint, open_regular
 from verl_ext.report.run import ReportError, listed
-from verl_ext.report.sources.cells import Columns, cell_number
+from verl_ext.report.sources.cells import Columns
 from verl_ext.report.sources.kinds import Kind, register_kind
+from verl_ext.report.sources.numbers import number_of
 from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
 from verl_ext.report.sources.text import COUNTED
 
@@ -173,7 +174,7 @@ def _rows_by_run(rows: list[tuple[int, list[str]]], column: int) -> dict[str, li
     runs: dict[str, list[tuple[int, list[str]]]] = {}
     for step, row in rows:
         runs.setdefault(row[column], []).append((step, row))
-    first, named = min(steps, default=0), all(name and cell_number(name) is None for name in runs)
+    first, named = min(steps, default=0), all(name and number_of(name) is None for name in runs)
     if len(set(steps)) == len(steps) or len(runs) < 2 or not named:
         return None
     whole = (first in (by_step := dict(own)) and 1 < len(by_step) == len(own) for own in runs.values())

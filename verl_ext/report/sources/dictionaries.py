@@ -5,32 +5,21 @@ slime counts rollouts and the optimizer steps on them separately. The steps are 
 belong to the first step on it.
 """
 
-import ast
-import json
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 
 from verl_ext.diagnosis.names import quantity_of
-from verl_ext.report.sources.cells import SUMMARY, numbers_of, step_in, without_step
-from verl_ext.report.sources.table import Row, flat
+from verl_ext.report.sources.numbers import NAME, SUMMARY, dictionaries_in, row_of, step_counts
+from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
-NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""
-DECODER = json.JSONDecoder()
-START = re.compile(rf"(?:\b(step|rollout|perf|eval) (\d{{1,12}}): )?(\{{{NAME})")
-ROW = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
-ELIDED = re.compile(r"\.\.\.,?")
-FEWEST_BARE = 3  # names of a dictionary whose beginning is cut off
+LIKELY = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
+OF_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d{1,12}): $")
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
 EVERY_TEXT = (
     r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b|^[ \t]{0,80}\d{1,3}%(?:\|[^|\n]{0,200}\|)?\s(\d{1,12})/(\d{1,12})\s\["
 )
 EVERY, EVERY_BYTES = re.compile(EVERY_TEXT), re.compile(EVERY_TEXT.encode(), re.MULTILINE)
-WRAPPED = re.compile(r"\b[A-Za-z_][\w.]*\(([-+.\w]+)(?:, [^()]*)?\)")  # np.float64(0.5), tensor(0.5, device='cuda:0')
-BARE = re.compile(r"(?<=[:,\[( ])(nan|inf|-inf)(?=[,\])}])")
-LONGEST_DICTIONARY = 1 << 20  # characters of a dictionary
-MOST_BROKEN = 100  # beginnings without an end, after which the rest of a line is no dictionary
 
 
 @register_format(
@@ -53,35 +42,29 @@ class PrintedDicts:
         return 0 if self._is_set else self._bar[0]
 
     def sniff(self, text: bytes) -> bool:
-        return ROW.search(text) is not None or (not self._counted and EVERY_BYTES.search(text) is not None)
+        return LIKELY.search(text) is not None or (not self._counted and EVERY_BYTES.search(text) is not None)
 
     def rows(self, text: str) -> Iterator[Row]:
         if not self._counted and (found := EVERY.search(text)):
             setting, count, total = (int(each or 0) for each in found.groups())
             self.every, self._is_set = setting or self.every, self._is_set or setting > 0
             self._bar = max(self._bar, (total, count))
-        if len(re.findall(NAME, text)) >= FEWEST_BARE and text.lstrip()[:1] in "'\"":
-            text = "{" + text
-        broken = 0
-        for found in START.finditer(text):
-            values = parse(text, found.start(3))
-            broken += values is None
-            if broken > MOST_BROKEN:
-                return
-            if values and SUMMARY not in values and _are_metrics(values):
-                step = self._step(found[1], found[2], values)
-                if step is None and not self._counted:
-                    self._counted = True
-                    self.every = max(self.every, self._bar[1])
-                yield step, without_step(values)
+        for words, record in dictionaries_in(text):
+            if SUMMARY in record or not _are_metrics(record):
+                continue
+            step, values = row_of(record)
+            if (step := self._step(words, step)) is None and not self._counted:
+                self._counted = True
+                self.every = max(self.every, self._bar[1])
+            yield step, values
 
-    def _step(self, kind: str | None, number: str | None, values: Mapping[str, object]) -> int | None:
-        if kind == "step":
-            self._trained = int(number or 0)
-            return self._trained
-        if kind is not None:
-            return int(number or 0) if self._trained is None else self._trained + 1
-        return step_in(values)
+    def _step(self, words: str, own: int | None) -> int | None:
+        """Returns the step that the words in front of a dictionary give it; else its own."""
+        if found := OF_ROLLOUT.search(words):
+            return int(found[1]) if self._trained is None else self._trained + 1
+        if counts := step_counts(words):
+            own = self._trained = int(counts[0][1])
+        return own
 
 
 def _are_metrics(values: Mapping[str, object]) -> bool:
@@ -89,24 +72,3 @@ def _are_metrics(values: Mapping[str, object]) -> bool:
     if any("/" in name or name.startswith("eval_") for name in values):
         return True
     return sum(quantity_of(name) is not None for name in values) > 1
-
-
-def parse(text: str, start: int = 0) -> dict[str, float] | None:
-    """Returns the numbers of the dictionary that begins at this place of the text; None if it is cut, or has none.
-
-    Numbers may be strings, as TRL 1.0 prints them. Nothing is evaluated but literals.
-    """
-    try:
-        return numbers_of(dict(flat(DECODER.raw_decode(text, start)[0]))) or None
-    except (ValueError, RecursionError):
-        pass
-    end = text.find("}", start, start + LONGEST_DICTIONARY)
-    if end < 0:
-        return None
-    literal = BARE.sub(r"'\1'", WRAPPED.sub(r"\1", ELIDED.sub("", text[start : end + 1])))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a number that runs into a word
-            return numbers_of(ast.literal_eval(literal)) or None
-    except (ValueError, SyntaxError, MemoryError, RecursionError, AttributeError):
-        return None

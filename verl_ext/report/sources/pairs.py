@@ -12,27 +12,14 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import quantity_of
-from verl_ext.report.sources.cells import BOX, cell_number, split_cells
 from verl_ext.report.sources.ends import BAR
+from verl_ext.report.sources.numbers import BOX, NUMBER, STEP, box_as_pairs, named_numbers, step_counts
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
-NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
-PAIR = re.compile(
-    r"(?:^|[|,;\t]|\s\s|\]\s?|\s(?=[A-Za-z][\w./@%]{0,60}[:=]\S))\s*([A-Za-z][\w ./@%()-]{0,60}?)\s*[:=]\s*"
-    rf"(?:({NUMBER})(?![\w.%])|({NUMBER})(?=m?s\b)|({NUMBER})\s?%|tensor\(\[([^\]]*)\])"
-)
-CELL = re.compile(rf"([A-Za-z][\w ./@%()-]{{0,60}}?)\s+({NUMBER})(%?)")  # between two `|`: Reward 0.5
-FEWEST_LISTED = 3  # such cells between commas: KL 0.001, Reward 0.5, Learning Rate 1e-5; fewer are a sentence
-STEP = re.compile(
-    r"(?i)(?:^|[\s\[|,])(?:global[ _]?)?(?:step|iter|iteration|update|rollout)s?[ :=#]+"
-    r"(\d{1,12})(?![\dkM%]|[.,]\d)(?:\s?/\s*(\d{1,12}))?:?"
-)
 FRACTION = re.compile(
     r"\W{0,9}(?:\[[^\]\n]{1,60}\])?\W{0,9}(\d{1,9})\s?/\s?\d{1,9}\b"
 )  # the step, in a line of a log without the word
-# A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
-OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|eval|per|of|every)[ _-]?$")
 SAMPLE = re.compile(
     r"(?i)\b(?:sample|example|prompt|answer|completion|generation|trajectory|question|problem)s?\W{0,2}"
     r"(?:(?:idx|id|no|index)\W)?\d"
@@ -48,9 +35,7 @@ LIKELY = (
 )
 LIKELY_BYTES, LIKELY_LINE = re.compile(LIKELY.encode(), re.MULTILINE), re.compile(LIKELY, re.MULTILINE)
 DIGIT = re.compile("[0-9]")
-REWARDS = ("reward", "rewards", "score", "scores")
 SETTINGS = ("actor/lr",)  # quantities that a config has too
-COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout", "epoch")
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 
@@ -79,13 +64,10 @@ class Pairs:
         # A line may be likely by what is in front of it only. A bar's numbers are of its pieces.
         if len(text) > LONGEST_LINE or not _is_likely(text) or BAR.search(text):
             return
-        line = BOX.sub("|", BULLET.sub(" | ", text.rstrip()))
-        if box := _box_pairs(line):
-            line = box
-        steps = list(STEP.finditer(line))
-        counts = [each for each in steps if not OTHER_COUNT.search(line[: each.start()].rstrip())]
-        own = max(counts, key=lambda each: int(each[2] or 0), default=None)  # not the one that counts within an epoch
-        if (steps and own is None) or (own is None and SAMPLE.search(line)):
+        line = box_as_pairs(BOX.sub("|", BULLET.sub(" | ", text.rstrip())))
+        counts = step_counts(line)
+        own = counts[0] if counts else None
+        if own is None and (STEP.search(line) or SAMPLE.search(line)):
             return
         if own is None and SECTION.match(line.strip(" |=-#*")):
             self._section = "validation/" if VALIDATION.search(line) else ""
@@ -93,13 +75,13 @@ class Pairs:
         if own is None and self.counts and (found := FRACTION.match(line)):
             step = int(found[1])
         rest = line if own is None else f"{line[: own.start()]} | {line[own.end() :]}"
-        values = _pair_values(rest)
+        values = named_numbers(rest)
         if own is None:
             outer = self._outer(text)
             values = {self._full_name(outer, name): value for name, value in values.items()}
         known = any(quantity and quantity.name not in SETTINGS for quantity in map(quantity_of, values))
         if own is not None and not known:
-            if HEADING.match(line[: counts[0].start()]):
+            if HEADING.match(line[: min(each.start() for each in counts)]):
                 self._heading, self._known, self._section, self._held = step, False, "", values
                 self._above = []
             return
@@ -142,34 +124,3 @@ def _is_likely(line: str) -> bool:
     if DIGIT.search(line) is None and not (line.rstrip().endswith(":") or "nan" in line or "inf" in line):
         return False
     return LIKELY_LINE.search(line) is not None
-
-
-def _box_pairs(line: str) -> str:
-    """Returns a row of a box, name and number by turns, as pairs; "" if it is none."""
-    cells = split_cells(line, BOX)
-    names, numbers = cells[::2], [cell_number(cell) for cell in cells[1::2]]
-    if not numbers or len(names) != len(numbers) or None in numbers or any(map(cell_number, names)):
-        return ""
-    return " | ".join(f"{name}: {number}" for name, number in zip(names, numbers, strict=True))
-
-
-def _pair_values(line: str) -> dict[str, float]:
-    values: dict[str, float] = {}
-    for name, plain, timed, share, tensor in PAIR.findall(line):
-        if tensor:
-            values |= _tensor_values(name, [float(each) for each in re.findall(NUMBER, tensor)])
-        elif name.lower().replace(" ", "_") not in COUNTERS:
-            values[name] = float(plain or timed) if plain or timed else float(share) / 100
-    cells = [found for cell in line.split("|") if (found := CELL.fullmatch(cell.strip()))]
-    listed = [found for cell in re.split("[|,]", line) if (found := CELL.fullmatch(cell.strip()))]
-    for found in listed if len(listed) >= FEWEST_LISTED else cells:
-        values.setdefault(found[1], float(found[2]) / (100 if found[3] else 1))
-    return values
-
-
-def _tensor_values(name: str, values: list[float]) -> dict[str, float]:
-    """Returns mean, maximum and minimum of a printed tensor; those of rewards under verl's names."""
-    if not values:
-        return {}
-    start = "critic/score" if name.lower() in REWARDS else name
-    return {f"{start}/mean": sum(values) / len(values), f"{start}/max": max(values), f"{start}/min": min(values)}

@@ -1,0 +1,148 @@
+"""Names with numbers, as programs and people print them: one recogniser for all readers of lines, and the step's words.
+
+| in a line | example |
+|---|---|
+| pairs | `Loss: 0.1 | kl=2e-4`, `time: 7.2s   rewards: tensor([1., 0.])`, or between commas behind a progress bar |
+| a name before its number | `Reward 0.5, KL 0.1, Loss 0.2`; cells of a box by turns, `│ reward/avg │ 0.5 │` |
+| a dictionary | `{'loss': '0.1', 'reward': np.float64(0.5)}` |
+| a JSON object | `{"train": {"reward": 0.5}}` |
+| the step, in words | `Step 3/100`, `iteration=7`, `rollout 3:`; not `micro step 3` |
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl_ext.diagnosis.names import normal
+from verl_ext.report.sources.table import STEP_NAMES, Row, flat, step_name, whole_step
+
+NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|nan|inf)"
+WRAPPED = rf"(?:[A-Za-z_][\w.]*\()?({NUMBER})"  # np.float64(0.5), tensor(0.5, device='cuda:0')
+DECORATION = " *`~$\t"  # of a cell in Markdown
+THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+TRUTH = {"true": 1.0, "false": 0.0}
+BOX = re.compile(r"[|│┃║]")  # the lines between the cells of Markdown, psql and rich
+PAIR = re.compile(
+    r"(?:^|[|,;\t]|\s\s|\]\s?|\s(?=[A-Za-z][\w./@%]{0,60}[:=]\S))\s*([A-Za-z][\w ./@%()-]{0,60}?)\s*[:=]\s*"
+    rf"(?:({NUMBER})(?![\w.%])|({NUMBER})(?=m?s\b)|({NUMBER})\s?%|tensor\(\[([^\]]*)\])"
+)
+CELL = re.compile(rf"([A-Za-z][\w ./@%()-]{{0,60}}?)\s+({NUMBER})(%?)")  # between two `|`: Reward 0.5
+FEWEST_LISTED = 3  # such cells between commas; fewer are a sentence
+REWARDS = ("reward", "rewards", "score", "scores")
+COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout", "epoch")
+STEP = re.compile(
+    r"(?i)(?:^|[\s\[|,])(?:global[ _]?)?(?:step|iter|iteration|update|rollout)s?[ :=#]+"
+    r"(\d{1,12})(?![\dkM%]|[.,]\d)(?:\s?/\s*(\d{1,12}))?:?"
+)
+# A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
+OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|eval|per|of|every)[ _-]?$")
+SUMMARY = "train_runtime"  # TRL's totals of the run, in its last entry
+NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""
+DICTIONARY = re.compile(rf"\{{{NAME}")
+ENTRY = re.compile(rf"""["']([^"'\n]{{1,200}})["']\s?:\s?["']?{WRAPPED[:-1]}(?:/\d+)?)(?=["'\s,)}}\]])""")
+FEWEST_BARE = 3  # names of a dictionary whose beginning is cut off
+LONGEST_DICTIONARY = 1 << 20  # characters
+MOST_BROKEN = 100  # beginnings without an end, after which the rest of a line is no dictionary
+DECODER = json.JSONDecoder()
+
+
+def number_of(text: str) -> float | None:
+    """Returns the number that a text is; a percentage as a share; None if it is none."""
+    text = text.strip(DECORATION)
+    if THOUSANDS.fullmatch(text):
+        text = text.replace(",", "")
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        return TRUTH.get(text.lower())
+
+
+def split_cells(line: str, separator: re.Pattern[str]) -> list[str]:
+    """Returns the cells of a line, without the lines of the frame at both ends."""
+    cells = separator.split(line.strip())
+    if separator is BOX:
+        cells = cells[not cells[0].strip() :]
+        cells = cells[: len(cells) - (bool(cells) and not cells[-1].strip())]
+    return [cell.strip() for cell in cells]
+
+
+def box_as_pairs(line: str) -> str:
+    """Returns a line; as pairs, if it is a row of a box with names and numbers by turns."""
+    cells = split_cells(line, BOX)
+    names, numbers = cells[::2], [number_of(cell) for cell in cells[1::2]]
+    if not numbers or len(names) != len(numbers) or None in numbers or any(map(number_of, names)):
+        return line
+    return " | ".join(f"{name}: {number}" for name, number in zip(names, numbers, strict=True))
+
+
+def named_numbers(line: str) -> dict[str, float]:
+    """Returns the pairs of a line, and the numbers behind their names in its cells; none that counts steps."""
+    values: dict[str, float] = {}
+    for name, plain, timed, share, tensor in PAIR.findall(line):
+        if tensor:
+            values |= _tensor_values(name, [float(each) for each in re.findall(NUMBER, tensor)])
+        elif name.lower().replace(" ", "_") not in COUNTERS:
+            values[name] = float(plain or timed) if plain or timed else float(share) / 100
+    cells = [found for cell in line.split("|") if (found := CELL.fullmatch(cell.strip()))]
+    listed = [found for cell in re.split("[|,]", line) if (found := CELL.fullmatch(cell.strip()))]
+    for found in listed if len(listed) >= FEWEST_LISTED else cells:
+        values.setdefault(found[1], float(found[2]) / (100 if found[3] else 1))
+    return values
+
+
+def _tensor_values(name: str, values: list[float]) -> dict[str, float]:
+    """Returns mean, maximum and minimum of a printed tensor; those of rewards under verl's names."""
+    if not values:
+        return {}
+    start = "critic/score" if name.lower() in REWARDS else name
+    return {f"{start}/mean": sum(values) / len(values), f"{start}/max": max(values), f"{start}/min": min(values)}
+
+
+def dictionaries_in(text: str) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yields the words in front of each dictionary or JSON object of a line, and its numbers by name.
+
+    One that is cut is left out, because its last number may be cut too. Nothing is evaluated.
+    """
+    if len(re.findall(NAME, text)) >= FEWEST_BARE and text.lstrip()[:1] in "'\"":
+        text = "{" + text
+    end = broken = 0
+    while (found := DICTIONARY.search(text, end)) and broken <= MOST_BROKEN:
+        start, words = found.start(), text[end : found.start()]
+        try:
+            record, end = DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            end = text.find("}", start, start + LONGEST_DICTIONARY) + 1 or found.end()
+            record = dict(ENTRY.findall(text, start, end)) if text[end - 1] == "}" else {}
+        if numbers := numbers_of(dict(flat(record))):
+            yield words, numbers
+        else:
+            broken += 1
+
+
+def row_of(record: Mapping[Any, Any]) -> Row:
+    """Returns the step of a record, None without one, and its other numbers."""
+    name = step_name(each for each in record if isinstance(each, str))
+    numbers = {name: value for name, value in numbers_of(record).items() if normal(name) not in STEP_NAMES}
+    return None if name is None else whole_step(record[name]), numbers
+
+
+def numbers_of(record: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the entries that are numbers, or strings of numbers; of a step such as "12/200", the 12."""
+    found = {}
+    for name, value in record.items():
+        if not isinstance(name, str) or isinstance(value, bool):
+            continue
+        if isinstance(value, str) and normal(name) in STEP_NAMES:
+            value = whole_step(value)
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
+    return found
+
+
+def step_counts(line: str) -> list[re.Match[str]]:
+    """Returns where a line has a step in words; the run's is the first, of several that count within each other."""
+    counts = [each for each in STEP.finditer(line) if not OTHER_COUNT.search(line[: each.start()].rstrip())]
+    return sorted(counts, key=lambda each: -int(each[2] or 0))
