@@ -161,21 +161,27 @@ class _Traceback:
     """The frames that a process has printed last, and whether the last line of their traceback is still to come."""
 
     def __init__(self) -> None:
-        self.begin(False)
+        self.end()
 
-    def begin(self, is_open: bool = True) -> None:
+    def end(self) -> None:
         self.frames: list[re.Match[str]] = []
-        self.open, self.others = is_open, 0
+        self.open = self.ignored = False
+        self._others = 0  # lines since the last frame
+
+    def begin(self, *, ignored: bool) -> None:
+        ignored = ignored or self.ignored  # Python's words come before the traceback
+        self.end()
+        self.open, self.ignored = True, ignored
 
     def add(self, said: str) -> None:
         """Adds a line that is not the last one of a traceback."""
         if found := FRAME.search(said):
             self.frames.append(found)
-            self.others = 0
+            self._others = 0
         elif not CHAIN.match(said):
-            self.others += 1
-            if self.others == OTHERS:
-                self.begin(False)
+            self._others += 1
+            if self._others == OTHERS:
+                self.end()
 
     def phase(self, told: str = "") -> str:
         """Returns the phase of the deepest frame that has one. Log-probs are also computed in the update."""
@@ -190,68 +196,88 @@ class _Traceback:
         return Error(f"a traceback whose last line is missing{place if self.frames else ''}", FOLLOWS, self.phase())
 
 
-def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = False) -> Error | None:
-    """Returns the error at the root of a log's end: the first of the highest rank; None if there is none.
+class _Search:
+    """The errors that may have ended the processes of a text, which is read line by line.
 
-    An error without a traceback counts near the end only, because answers of models and handled errors look alike. None
-    counts if its process goes on: Ray's with any line, the driver with bars, because others print behind its end. After
-    the run had finished, only a traceback or a kill does, but not an error that Python ignores.
+    An error no longer counts if its process goes on: Ray's with any line, the driver with bars, because others print
+    behind its end. After the run had finished, only a traceback or a kill counts, but not an error that Python ignores.
+    """
+
+    def __init__(self, handled: Collection[str]) -> None:
+        self._handled = handled
+        self._found: list[tuple[str, Error]] = []  # process, error
+        self._traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
+        self._traced = self._finished = False
+        self._bars = 0
+        self._front = re.compile("")  # of an unknown logger
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has been found that a line without signs would change."""
+        return not self._found and not any(trace.open for trace in self._traces.values())
+
+    def add(self, line: str, signs: bool, near: bool, very_near: bool) -> None:
+        """Looks at a line; `signs` is whether it may have an error, `near` how far it is from the end of the text."""
+        process, said = split_front(REPEATED.sub("", line))
+        if signs and TRACEBACK in said:
+            self._front = front_before(TRACEBACK, said)
+        said = self._front.sub("", said, count=1) if self._front.match(said) else said
+        trace, bare = self._traces[process], BAR_BEFORE.sub("", said).strip()
+        error = _error_of(bare) if signs else None
+        if error is None and trace.open and RAISED.match(said):
+            error = _raised(bare)
+        if FINISHED.search(said):
+            self._found, self._traced, self._finished = [], False, True
+            self._traces.clear()
+        elif signs and (IGNORED in said or TRACEBACK in said):
+            self._traced = True
+            trace.begin(ignored=self._finished and IGNORED in said)
+        elif error is not None:
+            if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near, very_near):
+                phase = "" if error.rank == OUTSIDE else trace.phase(bare)
+                self._found.append((process, replace(error, phase=phase)))
+                self._bars = 0
+            trace.end()
+        elif not process and BAR.search(said):
+            self._bars += 1
+            if self._bars >= BARS_BEHIND:
+                self._found = [each for each in self._found if each[0] or each[1].rank == OUTSIDE]
+                self._traced = trace.open = False
+        else:
+            trace.add(said)
+            if process and not CHAIN.match(said):
+                self._found = [each for each in self._found if each[0] != process or FATAL.search(each[1].what)]
+
+    def _counts(self, error: Error, said: str, near: bool, very_near: bool) -> bool:
+        if self._finished:
+            return error.rank == OUTSIDE or (error.rank == OWN and self._traced)
+        if error.is_a_sign:
+            return very_near
+        return error.rank != OWN or near or self._traced or SURE.search(said) is not None
+
+    def root(self) -> Error | None:
+        """Returns the first of the errors with the highest rank."""
+        cut_off = [trace.cut_off() for trace in self._traces.values() if trace.open and not trace.ignored]
+        return max((*(error for _, error in self._found), *cut_off), key=lambda error: error.rank, default=None)
+
+
+def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = False) -> Error | None:
+    """Returns the error at the root of a log's end; None if there is none.
+
+    An error without a traceback counts near the end only, because answers of models and handled errors look alike.
 
     Args:
         handled: kinds of errors that this run's processes handle.
         whole: the text has no row before it. All of a short one is near the end.
     """
-    found: list[tuple[str, Error]] = []  # process, error
-    traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
-    traced, finished, ignored, bars, front = False, False, False, 0, re.compile("")
     lines = text.splitlines()
     near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
+    search = _Search(handled)
     for number, line in enumerate(lines):
-        signs = SIGNS.search(line) is not None
-        if not signs and not found and not any(trace.open for trace in traces.values()):
-            continue
-        process, said = split_front(REPEATED.sub("", plain(line[:LONGEST])))
-        if signs and TRACEBACK in said:
-            front = front_before(TRACEBACK, said)
-        said = front.sub("", said, count=1) if front.match(said) else said
-        trace, bare = traces[process], BAR_BEFORE.sub("", said).strip()
-        error = _error_of(bare) if signs else None
-        if error is None and trace.open and RAISED.match(said):
-            error = _raised(bare)
-        if FINISHED.search(said):
-            found, traced, finished = [], False, True
-            traces.clear()
-        elif signs and (IGNORED in said or TRACEBACK in said):
-            traced, ignored = True, ignored or (finished and IGNORED in said)
-            trace.begin()
-        elif error is not None and ignored:
-            ignored = trace.open = False
-        elif error is not None:
-            near = number >= near_from and not finished
-            if error.is_a_sign:
-                counts = near and number >= len(lines) - SIGN_LINES
-            elif error.rank == OWN:
-                counts = near or traced or (SURE.search(bare) is not None and not finished)
-            else:
-                counts = not finished or error.rank == OUTSIDE
-            if error.kind not in handled and counts:
-                phase = "" if error.rank == OUTSIDE else trace.phase(bare)
-                found.append((process, replace(error, phase=phase)))
-                bars = 0
-            trace.begin(False)
-        elif process:
-            trace.add(said)
-            if not CHAIN.match(said):
-                found = [each for each in found if each[0] != process or FATAL.search(each[1].what)]
-        elif BAR.search(said):
-            bars += 1
-            if bars >= BARS_BEHIND:
-                found, traced = [each for each in found if each[0] or each[1].rank == OUTSIDE], False
-                trace.open = False
-        else:
-            trace.add(said)
-    cut_off = [(process, trace.cut_off()) for process, trace in traces.items() if trace.open and not ignored]
-    return max((error for _, error in [*found, *cut_off]), key=lambda error: error.rank, default=None)
+        signs, near = SIGNS.search(line) is not None, number >= near_from
+        if signs or not search.is_idle:
+            search.add(plain(line[:LONGEST]), signs, near, near and number >= len(lines) - SIGN_LINES)
+    return search.root()
 
 
 def _near_from(lines: Sequence[bytes]) -> int:
