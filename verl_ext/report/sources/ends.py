@@ -16,7 +16,6 @@ KEPT_BYTES = 4 << 20  # bytes behind the last row
 REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")
 TRACEBACK = "Traceback (most recent call last)"
 LONGEST = 4000  # bytes of a line that are looked at
-SIGN_LINES = 30  # lines at the end of a short text, where what may be handled counts
 NEAR_LINES = 6  # lines at the end of a text, where an error without a traceback counts too
 # What a line must have to be looked at; bytes, because most lines of a log have none of it.
 SIGNS = re.compile(
@@ -216,8 +215,8 @@ class _Search:
         """Whether nothing has been found that a line without signs would change."""
         return not self._found and not any(trace.open for trace in self._traces.values())
 
-    def add(self, line: str, signs: bool, near: bool, very_near: bool) -> None:
-        """Looks at a line; `signs` is whether it may have an error, `near` how far it is from the end of the text."""
+    def add(self, line: str, signs: bool, *, near: bool) -> None:
+        """Looks at a line; `signs` is whether it may have an error, `near` whether it is near the end of the text."""
         process, said = split_front(REPEATED.sub("", line))
         if signs and TRACEBACK in said:
             self._front = front_before(TRACEBACK, said)
@@ -233,7 +232,7 @@ class _Search:
             self._traced = True
             trace.begin(ignored=self._finished and IGNORED in said)
         elif error is not None:
-            if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near, very_near):
+            if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
                 self._found.append((process, replace(error, phase=phase)))
                 self._bars = 0
@@ -248,12 +247,10 @@ class _Search:
             if process and not CHAIN.match(said):
                 self._found = [each for each in self._found if each[0] != process or FATAL.search(each[1].what)]
 
-    def _counts(self, error: Error, said: str, near: bool, very_near: bool) -> bool:
+    def _counts(self, error: Error, said: str, near: bool) -> bool:
         if self._finished:
             return error.rank == OUTSIDE or (error.rank == OWN and self._traced)
-        if error.is_a_sign:
-            return very_near
-        return error.rank != OWN or near or self._traced or SURE.search(said) is not None
+        return near or (not error.is_a_sign and (error.rank != OWN or self._traced or SURE.search(said) is not None))
 
     def root(self) -> Error | None:
         """Returns the first of the errors with the highest rank."""
@@ -274,9 +271,9 @@ def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = Fals
     near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
     search = _Search(handled)
     for number, line in enumerate(lines):
-        signs, near = SIGNS.search(line) is not None, number >= near_from
+        signs = SIGNS.search(line) is not None
         if signs or not search.is_idle:
-            search.add(plain(line[:LONGEST]), signs, near, near and number >= len(lines) - SIGN_LINES)
+            search.add(plain(line[:LONGEST]), signs, near=number >= near_from)
     return search.root()
 
 
