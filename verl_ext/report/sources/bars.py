@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import REWARD
+from verl_ext.report.sources.lines import bars_in
 from verl_ext.report.sources.numbers import named_numbers
 from verl_ext.report.sources.table import Row, known_readings
 from verl_ext.report.sources.text import register_format
 
-STATE = re.compile(r"\|\s*(\d{1,9})/(\d{1,9})\s\[[^\],\n]{1,60},[^\],\n]{1,40},\s([^\]\n]{1,2000})\]")
 SNIFFED = re.compile(rb"s?/(?:it|s), {1,4}\w{1,40}=[-+.\dn]")
 FEWEST_KNOWN = 2  # quantities behind a bar of training, if the reward is not one
 
@@ -31,12 +31,12 @@ class Bars:
         return SNIFFED.search(text) is not None
 
     def rows(self, text: str) -> Iterator[Row]:
-        for found in STATE.finditer(text):
-            values = named_numbers(found[3])
+        for bar in bars_in(text):
+            values = named_numbers(bar.numbers)
             known = known_readings([(None, values)])
             if len(known) < FEWEST_KNOWN and REWARD not in known:
                 continue
-            at, total = int(found[1]), int(found[2])
+            at, total = bar.counts
             again = self._states.get(total) == values  # a bar is printed again when it is closed
             if total != self._total or at < max(self._states, default=0) or (total in self._states and not again):
                 self._states, self._total = {}, total

@@ -9,17 +9,16 @@ import re
 from collections.abc import Iterator, Mapping
 
 from verl_ext.diagnosis.names import quantity_of
+from verl_ext.report.sources.lines import BAR, bars_in
 from verl_ext.report.sources.numbers import NAME, SUMMARY, dictionaries_in, row_of, step_counts
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
 LIKELY = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
 OF_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d{1,12}): $")
+EVERY = re.compile(r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b")
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
-EVERY_TEXT = (
-    r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b|^[ \t]{0,80}\d{1,3}%(?:\|[^|\n]{0,200}\|)?\s(\d{1,12})/(\d{1,12})\s\["
-)
-EVERY, EVERY_BYTES = re.compile(EVERY_TEXT), re.compile(EVERY_TEXT.encode(), re.MULTILINE)
+UNIT = re.compile(rf"{EVERY.pattern}|{BAR.pattern}".encode())
 
 
 @register_format(
@@ -42,13 +41,14 @@ class PrintedDicts:
         return 0 if self._is_set else self._bar[0]
 
     def sniff(self, text: bytes) -> bool:
-        return LIKELY.search(text) is not None or (not self._counted and EVERY_BYTES.search(text) is not None)
+        return LIKELY.search(text) is not None or (not self._counted and UNIT.search(text) is not None)
 
     def rows(self, text: str) -> Iterator[Row]:
-        if not self._counted and (found := EVERY.search(text)):
-            setting, count, total = (int(each or 0) for each in found.groups())
-            self.every, self._is_set = setting or self.every, self._is_set or setting > 0
-            self._bar = max(self._bar, (total, count))
+        if not self._counted:
+            if found := EVERY.search(text):
+                self.every, self._is_set = int(found[1]) or self.every, self._is_set or int(found[1]) > 0
+            counts = (bar.counts for bar in bars_in(text) if not bar.title.strip())
+            self._bar = max([self._bar, *((total, at) for at, total in counts)])
         for words, record in dictionaries_in(text):
             if SUMMARY in record or not _are_metrics(record):
                 continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.run import ENDED
-from verl_ext.report.sources.lines import front_before, plain, split_front
+from verl_ext.report.sources.lines import Bar, bars_in, front_before, plain, split_front
 from verl_ext.report.sources.table import FIRST_STEPS
 
 ERROR_CHARACTERS = 200  # characters of the error
@@ -96,8 +96,6 @@ FOLLOWING = re.compile(
 )
 DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
-BAR = re.compile(r"\d+%[| ].*(?:it/s|s/it)")
-BAR_BEFORE = re.compile(r"^.*(?:it/s|s/it)\](?=\S)")  # an error is printed into the line of a bar
 HANDLED = 2  # times that later steps followed an error which the run's processes handle
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
@@ -124,12 +122,6 @@ PHASES = (
     ),
     ("the rollout", r"generate|rollout_loop|EngineCore"),
     ("the reward", r"compute_score|reward_fn|compute_rewards?\b|RewardLoop"),
-)
-# The bar of a run's steps: one that says so, or one whose steps take longer than ten seconds.
-STEPS_BAR = re.compile(
-    rb"(?i)(?:(?:step|train|progress|iter|epoch|episode)[^|%\r\n]{0,40}\d+%\|[^|\r\n]*\|\s*([\d.]+k?)/([\d.]+k?) \["
-    rb"|^[ \t]*\d+%\|[^|\r\n]*\|\s*(\d+)/(\d+) \[[^\]\r\n]*[ ,]\d\d+(?:\.\d+)?s/it)",
-    re.MULTILINE,
 )
 BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|\b0%\|")
 
@@ -221,7 +213,9 @@ class _Search:
         if signs and TRACEBACK in said:
             self._front = front_before(TRACEBACK, said)
         said = self._front.sub("", said, count=1) if self._front.match(said) else said
-        trace, bare = self._traces[process], BAR_BEFORE.sub("", said).strip()
+        trace, bars = self._traces[process], list(bars_in(said))
+        behind = said[bars[-1].end :].strip() if bars else ""  # an error is printed into the line of a bar
+        bare = behind or said.strip()
         error = _error_of(bare) if signs else None
         if error is None and trace.open and RAISED.match(said):
             error = _raised(bare)
@@ -237,7 +231,7 @@ class _Search:
                 self._found.append((process, replace(error, phase=phase)))
                 self._bars = 0
             trace.end()
-        elif not process and BAR.search(said):
+        elif not process and bars:
             self._bars += 1
             if self._bars >= BARS_BEHIND:
                 self._found = [each for each in self._found if each[0] or each[1].rank == OUTSIDE]
@@ -381,12 +375,16 @@ class Ends:
         return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.what}"),)
 
 
+def last_bar(text: bytes) -> Bar | None:
+    """Returns the last bar of a run's steps that has begun and has not reached its end."""
+    found = (bar for bar in bars_in(plain(text)) if bar.is_of_steps and bar.at != bar.total and bar.counts[0])
+    return max(found, key=lambda bar: bar.end, default=None)
+
+
 def _when(step: int | None, text: bytes) -> str:
     """Returns at which step the text ended, with a blank in front; "" if it does not show that."""
     if step is not None:
         return f" at step {step}"
-    for bar in reversed(STEPS_BAR.findall(text)):
-        at, of = (number.decode() for number in filter(None, bar))
-        if at != of and float(at.rstrip("k")) > 0:
-            return f" at about step {at.removesuffix('.0')} of {of}"
+    if bar := last_bar(text):
+        return f" at about step {bar.at.removesuffix('.0')} of {bar.total}"
     return " before its first step" if BEGAN.search(text) else ""

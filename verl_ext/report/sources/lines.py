@@ -1,10 +1,12 @@
-"""A line of a log as the program printed it.
+"""A line of a log as the program printed it, and the progress bars in it.
 
 Launchers and loggers put a process, a rank, a time, a level and a place in the code in front of a line, often several
 of them. All readers see the line without these.
 """
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 ANSI = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
@@ -34,6 +36,52 @@ FRONT = re.compile(
     re.VERBOSE,
 )
 MOST_FRONTS = 12
+LONGEST_TITLE = 200  # characters in front of a bar
+# A bar of tqdm: `Train epoch [1/1]: 99%|###| 127/128 [23:32<00:06, 6.63s/it, pg=-0.07, rm=0.5]`; Colab shows no `|`.
+BAR = re.compile(
+    r"\d{1,3}%(?:\|[^|\r\n]{0,400}\||(?=\s))\s*(\d{1,9}(?:\.\d{1,3})?k?)/(\d{1,9}(?:\.\d{1,3})?k?)\s\["
+    r"[^\],\r\n]{1,60}(?:,\s*([^\],\r\n]{1,40}))?(?:,\s([^\]\r\n]{1,2000}))?\]"
+)
+STEPS_TITLE = re.compile(r"(?i)(?:step|train|progress|iter|epoch|episode)[^|%]{0,40}$")
+SLOW = re.compile(r"\d\d+(?:\.\d+)?s/it$")  # ten seconds or more, as steps take
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A progress bar as it was printed once.
+
+    Attributes:
+        title: what its line has in front of it.
+        at, total: its counts, such as 12 and 1.75k.
+        rate: such as 6.63s/it.
+        numbers: names with numbers behind the rate.
+        end: the place in the text behind it.
+    """
+
+    title: str
+    at: str
+    total: str
+    rate: str
+    numbers: str
+    end: int
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        at, total = (
+            int(float(each.rstrip("k")) * (1000 if each.endswith("k") else 1)) for each in (self.at, self.total)
+        )
+        return at, total
+
+    @property
+    def is_of_steps(self) -> bool:
+        """Whether it is the bar of a run's steps: its title says so, or it has none and its steps are slow."""
+        return bool(STEPS_TITLE.search(self.title) or (not self.title.strip() and SLOW.search(self.rate)))
+
+
+def bars_in(text: str) -> Iterator[Bar]:
+    for found in BAR.finditer(text):
+        before = text[max(found.start() - LONGEST_TITLE, 0) : found.start()]
+        yield Bar(before.replace("\r", "\n").rpartition("\n")[2], *(each or "" for each in found.groups()), found.end())
 
 
 def front_before(text: str, line: str) -> re.Pattern[str]:

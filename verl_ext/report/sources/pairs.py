@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from verl_ext.diagnosis.names import quantity_of
-from verl_ext.report.sources.ends import BAR
+from verl_ext.report.sources.lines import BAR
 from verl_ext.report.sources.numbers import BOX, NUMBER, STEP, box_as_pairs, named_numbers, step_counts
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
