@@ -302,6 +302,8 @@ ENDS = {
     "Traceback (most recent call last):\n  File \"x.py\", line 3, in update_actor\n  File \"y.py\", line 4, in "
     "compute_log_prob\nKeyError: 'old'\n": "in the update by KeyError",
     "ray.exceptions.RayTaskError(TimeoutError): ray::RolloutManager.generate() (pid=2)\n": "in the rollout by",
+    "  File \"x.py\", line 3, in update_actor\n    here()\nmy.Odd: 9\n" + "more\n" * 9: "in the update by my.Odd: 9",
+    "  File \"x.py\", line 3, in update_actor\n    here()\n": "in the update by a traceback whose last",
 }  # fmt: skip
 
 
@@ -706,6 +708,46 @@ def test_when_a_run_without_rows_ended_is_what_its_bar_says(tmp_path, text, when
 def test_text_with_commas_is_a_table_only_if_two_lines_have_as_many(tmp_path, text, is_a_table):
     with pytest.raises(ReportError, match="may be a table" if is_a_table else "this is text"):
         read_run(log(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("behind", "noted"),
+    [
+        ("Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\n", True),
+        ("Training Progress: 100%|##| 3/3 [0:9<0:0, 3.0s/it]\n", False),
+        (
+            "Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\nTraceback (most recent call last):\nKeyError: 1\n",
+            False,
+        ),
+        ("Update epoch:  50%|# | 64/128 [0:9<9:9, 3.0s/it]\n", False),  # of micro-batches
+    ],
+)
+def test_a_log_that_ends_before_its_bar_does_is_noted(tmp_path, behind, noted):
+    notes = read_run(log(tmp_path, many(VERL) + behind)).notes
+    assert ["step 3 of 100" in note and "without an error" in note for note in notes] == [True] * noted
+
+
+def test_a_log_with_a_bar_alone_is_refused_with_its_last_count(tmp_path):
+    with pytest.raises(ReportError, match=r"no line has a step .*ends at 33 of 99"):
+        read_run(log(tmp_path, "Training Progress:  33%|# | 33/99 [0:9<9:9, 66.8s/it]\nbye\n"))
+
+
+def test_updates_that_a_loss_scaler_skipped_are_counted(tmp_path):
+    told = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 8\nGradient overflow.  Skipping step, x\n"
+    (note,) = read_run(log(tmp_path, many(VERL, (0.1,)) + told + many(VERL, (0.2,), first=2) + told)).notes
+    assert "overflowed: 4" in note
+
+
+def test_the_words_in_front_of_a_dictionary_have_its_step(tmp_path):
+    run = read_run(
+        log(tmp_path, many("Iteration {0}/9 | {{'reward': {1}, 'kl': np.float64(0.5), 'ok': True}}\n", first=4))
+    )
+    assert values(run, "reward") == {4: 0.25, 5: 0.5, 6: 0.75} and values(run, "kl")[6] == 0.5
+
+
+def test_an_object_within_a_row_is_no_row_of_its_own(tmp_path):
+    run = read_run(log(tmp_path, many('x {{"step": {0}, "train": {{"reward": {1}, "kl": 0.1}}}}\n')))
+    assert values(run, "train/reward") == {1: 0.25, 2: 0.5, 3: 0.75} and run.notes == ()
 
 
 def test_the_end_is_the_first_thing_that_the_report_says(tmp_path):

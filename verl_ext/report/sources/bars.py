@@ -36,7 +36,7 @@ class Bars:
             known = known_readings([(None, values)])
             if len(known) < FEWEST_KNOWN and REWARD not in known:
                 continue
-            at, total = bar.counts
+            at, total = bar.at, bar.total
             again = self._states.get(total) == values  # a bar is printed again when it is closed
             if total != self._total or at < max(self._states, default=0) or (total in self._states and not again):
                 self._states, self._total = {}, total

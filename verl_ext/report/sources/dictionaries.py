@@ -47,8 +47,8 @@ class PrintedDicts:
         if not self._counted:
             if found := EVERY.search(text):
                 self.every, self._is_set = int(found[1]) or self.every, self._is_set or int(found[1]) > 0
-            counts = (bar.counts for bar in bars_in(text) if not bar.title.strip())
-            self._bar = max([self._bar, *((total, at) for at, total in counts)])
+            bars = (bar for bar in bars_in(text) if not bar.title.strip())
+            self._bar = max([self._bar, *((bar.total, bar.at) for bar in bars)])
         for words, record in dictionaries_in(text):
             if SUMMARY in record or not _are_metrics(record):
                 continue

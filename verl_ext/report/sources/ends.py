@@ -105,10 +105,13 @@ RESTARTED = re.compile(rb"Started a local Ray instance|to existing Ray cluster|R
 BARS_BEHIND = 3  # bars of its process behind an error; one is printed again when a process ends
 IGNORED = "Exception ignored in"  # Python's words for an error in a destructor
 # What belongs to a traceback; rich draws a box around it.
-CHAIN = re.compile(r"[\s│╭╰]|$|During handling of|The above exception|Process \w+:|Exception in thread|File \"")
+CHAIN = re.compile(
+    r"[\s│╭╰]|$|Traceback|Exception (?:ignored|in thread)|During handling of|The above exception|Process \w+:|File \""
+)
 FRAME = re.compile(
     r"(?:File \"([^\"]+)\", line (\d+)|(?<![\w./-])([\w./-]{1,300}\.py):(\d+)(?= in ))(?:,? in )?\W?(\w+)?"
 )
+HEADLESS = re.compile(r"\s*File \"[^\"]+\", line \d+, in \S")  # a traceback whose beginning is cut off
 OTHERS = 3  # other lines of its process, after which a traceback without a last line is given up
 SHORT = 200  # lines of a text without rows that counts as the end of a log as a whole
 # A phase of a step, and the functions and remote methods that run in it.
@@ -222,9 +225,10 @@ class _Search:
         if FINISHED.search(said):
             self._found, self._traced, self._finished = [], False, True
             self._traces.clear()
-        elif signs and (IGNORED in said or TRACEBACK in said):
+        elif signs and (IGNORED in said or TRACEBACK in said or (not trace.open and HEADLESS.match(said))):
             self._traced = True
             trace.begin(ignored=self._finished and IGNORED in said)
+            trace.add(said)
         elif error is not None:
             if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
@@ -365,6 +369,18 @@ class Ends:
             if of == number
         )
 
+    def notes(self, every: int, tail: bytes = b"") -> tuple[str, ...]:
+        """Returns a note on the log's end, if it ends before the bar of its steps does, and not by an error.
+
+        Args:
+            every: steps from one row to the next: a bar that is further from the last row counts something else.
+        """
+        bars = bars_of_steps(b"".join([*self._behind, tail]))
+        counts_steps = bars and self._step is not None and 0 <= bars[-1].at - self._step <= every
+        if not counts_steps or bars[-1].at == bars[-1].total or self._look(tail):
+            return ()
+        return (f"the log ends at step {bars[-1].at} of {bars[-1].total}, by its progress bar, and without an error",)
+
     def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, str], ...]:
         """Returns how the process of the last row ended, if it did."""
         handled = {kind for kind, times in self._survived.items() if times >= HANDLED}
@@ -375,16 +391,15 @@ class Ends:
         return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.what}"),)
 
 
-def last_bar(text: bytes) -> Bar | None:
-    """Returns the last bar of a run's steps that has begun and has not reached its end."""
-    found = (bar for bar in bars_in(plain(text)) if bar.is_of_steps and bar.at != bar.total and bar.counts[0])
-    return max(found, key=lambda bar: bar.end, default=None)
+def bars_of_steps(text: bytes) -> list[Bar]:
+    """Returns the bars of a run's steps that have begun, as they were printed."""
+    return [bar for bar in bars_in(plain(text)) if bar.is_of_steps and bar.at]
 
 
 def _when(step: int | None, text: bytes) -> str:
     """Returns at which step the text ended, with a blank in front; "" if it does not show that."""
     if step is not None:
         return f" at step {step}"
-    if bar := last_bar(text):
-        return f" at about step {bar.at.removesuffix('.0')} of {bar.total}"
+    if bars := [bar for bar in bars_of_steps(text) if bar.at != bar.total]:
+        return f" at about step {bars[-1].at} of {bars[-1].total}"
     return " before its first step" if BEGAN.search(text) else ""

@@ -52,25 +52,17 @@ class Bar:
 
     Attributes:
         title: what its line has in front of it.
-        at, total: its counts, such as 12 and 1.75k.
         rate: such as 6.63s/it.
         numbers: names with numbers behind the rate.
         end: the place in the text behind it.
     """
 
     title: str
-    at: str
-    total: str
+    at: int
+    total: int
     rate: str
     numbers: str
     end: int
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        at, total = (
-            int(float(each.rstrip("k")) * (1000 if each.endswith("k") else 1)) for each in (self.at, self.total)
-        )
-        return at, total
 
     @property
     def is_of_steps(self) -> bool:
@@ -80,8 +72,9 @@ class Bar:
 
 def bars_in(text: str) -> Iterator[Bar]:
     for found in BAR.finditer(text):
-        before = text[max(found.start() - LONGEST_TITLE, 0) : found.start()]
-        yield Bar(before.replace("\r", "\n").rpartition("\n")[2], *(each or "" for each in found.groups()), found.end())
+        before = text[max(found.start() - LONGEST_TITLE, 0) : found.start()].replace("\r", "\n")
+        at, total = (int(float(each.rstrip("k")) * (1000 if each.endswith("k") else 1)) for each in found.group(1, 2))
+        yield Bar(before.rpartition("\n")[2], at, total, found[3] or "", found[4] or "", found.end())
 
 
 def front_before(text: str, line: str) -> re.Pattern[str]:

@@ -15,6 +15,7 @@ A format may also have `every`, the steps from one row without a step to the nex
 printed after its last row.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -29,6 +30,7 @@ from verl_ext.report.sources.table import MetricTable, Row, TableRun, known_read
 
 MOST_DOCUMENT = 256 << 20  # bytes
 COUNTED = "the rows have no steps: they are counted from 1"
+OVERFLOW = re.compile(rb"(?i)overflow.{0,40}skipping step")  # of the loss scalers of DeepSpeed and Apex
 
 
 class Format(Protocol):
@@ -149,6 +151,7 @@ class TextSource:
     def _start_over(self) -> None:
         self._table = MetricTable(rows_are_units=True)
         self._ends, self._tail = Ends(), b""
+        self._overflows = 0  # updates that a loss scaler skipped
         self._read = self._form()
         self._epochs: list[float] = []  # of the rows without a step, in TRL's epochs
         self._logs = [GrowingFile(path, self._take_lines, self._take_tail, self._replaced) for path in self.files]
@@ -192,6 +195,8 @@ class TextSource:
 
     def _take_lines(self, lines: bytes, first_is_cut: bool) -> None:
         lines = without_colours(lines)
+        if b"verflow" in lines or b"VERFLOW" in lines:  # searching for either case takes much longer
+            self._overflows += len(OVERFLOW.findall(lines))
         if not self._read.sniff(lines):
             self._ends.add(lines)
             return
@@ -252,9 +257,11 @@ class TextSource:
         return self._ends.events(part.number, part.runs, self._tail)
 
     def notes(self) -> tuple[str, ...]:
-        every = self._every
+        every, notes = self._every, list(self._ends.notes(self._every, self._tail))
+        if self._overflows:
+            notes.append(f"updates that the log says were skipped, because a gradient overflowed: {self._overflows}")
         unit = f"; {every} steps a row, as the log shows" if every > 1 else ""
-        return (COUNTED + unit,) if self._epochs else ()
+        return (COUNTED + unit, *notes) if self._epochs else tuple(notes)
 
 
 class _ReplacedError(Exception):
