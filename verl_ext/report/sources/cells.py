@@ -11,7 +11,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from html.parser import HTMLParser
+from html import unescape
 from itertools import zip_longest
 from typing import Any
 
@@ -33,6 +33,8 @@ HEADER = re.compile(
     rb"(?im)(?:^|\s|%b)%b(?:global[ _])?(?:step|iter|iteration|update|rollout)s?%b(?:%b|\s\s|\r?$)"
     rb"|^ {0,40}(?:step|iter|iteration) +[a-z]" % (EDGE, PAD, PAD, EDGE)
 )
+HTML_CELL = re.compile(r"(?is)<t[hd]\b[^<>]*>(.*?)(?=</?t[hdr]\b|</table|$)")
+TAG = re.compile(r"<[^<>]*>")
 NUMBERS = re.compile(rb"(?m)\d%%?%b(?:%b|\s|\r?$)" % (PAD, EDGE))
 
 
@@ -162,35 +164,11 @@ def rows_of_the_run(tables: Sequence[Sequence[Row]]) -> Iterator[Row]:
             yield from rows
 
 
-class HtmlTables(HTMLParser):
-    """The tables of a page, as lists of lines of cells."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self._in_cell = False
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr" and self.tables:
-            self.tables[-1].append([])
-        self._in_cell = tag in ("th", "td")
-        if self._in_cell and self.tables and self.tables[-1]:
-            self.tables[-1][-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._in_cell = self._in_cell and tag not in ("th", "td")
-
-    def handle_data(self, data: str) -> None:
-        if self._in_cell and self.tables and self.tables[-1] and self.tables[-1][-1]:
-            self.tables[-1][-1][-1] += data.strip()
-
-    def rows(self) -> Iterator[list[Row]]:
-        """Yields the rows of each table that has a header with the step."""
-        for header, *lines in filter(None, self.tables):
-            columns = Columns(header)
-            found = [(step, columns.values(line)) for line in lines if (step := columns.step_of(line)) is not None]
-            if found:
-                yield found  # type: ignore[misc]
+def html_tables(html: str) -> Iterator[list[Row]]:
+    """Yields the rows of each table of a page that has a header with the step."""
+    for table in re.split("(?i)<table", html)[1:]:
+        lines = (HTML_CELL.findall(line) for line in re.split("(?i)<tr", table))
+        header, *rows = [[unescape(TAG.sub("", cell)).strip() for cell in line] for line in lines if line] or [[]]
+        columns = Columns(header)
+        if found := [(step, columns.values(row)) for row in rows if (step := columns.step_of(row)) is not None]:
+            yield list(found)

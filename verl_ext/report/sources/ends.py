@@ -54,38 +54,31 @@ SIGNAL = re.compile(
 )
 BROKEN = "a broken connection between processes: {0}"
 # What killed a process from outside, in the words of Slurm, Ray, Kubernetes, PBS, LSF and the kernel.
-KILLS = (
-    (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT"), "Slurm's time limit", OUTSIDE),
-    (re.compile(r"slurmstepd: .*CANCELLED .*DUE TO (PREEMPTION|NODE FAILURE)"), "Slurm, {0}", OUTSIDE),
-    (re.compile(r"slurmstepd: .*\*\*\* (?:JOB|STEP) .*CANCELLED"), "a cancelled Slurm job", STUCK),
-    (
-        re.compile(r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:|out of memory: Killed process"),
-        "the OOM killer",
-        OUTSIDE,
-    ),
-    (re.compile(r"OOMKilled"), "Kubernetes' OOM killer", OUTSIDE),
-    (re.compile(r"node was low on resource: ([\w-]+)"), "Kubernetes, which evicted the pod for lack of {0}", OUTSIDE),
-    (re.compile(r"PBS: job killed: (walltime|mem|vmem|cput)"), "PBS's limit of {0}", OUTSIDE),
-    (re.compile(r"TERM_(RUNLIMIT|MEMLIMIT|PREEMPT|CPULIMIT)"), "LSF, {0}", OUTSIDE),
-    (
-        re.compile(r"killed due to the node running low on memory|ray\.exceptions\.OutOfMemoryError"),
-        "Ray's memory monitor",
-        OUTSIDE,
-    ),
-    (
-        re.compile(r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)"),
-        "a timeout of NCCL (the watchdog)",
-        STUCK,
-    ),
-    (
-        re.compile(
-            r"^(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
-            r"(?=.*(?:timed? ?out|got stuck|failed with error|completion with error|Connection reset))(.*)"
+KILLS = [
+    (re.compile(pattern), what, rank)
+    for pattern, what, rank in (
+        (r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT", "Slurm's time limit", OUTSIDE),
+        (r"slurmstepd: .*CANCELLED .*DUE TO (PREEMPTION|NODE FAILURE)", "Slurm, {0}", OUTSIDE),
+        (r"slurmstepd: .*\*\*\* (?:JOB|STEP) .*CANCELLED", "a cancelled Slurm job", STUCK),
+        (r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:|out of memory: Killed process", "the OOM killer", OUTSIDE),
+        (r"OOMKilled", "Kubernetes' OOM killer", OUTSIDE),
+        (r"node was low on resource: ([\w-]+)", "Kubernetes, which evicted the pod for lack of {0}", OUTSIDE),
+        (r"PBS: job killed: (walltime|mem|vmem|cput)", "PBS's limit of {0}", OUTSIDE),
+        (r"TERM_(RUNLIMIT|MEMLIMIT|PREEMPT|CPULIMIT)", "LSF, {0}", OUTSIDE),
+        (r"due to the node running low on memory|ray\.exceptions\.OutOfMemoryError", "Ray's memory monitor", OUTSIDE),
+        (
+            r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)",
+            "a timeout of NCCL (the watchdog)",
+            STUCK,
         ),
-        BROKEN,
-        STUCK,
-    ),
-)
+        (
+            r"^(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
+            r"(?=.*(?:timed? ?out|got stuck|failed with error|completion with error|Connection reset))(.*)",
+            BROKEN,
+            STUCK,
+        ),
+    )
+]
 # Errors that only report that another process is gone, or pass on another's error: the cause is an earlier line.
 FOLLOWING = re.compile(
     r"SystemExit|asyncio\.exceptions\.CancelledError|(?:ray\.exceptions\.)?(?:ActorDiedError|ActorUnavailableError"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.cells import HtmlTables, rows_of_the_run
+from verl_ext.report.sources.cells import html_tables, rows_of_the_run
 from verl_ext.report.sources.ends import TRACEBACK
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import FORMATS, register_format, rows_in
@@ -35,7 +35,7 @@ class Notebook:
         tables: list[list[Row]] = []
         errors: list[str] = []  # what each table's cell has printed
         for printed, html in _outputs(cells):
-            found = _printed_tables(printed) + list(HtmlTables(html).rows())
+            found = _printed_tables(printed) + list(html_tables(html))
             tables += found
             errors += [printed] * len(found)
         rows = list(rows_of_the_run(tables))

@@ -29,12 +29,10 @@ SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
 VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 YAML = re.compile(rf"( *)([A-Za-z][\w/@.-]*):(?: +({NUMBER}))?\s*$")  # a name above others, or a name with its number
 BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
-LIKELY = (
-    r"(?:[:=|]|│|┃) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)|(?:[Ss][Tt][Ee][Pp]|[Ii]ter)[ :=#]{1,9}\d|: {0,9}\r?$"
-    r"|[ \[/]\d{1,9}/\d"
+LIKELY = re.compile(
+    r"(?m)(?:[:=|]|│|┃) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)|(?:[Ss][Tt][Ee][Pp]|[Ii]ter)[ :=#]{1,9}\d|: {0,9}\r?$"
+    r"|[ \[/]\d{1,9}/\d".encode()
 )
-LIKELY_BYTES, LIKELY_LINE = re.compile(LIKELY.encode(), re.MULTILINE), re.compile(LIKELY, re.MULTILINE)
-DIGIT = re.compile("[0-9]")
 SETTINGS = ("actor/lr",)  # quantities that a config has too
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
@@ -58,11 +56,11 @@ class Pairs:
         self._above: list[tuple[int, str]] = []  # indentation and name of what the next line of YAML may be in
 
     def sniff(self, text: bytes) -> bool:
-        return LIKELY_BYTES.search(text) is not None
+        return LIKELY.search(text) is not None
 
     def rows(self, text: str) -> Iterator[Row]:
         # A line may be likely by what is in front of it only. A bar's numbers are of its pieces.
-        if len(text) > LONGEST_LINE or not _is_likely(text) or BAR.search(text):
+        if len(text) > LONGEST_LINE or not self.sniff(text.encode()) or BAR.search(text):
             return
         line = box_as_pairs(BOX.sub("|", BULLET.sub(" | ", text.rstrip())))
         counts = step_counts(line)
@@ -117,10 +115,3 @@ class Pairs:
 )
 class CountedPairs(Pairs):
     counts = True
-
-
-def _is_likely(line: str) -> bool:
-    """Returns the same as `sniff`, for one line without its front; fast where a line has no number."""
-    if DIGIT.search(line) is None and not (line.rstrip().endswith(":") or "nan" in line or "inf" in line):
-        return False
-    return LIKELY_LINE.search(line) is not None
