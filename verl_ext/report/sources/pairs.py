@@ -9,7 +9,7 @@ belongs to that.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.sources.lines import BAR
@@ -48,7 +48,7 @@ class Pairs:
     counts = False  # whether rows without a step are rows
 
     def __init__(self) -> None:
-        self._own: bool | None = None  # whether the rows of this log have their step in them
+        self._own = False  # whether the rows of this log have their step in them
         self._heading: int | None = None  # the step of the last heading
         self._section = ""  # of the names below a heading for a validation
         self._known = False  # whether a metric is known since the last heading
@@ -63,34 +63,34 @@ class Pairs:
         if len(text) > LONGEST_LINE or not self.sniff(text.encode()) or BAR.search(text):
             return
         line = box_as_pairs(BOX.sub("|", BULLET.sub(" | ", text.rstrip())))
-        counts = step_counts(line)
-        own = counts[0] if counts else None
-        if own is None and (STEP.search(line) or SAMPLE.search(line)):
-            return
-        if own is None and SECTION.match(line.strip(" |=-#*")):
-            self._section = "validation/" if VALIDATION.search(line) else ""
-        step = None if own is None else int(own[1])
-        if own is None and self.counts and (found := FRACTION.match(line)):
-            step = int(found[1])
-        rest = line if own is None else f"{line[: own.start()]} | {line[own.end() :]}"
-        values = named_numbers(rest)
-        if own is None:
-            outer = self._outer(text)
-            values = {self._full_name(outer, name): value for name, value in values.items()}
-        known = any(quantity and quantity.name not in SETTINGS for quantity in map(quantity_of, values))
-        if own is not None and not known:
-            if HEADING.match(line[: min(each.start() for each in counts)]):
+        if counts := step_counts(line):
+            own, step = counts[0], int(counts[0][1])
+            values = named_numbers(f"{line[: own.start()]} | {line[own.end() :]}")
+            if _has_a_metric(values):
+                self._own = True
+                yield step, values
+            elif HEADING.match(line[: min(each.start() for each in counts)]):
                 self._heading, self._known, self._section, self._held = step, False, "", values
                 self._above = []
-            return
-        if step is None and self._heading is not None and not self._own:
+        elif not STEP.search(line) and not SAMPLE.search(line):
+            yield from self._rows_without_words(text, line)
+
+    def _rows_without_words(self, text: str, line: str) -> Iterator[Row]:
+        """Yields the row of a line that does not name its step: that of the heading above it, or a count."""
+        if SECTION.match(line.strip(" |=-#*")):
+            self._section = "validation/" if VALIDATION.search(line) else ""
+        outer = self._outer(text)
+        values = {self._full_name(outer, name): value for name, value in named_numbers(line).items()}
+        known = _has_a_metric(values)
+        found = FRACTION.match(line) if self.counts else None
+        if found is None and self._heading is not None and not self._own:
             self._known = self._known or known
             if values and self._known:
                 yield self._heading, self._held | values
                 self._held = {}
-        elif known and (step is not None or (self.counts and len(values) > 1)):  # one alone is a line of a config
+        elif known and (found or (self.counts and len(values) > 1)):  # one alone is a line of a config
             self._own = True
-            yield step, values
+            yield int(found[1]) if found else None, values
 
     def _outer(self, text: str) -> str:
         """Returns the names that a line of YAML is in, as `outer/inner/`."""
@@ -115,3 +115,7 @@ class Pairs:
 )
 class CountedPairs(Pairs):
     counts = True
+
+
+def _has_a_metric(names: Iterable[str]) -> bool:
+    return any(quantity and quantity.name not in SETTINGS for quantity in map(quantity_of, names))
