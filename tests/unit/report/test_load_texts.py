@@ -52,6 +52,11 @@ STATE = json.dumps(
 BAR = "Train epoch [1/1]: 100%|##| 2/2 [0:1<0:2, 6.6s/it, pg=-0.1, rm={1}, glen=7.28e+3]\n 0%| | 0/2 [0:0<?]\n"
 SAMPLES = {
     "bars": ("run.log", many(BAR), "rm"),
+    "bars below their numbers": (
+        "run.log",
+        many("[losses/total_loss: -0.28 | losses/policy_loss: {1}]:   2%| | {0}/3200 [13:58<56:57:20, 65.45s/it]\n"),
+        "losses/policy_loss",
+    ),
     "verl": ("run.log", many(VERL), "critic/score/mean"),
     "TRL": ("run.log", many(TRL), "reward"),
     "TRL, numbers as texts": ("run.out", many(TRL_TEXTS), "reward"),
