@@ -43,7 +43,7 @@ DICTIONARY = re.compile(rf"\{{{NAME}")
 ENTRY = re.compile(rf"""["']([^"'\n]{{1,200}})["']\s?:\s?["']?{WRAPPED[:-1]}(?:/\d+)?)(?=["'\s,)}}\]])""")
 FEWEST_BARE = 3  # names of a dictionary whose beginning is cut off
 LONGEST_DICTIONARY = 1 << 20  # characters
-MOST_BROKEN = 100  # beginnings without an end, after which the rest of a line is no dictionary
+MOST_BROKEN = 100  # dictionaries that cannot be read, after which the rest of a line is left out
 DECODER = json.JSONDecoder()
 
 
@@ -108,13 +108,16 @@ def dictionaries_in(text: str) -> Iterator[tuple[str, dict[str, float]]]:
         text = "{" + text
     end = broken = 0
     while (found := DICTIONARY.search(text, end)) and broken <= MOST_BROKEN:
-        start, words = found.start(), text[end : found.start()]
-        try:
-            record, end = DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            end = text.find("}", start, start + LONGEST_DICTIONARY) + 1 or found.end()
-            record = dict(ENTRY.findall(text, start, end)) if text[end - 1] == "}" else {}
-        if numbers := numbers_of(dict(flat(record))):
+        start, words, record = found.start(), text[end : found.start()], None
+        if found[0][1] == '"':
+            try:
+                record, end = DECODER.raw_decode(text, start)
+            except (ValueError, RecursionError):
+                broken += 1
+        if record is None and (end := text.find("}", start, start + LONGEST_DICTIONARY) + 1):
+            record = dict(ENTRY.findall(text, start, end))
+        end = end or found.end()
+        if numbers := numbers_of(dict(flat(record or {}))):
             yield words, numbers
         else:
             broken += 1
