@@ -23,6 +23,7 @@ HORIZON = 1000  # steps; a boundary further away than this is not in sight
 FLOOR = 1e-12  # smaller mismatches are raised to this before the logarithm
 HIGHEST = math.log(sys.float_info.max)  # exp of more than this overflows
 FEWEST_FOR_GROWTH = 8  # readings before there is an estimate of growth
+BOUNDARY = 0.1  # k3 past which a run counts as collapsing, by default
 GROWTH_READINGS = 32  # the latest readings, to which a line is fitted by default
 SEN_DEVIATIONS = 4.0  # half-width of Sen's interval in standard deviations; test_growth.py counts false alarms
 SCATTERS, SCATTER_FEWEST = 6.0, 16  # half-width of the other interval in scatters; the fewest readings for it

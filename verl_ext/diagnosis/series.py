@@ -1,6 +1,6 @@
 """The readings of a run for the diagnosis: canonical name of a quantity -> its steps and values."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -59,6 +59,16 @@ class Ending:
     reason: str
 
 
+@dataclass(frozen=True)
+class Act:
+    """A line of the guard's event log: a rule of its or a step that it takes, and what it decided."""
+
+    step: int
+    rule: str
+    action: str
+    reason: str
+
+
 class NotLoggedError(Exception):
     """A run lacks the metrics that a finding needs. `findings.registry` catches it."""
 
@@ -76,20 +86,27 @@ class Readings:
     Args:
         series: canonical name -> all its readings.
         ending: the error that ended the run, if it is known.
+        acts: what the guard decided, by step.
     """
 
-    def __init__(self, series: Mapping[str, Series], ending: Ending | None = None):
-        self.ending = ending
+    def __init__(self, series: Mapping[str, Series], ending: Ending | None = None, acts: Sequence[Act] = ()):
+        self.ending, self.acts = ending, acts
         self.answers: dict[Callable[..., Any], Any] = {}  # results of functions that are `cached_per_run`
         self._logged = {name: found for name, found in series.items() if found.steps.size}
         finite = {name: found.within(LARGEST) for name, found in self._logged.items()}
         self._finite = {name: found for name, found in finite.items() if found.steps.size}
 
     @classmethod
-    def of_pairs(cls, pairs: Mapping[str, Iterable[tuple[int, float]]], ending: Ending | None = None) -> "Readings":
+    def of_pairs(
+        cls,
+        pairs: Mapping[str, Iterable[tuple[int, float]]],
+        ending: Ending | None = None,
+        acts: Sequence[Act] = (),
+    ) -> "Readings":
         """Returns the readings of name -> (step, value), with ascending steps."""
         arrays = {name: np.array(list(found), dtype=np.float64).reshape(-1, 2) for name, found in pairs.items()}
-        return cls({name: Series(found[:, 0].astype(np.int64), found[:, 1]) for name, found in arrays.items()}, ending)
+        series = {name: Series(found[:, 0].astype(np.int64), found[:, 1]) for name, found in arrays.items()}
+        return cls(series, ending, acts)
 
     def get(self, name: str) -> Series | None:
         """Returns the finite readings of a metric."""

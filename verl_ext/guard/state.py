@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
 
 from verl_ext.base.methods import require
-from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, GROWTH_READINGS
+from verl_ext.diagnosis.growth import BOUNDARY, FEWEST_FOR_GROWTH, GROWTH_READINGS
 from verl_ext.diagnosis.names import K3
 from verl_ext.guard.rules import REFUSING, LrState, RuleState
 
@@ -65,7 +65,7 @@ class Boundary:
     """
 
     signal: str = K3
-    value: float = 0.1
+    value: float = BOUNDARY
     window: int = GROWTH_READINGS
 
     def __post_init__(self) -> None:

@@ -9,19 +9,17 @@ from dataclasses import dataclass
 
 from verl_ext.base.metrics.ours import GAP, ROUTING
 from verl_ext.diagnosis.causes import CAUSES, Settling
-from verl_ext.diagnosis.collapse import RECORDED, Move, what_moved
 from verl_ext.diagnosis.findings.answers import LONGEST
+from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_before, staleness_of
 from verl_ext.diagnosis.findings.registry import notable
 from verl_ext.diagnosis.findings.routers import is_moe
+from verl_ext.diagnosis.growth import GROWTH_READINGS
 from verl_ext.diagnosis.judge import Judgement
 from verl_ext.diagnosis.names import K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.diagnosis.series import now_of
-from verl_ext.guard.state import Boundary
-from verl_ext.report.guard_facts import age_drives, blind_mask, boundary_of
 from verl_ext.report.run import Run
 
-LOW_AGREEMENT = 0.98
 ROUTED_GAP = 2.0  # routing drives the gap if it is this many times larger where experts differ
 SELDOM = 0.1  # share of the last steps that a batch skip may refuse
 PROBE = "verl-ext probe"
@@ -47,22 +45,26 @@ INCLUDES = {
     "stability=moe": {"stability=r3", "stability=tis", "stability.correction=tis", "stability=opsm", ROUTERS},
 }
 NO_CHANGE = ("trainer.resume", "stability.batch_skip.threshold=null")  # words of a step that change no method
-# Findings whose step does not begin a decline: it is that of the best value, or of a passing event.
+# Beginnings of the marks of findings whose step does not begin a decline: it is that of the best value, of a passing
+# event, of what followed from the decline, or of what is judged below (`moves_before`).
 NO_BEGINNING = (
     "reward_peaked.peaked",
     "reward_constant.constant",
     "validation_fell.fell",
     "gap_jumped.passed",
-    "gap_spike.broken",
-    "gap_spike.spike",
+    "gap_spike.",
+    "gap_not_measured.",
     "gradient_spike.spike",
     "gradient_zero.zero",
     "not_finite.once",
-    "run_ended.error",
-    "run_ended.memory",
-    "run_ended.hang",
-    "run_ended.not_finite",
+    "run_ended.",
     "reference_kl_spiked.spiked",
+    "guard_",
+    "warned_before.",
+    "k3_moved.",
+    "gradient_moved.",
+    "entropy_moved.",
+    "length_moved.",
 )
 
 
@@ -130,10 +132,6 @@ def may_ask(run: Run, setting: str) -> bool:
     return not is_on(run, setting) and (is_moe(run.readings) or setting != ROUTERS)
 
 
-def moves_of(run: Run, began: int, until: int) -> tuple[Move, ...]:
-    return what_moved({name: each.pairs() for name in RECORDED if (each := run.get(name)) is not None}, began, until)
-
-
 def next_steps(
     run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: Settling | None
 ) -> Iterator[NextStep]:
@@ -196,14 +194,14 @@ def _is_lost(found: Judgement) -> bool:
 def _may_skip(run: Run) -> bool:
     """Returns True if a batch skip would hardly ever refuse an update of this run."""
     whole = run.get(K3)
-    return whole is not None and float((whole.values[-Boundary.window :] > boundary_of(run)).mean()) <= SELDOM
+    return whole is not None and float((whole.values[-GROWTH_READINGS:] > boundary_of(run.readings)).mean()) <= SELDOM
 
 
 def _unrefused(run: Run, step: NextStep) -> NextStep:
     """Returns a step without the batch skip of its preset, if that would refuse updates of this run."""
     if run.get(K3) is None or _may_skip(run) or not step.do.startswith("stability="):
         return step
-    why = f"{step.why}. The batch skip would refuse updates while k3 is past {boundary_of(run):g}"
+    why = f"{step.why}. The batch skip would refuse updates while k3 is past {boundary_of(run.readings):g}"
     return NextStep(f"{step.do} stability.batch_skip.threshold=null", why)
 
 
@@ -257,18 +255,18 @@ def _lower_memory(run: Run) -> NextStep:
 def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
     """Yields changes that bring the engines together, or keep their gap out of the update. The lab has tested which one
     helps: if routers disagree by themselves, replay helps, weights combine with it, and masks do harm (docs/lab.md)."""
-    if age_drives(run):
+    if age_drives(run.readings):
         yield from _of_age(run, found)
         return
     if found.first is None and found.engines.state != "close":
         yield COMPARE
     corrected = found.has("correction_on.on")
-    if found.moe and _routing_drives(run) and not found.has("replay.own_experts", "replay.other_experts"):
+    if found.moe and _routing_drives(run, found) and not found.has("replay.own_experts", "replay.other_experts"):
         yield NextStep(
             "stability=r3 stability.correction=tis",
             "trains with the experts that the rollout chose and bounds weights: routing is part of the gap",
         )
-    if blind_mask(run) is not None:
+    if found.has("mask_blind.blind"):
         yield NextStep("stability=kpop", "bounds each token's KL instead, which is tight for likely tokens")
     elif not corrected:
         unknown = not found.moe and not is_on(run, METRICS)  # without the plugin, nothing of a router is logged
@@ -276,12 +274,11 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
         yield NextStep("stability=tis", f"bounds the weight of the tokens on which the engines differ{more}")
 
 
-def _routing_drives(run: Run) -> bool:
+def _routing_drives(run: Run, found: Judgement) -> bool:
     """Returns True if the engines agree on too few experts, or the gap is far larger for tokens where they differ."""
-    agreement = run.get("router/agreement")
     differs, equal = run.get("router/gap_differs"), run.get("router/gap_equal")
-    low = agreement is not None and now_of(agreement) < LOW_AGREEMENT
-    return low or (differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal))
+    much = differs is not None and equal is not None and now_of(differs) > ROUTED_GAP * now_of(equal)
+    return much or found.has("experts_agree.low")
 
 
 def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -333,21 +330,23 @@ def _sound_step(run: Run, found: Judgement) -> int:
     """Returns the step before which nothing had moved. A reward belongs to the policy that sampled, so the step is
     earlier if rollouts are old."""
     began = found.learning.step or int(run.steps[-1])
-    moved = [each.step for each in notable(found.findings) if each.step is not None and each.mark not in NO_BEGINNING]
-    moved += [move.step for move in moves_of(run, began, began)]
-    return min([began - round(run.staleness), *(step for step in moved if run.steps[0] < step <= began)])
+    moved = [
+        each.step
+        for each in notable(found.findings)
+        if each.step is not None and not each.mark.startswith(NO_BEGINNING)
+    ]
+    moved += [move.step for move in moves_before(run.readings, began, began)]
+    return min([began - round(staleness_of(run.readings)), *(step for step in moved if run.steps[0] < step <= began)])
 
 
 def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> NextStep:
     """Returns a change together with the weights to start from: those before the earliest thing that moved."""
-    sound = _sound_step(run, found)
+    sound, stale = _sound_step(run, found), staleness_of(run.readings)
     text, why = change.do if change else "", change.why if change else "goes back to weights from before the fall"
     if change is None and found.first is not None:
         why = f"{why}, once its cause is fixed"
     if sound <= 1:
         why = f"{why}. No checkpoint is from before the fall, so the run starts from its beginning"
         return NextStep(f"{text} trainer.resume_mode=disable".strip(), why)
-    dated = (
-        f" (the reward of a step is that of weights {run.staleness:.0f} versions older)" if run.staleness > 1 else ""
-    )
+    dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > 1 else ""
     return NextStep(f"{text} {RESUME}".strip(), f"{why}. CHECKPOINT is one from before step {sound}{dated}")

@@ -43,8 +43,7 @@ from verl_ext.report.figures.charts import (
 from verl_ext.report.figures.overlay import line_looks
 from verl_ext.report.figures.panels import PANELS, Panel
 from verl_ext.report.files import is_regular, open_regular, written_whole
-from verl_ext.report.guard_facts import DECIDED, sentence_of
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run
+from verl_ext.report.run import DECIDED, MOST_MESSAGE, ReportError, Run, sentence_of
 from verl_ext.report.seeds import Lines
 from verl_ext.report.tables import ShownTable
 from verl_ext.report.terminal import not_finite, step_range

@@ -13,9 +13,8 @@ import numpy as np
 from verl_ext.base.errors import UserError
 from verl_ext.base.metrics import find
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.findings.gap import STALENESS
 from verl_ext.diagnosis.names import VALIDATION, Alias, by_quantity, quantity_of
-from verl_ext.diagnosis.series import Ending, Readings, Series, now_of
+from verl_ext.diagnosis.series import Act, Ending, Readings, Series
 from verl_ext.guard.state import Event
 
 LARGEST_WHOLE = 2**53  # from here on, neither a float nor a page's JavaScript distinguishes whole numbers
@@ -26,6 +25,13 @@ FEW_TRAINERS = 2  # ms-swift logs what TRL logs, and miles what slime logs
 # Beginnings of names that verl and this package give, and the other trainers of diagnosis/names.toml do not.
 VERLS = ("actor/", "critic/", "response_length/", "timing_s/", "val-core/", "vllm_kl/", "router/", "guard/")
 LAYER = re.compile(r"[0-9]{1,4}")
+DECIDED = {  # what the guard did, as the name of a mark or of a decision
+    "skip": "update skipped",
+    "lower_lr": "learning rate lowered",
+    "tighten": "band narrowed",
+    "warn": "warning",
+    "recover": "recovered",
+}
 
 
 class ReportError(UserError, ValueError):
@@ -54,6 +60,12 @@ def validation_label(name: str) -> str:
 def listed(names: Sequence[str], most: int) -> str:
     """Returns the first names, with commas, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def sentence_of(clause: str) -> str:
+    """Returns a clause as a sentence; a name of a metric keeps its beginning."""
+    start = clause if re.match(r"\S*[/_\d]", clause) else clause[:1].upper() + clause[1:]
+    return f"{start}." if start else ""
 
 
 def own_steps(found: Sequence[Any], last: int, one: str, several: str) -> tuple[list[Any], list[str]]:
@@ -142,16 +154,11 @@ class Run:
 
     @cached_property
     def readings(self) -> Readings:
-        """The run as the diagnosis sees it, with the last error that ended one of its processes."""
+        """The run as the diagnosis sees it, with the guard's decisions and the last error that ended a process."""
         ending = next((Ending(each.step, each.reason) for each in reversed(self.events) if each.rule == ENDED), None)
+        acts = [Act(each.step, each.rule, each.action, each.reason) for each in self.events if each.rule != ENDED]
         logged = {name: series for name in self._quantities if (series := self.logged(name)) is not None}
-        return Readings(logged, ending)
-
-    @property
-    def staleness(self) -> float:
-        """The number of versions that rollouts are behind now; 0 if that was not logged."""
-        series = self.get(STALENESS)
-        return 0.0 if series is None else now_of(series)
+        return Readings(logged, ending, acts)
 
     def all_notes(self) -> Iterator[str]:
         """Yields the notes on the files, behind one on the names of the metrics if the report knows none or few."""

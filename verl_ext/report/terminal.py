@@ -12,11 +12,11 @@ from rich.text import Text
 
 from verl_ext.base.metrics import METRICS, Metric, find, ours
 from verl_ext.base.printable import printable
+from verl_ext.diagnosis.findings.guard import skipped_share
 from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
 from verl_ext.diagnosis.names import aliases_of, quantity_of
 from verl_ext.diagnosis.rank import Suspect
 from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_of, now_of
-from verl_ext.report.guard_facts import skipped_share
 from verl_ext.report.run import ENDED, MOST_MESSAGE, Run, validation_label
 from verl_ext.report.tables import ruled_table
 from verl_ext.report.verdict import FACTS_HEADING, REASONS, RunVerdict, reasons
@@ -327,7 +327,7 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
     yield f"{medians}; fewer in a short run; worst: of all"
     if run.validations():
         yield "val: the first and the last reading"
-    if (skipped := skipped_share(run)) is not None:
+    if (skipped := skipped_share(run.readings)) is not None:
         yield f"updates skipped: {100 * skipped[0]:.3g} % in {skipped[1]} steps (guard/skipped)"
     for event in run.events[-MOST_EVENTS:]:
         reason = " ".join(event.reason.split())

@@ -28,30 +28,16 @@ from typing import Any, Literal
 
 from verl_ext.base.names import OUR_GROUPS
 from verl_ext.diagnosis.causes import Cause, Settling, settling_of
-from verl_ext.diagnosis.collapse import SIGNAL_WORDS
 from verl_ext.diagnosis.findings.gap import gap_of
-from verl_ext.diagnosis.findings.registry import RULES, notable
-from verl_ext.diagnosis.findings.reward import reward_course
+from verl_ext.diagnosis.findings.registry import RULES, Finding, notable
 from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH
 from verl_ext.diagnosis.judge import Judged, Judgement, judge
-from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
+from verl_ext.diagnosis.names import REWARD
 from verl_ext.diagnosis.rank import Evidence, OpenQuestion, Suspect
 from verl_ext.diagnosis.series import LEVEL_READINGS
 from verl_ext.guard.rules import REFUSING
-from verl_ext.guard.state import Event
-from verl_ext.report.advice import NextStep, may_ask, moves_of, next_steps, steps_elsewhere
-from verl_ext.report.guard_facts import (
-    Fact,
-    act_sentence,
-    dated,
-    drifts,
-    limits,
-    recent_acts,
-    sentence_of,
-    surroundings,
-    warning_of,
-)
-from verl_ext.report.run import ENDED, Run
+from verl_ext.report.advice import NextStep, may_ask, next_steps, steps_elsewhere
+from verl_ext.report.run import ENDED, Run, sentence_of
 
 State = Literal[
     "stopped", "collapsed", "dead", "past the boundary", "drifting", "suspect", "flat", "not enough data", "healthy"
@@ -65,13 +51,19 @@ WRONG = ("gradient_large.absurd", "not_finite.reference")  # whatever the reward
 AFTER_ROUTERS = "routers_agree.everywhere"  # a gap that rounding does not make, however small it is
 # State of the engines -> what its level means.
 ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
-# Series that moved before the reward fell -> findings that say so.
-SAID_OF = {
-    K3: ("gap_jumped", "gap_grew", "gap_at_once"),
-    GRADIENT: ("gradient_grew", "gradient_large", "gradient_spike", "gradient_zero"),
-    ENTROPY: ("entropy_gone", "entropy_exploded"),
-    LENGTH: ("length_exploded", "length_collapsed", "answers_cut"),
-}
+# Findings past a limit, and signs of a run on its way there.
+LIMITS = (
+    "past_boundary.engines",
+    "past_boundary.with_movement",
+    "updates_skipped.most",
+    "probabilities_apart.past_limit",
+)
+DRIFTS = (
+    "nears_boundary.ahead",
+    "tokens_dropped.many",
+    "mask_blind.blind",
+    *(f"guard_{action}.{level}" for action in ("undo", "rollback", "stop") for level in ("lately", "failed")),
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +86,7 @@ class RunVerdict:
     sentence: str
     learning: Judged
     engines: Judged
-    facts: tuple[Fact, ...]
+    facts: tuple[Finding, ...]
     suspects: tuple[Suspect, ...] = ()
     measure: str = ""
     settle: str = ""
@@ -128,9 +120,9 @@ class RunVerdict:
         return self.steps if self.first is None else self.steps[1:]
 
     @property
-    def other_facts(self) -> tuple[Fact, ...]:
+    def other_facts(self) -> tuple[Finding, ...]:
         """The facts that neither the sentence nor another fact says already."""
-        said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.id for fact in self.facts}
+        said, ids = f"{self.sentence} {self.alarm}".lower(), {fact.name for fact in self.facts}
         ids |= {sign.finding.name for suspect in self.suspects for sign in suspect.evidence}
         ids.add(f"learning.{self.learning.state}")
         return tuple(
@@ -138,7 +130,7 @@ class RunVerdict:
         )
 
     @property
-    def facts_beyond_causes(self) -> tuple[Fact, ...]:
+    def facts_beyond_causes(self) -> tuple[Finding, ...]:
         """The facts of `other_facts` that no suspect has as evidence."""
         evidence = {text for suspect in self.suspects for text in (*suspect.speaks_for, *suspect.speaks_against)}
         return tuple(fact for fact in self.other_facts if fact.text not in evidence)
@@ -171,7 +163,7 @@ class RunVerdict:
             "sentence": self.sentence,
             "learning": vars(self.learning),
             "engines": vars(self.engines),
-            "findings": [{"id": fact.id, "text": fact.text, "step": fact.step} for fact in self.facts],
+            "findings": [{"id": fact.name, "text": fact.text, "step": fact.step} for fact in self.facts],
             "causes": [
                 {
                     "id": suspect.cause.name,
@@ -193,8 +185,8 @@ class RunVerdict:
 
 def reasons(signs: Sequence[Evidence]) -> tuple[list[str], list[str]]:
     """Returns the evidence for and against a suspect, each finding with its step, the strongest first."""
-    speaks_for = [dated(sign.finding.text, sign.finding.step) for sign in signs if sign.points > 0]
-    return speaks_for, [dated(sign.finding.text, sign.finding.step) for sign in reversed(signs) if sign.points < 0]
+    speaks_for = [sign.finding.dated for sign in signs if sign.points > 0]
+    return speaks_for, [sign.finding.dated for sign in reversed(signs) if sign.points < 0]
 
 
 def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
@@ -204,9 +196,9 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         causes: those to choose from; all known ones by default.
     """
     found = judge(run.readings, causes, partial(may_ask, run))
-    stop = next((event for event in run.events if event.action == "stop" and event.step >= run.steps[-1]), None)
-    state: State = "stopped" if stop is not None else _word(run, found)
-    lately = recent_acts(run, REFUSING, ALARM_STEPS)
+    lately = _refusals(run, found)
+    stopped = next((act for act in lately if act.name == "guard_stop" and (act.step or 0) >= run.steps[-1]), None)
+    state: State = "stopped" if stopped is not None else _word(run, found)
     question, settle = (_open_question(found), _settling(found)) if run.of_verl else (None, None)
     steps = tuple(next_steps(run, found, state, question, settle) if run.of_verl else steps_elsewhere(run, found))
     if lately:  # then there is one remedy, or none
@@ -214,23 +206,28 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         steps = tuple(remedies[:1]) if found.learning.state == "collapsed" or found.first is not None else ()
     return RunVerdict(
         state,
-        _sentence(run, found, state, act_sentence(run, stop) if stop is not None else ""),
+        _sentence(run, found, state, sentence_of(stopped.text) if stopped is not None else ""),
         found.learning,
         found.engines,
         tuple(_facts(run, found)),
         found.suspects,
         measure=question.sentence if question is not None else "",
         settle=settle.sentence if settle is not None else "",
-        alarm=_alarm(run, lately[-1], is_said=lately[-1] == stop) if lately else "",
+        alarm=_alarm("" if lately[-1] == stopped else f": {lately[-1].text}") if lately else "",
         steps=steps,
         of_verl=run.of_verl,
     )
 
 
-def _alarm(run: Run, event: Event, *, is_said: bool) -> str:
-    """Returns the text before any advice; `is_said` if the verdict's sentence already reports what the guard did."""
-    act = "." if is_said else f": {_lower(act_sentence(run, event))}"
-    return f"Deal with this first, before you tune anything{act} {AFTER_ALARM}"
+def _refusals(run: Run, found: Judgement) -> list[Finding]:
+    """Returns the guard's refusals of updates in the last steps, one of a kind, the last one last."""
+    acts = [act for action in REFUSING if (act := found.findings.get(f"guard_{action}")) is not None]
+    return sorted((act for act in acts if (act.step or 0) > run.steps[-1] - ALARM_STEPS), key=lambda act: act.step or 0)
+
+
+def _alarm(act: str) -> str:
+    """Returns the text before any advice; `act` is "" if the verdict's sentence already reports what the guard did."""
+    return f"Deal with this first, before you tune anything{act}. {AFTER_ALARM}"
 
 
 def _open_question(found: Judgement) -> OpenQuestion | None:
@@ -253,17 +250,13 @@ def _settling(found: Judgement) -> Settling | None:
     return settling_of(first.cause, rival)
 
 
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
 def _word(run: Run, found: Judgement) -> State:
     learning, engines = found.learning.state, found.engines.state
     if learning in ("collapsed", "dead"):
         return "collapsed" if learning == "collapsed" else "dead"
-    if engines == "broken" or any(limits(run)):
+    if engines == "broken" or found.has(*LIMITS):
         return "past the boundary"
-    if learning in ("falling", "unstable") or engines == "growing" or any(drifts(run)) or recent_acts(run):
+    if learning in ("falling", "unstable") or engines == "growing" or found.has(*DRIFTS):
         return "drifting"
     if found.first is not None or engines == "apart" or found.has(AFTER_ROUTERS, *WRONG):
         return "suspect"
@@ -297,9 +290,10 @@ def _with_step(run: Run, judged: Judged) -> str:
 
 def _of_engines(run: Run, found: Judgement, state: State) -> str:
     """Returns the clause on the engines, with what it means: that of rounding, or what is past a limit."""
-    text, level, limit = found.engines.text, found.findings.get("gap_level"), next(limits(run), None)
+    text, level = found.engines.text, found.findings.get("gap_level")
+    limit = next((each for mark in LIMITS for each in found.findings.values() if each.mark == mark), None)
     is_level = level is not None and level.text == text
-    if limit is not None and limit.id == "past_boundary" and limit.text.startswith(text):
+    if limit is not None and limit.name == "past_boundary" and limit.text.startswith(text):
         return limit.text
     if limit is not None and state == "past the boundary":
         return f"{_with_step(run, found.engines)}; {limit.text}"
@@ -310,17 +304,8 @@ def _of_engines(run: Run, found: Judgement, state: State) -> str:
     return _with_step(run, found.engines)
 
 
-def _facts(run: Run, found: Judgement) -> list[Fact]:
-    """Returns the findings and what else the guard's metrics show, the earliest first, those without a step last."""
-    seen = [each for each in notable(found.findings) if each.name != "run_ended"]
-    facts = [Fact(each.name, each.text, each.step, RULES[each.name].subsumed_by) for each in seen]
-    facts += [Fact(ENDED, event.reason, event.step) for event in run.events if event.rule == ENDED]
-    facts += [Fact("guard_acted", _lower(act_sentence(run, each).rstrip(".")), each.step) for each in recent_acts(run)]
-    course = reward_course(run.readings)
-    if course is not None and (course.collapsed or course.falls):
-        facts += warning_of(run, course.step)
-        for move in moves_of(run, course.step, int(run.steps[-1])):
-            went = f"{SIGNAL_WORDS[move.signal]} went from {move.before:.3g} to {move.after:.3g}"
-            facts.append(Fact("moved", went, move.step, SAID_OF[move.signal]))
-    facts += [*limits(run), *drifts(run), *surroundings(run)]
+def _facts(run: Run, found: Judgement) -> list[Finding]:
+    """Returns what the numbers and the guard show, the earliest first, those without a step last."""
+    facts = [each for each in notable(found.findings) if each.name != "run_ended"]
+    facts += [Finding(ENDED, ENDED, event.reason, event.step, True) for event in run.events if event.rule == ENDED]
     return sorted(facts, key=lambda fact: (fact.step is None, fact.step or 0))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import event, full, make
+from verl_ext.diagnosis.findings.guard import boundary_of, growth_clause
 from verl_ext.report.figures.charts import INK, ORANGE
 from verl_ext.report.figures.kl import AHEAD_SHARE, MARK_STRETCHES, kl_chart
-from verl_ext.report.guard_facts import boundary_of, growth_clause
 
 RATE = 0.1
 GROWING = 1e-4 * np.exp(RATE * np.arange(1, 61))  # passes 0.1 in step 70
@@ -66,7 +66,7 @@ def test_k1_is_drawn_by_its_size_and_hollow_exactly_where_it_is_negative():
 def test_k1_alone_and_always_negative():
     run = make({"vllm_kl/k1": [-1e-4, -2e-4, -3e-4]})
     assert line(run, "|k1|, hollow: negative") == pytest.approx({1: 1e-4, 2: 2e-4, 3: 3e-4})
-    assert not ahead(run) and growth_clause(run) == ""
+    assert not ahead(run) and growth_clause(run.readings) == ""
 
 
 def test_growth_is_fitted_and_its_crossing_predicted():
@@ -79,7 +79,9 @@ def test_growth_is_fitted_and_its_crossing_predicted():
     assert [row["value"] for row in way] == pytest.approx([GROWING[59], 1e-4 * math.exp(RATE * crossing)], rel=1e-5)
     assert point == [{"step": crossing, "value": 0.1, "label": "step 70"}]
     assert domain(run) == [1, crossing]
-    assert "10.5 to 10.5 % per step" in growth_clause(run) and "passes 0.1 in about 9 steps" in growth_clause(run)
+    assert "10.5 to 10.5 % per step" in growth_clause(run.readings) and "passes 0.1 in about 9 steps" in growth_clause(
+        run.readings
+    )
 
 
 def test_a_far_crossing_is_pointed_at_but_not_drawn():
@@ -101,7 +103,7 @@ def test_a_far_crossing_is_pointed_at_but_not_drawn():
 def test_without_growth_to_the_boundary_nothing_is_predicted(k3, said):
     run = make({"vllm_kl/k3": k3})
     assert ahead(run) == [] and domain(run) == [1, len(k3)]
-    assert growth_clause(run).startswith(said) and bool(growth_clause(run)) == bool(said)
+    assert growth_clause(run.readings).startswith(said) and bool(growth_clause(run.readings)) == bool(said)
 
 
 def test_thresholds_are_drawn_at_their_heights():

@@ -19,7 +19,7 @@ from verl_ext.diagnosis.rank import Evidence, Suspect
 from verl_ext.report import page
 from verl_ext.report.load import read_run
 from verl_ext.report.terminal import LINE_WIDTH, MOST_CAUSE_LINES, Dashboard
-from verl_ext.report.verdict import Fact, NextStep, judge_run
+from verl_ext.report.verdict import NextStep, judge_run
 
 FIELD = sorted((ROOT / "tests" / "cases" / "field").glob("*.csv"))
 RECIPES = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed0"))
@@ -61,11 +61,11 @@ def test_every_fact_cause_and_step_is_in_all_three(path, paged):
     shown = {"terminal": flat(printed(run, verdict, width=10_000)), "page": paged(run, verdict)}
     said = verdict.as_json(run)
     assert [(each["id"], each["text"], each["step"]) for each in said["findings"]] == [
-        (fact.id, fact.text, fact.step) for fact in verdict.facts
+        (fact.name, fact.text, fact.step) for fact in verdict.facts
     ]
     evidence = {sign.finding.name for suspect in verdict.suspects for sign in suspect.evidence}
     for fact in verdict.facts:
-        elsewhere = verdict.is_said(fact.id) or {f.id for f in verdict.facts}.union(evidence).intersection(
+        elsewhere = verdict.is_said(fact.name) or {f.name for f in verdict.facts}.union(evidence).intersection(
             fact.subsumed_by
         )
         assert elsewhere or all(flat(fact.text).lower() in text.lower() for text in shown.values()), fact
@@ -148,7 +148,7 @@ def test_hostile_texts_are_printable_everywhere(encoding, paged):
         judge_run(run),
         state="collapsed",
         sentence=f"a {OBEYED}",
-        facts=(Fact("own", f"b {OBEYED}", 2),),
+        facts=(Finding("own", "x", f"b {OBEYED}", 2),),
         suspects=(Suspect(CAUSES["leak"], (Evidence(3.0, finding),)),),
         measure=f"c {OBEYED}",
         settle=f"`d` {OBEYED}",

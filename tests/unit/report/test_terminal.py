@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import NAN, make
+from verl_ext.diagnosis.findings.registry import Finding
 from verl_ext.diagnosis.judge import Judged
 from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
-from verl_ext.report.guard_facts import Fact
 from verl_ext.report.run import Run
 from verl_ext.report.terminal import (
     BLOCKS,
@@ -28,7 +28,10 @@ VERDICT = RunVerdict(
     sentence="The reward holds, but k3 went from 1e-4 to 5e-2.",
     learning=Judged("learns", "the reward holds"),
     engines=Judged("growing", "k3 went from 1e-4 to 5e-2", 4),
-    facts=(Fact("rollouts_old", "rollouts are 2 versions behind"), Fact("moved", "the entropy went from 1 to 2", 3)),
+    facts=(
+        Finding("rollouts_old", "old", "rollouts are 2 versions behind"),
+        Finding("entropy_moved", "moved", "the entropy went from 1 to 2", 3),
+    ),
     steps=(NextStep("stability=icepop", "drops tokens outside the band"), NextStep("precision=fp16", "rounds finer")),
 )
 

@@ -96,7 +96,7 @@ def _earliest(steps: dict[str, int]) -> tuple[str, int]:
     return min(steps.items(), key=lambda each: each[1])
 
 
-@finding("correction_on", "on", family="correction", subsumed_by=("tokens_dropped", "many_dropped"))
+@finding("correction_on", "on", family="correction", subsumed_by=("tokens_dropped",))
 def correction_on(run: Readings) -> Seen:
     """A correction weighs tokens or sequences by the gap."""
     for name in CORRECTIONS:

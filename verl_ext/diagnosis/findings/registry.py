@@ -30,6 +30,16 @@ class Finding:
     def mark(self) -> str:
         return f"{self.name}.{self.level}"
 
+    @property
+    def dated(self) -> str:
+        """The fact behind its step, unless it has none or names it."""
+        named = self.step is None or f"step {self.step}" in self.text or "the first step" in self.text
+        return self.text if named else f"step {self.step}: {self.text}"
+
+    @property
+    def subsumed_by(self) -> tuple[str, ...]:
+        return RULES[self.name].subsumed_by if self.name in RULES else ()
+
 
 Seen = tuple[str, str] | tuple[str, str, int | None] | None  # level, text and step
 

@@ -7,6 +7,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from verl_ext.diagnosis.findings.guard import boundary_of, growth_of, judged_k3, nears
 from verl_ext.diagnosis.growth import Growth
 from verl_ext.diagnosis.names import K1, K3
 from verl_ext.diagnosis.series import Series
@@ -25,8 +26,7 @@ from verl_ext.report.figures.charts import (
     lines_of,
     step_edges,
 )
-from verl_ext.report.guard_facts import DECIDED, boundary_of, growth_of, judged_k3, nears_boundary
-from verl_ext.report.run import Run
+from verl_ext.report.run import DECIDED, Run
 
 HEAD_KL = "vllm_kl/head"
 MARK_STRETCHES = 150  # the guard's marks are drawn for this many stretches of steps
@@ -54,10 +54,12 @@ def kl_chart(run: Run) -> alt.LayerChart | None:
         lines.append(Line("|k1|, hollow: negative", Series(k1.steps, np.abs(k1.values)), ORANGE))
         over += _hollow_points(k1)
     lines += lines_of(run, [(K3, "k3", BLUE), (HEAD_KL, "over the sampler's top tokens", PURPLE)])
-    if (gap := judged_k3(run)) is not None and gap.alone:
+    if (gap := judged_k3(run.readings)) is not None and gap.alone:
         lines.append(Line(gap.name, gap.series, GREEN))
-    if found := growth_of(run):
-        fit, ahead, last = _growth_layers(*found, last, boundary_of(run), ahead=math.ceil(AHEAD_SHARE * len(run.steps)))
+    if found := growth_of(run.readings):
+        fit, ahead, last = _growth_layers(
+            *found, last, boundary_of(run.readings), ahead=math.ceil(AHEAD_SHARE * len(run.steps))
+        )
         lines.append(fit)
         over += ahead
     under = _thresholds(run, first, last)
@@ -76,7 +78,7 @@ def _hollow_points(k1: Series) -> list[alt.Chart]:
 
 
 def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
-    levels = {"boundary": boundary_of(run)}
+    levels = {"boundary": boundary_of(run.readings)}
     if (skip := run.last_value("guard/threshold")) is not None:
         levels["skip threshold"] = skip
     if len(set(levels.values())) < len(levels):
@@ -101,7 +103,7 @@ def _growth_layers(
     """Returns the fitted line; its extension to the boundary, if that is certain and near; the last step drawn."""
     start, now = int(window.steps[0]), int(window.steps[-1])
     fit = Line("growth fit", Series(np.array([start, now]), _heights(growth, start - now, 0)), INK, dots=False)
-    if not nears_boundary(growth):
+    if not nears(growth):
         return fit, [], last
     crossing = now + math.ceil(growth.steps)
     end = min(crossing, last + ahead)

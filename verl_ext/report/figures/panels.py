@@ -10,6 +10,7 @@ import numpy as np
 
 from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.names import BUCKETS
+from verl_ext.diagnosis.findings.guard import growth_clause
 from verl_ext.diagnosis.names import K3
 from verl_ext.diagnosis.series import now_label, now_of
 from verl_ext.report.figures import columns, kl, overlay
@@ -28,8 +29,7 @@ from verl_ext.report.figures.charts import (
     line_chart,
     lines_of,
 )
-from verl_ext.report.guard_facts import growth_clause, sentence_of
-from verl_ext.report.run import Run, validation_label
+from verl_ext.report.run import Run, sentence_of, validation_label
 from verl_ext.report.seeds import Lines
 
 DrawAll = Callable[[Lines], alt.LayerChart | None]
@@ -190,7 +190,7 @@ PANELS = (
         draw=kl.kl_chart,
         metric=K3,
         log=True,
-        more=lambda run: sentence_of(growth_clause(run)),
+        more=lambda run: sentence_of(growth_clause(run.readings)),
     ),
     Panel(
         "prob_diff",
