@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from verl_ext.base.names import HEAD
 from verl_ext.routing.layers import megatron_layers, megatron_points
-from verl_ext.routing.recorder import HEAD
 
 WRONG_TEMPERATURE = 0.7
 LAST_LAYER = 3
@@ -101,13 +101,13 @@ def nothing(engine):
 
 
 CAUSES: dict[str, tuple[Callable, str, str | None]] = {
-    # name -> what is done to the engine, the place where it shows, the verdict
-    "nothing": (nothing, "", "none"),
-    "router in bf16": (router_in_bf16, "1.router", None),  # it is routing if any token takes another expert
-    "permuted expert": (permuted_expert, f"{LAST_LAYER}.experts", "arithmetic"),  # no router follows
-    "scaled norm": (scaled_norm, "0.attention", "arithmetic"),
-    "wrong temperature, and a head in bf16": (head_in_bf16, "lm_head", "arithmetic"),
-    "leaking attention": (leaking_attention, "", "packing"),
+    # name -> what is done to the engine, the place where it shows, the finding of it
+    "nothing": (nothing, "", "probe_gap.none"),
+    "router in bf16": (router_in_bf16, "1.router", None),  # no gap, unless a token takes another expert
+    "permuted expert": (permuted_expert, f"{LAST_LAYER}.experts", "probe_start.layer"),  # no router follows
+    "scaled norm": (scaled_norm, "0.attention", "probe_first_layer.attention"),
+    "wrong temperature, and a head in bf16": (head_in_bf16, "lm_head", "probe_start.head"),
+    "leaking attention": (leaking_attention, "", "probe_packing.harms"),
 }
 BATCHES = 4
 

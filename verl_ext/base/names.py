@@ -120,3 +120,7 @@ BUCKETS = {  # axis -> the names of its buckets
     "replica": _SERVERS,
     "node": _SERVERS,
 }
+
+# Points on a model's way from tokens to logits: ends of the names of those in a layer, and the name of the last one.
+INDEXER, ROUTER = ".indexer", ".router"
+HEAD = "lm_head"  # of the logits, only the dtype is recorded

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl_ext.diagnosis.names import Alias
+from verl_ext.diagnosis.probed import Probe
 
 LARGEST = 1e100  # a larger value counts as infinite, so that sums of squares stay finite
 NOW_READINGS = 5  # the value now is a median of so many: two odd readings do not move it, three show a change
@@ -87,26 +88,27 @@ class Readings:
         series: canonical name -> all its readings.
         ending: the error that ended the run, if it is known.
         acts: what the guard decided, by step.
+        probe: what a probe of the launch measured; it has no series of its own.
     """
 
-    def __init__(self, series: Mapping[str, Series], ending: Ending | None = None, acts: Sequence[Act] = ()):
-        self.ending, self.acts = ending, acts
+    def __init__(
+        self,
+        series: Mapping[str, Series],
+        ending: Ending | None = None,
+        acts: Sequence[Act] = (),
+        probe: Probe | None = None,
+    ):
+        self.ending, self.acts, self.probe = ending, acts, probe
         self.answers: dict[Callable[..., Any], Any] = {}  # results of functions that are `cached_per_run`
         self._logged = {name: found for name, found in series.items() if found.steps.size}
         finite = {name: found.within(LARGEST) for name, found in self._logged.items()}
         self._finite = {name: found for name, found in finite.items() if found.steps.size}
 
     @classmethod
-    def of_pairs(
-        cls,
-        pairs: Mapping[str, Iterable[tuple[int, float]]],
-        ending: Ending | None = None,
-        acts: Sequence[Act] = (),
-    ) -> "Readings":
+    def of_pairs(cls, pairs: Mapping[str, Iterable[tuple[int, float]]], ending: Ending | None = None) -> "Readings":
         """Returns the readings of name -> (step, value), with ascending steps."""
         arrays = {name: np.array(list(found), dtype=np.float64).reshape(-1, 2) for name, found in pairs.items()}
-        series = {name: Series(found[:, 0].astype(np.int64), found[:, 1]) for name, found in arrays.items()}
-        return cls(series, ending, acts)
+        return cls({name: Series(found[:, 0].astype(np.int64), found[:, 1]) for name, found in arrays.items()}, ending)
 
     def get(self, name: str) -> Series | None:
         """Returns the finite readings of a metric."""

@@ -83,7 +83,7 @@ def run_probe(arguments: argparse.Namespace) -> int:
 
     result = ProbeResult.read(found)
     if arguments.json:
-        print(json.dumps({**found, "verdict": asdict(result.conclusion)}, indent=2))
+        print(json.dumps({**found, "verdict": result.as_json()}, indent=2))
     else:
         print_probe(result)
     if not arguments.no_page:
@@ -152,11 +152,11 @@ def _measure_changes(
 
 
 def _result_of(name: str, overrides: tuple[str, ...], found: Mapping[str, Any]) -> SweepResult:
-    from verl_ext.probe.verdict import NOT_FINITE, ProbeResult
+    from verl_ext.probe.verdict import ProbeResult
 
     result, seconds = ProbeResult.read(found), found.get("seconds", 0.0)
-    if result.conclusion.cause == NOT_FINITE:  # k3 over only the finite tokens is not comparable
-        return SweepResult(name, overrides, seconds=seconds, error=result.conclusion.sentence)
-    whole, sampling, rest = result.pairs[:3]  # in the order of readings.PAIRS
+    if not result.has("probe_values.finite"):  # k3 over only the finite tokens is not comparable
+        return SweepResult(name, overrides, seconds=seconds, error=result.found["probe_values"].text)
+    whole, sampling, rest = result.pairs[:3]  # in the order of probed.PAIRS
     assert whole.k3 is not None and whole.k3_error is not None and sampling.k3 is not None and rest.k3 is not None
     return SweepResult(name, overrides, whole.k3, whole.k3_error, sampling.k3, rest.k3, seconds)

@@ -6,7 +6,7 @@ from pathlib import Path
 import altair as alt
 import numpy as np
 
-from verl_ext.probe.readings import Place
+from verl_ext.diagnosis.probed import Place
 from verl_ext.probe.sweep import LAUNCH, SweepResult, ranked_by_gap
 from verl_ext.probe.verdict import ProbeResult
 from verl_ext.report.figures.charts import (
@@ -53,9 +53,9 @@ PANELS = (
 
 def write_probe_page(result: ProbeResult, out: Path) -> Path:
     """Writes `report.html`, `report.png` and the figures to `out`."""
-    pair, conclusion = result.pairs[0], result.conclusion
+    pair = result.pairs[0]
     charts = (
-        states_chart(result.places, conclusion.start),
+        states_chart(result.places, result.start),
         bucket_chart(pair.by_probability),
         bucket_chart(pair.by_position),
         sweep_chart(result.swept),
@@ -65,7 +65,7 @@ def write_probe_page(result: ProbeResult, out: Path) -> Path:
         "about": f"{result.tokens} tokens in {result.dtype}",
         "notes": [],
         "tables": result.tables(),
-        "said": [*result.sentences(), *([f"Next: {conclusion.advice}"] if conclusion.advice else [])],
+        "said": [*result.sentences(), *([f"Next: {result.advice}"] if result.advice else [])],
     }
     drawn = {panel: chart for panel, chart in zip(PANELS, charts, strict=True) if chart is not None}
     return write_page(out, drawn, context)

@@ -1,131 +1,23 @@
 """The measurements of a probe: readings of the same tokens, also after a sync and an update, and hidden states.
 
-A reading is the tokens' log-probabilities, computed by one engine in one way. `decode`: the rollout while sampling;
-`prefill`: the rollout, given all tokens at once; `train`: the training engine with its own routing; `replayed`: the
-training engine with the rollout's experts; `packed`: the training engine with several sequences in one pass; `base`:
-the training engine without its LoRA; `prefill_again`, `train_again`: the same a second time, the rollout in the reverse
-order. The distance of the second time from the first is the noise floor.
-
 Shape legend: N response tokens, F sign flips; n tokens of a sequence, E experts, K of them chosen, P positions, d
 width.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import BUCKETS, POSITION_EDGES, PROBABILITY_EDGES
+from verl_ext.base.names import BUCKETS, HEAD, INDEXER, POSITION_EDGES, PROBABILITY_EDGES, ROUTER
 from verl_ext.core.mismatch import k3_of
 from verl_ext.core.routing import expert_overlap
-from verl_ext.routing.recorder import HEAD, INDEXER, ROUTER, Passes, order_of
+from verl_ext.diagnosis.probed import DECODE, PAIRS, TRAIN, Pair, Place, Stage
+from verl_ext.routing.recorder import Passes, order_of
 
-DECODE, PREFILL, TRAIN, REPLAYED, PACKED, BASE = "decode", "prefill", "train", "replayed", "packed", "base"
-PREFILL_AGAIN, TRAIN_AGAIN = "prefill_again", "train_again"
-FLOORS = ((PREFILL, PREFILL_AGAIN), (TRAIN, TRAIN_AGAIN))
-PAIRS = (
-    (DECODE, TRAIN),
-    (DECODE, PREFILL),
-    (PREFILL, TRAIN),
-    (DECODE, REPLAYED),
-    (DECODE, PACKED),
-    (DECODE, BASE),
-    *FLOORS,
-)
 SIGN_FLIPS = 999
 SIGN_TOKENS = 1 << 12  # tokens whose signs are drawn at once, in 32 MB
-SYNC, UPDATE = "sync", "update"  # a sync of the same weights; one update and the sync after it
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The distance between two readings, in float64, over the tokens that are finite in both.
-
-    Attributes:
-        one, other: names of the readings; k3 takes the tokens as sampled from `one`.
-        k3: mean over the tokens, in nats. This and the next three are None if no token is finite in both.
-        k3_error: its standard error, as if tokens were independent.
-        largest: the largest |log p - log q|.
-        equal: share of tokens whose log-probabilities are equal bit for bit.
-        by_probability, by_position: bucket -> k3 of its tokens, for buckets with tokens.
-        tokens: number of tokens, finite or not.
-        not_finite: tokens left out because one of the readings is NaN or infinite.
-        one_not_finite, other_not_finite: tokens for which that reading is NaN or infinite.
-        chance: p-value of the difference between this k3 and the k3 of (decode, train), see `chance_of`.
-    """
-
-    one: str
-    other: str
-    k3: float | None
-    k3_error: float | None
-    largest: float | None
-    equal: float | None
-    by_probability: dict[str, float]
-    by_position: dict[str, float]
-    tokens: int = 0
-    not_finite: int = 0
-    one_not_finite: int = 0
-    other_not_finite: int = 0
-    chance: float = 1.0
-
-
-@dataclass(frozen=True)
-class Stage:
-    """The same tokens scored again after a sync or an update.
-
-    Attributes:
-        name: SYNC or UPDATE.
-        before, after: k3 between the rollout engine, given all tokens at once, and the training engine. This and the
-            next two are means over the finite tokens, and None if there are none.
-        rollout_moved, train_moved: mean of |log p after - log p before|, in nats.
-        tokens: how many were scored.
-        rollout_not_finite, train_not_finite: tokens whose log-probability is then NaN or infinite, in each engine.
-    """
-
-    name: str
-    before: float | None
-    after: float | None
-    rollout_moved: float | None
-    train_moved: float | None
-    tokens: int = 0
-    rollout_not_finite: int = 0
-    train_not_finite: int = 0
-
-    @property
-    def not_finite(self) -> bool:
-        return self.rollout_not_finite + self.train_not_finite > 0
-
-
-@dataclass(frozen=True)
-class Place:
-    """The distance between both engines at one point on the way from tokens to logits.
-
-    Attributes:
-        point: see `recorder.point_of`.
-        error: the norm of the difference divided by the norm of the training engine's state. At an indexer, the share
-            of the training engine's positions that the rollout did not choose. Computed over the tokens that are finite
-            in both engines; None if there are none.
-        differs: share of the tokens whose experts (at a router) or positions (at an indexer) differ; else None.
-        weight_gap: at a router, total variation between the softmax weights of the chosen experts, a mean over the
-            tokens; else None.
-        rollout_not_finite, train_not_finite: tokens whose state has NaN or infinity, in each engine.
-        rollout_dtype, train_dtype: dtype of the state in each engine, such as `bfloat16`; at a router, of its logits.
-    """
-
-    point: str
-    error: float | None
-    differs: float | None = None
-    weight_gap: float | None = None
-    rollout_not_finite: int = 0
-    train_not_finite: int = 0
-    rollout_dtype: str = ""
-    train_dtype: str = ""
-
-    @property
-    def not_finite(self) -> bool:
-        return self.rollout_not_finite + self.train_not_finite > 0
 
 
 def compare_readings(readings: Mapping[str, Tensor], positions_N: Tensor) -> list[Pair]:

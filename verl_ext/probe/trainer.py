@@ -15,9 +15,7 @@ from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import ADVANTAGES, OLD_LOG_PROBS, ROLLOUT_LOG_PROBS
 from verl_ext.base.patching import patch
-from verl_ext.features.routing import replayed_field
-from verl_ext.probe.overrides import BATCHES, LAYERS, OUT, PROGRESS, experts_of
-from verl_ext.probe.readings import (
+from verl_ext.diagnosis.probed import (
     BASE,
     DECODE,
     PACKED,
@@ -28,11 +26,10 @@ from verl_ext.probe.readings import (
     TRAIN,
     TRAIN_AGAIN,
     UPDATE,
-    compare_readings,
-    compare_stage,
-    compare_states,
-    head_dtypes,
 )
+from verl_ext.features.routing import replayed_field
+from verl_ext.probe.overrides import BATCHES, LAYERS, OUT, PROGRESS, experts_of
+from verl_ext.probe.readings import compare_readings, compare_stage, compare_states, head_dtypes
 from verl_ext.probe.sweep import GroupGap
 from verl_ext.routing.recorder import MOST_ROWS, joined_passes
 from verl_ext.trainer.canary_scores import CanaryTrajectories

@@ -242,7 +242,7 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         yield NextStep(
             suspect.override, f"trains with the experts that the rollout chose, and {why}" if replays else why
         )
-    if cause.of_gap and not cause.harmless_if_close and set(cause.probe) - {"agreement"}:
+    if cause.of_gap and not cause.harmless_if_close and set(cause.probe) - {"probe_gap.none"}:
         yield COMPARE
 
 

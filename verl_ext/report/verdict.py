@@ -49,6 +49,7 @@ REASONS = f"reasons for a cause: means of the last {LEVEL_READINGS} readings, un
 AFTER_ALARM = "The page docs/guard.md#after-the-guard-stopped-a-run lists what to read, to change and to run."
 WRONG = ("gradient_large.absurd", "not_finite.reference")  # whatever the reward does
 AFTER_ROUTERS = "routers_agree.everywhere"  # a gap that rounding does not make, however small it is
+AGREES = "probe_gap.none"  # a probe of a sound launch shows the same
 # State of the engines -> what its level means.
 ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
 # Findings past a limit, and signs of a run on its way there.
@@ -245,7 +246,7 @@ def _settling(found: Judgement) -> Settling | None:
     """
     first = found.first
     rival = found.suspects[1].cause if len(found.suspects) > 1 and not found.suspects[1].harmless else None
-    if first is None or (rival is None and first.cause.probe == ("agreement",)):
+    if first is None or (rival is None and first.cause.probe == (AGREES,)):
         return None
     return settling_of(first.cause, rival)
 

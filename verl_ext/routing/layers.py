@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_ext.routing.recorder import HEAD, Recorder, StatePoint, named_points
+from verl_ext.base.names import HEAD
+from verl_ext.routing.recorder import Recorder, StatePoint, named_points
 
 
 def open_recorder_of_transformers(engine: Any) -> Recorder:

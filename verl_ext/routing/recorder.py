@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_ext.base.errors import HookError
+from verl_ext.base.names import HEAD, INDEXER
 
 LAYER = r"(?:^|\.)layers\.(\d+)"
 MLP = r"(?:mlp|block_sparse_moe|feed_forward)"
@@ -28,8 +29,6 @@ POINTS = {
     "experts": rf"{LAYER}\.{MLP}$",
     "layer": rf"{LAYER}$",
 }
-INDEXER, ROUTER = ".indexer", ".router"
-HEAD = "lm_head"  # of the logits, only the dtype is recorded
 # vLLM and SGLang have an `lm_head` too, but compute the logits in their `logits_processor`.
 ENDS = {
     "embedding": r"(?:^|\.)embed_tokens$",

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from verl.utils.device import get_device_id
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import DEVIATION, RESPONSE_MASK, SHIFT_EXPERTS, SHIFT_SCORES
+from verl_ext.base.names import DEVIATION, RESPONSE_MASK, ROUTER, SHIFT_EXPERTS, SHIFT_SCORES
 from verl_ext.base.patching import wrap
 from verl_ext.core.losses import router_deviation
 from verl_ext.core.tokens import jagged
 from verl_ext.routing.choices import CHOICE_METHOD, ChoicePoint, find_choices
 from verl_ext.routing.layers import joined_over, megatron_points
 from verl_ext.routing.outputs import RowLayout, is_old_policy, packed_rows
-from verl_ext.routing.recorder import ROUTER
 
 Take = Callable[[int, Any, Any], None]  # (number of the layer, router, its output)
 

@@ -91,7 +91,8 @@ def _points_of(runner: Any) -> "list[StatePoint]":
     SGLang sums the ranks' parts of attention and experts outside of these modules. With a fused all-reduce it sums
     their parts of a layer in the norm of the next layer (`LayerCommunicator` of srt/layers/communicator.py).
     """
-    from verl_ext.routing.recorder import ENDS, ROUTER, named_points
+    from verl_ext.base.names import ROUTER
+    from verl_ext.routing.recorder import ENDS, named_points
 
     points = named_points(runner.model)
     if runner.tp_size == 1:

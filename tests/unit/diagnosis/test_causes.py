@@ -7,7 +7,6 @@ import pytest
 from verl_ext.diagnosis.causes import (
     CAUSES,
     LEAST,
-    PROBE_READINGS,
     WORDS,
     Cause,
     CauseError,
@@ -16,6 +15,7 @@ from verl_ext.diagnosis.causes import (
     read_cause,
     settling_of,
 )
+from verl_ext.diagnosis.findings.probe import FP32, PROBE_SHOWS
 from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.names import setting_for
 from verl_ext.doctor import diagnose  # noqa: F401 (registers all checks)
@@ -53,7 +53,6 @@ def test_a_file_is_read_under_its_keys(write):
 try = "stability=guard"
 try_moe = "stability=moe"
 why = "refuses bad updates"
-probe = ["layer"]
 doctor = ["weight sync"]
 harmless_if_close = true
 a_correction_helps = true
@@ -68,7 +67,6 @@ alike = ["small_groups"]
         override="stability=guard",
         moe_override="stability=moe",
         why="refuses bad updates",
-        probe=("layer",),
         doctor=("weight sync",),
         harmless_if_close=True,
         a_correction_helps=True,
@@ -95,11 +93,10 @@ BAD = {  # what is wrong -> (the file, what the error names)
     "an unknown key": (HEAD + 'titel = "x"\n' + SHOWS, "titel"),
     "a text that is a number": (HEAD + "try = 3\n" + SHOWS, "try"),
     "a title that is a date": (without("title").replace("about", "title = 2026-01-01\nabout"), "title"),
-    "a list that is a text": (HEAD + 'probe = "layer"\n' + SHOWS, "probe"),
+    "a list that is a text": (HEAD + 'doctor = "layer"\n' + SHOWS, "doctor"),
     "a list of numbers": (HEAD + "only_with = [3]\n" + SHOWS, "only_with"),
     "a switch that is a text": (HEAD + 'harmless_if_close = "yes"\n' + SHOWS, "harmless_if_close"),
     "a switch that is a number": (HEAD + "a_correction_helps = 1\n" + SHOWS, "a_correction_helps"),
-    "an unknown probe reading": (HEAD + 'probe = ["layer", "tarot"]\n' + SHOWS, "tarot"),
     "only_with of no finding": (HEAD + 'only_with = ["reward_sad.yes"]\n' + SHOWS, "reward_sad.yes"),
     "only_with of no level": (HEAD + 'only_with = ["reward_flat.sad"]\n' + SHOWS, "reward_flat.sad"),
     "only_with without a level": (HEAD + 'only_with = ["reward_flat"]\n' + SHOWS, "reward_flat"),
@@ -273,12 +270,10 @@ def test_the_checks_that_a_cause_names_are_the_doctors_and_each_of_one_cause():
 # ------------------------------------------------------------------------------------------- the command that decides
 
 
-def test_each_reading_is_of_a_cause_and_its_options_are_the_probes():
-    assert {name for cause in CAUSES.values() for name in cause.probe} == set(PROBE_READINGS)
-    for reading in PROBE_READINGS.values():
-        if reading.options:
-            option, setting = reading.options.split()
-            assert option == "--sweep" and setting in NAMES
+def test_what_the_probe_shows_is_of_a_cause_and_its_sweep_is_the_probes():
+    assert {mark for cause in CAUSES.values() for mark in cause.probe} == set(PROBE_SHOWS)
+    levels = {f"{rule.name}.{level}" for rule in RULES.values() for level in rule.levels}
+    assert set(PROBE_SHOWS) <= levels and FP32 in RULES and "fp32" in NAMES
 
 
 @pytest.mark.parametrize("first", CAUSES.values(), ids=CAUSES)
@@ -293,7 +288,7 @@ def test_what_settles_a_pair_tells_the_two_apart(first):
         assert ("`verl-ext probe" in said) == apart
         for cause in (first, second):
             assert (f'"{cause.title}"' in said) == (apart and bool(cause.probe))
-            assert not apart or all(PROBE_READINGS[name].shows in said for name in cause.probe)
+            assert not apart or all(PROBE_SHOWS[mark] in said for mark in cause.probe)
         assert ("`verl-ext doctor`" in said) == (not apart and bool(first.doctor or second.doctor))
 
 

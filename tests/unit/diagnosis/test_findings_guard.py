@@ -7,7 +7,7 @@ from tests.support.findings import levels_of, run_of, seen_as
 from verl_ext.diagnosis.findings import guard
 from verl_ext.diagnosis.findings.registry import find_all
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, PROB_DIFF, REWARD
-from verl_ext.diagnosis.series import Act, Readings
+from verl_ext.diagnosis.series import Act, Readings, Series
 
 NAN = float("nan")
 STALE = "training/off_policy/trajectory_staleness/mean"
@@ -59,8 +59,8 @@ def test_a_level_is_found_in_its_run(mark, metrics):
 
 @pytest.mark.parametrize(("mark", "acts"), ACTED)
 def test_what_the_guard_did_is_found_with_its_last_step(mark, acts):
-    pairs = {K3: [*enumerate(QUIET, 1)]}
-    run = Readings.of_pairs(pairs, acts=[Act(2, "gap", acts[0][2], "old"), *(Act(*act, "made up.") for act in acts)])
+    decided = [Act(2, "gap", acts[0][2], "old"), *(Act(*act, "made up.") for act in acts)]
+    run = Readings({K3: Series(np.arange(1, 41), np.array(QUIET))}, acts=decided)
     found = find_all(run)[mark.partition(".")[0]]
     assert found.mark == mark and f"step {acts[-1][0]}" in found.text
     assert found.step == (None if mark.startswith("guard_warned") else acts[0][0])

@@ -83,7 +83,8 @@ def test_its_page_holds_tables_words_and_figures(probe, tmp_path):
 def test_in_ci_it_fails_above_a_gap_and_tells_all_as_json(probe, capsys, limit, code):
     assert probe("--json", "--fail-above", limit, "recipe=cpu_smoke") == code
     printed = json.loads(capsys.readouterr().out)
-    assert printed["pairs"] == FOUND["pairs"] and printed["verdict"]["cause"] == "routing"
+    assert printed["pairs"] == FOUND["pairs"] and printed["verdict"]["causes"] == ["temperature"]
+    assert ("probe_replay", "closes") in [(each["id"], each["level"]) for each in printed["verdict"]["findings"]]
 
 
 def with_nan(side, count):
@@ -122,7 +123,7 @@ def test_in_ci_it_fails_where_something_is_nan(probe, capsys, found, said):
 def test_json_has_no_nan(probe, capsys):
     assert probe("--json", "--no-page", "recipe=cpu_smoke", found=with_nan("decode", 193)) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert printed["verdict"]["cause"] == "not finite"
+    assert printed["verdict"]["findings"][0]["level"] == "rollout"
     assert 193 in {pair["one_not_finite"] for pair in printed["pairs"]}
 
 

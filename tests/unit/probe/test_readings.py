@@ -16,28 +16,45 @@ from hypothesis.extra import numpy as arrays
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl_ext.base.errors import HookError
+from verl_ext.base.names import HEAD
 from verl_ext.core.fake_quant import fake_quantized
-from verl_ext.probe.readings import (
+from verl_ext.diagnosis.findings import probe
+from verl_ext.diagnosis.findings.registry import find_all
+from verl_ext.diagnosis.probed import (
     BASE,
     DECODE,
     PACKED,
     PREFILL,
     REPLAYED,
-    SIGN_FLIPS,
     SYNC,
     TRAIN,
     UPDATE,
     Pair,
     Place,
+    Probe,
     Stage,
+)
+from verl_ext.diagnosis.series import Readings
+from verl_ext.probe.readings import (
+    SIGN_FLIPS,
     chance_of,
     compare_readings,
     compare_stage,
     compare_states,
     head_dtypes,
 )
-from verl_ext.probe.verdict import batches_sentence, dtype_sentences, judge_gap, stage_sentence, start_of
-from verl_ext.routing.recorder import HEAD, Recorder, joined_passes, named_points, order_of
+from verl_ext.probe.verdict import ProbeResult
+from verl_ext.routing.recorder import Recorder, joined_passes, named_points, order_of
+
+
+def result(pairs, places=(), stages=(), dtype="float32", **more):
+    return ProbeResult(193, dtype, pairs, list(places), list(stages), [], "", **more)
+
+
+def levels(pairs, places=(), **more):
+    """Returns name of a finding of the probe, without its prefix -> its level."""
+    found = result(pairs, places, **more).found.items()
+    return {name.removeprefix("probe_"): each.level for name, each in found if name.startswith("probe_")}
 
 
 def oracle(log_q, log_p):
@@ -109,7 +126,7 @@ def test_a_token_that_is_not_finite_has_no_part_in_the_chance():
 
 
 def simulated(seed, effect):
-    """The verdict on 200 tokens with heavy-tailed noise: Student's t with 1.5 degrees of freedom.
+    """The result for 200 tokens with heavy-tailed noise: Student's t with 1.5 degrees of freedom.
 
     Args:
         effect: "none": a replay draws the training engine's noise again. "routing": a replay leaves a tenth of the gap.
@@ -127,26 +144,29 @@ def simulated(seed, effect):
     pairs = compare_readings(
         {name: torch.from_numpy(each - 3).float() for name, each in readings.items()}, torch.arange(200)
     )
-    return judge_gap(pairs, [])
+    return result(pairs)
+
+
+ROUTED = ("probe_replay.closes", "probe_replay.halves")
 
 
 @pytest.mark.parametrize(
-    ("effect", "cause", "least", "most"),
+    ("effect", "marks", "least", "most"),
     [  # at 5 %, more than 10 of 100 is one case in 90; the two k3 alone named the cause 32, 97, 100 and 88 times
-        ("none", "routing", 0, 10),
-        ("routing", "routing", 95, 100),
-        ("sampling", "sampling path", 90, 100),
-        ("equal noise", "sampling path", 0, 10),
+        ("none", ROUTED, 0, 10),
+        ("routing", ROUTED, 95, 100),
+        ("sampling", ("probe_decode.apart",), 90, 100),
+        ("equal noise", ("probe_decode.apart",), 0, 10),
     ],
 )
-def test_a_cause_is_named_where_it_is_there_and_not_for_noise(effect, cause, least, most):
-    found = [simulated(seed, effect).cause for seed in range(100)]
-    assert least <= found.count(cause) <= most
+def test_a_finding_is_there_where_it_was_planted_and_not_for_noise(effect, marks, least, most):
+    assert least <= sum(simulated(seed, effect).has(*marks) for seed in range(100)) <= most
 
 
 def test_noise_that_looks_like_a_cause_is_told_as_noise():
-    found = next(verdict for seed in range(50) if (verdict := simulated(seed, "none")).cause == "undecided")
-    assert "(p = " in found.sentence and "--prompts" in found.advice
+    found = (simulated(seed, "none") for seed in range(50))
+    undecided = next(each for each in found if each.has("probe_replay.undecided"))
+    assert "(p = " in undecided.found["probe_replay"].text and "--prompts" in undecided.advice
 
 
 SIDE = {DECODE: "rollout", PREFILL: "rollout", TRAIN: "training", REPLAYED: "training"}
@@ -159,32 +179,34 @@ def test_a_reading_that_is_not_finite_is_no_agreement(name, count, value):
     readings = {each: torch.linspace(-3, -0.1, 100) for each in SIDE}
     readings[name][:count] = value
     pairs = compare_readings(readings, torch.arange(100))
-    found = judge_gap(pairs, PLACES[:1])
-    assert found.cause == "not finite"
-    assert f"{count} of 100 tokens" in found.sentence and f"{SIDE[name]} side ({name})" in found.sentence
+    found = result(pairs, PLACES[:1])
+    said = found.found["probe_values"].text
+    assert found.found["probe_values"].level == ("rollout" if name == DECODE else "training")
+    assert "probe_gap" not in found.found and not found.agrees(1e9)
+    assert f"{count} of 100 tokens" in said and f"{SIDE[name]} side ({name})" in said
     left = {(pair.one, pair.other): (pair.k3, pair.not_finite) for pair in pairs}
     for names, (k3, not_finite) in left.items():
         assert not_finite == (count if name in names else 0)
         assert (k3 is None) == (not_finite == 100) and k3 in (None, 0)
-    assert ("over the 97 other tokens only" in found.sentence) == (count == 3 and name in (DECODE, TRAIN))
+    assert ("over the 97 other tokens only" in said) == (count == 3 and name in (DECODE, TRAIN))
 
 
 def test_infinities_of_both_sides_at_the_same_token_are_counted_on_both():
     both = torch.tensor([-1.0, -math.inf, -2.0])
-    found = judge_gap(compare_readings({DECODE: both, TRAIN: both}, torch.arange(3)), [])
-    assert all(f"{side} side ({name})" in found.sentence for name, side in ((DECODE, "rollout"), (TRAIN, "training")))
+    said = result(compare_readings({DECODE: both, TRAIN: both}, torch.arange(3))).found["probe_values"].text
+    assert all(f"{side} side ({name})" in said for name, side in ((DECODE, "rollout"), (TRAIN, "training")))
 
 
 def test_states_that_are_not_finite_are_no_agreement():
     places = [PLACES[0], replace(PLACES[1], rollout_not_finite=2), replace(PLACES[2], error=None, train_not_finite=9)]
-    found = judge_gap(pairs_of(1e-14, 1e-15, 1e-14), places)
-    assert (found.cause, found.start) == ("not finite", "0.attention")
-    assert "2 tokens on the rollout side" in found.sentence
+    found = result(pairs_of(1e-14, 1e-15, 1e-14), places)
+    assert found.has("probe_values.states") and found.start == "0.attention" and "probe_gap" not in found.found
+    assert "2 tokens on the rollout side" in found.found["probe_values"].text
 
 
 def test_no_token_at_all_is_no_agreement():
-    found = judge_gap(compare_readings({DECODE: torch.zeros(0), TRAIN: torch.zeros(0)}, torch.arange(0)), [])
-    assert found.cause == "not finite"
+    found = compare_readings({DECODE: torch.zeros(0), TRAIN: torch.zeros(0)}, torch.arange(0))
+    assert levels(found) == {"values": "no_token"}
 
 
 def pairs_of(whole, sampling, rest, replayed=None, chance=1e-3):
@@ -197,87 +219,86 @@ def pairs_of(whole, sampling, rest, replayed=None, chance=1e-3):
 
 
 @pytest.mark.parametrize(
-    ("pairs", "cause", "said"),
+    ("pairs", "gap", "decode", "replay", "said"),
     [
-        (pairs_of(1e-14, 1e-15, 1e-14), "none", "agree"),
-        (pairs_of(1e-3, 9e-4, 1e-4), "sampling path", "does not agree with itself"),
-        (pairs_of(1e-13, 1e-3, 1e-3), "sampling path", "does not agree with itself"),
-        (pairs_of(1e-3, 1e-6, 1e-3, 1e-4), "routing", "90% of the gap is routing"),
-        (pairs_of(1e-3, 1e-6, 1e-3, 1e-4, chance=0.06), "undecided", "1.0e-04 with the rollout's experts replayed"),
-        (pairs_of(1e-3, 9e-4, 1e-4, chance=0.06), "undecided", "1.0e-04 if the rollout engine scores them at once"),
-        (pairs_of(1e-3, 1e-3, 1e-3, chance=0.06), "arithmetic", "within the rollout engine 1.0e-03"),
-        (pairs_of(1e-3, 2e-3, 1e-3), "sampling path", "does not agree with itself"),
-        (pairs_of(1e-3, 2e-3, 1e-3, chance=0.06), "undecided", "2.0e-03 within the rollout engine (p = 0.06)"),
-        (pairs_of(0.0, 1e-3, 1e-3, 0.0, chance=0.06), "undecided", "1.0e-03 within the rollout engine"),
-        (pairs_of(1e-3, 1e-6, 1e-3, 9e-4), "arithmetic", "with the rollout's experts replayed 9.0e-04"),
-        (pairs_of(1e-3, 1e-6, 1e-3), "arithmetic", "compute differently"),
+        (pairs_of(1e-14, 1e-15, 1e-14), "none", "agrees", None, "agree"),
+        (pairs_of(1e-3, 9e-4, 1e-4), "apart", "apart", None, "1.0e-03 while sampling, and 1.0e-04 at once"),
+        (pairs_of(1e-13, 1e-3, 1e-3), "apart", "apart", None, "does not agree with itself"),
+        (pairs_of(1e-3, 1e-6, 1e-3, 1e-4), "apart", "agrees", "halves", "90% of the gap is routing"),
+        (pairs_of(1e-3, 1e-6, 1e-3, 9e-5), "apart", "agrees", "closes", "91% of the gap is routing"),
+        (pairs_of(1e-3, 1e-6, 1e-3, 1e-4, chance=0.06), "apart", "agrees", "undecided", "1.0e-04 (p = 0.06)"),
+        (pairs_of(1e-3, 9e-4, 1e-4, chance=0.06), "apart", "undecided", None, "1.0e-04 at once (p = 0.06)"),
+        (pairs_of(1e-3, 1e-3, 1e-3, chance=0.06), "apart", "agrees", None, "within the rollout engine 1.0e-03"),
+        (pairs_of(1e-3, 2e-3, 1e-3), "apart", "apart", None, "does not agree with itself"),
+        (pairs_of(1e-3, 2e-3, 1e-3, chance=0.06), "apart", "undecided", None, "2.0e-03"),
+        (pairs_of(0.0, 1e-3, 1e-3, 0.0, chance=0.06), "apart", "undecided", "no_change", "1.0e-03"),
+        (pairs_of(1e-3, 1e-6, 1e-3, 9e-4), "apart", "agrees", "no_change", "experts replayed 9.0e-04"),
+        (pairs_of(1e-3, 1e-6, 1e-3), "apart", "agrees", None, "the two engines differ"),
     ],
 )
-def test_the_verdict_says_which_pair_holds_the_gap(pairs, cause, said):
-    found = judge_gap(pairs, [])
-    assert found.cause == cause and said in found.sentence
-    assert (found.advice == "stability=r3") == (cause == "routing")
+def test_the_findings_say_which_pair_holds_the_gap(pairs, gap, decode, replay, said):
+    found = levels(pairs)
+    assert (found["gap"], found["decode"], found.get("replay")) == (gap, decode, replay)
+    assert said in " ".join(each.text for each in result(pairs).found.values())
+    assert (result(pairs).advice == "stability=r3") == (replay in ("halves", "closes"))
 
 
 @pytest.mark.parametrize(
-    ("reading", "k3", "cause", "said"),
+    ("reading", "k3", "level", "within_noise"),
     [
-        (PACKED, 1e-2, "packing", "with several in a pass, k3 rises from 1.0e-03 to 1.0e-02"),
-        (PACKED, 1.5e-3, "arithmetic", "compute differently"),
-        (REPLAYED, 1e-2, "replay", "k3 rises from 1.0e-03 to 1.0e-02"),
-        (BASE, 1e-4, "adapter", "k3 is 1.0e-03 to the training engine with it, and 1.0e-04 without it"),
-        (BASE, 9e-4, "arithmetic", "compute differently"),
-        (BASE, 1e-1, "arithmetic", "compute differently"),
+        (PACKED, 1e-2, "harms", "no_change"),
+        (PACKED, 1.5e-3, "no_change", "no_change"),
+        (PACKED, 1e-4, "no_change", "no_change"),  # nothing that a pass of one sequence has
+        (REPLAYED, 1e-2, "harms", "no_change"),
+        (BASE, 4e-4, "halves", "undecided"),
+        (BASE, 1e-5, "closes", "undecided"),
+        (BASE, 9e-4, "no_change", "no_change"),
+        (BASE, 1e-1, "no_change", "no_change"),
     ],
 )
-def test_a_reading_that_is_further_away_or_a_lora_that_is_not_there(reading, k3, cause, said):
-    def pairs(chance):
-        return [*pairs_of(1e-3, 1e-6, 1e-3), *pairs_of(k3, 0, 0, k3, chance)[3:]]
-
-    def judged(chance):
-        found = pairs(chance)
-        return judge_gap([*found[:-1], replace(found[-1], other=reading)], [])
-
-    assert judged(1e-3).cause == cause and said in judged(1e-3).sentence
-    assert judged(0.06).cause == "arithmetic"
+def test_a_reading_that_is_further_away_or_a_lora_that_is_not_there(reading, k3, level, within_noise):
+    name = {PACKED: "probe_packing", REPLAYED: "probe_replay", BASE: "probe_adapter"}[reading]
+    for chance, expected in ((1e-3, level), (0.06, within_noise)):
+        pairs = [*pairs_of(1e-3, 1e-6, 1e-3), replace(pairs_of(k3, 0, 0, k3, chance)[3], other=reading)]
+        found = result(pairs, PLACES).found
+        assert found[name].level == expected and f"from 1.0e-03 to {k3:.1e}" in found[name].text
+        assert found["probe_start"].level == ("head" if expected == "no_change" else "not_judged")
 
 
 @pytest.mark.parametrize(
-    ("k3", "said"),
+    ("k3", "level", "said"),
     [
-        (
-            [1e-4, 1.1e-4, 3e-4, 4e-4],
-            "The gap grows while the weights stay the same: k3 is 1.1e-04 over the first 2 of 4",
-        ),
-        ([1e-4, 1.1e-4, 9e-4, 3e-4, 4e-4], "and 3.5e-04 over the last 2"),
-        ([1e-4, 3.5e-4, 3e-4, 9e-4], "no growth is seen"),  # the second is above the third
-        ([1e-4, 1.1e-4, 1.2e-4, 1.3e-4], "no growth is seen"),  # not twice as large
-        ([1e-14, 1e-13, 1e-12, 1e-11], "no growth is seen"),  # rounding
-        ([1e-4, 1e-2], "no growth is seen"),  # one case in two by chance
-        ([1e-4, None, 1e-4, 1e-4], "1 of 4 batches with the same weights have NaN or infinity"),
+        ([1e-4, 1.1e-4, 3e-4, 4e-4], "grows", "k3 is 1.1e-04 over the first 2 of 4"),
+        ([1e-4, 1.1e-4, 9e-4, 3e-4, 4e-4], "grows", "and 3.5e-04 over the last 2"),
+        ([1e-4, 3.5e-4, 3e-4, 9e-4], "steady", ""),  # the second is above the third
+        ([1e-4, 1.1e-4, 1.2e-4, 1.3e-4], "steady", ""),  # not twice as large
+        ([1e-14, 1e-13, 1e-12, 1e-11], "steady", ""),  # rounding
+        ([1e-4, 1e-2], "steady", ""),  # one case in two by chance
+        ([1e-4, None, 1e-4, 1e-4], "not_finite", "1 of 4 batches"),
     ],
 )
-def test_a_gap_that_grows_from_batch_to_batch(k3, said):
-    assert said in batches_sentence([replace(pairs_of(1e-3, 0, 0)[0], k3=each) for each in k3])
+def test_a_gap_that_grows_from_batch_to_batch(k3, level, said):
+    pairs = pairs_of(1e-3, 0, 0)
+    found = result(pairs, batches=[replace(pairs[0], k3=each) for each in k3]).found["probe_batches"]
+    assert found.level == level and said in found.text
 
 
 PLACES = [Place("embedding", 0.0), Place("0.attention", 1e-7), Place("0.layer", 2e-7), Place("norm", 2e-7)]
 
 
 @pytest.mark.parametrize(
-    ("changed", "dtype", "start"),
+    ("changed", "dtype", "start", "level", "advice"),
     [
-        ({}, "float32", HEAD),  # k3 of 1e-3 cannot come from such states
-        ({2: 0.3, 3: 0.3}, "float32", "0.layer"),
-        ({1: 1e-2, 2: 1e-2, 3: 1e-2}, "bfloat16", ""),  # rounding
-        ({1: 1e-2, 2: 0.5, 3: 0.5}, "bfloat16", "0.layer"),
+        ({}, "float32", HEAD, "head", "temperature"),  # k3 of 1e-3 cannot come from such states
+        ({2: 0.3, 3: 0.3}, "float32", "0.layer", "layer", "0.layer"),
+        ({1: 1e-2, 2: 1e-2, 3: 1e-2}, "bfloat16", "", "nowhere", "precision=fp16"),  # rounding
+        ({1: 1e-2, 2: 0.5, 3: 0.5}, "bfloat16", "0.layer", "layer", "0.layer"),
     ],
 )
-def test_where_it_starts_is_more_than_the_rounding_of_a_dtype(changed, dtype, start):
+def test_where_it_starts_is_more_than_the_rounding_of_a_dtype(changed, dtype, start, level, advice):
     places = [replace(place, error=changed.get(index, place.error)) for index, place in enumerate(PLACES)]
-    found = judge_gap(pairs_of(1e-3, 0.0, 1e-3), places, dtype)
-    assert (found.cause, found.start) == ("arithmetic", start)
-    assert (start or "no layer stands out") in found.advice or (start == HEAD and "temperature" in found.advice)
+    found = result(pairs_of(1e-3, 0.0, 1e-3), places, dtype=dtype)
+    assert (found.start, found.found["probe_start"].level) == (start, level) and advice in found.advice
 
 
 def stage_oracle(before, after):
@@ -314,23 +335,34 @@ def test_a_stage_against_the_oracle(before, after):
 
 
 @pytest.mark.parametrize(
-    ("one", "said"),
+    ("one", "mark", "said"),
     [
-        (Stage(SYNC, 1e-4, 1e-4, 0.0, 0.0), "does not widen the gap"),
-        (Stage(SYNC, 1e-4, 1e-2, 0.1, 0.0), "sends weights other than"),
-        (Stage(SYNC, 1e-4, 1e-4, 0.1, 0.0), "moves the rollout by 1.0e-01"),
-        (Stage(UPDATE, 1e-4, 1e-4, 0.0, 0.0), "its learning rate is 0"),
-        (Stage(UPDATE, 1e-4, 1e-2, 0.0, 0.1), "does not arrive"),
-        (Stage(UPDATE, 1e-4, 1e-2, 0.1, 0.1), "One update widens the gap"),
-        (Stage(UPDATE, 1e-4, 1.1e-4, 0.1, 0.1), "moves training by 1.0e-01"),
-        (Stage(SYNC, 1e-4, None, None, 0.0, 9, rollout_not_finite=9), "9 of 9 tokens have a log-probability of NaN"),
-        (Stage(UPDATE, 1e-4, 1e-4, 0.1, 0.1, 9, train_not_finite=1), "1 of 9 tokens have a log-probability of NaN"),
-        (Stage(SYNC, None, 1e-4, None, 0.0, 9), "so the change is not known"),
-        (Stage(UPDATE, 1e-2, 1e-2, 1e-6, 1e-5), "moves training by 1.0e-05"),  # less than the gap can show
+        (Stage(SYNC, 1e-4, 1e-4, 0.0, 0.0), "sync.same", "does not widen the gap"),
+        (Stage(SYNC, 1e-4, 1e-2, 0.1, 0.0), "sync.widens", "sends weights other than"),
+        (Stage(SYNC, 1e-4, 1e-4, 0.1, 0.0), "sync.moves", "moves the rollout by 1.0e-01"),
+        (Stage(UPDATE, 1e-4, 1e-4, 0.0, 0.0), "update.nothing", "its learning rate is 0"),
+        (Stage(UPDATE, 1e-4, 1e-2, 0.0, 0.1), "update.lost", "training moved by 1.0e-01"),
+        (Stage(UPDATE, 1e-4, 1e-2, 0.1, 0.1), "update.widens", "k3 was 1.0e-04 and is 1.0e-02"),
+        (Stage(UPDATE, 1e-4, 1e-2, 0.07, 0.1), "update.part", "k3 was 1.0e-04 and is 1.0e-02"),
+        (Stage(UPDATE, 1e-4, 1.1e-4, 0.1, 0.1), "update.arrives", "training moved by 1.0e-01"),
+        (Stage(SYNC, 1e-4, None, None, 0.0, 9, rollout_not_finite=9), "sync.not_finite", "9 of 9 tokens"),
+        (Stage(UPDATE, 1e-4, 1e-4, 0.1, 0.1, 9, train_not_finite=1), "update.not_finite", "1 of 9 tokens"),
+        (Stage(SYNC, None, 1e-4, None, 0.0, 9), "sync.not_known", "so the change is not known"),
+        (Stage(UPDATE, 1e-2, 1e-2, 1e-6, 1e-5), "update.arrives", "1.0e-05"),  # less than the gap can show
     ],
 )
-def test_what_a_stage_says(one, said):
-    assert said in stage_sentence(one)
+def test_what_a_stage_shows(one, mark, said):
+    found = result(pairs_of(1e-14, 0, 0), stages=[one]).found[f"probe_{one.name}"]
+    assert found.mark == f"probe_{mark}" and said in found.text
+
+
+def start_of(places):
+    return probe.start_of(Probe(pairs_of(1e-14, 0, 1e-14), places))
+
+
+def dtypes(places, head=("", "")):
+    found = find_all(Readings({}, probe=Probe(pairs_of(1e-14, 0, 1e-14), places, head=head))).get("probe_dtypes")
+    return "" if found is None else found.text
 
 
 TOP_K = 2
@@ -430,9 +462,8 @@ def test_a_router_of_another_dtype_is_reported():
         ("float32", "float32"),
         ("bfloat16", "float32"),
     ]
-    (said,) = dtype_sentences(places)
-    assert "2 x router is bfloat16 in the rollout" in said
-    assert dtype_sentences(compare_states(train, train, TOP_K)) == []
+    assert "2 x router is bfloat16 in the rollout" in dtypes(places)
+    assert dtypes(compare_states(train, train, TOP_K)) == ""
 
 
 @pytest.mark.parametrize("cast", ["as it is", "cast to float32", "as SGLang returns it"])
@@ -454,8 +485,8 @@ def test_the_heads_dtype_is_what_it_was_computed_in(model, cast):
 
     assert head_dtypes(passes(None), passes(torch.bfloat16)) == ["float32", "bfloat16"]
     assert head_dtypes(passes(torch.float16), {}) == ["float16", ""]
-    assert len(dtype_sentences([], ("float32", "bfloat16"))) == 1
-    assert dtype_sentences([], ("float32", "float32")) == dtype_sentences([], ("float32", "")) == []
+    assert "logits are float32" in dtypes([], ("float32", "bfloat16"))
+    assert dtypes([], ("float32", "float32")) == dtypes([], ("float32", "")) == ""
 
 
 def test_other_tokens_are_an_error():

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verl_ext.base.errors import UserError
+from verl_ext.diagnosis.findings.probe import FP32, PROBE_SHOWS
 from verl_ext.diagnosis.findings.registry import RULES
 
 if sys.version_info >= (3, 11):
@@ -36,39 +37,6 @@ class CauseError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class ProbeReading:
-    """An observation that `verl-ext probe` can make.
-
-    Attributes:
-        shows: the object of "it shows".
-        options: options that the command needs for it, in addition to the overrides of the launch.
-    """
-
-    shows: str
-    options: str = ""
-
-
-FP32 = "--sweep fp32"
-PROBE_READINGS = {  # docs/probe.md explains the readings
-    "agreement": ProbeReading(
-        "no gap, because it samples from all tokens at temperature 1, with new weights, one answer per pass"
-    ),
-    "decode": ProbeReading("the rollout engine apart from itself: `decode` far from both `prefill` and `train`"),
-    "rounding": ProbeReading("no gap with fp32", FP32),
-    "coarse": ProbeReading("a gap with fp32 too (or an engine that refuses fp32)", FP32),
-    "router": ProbeReading("states that start to differ at a router, by no more than 16-bit rounding"),
-    "choice": ProbeReading("next to no gap with the rollout's experts (`replayed`), and routers whose logits agree"),
-    "replay": ProbeReading("a larger gap with the rollout's experts (`replayed`) than without (`train`)"),
-    "layer": ProbeReading("states that start to differ in one layer, by more than 16-bit rounding"),
-    "first attention": ProbeReading("states that start to differ in layer 0's attention, by more than 16-bit rounding"),
-    "head": ProbeReading("states that agree, and log-probabilities that do not (`head`)"),
-    "lost": ProbeReading("an update that moves training and not the rollout"),
-    "part": ProbeReading("an update that moves the rollout differently from training, and widens the gap"),
-    "not finite": ProbeReading("NaN or infinite values in the rollout's readings"),
-}
-
-
-@dataclass(frozen=True)
 class Cause:
     """Something that can be wrong with a run.
 
@@ -80,7 +48,6 @@ class Cause:
         override: what to try, as overrides of `python -m verl_ext.main_ppo`; "" if no setting helps.
         moe_override: what to try in a mixture of experts; "" if that is `override` too.
         why: what the override does, a clause.
-        probe: names of the PROBE_READINGS that may show it; () if the probe cannot find it.
         doctor: the doctor's checks that find it in the settings of a launch.
         harmless_if_close: whether it is rounding, which is no fault while the gap is as small as in sound runs.
         a_correction_helps: whether a correction of the importance weights, or replay, makes the run sound again.
@@ -98,7 +65,6 @@ class Cause:
     override: str = ""
     moe_override: str = ""
     why: str = ""
-    probe: tuple[str, ...] = ()
     doctor: tuple[str, ...] = ()
     harmless_if_close: bool = False
     a_correction_helps: bool = False
@@ -110,6 +76,11 @@ class Cause:
     @property
     def of_gap(self) -> bool:
         return self.about == "gap"
+
+    @property
+    def probe(self) -> tuple[str, ...]:
+        """What the probe may show of it, of PROBE_SHOWS; () if the probe cannot find it."""
+        return tuple(mark for mark in PROBE_SHOWS if self.points(*mark.split(".")) > 0)
 
     def override_for(self, moe: bool) -> str:
         """Returns what to try in a dense model, or in a mixture of experts."""
@@ -130,7 +101,7 @@ KEYS: dict[str, tuple[Any, str]] = {
     **{key: (str, key) for key in ("title", "about", "check", "why")},
     "try": (str, "override"),
     "try_moe": (str, "moe_override"),
-    **{key: (list, key) for key in ("probe", "doctor", "only_with", "alike")},
+    **{key: (list, key) for key in ("doctor", "only_with", "alike")},
     **{key: (bool, key) for key in ("harmless_if_close", "a_correction_helps")},
 }
 TYPES = {str: "a text", list: "a list of texts", bool: "true or false"}
@@ -161,8 +132,6 @@ def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
     cause = Cause(name, shows=shows, elsewhere=elsewhere, **given)
     if cause.about not in SUBJECTS:
         raise CauseError(f"about is {cause.about!r}; it must be one of {', '.join(SUBJECTS)}")
-    if strange := [each for each in cause.probe if each not in PROBE_READINGS]:
-        raise CauseError(f"probe lists {strange[0]!r}; known are {', '.join(PROBE_READINGS)}")
     known_marks = {f"{rule.name}.{level}" for rule in RULES.values() for level in rule.levels}
     if strange := [mark for mark in cause.only_with if mark not in known_marks]:
         raise CauseError(f"only_with lists {strange[0]}, which is no finding.level")
@@ -280,9 +249,9 @@ def settling_of(first: Cause, second: Cause | None = None) -> Settling | None:
     others = second.probe if second is not None else ()
     if first.probe and not set(first.probe) & set(others):
         readable = [cause for cause in (first, second) if cause is not None and cause.probe]
-        options = {PROBE_READINGS[name].options for cause in readable for name in cause.probe} - {""}
+        sweeps = any(mark.startswith(FP32) for cause in readable for mark in cause.probe)
         shown = [f'{_words(cause)} if it is "{cause.title}"' for cause in readable]
-        return Settling(" ".join(("verl-ext probe", *sorted(options))), f"shows {'; '.join(shown)}")
+        return Settling("verl-ext probe --sweep fp32" if sweeps else "verl-ext probe", f"shows {'; '.join(shown)}")
     if checks := [check for cause in (first, second) if cause is not None for check in cause.doctor]:
         named = " and ".join(f'"{check}"' for check in checks)
         return Settling("verl-ext doctor", f"shows it at {named}")
@@ -290,4 +259,4 @@ def settling_of(first: Cause, second: Cause | None = None) -> Settling | None:
 
 
 def _words(cause: Cause) -> str:
-    return ", or ".join(PROBE_READINGS[name].shows for name in cause.probe)
+    return ", or ".join(PROBE_SHOWS[mark] for mark in cause.probe)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from verl_ext.diagnosis.findings.gap import AGREE, ROUNDED, gap_by_probability, sound_level
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.names import K3, LOG_RATIO
+from verl_ext.diagnosis.probed import DECODE, REPLAYED
 from verl_ext.diagnosis.series import Readings, cached_per_run, require_logged
 from verl_ext.diagnosis.statistics import course_of
 
@@ -25,8 +26,8 @@ ROUTER = "router/"  # begins the name of every metric of routers
 
 
 def is_moe(run: Readings) -> bool:
-    """Returns True if the run logged metrics of routers, which only a mixture of experts has."""
-    return run.has(ROUTER)
+    """Returns True if the run logged metrics of routers, or a probe replayed experts: a mixture of experts has both."""
+    return run.has(ROUTER) or (run.probe is not None and run.probe.pair(DECODE, REPLAYED) is not None)
 
 
 @cached_per_run
