@@ -216,11 +216,10 @@ def advice_lines(plan: Plan) -> list[str]:
 def lengths_line(sizes: Sizes) -> str:
     """Returns a line with the mean lengths, and how to set those that are guessed."""
     found = {"prompt": (sizes.mean_prompt, sizes.prompt), "response": (sizes.mean_response, sizes.response)}
-    guess = {part: mean == limit * GUESSED_MEAN for part, (mean, limit) in found.items()}
-    each = (
-        f"{part} {mean:,.0f} of at most {limit:,} tokens" + (f" (a guess: --mean-{part} sets it)" if guess[part] else "")
-        for part, (mean, limit) in found.items()
-    )
+    each = []
+    for part, (mean, limit) in found.items():
+        guess = f" (a guess: --mean-{part} sets it)" if mean == limit * GUESSED_MEAN else ""
+        each.append(f"{part} {mean:,.0f} of at most {limit:,} tokens{guess}")
     return f"mean lengths: {', '.join(each)}"
 
 

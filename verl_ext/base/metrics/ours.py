@@ -476,8 +476,8 @@ UPDATE = Section(
         ),
         after(
             "actor/self_gap",
-            "k3 of l_old against l_theta in the first mini-batch, where the same weights computed both; not in bypass mode "
-            "or without compute_log_prob",
+            "k3 of l_old against l_theta in the first mini-batch, where the same weights computed both; not in bypass "
+            "mode or without compute_log_prob",
             NATS,
             "lower",
         ),
