@@ -97,25 +97,34 @@ MEMORY_STEPS = (
         ),
     ),
     (
-        r"(?i)cache blocks|KV cache|vllm|sglang|in the (?:rollout|weight sync) by",
+        r"(?i)no available memory|cache blocks|KV cache",
+        NextStep(
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.7",
+            "leaves room for the KV cache beside the weights; if it has as much, a larger "
+            "rollout.tensor_model_parallel_size splits the weights",
+        ),
+    ),
+    (
+        r"(?i)vllm|sglang|in the (?:rollout|weight sync) by",
         NextStep("actor_rollout_ref.rollout.gpu_memory_utilization=0.4", "leaves more of the GPU to training"),
     ),
     (
         "in the log-probs by",
         NextStep(
             "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true "
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192",
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=TOKENS",
             "bounds the tokens of one pass of the log-probs",
         ),
     ),
     (
         "",
         NextStep(
-            "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+            "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.actor.ppo_max_token_len_per_gpu=TOKENS",
             "bounds the tokens of one pass of the update; docs/crashes.md has the settings of the other phases",
         ),
     ),
 )
+SEQUENCE = ("prompt_length/max", LONGEST)
 OUT_OF_MEMORY = CAUSES["out_of_memory"]
 COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")
 REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the policy near the reference model")
@@ -247,9 +256,14 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
 
 
 def _lower_memory(run: Run) -> NextStep:
-    """Returns the setting to lower first in the place where memory ran out, by the words of the error."""
+    """Returns the setting to change first in the place where memory ran out, by the words of the error."""
     reason = run.readings.ending.reason if run.readings.ending is not None else ""
-    return next(step for words, step in MEMORY_STEPS if re.search(words, reason))
+    step = next(step for words, step in MEMORY_STEPS if re.search(words, reason))
+    if "TOKENS" not in step.do:
+        return step
+    longest = [float(series.values.max()) for name in SEQUENCE if (series := run.get(name)) is not None]
+    so_far = f" (the longest sequence had {sum(longest):.0f})" if len(longest) == len(SEQUENCE) else ""
+    return NextStep(step.do, f"{step.why}. TOKENS is at least the limits of prompt and response together{so_far}")
 
 
 def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -304,11 +318,15 @@ def _twice_the_longest(run: Run) -> int:
 
 
 def _lower_rate(run: Run) -> Iterator[NextStep]:
-    """Yields a third of the highest logged learning rate. If none was logged, nobody knows what would be lower."""
+    if lower := _third_of_the_rate(run):
+        yield NextStep(f"actor_rollout_ref.actor.optim.lr={lower}", "lowers the learning rate to a third")
+
+
+def _third_of_the_rate(run: Run) -> str:
+    """Returns a third of the highest logged learning rate; "" if none was logged: nobody knows what would be lower."""
     logged = run.get("actor/lr")
     highest = 0.0 if logged is None else float(logged.values.max())
-    if highest > 0:
-        yield NextStep(f"actor_rollout_ref.actor.optim.lr={highest / 3:.0e}", "lowers the learning rate to a third")
+    return f"{highest / 3:.0e}" if highest > 0 else ""
 
 
 def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -317,8 +335,11 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     causes = [suspect.cause for suspect in found.suspects if not suspect.harmless]
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
         causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
+    values = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}
     for cause in causes:
-        setting = cause.elsewhere.get(run.trainer, "").replace("LONGER", str(_twice_the_longest(run) or "LONGER"))
+        setting = cause.elsewhere.get(run.trainer, "")
+        for word in (word for word in values if word in setting):
+            setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
         yield NextStep(setting or f"check {cause.check}", cause.title)
     if _is_lost(found):
         began = _sound_step(run, found)

@@ -90,8 +90,9 @@ class Reader:
         part = source.run(self._which)
         log = self._events
         decisions = () if log is None else log.decisions(part)
+        ended_in = ""
         if isinstance(source, TextSource):
-            decisions = (*decisions, *source.events(part))
+            decisions, ended_in = (*decisions, *source.events(part)), source.trainer()
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         metrics = part.metrics | _combined(part.metrics)
@@ -108,6 +109,7 @@ class Reader:
                 *_not_read(metrics),
             ),
             last=part.number == part.runs,
+            ended_in=ended_in,
         )
 
 

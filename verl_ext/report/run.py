@@ -98,6 +98,7 @@ class Run:
         events: the guard's decisions, by step.
         notes: notes on the files for the reader, one sentence each: lines left out, steps logged twice.
         last: whether it is the last of its file. Other files in the folder count as the last run's.
+        ended_in: the trainer in whose code it ended, by a traceback; "" if none is known.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Run:
     events: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
     last: bool = True
+    ended_in: str = ""
 
     def get(self, name: str) -> Series | None:
         """Returns the finite values of a quantity, under the first of its names that has any."""
@@ -135,8 +137,15 @@ class Run:
 
     @property
     def of_verl(self) -> bool:
-        """Whether verl logged it: a metric has the beginning of a name of verl's or of this package."""
-        return any(name.startswith(VERLS) for name in self.metrics)
+        """Whether verl logged it: a metric has the beginning of a name of verl's or of this package; without metrics,
+        whether it ended in verl's code."""
+        return any(name.startswith(VERLS) for name in self.metrics) if self.metrics else self.ended_in == "verl"
+
+    @property
+    def end(self) -> Event | None:
+        """The error after which nothing was logged; None if there is none."""
+        last = self.events[-1] if self.events else None
+        return last if last is not None and last.rule == ENDED and last.step >= self.steps[-1] else None
 
     @cached_property
     def trainer(self) -> str:
@@ -146,7 +155,7 @@ class Run:
             return "verl"
         logged = (alias.frameworks for names in self._quantities.values() for alias in names.values())
         found = Counter(each for frameworks in logged if len(frameworks) <= FEW_TRAINERS for each in frameworks)
-        return found.most_common(1)[0][0] if found else ""
+        return found.most_common(1)[0][0] if found else self.ended_in
 
     @cached_property
     def _quantities(self) -> dict[str, dict[str, Alias]]:

@@ -219,7 +219,7 @@ class Dashboard:
             )
         if table.row_count:
             yield table
-        if self.verdict.suspects:
+        if self.verdict.suspects and self.run.metrics:
             yield indented(REASONS, options)
         for note in notes(self.run, {step.do for step in self.verdict.steps}):
             short = note.startswith(EVENT_NOTE) and len(note) > LINE_WIDTH - 2
@@ -228,7 +228,8 @@ class Dashboard:
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Yields lines and their styles."""
         verdict = self.verdict
-        yield f"{self.run.name}, step {self.run.steps[-1]}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
+        step = f", step {self.run.steps[-1]}" if self.run.metrics else ""
+        yield f"{self.run.name}{step}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield verdict.sentence, ""
         causes = ""
         for label, suspect in verdict.labelled():
@@ -323,13 +324,14 @@ def notes(run: Run, advised: Collection[str] = ()) -> Iterator[str]:
     Args:
         advised: overrides that the verdict advises already.
     """
-    medians = f"now: median of the last {NOW_READINGS} readings; first: of the first {NOW_READINGS}"
-    yield f"{medians}; fewer in a short run; worst: of all"
+    if run.metrics:
+        medians = f"now: median of the last {NOW_READINGS} readings; first: of the first {NOW_READINGS}"
+        yield f"{medians}; fewer in a short run; worst: of all"
     if run.validations():
         yield "val: the first and the last reading"
     if (skipped := skipped_share(run.readings)) is not None:
         yield f"updates skipped: {100 * skipped[0]:.3g} % in {skipped[1]} steps (guard/skipped)"
-    for event in run.events[-MOST_EVENTS:]:
+    for event in (each for each in run.events[-MOST_EVENTS:] if each != run.end):
         reason = " ".join(event.reason.split())
         yield reason if event.rule == ENDED else f"{EVENT_NOTE}{event.step}: {event.action}: {reason}"
     if (more := len(run.validations()) - MOST_VALIDATIONS) > 0:

@@ -275,9 +275,8 @@ def _sentence(run: Run, found: Judgement, state: State, stopped: str) -> str:
     good = found.learning.state in ("learns", "weak") and found.engines.state in ("apart", "broken", "growing")
     learning, engines = _with_step(run, found.learning), _of_engines(run, found, state)
     both = sentence_of(f"{learning}{', but' if good else ';'} {engines}")
-    end = run.events[-1] if run.events else None
-    if end is not None and end.rule == ENDED and end.step >= run.steps[-1]:
-        return f"The run {end.reason.rstrip('.')}. {both}"
+    if run.end is not None:
+        return f"The run {run.end.reason.removesuffix('.')}. {both}"
     return f"{stopped} {both}" if stopped else both
 
 

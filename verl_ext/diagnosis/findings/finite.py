@@ -18,6 +18,7 @@ FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then
 MEMORY = re.compile(
     r"(?i)out ?of ?memory|\bOOM\b|cannot allocate memory|can't allocate memory|MemoryError|memory monitor"
+    r"|no available memory"
 )
 # A collective, a store or a call of Ray that waits for another process; a time limit of one's own code is an error.
 HANG = re.compile(

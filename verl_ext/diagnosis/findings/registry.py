@@ -32,8 +32,8 @@ class Finding:
 
     @property
     def dated(self) -> str:
-        """The fact behind its step, unless it has none or names it."""
-        named = self.step is None or f"step {self.step}" in self.text or "the first step" in self.text
+        """The fact behind its step, unless it has none, names it, or the run has ended before its first one."""
+        named = not self.step or f"step {self.step}" in self.text or "the first step" in self.text
         return self.text if named else f"step {self.step}: {self.text}"
 
     @property

@@ -119,6 +119,19 @@ PHASES = (
     ("the rollout", r"generate|rollout_loop|EngineCore"),
     ("the reward", r"compute_score|reward_fn|compute_rewards?\b|RewardLoop"),
 )
+PACKAGES = {  # of trainers, as names.toml calls these
+    "verl": "verl",
+    "trl": "TRL",
+    "slime": "slime",
+    "miles": "miles",
+    "nemo_rl": "NeMo-RL",
+    "openrlhf": "OpenRLHF",
+    "areal": "AReaL",
+    "skyrl_train": "SkyRL",
+    "prime_rl": "prime-rl",
+    "swift": "ms-swift",
+}
+OF_PACKAGE = re.compile(rf"/({'|'.join(PACKAGES)})/(?:[\w-]+/){{0,9}}\w+\.py".encode())
 BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|\b0%\|")
 
 
@@ -283,23 +296,28 @@ def _error_of(line: str) -> Error | None:
         if found := pattern.search(line):
             is_a_sign = what == BROKEN
             groups = (each if is_a_sign else each.lower() for each in found.groups() if each)
-            said = printable(what.format(*groups), most=None)[:ERROR_CHARACTERS]
-            return Error(said, rank, is_a_sign=is_a_sign)
+            return Error(_shortened(what.format(*groups)), rank, is_a_sign=is_a_sign)
     if EXCEPTION.match(line):
         return _raised(line)
     if found := SIGNAL.search(line):
         return _signal(found)
     if line.startswith("what():"):  # what a C++ exception says that nothing caught
-        return Error(printable(line.removeprefix("what():").strip(), most=None)[:ERROR_CHARACTERS], STUCK)
+        return Error(_shortened(line.removeprefix("what():").strip()), STUCK)
     if ANNOUNCED.match(line):
-        return Error(printable(line, most=None)[:ERROR_CHARACTERS], FOLLOWS, is_a_sign=True)
+        return Error(_shortened(line), FOLLOWS, is_a_sign=True)
     return None
+
+
+def _shortened(text: str) -> str:
+    """Returns the beginning of an error's text, up to a whole word."""
+    said = printable(text, most=None)
+    return said if len(said) <= ERROR_CHARACTERS else said[:ERROR_CHARACTERS].rpartition(" ")[0] + " ..."
 
 
 def _raised(line: str) -> Error:
     """Returns the error of a traceback's last line."""
     told = f"a full disk: {line}" if DISK.search(line) else line
-    return Error(printable(told, most=None)[:ERROR_CHARACTERS], FOLLOWS if FOLLOWING.match(line) else OWN)
+    return Error(_shortened(told), FOLLOWS if FOLLOWING.match(line) else OWN)
 
 
 def _signal(found: re.Match[str]) -> Error | None:
@@ -361,6 +379,11 @@ class Ends:
             for of, step, how in (*self._found, *self._look(tail))
             if of == number
         )
+
+    def trainer(self, tail: bytes = b"") -> str:
+        """Returns the trainer whose code is in most frames behind the last row; "" if none is known."""
+        found = Counter(OF_PACKAGE.findall(b"".join([*self._behind, tail])))
+        return PACKAGES[found.most_common(1)[0][0].decode()] if found else ""
 
     def notes(self, every: int, tail: bytes = b"") -> tuple[str, ...]:
         """Returns a note on the log's end, if it ends before the bar of its steps does, and not by an error.

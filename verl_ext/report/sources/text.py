@@ -256,6 +256,10 @@ class TextSource:
         """Returns how the processes of one run ended, if they ended by an error."""
         return self._ends.events(part.number, part.runs, self._tail)
 
+    def trainer(self) -> str:
+        """Returns the trainer in whose code the log ends, by the frames of a traceback; "" if none is known."""
+        return self._ends.trainer(self._tail)
+
     def notes(self) -> tuple[str, ...]:
         every, notes = self._every, list(self._ends.notes(self._every, self._tail))
         if self._overflows:
