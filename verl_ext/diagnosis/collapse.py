@@ -116,11 +116,13 @@ def _move(name: str, readings: Pairs, began: int, until: int) -> Move | None:
     high, low = middle + off, middle - off
     if name == K3:
         high = max(high, HARMLESS_GAP)
-    rest = values[start + len(calm) :]
-    sides = [leaves(rest > high), None if name in RISES_ONLY else leaves(rest < low)]
-    left = min((side for side in sides if side is not None), default=None)
-    if left is None or (at := start + len(calm) + left) >= len(steps) or steps[at] > until:
+    begin, end = start + len(calm), int(np.searchsorted(steps, until, side="right"))
+    if begin >= end:
         return None
-    away = values[at : int(np.searchsorted(steps, until, side="right"))]
-    after = max(level_means(away, STRETCH), key=lambda level: abs(level - middle))
-    return Move(name, int(steps[at]), middle, float(after))
+    after = max(level_means(values[begin:end], STRETCH), key=lambda level: abs(level - middle))
+    # A slow fall is no beginning of the rise that follows: the side is that of the level furthest away.
+    rises = name in RISES_ONLY or after > middle
+    left = leaves(values[begin:] > high if rises else values[begin:] < low)
+    if left is None or begin + left >= end:
+        return None
+    return Move(name, int(steps[begin + left]), middle, float(after))

@@ -343,8 +343,10 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
         yield NextStep(setting or f"check {cause.check}", cause.title)
     if _is_lost(found):
         began = _sound_step(run, found)
-        step = "start again from the beginning" if began <= 1 else f"go back to a checkpoint from before step {began}"
-        yield NextStep(step, "the weights have been worse since then")
+        if began <= 1:
+            yield NextStep("start again from the beginning", "no weights are from before the fall")
+        else:
+            yield NextStep(f"go back to a checkpoint from before step {began}", "nothing had moved until then")
 
 
 def _sound_step(run: Run, found: Judgement) -> int:
