@@ -214,7 +214,8 @@ def step_axis(steps: tuple[float, float]) -> alt.X:
     first, last = steps
     margin = 0.5 if first == last else 0
     scale = alt.Scale(domain=[first - margin, last + margin], nice=False)
-    return alt.X("step:Q", title="step", scale=scale, axis=alt.Axis(format="d", tickMinStep=1, tickCount=10))
+    few = {"values": [math.ceil(first), math.floor(last)]} if last - first <= 1 else {}  # no half steps
+    return alt.X("step:Q", title="step", scale=scale, axis=alt.Axis(format="d", tickMinStep=1, tickCount=10, **few))
 
 
 def value_axis(
@@ -224,7 +225,7 @@ def value_axis(
     if grid:
         scale, axis = (
             alt.Scale(type="log", nice=False, padding=28 if edge else 14),
-            alt.Axis(labelExpr=LOG_LABELS, values=grid),
+            alt.Axis(labelExpr=LOG_LABELS, values=grid, labelOverlap=True),
         )
     else:
         scale, axis = alt.Scale(zero=zero, nice=True), alt.Axis(format=".3~%" if percent else ".6~g")

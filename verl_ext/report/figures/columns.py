@@ -66,15 +66,16 @@ def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callab
             return None
         steps = np.unique(np.concatenate([series.steps for series in layers.values()]))
         edges = step_edges(steps, HEAT_COLUMNS)
-        values: list[dict[str, Any]] = [
+        means = np.array([interval_means(series, edges) for series in layers.values()])
+        values: list[dict[str, Any]] = [  # column by column: a page has equal numbers in a row once
             {
                 "step": int(start) - 0.5,
                 "end": int(end) - 0.5 + OVERLAP * (int(end) - int(start)),
                 "layer": layer - 0.5,
                 "value": round(float(mean), 5),
             }
-            for layer, series in layers.items()
-            for start, end, mean in zip(edges[:-1], edges[1:], interval_means(series, edges), strict=True)
+            for start, end, column in zip(edges[:-1], edges[1:], means.T, strict=True)
+            for layer, mean in zip(layers, column, strict=True)
             if np.isfinite(mean)
         ]
         furthest = (max if sound > 1 else min)([sound, *(row["value"] for row in values)])
