@@ -70,10 +70,15 @@ NO_BEGINNING = (
 
 @dataclass(frozen=True)
 class NextStep:
-    """One thing to do: overrides of `python -m verl_ext.main_ppo`, or a command; and the reason, a clause."""
+    """One thing to do: overrides of `python -m verl_ext.main_ppo`, or a command; and the reason, a clause.
+
+    Attributes:
+        in_words: `do` is a sentence instead: there is no setting, or not one that is known of the run's trainer.
+    """
 
     do: str
     why: str
+    in_words: bool = False
 
     @property
     def is_command(self) -> bool:
@@ -340,13 +345,14 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
         setting = cause.elsewhere.get(run.trainer, "")
         for word in (word for word in values if word in setting):
             setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
-        yield NextStep(setting or f"check {cause.check}", cause.title)
+        yield NextStep(setting or f"check {cause.check}", cause.title, in_words=not setting)
     if _is_lost(found):
         began = _sound_step(run, found)
         if began <= 1:
-            yield NextStep("start again from the beginning", "no weights are from before the fall")
+            yield NextStep("start again from the beginning", "no weights are from before the fall", in_words=True)
         else:
-            yield NextStep(f"go back to a checkpoint from before step {began}", "nothing had moved until then")
+            back = f"go back to a checkpoint from before step {began}"
+            yield NextStep(back, "nothing had moved until then", in_words=True)
 
 
 def _sound_step(run: Run, found: Judgement) -> int:

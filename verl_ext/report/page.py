@@ -90,7 +90,8 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: panel.facts(run) for panel in PANELS}
-    return write_page(out, charts, context, said=said, **options)
+    # What would make a run of another trainer log more is not known.
+    return write_page(out, charts, context, said=said, names_missing=run.trainer in ("", "verl"), **options)
 
 
 def write_comparison(comparison: Comparison, out: Path, **options: Any) -> Path:
@@ -123,6 +124,7 @@ def write_page(
     context: Mapping[str, Any],
     *,
     said: Mapping[str, str] | None = None,
+    names_missing: bool = True,
     refresh: int | None = None,
     pictures: bool = True,
     tidy: bool | None = None,
@@ -135,6 +137,7 @@ def write_page(
         charts: the figures; None if there is nothing to draw, which the page then reports.
         context: the parts above them: `title`, `about`, `notes` and the template's sections.
         said: the text below a figure, by the key of its panel.
+        names_missing: name the figures without data, with what would make the run log it.
         refresh: seconds after which the page loads itself again.
         pictures: write the PNG files too.
         tidy: remove files of an earlier report in the folder; by default if there is one.
@@ -156,7 +159,7 @@ def write_page(
             }
             for panel in drawn
         ],
-        missing=[panel for panel in charts if panel not in drawn],
+        missing=[panel for panel in charts if panel not in drawn and names_missing],
         figures={panel.key: _in_columns(spec) for panel, spec in drawn.items()},
         dark=DARK_COLOURS,
         config=VEGA_CONFIG,

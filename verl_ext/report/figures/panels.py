@@ -213,7 +213,6 @@ PANELS = (
         "0.2 %. More than 5 % for many steps means that the gap is the problem, not the band. If the share falls while "
         "k3 grows, the band does not catch the gap: try stability=kpop.",
         "No correction was on.",
-        ours.CORRECTIONS.override,
         curves=(
             ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
             ("correction/dropped_high", METRICS["correction/dropped_high"].label, VERMILION),
@@ -230,7 +229,6 @@ PANELS = (
         "confident tokens are dropped, and the gap is more than rounding: check for a missed weight sync or another "
         "precision.",
         "No correction was on, or it dropped nothing.",
-        ours.CORRECTIONS.override,
         curves=(
             ("correction/entropy_dropped", "dropped", VERMILION),
             ("correction/entropy_kept", "kept", BLUE),
