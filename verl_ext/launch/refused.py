@@ -151,7 +151,7 @@ def words_of_verl() -> frozenset[str]:
     """Returns the names in verl's sources, among them the settings that they read."""
     folder = package_folder("verl")
     files = folder.rglob("*.py") if folder else ()
-    words = (re.findall(r"\b[^\W\d]\w*", file.read_text(encoding="utf-8", errors="replace")) for file in files)
+    words = (re.findall(r"[A-Za-z_]\w*", file.read_text(encoding="utf-8", errors="replace")) for file in files)
     return frozenset[str]().union(*words)
 
 
