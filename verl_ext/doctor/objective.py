@@ -192,7 +192,10 @@ def loss_aggregation(context: Context) -> Iterable[Problem]:
         corrected(context) or context.verls_corrections or replay_mode(context.config) == "R3"
     ):
         why = "its ratio leaves out the gap between rollout and training, which is largest with experts"
-        yield warning("GSPO with experts and no correction", f"{why}; stability.correction or rollout_is weighs it")
+        yield warning(
+            "GSPO with experts and no correction",
+            f"{why}; stability=tis weighs it, and stability=moe replays the experts too",
+        )
     mode = context.get(AGGREGATION, "token-mean")
     if mode == BY_SEQUENCE:
         yield ok(f"GSPO with loss_agg_mode={mode}, as in its paper")

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, Problem, errors_of
+from verl_ext.base.names import OUR_GROUPS
 from verl_ext.base.printable import printable
 from verl_ext.features.verl_config import ACTOR, hydra_value, key_of, value_of
 from verl_ext.launch.names import unknown_name
@@ -128,6 +129,9 @@ def read_launch(
         raise ConfigError(said)
     if complete and launch.exports:
         said += f"; variables that the job does not get: {', '.join(launch.exports)}; pass what it needs with --env"
+    ours = [word for word in (*launch.arguments, *added) if word.lstrip("+").startswith(OUR_GROUPS)]
+    if ours and launch.module == VERLS and not complete:
+        said += f"; {ours[0]} needs python -m {OURS}: {VERLS} does not know it"
     appended = {key_of(word) for word in added if re.match(r"\+\w", word)}  # Hydra refuses to append twice
     arguments = [word for word in launch.arguments if not (word.startswith("+") and key_of(word) in appended)]
     return [*arguments, *added], said, launch.left_out, other

@@ -228,8 +228,8 @@ class Dashboard:
     def _heading(self) -> Iterator[tuple[str, str]]:
         """Yields lines and their styles."""
         verdict = self.verdict
-        step = f", step {self.run.steps[-1]}" if self.run.metrics else ""
-        yield f"{self.run.name}{step}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
+        at = f", step {self.run.steps[-1]}" if self.run.metrics else ""
+        yield f"{self.run.name}{at}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
         yield verdict.sentence, ""
         causes = ""
         for label, suspect in verdict.labelled():

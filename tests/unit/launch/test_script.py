@@ -287,3 +287,18 @@ def test_values_in_hydras_grammar():
 
     for value in ["it's", "a\\", 3, 0.5, True, None, ["a b", {"k": [1]}], "null", "x=y"]:
         assert OverridesParser.create().parse_override(f"a={hydra_value(value)}").value() == value
+
+
+@pytest.mark.parametrize(
+    ("module", "override", "complete", "expected"),
+    [
+        ("verl.trainer.main_ppo", "stability=moe", False, True),
+        ("verl.trainer.main_ppo", "stability=moe", True, False),  # a job starts ours
+        ("verl.trainer.main_ppo", "model_engine=megatron", False, False),
+        ("verl_ext.main_ppo", "stability=moe", False, False),
+    ],
+)
+def test_an_override_of_ours_needs_our_module(tmp_path, module, override, complete, expected):
+    (tmp_path / "run.sh").write_text(f"python3 -m {module} trainer.nnodes=2\n")
+    _, said = given(str(tmp_path / "run.sh"), override, complete=complete)
+    assert ("needs python -m verl_ext.main_ppo" in said) is expected
