@@ -17,10 +17,11 @@ from tests import ROOT
 if TYPE_CHECKING:
     from tests.support.forking import Forked
 
-# HYPOTHESIS_PROFILE=fast tries fewer examples, the same ones in each run: whether a change passes is no matter of luck.
-# The full profile tries others each time. Cores are shared: an example that is slow on a busy machine is no failure.
-settings.register_profile("full", deadline=None)
-settings.register_profile("fast", deadline=None, max_examples=25, derandomize=True)
+# Whether a change passes is no matter of luck: the full profile and the fast one try the same examples in each run.
+# HYPOTHESIS_PROFILE=explore tries others. Cores are shared: an example that is slow on a busy machine is no failure.
+settings.register_profile("full", deadline=None, derandomize=True)
+settings.register_profile("fast", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full"))
 
 # Before anything imports verl: its platform is chosen once.
