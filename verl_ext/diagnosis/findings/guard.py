@@ -20,7 +20,7 @@ TOO_MANY_DROPPED = 0.05  # share of tokens; IcePop's authors saw 0.001 to 0.002
 LOW_AGREEMENT = 0.98  # share of the experts on which the engines agree, below which routing is part of the gap
 SOON_STEPS = 20  # a forecast of fewer steps to the boundary is a warning, as in the lab
 RECENT_STEPS = 10  # last steps in which an action of the guard still counts
-MOST_RATE = 50.0  # of the logarithm per step; a larger one is shown as this
+MOST_RATE = math.log(100)  # of the logarithm per step; a larger one is shown as this
 SKIPPED, DROPPED, AGREEMENT = "guard/skipped", "correction/dropped", "router/agreement"
 # Action of the guard -> what it did, and the levels of the finding: a skipped update is told by the share of all.
 ACTS = {
