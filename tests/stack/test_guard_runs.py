@@ -118,6 +118,7 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     refused = [step["actor/gate/refused"] for step in run.steps]
     assert all(0 < share < 1 for share in refused), "the first mini-batch of a step is on-policy, later ones are not"
     assert all(step["actor/gate/policy_kl"] > 1e-3 / 4 for step in run.steps)
+    assert all(0 <= step["actor/self_gap"] < 1e-4 for step in run.steps), "of the first mini-batch only"
     # One is the mean of all four, the other of those taken; neither has the loss scale in it, 65536 at first. A
     # gradient that it takes past fp16 is infinite, and halves it: not in every step.
     norms = [(step["actor/gate/grad_norm"], step["actor/grad_norm"]) for step in run.steps]

@@ -296,19 +296,19 @@ def _error_of(line: str) -> Error | None:
         if found := pattern.search(line):
             is_a_sign = what == BROKEN
             groups = (each if is_a_sign else each.lower() for each in found.groups() if each)
-            return Error(_shortened(what.format(*groups)), rank, is_a_sign=is_a_sign)
+            return Error(_cut_short(what.format(*groups)), rank, is_a_sign=is_a_sign)
     if EXCEPTION.match(line):
         return _raised(line)
     if found := SIGNAL.search(line):
         return _signal(found)
     if line.startswith("what():"):  # what a C++ exception says that nothing caught
-        return Error(_shortened(line.removeprefix("what():").strip()), STUCK)
+        return Error(_cut_short(line.removeprefix("what():").strip()), STUCK)
     if ANNOUNCED.match(line):
-        return Error(_shortened(line), FOLLOWS, is_a_sign=True)
+        return Error(_cut_short(line), FOLLOWS, is_a_sign=True)
     return None
 
 
-def _shortened(text: str) -> str:
+def _cut_short(text: str) -> str:
     """Returns the beginning of an error's text, up to a whole word."""
     said = printable(text, most=None)
     return said if len(said) <= ERROR_CHARACTERS else said[:ERROR_CHARACTERS].rpartition(" ")[0] + " ..."
@@ -317,7 +317,7 @@ def _shortened(text: str) -> str:
 def _raised(line: str) -> Error:
     """Returns the error of a traceback's last line."""
     told = f"a full disk: {line}" if DISK.search(line) else line
-    return Error(_shortened(told), FOLLOWS if FOLLOWING.match(line) else OWN)
+    return Error(_cut_short(told), FOLLOWS if FOLLOWING.match(line) else OWN)
 
 
 def _signal(found: re.Match[str]) -> Error | None:
