@@ -2,7 +2,9 @@
 for it where it cannot be built; and the batches that both read."""
 
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +16,23 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
+from gpu import attention
 from gpu.models import build
 
 PROMPT, RESPONSE = 128, 384  # tokens of each sequence
 TOKENS, TINY_TOKENS = 8192, 512  # of a micro-batch
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Context in which verl's engines of one rank can be built and run, with our attention among rows of one length."""
+    import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs; a plugin that is not installed is not found)
+
+    attention.register(PROMPT + RESPONSE)
+    with tempfile.TemporaryDirectory() as folder:
+        start_one_rank(Path(folder))
+        yield
+        torch.distributed.destroy_process_group()
 
 
 def start_one_rank(folder: Path) -> None:
@@ -29,44 +44,41 @@ def start_one_rank(folder: Path) -> None:
     torch.distributed.init_process_group(backends, rank=0, world_size=1, init_method=f"file://{folder}/store")
 
 
-def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str, folder: Path) -> Any:
-    """Returns an initialized FSDPEngineWithLMHead.
-
-    Args:
-        folder: an empty one, for the config and a tokenizer, which the engine reads.
-    """
+def verl_engine(config: PretrainedConfig, dtype: torch.dtype, device: str) -> Any:
+    """Returns an initialized FSDPEngineWithLMHead."""
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-    config.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
     name = str(dtype).removeprefix("torch.")
-    engine = FSDPEngineWithLMHead(
-        model_config=HFModelConfig(
-            path=str(folder),
-            use_remove_padding=True,
-            enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": config._attn_implementation},
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            dtype=name,
-            mixed_precision={"param_dtype": name, "reduce_dtype": name, "buffer_dtype": name},
-            use_torch_compile=False,  # of the entropy: a minute of compiling
-            use_dynamic_bsz=False,
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=10),
-        checkpoint_config=CheckpointConfig(),
-    )
+    experts = config._experts_implementation
 
     def made(*args: Any, config: PretrainedConfig, **settings: Any) -> Any:
         config._experts_implementation = experts  # which no file of a config holds
         return build(config, dtype, device)
 
-    experts = config._experts_implementation
-    with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
-        engine.initialize()
+    with tempfile.TemporaryDirectory() as folder:  # the engine reads the config and a tokenizer
+        config.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        engine = FSDPEngineWithLMHead(
+            model_config=HFModelConfig(
+                path=folder,
+                use_remove_padding=True,
+                enable_gradient_checkpointing=False,
+                override_config={"attn_implementation": config._attn_implementation},
+            ),
+            engine_config=FSDPEngineConfig(
+                strategy="fsdp2",
+                dtype=name,
+                mixed_precision={"param_dtype": name, "reduce_dtype": name, "buffer_dtype": name},
+                use_torch_compile=False,  # of the entropy: a minute of compiling
+                use_dynamic_bsz=False,
+            ),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-6, total_training_steps=10),
+            checkpoint_config=CheckpointConfig(),
+        )
+        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", made):
+            engine.initialize()
     return engine
 
 

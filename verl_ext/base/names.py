@@ -10,7 +10,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-OUR_GROUPS = ("stability", "recipe", "precision")  # an override of one needs python -m verl_ext.main_ppo
+OUR_GROUPS = ("stability", "recipe", "precision")
+
+
+def needs_our_module(override: str) -> bool:
+    """Returns True if an override is of our groups: verl.trainer.main_ppo does not know it, verl_ext.main_ppo does."""
+    return override.lstrip("+").startswith(OUR_GROUPS)
+
 
 # From the rollout, with verl's names.
 PROMPTS = "prompts"  # token ids of the prompt

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
 from verl_ext.base.errors import errors_of
-from verl_ext.base.names import OUR_GROUPS
+from verl_ext.base.names import needs_our_module
 from verl_ext.base.printable import printable, wide_console
 from verl_ext.launch.command_line import add_arguments, given_arguments
 from verl_ext.launch.gpus import GPUS, Gpu, named
@@ -98,7 +98,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_row(finding) for finding in findings], indent=2))
     else:
         print_findings(findings)
-        uses_plugin = any(one.lstrip("+").startswith(OUR_GROUPS) for one in given)
+        uses_plugin = any(map(needs_our_module, given))
         print_mended(*mend(findings, look), uses_plugin=uses_plugin)
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
@@ -141,7 +141,7 @@ def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", *, uses_pl
     print(" these overrides fix findings (--fix prints only them):")
     for override in overrides:
         print(f"   {override}")
-    if not uses_plugin and any(override.startswith(OUR_GROUPS) for override in overrides):
+    if not uses_plugin and any(map(needs_our_module, overrides)):
         print(" those of stability need python -m verl_ext.main_ppo instead of verl.trainer.main_ppo")
     errors = errors_of(left)
     print(f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, Problem, errors_of
-from verl_ext.base.names import OUR_GROUPS
+from verl_ext.base.names import needs_our_module
 from verl_ext.base.printable import printable
 from verl_ext.features.verl_config import ACTOR, hydra_value, key_of, value_of
 from verl_ext.launch.names import unknown_name
@@ -129,7 +129,7 @@ def read_launch(
         raise ConfigError(said)
     if complete and launch.exports:
         said += f"; variables that the job does not get: {', '.join(launch.exports)}; pass what it needs with --env"
-    ours = [word for word in (*launch.arguments, *added) if word.lstrip("+").startswith(OUR_GROUPS)]
+    ours = [word for word in (*launch.arguments, *added) if needs_our_module(word)]
     if ours and launch.module == VERLS and not complete:
         said += f"; {ours[0]} needs python -m {OURS}: {VERLS} does not know it"
     appended = {key_of(word) for word in added if re.match(r"\+\w", word)}  # Hydra refuses to append twice

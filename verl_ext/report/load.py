@@ -92,7 +92,8 @@ class Reader:
         decisions = () if log is None else log.decisions(part)
         ended_in = ""
         if isinstance(source, TextSource):
-            decisions, ended_in = (*decisions, *source.events(part)), source.trainer()
+            ends = source.events(part)
+            decisions, ended_in = (*decisions, *ends), source.trainer() if ends else ""
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         metrics = part.metrics | _combined(part.metrics)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from verl_ext.base.names import OUR_GROUPS
+from verl_ext.base.names import needs_our_module
 from verl_ext.diagnosis.causes import Cause, Settling, settling_of
 from verl_ext.diagnosis.findings.gap import gap_of
 from verl_ext.diagnosis.findings.registry import RULES, Finding, notable
@@ -107,7 +107,7 @@ class RunVerdict:
     def first_heading(self) -> str:
         """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
-        ours = self.first is not None and self.first.do.startswith(OUR_GROUPS)
+        ours = self.first is not None and needs_our_module(self.first.do)
         restart = f"start the run again{' by python -m verl_ext.main_ppo' if ours else ''} with"
         what = "run, with the overrides of the launch:" if run_it else restart
         return f"{'After that' if self.alarm else 'Do this first'}:{f' {what}' if self.of_verl else ''}"

@@ -7,11 +7,9 @@ replaced.
 """
 
 import gc
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ from measuring import added_bytes, alternating
 from tensordict import TensorDict
 from torch import nn
 
-from gpu import attention
 from gpu.models import build, config_of, router_of, weights_by_hand
 from gpu.record import TIMES, Place, Record
 from gpu.verl_engine import (
@@ -30,7 +27,7 @@ from gpu.verl_engine import (
     TOKENS,
     PlainEngine,
     make_batch,
-    start_one_rank,
+    one_rank,
     verl_engine,
 )
 from verl_ext.routing.fsdp import FsdpRouting
@@ -41,11 +38,7 @@ AIM = 1.03  # of a forward pass with capture, over one without
 
 
 def run(record: Record, place: Place) -> None:
-    import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs; a plugin that is not installed is not found)
-
-    attention.register(PROMPT + RESPONSE)
-    with tempfile.TemporaryDirectory() as folder:
-        start_one_rank(Path(folder))
+    with one_rank():
         engines = Engines(record, place)
         for family in FAMILIES:
             for of_family in (times, gradients):
@@ -54,7 +47,6 @@ def run(record: Record, place: Place) -> None:
                 gc.collect()  # the engine and its hooks hold each other, and gigabytes
                 if place.device != "cpu":
                     torch.cuda.empty_cache()
-        torch.distributed.destroy_process_group()
 
 
 class Engines:
@@ -67,12 +59,12 @@ class Engines:
     def __call__(self, config: Any, dtype: torch.dtype) -> Any:
         if self.verls is None:
             self._try()
-        return self._verls(config, dtype) if self.verls else PlainEngine(build(config, dtype, self.device))
+        return (verl_engine if self.verls else _plain_engine)(config, dtype, self.device)
 
     def _try(self) -> None:
         """Builds verl's engine on a tiny model: an error there comes from the installed packages."""
         try:
-            self._verls(config_of(FAMILIES[0], tiny=True), torch.float32)
+            verl_engine(config_of(FAMILIES[0], tiny=True), torch.float32, self.device)
         except Exception:
             self.verls = False
             why = traceback.format_exc(limit=-3)
@@ -81,9 +73,9 @@ class Engines:
             self.verls = True
             self.record.note("through verl's FSDP2 engine, one rank; attention by torch, among rows of one length")
 
-    def _verls(self, config: Any, dtype: torch.dtype) -> Any:
-        with tempfile.TemporaryDirectory() as folder:
-            return verl_engine(config, dtype, self.device, Path(folder))
+
+def _plain_engine(config: Any, dtype: torch.dtype, device: str) -> PlainEngine:
+    return PlainEngine(build(config, dtype, device))
 
 
 def attach(engine: Any) -> FsdpRouting:

@@ -4,18 +4,15 @@ Both go through verl's FSDP2 engine on one rank: its `infer_batch` and `train_ba
 that is 0.05 nats away. The learning rate is 0, so that every step has the same weights.
 """
 
-import tempfile
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import added_bytes, alternating
 
-from gpu import attention
 from gpu.models import config_of
 from gpu.record import TIMES, Place, Record
-from gpu.verl_engine import PROMPT, RESPONSE, TINY_TOKENS, TOKENS, make_batch, start_one_rank, verl_engine
+from gpu.verl_engine import PROMPT, RESPONSE, TINY_TOKENS, TOKENS, make_batch, one_rank, verl_engine
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 
@@ -26,20 +23,13 @@ CORRECTIONS = {"tis": {"cap": 2.0}}
 
 
 def run(record: Record, place: Place) -> None:
-    import verl_ext.plugins.verl  # noqa: F401  (verl's platform for CPUs; a plugin that is not installed is not found)
-
-    attention.register(PROMPT + RESPONSE)
-    with tempfile.TemporaryDirectory() as folder:
-        start_one_rank(Path(folder))
-        with record.trying("qwen3_moe"):
-            bench(record, place)
-        torch.distributed.destroy_process_group()
+    with one_rank(), record.trying("qwen3_moe"):
+        bench(record, place)
 
 
 def bench(record: Record, place: Place) -> None:
     config = config_of("qwen3_moe", tiny=place.tiny)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = verl_engine(config, torch.float32 if place.tiny else torch.bfloat16, place.device, Path(folder))
+    engine = verl_engine(config, torch.float32 if place.tiny else torch.bfloat16, place.device)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
     steps = Steps(engine, TINY_TOKENS if place.tiny else TOKENS, config.vocab_size, place.device)
