@@ -29,6 +29,9 @@ ROUTERS = ("softmax", "sigmoid")
 EXPERTS, ROUTER, HEAD = ("up", "down"), "router", "head"  # ends of the names of weights
 ATTENTION = ("qkv", "out")
 
+FLOAT32_BITS = 24  # significant ones
+KEYS_PER_BLOCK = 64  # as in flash attention for small heads
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -103,12 +106,14 @@ class Faults:
         router_bias: [L, E], added to a router's logits for the choice of experts, but not for their weights.
         positions_off: by how much the position ids of a response's tokens are too large.
         leaks: whether a response also attends to the sequence before it in the batch, as in packing without a mask.
+        bits: significant bits of what a layer hands on, and of its keys, values and sums; 24 is float32.
     """
 
     router_dtype: torch.dtype | None = None
     router_bias: Tensor | None = None
     positions_off: int = 0
     leaks: bool = False
+    bits: int = FLOAT32_BITS
 
 
 SOUND = Faults()
@@ -173,9 +178,11 @@ def forward(
     x = F.embedding(tokens, weights["embedding"]) + weights["positions"][places]
     routing = Routing([], [], [])
     for layer in range(model.layers):
-        x = x + _attention(weights, model, layer, _norm(x, weights[f"{layer}.norm_attention"]), cache, faults.leaks)
+        x = x + _attention(weights, model, layer, _norm(x, weights[f"{layer}.norm_attention"]), cache, faults)
+        x = _shortened(x, faults.bits)
         given = None if replayed is None else replayed[:, :, layer]
         x = x + _experts(weights, model, layer, _norm(x, weights[f"{layer}.norm_experts"]), given, routing, faults)
+        x = _shortened(x, faults.bits)
     if cache:
         cache.length += tokens.shape[1]
     return F.linear(_norm(x[:, -last:], weights["norm"]), weights[HEAD]).float(), routing
@@ -346,20 +353,42 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _attention(
-    weights: Weights, model: ModelSettings, layer: int, x: Tensor, cache: Cache | None, leaks: bool
+    weights: Weights, model: ModelSettings, layer: int, x: Tensor, cache: Cache | None, faults: Faults
 ) -> Tensor:
     B, S, d = x.shape
-    qkv = F.linear(x, weights[f"{layer}.qkv"]).view(B, S, 3, model.heads, -1)
+    qkv = _shortened(F.linear(x, weights[f"{layer}.qkv"]), faults.bits).view(B, S, 3, model.heads, -1)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
     if cache:
         until = cache.length + S
         cache.keys[layer, :, :, cache.length : until] = k
         cache.values[layer, :, :, cache.length : until] = v
         k, v = cache.keys[layer, :, :, :until], cache.values[layer, :, :, :until]
-    if leaks and S == 1:  # the response's tokens attend to the sequence before theirs as well
+    if faults.leaks and S == 1:  # the response's tokens attend to the sequence before theirs as well
         k, v = (torch.cat([own, own.roll(1, 0)], 2) for own in (k, v))
-    seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # only the first pass has several tokens
+    if faults.bits < FLOAT32_BITS and S == 1:
+        seen = _seen_in_blocks(q, k, v, faults.bits)
+    else:
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1)  # only the first pass has several tokens
     return F.linear(seen.transpose(1, 2).reshape(B, S, d), weights[f"{layer}.out"])
+
+
+def _seen_in_blocks(q: Tensor, k: Tensor, v: Tensor, bits: int) -> Tensor:
+    """Attends with sums that are rounded after each block of keys, so that their error grows with the position."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    shares = (scores - scores.amax(-1, keepdim=True)).exp()
+    total, seen = torch.zeros(()), torch.zeros(())
+    for share, values in zip(shares.split(KEYS_PER_BLOCK, -1), v.split(KEYS_PER_BLOCK, -2), strict=True):
+        total = _shortened(total + share.sum(-1, keepdim=True), bits)
+        seen = _shortened(seen + share @ values, bits)
+    return seen / total
+
+
+def _shortened(x: Tensor, bits: int) -> Tensor:
+    """Rounds float32 to `bits` significant bits (Veltkamp's splitting, Dekker 1971)."""
+    if bits >= FLOAT32_BITS:
+        return x
+    raised = x * (2 ** (FLOAT32_BITS - bits) + 1)
+    return raised - (raised - x)
 
 
 def _experts(
@@ -372,7 +401,7 @@ def _experts(
     faults: Faults,
 ) -> Tensor:
     dtype = faults.router_dtype or x.dtype
-    logits = F.linear(x.to(dtype), weights[f"{layer}.{ROUTER}"].to(dtype)).float()
+    logits = _shortened(F.linear(x.to(dtype), weights[f"{layer}.{ROUTER}"].to(dtype)).float(), faults.bits)
     scores = logits.detach()
     own = choose_experts(scores if faults.router_bias is None else scores + faults.router_bias[layer], model)
     experts = own if given is None else given

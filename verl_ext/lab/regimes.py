@@ -15,7 +15,7 @@ import torch
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import ConfiguredMethod, Method, Registry, require, settings_of
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
-from verl_ext.lab.model import ATTENTION, EXPERTS, HEAD, ROUTER, ModelSettings, RolloutEngine, Weights
+from verl_ext.lab.model import ATTENTION, EXPERTS, FLOAT32_BITS, HEAD, ROUTER, ModelSettings, RolloutEngine, Weights
 
 MOST_MISSED = 1000  # updates whose weights are kept
 
@@ -256,6 +256,21 @@ def quantized(
 def bf16(engine: RolloutEngine, history: History) -> RolloutEngine:
     """Weights and arithmetic of the rollout are bfloat16, those of the training engine float32."""
     return replace(engine, dtype=torch.bfloat16)
+
+
+@register_regime(
+    "kernels",
+    "kernels that round what a layer hands on, and that sum in another order",
+    {"bits": (lambda bits: 2 <= bits <= FLOAT32_BITS, f"must be from 2 to {FLOAT32_BITS}")},
+)
+def kernels(engine: RolloutEngine, history: History, *, bits: int = 8) -> RolloutEngine:
+    """The rollout rounds the residual stream, keys, values, the routers' logits, and attention's sums after each block
+    of keys.
+
+    Args:
+        bits: significant bits that remain: 8 for bfloat16, 11 for float16, 24 for float32.
+    """
+    return replace(engine, faults=replace(engine.faults, bits=bits))
 
 
 @register_regime(

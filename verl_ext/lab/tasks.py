@@ -1,6 +1,6 @@
 """The lab's tasks: digits in, digits out, by a rule that can be checked token by token.
 
-Shape legend: B prompts, n digits, T response tokens.
+Shape legend: B prompts, n digits of a prompt, m of an answer, T response tokens.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,37 @@ ASK, END = 10, 11  # tokens after the ten digits
 VOCABULARY = 12
 CHARACTERS = "0123456789:."
 
-# name -> the answer's digits, from the prompt's [B, n].
-TASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "prefix_sums": lambda digits: digits.cumsum(1) % BASE,
-    "reverse": lambda digits: digits.flip(1),
-    "sort": lambda digits: digits.sort(1).values,
+
+@dataclass(frozen=True)
+class TaskRule:
+    """The rule of a task, for the m digits of an answer.
+
+    Attributes:
+        answer: a function from the prompt's digits, repeated to [B, m], to right answers [B, m].
+        right: a function from the same digits and [B, m] response tokens to which of these are right, [B, m] bool.
+    """
+
+    answer: Callable[[Tensor, torch.Generator], Tensor]
+    right: Callable[[Tensor, Tensor], Tensor]
+
+
+def one_answer(answer: Callable[[Tensor], Tensor]) -> TaskRule:
+    return TaskRule(lambda digits, generator: answer(digits), lambda digits, responses: responses == answer(digits))
+
+
+def _drawn(digits: Tensor, generator: torch.Generator) -> Tensor:
+    return digits.gather(1, torch.randint(digits.shape[1], digits.shape, generator=generator))
+
+
+def _in_prompt(digits: Tensor, responses: Tensor) -> Tensor:
+    return (responses.unsqueeze(-1) == digits.unsqueeze(1)).any(-1)
+
+
+TASKS = {
+    "prefix_sums": one_answer(lambda digits: digits.cumsum(1) % BASE),
+    "reverse": one_answer(lambda digits: digits.flip(1)),
+    "sort": one_answer(lambda digits: digits.sort(1).values),
+    "any_of": TaskRule(_drawn, _in_prompt),
 }
 
 
@@ -30,15 +56,23 @@ class TaskSettings:
 
     Attributes:
         name: one of TASKS.
-        digits: digits of a prompt; the answer has one more token, its end.
+        digits: digits of a prompt.
+        answer: digits of an answer, for which the prompt's are repeated; 0 for as many as the prompt has. The answer
+            has one more token, its end.
     """
 
     name: str = "prefix_sums"
     digits: int = 16
+    answer: int = 0
 
     def __post_init__(self) -> None:
         require_one_of(self, "name", tuple(TASKS))
         require(self, "digits", self.digits >= 1, "must be at least 1")
+        require(self, "answer", self.answer >= 0, "must be at least 0")
+
+    def repeated(self, digits: Tensor) -> Tensor:
+        """Returns [B, m] digits for an answer of m digits, from the prompt's [B, digits]."""
+        return digits[:, torch.arange(self.answer or self.digits) % self.digits]
 
 
 @dataclass(frozen=True)
@@ -73,20 +107,22 @@ class GraderSettings:
 
 
 def draw(task: TaskSettings, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draws prompts [count, n + 1], which end with ASK, and their answers [count, n + 1], which end with END."""
+    """Draws prompts [count, n + 1], which end with ASK, and right answers [count, m + 1], which end with END."""
     digits = torch.randint(0, BASE, (count, task.digits), generator=generator)
-    answers = TASKS[task.name](digits)
+    answers = TASKS[task.name].answer(task.repeated(digits), generator)
     return _close(digits, ASK), _close(answers, END)
 
 
-def rewards(responses: Tensor, answers: Tensor) -> Tensor:
+def rewards(task: TaskSettings, prompts: Tensor, responses: Tensor) -> Tensor:
     """Returns [B] float32, the share of the answer's tokens, END included, before the first wrong one.
 
     Args:
         responses: [B, T] tokens, T at least the answer's length; tokens after the answer do not matter.
     """
-    right = responses[:, : answers.shape[1]] == answers
-    return right.cumprod(1).float().mean(1)
+    digits = task.repeated(prompts[:, :-1])
+    end = digits.shape[1]
+    right = TASKS[task.name].right(digits, responses[:, :end])
+    return torch.cat([right, responses[:, end : end + 1] == END], 1).cumprod(1).float().mean(1)
 
 
 def decode(tokens: list[int]) -> str:

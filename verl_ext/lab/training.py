@@ -138,14 +138,14 @@ class Training:
         """Samples the answers to a step's prompts, and grades them."""
         config = self.setup.config
         count, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-        prompts, answers = (rows.repeat_interleave(n, 0) for rows in draw(self.setup.lab.task, count, self._prompts))
+        prompts = draw(self.setup.lab.task, count, self._prompts)[0].repeat_interleave(n, 0)
         engine = self.setup.regimes.engine(self.history)
         length = config.data.max_response_length
         top_tokens = (self.features.stability.top_tokens.k or MOST_TOP_TOKENS) if self.policy.use is not None else 0
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, top_tokens)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
         lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
-        right = rewards(sampled.responses, answers)
+        right = rewards(self.setup.lab.task, prompts, sampled.responses)
         graded = self.setup.lab.grader.grade(right, sampled.mask.sum(1) / length, self._samples)
         return LabBatch(prompts, sampled, graded, keys, lag)
 

@@ -87,9 +87,9 @@ def _train_supervised(lab: LabSettings, length: int, generator: torch.Generator)
         torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
         optimizer.step()
         if step % LOOK_EVERY == LOOK_EVERY - 1:
-            prompts, answers = draw(task, SAMPLED, generator)
+            prompts, _ = draw(task, SAMPLED, generator)
             sampled = sample_responses(RolloutEngine((weights,)), model, prompts, length, generator)
-            reached = rewards(sampled.responses, answers).mean().item()
+            reached = rewards(task, prompts, sampled.responses).mean().item()
             if reached >= settings.reward:
                 return {name: value.detach() for name, value in weights.items()}
     raise ConfigError(

@@ -1,10 +1,21 @@
 """Regimes in which the rollout computes another function, returns other numbers, or gets part of an update."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from tests.unit.lab.test_regimes import planted
-from verl_ext.lab.model import ModelSettings, RolloutEngine, init_weights, rollout_log_probs, sample_responses
+from verl_ext.lab.model import (
+    FLOAT32_BITS,
+    ModelSettings,
+    RolloutEngine,
+    _seen_in_blocks,
+    _shortened,
+    init_weights,
+    rollout_log_probs,
+    sample_responses,
+)
 from verl_ext.lab.regimes import History
 from verl_ext.lab.tasks import END, VOCABULARY, GraderSettings
 
@@ -91,6 +102,30 @@ def test_a_routers_dtype_changes_near_ties_alone_and_a_bias_any_choice():
         same(sampled(under(planted(router_bias=dict(scale=1.0))))),
     )
     assert biased < 0.9 < 0.98 < near <= 1
+
+
+@pytest.mark.parametrize("bits", [3, 8, 11, 23])
+def test_kernels_keep_so_many_significant_bits(bits):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(4)) * torch.logspace(-6, 6, 1000)
+    fraction, exponent = x.double().frexp()
+    expected = torch.ldexp((fraction * 2**bits).round() / 2**bits, exponent)  # ties to even, as in hardware
+    assert torch.equal(_shortened(x, bits).double(), expected)
+
+
+def test_attention_in_blocks_is_attention():
+    q, k, v = (torch.randn(2, 3, n, 8, generator=torch.Generator().manual_seed(n)) for n in (1, 150, 151))
+    expected = ((q @ k.mT).double() / 8**0.5).softmax(-1) @ v[:, :, 1:].double()
+    torch.testing.assert_close(
+        _seen_in_blocks(q, k, v[:, :, 1:], FLOAT32_BITS).double(), expected, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_the_gap_of_kernels_grows_with_what_they_round_away():
+    gaps = [
+        ((scored(under(planted(kernels=dict(bits=bits)))) - scored(EXACT)).abs() * SAMPLES.mask).sum().item()
+        for bits in (FLOAT32_BITS, 14, 11, 8, 5)
+    ]
+    assert gaps[0] == 0 and all(2 * fewer < more for fewer, more in pairwise(gaps))
 
 
 @pytest.mark.parametrize("regime", [planted(positions_off={}), planted(packed_leak={})])

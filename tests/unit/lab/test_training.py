@@ -295,6 +295,8 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
         ("stale", "none", ("actor_rollout_ref.rollout.top_p=0.9",), "rollout.top_p=0.9"),
         ("stale", "tis", ("stability.reuse_log_probs=on",), "stability.reuse_log_probs=on is not supported in the lab"),
         ("stale", "none", ("lab.task.name=chess",), "lab.task.name=chess is not known"),
+        ("stale", "none", ("lab.task.answer=-1",), "lab.task.answer=-1 must be at least 0"),
+        ("kernels", "none", ("lab.kernels.bits=1",), "lab.kernels.bits=1 must be from 2 to 24"),
         ("stale", "none", ("lab.grader.noise=2",), "lab.grader.noise=2"),
     ],
 )
