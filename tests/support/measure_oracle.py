@@ -86,12 +86,16 @@ def records(batch, corrections):
     found, of_sequences, place = [], [], 0
     for row, trajectory in enumerate(batch):
         turn, before, own = -1, False, []
+        left = sum(m for _, _, m, _ in trajectory)  # generated tokens from this one on
         for position, (infer, old, m, entropy) in enumerate(trajectory):
             turn += m and not before
             before = m
             if m and math.isfinite(infer) and math.isfinite(old):
                 where = {"prob": math.exp(infer), "entropy": entropy, "position": position, "turn": turn}
-                own.append({"place": place, "row": row, "infer": infer, "old": old, "x": old - infer} | where)
+                own.append(
+                    {"place": place, "row": row, "infer": infer, "old": old, "x": old - infer, "left": left} | where
+                )
+            left -= m
             place += 1
         if not own:
             continue
@@ -111,8 +115,8 @@ def records(batch, corrections):
     return found, of_sequences
 
 
-def bucket_of_lag(newest, oldest):
-    if newest != oldest:
+def bucket_of_lag(left, newest, oldest, fresh=0):
+    if newest != oldest and left > fresh:
         return "span"
     return "8-" if newest > 7 else "4-7" if newest > 3 else str(newest)
 
@@ -185,7 +189,7 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=N
             metrics |= {f"{name}/{axis}/{names[bucket]}": mean(map(of, inside)) for name, of in measures.items()}
     by_lag = {}
     for t in tokens if lag else ():
-        by_lag.setdefault(bucket_of_lag(*lag[t["row"]]), []).append(t)
+        by_lag.setdefault(bucket_of_lag(t["left"], *lag[t["row"]]), []).append(t)
     measures["vllm_kl/log_ratio_abs_mean"] = lambda t: abs(t["x"])
     if replica and len({replica[t["row"]] for t in tokens}) > 1:
         for bucket in {replica[t["row"]] for t in tokens}:
@@ -199,12 +203,17 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=N
     return metrics
 
 
+def lag_of(ages):
+    """The ages of trajectories: pairs of the newest and the oldest weights', or with the number of fresh tokens."""
+    return Lag(*torch.tensor(ages, dtype=torch.long).reshape(len(ages), len(ages[0]) if ages else 2).T)
+
+
 def pack(batch, with_entropy=True, dtype=torch.float32, lag=None, replica=None):
     tokens = [token for trajectory in batch for token in trajectory]
     infer, old, entropy = (torch.tensor([token[i] for token in tokens], dtype=dtype) for i in (0, 1, 3))
     mask = torch.tensor([m for _, _, m, _ in tokens], dtype=torch.bool)
     offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
-    found = Lag(*torch.tensor(lag, dtype=torch.long).reshape(-1, 2).T) if lag is not None else None
+    found = lag_of(lag) if lag is not None else None
     places = {} if replica is None else {"replica": torch.tensor(replica, dtype=torch.long)}
     return Tokens(infer, old, mask, offsets, entropy if with_entropy else None, lag=found, buckets=places)
 

@@ -32,7 +32,7 @@ LOOP_METRICS = "metrics"  # one dict per trajectory, verl's AgentLoopMetrics
 # From the rollout: ours.
 TOP_TOKEN_IDS = "top_token_ids"  # [B, r, H] int32, the most likely tokens at each place
 TOP_TOKEN_LOG_PROBS = "top_token_log_probs"  # [B, r, H] float32; -inf where there is no such token
-ANSWER_FACTS = "answer_facts"  # [B, 3] int64, of core.answers
+ANSWER_FACTS = "answer_facts"  # [B, 4] int64, of core.answers
 
 # From compute_log_prob: verl's, then ours.
 OLD_LOG_PROBS = "old_log_probs"  # l_old

@@ -1,4 +1,5 @@
-"""What an answer shows by itself: which server generated it, whether it ends in a loop, whether it was cut.
+"""What an answer shows by itself: its server, a loop at its end, whether it was cut, and how many of its tokens the
+newest of its weights sampled.
 
 The agent loop's process has the tokens, and writes a few numbers per trajectory (`answer_facts`); the controller reads
 only these.
@@ -21,20 +22,22 @@ from verl_ext.core import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-SERVER, LOOPED, LAST = range(3)  # columns of the facts
+SERVER, LOOPED, LAST, FRESH = range(4)  # columns of the facts
 LOOP_TOKENS, LOOP_TIMES = 64, 4  # the least length of a loop, and the least number of its periods
 LONGEST_PERIOD = 256  # tokens
 
 
-def answer_facts(servers: Collection[str], tokens: Sequence[int]) -> list[int]:
-    """Returns the facts of one trajectory: the number of its server, the tokens of its loop, and its last token.
+def answer_facts(servers: Collection[str], tokens: Sequence[int], fresh: int = 0) -> list[int]:
+    """Returns the facts of one trajectory: the number of its server, the tokens of its loop, its last token, and the
+    number of its tokens that the newest of its weights sampled.
 
     Args:
         servers: the addresses of the servers that generated it.
         tokens: the response, tool output included.
+        fresh: the last of the four facts.
     """
     server = server_number(next(iter(servers))) if len(servers) == 1 else 0
-    return [server, looped_tail(tokens), tokens[-1] if len(tokens) else -1]
+    return [server, looped_tail(tokens), tokens[-1] if len(tokens) else -1, fresh]
 
 
 def server_number(address: str) -> int:
@@ -63,7 +66,7 @@ def answer_metrics(
     """Returns the shares of answers that end in a loop, and of answers that were cut at the length limit.
 
     Args:
-        facts: [B, 3] int64, of `answer_facts`.
+        facts: [B, 4] int64, of `answer_facts`.
         lengths: of the responses, in tokens.
         added: the rows that verl has added to fill the batch.
         limit: the largest length.
@@ -104,7 +107,7 @@ class Servers:
         The last bucket has trajectories of several servers, or of a server that started later.
 
         Args:
-            facts: [B, 3] int64.
+            facts: [B, 4] int64.
         """
         if len(self.addresses) < 2:
             return {}

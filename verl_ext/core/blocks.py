@@ -56,6 +56,7 @@ class Block:
         l_infer, l_old: [n], in their original dtype.
         entropy: [n] float64, NaN as 0; None where it was not computed.
         agreement: [n] float64, NaN where it was not compared; None if no token was compared.
+        lag: [n] int64, each token's place in `BUCKETS["lag"]`; None where no rollout is older than the policy.
         buckets: axis of a breakdown -> [b] int64, each trajectory's place in `BUCKETS[axis]`.
     """
 
@@ -68,6 +69,7 @@ class Block:
     l_old: Tensor
     entropy: Tensor | None
     agreement: Tensor | None
+    lag: Tensor | None
     buckets: dict[str, Tensor]
 
     def put(self, values: Tensor, into: Tensor) -> None:
@@ -81,7 +83,7 @@ class Block:
 def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
     """Yields the blocks in which any token counts, each of at most `size` tokens or one trajectory; a block is valid
     until the next."""
-    buckets = {**tokens.buckets, **({} if tokens.lag is None else {"lag": tokens.lag.buckets()})}
+    lag = tokens.lag_buckets()
     for span, rows in blocks(tokens.offsets, size):
         scratch.next_block()
         mask, l_infer, l_old = tokens.mask[span], tokens.l_infer[span], tokens.l_old[span]
@@ -104,7 +106,8 @@ def read_blocks(tokens: Tokens, size: int, scratch: Scratch) -> Iterator[Block]:
             l_old=_select(places, l_old),
             entropy=entropy,
             agreement=agreement,
-            buckets={axis: of_row[rows] for axis, of_row in buckets.items()},
+            lag=None if lag is None else _select(places, lag[span]),
+            buckets={axis: of_row[rows] for axis, of_row in tokens.buckets.items()},
         )
 
 

@@ -4,7 +4,8 @@ calls, by the age of the weights that sampled it, and by the server that generat
 Shape legend: p tokens of a block, n of these that count, C runs of tokens, S buckets of one axis, M measures.
 
 Probability and entropy change from token to token: their sums are products with indicators. Position, turn and calls
-are constant over runs of tokens, so sums over runs serve all three; age and server are constant over trajectories.
+are constant over runs of tokens, so sums over runs serve all three; the server is constant over a trajectory. The age
+changes once in a trajectory at most.
 """
 
 from collections.abc import Sequence
@@ -40,14 +41,25 @@ def bucket_sums(block: Block, p_infer: Tensor, measures: dict[str, Tensor], scra
     return {name: sums for axis, each in sums_SM.items() for name, sums in _name_sums(axis, measures, each).items()}
 
 
-def row_bucket_sums(block: Block, measures: dict[str, Tensor]) -> Sums:
-    """Returns the same sums by the axes that are constant over a trajectory; by server, only the sums in OF_SERVERS."""
+def lag_sums(block: Block, measures: dict[str, Tensor]) -> Sums:
+    """Returns the same sums by the age of the weights that sampled the tokens; {} where none is older."""
+    if block.lag is None:
+        return {}
+    starts = torch.cat([block.lengths.cumsum(0) - block.lengths, block.lag.diff().nonzero().squeeze(1) + 1]).unique()
+    starts = starts[starts < len(block.lag)]
+    lengths = torch.cat([starts, starts.new_tensor([len(block.lag)])]).diff()
+    sums_CM = torch.stack([lengths.double(), *(segment_sums(row, lengths).double() for row in measures.values())], 1)
+    return _name_sums("lag", measures, _sum_buckets("lag", block.lag[starts], sums_CM))
+
+
+def server_sums(block: Block, measures: dict[str, Tensor]) -> Sums:
+    """Returns the sums in OF_SERVERS by the server that generated the trajectories, and its node."""
     rows = (segment_sums(row, block.lengths).double() for row in measures.values())
     sums_bM = torch.stack([block.lengths.double(), *rows], 1)
     found: Sums = {}
     for axis, bucket_b in block.buckets.items():
         of_axis = _name_sums(axis, measures, _sum_buckets(axis, bucket_b, sums_bM))
-        found |= {name: sums for name, sums in of_axis.items() if axis == "lag" or name.partition(":")[2] in OF_SERVERS}
+        found |= {name: sums for name, sums in of_axis.items() if name.partition(":")[2] in OF_SERVERS}
     return found
 
 

@@ -19,7 +19,8 @@ from verl_ext.core.breakdown import (
     agreement_sums,
     bucket_metrics,
     bucket_sums,
-    row_bucket_sums,
+    lag_sums,
+    server_sums,
 )
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.mismatch import Mismatch, mismatch_metrics, mismatch_sums, probabilities
@@ -257,7 +258,7 @@ def _sums(block: Block, mismatch: Mismatch, weighed: Weighed | None, breakdown: 
         sums |= correction_sums(block, weighed)
     if block.agreement is not None:
         sums |= agreement_sums(block.agreement, mismatch.log_k)
-    if breakdown or block.buckets:
+    if breakdown or block.buckets or block.lag is not None:
         measures = {"vllm_kl/k1": -mismatch.log_k, "vllm_kl/k3": mismatch.k3}
         if weighed is not None:
             measures |= {"correction/dropped_low": weighed.low, "correction/dropped_high": weighed.high}
@@ -265,8 +266,9 @@ def _sums(block: Block, mismatch: Mismatch, weighed: Weighed | None, breakdown: 
         known = {} if block.agreement is None else agreement_measures(block.agreement)
         if breakdown:
             sums |= bucket_sums(block, mismatch.p_infer, measures | known, scratch)
+        sums |= lag_sums(block, by_row | known)
         if block.buckets:
-            sums |= row_bucket_sums(block, by_row | known)
+            sums |= server_sums(block, by_row | known)
     return sums
 
 

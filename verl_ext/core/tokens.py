@@ -23,20 +23,35 @@ class Lag:
 
     Attributes:
         newest, oldest: [B] int64, of the weights that sampled a trajectory's last token, and its first.
+        fresh: [B] int64, how many of its last generated tokens the newest of its weights sampled; None if that is not
+            known.
     """
 
     newest: Tensor
     oldest: Tensor
+    fresh: Tensor | None = None
 
-    def buckets(self) -> Tensor:
-        """Returns [B] int64, each trajectory's place in `BUCKETS["lag"]`: by its lag, or last if it spans versions."""
-        edges = torch.tensor(LAG_EDGES[1:], device=self.oldest.device)
+    def buckets(self, mask: Tensor, offsets: Tensor) -> Tensor:
+        """Returns [N] int64, each token's place in `BUCKETS["lag"]`: by its lag; the last one for the older tokens of a
+        trajectory that spans versions, or for all of them where `fresh` is not known.
+
+        Args:
+            mask, offsets: as in `Tokens`.
+        """
+        place = torch.bucketize(self.newest, torch.tensor(LAG_EDGES[1:], device=self.newest.device), right=True)
         spans = self.newest != self.oldest
-        return torch.where(spans, len(LAG_EDGES), torch.bucketize(self.oldest, edges, right=True))
+        lengths = offsets.diff().to(spans.device)
+        if self.fresh is None or not bool(spans.any()):
+            return torch.where(spans, len(LAG_EDGES), place).repeat_interleave(lengths)
+        generated = torch.cat([mask.new_zeros(1, dtype=torch.long), mask.cumsum(0)])
+        still_B = generated[offsets[1:]] - self.fresh.to(mask.device)  # generated tokens up to the first fresh one
+        old_N = generated[1:] <= still_B.repeat_interleave(lengths)
+        return torch.where(old_N & spans.repeat_interleave(lengths), len(LAG_EDGES), place.repeat_interleave(lengths))
 
     def of_rows(self, rows: Sequence[int]) -> Lag:
         """Returns the lag of some trajectories, in this order."""
-        return Lag(self.newest[list(rows)], self.oldest[list(rows)])
+        places = list(rows)
+        return Lag(self.newest[places], self.oldest[places], None if self.fresh is None else self.fresh[places])
 
 
 EXACT_COUNT = 2**24  # float32 counts exactly up to here, and then stops
@@ -141,9 +156,9 @@ class Tokens:
         agreement: [N] float, share of a token's experts that both engines chose, mean over layers: 1 where all are the
             same, and where the rollout's routing is unknown; NaN in a trajectory whose routing was not compared. None
             if no routing was compared.
+        lag_bucket: [N] int64, the tokens' places in `BUCKETS["lag"]`, where `lag` itself is not known, as in workers.
         lag: of the trajectories; None where no rollout is older than the policy, as in synchronous training.
-        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`; the axis `lag` is
-            among them only where `lag` itself is not known, as in the workers.
+        buckets: axis of a breakdown -> [B] int64, the trajectories' places in `BUCKETS[axis]`.
     """
 
     l_infer: Tensor
@@ -152,6 +167,7 @@ class Tokens:
     offsets: Tensor
     entropy: Tensor | None = None
     agreement: Tensor | None = None
+    lag_bucket: Tensor | None = None
     lag: Lag | None = None
     buckets: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -186,6 +202,10 @@ class Tokens:
         """Returns the [N] tensors by name."""
         named = {name: value for name, value in vars(self).items() if name not in ("offsets", "lag", "buckets")}
         return {name: value for name, value in named.items() if value is not None}
+
+    def lag_buckets(self) -> Tensor | None:
+        """Returns [N] int64, the tokens' places in `BUCKETS["lag"]`; None where no rollout is older than the policy."""
+        return self.lag_bucket if self.lag is None else self.lag.buckets(self.mask, self.offsets)
 
     def row_of_token(self) -> Tensor:
         """Returns [N] int64, the trajectory of each token."""

@@ -144,7 +144,10 @@ class Training:
         top_tokens = (self.features.stability.top_tokens.k or MOST_TOP_TOKENS) if self.policy.use is not None else 0
         sampled = sample_responses(engine, self.setup.lab.model, prompts, length, self._samples, top_tokens)
         keys = [f"{number}-{row // n}_{row % n}_0" for row in range(len(prompts))]
-        lag = Lag(*(torch.full((len(keys),), ago) for ago in engine.lag)) if engine.lag else None
+        lag = None
+        if engine.lag is not None:
+            newest, oldest = (torch.full((len(keys),), ago) for ago in engine.lag)
+            lag = Lag(newest, oldest, sampled.mask[:, length - length // len(engine.parts) :].sum(1))
         right = rewards(self.setup.lab.task, prompts, sampled.responses)
         graded = self.setup.lab.grader.grade(right, sampled.mask.sum(1) / length, self._samples)
         return LabBatch(prompts, sampled, graded, keys, lag)

@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError
 from verl_ext.core.advantages import Sessions
-from verl_ext.core.answers import Servers, answer_metrics
+from verl_ext.core.answers import FRESH, Servers, answer_metrics
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, row_matrix, segment_sums
@@ -45,7 +45,7 @@ def read_batch(batch: KVBatchMeta, features: RunFeatures, step: int, tokenizer: 
     if Need.COMPARED_ROUTERS in needs or replay_mode(config) == "R3":
         numbers.append(names.ROUTE_SUM)
     measured = Need.MEASURED_BATCHES in needs
-    lag = lag_of(batch.tags, step) if measured and is_asynchronous(config) else None
+    lag = lag_of(batch.tags, step) if measured and is_asynchronous(config) else None  # `fresh` follows with the facts
     view = partial(filter_batch, models=config.actor_rollout_ref, tokenizer=tokenizer)
     by_server = servers if features.stability.breakdown else Servers()
     read = QueueBatch(batch, lag, view if Need.LOSS_MASK in needs else None, by_server)
@@ -261,7 +261,10 @@ class QueueBatch:
         return {} if facts is None else self._servers.buckets(facts)
 
     def _lag_of(self, rows: Sequence[int]) -> Lag | None:
-        return None if self._lag is None else self._lag.of_rows(rows)
+        if self._lag is None:
+            return None
+        facts = self.numbers(names.ANSWER_FACTS)
+        return replace(self._lag, fresh=None if facts is None else facts[:, FRESH]).of_rows(rows)
 
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:

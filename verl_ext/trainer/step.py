@@ -190,8 +190,9 @@ class Step:
 
     def _put(self, batch: Batch, block: Block, tokens: Tokens, weight: Tensor | None) -> None:
         fields = {} if weight is None else {names.WEIGHTS: weight}
-        if tokens.lag is not None and Need.OUR_LOSS in self._features.needs:
-            fields[names.LAG] = tokens.lag.buckets()[tokens.row_of_token()]
+        lag = tokens.lag_buckets() if Need.OUR_LOSS in self._features.needs else None
+        if lag is not None:
+            fields[names.LAG] = lag
         if fields:
             batch.put(block, fields)
 

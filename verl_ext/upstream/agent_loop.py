@@ -5,7 +5,7 @@
     turns       A turn brings the expert ids of its own tokens, and their checksum; that of the whole trajectory is a
                 field of the batch. vLLM returns the ids of all turns, every time.
     top_tokens  The K most likely tokens at each place, as two fields next to `responses`. verl asks for none.
-    answers     What the answer shows by itself (`core.answers`), as a field of three numbers: its server among them.
+    answers     What the answer shows by itself (`core.answers`), as a field of four numbers: its server among them.
 
 The environment variable VERL_EXT_AGENT_LOOP, such as `narrow:1,top_tokens:32`, chooses the extras in each process;
 without it verl stays as it is. The launch sets it to what the run's features need (`request`), and `install_changes`
@@ -298,12 +298,24 @@ class TrajectoryState:
         calls: the answers with top tokens; None if none are asked for, as in validation.
         complete: every row that an agent loop has received is in one of `turns`.
         servers: the addresses of the servers that were asked.
+        version: the newest version of the weights that sampled tokens of it, as the server numbers them.
+        fresh: the number of tokens that this version sampled.
     """
 
     turns: dict[Any, Turn] | None
     calls: list[Call] | None
     complete: bool = True
     servers: set[str] = field(default_factory=set)
+    version: int = -1
+    fresh: int = 0
+
+    def count(self, output: Any) -> None:
+        """Counts the tokens of a server's answer. verl's client asks again after each interruption (`llm_server.py` of
+        verl 0.9.1), and keeps only the first and the last version."""
+        version = output.extra_fields.get("global_steps")
+        if version is not None and version >= self.version:
+            self.fresh = len(output.token_ids) + (self.fresh if version == self.version else 0)
+            self.version = version
 
 
 _trajectory: ContextVar[TrajectoryState | None] = ContextVar("verl_ext_trajectory", default=None)
@@ -317,7 +329,7 @@ def change_client(client: Any) -> Undo:
     """
     changes: list[Callable[[], Undo]] = []
     owner = expect(CHANGE, client, "LLMServerClient")
-    if _extras.turns or _extras.top_tokens:
+    if _extras.turns or _extras.top_tokens or _extras.answers:
         takes = "self, request_id, prompt_ids, sampling_params, ..."
         changes += [lambda: wrap("agent_loop", owner, "generate", generate_in_client, takes)]
     if _extras.answers:
@@ -359,6 +371,7 @@ async def generate_in_client(verls: Callable, client: Any, request_id: Any, **ar
         arguments["sampling_params"] = sampling
 
     output = await verls(client, request_id, **arguments)
+    trajectory.count(output)
     if calls is not None:
         ids, log_q = output.extra_fields.pop(TOP_TOKEN_IDS, None), output.extra_fields.pop(TOP_TOKEN_LOG_PROBS, None)
         if ids is not None:
@@ -439,8 +452,8 @@ def as_dict(verls: Callable[[Any], dict[str, Any]], output: Any) -> dict[str, An
     if _extras.answers:
         from verl_ext.core.answers import answer_facts
 
-        servers = () if trajectory is None else trajectory.servers
-        written[ANSWER_FACTS] = torch.tensor(answer_facts(servers, output.response_ids))
+        servers, fresh = ((), 0) if trajectory is None else (trajectory.servers, trajectory.fresh)
+        written[ANSWER_FACTS] = torch.tensor(answer_facts(servers, output.response_ids, fresh))
     return written
 
 

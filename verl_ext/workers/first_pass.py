@@ -90,13 +90,14 @@ class FirstPass:
             batch: with l_infer; with a lag, the measurements are by lag too; with router_agreement, also of routing.
             entropy: l_theta's, [B, T] as the weights are; None where the update computes none.
             routers: [B, *], the trajectories' packed `RouterSums`; None where routers are not compared.
-            facts: [B, 3], of `core.answers`; None where the agent loop writes none.
+            facts: [B, 4], of `core.answers`; None where the agent loop writes none.
         """
         tokens = Tokens.from_padded(batch.require("l_infer"), batch.l_theta.detach(), batch.mask, entropy)
-        buckets = {} if facts is None else self._servers.buckets(facts)
-        if batch.lag is not None and batch.lag.numel():
-            buckets["lag"] = batch.lag.amax(-1)
-        tokens = replace(tokens, buckets={axis: of_row.to(batch.mask.device) for axis, of_row in buckets.items()})
+        if facts is not None:
+            buckets = self._servers.buckets(facts)
+            tokens = replace(tokens, buckets={axis: of_row.to(batch.mask.device) for axis, of_row in buckets.items()})
+        if batch.lag is not None:
+            tokens = replace(tokens, lag_bucket=batch.lag.reshape(-1).to(batch.mask.device))
         if batch.router_agreement is not None:
             tokens = replace(tokens, agreement=batch.router_agreement.reshape(-1))
         if routers is not None and self._is_first:

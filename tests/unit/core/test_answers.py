@@ -52,9 +52,9 @@ def test_loops_at_the_limits(tokens, found):
 
 
 def test_the_facts_of_an_answer():
-    assert answer_facts({"a:1"}, [1, 2]) == [server_number("a:1"), 0, 2]
-    assert answer_facts({"a:1", "a:2"}, [7] * 70) == [0, 70, 7]
-    assert answer_facts((), []) == [0, 0, -1]
+    assert answer_facts({"a:1"}, [1, 2]) == [server_number("a:1"), 0, 2, 0]
+    assert answer_facts({"a:1", "a:2"}, [7] * 70) == [0, 70, 7, 0]
+    assert answer_facts((), [], fresh=5) == [0, 0, -1, 5]
 
 
 def test_an_answer_of_the_largest_length_is_cut_unless_it_ends():

@@ -78,15 +78,15 @@ def test_measure_equals_the_oracle(corrections, batch, with_entropy, breakdown):
 @FEW
 @given(
     batch=BATCH,
-    ages=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 1])), min_size=5, max_size=5),
+    ages=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 1]), st.integers(0, 6)), min_size=5, max_size=5),
     corrections=st.sampled_from(CHOICES[:4]),
     breakdown=st.booleans(),
     block=st.sampled_from([None, 3]),
 )
 def test_by_lag_and_server_equals_the_oracle_whatever_else_is_broken_down(batch, ages, corrections, breakdown, block):
     by = {
-        "lag": [(newest, newest + span) for newest, span in ages[: len(batch)]],
-        "replica": [newest % 3 for newest, _ in ages[: len(batch)]],
+        "lag": [(newest, newest + span, fresh) for newest, span, fresh in ages[: len(batch)]],
+        "replica": [newest % 3 for newest, *_ in ages[: len(batch)]],
     }
     found = measure(pack(batch, **by), corrections, breakdown=breakdown, block=block)
     assert_same(found.metrics, oracle(batch, corrections, with_entropy=True, breakdown=breakdown, **by))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -34,8 +36,10 @@ def test_a_trajectory_is_as_many_versions_behind_as_steps_have_synchronised_sinc
     tags = [{"min_global_steps": low, "max_global_steps": high} for low, high in ((6, 6), (3, 5))]
     lag = lag_of(tags, step=7)
     assert (lag.newest.tolist(), lag.oldest.tolist()) == ([0, 1], [0, 3])
-    assert [BUCKETS["lag"][bucket] for bucket in lag.buckets()] == ["0", "span"]
-    assert response_tokens(batch(), lag).lag is lag
+    tokens = response_tokens(batch(), lag)
+    assert tokens.lag is lag and [BUCKETS["lag"][place] for place in tokens.lag_buckets()] == ["0", "0", "span"]
+    fresh = replace(tokens, lag=replace(lag, fresh=torch.tensor([0, 1])))
+    assert [BUCKETS["lag"][place] for place in fresh.lag_buckets()] == ["0", "0", "1"]
 
 
 def test_weights_go_back_in_the_batchs_shape():

@@ -27,14 +27,20 @@ def facts_wanted():
 
 
 class Server:
-    """The actor handle that verl's client calls: it answers with these stop reasons, a token each."""
+    """The actor handle that verl's client calls: it answers with these stop reasons, a token each, under these versions
+    of its weights."""
 
-    def __init__(self, *stops):
-        self.stops = iter(stops)
+    def __init__(self, *stops, versions=None):
+        self.stops, self.versions = iter(stops), iter(versions or [3] * len(stops))
         self.generate = SimpleNamespace(remote=self._generate)
 
     async def _generate(self, **_):
-        return TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason=next(self.stops), extra_fields={})
+        return TokenOutput(
+            token_ids=[7],
+            log_probs=[-1.0],
+            stop_reason=next(self.stops),
+            extra_fields={"global_steps": next(self.versions)},
+        )
 
 
 def facts(client, *, calls=1, tokens=(7,)):
@@ -54,8 +60,8 @@ def facts(client, *, calls=1, tokens=(7,)):
 @pytest.mark.parametrize("kind", [LLMServerClient, FullyAsyncLLMServerClient])
 def test_a_trajectory_brings_its_server_its_loop_and_its_last_token(kind):
     client = client_of(Server(*["completed"] * 2), kind, addresses=("a:1", "b:2"))
-    assert facts(client) == [server_number("a:1"), 0, 7]
-    assert facts(client, tokens=[3, *[5, 6] * 40]) == [server_number("b:2"), 80, 6]
+    assert facts(client) == [server_number("a:1"), 0, 7, 1]
+    assert facts(client, tokens=[3, *[5, 6] * 40]) == [server_number("b:2"), 80, 6, 1]
 
 
 def test_several_servers_of_a_trajectory_are_none():
@@ -63,11 +69,21 @@ def test_several_servers_of_a_trajectory_are_none():
     assert facts(client_of(Server(*["completed"] * 2)), calls=2)[0] == server_number("one:1")
 
 
-def test_an_answer_that_a_weight_sync_moves_to_another_server_has_none(monkeypatch):
-    async def at_once(seconds):
+@pytest.fixture
+def at_once(monkeypatch):
+    async def wait(seconds):
         pass
 
-    monkeypatch.setattr(asyncio, "sleep", at_once)
+    monkeypatch.setattr(asyncio, "sleep", wait)
+
+
+@pytest.mark.parametrize(("versions", "fresh"), [([3, 3, 3], 3), ([3, 4, 4], 2), ([3, 4, 6], 1), ([None] * 3, 0)])
+def test_the_tokens_of_the_newest_weights_are_counted_over_interruptions(at_once, versions, fresh):
+    server = Server("aborted", "aborted", "completed", versions=versions)
+    assert facts(client_of(server, FullyAsyncLLMServerClient))[-1] == fresh
+
+
+def test_an_answer_that_a_weight_sync_moves_to_another_server_has_none(at_once):
     client = client_of(Server("aborted", "completed"), FullyAsyncLLMServerClient, addresses=("a:1", "b:2"))
     assert facts(client)[0] == 0
 
@@ -75,7 +91,7 @@ def test_an_answer_that_a_weight_sync_moves_to_another_server_has_none(monkeypat
 def test_an_agent_loop_that_asks_no_server_of_verls_has_none():
     with asked_for(answers=True):
         output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], metrics=AgentLoopMetrics())
-        assert output.as_dict()[ANSWER_FACTS].tolist() == [0, 0, 2]
+        assert output.as_dict()[ANSWER_FACTS].tolist() == [0, 0, 2, 0]
 
 
 def test_a_client_that_chooses_its_server_elsewhere_is_refused():

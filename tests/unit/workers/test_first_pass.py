@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import at_most
-from tests.support.measure_oracle import CHOICES, oracle, random_batch, ratio
+from tests.support.measure_oracle import CHOICES, lag_of, oracle, random_batch, ratio
 from tests.unit.workers.first_pass_ranks import RANKS, judged, rank_main
 from verl_ext.core.answers import SERVER, Servers, server_number
 from verl_ext.core.loss_batch import LossBatch
 from verl_ext.core.measure import measure
 from verl_ext.core.mismatch import advantage_metrics, sums_by_sign
 from verl_ext.core.routing import RouteCounts, agreement, router_metrics
-from verl_ext.core.tokens import Lag, Tokens
+from verl_ext.core.tokens import Tokens
 from verl_ext.guard.guard import Guard, Limit
 from verl_ext.guard.levels import level_rules
 from verl_ext.guard.rules import Rule
@@ -41,7 +41,8 @@ def padded(batch, width=40):
 
 def sent(ages, mask):
     """The field of the lag as the workers get it: each trajectory's bucket on its tokens, 0 elsewhere."""
-    return Lag(*torch.tensor(ages).reshape(-1, 2).T).buckets()[:, None] * mask
+    B, T = mask.shape
+    return lag_of(ages).buckets(mask.flatten(), torch.arange(0, B * T + 1, T)).view(B, T) * mask
 
 
 def weighed(one, batch, ages=None):
@@ -130,7 +131,7 @@ def test_parts_are_measured_by_server_and_by_the_advantages_sign_as_the_whole_is
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
-AGES = [(0, 0), (8, 8), (3, 3), (5, 2), (0, 0), (1, 1)]  # of the newest and the oldest weights
+AGES = [(0, 0, 9), (8, 8, 0), (3, 3, 0), (2, 5, 0), (0, 3, 4), (1, 2, 50)]  # newest, oldest; fresh tokens
 
 
 @at_most(25)

@@ -23,7 +23,7 @@ GAP = Section(
     "the sign of the advantage too.\n"
     "- **By lag**, in the asynchronous modes. There a rollout may be older than the policy, and all metrics include "
     "how far the policy has moved since. The lag is the number of weight versions in between: `/lag/0` is the engines' "
-    "part, `/lag/span` covers trajectories that several versions sampled.\n"
+    "part. Where several versions sampled a trajectory, `/lag/span` has the tokens before those of the newest.\n"
     "- **By server**, if the rollout has several: `/replica/00` to `/replica/63`, in the order that is printed at the "
     "start, and likewise `/node/00`.\n"
     "- **In bypass mode** they cover the first mini-batch of a step, after batch filters. They are logged with the "
