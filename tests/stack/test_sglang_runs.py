@@ -174,7 +174,8 @@ def test_megatron_and_sglang_in_separate_async_with_truncated_sampling_and_score
             assert k3 < FLOAT32, "of the weights that sampled them"
     assert first["vllm_kl/head_mass"] == pytest.approx(1, abs=1e-5)
     by_lag, dropped = shares_by_lag(third), third["filter/too_stale/dropped_tokens"]
-    assert 0 < by_lag.get("2", 0) <= dropped <= by_lag.get("2", 0) + by_lag.get("span", 0) + 1e-6
+    assert 0 < by_lag.get("2", 0) <= dropped + 1e-6, "and of answers that span versions, the newer tokens too"
+    assert dropped <= by_lag["2"] + 1e-6 or "span" in by_lag
     assert third["vllm_kl/k3"] > 100 * FLOAT32, "the policy has moved away from old rollouts"
     assert 1 <= third["vllm_kl/rescored"] <= 32
     assert third["vllm_kl/engine/k3"] < FLOAT32 < third["vllm_kl/stale/k3"]
