@@ -5,7 +5,6 @@ the weights and the model's settings to nothing: it changes the weights after a 
 settings `lab.NAME` of the config. Several regimes can be applied one after another.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,8 +15,6 @@ from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import ConfiguredMethod, Method, Registry, require, settings_of
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
 from verl_ext.lab.model import ATTENTION, EXPERTS, FLOAT32_BITS, HEAD, ROUTER, ModelSettings, RolloutEngine, Weights
-
-MOST_MISSED = 1000  # updates whose weights are kept
 
 Rule = tuple[Callable[[Any], bool], str]  # whether a setting may have a value, and the rule in words
 ABOVE_0: Rule = (lambda value: value > 0, "must be above 0")
@@ -33,28 +30,35 @@ def one_of(*choices: str) -> Rule:
 
 
 class History:
-    """The weights after each update, the newest last; it keeps the first and as many others as any regime needs.
+    """The weights after each update; it keeps the first, the newest, and those that a regime needs.
+
+    Args:
+        keeps: whether the weights after an update (its number) are needed after a later one.
 
     Attributes:
-        first: the weights before any update.
+        versions: update -> the weights after it, as far as they are kept.
+        updates: the number of updates.
     """
 
-    first: Weights
-
-    def __init__(self, reach: int):
-        self._versions: deque[Weights] = deque(maxlen=reach + 1)
+    def __init__(self, keeps: Callable[[int, int], bool]):
+        self._keeps = keeps
+        self.versions: dict[int, Weights] = {}
         self.updates = -1
+
+    @property
+    def first(self) -> Weights:
+        """The weights before any update."""
+        return self.versions[0]
 
     def add(self, weights: Weights) -> None:
         """Adds the first weights, then those after each update; copied, because an optimizer changes them in place."""
-        self._versions.append({name: value.detach().clone() for name, value in weights.items()})
-        self.updates += 1
-        if self.updates == 0:
-            self.first = self._versions[0]
+        now = self.updates = self.updates + 1
+        self.versions = {each: kept for each, kept in self.versions.items() if each == 0 or self._keeps(each, now)}
+        self.versions[now] = {name: value.detach().clone() for name, value in weights.items()}
 
     def ago(self, updates: int) -> Weights:
-        """Returns the weights before the last `updates` updates, or the oldest that are kept."""
-        return self._versions[max(len(self._versions) - 1 - updates, 0)]
+        """Returns the weights before the last `updates` updates; the first weights, if there were not so many."""
+        return self.versions[max(self.updates - updates, 0)]
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,14 @@ class Regime(Method):
     Attributes:
         stands_for: the real set-up that it imitates.
         trainer_mode: verl's trainer mode with this gap.
-        reach: a function from the settings to the number of updates that it looks back.
+        keeps: a function from the settings, an update's number and a later one's to whether the weights after the
+            first are needed after the second.
         in_training: whether it changes the weights of training after a step, and not the rollout.
     """
 
     stands_for: str
     trainer_mode: str = "sync"
-    reach: Callable[[Any], int] = lambda settings: 0
+    keeps: Callable[[Any, int, int], bool] = lambda settings, update, now: False
     in_training: bool = False
 
 
@@ -103,10 +108,9 @@ class Regimes:
 
     chosen: tuple[ConfiguredMethod[Regime], ...]
 
-    @property
-    def reach(self) -> int:
-        """The number of updates that they look back."""
-        return max((regime.method.reach(regime.settings) for regime in self.chosen), default=0)
+    def keeps(self, update: int, now: int) -> bool:
+        """Returns True if one of them needs the weights after an update after a later one, `now`."""
+        return any(regime.method.keeps(regime.settings, update, now) for regime in self.chosen)
 
     def engine(self, history: History) -> RolloutEngine:
         """Returns the rollout's engine."""
@@ -142,7 +146,7 @@ def regimes_named(text: str) -> list[str]:
     "asynchronous RL: separate_async, partial rollouts, weights updated in flight",
     {"lag": at_least(0), "every": at_least(1), "span": at_least(0)},
     trainer_mode="separate_async",
-    reach=lambda settings: settings.lag + settings.every - 1 + settings.span,
+    keeps=lambda settings, update, now: now - update < settings.lag + settings.every + settings.span,
 )
 def stale(engine: RolloutEngine, history: History, *, lag: int = 32, every: int = 1, span: int = 0) -> RolloutEngine:
     """The rollout has older weights.
@@ -161,11 +165,8 @@ def stale(engine: RolloutEngine, history: History, *, lag: int = 32, every: int 
 @register_regime(
     "missed_sync",
     "a weight sync that does not arrive: a LoRA under the wrong name, a lost replica",
-    {
-        "update": at_least(0),
-        "count": (lambda count: 0 <= count <= MOST_MISSED, f"must be from 0 to {MOST_MISSED}"),
-    },
-    reach=lambda settings: settings.count or MOST_MISSED,
+    {"update": at_least(0), "count": at_least(0)},
+    keeps=lambda settings, update, now: update == settings.update,
 )
 def missed_sync(engine: RolloutEngine, history: History, *, update: int = 30, count: int = 0) -> RolloutEngine:
     """Weight syncs after an update do not arrive: the rollout's weights stay as they are.

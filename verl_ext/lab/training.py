@@ -73,7 +73,7 @@ class Training:
 
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):
         self.setup, self.features = setup, setup.features
-        self.history = History(setup.regimes.reach)
+        self.history = History(setup.regimes.keeps)
         self.history.add(weights)
         knows_kept = setup.regimes.engine(self.history).reports_kept
         self.learner = Learner(setup.features, setup.lab.model, weights, knows_kept)

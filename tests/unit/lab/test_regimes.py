@@ -13,9 +13,9 @@ def planted(**settings):
     return Regimes(tuple(choose(REGIMES[name], given, f"lab.{name}") for name, given in settings.items()))
 
 
-def history(updates, reach=64):
+def history(updates, keeps=lambda update, now: True):
     """Returns a history in which the weights after update n hold the value n."""
-    found = History(reach)
+    found = History(keeps)
     weights = {"0.up": torch.zeros(2, 4, 4)}
     for update in range(updates + 1):
         weights["0.up"].fill_(update)  # as an optimizer does, where they are
@@ -25,7 +25,7 @@ def history(updates, reach=64):
 
 def seen(regimes, updates):
     """Returns the updates that the rollout's weights hold, part by part."""
-    engine = regimes.engine(history(updates, regimes.reach))
+    engine = regimes.engine(history(updates, regimes.keeps))
     return [int(part["0.up"][0, 0, 0]) for part in engine.parts]
 
 
@@ -40,12 +40,25 @@ def test_without_a_regime_the_rollout_has_the_newest_weights():
         (planted(stale=dict(lag=0, every=4)), {0: [0], 3: [0], 4: [4], 7: [4], 8: [8]}),
         (planted(stale=dict(lag=1, every=2)), {4: [3], 5: [3], 6: [5]}),
         (planted(stale=dict(lag=1, span=2)), {1: [0, 0, 0], 5: [2, 3, 4]}),
-        (planted(missed_sync=dict(update=5)), {5: [5], 6: [5], 300: [5]}),
+        (planted(missed_sync=dict(update=5)), {5: [5], 6: [5], 1100: [5]}),
         (planted(missed_sync=dict(update=5, count=2)), {6: [5], 7: [5], 8: [8]}),
     ],
 )
 def test_old_weights(regimes, by_update):
     assert {update: seen(regimes, update) for update in by_update} == by_update
+
+
+@pytest.mark.parametrize(
+    ("regimes", "kept"),
+    [
+        (planted(), [0, 1100]),
+        (planted(stale=dict(lag=1, span=1)), [0, 1098, 1099, 1100]),
+        (planted(missed_sync=dict(update=5)), [0, 5, 1100]),
+        (planted(missed_sync=dict(update=5), stale=dict(lag=1)), [0, 5, 1099, 1100]),
+    ],
+)
+def test_only_weights_that_a_regime_needs_are_kept(regimes, kept):
+    assert sorted(history(1100, regimes.keeps).versions) == kept
 
 
 def test_only_old_weights_on_purpose_say_how_old_they_are():
@@ -61,7 +74,7 @@ def test_what_is_rounded():
     generator = torch.Generator().manual_seed(0)
     names = ("0.qkv", "0.out", "0.up", "0.down", "0.router", "head", "embedding", "norm", "positions")
     weights = {name: torch.randn(64, 64, generator=generator) for name in names}
-    now = History(0)
+    now = History(lambda update, now: False)
     now.add(weights)
     for router, head in ((False, False), (True, True)):
         engine = planted(quantized={"router": router, "head": head}).engine(now)
