@@ -206,6 +206,8 @@ def test_killed_in_colocate_async_and_resumed_with_the_guards_state_and_the_sche
         assert 0.8 < step["router/agreement"] < 1
         assert_load_is_of(step, 8)
         assert "actor/reward_kl_penalty" in step
+    moved = [step["router/load_moved"] for step in steps]
+    assert moved[0] == 0 < min(moved[1:]), "step 4, the first after the restart, compares with step 1"
     for step in (steps[2], steps[4]):
         assert step["actor/gate/refused"] == 0 < step["actor/grad_norm"]
 

@@ -4,11 +4,14 @@ verl's `PPOTrainer.fit`, and saves files in verl's order."""
 from itertools import count
 from pathlib import Path
 
+import torch
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.utils import tracking
 
 from tests.support.store import Store, compute_advantage, nested
+from tests.support.training_step import router_sums
+from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.trainer import checkpoints, trainers
 
 SAVES = count()  # numbers every checkpoint that is written, so that none is like another
@@ -19,6 +22,7 @@ class Workers:
 
     def __init__(self):
         self.weights, self.kept, self.rates = 0, None, []
+        self.load = ExpertLoad(2, 8)
 
     def update(self, step, lr_scale, has_l_old):
         if self.kept is None or self.kept[0] != step:
@@ -32,6 +36,15 @@ class Workers:
             return [None, None]
         self.kept, self.weights = None, kept[1]
         return [kept[0]] * 2
+
+    def take_expert_load(self):
+        """Two ranks, of which one compares routing; each update moves some choices."""
+        ids = torch.arange(6).clamp(min=self.weights % 5).view(1, 2, 3)
+        self.load.add(ids, ids)
+        return [{}, self.load.take()]
+
+    def first_expert_load(self, counts):
+        return [[], self.load.first(counts)]
 
     def save(self, folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,6 +138,8 @@ def training_in(folder, monkeypatch):
                 "old_log_probs": nested([-1.0 + k, -2.0 + k], [-3.0 + k]),
                 "response_mask": nested([1, 1], [1]),
                 "rm_scores": nested([0.0, reward], [reward]),
+                "router_sums": router_sums(0, 0),
+                "router_agreement": nested([1.0, 1.0], [1.0]),
             }
             return super().kv_batch_get(keys, partition_id, select_fields)
 

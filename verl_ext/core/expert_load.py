@@ -3,7 +3,7 @@
 Shape legend: N tokens, L MoE layers, K experts per token (top-k), E experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class ExpertLoad:
     def take(self, add_up: Callable[[Tensor], Any] = lambda counts: None) -> dict[str, float]:
         """Returns `load_metrics` of what was added since the last call; {} without a token.
 
-        The batch to compare with is the first one of this process.
+        The batch to compare with is the first one of this process, unless `first` set another.
 
         Args:
             add_up: adds the counts of all ranks up, in place; all ranks call it together.
@@ -87,3 +87,13 @@ class ExpertLoad:
         if self._first_LE is None and counts_2LE.any():
             self._first_LE = counts_2LE[0]
         return {} if self._first_LE is None else load_metrics(counts_2LE[0], counts_2LE[1], self._first_LE)
+
+    def first(self, counts: Sequence[Sequence[int]] = ()) -> list[list[int]]:
+        """Returns the counts [L, E] that `router/load_moved` compares with; [] before the first batch.
+
+        Args:
+            counts: replace them, unless empty: those of the first batch of a run that is resumed.
+        """
+        if counts:
+            self._first_LE = torch.tensor(counts, device=self._counts_2LE.device)
+        return [] if self._first_LE is None else self._first_LE.tolist()

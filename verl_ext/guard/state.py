@@ -95,6 +95,8 @@ class GuardState:
         unproven: (step of a checkpoint, step at whose end the run had its weights), until a later step measures them.
         updated: whether the last step made an update.
         rollback_due, undo_due: the reason of a rollback or undo that is not carried out yet; else empty.
+        first_load: the counts that `router/load_moved` compares with, `ExpertLoad.first`: the workers lose them when
+            the run stops.
     """
 
     skips: int = 0
@@ -121,6 +123,7 @@ class GuardState:
     updated: bool = False
     rollback_due: str = ""
     undo_due: str = ""
+    first_load: list[list[int]] = field(default_factory=list)
 
     def as_of(self, to: int, now: int) -> "GuardState":
         """Returns the state for a restart from step `to`, to which the run went back in step `now`.

@@ -119,6 +119,12 @@ class StabilityRun:
         if (now, now) in self.guard.state.unproven:
             checkpoints.save_states(self.guard, self.actions.diagnosis, self._config, now)
 
+    def share_first_load(self, workers: Any) -> None:
+        """Has the guard's state and the workers know the same first load of the experts: the one that either has."""
+        if Need.COMPARED_ROUTERS in self.features.needs:
+            state = self.guard.state
+            state.first_load = next(filter(None, workers.first_expert_load(state.first_load)), [])
+
     def rescore(self, batch: KVBatchMeta, workers: Any) -> None:
         """Runs `rescoring.rescore`; `measure` turns its result into metrics."""
         rollout = self.features.config.actor_rollout_ref.rollout

@@ -73,9 +73,13 @@ class StabilityMixin(VerlTrainer):
         run = self.stability_run
         with checkpoints.loading(run.guard, run.actions.diagnosis, self.config):
             super()._load_checkpoint()
+        if run.guard.state.first_load:
+            run.share_first_load(self.actor_rollout_wg)
 
     def _save_checkpoint(self) -> None:
         run = self.stability_run
+        if not run.guard.state.first_load:
+            run.share_first_load(self.actor_rollout_wg)
         with checkpoints.saving(run.guard, run.actions.diagnosis, self.config, self.global_steps):
             super()._save_checkpoint()
 

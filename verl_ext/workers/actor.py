@@ -260,6 +260,11 @@ class RoutingMixin(LossMixin):
         group = self.actor.engine.get_data_parallel_group()
         return self.actor.routing.load.take(partial(torch.distributed.all_reduce, group=group))
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def first_expert_load(self, counts: list[list[int]]) -> list[list[int]]:
+        """See `ExpertLoad.first`."""
+        return self.actor.routing.load.first(counts)
+
 
 class VersionsMixin(DetachActorWorker):
     """Keeps verl's own copies of the weights of earlier steps in the host's memory, by version, for rescoring.

@@ -97,3 +97,15 @@ def test_take_begins_anew_and_compares_with_the_first_batch():
     load.add(ids[2], ids[3])
     expected = load_metrics(*(count_load(ids[which], 8) for which in (2, 3, 0)))
     assert load.take() == pytest.approx(expected)
+
+
+def test_a_load_that_is_resumed_compares_with_the_first_batch_of_before():
+    load, resumed, ids = ExpertLoad(3, 8), ExpertLoad(3, 8), [some_ids(30, 3, 2, 8, seed) for seed in range(3)]
+    assert load.first() == []
+    load.add(ids[0], ids[0])
+    load.take()
+    assert load.first() == load.first([]) == resumed.first(load.first()) == counted(ids[0], 8).tolist()
+    for each in (load, resumed):
+        each.add(ids[1], ids[2])
+    found = resumed.take()
+    assert found == load.take() and found["router/load_moved"] > 0

@@ -270,8 +270,8 @@ ROUTING = Section(
         ),
         after(
             "router/load_moved",
-            "distance of the load from that of the first batch since the start of the process: the share of choices "
-            "that have moved to another expert (total variation, mean over the layers)",
+            "distance of the load from that of the run's first batch: the share of choices that have moved to another "
+            "expert (total variation, mean over the layers). A resumed run takes the first batch from its checkpoint",
             "share",
         ),
         after(
