@@ -6,6 +6,7 @@ SCENARIOS lists the faults by step. A fault is planted where it would occur in p
 instead of a weight sync, or in the settings of one step.
 """
 
+import math
 import sys
 import time
 
@@ -79,12 +80,11 @@ SCENARIOS = {
     "doubled adapter": {1: "adapter doubled from here on"},
     "lost syncs": {4: "weights lost from here on"},
     "wrong tensors": {
-        2: "expert dropped from here on",
-        3: "experts swapped from here on",
-        4: "router cast from here on",
-        5: "norm late from here on",
+        2: "expert dropped once",
+        3: "experts swapped once",
+        4: "router cast once",
+        5: "norm late once",
         6: "layer repeated from here on",
-        7: "nothing wrong from here on",
     },
     "one server rounds": {1: "weights rounded from here on"},
     "shifted experts": {2: "shifted experts"},
@@ -210,8 +210,8 @@ def faulty(trainer_class: type, faults: dict[int, str]) -> type:
                     self.checkpoint_manager = manager
                 return
             match faults.get(self.global_steps, "").split():
-                case [what, how, "from", "here", "on"]:
-                    self.actor_rollout_wg.change_syncs(what, how)
+                case [what, how, *times] if times in (["once"], ["from", "here", "on"]):
+                    self.actor_rollout_wg.change_syncs(what, how, 1 if times == ["once"] else math.inf)
             super().on_step_end()
 
     return FaultyTrainer
@@ -240,14 +240,19 @@ def changing_syncs(worker_class: type) -> type:
             return (repeated(weights) if self.repeats else weights), adapter
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def change_syncs(self, what, how):
+        def change_syncs(self, what, how, times):
+            """Changes so many syncs."""
             engine = self.actor.engine
             whole = self.whole = getattr(self, "whole", None) or engine.get_per_tensor_param
             self.repeats = what == "layer"
+            self.changes = times
 
             def sent(*args, **kwargs):
                 weights, adapter = whole(*args, **kwargs)
+                self.changes -= 1
                 match what, how:
+                    case _ if self.changes < 0:
+                        pass
                     case "weights", "lost":
                         weights = (each for each in weights if each[0] == "model.norm.weight")
                     case "weights", "rounded" if torch.distributed.get_rank() == 1:  # of its own server

@@ -6,7 +6,7 @@ from collections.abc import Callable
 def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lambda worker: worker) -> None:
     """`verl_ext.main_ppo` on sys.argv, with `wrap` of our trainer instead of each trainer_mode's.
 
-    And `wrap_worker` of the worker that takes our loss, and of the one that captures routing as well.
+    And `wrap_worker` of each worker that takes our loss, or captures routing as well.
     """
     from verl_ext import main_ppo
     from verl_ext.trainer import task_runner
@@ -14,7 +14,6 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
     class WrappingTaskRunner(task_runner.StabilityTaskRunner):
         def run(self, config):
             from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-            from verl.workers.engine_workers import ActorRolloutRefWorker
 
             from verl_ext.trainer import trainers
             from verl_ext.workers.actor import LOSS_WORKERS, ROUTING_WORKERS
@@ -26,7 +25,7 @@ def main(wrap: Callable[[type], type], wrap_worker: Callable[[type], type] = lam
                 for mode, trainer in TRAINER_REGISTRY.items():
                     TRAINER_REGISTRY[mode] = wrap(trainer)
                 for workers in (LOSS_WORKERS, ROUTING_WORKERS):
-                    workers[ActorRolloutRefWorker] = wrap_worker(workers[ActorRolloutRefWorker])
+                    workers |= {verls: wrap_worker(ours) for verls, ours in workers.items()}
 
             trainers.install_trainers = install_wrapped
             super().run(config)

@@ -7,7 +7,7 @@ import torch
 
 from tests.stack.faults import CANARY, DECIDED, EXPERTS, NORM, ROUTER, RULES, rules
 from tests.stack.run_files import SAVES, equal_tensors, events, local_part, logged_events, shards
-from tests.stack.running import assert_documented, error_of, suspected_causes
+from tests.stack.running import SEPARATE_ASYNC, assert_documented, error_of, suspected_causes
 
 pytestmark = pytest.mark.e2e
 
@@ -132,7 +132,7 @@ def test_mini_batches_past_the_policys_own_change_are_refused_in_fp16_too(train)
     assert "mini-batches were refused: they passed a bound" in run.console
 
 
-WRONG = {  # step -> the tensors that the check names, and why, in the run of "wrong tensors"
+WRONG = {  # step -> the tensors that the check names first, and why, in the run of "wrong tensors"
     2: [(EXPERTS[0], "not received"), ("w13_weight", "matrices that are not whole: 2")],
     3: [(EXPERTS[0], f"with the bits of {EXPERTS[1]}"), (EXPERTS[1], f"with the bits of {EXPERTS[0]}")],
     4: [(ROUTER, "sent as [16, 128] float32, received as [16, 128] bfloat16")],
@@ -141,25 +141,32 @@ WRONG = {  # step -> the tensors that the check names, and why, in the run of "w
 }
 
 
-@pytest.mark.parametrize("recipe", ["cpu_smoke", "cpu_sglang"])
-def test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named(with_faults, recipe):
-    """One fault a step, in verl's transfer or in training's export. The syncs of the other steps are sound."""
+@pytest.mark.parametrize(("recipe", "mode"), [("cpu_smoke", SEPARATE_ASYNC), ("cpu_sglang", ())])
+def test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named(with_faults, recipe, mode):
+    """One fault a step, in verl's transfer or in training's export. The weights are sent again, which mends all but the
+    last fault: the run stops. The syncs of the other steps are sound."""
     run = with_faults(
         "wrong tensors",
-        EACH_SYNC,
+        "stability.sync_check={every:1,action:resync}",
+        *mode,
         recipe=f"recipe={recipe}",
         forked_from="sglang_stack" if recipe == "cpu_sglang" else "stack",
         steps=7,
     )
-    assert run.code == 0, run.tail
-    assert re.search(r"sync check +│ the first sync and each later one; warn +│ 231 tensors in 1 process", run.console)
+    assert run.code == 3, run.tail
+    assert re.search(r"sync check +│ the first sync and each later one; +│ 231 tensors in 1 process", run.console)
     assert_documented(run)
-    assert [step["sync/wrong_tensors"] for step in run.steps] == [len(WRONG.get(step, ())) for step in range(1, 8)]
-    said = re.findall(r"verl_ext: step (\d+): warn: (.* wrong after the weight sync.*)", run.console)
-    assert [int(step) for step, _ in said] == list(WRONG)
-    for step, reason in said:
-        for name, found in WRONG[int(step)]:
-            assert re.search(rf"{re.escape(name)} on rollout server 0 of 1, worker 0: .*{re.escape(found)}", reason)
+    assert [step["sync/wrong_tensors"] for step in run.steps] == [0, 0, 0, 0, 0, 1]
+    found = [event for event in events(run.folder) if event["rule"] == "sync_check"]
+    mended = [(step, action) for step in range(2, 6) for action in ("resync", "recover")]
+    assert [(event["step"], event["action"]) for event in found] == [*mended, (6, "resync"), (6, "stop")]
+    assert f"the guard stopped the run: {found[-1]['reason']}" in error_of(run.console)
+    for event in found:
+        if event["action"] != "recover":
+            assert event["value"] == len(WRONG[event["step"]])
+            for name, why in WRONG[event["step"]]:
+                place = rf"{re.escape(name)} on rollout server 0 of 1, worker 0: .*{re.escape(why)}"
+                assert re.search(place, event["reason"])
 
 
 def test_a_server_that_rounds_its_weights_is_named(with_faults):

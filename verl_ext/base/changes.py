@@ -444,7 +444,8 @@ TABLE = add_changes(
     Change(
         name="checked_syncs",
         target="`update_weights` of the trainer's checkpoint manager",
-        why="begins the record of a weight sync at both ends, and compares the records after it",
+        why="begins the record of a weight sync at both ends, and compares the records after it; with `action: "
+        "resync`, syncs a second time if a tensor is wrong",
         when="`stability.sync_check`",
         versions=VERL,
         file="trainer/sync_check.py",
@@ -453,7 +454,8 @@ TABLE = add_changes(
         needs=(
             f"{TRAINER}.init: on_init_end",
             "verl.checkpoint_engine.CheckpointEngineManager.update_weights(self, global_steps)",
-            "verl.checkpoint_engine.CheckpointEngineManager.__init__: actor_wg, replicas",
+            "verl.checkpoint_engine.CheckpointEngineManager.__init__: backend, actor_wg, replicas",
+            "verl.checkpoint_engine.CheckpointEngineManager.sleep_replicas(self)",
             f"{ROLLOUT}.replica.RolloutReplica.server_handle",
         ),
     ),

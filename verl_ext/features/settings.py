@@ -260,6 +260,9 @@ class SyncCanarySettings:
         require(self, "every", self.every >= 1, "must be at least 1")
 
 
+RESYNC = "resync"
+
+
 @dataclass(frozen=True)
 class SyncCheckSettings:
     """Compares every tensor of a weight sync where training hands it over and where the rollout takes it
@@ -267,7 +270,8 @@ class SyncCheckSettings:
 
     Attributes:
         every: after the first sync, check the syncs of every this many steps. 0 checks only the first.
-        action: what to do if a tensor is wrong: `warn`, or `stop` before the next step.
+        action: what to do if a tensor is wrong: `warn`; `stop` before the next step; or `resync`: send the weights once
+            more and check them again, and stop if a tensor is wrong again.
     """
 
     every: int = 0
@@ -275,7 +279,7 @@ class SyncCheckSettings:
 
     def __post_init__(self) -> None:
         require(self, "every", self.every >= 0, "must be a number of steps, or 0 for the first sync only")
-        require_one_of(self, "action", ("warn", "stop"))
+        require_one_of(self, "action", ("warn", "stop", RESYNC))
 
     def __str__(self) -> str:
         later = {0: "", 1: " and each later one"}.get(self.every, f", then every {self.every} steps")
@@ -366,7 +370,7 @@ class Switches:
             the started vLLM workers is checked.
         sync_canary: check that weight syncs reach the rollout.
         sync_check: compare every tensor of a weight sync at both ends: `{}` for the first sync, or
-            `{every: STEPS, action: stop}`. null turns it off.
+            `{every: STEPS, action: resync}`. null turns it off.
         fake_quantization: round the rollout's weights as in a quantised rollout.
         float32_head: compute logits in float32 in both engines, which removes the rounding of the logits from the gap
             (docs/methods.md#float32-logits).

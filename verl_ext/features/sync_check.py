@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.base.errors import HookError, Problem
 from verl_ext.features.feature import Demand, Engines, Feature, Idle, Need, RunFeatures, TableLine
+from verl_ext.features.settings import RESYNC
 from verl_ext.features.verl_config import DISAGGREGATED, MERGE_LORA, ROLLOUT, ROLLOUTS, rollout_name, sends_adapter
 
 SETTING = "stability.sync_check"
@@ -27,7 +28,7 @@ def problems(run: RunFeatures) -> Iterator[Problem]:
     and sends an adapter by a request of its own, which does not reach the model's `load_weights`; a disaggregated
     replica has several servers behind one handle.
     """
-    if run.stability.sync_check is None:
+    if (asked := run.stability.sync_check) is None:
         return
     config, name = run.config, rollout_name(run.config)
     if name not in ROLLOUTS:
@@ -41,6 +42,9 @@ def problems(run: RunFeatures) -> Iterator[Problem]:
         yield _refused(f"compares tensors as they were sent, and {QUANTIZATION}={format} quantises SGLang's after that")
     if sends_adapter(config, "sglang"):
         yield _refused("does not see a LoRA that SGLang takes as an adapter", MERGE_LORA)
+    if asked.action == RESYNC and sends_adapter(config):
+        why = f"sends no base of an adapter again, as action={RESYNC} asks: verl sends it only in the first sync"
+        yield _refused(why, f"{SETTING}.action=stop")
 
 
 def _refused(why: str, *fix: str) -> Problem:

@@ -150,7 +150,7 @@ def run_arm(arm: Arm, seed: int, folder: Path, on_step: Callable[[int], None]) -
         contextlib.redirect_stdout(console),
         contextlib.closing(LineFile(metrics.with_suffix(EVENTS), resume=False)) as events,
     ):
-        training.actions.events = events
+        training.actions.log_to(events)
         try:
             for step in range(1, setup.config.trainer.total_training_steps + 1):
                 file.write(orjson.dumps({"step": step, "data": training.step(step)}) + b"\n")

@@ -68,7 +68,7 @@ class Training:
         weights: the weights that RL begins with.
 
     Attributes:
-        actions: the guard's actions; set their `events` to log them.
+        actions: the guard's actions; `log_to` of theirs logs them.
     """
 
     def __init__(self, setup: Setup, weights: Mapping[str, Tensor]):

@@ -30,6 +30,7 @@ DECIDED = {  # what the guard did, as the name of a mark or of a decision
     "lower_lr": "learning rate lowered",
     "tighten": "band narrowed",
     "warn": "warning",
+    "resync": "weights sent again",
     "recover": "recovered",
 }
 

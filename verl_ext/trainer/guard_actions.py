@@ -45,13 +45,13 @@ class GuardActions:
         root: the folder of the run's checkpoints, trainer.default_local_dir.
 
     Attributes:
-        events: the file of decisions, one JSON line each, once the run trains.
         stop: the event that ends the run before its next step, if there is one.
         diagnosis: the diagnosis of the run, over restarts.
     """
 
     def __init__(self, guard: Guard, root: str):
-        self.events: LineFile | None = None
+        self._events: LineFile | None = None
+        self._early: list[Event] = []  # without a file yet, such as those of the first weight sync
         self.stop: Event | None = None
         self.diagnosis = RunningDiagnosis()
         self._guard, self._root = guard, root
@@ -105,6 +105,12 @@ class GuardActions:
             self._tell(Event(self._guard.step, "diagnosis", "", None, None, "warn", named.sentence))
         self._require_signals(metrics)
 
+    def log_to(self, events: LineFile) -> None:
+        """Writes the decisions so far, and each one from now on, to this file: one JSON line each."""
+        self._events = events
+        for event in self._early:
+            self._log(event)
+
     def stop_if_asked(self) -> None:
         if self.stop is not None:
             found = self.diagnosis.look()
@@ -120,10 +126,15 @@ class GuardActions:
             print(f"verl_ext: the run ended with a rollback due: {due}; {self._good_checkpoint()}", flush=True)
 
     def _tell(self, event: Event) -> None:
-        if self.events is not None:
-            self.events.write(orjson.dumps(asdict(event)) + b"\n")
+        self._log(event)
         what = "update skipped" if event.action == "skip" else event.action
         print(f"verl_ext: step {event.step}: {what}: {event.reason}", flush=True)
+
+    def _log(self, event: Event) -> None:
+        if self._events is None:
+            self._early.append(event)
+        else:
+            self._events.write(orjson.dumps(asdict(event)) + b"\n")
 
     def _require_signals(self, metrics: Mapping[str, float]) -> None:
         """Raises HookError if the signal of a rule never comes: the rule would silently do nothing."""

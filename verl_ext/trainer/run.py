@@ -86,9 +86,9 @@ class StabilityRun:
         """
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
-            if Need.MEASURED_BATCHES in self.features.needs:
+            if self.features.needs & {Need.MEASURED_BATCHES, Need.SENT_WEIGHTS}:  # which decide something
                 events = LineFile(names.events_path(self._config), resume=resumed > 0)
-                self.actions.events = files.enter_context(closing(events))
+                self.actions.log_to(files.enter_context(closing(events)))
                 if kinds := self._servers.mixed:
                     reason = f"the rollout's servers have different accelerators, and so different kernels: {kinds}"
                     event = Event(resumed, "servers", "", None, None, "warn", reason)

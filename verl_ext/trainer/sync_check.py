@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from verl_ext.base.errors import HookError
 from verl_ext.base.patching import wrap
 from verl_ext.core.checksums import BITS, CAUSES, UNWRITTEN, SentTensor, WrongTensor, wrong_tensors
-from verl_ext.features.settings import SyncCheckSettings
+from verl_ext.features.settings import RESYNC, SyncCheckSettings
 from verl_ext.features.sync_check import WITHOUT_CHECK
 from verl_ext.guard.state import Decision, Event
 from verl_ext.upstream import engine_calls, sync_record
@@ -70,20 +70,36 @@ class SyncCheck:
     def _sync(self, manager: Any, verls: Callable[..., Any], global_steps: int | None = None) -> Any:
         if not self.is_due(global_steps):
             return verls(global_steps)
-        workers, servers = manager.actor_wg, [replica.server_handle for replica in manager.replicas]
-        workers.begin_sync_record()
-        for server in servers:
-            engine_calls.call(server, sync_record.record_arrivals, timeout_s=TIMEOUT_S)
-        result = verls(global_steps)
+
+        def tell(action: str, reason: str) -> None:
+            self._tell(Decision((Event(global_steps or 0, RULE, SIGNAL, len(wrong), 0.0, action, reason),)))
+
+        result, wrong = _recorded_sync(manager, verls, global_steps)
         self._checks += 1
-        wrong = [*find_wrong(workers, servers)]
-        self.metrics[SIGNAL] = max(self.metrics.get(SIGNAL, 0.0), float(len(wrong)))
         if wrong:
-            event = Event(
-                global_steps or 0, RULE, SIGNAL, len(wrong), 0.0, self._settings.action, described_wrong(wrong)
-            )
-            self._tell(Decision((event,)))
+            tell(self._settings.action, described_wrong(wrong))
+        if wrong and self._settings.action == RESYNC:
+            if manager.backend == "naive":  # verl wakes a sleeping rollout, and SGLang fails if it is awake
+                manager.sleep_replicas()
+            result, wrong = _recorded_sync(manager, verls, global_steps)
+            if wrong:
+                tell("stop", f"also when sent again, {described_wrong(wrong)}")
+            else:
+                tell("recover", "the weights were sent again, and all tensors arrived")
+        self.metrics[SIGNAL] = max(self.metrics.get(SIGNAL, 0.0), float(len(wrong)))
         return result
+
+
+def _recorded_sync(
+    manager: Any, verls: Callable[..., Any], global_steps: int | None
+) -> tuple[Any, Sequence[WrongTensor]]:
+    """Syncs, with a record at both ends. Returns verl's result, and what is wrong."""
+    workers, servers = manager.actor_wg, [replica.server_handle for replica in manager.replicas]
+    workers.begin_sync_record()
+    for server in servers:
+        engine_calls.call(server, sync_record.record_arrivals, timeout_s=TIMEOUT_S)
+    result = verls(global_steps)
+    return result, [*find_wrong(workers, servers)]
 
 
 def find_wrong(workers: Any, servers: Sequence[Any]) -> Iterator[WrongTensor]:

@@ -45,6 +45,7 @@ def test_it_is_accepted_where_both_ends_are_seen(asked, overrides):
         (f"{VLLM} ++{ROLLOUT}.disaggregation.enabled=true", "asks one server of each replica"),
         (f"{SGLANG} {ROLLOUT}.quantization=fp8", "fp8 quantises SGLang's after that"),
         (f"{SGLANG} {LORA}", "does not see a LoRA that SGLang takes as an adapter"),
+        (f"{VLLM} {LORA} stability.sync_check.action=resync", "sends no base of an adapter again, as action=resync"),
     ],
 )
 def test_it_is_refused_where_one_end_is_not_seen(asked, overrides, said):
@@ -58,7 +59,7 @@ def test_it_is_refused_where_one_end_is_not_seen(asked, overrides, said):
     [
         ("{}", "the first sync; warn"),
         ("{every:1,action:stop}", "the first sync and each later one; stop"),
-        ("{every:20}", "the first sync, then every 20 steps; warn"),
+        ("{every:20,action:resync}", "the first sync, then every 20 steps; resync"),
     ],
 )
 def test_its_settings_are_shown(asked, given, shown):

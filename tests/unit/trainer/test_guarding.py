@@ -1,11 +1,14 @@
 """The guard in the loop of a trainer of our own, which calls the hooks in the order of verl's `PPOTrainer.fit`."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from tests.support.guarded_training import VerlTrainer
 from verl_ext.base.errors import GuardStopError, HookError
 from verl_ext.core.answers import Servers
+from verl_ext.guard.state import Decision, Event
 from verl_ext.trainer import checkpoints
 from verl_ext.trainer.checkpoints import CheckpointError
 from verl_ext.trainer.trainers import accelerators_of_nodes
@@ -243,6 +246,22 @@ def test_a_truncated_checkpoint_is_passed_over(train, capsys):
     (checkpoints.folder_of("checkpoints", 2) / "actor" / "model.pt").write_text("0")
     with pytest.raises(CheckpointError, match="global_step_2 is damaged"):
         train({"metrics": True}, [{}], resume_mode="resume_path", resume_from_path="checkpoints/global_step_2")
+
+
+@pytest.mark.parametrize("stability", [{"sync_check": {}}, {"metrics": True}])
+def test_what_is_decided_before_the_run_trains_is_logged(train, monkeypatch, stability):
+    """The first weight sync comes before verl's `fit`."""
+    first = Event(0, "sync_check", "sync/wrong_tensors", 1.0, 0.0, "stop", "a tensor is wrong")
+    load = VerlTrainer._load_checkpoint
+
+    def load_and_sync(trainer):
+        load(trainer)
+        trainer.stability_run.actions.record_decision(Decision((first,)))
+
+    monkeypatch.setattr(VerlTrainer, "_load_checkpoint", load_and_sync)
+    with pytest.raises(GuardStopError, match="a tensor is wrong"):
+        train(stability, [GOOD])
+    assert events() == [asdict(first)]
 
 
 def test_with_nothing_switched_on_there_is_no_event_file(train, tmp_path):

@@ -42,15 +42,25 @@ class Workers:
 
 
 class Manager:
-    """verl's checkpoint manager, with servers that are lists of one tensor record per worker."""
+    """verl's checkpoint manager, with servers that are lists of one tensor record per worker.
 
-    def __init__(self, workers, *servers):
+    Args:
+        mended: syncs after which the servers have what was sent.
+    """
+
+    def __init__(self, workers, *servers, backend="naive", mended=None):
         self.actor_wg, self.replicas = workers, [SimpleNamespace(server_handle=server) for server in servers]
-        self.synced = []
+        self.synced, self.backend, self.mended = [], backend, mended
+
+    def sleep_replicas(self):
+        self.synced.append("sleep")
 
     def update_weights(self, global_steps=None):
         self.synced.append(global_steps)
-        return {"sent": 1}
+        if self.synced.count(global_steps) == self.mended:
+            for replica in self.replicas:
+                replica.server_handle[:] = [self.actor_wg.ranks[0]] * len(replica.server_handle)
+        return {"sent": len(self.synced)}
 
 
 @pytest.fixture
@@ -67,12 +77,12 @@ def checked(monkeypatch):
     calls, events = [], []
     monkeypatch.setattr(sync_check.engine_calls, "call", answer)
 
-    def checked(workers, *servers, steps=(0,), **settings):
+    def checked(workers, *servers, steps=(0,), synced=None, backend="naive", mended=None, **settings):
         check = SyncCheck(SyncCheckSettings(**settings), lambda decision: events.extend(decision.events))
-        manager = Manager(workers, *servers)
+        manager = Manager(workers, *servers, backend=backend, mended=mended)
         check.watch(manager)
-        assert [manager.update_weights(step) for step in steps] == [{"sent": 1}] * len(steps)
-        assert manager.synced == list(steps)
+        results = [manager.update_weights(step) for step in steps]
+        assert manager.synced == (synced or list(steps)) and results[-1] == {"sent": len(manager.synced)}
         return check, events, calls
 
     return checked
@@ -110,6 +120,23 @@ def test_a_wrong_tensor_is_named_with_its_process(checked):
     assert event.reason.startswith("2 tensor(s) are wrong after the weight sync: layer_3 on rollout server 1 of 2, ")
     assert "layer_5 on rollout server 1 of 2, worker 1: received with the bits of layer_6" in event.reason
     assert calls.count("arrived_tensors") == 1
+
+
+@pytest.mark.parametrize(("backend", "synced"), [("naive", [5, "sleep", 5]), ("nccl", [5, 5])])
+def test_a_wrong_sync_is_repeated_once_and_then_sound_or_the_end(checked, backend, synced):
+    """verl sends to a rollout on the same GPUs only while it sleeps."""
+    sent, wrong = tensors_of(), tensors_of(layer_3=None)
+    workers, repeated = Workers(sent), {"action": "resync", "backend": backend, "steps": (5,), "synced": synced}
+    check, events, _ = checked(workers, [sent], [wrong], mended=2, **repeated)
+    assert [(event.step, event.action, event.value) for event in events] == [(5, "resync", 1), (5, "recover", 0)]
+    assert "layer_3 on rollout server 1 of 2" in events[0].reason and check.take_metrics() == {SIGNAL: 0}
+    assert workers.begun == 2
+    events.clear()
+    check, events, _ = checked(workers, [sent], [wrong], **repeated)
+    assert [(event.action, event.value) for event in events] == [("resync", 1), ("stop", 1)]
+    assert "layer_3 on rollout server 1 of 2" in events[1].reason and check.take_metrics() == {SIGNAL: 1}
+    events.clear()
+    assert checked(workers, [sent], action="resync")[1] == [], "a sound sync is not repeated"
 
 
 def test_a_replica_that_missed_the_sync_is_named_with_few_of_its_tensors(checked):

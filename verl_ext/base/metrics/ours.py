@@ -444,7 +444,7 @@ SYNC_CHECK = Section(
         rare_after(
             "sync/wrong_tensors",
             "tensors that did not arrive as they were sent, and parameters that the sync did not write; a tensor "
-            "counts for each process of the rollout",
+            "counts for each process of the rollout. With `action: resync`, of the weights that were sent again",
             better="lower",
             worst="highest",
             label="wrong tensors",
