@@ -69,6 +69,20 @@ def agreement_table() -> list[list[str]]:
     return rows
 
 
+def sync_check_table() -> list[list[str]]:
+    """Tabulates the seconds of a checked weight sync, and their share of the time if the sync of each Nth step is
+    checked."""
+    counts = (1, 10, 50)
+    rows = [["model", "GPUs", "step, s", "a checked sync, s", *(f"every: {every}" for every in counts)]]
+    for model, recipe in RECIPES.items():
+        own = read_plan(_config([f"recipe={recipe}", *PRESET]), GPU)
+        for plan in {each.sizes.gpus: each for each in (own, *plans(recipe))}.values():
+            seconds = costs.checked_sync_seconds(plan.sizes)
+            shares = (f"{plan.share(seconds / every):.2%}" for every in counts)
+            rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", f"{seconds:.1f}", *shares])
+    return rows
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A published run: stage -> seconds, planned and published, as far as they were published."""
@@ -210,6 +224,7 @@ def parts() -> dict[str, str]:
     """Returns name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
     made = {"rates": rates_table(), "agreement": agreement_table(), "runs": runs_table(), "judged": judged_table()}
+    made["sync check"] = sync_check_table()
     made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
     return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
 

@@ -10,6 +10,7 @@ from verl_ext.base.arguments import add_command
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.printable import number_table, print_number_table, wide_console
 from verl_ext.launch import command_line
+from verl_ext.plan.costs import checked_sync_seconds
 from verl_ext.plan.memory import Memory, host_memory
 from verl_ext.plan.scale import Plan, at_nodes, read_plan, scale_table, units_line
 from verl_ext.plan.sizes import GIB, GUESSED_MEAN, UNITS, Sizes, planned_gpu, planned_gpus
@@ -104,6 +105,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "seconds": plan.timing.stages if plan.fits else {},
         "concurrent_sequences": plan.timing.concurrent,
         "features": [{**asdict(cost), "waited": cost.waited} for cost in plan.costs],
+        "checked_sync_seconds": checked_sync_seconds(sizes),
         "storage_units": {"has": plan.usage.units, "wanted": plan.units_wanted},
         "sizes": {name: value for name, value in asdict(sizes).items() if name not in ("shape", "gpu")},
     }
@@ -197,6 +199,11 @@ def _print_costs(console: "Console", plan: Plan) -> None:
     print_number_table(console, table)
     also = "; hidden: seconds during generation, for which the step does not wait" if hides else ""
     console.print(f"seconds that a step waits, at the rates of two CPU cores{also}", soft_wrap=True)
+    if (every := plan.usage.checked_every) is not None:
+        more = checked_sync_seconds(plan.sizes)
+        then = f", then every {every} steps" if every else ""
+        line = f"a checked weight sync takes {more:.1f} s more, {plan.share(more):.2%} of a step: the first{then}"
+        console.print(line, soft_wrap=True)
 
 
 def _seconds_text(seconds: float) -> str:

@@ -22,6 +22,10 @@ NODE_GB_S = 12.5
 
 CORRECTION_NS = 17.0  # in the controller, per response token: python tools/bench_correction.py
 GUARD_MS = 0.5  # in the controller, per step: measured (docs/guard.md)
+# The sync check, at both ends: reads and writes of memory per byte of a weight in bfloat16, 32 by its checksum and 21
+# by its sums (counted in core/checksums.py); milliseconds per tensor, measured on a CPU core (docs/guard.md).
+CHECK_PASSES, CHECK_TENSOR_MS = 2 * 53, 0.5
+LAYER_TENSORS = 9  # of a layer, without its experts or its MLP: attention, norms, router
 
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)
 READ_SHARE = 0.005  # share of a step that the training ranks may wait for the storage units
@@ -43,7 +47,8 @@ AGREEMENT_BYTES = 4  # router_agreement, per response token, next to a trajector
 
 MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
 TOP_TOKENS, AGREEMENT, REPLAY = "sampler's top tokens", "router agreement", "routing replay"
-CONTROLLER, LOOPS, RANKS = "controller", "agent loops", "training ranks"
+SYNC_CHECK = "sync check"
+CONTROLLER, LOOPS, RANKS, ENDS = "controller", "agent loops", "training ranks", "training and rollout"
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,8 @@ def plan_costs(sizes: Sizes, usage: Usage, generation: float) -> list[Cost]:
     passes(WEIGHTS, CONTROLLER, "writes", usage.weighs or usage.lag, gb, values)
     passes(WEIGHTS, RANKS, "reads", usage.weighs or usage.lag, gb * ranks, values * ranks)
     found.append(Cost(GUARD, CONTROLLER, "computes", usage.guards, 0.0, GUARD_MS / 1e3))
+    seconds = checked_sync_seconds(sizes) / usage.checked_every if usage.checked_every else 0.0
+    found.append(Cost(SYNC_CHECK, ENDS, "computes", usage.checked_every is not None, 0.0, seconds))
     gb, reads = tokens * usage.top_tokens * TOP_TOKEN_BYTES / GB, usage.top_token_reads * ranks
     passes(TOP_TOKENS, LOOPS, "writes", usage.has_top_tokens, gb, 2 * rows)
     passes(TOP_TOKENS, RANKS, "reads", usage.has_top_tokens, reads * gb, 2 * reads * rows)
@@ -138,6 +145,18 @@ def plan_costs(sizes: Sizes, usage: Usage, generation: float) -> list[Cost]:
         for feature, who, how, on, gb, values in _routing_flows(sizes, usage):
             passes(feature, who, how, on, gb, values)
     return found
+
+
+def checked_sync_seconds(sizes: Sizes) -> float:
+    """Returns the seconds that `stability.sync_check` adds to a sync that it checks.
+
+    Each process of both ends reads all weights, the rollout's after training's. What the controller compares, 8 bytes
+    per process, takes no time.
+    """
+    shape = sizes.shape
+    mlps = shape.moe_layers * (shape.routed_experts + bool(shape.shared_experts)) + shape.dense_layers
+    tensors = 3 * mlps + LAYER_TENSORS * shape.layers + 3  # embedding, last norm, head
+    return CHECK_PASSES * 2 * shape.parameters / (sizes.gpu.gb_per_s * GB) + tensors * CHECK_TENSOR_MS / 1e3
 
 
 def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:

@@ -137,6 +137,7 @@ class Usage:
         workers: number of agent loops.
         undoes: whether the state before each update is kept, to undo it; versions: number of old weights kept.
         one_pass: whether compute_log_prob does not run.
+        checked_every: steps from one checked weight sync to the next, 0 if only the first is checked; None without.
     """
 
     measures: bool = False
@@ -159,6 +160,7 @@ class Usage:
     undoes: bool = False
     versions: int = 0
     one_pass: bool = False
+    checked_every: int | None = None
 
 
 def read_sizes(
@@ -238,6 +240,7 @@ def read_usage(config: DictConfig) -> Usage:
         undoes=any(rule.action == "undo" for rule in stability.rules),
         versions=stability.rescoring.versions if stability.rescoring.every else 0,
         one_pass=measured_late(run),
+        checked_every=stability.sync_check.every if stability.sync_check else None,
     )
 
 
