@@ -33,7 +33,8 @@ class History:
     """The weights after each update; it keeps the first, the newest, and those that a regime needs.
 
     Args:
-        keeps: whether the weights after an update (its number) are needed after a later one.
+        keeps: a function from an update's number and the newest one's to whether the weights after that update are
+            needed now or later.
 
     Attributes:
         versions: update -> the weights after it, as far as they are kept.
@@ -68,8 +69,8 @@ class Regime(Method):
     Attributes:
         stands_for: the real set-up that it imitates.
         trainer_mode: verl's trainer mode with this gap.
-        keeps: a function from the settings, an update's number and a later one's to whether the weights after the
-            first are needed after the second.
+        keeps: a function from the settings, an update's number and the newest one's to whether the regime needs the
+            weights after that update now or later.
         in_training: whether it changes the weights of training after a step, and not the rollout.
     """
 
@@ -109,7 +110,7 @@ class Regimes:
     chosen: tuple[ConfiguredMethod[Regime], ...]
 
     def keeps(self, update: int, now: int) -> bool:
-        """Returns True if one of them needs the weights after an update after a later one, `now`."""
+        """Returns True if one of them needs the weights after this update in the newest one, `now`, or later."""
         return any(regime.method.keeps(regime.settings, update, now) for regime in self.chosen)
 
     def engine(self, history: History) -> RolloutEngine:

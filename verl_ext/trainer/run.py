@@ -86,7 +86,7 @@ class StabilityRun:
         """
         keep_metrics(resume=resumed > 0)
         with ExitStack() as files:
-            if self.features.needs & {Need.MEASURED_BATCHES, Need.SENT_WEIGHTS}:  # which decide something
+            if self.features.needs & {Need.MEASURED_BATCHES, Need.SENT_WEIGHTS}:  # whose decisions are logged
                 events = LineFile(names.events_path(self._config), resume=resumed > 0)
                 self.actions.log_to(files.enter_context(closing(events)))
                 if kinds := self._servers.mixed:

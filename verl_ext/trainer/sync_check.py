@@ -70,24 +70,24 @@ class SyncCheck:
     def _sync(self, manager: Any, verls: Callable[..., Any], global_steps: int | None = None) -> Any:
         if not self.is_due(global_steps):
             return verls(global_steps)
-
-        def tell(action: str, reason: str) -> None:
-            self._tell(Decision((Event(global_steps or 0, RULE, SIGNAL, len(wrong), 0.0, action, reason),)))
-
+        tell = partial(self._tell_wrong, global_steps or 0)
         result, wrong = _recorded_sync(manager, verls, global_steps)
         self._checks += 1
         if wrong:
-            tell(self._settings.action, described_wrong(wrong))
+            tell(wrong, self._settings.action, described_wrong(wrong))
         if wrong and self._settings.action == RESYNC:
             if manager.backend == "naive":  # verl wakes a sleeping rollout, and SGLang fails if it is awake
                 manager.sleep_replicas()
             result, wrong = _recorded_sync(manager, verls, global_steps)
             if wrong:
-                tell("stop", f"also when sent again, {described_wrong(wrong)}")
+                tell(wrong, "stop", f"also when sent again, {described_wrong(wrong)}")
             else:
-                tell("recover", "the weights were sent again, and all tensors arrived")
+                tell(wrong, "recover", "the weights were sent again, and all tensors arrived")
         self.metrics[SIGNAL] = max(self.metrics.get(SIGNAL, 0.0), float(len(wrong)))
         return result
+
+    def _tell_wrong(self, step: int, wrong: Sequence[WrongTensor], action: str, reason: str) -> None:
+        self._tell(Decision((Event(step, RULE, SIGNAL, len(wrong), 0.0, action, reason),)))
 
 
 def _recorded_sync(
