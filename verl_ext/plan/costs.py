@@ -48,7 +48,7 @@ AGREEMENT_BYTES = 4  # router_agreement, per response token, next to a trajector
 MEASURE, WEIGHTS, GUARD = "corrections, vllm_kl/*", "weights to the workers", "guard"
 TOP_TOKENS, AGREEMENT, REPLAY = "sampler's top tokens", "router agreement", "routing replay"
 SYNC_CHECK = "sync check"
-CONTROLLER, LOOPS, RANKS, ENDS = "controller", "agent loops", "training ranks", "training and rollout"
+CONTROLLER, LOOPS, RANKS, ENDS = "controller", "agent loops", "training ranks", "both ends"
 
 
 @dataclass(frozen=True)

@@ -239,16 +239,20 @@ def test_without_the_plugin_there_is_one_line_on_how_to_see_what_it_takes(comman
 
 
 def test_the_table_of_costs_has_what_is_switched_on_and_adds_up(command, capsys):
-    assert command("recipe=qwen3_30b_a3b", "stability=icepop", "stability.router_agreement=true") == 0
+    check = "stability.sync_check={every:10}"
+    assert command("recipe=qwen3_30b_a3b", "stability=icepop", "stability.router_agreement=true", check) == 0
     printed = capsys.readouterr().out
     (table,) = re.findall(r"switched on .*?└", printed, flags=re.DOTALL)
-    assert "router agreement" in table and "replay" not in table and "sampler" not in table
+    assert "router agreement" in table and "sync check" in table and "replay" not in table and "sampler" not in table
     assert max(map(len, table.splitlines())) < 90
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     waits = [float(row[3] or 0) for row in rows]
     assert rows[-1][0] == "all" and waits[-1] == pytest.approx(sum(waits[:-1]), abs=0.03)
     assert [row[1] for row in rows if row[5]] == ["agent loops, writes"], "hidden by the generation"
     assert "the plugin costs less with stability.router_agreement_share=0.05: " in printed
+    (checked,) = re.findall(r"a checked weight sync takes ([0-9.]+) s more, .*: the first, then every 10", printed)
+    (row,) = (row for row in rows if row[0] == "sync check")
+    assert float(row[3]) == pytest.approx(float(checked) / 10, abs=0.01)
 
 
 def test_where_it_does_not_fit_every_phase_that_fails_is_named_and_no_time(command, capsys):
