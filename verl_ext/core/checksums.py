@@ -1,65 +1,80 @@
 """Checksums of tensors on their own device, and the comparison of what one side sent with what another received.
 
-A checksum covers a tensor's bytes: its words of 64 bits, each mixed with its place, are added up with wraparound. So it
-does not depend on the order of the work or on how the tensor is cut, and it changes if two elements swap places. Equal
-bytes have equal checksums, also across dtypes and shapes, which are compared separately.
+A checksum covers a tensor's bytes: its words of 64 bits, each mixed and multiplied by a key of its place, are added up
+with wraparound. So it does not depend on the order of the work or on how the tensor is cut, and it changes if two
+elements swap places. Equal bytes have equal checksums, also across dtypes and shapes, which are compared separately.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 WORD = 8  # bytes
+BLOCK_WORDS = 1 << 16  # words with a key each; every block of them has the same keys, and one of its own
 # Bytes of a tensor that are read at a time; the work needs a few times as many. On a CPU they fit into its cache.
 CHUNK, CPU_CHUNK = 16 << 20, 1 << 20
 # Of splitmix64 and murmur3's finalizer, as signed numbers: odd, so that no multiplication loses a bit.
 STEP, FIRST, SECOND = -0x61C8864680B583EB, -0x00AE502812AA7333, -0x3B314601E57A13AD
-SHIFT = 33
-SHIFTED = (1 << (64 - SHIFT)) - 1  # torch shifts signed numbers: this clears the copies of the sign
+SHIFT, HALF = 33, 32
+HALF_BITS = (1 << HALF) - 1  # torch shifts signed numbers: this clears the copies of the sign
+WITH_ABS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # no fp8, no bool
 
 
 def checksum(tensor: Tensor, chunk: int | None = None) -> Tensor:
     """Returns the checksum of a tensor's bytes, a scalar int64 on the tensor's device.
 
+    It is the sum of f(word) key(place in its block) key(block), modulo 2^64. f carries high bits into low ones, without
+    which two changes of a highest bit would cancel. The keys are odd: a change of one word is always seen.
+
     Args:
         chunk: bytes that are read at a time, by default CHUNK or CPU_CHUNK; the result does not depend on it.
     """
-    total, start = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
+    keys = _keys(tensor.device)
+    in_block, of_blocks = keys[:BLOCK_WORDS], keys[BLOCK_WORDS:]
+    total, block = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
     for piece in _pieces(tensor, chunk):
         words = _aligned_words(piece)
-        mixed = torch.arange(start, start + len(words), device=tensor.device).mul_(STEP).bitwise_xor_(words)
-        for factor in (FIRST, SECOND):
-            mixed.bitwise_xor_((mixed >> SHIFT).bitwise_and_(SHIFTED)).mul_(factor)
-        mixed.bitwise_xor_((mixed >> SHIFT).bitwise_and_(SHIFTED))
-        total += mixed.sum()
-        start += len(words)
+        mixed = words * FIRST
+        mixed.bitwise_xor_((mixed >> HALF).bitwise_and_(HALF_BITS))
+        blocks, rest = divmod(len(words), BLOCK_WORDS)
+        if blocks:
+            sums_b = mixed[: len(words) - rest].view(blocks, BLOCK_WORDS).mul_(in_block).sum(1)
+            total += sums_b.mul_(of_blocks[block : block + blocks]).sum()
+        if rest:
+            total += mixed[len(words) - rest :].mul_(in_block[:rest]).sum() * of_blocks[block + blocks]
+        block = (block + blocks) % BLOCK_WORDS
     return total
+
+
+@lru_cache
+def _keys(device: torch.device) -> Tensor:
+    """Returns [2 BLOCK_WORDS] odd numbers: the keys of a block's words, and those of the blocks."""
+    mixed = torch.arange(1, 2 * BLOCK_WORDS + 1).mul_(STEP)
+    for factor in (FIRST, SECOND):
+        mixed.bitwise_xor_((mixed >> SHIFT).bitwise_and_((1 << (64 - SHIFT)) - 1)).mul_(factor)
+    return mixed.bitwise_or_(1).to(device)
 
 
 def sums(tensor: Tensor, chunk: int | None = None) -> Tensor:
     """Returns [2] float64 on the tensor's device: the sum of the elements, and of their absolute values."""
     total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
     for piece in _pieces(torch.view_as_real(tensor) if tensor.is_complex() else tensor, chunk):
-        numbers = piece.to(torch.float64)
-        total[0] += numbers.sum()
-        total[1] += numbers.abs_().sum()
+        numbers = piece if piece.dtype in WITH_ABS else piece.to(torch.float64)
+        total += torch.stack([numbers.sum(dtype=torch.float64), numbers.abs().sum(dtype=torch.float64)])
     return total
 
 
 def _pieces(tensor: Tensor, chunk: int | None) -> Iterator[Tensor]:
-    """Yields the elements in order, as flat tensors of about `chunk` bytes; all but the last have whole words."""
-    tensor = tensor.detach()
+    """Yields the elements in order, as flat tensors of about `chunk` bytes; all but the last have whole blocks."""
     if chunk is None:
         chunk = CPU_CHUNK if tensor.device.type == "cpu" else CHUNK
-    if tensor.is_contiguous():
-        yield from tensor.reshape(-1).split(max(chunk // tensor.itemsize // WORD, 1) * WORD)
-        return
-    rows = max(chunk * len(tensor) // max(tensor.nbytes, 1) // WORD, 1) * WORD
-    yield from (rows_.reshape(-1).contiguous() for rows_ in tensor.split(rows))
+    block = BLOCK_WORDS * WORD // tensor.itemsize
+    yield from tensor.detach().reshape(-1).split(max(chunk // (BLOCK_WORDS * WORD), 1) * block)
 
 
 def _aligned_words(piece: Tensor) -> Tensor:

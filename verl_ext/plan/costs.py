@@ -22,9 +22,9 @@ NODE_GB_S = 12.5
 
 CORRECTION_NS = 17.0  # in the controller, per response token: python tools/bench_correction.py
 GUARD_MS = 0.5  # in the controller, per step: measured (docs/guard.md)
-# The sync check, at both ends: reads and writes of memory per byte of a weight in bfloat16, 32 by its checksum and 21
+# The sync check, at both ends: reads and writes of memory per byte of a weight in bfloat16, 12 by its checksum and 4
 # by its sums (counted in core/checksums.py); milliseconds per tensor, measured on a CPU core (docs/guard.md).
-CHECK_PASSES, CHECK_TENSOR_MS = 2 * 53, 0.5
+CHECK_PASSES, CHECK_TENSOR_MS = 2 * 16, 0.5
 LAYER_TENSORS = 9  # of a layer, without its experts or its MLP: attention, norms, router
 
 UNITS_A_NODE = 2  # TransferQueue's own advice: "Recommended: >= 2 x number of nodes" (its config.yaml, 0.1.11)

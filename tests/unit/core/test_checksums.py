@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from verl_ext.core import checksums
 from verl_ext.core.checksums import CAUSES, TensorRecorder, checksum, digest, sums, wrong_tensors
 
+WHOLE = 2**64 - 1
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -27,13 +28,18 @@ def by_hand(tensor):
     """The checksum in plain Python, from the description in the module."""
     data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
     data += b"\0" * (-len(data) % 8)
-    total, whole = 0, 2**64 - 1
+    total, block = 0, 2**16
     for place in range(len(data) // 8):
-        word = int.from_bytes(data[8 * place : 8 * place + 8], "little") ^ (place * 0x9E3779B97F4A7C15 & whole)
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            word = (word ^ word >> 33) * factor & whole
-        total += word ^ word >> 33
-    return total & whole
+        word = int.from_bytes(data[8 * place : 8 * place + 8], "little") * 0xFF51AFD7ED558CCD & WHOLE
+        total += (word ^ word >> 32) * key(place % block) * key(block + place // block)
+    return total & WHOLE
+
+
+def key(place):
+    word = (place + 1) * 0x9E3779B97F4A7C15 & WHOLE
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        word = (word ^ word >> 33) * factor & WHOLE
+    return word | 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -51,22 +57,36 @@ tensors = st.builds(
 )
 
 
-@given(tensors, st.integers(1, 200))
-@settings(deadline=None)
-def test_how_it_is_cut_does_not_matter(tensor, chunk):
-    assert checksum(tensor, chunk) == checksum(tensor)
+BLOCK = 2**19  # bytes
+LARGE = bits_of(torch.uint8, (3 * BLOCK + 5,))
 
 
-@given(tensors, st.integers(1, 200), st.data())
+@pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 9, 2 * BLOCK, 3 * BLOCK + 5])
+def test_of_several_blocks_it_is_the_formula_however_it_is_cut(size):
+    found = {checksum(LARGE[:size], chunk).item() % 2**64 for chunk in (None, 1, 2 * BLOCK, 16 * BLOCK)}
+    assert found == {by_hand(LARGE[:size])}
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, BLOCK + 3), (8, 2 * BLOCK), (BLOCK, 8), (0, 3 * BLOCK - 8)])
+def test_bytes_that_change_places_between_blocks_are_seen(first, second):
+    swapped = LARGE.clone()
+    swapped[[first, second]] = swapped[[second, first]]
+    assert (checksum(swapped) == checksum(LARGE)) == torch.equal(swapped, LARGE)
+    signs = LARGE.clone()
+    signs[[first | 7, second | 7]] ^= 128  # the highest bit of two words
+    assert checksum(signs) != checksum(LARGE)
+
+
+@given(tensors, st.data())
 @settings(deadline=None)
-def test_where_it_lies_in_memory_does_not_matter(tensor, chunk, data):
+def test_where_it_lies_in_memory_does_not_matter(tensor, data):
     """Neither strides nor an offset that is not a multiple of eight bytes."""
     order = data.draw(st.permutations(range(tensor.ndim)))
     turned = tensor.permute(order)
-    assert checksum(turned, chunk) == checksum(turned.contiguous())
+    assert checksum(turned) == checksum(turned.contiguous())
     room = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
     room[3:] = tensor.reshape(-1)
-    assert checksum(room[3:].view(tensor.shape), chunk) == checksum(tensor)
+    assert checksum(room[3:].view(tensor.shape)) == checksum(tensor)
 
 
 @given(tensors, st.data())
