@@ -14,6 +14,7 @@ SETTING = "stability.sync_check"
 WITHOUT_CHECK = (f"{SETTING}=null",)
 BACKEND = f"{ROLLOUT}.checkpoint_engine.backend"
 QUANTIZATION = f"{ROLLOUT}.quantization"
+LAYOUTS = "layouts and scales that kernels make of the weights"
 
 
 def needs(run: RunFeatures) -> Iterator[Demand]:
@@ -59,9 +60,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
 
 def parts_off(run: RunFeatures) -> list[str]:
     """Returns the parts of the check that are off in this run, as far as its config tells."""
-    off = []
-    if sends_adapter(run.config):
-        off.append("what vLLM makes of the adapter")
+    off = ["what vLLM makes of the adapter" if sends_adapter(run.config) else LAYOUTS]
     ranks = OmegaConf.select(run.config, f"{ROLLOUT}.tensor_model_parallel_size") or 1
     if rollout_name(run.config) == "sglang" and ranks > 1:
         off.append("SGLang's tensor-parallel ranks but the first")
