@@ -6,12 +6,22 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import NoReturn
 
 from verl_ext import __version__
 from verl_ext.base.arguments import CLOSED, INTERRUPTED, similar_names
 from verl_ext.base.errors import UserError, missing_package, print_error
 
+# Command -> the function that adds its parser. Only the command that is asked for is imported.
+PARSERS = {
+    "doctor": "verl_ext.doctor.command:add_doctor_parser",
+    "plan": "verl_ext.plan.command:add_plan_parser",
+    "probe": "verl_ext.probe.command:add_probe_parser",
+    "submit": "verl_ext.submit:add_submit_parser",
+    **dict.fromkeys(("report", "compare"), "verl_ext.report.command:add_report_parsers"),
+    "lab": "verl_ext.lab.command:add_lab_parser",
+}
 CHOICE = re.compile(r"invalid choice: '(.*)' \(choose from (.*)\)")  # argparse's error
 
 
@@ -62,26 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    # Imported here, so that Ctrl-C while they load ends like any other.
-    from verl_ext import submit
-    from verl_ext.doctor import command as doctor
-    from verl_ext.lab import command as lab
-    from verl_ext.plan import command as plan
-    from verl_ext.probe import command as probe
-    from verl_ext.report import command as report
-
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog="verl-ext", description="Commands to check, plan, probe, submit and analyse verl runs that use verl_ext."
     )
     parser.add_argument("--version", action="version", version=f"verl-ext {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    doctor.add_doctor_parser(commands)
-    plan.add_plan_parser(commands)
-    probe.add_probe_parser(commands)
-    submit.add_submit_parser(commands)
-    report.add_report_parsers(commands)
-    lab.add_lab_parser(commands)
-    words = list(sys.argv[1:] if argv is None else argv)
+    asked = PARSERS.get(words[0]) if words else None
+    for place in [asked] if asked else dict.fromkeys(PARSERS.values()):
+        # Imported here, so that Ctrl-C while a command loads ends like any other.
+        module, _, function = place.partition(":")
+        getattr(import_module(module), function)(commands)
     end = words.index("--") if "--" in words else len(words)
     arguments, rest = parser.parse_known_args(words[:end], argparse.Namespace(again=""))
     passed = words[end + 1 :]  # unchanged, for Hydra

@@ -34,7 +34,7 @@ def checksum(tensor: Tensor, chunk: int | None = None) -> Tensor:
     Args:
         chunk: bytes that are read at a time, by default CHUNK or CPU_CHUNK; the result does not depend on it.
     """
-    keys = _keys(tensor.device)
+    keys = _odd_keys(tensor.device)
     in_block, of_blocks = keys[:BLOCK_WORDS], keys[BLOCK_WORDS:]
     total, block = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
     for piece in _pieces(tensor, chunk):
@@ -52,7 +52,7 @@ def checksum(tensor: Tensor, chunk: int | None = None) -> Tensor:
 
 
 @lru_cache
-def _keys(device: torch.device) -> Tensor:
+def _odd_keys(device: torch.device) -> Tensor:
     """Returns [2 BLOCK_WORDS] odd numbers: the keys of a block's words, and those of the blocks."""
     mixed = torch.arange(1, 2 * BLOCK_WORDS + 1).mul_(STEP)
     for factor in (FIRST, SECOND):

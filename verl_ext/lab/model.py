@@ -179,10 +179,10 @@ def forward(
     routing = Routing([], [], [])
     for layer in range(model.layers):
         x = x + _attention(weights, model, layer, _norm(x, weights[f"{layer}.norm_attention"]), cache, faults)
-        x = _shortened(x, faults.bits)
+        x = _with_bits(x, faults.bits)
         given = None if replayed is None else replayed[:, :, layer]
         x = x + _experts(weights, model, layer, _norm(x, weights[f"{layer}.norm_experts"]), given, routing, faults)
-        x = _shortened(x, faults.bits)
+        x = _with_bits(x, faults.bits)
     if cache:
         cache.length += tokens.shape[1]
     return F.linear(_norm(x[:, -last:], weights["norm"]), weights[HEAD]).float(), routing
@@ -356,7 +356,7 @@ def _attention(
     weights: Weights, model: ModelSettings, layer: int, x: Tensor, cache: Cache | None, faults: Faults
 ) -> Tensor:
     B, S, d = x.shape
-    qkv = _shortened(F.linear(x, weights[f"{layer}.qkv"]), faults.bits).view(B, S, 3, model.heads, -1)
+    qkv = _with_bits(F.linear(x, weights[f"{layer}.qkv"]), faults.bits).view(B, S, 3, model.heads, -1)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
     if cache:
         until = cache.length + S
@@ -378,12 +378,12 @@ def _seen_in_blocks(q: Tensor, k: Tensor, v: Tensor, bits: int) -> Tensor:
     shares = (scores - scores.amax(-1, keepdim=True)).exp()
     total, seen = torch.zeros(()), torch.zeros(())
     for share, values in zip(shares.split(KEYS_PER_BLOCK, -1), v.split(KEYS_PER_BLOCK, -2), strict=True):
-        total = _shortened(total + share.sum(-1, keepdim=True), bits)
-        seen = _shortened(seen + share @ values, bits)
+        total = _with_bits(total + share.sum(-1, keepdim=True), bits)
+        seen = _with_bits(seen + share @ values, bits)
     return seen / total
 
 
-def _shortened(x: Tensor, bits: int) -> Tensor:
+def _with_bits(x: Tensor, bits: int) -> Tensor:
     """Rounds float32 to `bits` significant bits (Veltkamp's splitting, Dekker 1971)."""
     if bits >= FLOAT32_BITS:
         return x
@@ -401,7 +401,7 @@ def _experts(
     faults: Faults,
 ) -> Tensor:
     dtype = faults.router_dtype or x.dtype
-    logits = _shortened(F.linear(x.to(dtype), weights[f"{layer}.{ROUTER}"].to(dtype)).float(), faults.bits)
+    logits = _with_bits(F.linear(x.to(dtype), weights[f"{layer}.{ROUTER}"].to(dtype)).float(), faults.bits)
     scores = logits.detach()
     own = choose_experts(scores if faults.router_bias is None else scores + faults.router_bias[layer], model)
     experts = own if given is None else given

@@ -11,7 +11,7 @@ from verl_ext.lab.model import (
     ModelSettings,
     RolloutEngine,
     _seen_in_blocks,
-    _shortened,
+    _with_bits,
     init_weights,
     rollout_log_probs,
     sample_responses,
@@ -109,7 +109,7 @@ def test_kernels_keep_so_many_significant_bits(bits):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(4)) * torch.logspace(-6, 6, 1000)
     fraction, exponent = x.double().frexp()
     expected = torch.ldexp((fraction * 2**bits).round() / 2**bits, exponent)  # ties to even, as in hardware
-    assert torch.equal(_shortened(x, bits).double(), expected)
+    assert torch.equal(_with_bits(x, bits).double(), expected)
 
 
 def test_attention_in_blocks_is_attention():
