@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from packaging.version import Version
 
-from verl_ext.base.errors import LEVELS, ConfigError, Problem
+from verl_ext.base.errors import LEVELS, ConfigError, Problem, errors_of
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.verl_config import (
@@ -102,6 +102,7 @@ class Context:
         features: the features that the config switches on, as fitted to the run (`hooks.fit_presets`); None if the
             settings cannot be read, or a plugin may not be imported.
         problems: the errors with which the launch would stop before Ray starts.
+        found: what the checks have found so far, by their names.
     """
 
     versions: Mapping[str, str]
@@ -119,6 +120,7 @@ class Context:
     other_machine: bool = False
     features: RunFeatures | None = None
     problems: list[Problem] = field(default_factory=list)
+    found: dict[str, list[Problem]] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns a setting; `default` if it is missing, null, or an interpolation that does not resolve."""
@@ -367,11 +369,12 @@ def cause_of(finding: Problem) -> str:
     return "" if finding.level == "ok" else CAUSE_OF_CHECK.get(finding.check, "")
 
 
-def check(name: str, needs: str = "") -> Callable[[Check], Check]:
+def check(name: str, needs: str = "", after: Iterable[str] = ()) -> Callable[[Check], Check]:
     """Registers a check: a pure function of the context. Its docstring cites the source of its claim.
 
     Args:
         needs: an attribute of the context; if it is false or empty, the check finds nothing.
+        after: checks that it relies on; if one of them finds an error, which may be its cause too, it finds nothing.
     """
 
     def register(function: Check) -> Check:
@@ -379,7 +382,9 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
         @functools.wraps(function)
         def checked(context: Context) -> Iterable[Problem]:
-            return function(context) if not needs or getattr(context, needs) else ()
+            applies = not needs or getattr(context, needs)
+            stops = applies and any(errors_of(findings_of(other, context)) for other in after)
+            return function(context) if applies and not stops else ()
 
         CHECKS[name] = checked
         return checked
@@ -389,8 +394,18 @@ def check(name: str, needs: str = "") -> Callable[[Check], Check]:
 
 def run_checks(context: Context, names: Iterable[str] = ()) -> list[Problem]:
     """Returns the findings of these checks in this order; without names, of all checks in the order of registration."""
-    found = ((name, one) for name in names or CHECKS for one in _findings_of(CHECKS[name], context))
-    return [_as_far_as_known(replace(one, check=name), context) for name, one in found]
+    return [found for name in names or CHECKS for found in findings_of(name, context)]
+
+
+def findings_of(name: str, context: Context) -> list[Problem]:
+    """Returns the findings of a check, which runs once for a context."""
+    if name not in context.found:
+        try:
+            found = list(judged(CHECKS[name](context)))
+        except Exception as failure:  # a value that the check did not expect: the other checks still run
+            found = [unread(failure)]
+        context.found[name] = [_as_far_as_known(replace(one, check=name), context) for one in found]
+    return context.found[name]
 
 
 def _as_far_as_known(found: Problem, context: Context) -> Problem:
@@ -399,7 +414,8 @@ def _as_far_as_known(found: Problem, context: Context) -> Problem:
     if found.unknown and found.level not in ("ok", "note"):
         said = f"the script's value of {', '.join(found.unknown)} is not known here, and verl's default was judged"
         return replace(found, level="note", why="; ".join(filter(None, (said, found.why))), fix=())
-    if context.entry and found.level == "error" and found.check not in ("config", "verl's validation"):
+    of_verl = ("config", "verl's settings", "verl's validation")
+    if context.entry and found.level == "error" and found.check not in of_verl:
         return replace(found, level="warning", why=f"it would stop main_ppo; {found.why}", fix=())
     return found
 
@@ -426,13 +442,6 @@ def unset(config: DictConfig, overrides: Iterable[str]) -> tuple[str, ...]:
         if present != value and not is_off:
             changing.append(override)
     return tuple(changing)
-
-
-def _findings_of(function: Check, context: Context) -> list[Problem]:
-    try:
-        return list(judged(function(context)))
-    except Exception as failure:  # a value that the check did not expect: the other checks still run
-        return [unread(failure)]
 
 
 def unread(failure: Exception) -> Problem:

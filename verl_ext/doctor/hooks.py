@@ -38,7 +38,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import Problem, errors_of, reason_of
+from verl_ext.base.errors import Problem, reason_of
 from verl_ext.base.patching import Undo, apply_all, patch
 from verl_ext.doctor.checks import ABSENT, Context, check, error, note, ok, unread, unset, warning
 from verl_ext.features import losses
@@ -57,7 +57,7 @@ from verl_ext.features.verl_config import (
 )
 from verl_ext.launch.command_line import MEGATRON_SIZE
 from verl_ext.launch.files import CODE
-from verl_ext.launch.names import GROUPS, similar, unknown_names
+from verl_ext.launch.names import GROUPS, similar
 from verl_ext.launch.packages import module_file, package_folder, source
 from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, moved_fix, words_of_verl
 from verl_ext.upstream.agent_loop import MANAGER, PLACE, Extras, parse_extras, without_workers
@@ -157,7 +157,7 @@ def _added(key: str, context: Context) -> Iterator[Problem]:
     steps = pairwise(_in_verls_config(key))
     new, around = next(((one, above) for (_, above), (one, value) in steps if value is ABSENT), ("", None))
     if not around or "_target_" in around or new.rpartition(".")[2] in words_of_verl():
-        return  # `verl's validation` judges the fields of a class
+        return  # `verl's settings` judges the fields of a class
     if len({*around} - words_of_verl()) > OTHERS * len(around):  # a node for other code, such as Megatron's LoRA
         return
     own = [*filter(context.get, CODE), *filter(None, [context.entry])]
@@ -186,17 +186,14 @@ def hooks(context: Context) -> Iterable[Problem]:
         yield note(f"{row.name}: {row.setting}", row.where)
 
 
-@check("verl's validation", needs="can_be_fitted")
-def verl_validation(context: Context) -> Iterable[Problem]:
-    """Settings that the classes of verl's workers do not take, or that verl's `validate_config` would refuse; a
-    `precision=` of FSDP on Megatron; `actor.strategy=megatron` without Megatron's settings. A note: verl's check
-    imports a package that is not installed here, such as vLLM for a LoRA's rank.
+@check("verl's settings", needs="can_be_fitted")
+def verls_settings(context: Context) -> Iterable[Problem]:
+    """Settings that the classes of verl's workers do not take; a `precision=` of FSDP on Megatron;
+    `actor.strategy=megatron` without Megatron's settings.
 
     Source: `omega_conf_to_dataclass` of verl/workers/engine_workers.py (0.9.1), which builds the classes when the
-    workers start. `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For a
-    LoRA's rank it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM. For Megatron without its
-    settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine the strategy's name, and MegatronEngine
-    then looks for sizes that FSDP's settings do not have.
+    workers start. For Megatron without its settings: `FSDPActorConfig` of verl/workers/config/actor.py gives its engine
+    the strategy's name, and MegatronEngine then looks for sizes that FSDP's settings do not have.
     """
     if context.on_megatron and context.get(MEGATRON_SIZE) is None:
         why = "verl would use FSDP's settings; model_engine=megatron composes Megatron's"
@@ -209,8 +206,16 @@ def verl_validation(context: Context) -> Iterable[Problem]:
         moved = (fix for name in unknown for fix in moved_fix(name, context.get(name), context.config, context.given))
         why = "verl's classes do not take them, and the workers would stop"
         yield error(f"not settings of this verl: {', '.join(unknown)}", why, *(f"~{name}" for name in unknown), *moved)
-    if unknown or context.problems or errors_of(unknown_names(context.config)):
-        return
+
+
+@check("verl's validation", needs="can_be_fitted", after=("hooks", "names", "sizes", "verl's settings"))
+def verl_validation(context: Context) -> Iterable[Problem]:
+    """Settings that verl's `validate_config` would refuse. A note: verl's check imports a package that is not installed
+    here, such as vLLM for a LoRA's rank.
+
+    Source: `validate_config` of verl/utils/config.py (0.9.1), called as `verl_ext.start.run` calls it. For a LoRA's
+    rank it calls `get_vllm_max_lora_rank`, whose package does not import without vLLM.
+    """
     config = _as_launched(context)
     roles = {"use_reference_policy": needs_reference(config), "use_critic": needs_critic(config)}
     try:

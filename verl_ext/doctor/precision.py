@@ -83,7 +83,7 @@ def dtypes_differ(context: Context) -> Iterable[Problem]:
     rollout = dtype_name(value)
     if training is None or rollout not in DTYPES:
         return
-    if context.on_megatron and context.get(FSDP):  # `verl's validation` names what to set instead
+    if context.on_megatron and context.get(FSDP):  # `verl's settings` names what to set instead
         return
     wanted = _ignored_dtype(context) or training  # what training computes in once `training dtype` is fixed
     if rollout == wanted:

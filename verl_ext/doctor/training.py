@@ -300,7 +300,7 @@ def training_alone(context: Context) -> Iterable[Problem]:
         yield warning("overlap_param_gather=true", f"{why} (NeMo-RL PR 4086)", f"++{OVERLAP}=false")
 
 
-@check("resumed schedule")
+@check("resumed schedule", after=("verl's settings",))
 def resumed_schedule(context: Context) -> Iterable[Problem]:
     """Megatron with a warm-up or a decay of the learning rate, and `optim.use_checkpoint_opt_param_scheduler=false`,
     verl's default: the schedule starts again whenever the run resumes.

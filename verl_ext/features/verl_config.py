@@ -112,6 +112,12 @@ def is_unknown(config: DictConfig, setting: str) -> bool:
     return str(OmegaConf.to_container(node)[key]).startswith(f"${{{UNKNOWN}:")
 
 
+def repeats_another(config: DictConfig, setting: str) -> bool:
+    """Returns True if a setting is an interpolation, by which it has the value of another setting."""
+    above, _, key = setting.rpartition(".")
+    return OmegaConf.is_interpolation(value_of(config, above), key) and not is_unknown(config, setting)
+
+
 def judged(rule: Iterable[Problem]) -> Iterator[Problem]:
     """Yields the problems that a rule finds, each with the settings of unknown value that the rule has read so far. A
     rule inside the rule has recorded its own."""

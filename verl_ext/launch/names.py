@@ -28,6 +28,7 @@ from verl_ext.features.verl_config import (
     judged,
     needs_critic,
     needs_reference,
+    repeats_another,
     value_of,
 )
 from verl_ext.launch.packages import FSDP, STRATEGY, package_folder
@@ -262,8 +263,7 @@ def _row_problems(row: Names, config: DictConfig) -> Iterator[Problem]:
     given, (setting, values) = value_of(config, row.setting), row.when
     if given is None or OmegaConf.is_dict(given) or (setting and value_of(config, setting) not in values):
         return
-    node, _, key = row.setting.rpartition(".")
-    if OmegaConf.is_interpolation(value_of(config, node), key):  # the setting that it repeats has the problem
+    if repeats_another(config, row.setting):  # which has the problem
         return
     found = _names_in(row.package, row.files, row.pattern)
     known = sorted({*found, *row.ours})

@@ -20,6 +20,7 @@ from verl_ext.features.verl_config import (
     judged,
     needs_critic,
     needs_reference,
+    repeats_another,
     trains_lora,
 )
 from verl_ext.launch.families import RECURRENT
@@ -211,13 +212,14 @@ def _batch_problems(config: DictConfig) -> Iterator[Problem]:
     if needs_reference(config) and not trains_lora(config):  # else the actor without its adapter
         of_ref = f"{ARP}.ref.log_prob_micro_batch_size_per_gpu"
         passes += [(of_ref, f"{ARP}.ref.log_prob_use_dynamic_bsz", whole)]
-    for where, by_tokens, rows in passes:
-        if _get(config, by_tokens):
-            continue
+    passes = [one for one in passes if not _get(config, one[1])]
+    if missing := {where: f"{by_tokens}=true" for where, by_tokens, _ in passes if not _get(config, where)}:
+        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
+        fix = tuple(dict.fromkeys(missing.values()))
+        yield Problem(f"{', '.join(missing)} {are} not set", fix=fix, otherwise=f"set {them}")
+        return
+    for where, _, rows in passes:
         micro = _get(config, where)
-        if not micro:
-            yield Problem(f"{where} is not set", fix=(f"{by_tokens}=true",), otherwise="set it")
-            continue
         fitting = (f"{where}={math.gcd(micro, rows // ranks)}",)
         own_rows = f"{rows // ranks} trajectories per rank"
         yield from _indivisible(micro, rows // ranks, f"{where}={micro}", own_rows, fitting)
@@ -253,7 +255,7 @@ def _length_problems(config: DictConfig) -> Iterator[Problem]:
     limits = [f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"]
     for where in [*limits, f"{ARP}.ref.log_prob_max_token_len_per_gpu"]:
         tokens = _size(config, where)
-        if tokens * shared < longest:
+        if tokens * shared < longest and not repeats_another(config, where):
             fix = (f"{where}={math.ceil(longest / shared)}",)
             yield Problem(f"{where}={tokens} on {shared} rank(s) cannot hold {lengths}", fix=fix)
 

@@ -100,11 +100,11 @@ WARM_UP = "actor_rollout_ref.actor.optim.lr_warmup_steps"
         # a variable that may not be set
         ("trainer.experiment_name=", "trainer.experiment_name=", "config", "warning", []),
         # a field that a worker's class does not take
-        (f"+{ROLLOUT}.no_such=5", f"{ROLLOUT}.no_such", "verl's validation", "error", [f"~{ROLLOUT}.no_such"]),
+        (f"+{ROLLOUT}.no_such=5", f"{ROLLOUT}.no_such", "verl's settings", "error", [f"~{ROLLOUT}.no_such"]),
         (
             "+actor_rollout_ref.model.no_such=1",
             "model.no_such",
-            "verl's validation",
+            "verl's settings",
             "error",
             ["~actor_rollout_ref.model.no_such"],
         ),

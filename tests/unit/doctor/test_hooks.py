@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from recipes.make_assets import build_tokenizer
 from tests import ROOT
 from tools.doctor_page import table
-from verl_ext.base.errors import Problem
+from verl_ext.base.errors import Problem, errors_of
 from verl_ext.cli import main
 from verl_ext.doctor.checks import CHECKS, Context, run_checks
 from verl_ext.doctor.command import print_findings
@@ -119,8 +119,29 @@ def test_what_is_left_out_of_a_preset_is_a_note(findings):
 
 def test_verls_own_validation_is_told(findings):
     assert levels(findings("verl's validation", "stability=icepop")) == {"ok"}
-    found = findings("verl's validation", "stability=icepop", "data.train_batch_size=3")
-    assert levels(found) == {"error"} and "train_batch_size" in found[0].found
+    found = findings("verl's validation", "actor_rollout_ref.actor.ppo_micro_batch_size=1")
+    assert levels(found) == {"error"} and "[actor] You have set both" in found[0].found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("data.train_batch_size=0",),
+        ("data.train_batch_size=null",),
+        ("trainer.nnodes=0",),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=null",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+        ),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=0", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
+    ],
+)
+def test_one_wrong_size_is_one_error(context, overrides):
+    run = context(*overrides)
+    (found,) = errors_of(run_checks(run, ("hooks", "names", "sizes", "verl's settings", "verl's validation")))
+    assert found.check == "sizes" and overrides[0].partition("=")[0] in found.found
 
 
 @pytest.mark.parametrize(
@@ -128,7 +149,7 @@ def test_verls_own_validation_is_told(findings):
 )
 def test_a_precision_of_fsdp_on_megatron(context, precision, said):
     run = context("model_engine=megatron", f"precision={precision}")
-    (finding,) = CHECKS["verl's validation"](run)
+    (finding,) = CHECKS["verl's settings"](run)
     assert finding.level == "error" and said in finding.why
     assert not list(CHECKS["dtype of both engines"](run))
 
@@ -160,8 +181,10 @@ def test_a_lora_is_not_refused_where_vllm_is_not_installed(findings, monkeypatch
 
 def test_megatron_with_the_settings_of_fsdp(findings):
     megatron, size = "actor_rollout_ref.actor.strategy=megatron", "megatron.tensor_model_parallel_size"
-    (finding,) = findings("verl's validation", megatron)
+    (finding,) = findings("verl's settings", megatron)
     assert (finding.level, finding.fix) == ("error", ("model_engine=megatron",)) and size in finding.found
+    warm_up = "actor_rollout_ref.actor.optim.lr_warmup_steps=10"
+    assert not findings("resumed schedule", megatron, warm_up), "which is Megatron's"
     assert levels(findings("verl's validation", megatron, *finding.fix)) == {"ok"}
     (finding,) = findings("sizes", megatron)
     assert finding.level == "note" and size in finding.found
@@ -391,7 +414,7 @@ def test_no_target_but_a_settings_class_is_called(look, mark, monkeypatch, place
     assert sorted(finding["found"].partition("._target_=")[0] for finding in found["code"]) == sorted(places)
     assert {finding["level"] for finding in found["code"]} == {"warning"}
     assert "verl's validation was not checked" in found["code"][0]["why"]
-    unknown = found.get("verl's validation", ())  # a field that the class does not have
+    unknown = found.get("verl's settings", ())  # a field that the class does not have
     assert all(each["level"] == "error" for each in unknown)
 
 
