@@ -43,7 +43,7 @@ WRONG = {
 }
 NO_FILES = (
     *("data.train_files=[]", "data.val_files=[]", "reward.custom_reward_function.path=null"),
-    "trainer.v1.sampler.custom_sampler.path=null",
+    *("trainer.v1.sampler.custom_sampler.path=null", "actor_rollout_ref.model.path=a/b"),
 )
 LAUNCHES = """
 import contextlib, io, json, runpy, sys

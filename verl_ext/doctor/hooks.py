@@ -396,12 +396,12 @@ def _as_launched(context: Context) -> DictConfig:
 
 
 def _has_model(context: Context) -> bool:
-    """Returns True unless the model's files may not be read, or are on the machine that the run is for."""
+    """Returns True unless the model's files may not be read, or are not here."""
     if context.model_code:
         return False
     model = context.config.actor_rollout_ref.model
     folders = [str(path) for path in (model.path, model.get("tokenizer_path")) if path and is_folder_path(str(path))]
-    if context.elsewhere and not all(map(os.path.isdir, folders)):
+    if not all(map(os.path.isdir, folders)):
         return False
     return bool(folders or model_json(context.config))  # else there is nothing to read, and transformers takes seconds
 

@@ -124,17 +124,19 @@ def model_files(context: Context) -> Iterable[Problem]:
     Source: `lengths`, `vocabulary` and `hooks` of this folder, which read the model's config and tokenizer.
     """
     if not context.elsewhere and (missing := _missing_model(context)):
-        part, checks = missing
-        yield note(f"the model's {part} is not on this machine: {context.get(f'{MODEL}.path')}", checks)
+        files, checks = missing
+        yield note(f"not on this machine: {files}", checks)
 
 
 def _missing_model(context: Context) -> tuple[str, str] | None:
-    """Returns the part of the model that is not here, and the checks that need it."""
+    """Returns the model's files that are not here, by their setting, and the checks that need them."""
     if not context.model_path or context.model_code:
         return None
+    setting = "tokenizer_path" if context.get(f"{MODEL}.tokenizer_path") else "path"
     if context.model_config is None:
-        return "config", "lengths, vocabulary and the model's routers were not checked"
-    return ("tokenizer", "vocabulary was not checked") if context.tokenizer_length is None else None
+        return f"{MODEL}.path={context.model_path}", "lengths, vocabulary and the model's routers were not checked"
+    tokenizer = f"the tokenizer of {MODEL}.{setting}={context.get(f'{MODEL}.{setting}')}"
+    return (tokenizer, "vocabulary was not checked") if context.tokenizer_length is None else None
 
 
 @check("files", needs="config")
@@ -151,24 +153,21 @@ def files(context: Context) -> Iterable[Problem]:
 
 @check("not here", needs="config")
 def not_here(context: Context) -> Iterable[Problem]:
-    """One note for a run on another machine: the packages, model and other files that it needs and this machine lacks.
+    """Two notes for a run on another machine: the files, by their settings, and the packages that this machine lacks.
 
     Source: that of `imports`, `model files` and `files`.
     """
     if not context.elsewhere:
         return
+    model, checks = _missing_model(context) or ("", "")
+    if files := dict.fromkeys(filter(None, (model, *missing_files(context.config)))):
+        why = "; ".join(filter(None, ("every node that opens one needs it", checks)))
+        yield note(f"not on this machine: {', '.join(files)}", why)
     rows = imported(context.config)
     packages = dict.fromkeys(one for row in rows for one in row.packages if not _importable(one, context))
-    found, why = [pinned(one) for one in packages], dict.fromkeys(remedy(one, context.config) for one in packages)
-    if missing := _missing_model(context):
-        part, checks = missing
-        found.append(f"the {part} of {context.get(f'{MODEL}.path')}")
-        why[checks] = None
-    if missing_here := [*missing_files(context.config)]:
-        found += missing_here
-        why["every node that opens a file needs it"] = None
-    if found:
-        yield note(f"not on this machine: {', '.join(found)}", f"on the run's nodes: {'; '.join(why)}")
+    if packages:
+        ways = dict.fromkeys(remedy(one, context.config) for one in packages)
+        yield note(f"not on this machine: {', '.join(map(pinned, packages))}", f"on the run's nodes: {'; '.join(ways)}")
 
 
 @check("plugins")

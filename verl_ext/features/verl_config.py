@@ -338,31 +338,22 @@ def is_folder_path(path: str) -> bool:
 
 
 def check_folder(model: Any) -> None:
-    """Refuses a model path on this machine that does not exist, or that has no config.json.
-
-    Names on the Hugging Face Hub and remote paths are left to verl.
-    """
+    """Refuses a model folder on this machine that has no config.json; launch/files.py has those that do not exist."""
     path = os.path.expanduser(model.path)
-    if os.path.isdir(path):
-        if not model.get("hf_config_path") and not os.path.isfile(os.path.join(path, "config.json")):
-            raise ConfigError(
-                f"{MODEL}.path={model.path} has no config.json, so it is not a model folder in Hugging Face's format; "
-                "correct the path"
-            )
-    elif is_folder_path(path):
-        raise ConfigError(f"{MODEL}.path={model.path} does not exist; correct the path")
+    whole = model.get("hf_config_path") or os.path.isfile(os.path.join(path, "config.json"))
+    if os.path.isdir(path) and not whole:
+        raise ConfigError(
+            f"{MODEL}.path={model.path} has no config.json, so it is not a model folder in Hugging Face's format; "
+            "correct the path"
+        )
 
 
 def model_problems(model: DictConfig) -> Iterator[Problem]:
-    """Checks that the model folder exists, with a config and a tokenizer; other paths are left to verl."""
+    """Checks that a model folder on this machine has a config and a tokenizer; other paths are left to verl."""
     check_folder(model)
     setting = "tokenizer_path" if model.get("tokenizer_path") else "path"
     path = os.path.expanduser(model[setting])
-    if not os.path.isdir(path):
-        if os.path.isabs(path):
-            yield Problem(f"{MODEL}.{setting}={path} does not exist", otherwise="correct the path")
-        return
-    if not reads_models():
+    if not os.path.isdir(path) or not reads_models():
         return
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""Files that a run opens: data, reward functions, and configs of tools and agent loops."""
+"""Files that a run opens: its model, data, reward functions, and configs of tools and agent loops."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import Problem
-from verl_ext.features.verl_config import ROLLOUT, is_unknown, value_of
+from verl_ext.features.verl_config import MODEL, ROLLOUT, is_folder_path, is_unknown, value_of
 from verl_ext.launch.packages import package_folder
 
 # Source: verl 0.9.1. `load_module` of utils/import_utils.py reads code, also from `file://`.
@@ -25,6 +25,7 @@ BESIDE_VERL = (
     f"{ROLLOUT}.agent.agent_loop_config_path",
     f"{ROLLOUT}.router_config_path",
 )
+MODELS = (f"{MODEL}.path", f"{MODEL}.tokenizer_path")  # folders, or names on the Hugging Face Hub
 DATA = ("data.train_files", "data.val_files")  # `RLHFDataset._download` of utils/dataset/rl_dataset.py
 
 
@@ -47,14 +48,16 @@ def file_problems(config: DictConfig) -> Iterator[Problem]:
 
 
 def missing_files(config: DictConfig) -> Iterator[str]:
-    """Yields `setting=path` of each of these files that is not on this machine. Remote paths are left to verl."""
+    """Yields `setting=path` of each of these that is not on this machine. Remote paths and the Hub's names are left to
+    verl."""
     verl = package_folder("verl")
     beside_verl = [verl.parent, verl] if verl else []
-    for setting in (*(() if _has_own_data(config) else DATA), *CODE, *BESIDE_VERL):
+    for setting in (*MODELS, *(() if _has_own_data(config) else DATA), *CODE, *BESIDE_VERL):
         folders = [Path(), *(beside_verl if setting in BESIDE_VERL else ())]
         for path in _values(config, setting):
             file = os.path.expanduser(path.removeprefix("file://"))
-            if "://" not in file and not any((folder / file).exists() for folder in folders):
+            is_local = is_folder_path(path) if setting in MODELS else "://" not in file
+            if is_local and not any((folder / file).exists() for folder in folders):
                 yield f"{setting}={path}"
 
 

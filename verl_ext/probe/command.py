@@ -12,6 +12,7 @@ from verl_ext.base.arguments import add_command, add_own, names, positive
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.settings import FORMATS
 from verl_ext.launch.command_line import add_arguments, given_arguments, required_config
+from verl_ext.launch.files import file_problems
 from verl_ext.probe.engines import Tell, kept_result, start_engines
 from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.sweep import ALL, LAUNCH, LAYERS, NAMES, SettingChange, SweepResult, changes_of, with_change
@@ -99,6 +100,8 @@ def _find_gap(arguments: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
 
     config = required_config(arguments)
+    if missing := [*file_problems(config)]:  # before anything asks for a model on the Hub
+        raise ConfigError.of(missing)
     out, given = arguments.out.absolute(), given_arguments(arguments)
     console = Console(stderr=True)
     changes = changes_of(config, arguments.sweep, dict(arguments.add)) if arguments.sweep or arguments.add else []

@@ -65,8 +65,8 @@ def _made_with(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
-    """Runs the command, writes its output to `console`, and returns its error; "" for none. Ctrl-C also ends it."""
-    error = ""
+    """Runs the command, writes its output to `console`, and returns its errors; "" for none. Ctrl-C also ends it."""
+    errors = dict[str, None]()
     with (
         console.open("w", buffering=1) as log,
         subprocess.Popen(
@@ -78,10 +78,10 @@ def follow_engines(command: Sequence[str], console: Path, tell: Tell) -> str:
             if PROGRESS in line:
                 tell(line.partition(PROGRESS)[2].strip())
             if ERROR in line:
-                error = line.partition(ERROR)[2].strip()
-    if process.returncode and not error:
+                errors[line.partition(ERROR)[2].strip()] = None
+    if process.returncode and not errors:
         return f"the engines ended with exit code {process.returncode}; their output: {console}"
-    return error
+    return "; ".join(errors)
 
 
 def run_engines() -> None:

@@ -177,15 +177,26 @@ def test_its_override_makes_the_finding_go_away(findings):
 
 
 @pytest.mark.parametrize("fields", [{}, {"gpu": H100, "other_machine": True}], ids=["no GPU here", "--gpu"])
-def test_of_another_machine_all_that_is_missing_is_one_note(findings, tmp_path, fields):
+def test_of_another_machine_missing_files_are_a_note_and_packages_another(findings, tmp_path, fields):
     files = (f"data.train_files={tmp_path}/gone", "data.val_files=hdfs://there")
     model = "actor_rollout_ref.model.path=nobody/nothing"
     assert not findings("imports", LOGGER, **fields, **has("peft"))
-    (note,) = findings("not here", LOGGER, model, *files, **fields, **has("peft"))
-    assert note.level == "note" and note.fix == ()
-    missing = ("flash-attn==2.8.3", "vllm==0.24.0", "the config of nobody/nothing", files[0])
-    assert note.found == f"not on this machine: {', '.join(missing)}"
-    assert "install the extra gpu-fsdp" in note.why and "routers were not checked" in note.why
+    data, packages = findings("not here", LOGGER, model, *files, **fields, **has("peft"))
+    assert {(each.level, each.fix) for each in (data, packages)} == {("note", ())}
+    assert data.found == f"not on this machine: {model}, {files[0]}" and "routers were not checked" in data.why
+    assert packages.found == "not on this machine: flash-attn==2.8.3, vllm==0.24.0"
+    assert "install the extra gpu-fsdp" in packages.why
+
+
+def test_each_missing_file_is_named_once_by_its_setting(findings):
+    folder, tokenizer = ("actor_rollout_ref.model.path=/no/such/model", "actor_rollout_ref.model.tokenizer_path=./no")
+    run = (LOGGER, "data.train_files=[a.parquet,b.parquet]", "data.val_files=c.parquet")
+    found, *_ = findings("not here", *run, folder, tokenizer, gpu=H100, other_machine=True, **has())
+    named = [folder, tokenizer, *(f"data.train_files={one}.parquet" for one in "ab"), "data.val_files=c.parquet"]
+    assert found.found == f"not on this machine: {', '.join(named)}"
+    assert {f"{one} does not exist" for one in named} <= {
+        one.found for one in findings("files", f"{DEVICE}=cpu", *run, *named[:2])
+    }
 
 
 @pytest.mark.parametrize(("device", "named"), [("cpu", False), ("cuda", True)])
@@ -208,7 +219,7 @@ def test_the_cpu_build_of_vllm_is_one_on_cpu_alone(findings, device, named):
     ],
 )
 def test_recipes_for_gpus_name_what_they_need(findings, recipe, names):
-    (found,) = findings("not here", f"recipe={recipe}", gpu=H100, other_machine=True, **has())
+    _, found = findings("not here", f"recipe={recipe}", gpu=H100, other_machine=True, **has())
     assert found.level == "note" and all(name in found.found for name in names)
 
 

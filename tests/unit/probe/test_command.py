@@ -42,7 +42,8 @@ def probe(tmp_path, monkeypatch, moe_override):
             return followed([sys.executable, "-c", script], console, tell)
 
         monkeypatch.setattr(engines, "follow_engines", follow)
-        return cli.main(["probe", "--out", str(tmp_path), *arguments, moe_override])
+        files = ("data.train_files=[]", "data.val_files=[]", moe_override)
+        return cli.main(["probe", "--out", str(tmp_path), *files, *arguments])
 
     followed = engines.follow_engines
     run.ran = ran
@@ -151,6 +152,21 @@ def test_the_error_of_the_run_is_its_own(probe, capsys):
     says = ["(pid=1) verl_ext: error: actor_rollout_ref.rollout.calculate_log_probs=False leaves nothing"]
     assert probe("recipe=cpu_smoke", says=says, found=None) == 2
     assert "calculate_log_probs=False leaves nothing" in capsys.readouterr().err
+
+
+def test_every_error_of_the_run_is_told(probe, capsys):
+    says = [f"verl_ext: error: {each} does not fit" for each in ("trainer.nnodes=3", "data.train_batch_size=5")]
+    assert probe("recipe=cpu_smoke", says=says, found=None) == 2
+    error = capsys.readouterr().err
+    assert "nnodes=3" in error and "train_batch_size=5" in error
+
+
+def test_missing_files_are_named_before_anything_starts(probe, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)  # which would ask the Hub
+    missing = ["data.train_files=gone.parquet", "actor_rollout_ref.model.path=/no/such/model"]
+    assert probe("recipe=cpu_smoke", *missing) == 2
+    error = capsys.readouterr().err
+    assert all(f"{one} does not exist" in error for one in missing) and not probe.ran
 
 
 def test_engines_that_end_without_a_word_leave_a_console(probe, capsys):
