@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
@@ -86,8 +86,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         )
 
     findings = look(())
+    uses_plugin = any(map(needs_our_module, given))
     if arguments.fix:
         overrides, left = mend(findings, look)
+        for said in _how_to_apply(overrides, findings, uses_plugin):
+            print(f"verl-ext doctor: {said}", file=sys.stderr)
         for override in overrides:
             print(override)
         for finding in left:
@@ -98,8 +101,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_row(finding) for finding in findings], indent=2))
     else:
         print_findings(findings)
-        uses_plugin = any(map(needs_our_module, given))
-        print_mended(*mend(findings, look), uses_plugin=uses_plugin)
+        overrides, left = mend(findings, look)
+        print_mended(overrides, left, _how_to_apply(overrides, findings, uses_plugin))
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
 
@@ -134,15 +137,26 @@ def print_findings(findings: "Sequence[Problem]") -> None:
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
 
-def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", *, uses_plugin: bool) -> None:
-    """Prints the overrides that fix findings, and the errors that they leave."""
+def _how_to_apply(overrides: Sequence[str], findings: "Sequence[Problem]", uses_plugin: bool) -> Iterator[str]:
+    """Yields a line on what verl.trainer.main_ppo does not take, unless the launch starts verl_ext.main_ppo already."""
+    refused = [one for found in errors_of(findings) if found.check == "config" for one in found.fix if one in overrides]
+    if uses_plugin:
+        return
+    if any(map(needs_our_module, overrides)):
+        yield "those of stability need python -m verl_ext.main_ppo instead of verl.trainer.main_ppo"
+    elif wrong := [one.removeprefix("~") for one in refused if one.startswith("~")]:
+        yield f"verl.trainer.main_ppo stops before a ~: with it, delete {', '.join(wrong)} from the launch instead"
+
+
+def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", how: Iterable[str] = ()) -> None:
+    """Prints the overrides that fix findings, how to apply them, and the errors that they leave."""
     if not overrides:
         return
     print(" these overrides fix findings (--fix prints only them):")
     for override in overrides:
         print(f"   {override}")
-    if not uses_plugin and any(map(needs_our_module, overrides)):
-        print(" those of stability need python -m verl_ext.main_ppo instead of verl.trainer.main_ppo")
+    for said in how:
+        print(f" {said}")
     errors = errors_of(left)
     print(f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error")
     for error in errors:

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -59,7 +59,7 @@ from verl_ext.launch.command_line import MEGATRON_SIZE
 from verl_ext.launch.files import CODE
 from verl_ext.launch.names import GROUPS, similar
 from verl_ext.launch.packages import module_file, package_folder, source
-from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, moved_fix, words_of_verl
+from verl_ext.launch.refused import dataclass_fields, is_misspelt, is_read, replacement, words_of_verl
 from verl_ext.upstream.agent_loop import MANAGER, PLACE, Extras, parse_extras, without_workers
 
 NAME = f"{ROLLOUT}.name"
@@ -90,7 +90,7 @@ KEPT = {"verl.utils.profiler": ("config", "ProfilerConfig"), "verl.utils.qat": (
 @check("config")
 def config_composes(context: Context) -> Iterable[Problem]:
     """Overrides that do not compose, among them all settings that verl 0.9.1 does not have; no `rollout.name`; a
-    setting that a plus sign adds, if nothing in verl reads it.
+    setting that a plus sign adds, if nothing in verl reads it. A note: a setting that is given twice, with two values.
 
     Source: verl/trainer/config (0.9.1); in rollout/rollout.yaml, rollout.name is `???`, which is mandatory in Hydra.
     """
@@ -105,8 +105,23 @@ def config_composes(context: Context) -> Iterable[Problem]:
         yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
     of_overrides = (problem for text in context.overrides for problem in _override_problems(text, context))
     yield from dict.fromkeys(of_overrides)
+    if context.config is not None:
+        yield from _given_twice(context.overrides)
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
+
+
+def _given_twice(overrides: Iterable[str]) -> Iterator[Problem]:
+    """Yields each setting that has several values: Hydra applies one after the other, and adds up mappings
+    (`_apply_overrides_to_config` of hydra/_internal/config_loader_impl.py, 1.3)."""
+    given = dict[str, list[str]]()
+    for text in overrides:
+        value = text.partition("=")[2]
+        if value and not value.startswith("{") and not text.startswith(("~", "-")):
+            given.setdefault(key_of(text), []).append(value)
+    for key, values in given.items():
+        if len({value.lower() for value in values}) > 1:
+            yield note(f"{key} is given {len(values)} times: {', then '.join(values)}", "Hydra takes the last")
 
 
 def _override_problems(text: str, context: Context) -> Iterator[Problem]:
@@ -152,7 +167,9 @@ def _added(key: str, context: Context) -> Iterator[Problem]:
     if leaf not in node or leaf in GROUPS or key.startswith("hydra.") or is_read(key, context.config):
         return
     if near := [one for one in similar(leaf, {*map(str, node)} - {leaf}) if is_misspelt(leaf, one)]:
-        yield warning(f"+{key} is added next to {', '.join(near)}", "verl reads only the names that its configs have")
+        fix = replacement(key, context.get(key), context.config, context.given)
+        why = "verl reads only the names that its configs have"
+        yield warning(f"+{key} is added next to {', '.join(near)}", why, *fix)
         return
     steps = pairwise(_in_verls_config(key))
     new, around = next(((one, above) for (_, above), (one, value) in steps if value is ABSENT), ("", None))
@@ -203,9 +220,11 @@ def verls_settings(context: Context) -> Iterable[Problem]:
         yield error("actor.fsdp_config is set, and verl's Megatron engine has none", _instead(engine))
         return
     if unknown := [*_unknown_settings(context)]:
-        moved = (fix for name in unknown for fix in moved_fix(name, context.get(name), context.config, context.given))
+        each = (
+            replacement(name, context.get(name), context.config, context.given) or (f"~{name}",) for name in unknown
+        )
         why = "verl's classes do not take them, and the workers would stop"
-        yield error(f"not settings of this verl: {', '.join(unknown)}", why, *(f"~{name}" for name in unknown), *moved)
+        yield error(f"not settings of this verl: {', '.join(unknown)}", why, *chain(*each))
 
 
 @check("verl's validation", needs="can_be_fitted", after=("hooks", "names", "sizes", "verl's settings"))

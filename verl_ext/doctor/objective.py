@@ -29,7 +29,7 @@ from verl_ext.features.verl_config import (
     trains_lora,
 )
 from verl_ext.launch.names import MANAGER, known_names
-from verl_ext.launch.refused import is_plain, moved_fix, new_place
+from verl_ext.launch.refused import is_plain, new_place, replacement
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
 ROOTS = ("custom_reward_function", "reward_manager", "reward_model", "sandbox_fusion", "ray_init")
@@ -84,9 +84,8 @@ def old_reward_settings(context: Context) -> Iterable[Problem]:
         default = "its default" if all(leaf.startswith("ray_init") for leaf in given) else "its default reward"
         why = f"verl 0.9.1 silently uses {default}: it reads {known}"
         known_values = ((leaf, value) for leaf, value in given.items() if leaf not in context.left_out)
-        moved = {leaf: moved_fix(leaf, value, context.config, context.given) for leaf, value in known_values}
-        fix = [f"{leaf}=null" for leaf, places in moved.items() if places]
-        yield warning(f"{', '.join(given)}: not read", why, *fix, *(one for places in moved.values() for one in places))
+        moved = (replacement(leaf, value, context.config, context.given) for leaf, value in known_values)
+        yield warning(f"{', '.join(given)}: not read", why, *(one for places in moved for one in places))
 
 
 def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:

@@ -42,6 +42,7 @@ NO_FILE = re.compile(r"In '\w+': Could not find '(\w+)/(\S+)' Available options 
 REMEDIES = {
     "Cannot find primary config": "verl 0.9.1 has ppo_trainer; its trainer.v1.trainer_mode is sync, colocate_async or "
     "separate_async",
+    "Multiple values for": "the group is named twice: leave out one of the two",
     "missing EQUAL": "an override is KEY=VALUE; the name of a config needs --config-name in front",
     "mismatched input|extraneous input|no viable alternative|LexerNoViableAlt": "Hydra reads = , [ ] { } < > and "
     "blanks in a value only between quotes: \"key='value'\"",

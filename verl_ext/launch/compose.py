@@ -59,7 +59,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     Hydra adds a group or setting that a config lacks only with a plus sign: `+stability=icepop`. The sign is put before
     our groups if the primary config does not list them in its defaults. It is also put before settings that a node may
     lack: FSDP_REPLAY, the settings of our policy losses, and those of `stability`, where a user's own method has new
-    ones. A relative --config-path is read from the folder of verl's entry point, as verl does. Flags come last,
+    ones; and before a setting that a later override deletes, which may be one that verl does not have. A relative
+    --config-path is read from the folder of verl's entry point, as verl does. Flags come last,
     because argparse takes the overrides only from one place.
 
     Raises:
@@ -84,7 +85,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
             raise ConfigError.of([unknown_name("stability", choice, known)])
         if group in OUR_GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
-        if group.lstrip("+") in MAY_LACK or group.startswith("stability."):
+        taken_back = f"~{group}" in arguments[index:]  # Hydra would stop here, before it deletes
+        if group.lstrip("+") in MAY_LACK or group.startswith("stability.") or taken_back:
             arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
         arguments.insert(0, "+stability=none")

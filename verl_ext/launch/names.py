@@ -234,13 +234,14 @@ def similar_keys(key: str, config: DictConfig) -> list[str]:
         above = ".".join([*filter(None, [above]), parts.pop(0)])
     node = value_of(config, above) if above else config
     wrong, *rest = parts
-    siblings = [*map(str, node), *(() if above else GROUPS)]
+    siblings = [one for one in (*map(str, node), *(() if above else GROUPS)) if rest or one != wrong]  # a + added it
     near = [".".join(filter(None, [above, one, *rest])) for one in similar(wrong, siblings, CLOSE_KEYS)]
     if found := [one for one in near if not rest or rest[-1] in (value_of(config, one.rpartition(".")[0]) or ())]:
         return found
     if rest:
         return []
-    elsewhere = [one for one, _ in _values_below(OmegaConf.to_container(config), "") if one.rpartition(".")[2] == wrong]
+    places = [one for one, _ in _values_below(OmegaConf.to_container(config), "") if one != key]
+    elsewhere = [one for one in places if one.rpartition(".")[2] == wrong]
     return sorted(elsewhere, key=lambda one: -_ratio(key, one))[:3]
 
 

@@ -74,7 +74,7 @@ def refusals(refused: Sequence[Refused], config: DictConfig, given: Collection[s
         config: the config without them.
         given: the settings of the whole command line, which no fix sets again.
     """
-    gone = []
+    gone = dict[str, Any]()
     for one in refused:
         found = f"{one.key} is not a setting of this verl"
         if one.how == "delete":
@@ -82,22 +82,20 @@ def refusals(refused: Sequence[Refused], config: DictConfig, given: Collection[s
         elif one.how == "add":
             yield Problem(f"+{one.key} is in the config already", f"write ++{one.key}, or leave out the +")
         elif place := new_place(one.key, config):
-            yield Problem(found, f"leave it out, it is {place} now", moved_fix(one.key, one.value, config, given))
+            yield Problem(found, f"leave it out, it is {place} now", replacement(one.key, one.value, config, given))
         elif is_read(one.key, config):
             why = f"write +{one.key}: verl reads it, and its configs do not list it"
             yield Problem(f"{one.key} without a +", why)  # what is added to the launch leaves the refused one there
         elif one.key not in MOVED and (near := similar_keys(one.key, config)):
-            same = len(near) == 1 and is_misspelt(*(key.rpartition(".")[2] for key in (one.key, near[0])))
-            known = known_names(near[0])
-            free = near[0] not in given and is_plain(one.value) and (not known or str(one.value) in known)
-            yield Problem(found, f"similar: {', '.join(near)}", (f"{near[0]}={one.value}",) if same and free else ())
+            yield Problem(found, f"similar: {', '.join(near)}", replacement(one.key, one.value, config, given))
         else:
-            gone.append(one.key)
+            gone[one.key] = one.value
     if gone:
         are, them = ("is not a setting", "it") if len(gone) == 1 else ("are not settings", "them")
         why = f"leave {them} out: nothing reads {them}, and with a + a worker may refuse {them}"
-        fix = (f"{MODE}=separate_async",) if any(key.startswith(ASYNC) for key in gone) else ()
-        yield Problem(f"{', '.join(gone)} {are} of this verl", f"{why}; {MODE} replaces {ASYNC}*" if fix else why, fix)
+        mode = (f"{MODE}=separate_async",) if any(key.startswith(ASYNC) for key in gone) else ()
+        fix = (*(f"~{key}" for key, value in gone.items() if value is not None), *mode)  # Hydra deletes no null
+        yield Problem(f"{', '.join(gone)} {are} of this verl", f"{why}; {MODE} replaces {ASYNC}*" if mode else why, fix)
 
 
 def is_misspelt(name: str, other: str) -> bool:
@@ -105,17 +103,22 @@ def is_misspelt(name: str, other: str) -> bool:
     return SequenceMatcher(None, name, other).ratio() > SAME
 
 
-def moved_fix(setting: str, value: Any, config: DictConfig, given: Collection[str]) -> tuple[str, ...]:
-    """Returns the overrides that do what an old setting did; () if nothing does, if verl does not have the value, or if
-    the launch sets the new place too."""
+def replacement(setting: str, value: Any, config: DictConfig, given: Collection[str]) -> tuple[str, ...]:
+    """Returns the overrides that take back a setting which verl does not have, and set its new place, or the one that
+    it is a misspelling of; () if there is none, if verl does not have the value, or if the launch sets that one too."""
     if not is_plain(value):
         return ()
     place, found = new_place(setting, config), dict[str, Any]()
     if place and (place != MANAGER or str(value) in known_names(MANAGER)):
-        found[place] = value
+        found[f"++{place}"] = value
+    elif setting not in MOVED and len(near := similar_keys(setting, config)) == 1:
+        known, names = known_names(near[0]), (key.rpartition(".")[2] for key in (setting, near[0]))
+        if is_misspelt(*names) and (not known or str(value) in known):
+            found[near[0]] = value
     if setting.startswith(ASYNC):
-        found[MODE] = "separate_async"
-    return tuple(f"++{key}={one}" for key, one in found.items() if key not in given or setting == OF_AGENTS)
+        found[f"++{MODE}"] = "separate_async"
+    fix = tuple(f"{key}={one}" for key, one in found.items() if key.lstrip("+") not in given or setting == OF_AGENTS)
+    return (f"~{setting}", *fix) if fix else ()
 
 
 def new_place(setting: str, config: DictConfig | None = None) -> str:

@@ -30,10 +30,14 @@ def told():
 @pytest.mark.parametrize(
     ("override", "near", "fix"),
     [
-        ("stabilty=moe", "stability", ("stability=moe",)),
-        ("stabilty.guard.level=1", "stability.guard.level", ("stability.guard.level=1",)),
-        ("trainer.nodes=2", "trainer.nnodes", ("trainer.nnodes=2",)),
-        (f"{ACTOR}.clip_ratio_hgh=0.3", f"{ACTOR}.clip_ratio_high", (f"{ACTOR}.clip_ratio_high=0.3",)),
+        ("stabilty=moe", "stability", ("~stabilty", "stability=moe")),
+        ("stabilty.guard.level=1", "stability.guard.level", ("~stabilty.guard.level", "stability.guard.level=1")),
+        ("trainer.nodes=2", "trainer.nnodes", ("~trainer.nodes", "trainer.nnodes=2")),
+        (
+            f"{ACTOR}.clip_ratio_hgh=0.3",
+            f"{ACTOR}.clip_ratio_high",
+            (f"~{ACTOR}.clip_ratio_hgh", f"{ACTOR}.clip_ratio_high=0.3"),
+        ),
         ("trainer.total_step=5", "trainer.total_training_steps", ()),  # not a letter or two
         (f"{ROLLOUT}.agent.default_agent_lop=mine", f"{ROLLOUT}.agent.default_agent_loop", ()),  # verl has no such one
         ("recipe=qwen3_30b_a3", "qwen3_30b_a3b", ("recipe=qwen3_30b_a3b",)),
@@ -45,7 +49,7 @@ def test_a_misspelt_setting_gets_the_similar_one(told, override, near, fix):
     (finding,) = told(override)
     assert (finding.level, finding.fix) == ("error", fix)
     assert f"similar: {near}" in finding.why and "leave" not in finding.why
-    assert not told(*fix)
+    assert not told(*[override] * any(one.startswith("~") for one in fix), *fix)
 
 
 def test_a_similar_setting_is_not_set_twice(told):
@@ -56,7 +60,8 @@ def test_a_similar_setting_is_not_set_twice(told):
 def test_only_what_resembles_nothing_is_to_be_left_out(told):
     gone = ("retriever.topk", "max_turns", f"{ACTOR}.fsdp_config.grad_offload")
     (finding,) = told(*(f"{key}=2" for key in gone))
-    assert ", ".join(gone) in finding.found and "leave them out" in finding.why and not finding.fix
+    assert ", ".join(gone) in finding.found and "leave them out" in finding.why
+    assert finding.fix == tuple(f"~{key}" for key in gone) and not told(*(f"{key}=2" for key in gone), *finding.fix)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,9 @@ def test_what_verl_reads_with_a_plus_is_not_called_unread(told, override):
     ],
 )
 def test_a_setting_that_moved_gets_its_new_place(told, overrides, fix):
-    assert {override for finding in told(*overrides.split()) for override in finding.fix} == fix
+    fixes = [override for finding in told(*overrides.split()) for override in finding.fix]
+    assert {override for override in fixes if not override.startswith("~")} == fix
+    assert "error" not in {one.level for one in told(*overrides.split(), *fixes)}, "what verl refuses is taken back"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +113,33 @@ def test_a_setting_that_moved_gets_its_new_place(told, overrides, fix):
 )
 def test_a_plus_does_not_hide_a_misspelt_setting(told, override, level):
     assert [finding.level for finding in told(override)] == ([level] if level else [])
+
+
+@pytest.mark.parametrize("sign", ["", "+"])
+def test_the_fix_of_a_misspelt_setting_keeps_its_value(told, sign):
+    override = f"{sign}{ROLLOUT}.temprature=0.9"
+    (finding,) = told(override)
+    assert finding.fix == (f"~{ROLLOUT}.temprature", f"{ROLLOUT}.temperature=0.9")
+    config = compose_launch([*NEEDED, override, *finding.fix]).config
+    assert config.actor_rollout_ref.rollout.temperature == 0.9 and "temprature" not in config.actor_rollout_ref.rollout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        (("trainer.nnodes=1", "trainer.nnodes=2"), "1, then 2"),
+        (("trainer.nnodes=2", "++trainer.nnodes=1", "trainer.nnodes=2"), "2, then 1, then 2"),
+        (("trainer.nnodes=2", "trainer.nnodes=2", "trainer.val_only=True", "trainer.val_only=true"), ""),
+        (("+data.mine={a:1}", "+data.mine={b:2}"), ""),  # which Hydra adds up
+        (("+data.mine=1", "~data.mine"), ""),
+    ],
+)
+def test_a_setting_with_two_values_has_the_last(told, overrides, values):
+    found = [one for one in told(*overrides) if one.level == "note"]
+    assert [one.found.partition(": ")[2] for one in found] == ([values] if values else [])
+    if values:
+        config = compose_launch([*NEEDED, *overrides]).config
+        assert "the last" in found[0].why and str(config.trainer.nnodes) == values[-1]
 
 
 def test_fields_of_dataclasses_are_read(compose):
