@@ -38,6 +38,7 @@ from verl_ext.report.terminal import Unit, encodable, format_of, format_value, i
 ROWS = (  # after the reward and the validation
     "vllm_kl/k3",
     "vllm_kl/k1",
+    "vllm_kl/log_ratio_abs_mean",
     "vllm_kl/prob_diff_max",
     "vllm_kl/prob_diff_mean",
     "correction/dropped",

@@ -57,6 +57,7 @@ ROWS = (  # in the order of the table
     "critic/score/mean",
     "vllm_kl/k3",
     "vllm_kl/k1",
+    "vllm_kl/log_ratio_abs_mean",
     "vllm_kl/prob_diff_max",
     "correction/dropped",
     "correction/dropped_low",

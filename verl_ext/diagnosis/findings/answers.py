@@ -102,10 +102,9 @@ def cut_began(run: Readings) -> Seen:
     series = cut_share(run)
     if series is None or share_now(series) < MANY_CUT:
         return None
-    start = beginning_of(series)
-    if start >= MOST_CUT * share_now(series):
-        return "at_once", f"{start:.0%} of the answers were cut in the first steps already"
-    return "later", f"{start:.0%} of the answers were cut in the first steps"
+    start, now = beginning_of(series), share_now(series)
+    text = f"{now:.0%} of the answers are cut at the limit, {start:.0%} in the first steps"
+    return "at_once" if start >= MOST_CUT * now else "later", text
 
 
 @finding("cut_and_low", "| yes no", family="cut_low", needs=(CUT, REWARD))
