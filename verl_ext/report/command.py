@@ -24,7 +24,7 @@ WATCH_SECONDS = 15  # seconds between two reads of a running run
 
 RUN_HELP = (
     "{forms}; or a folder with one of these. - reads a log from the standard input. The guard's events and dumped "
-    "trajectories next to it are read too. PATH:N is the Nth of several runs in it"
+    "trajectories next to it are read too. PATH:N is the Nth of several runs in it, PATH:NAME the one of this name"
 )
 REPORT = """\
 Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,
@@ -53,6 +53,7 @@ examples:
   verl-ext compare bf16.jsonl fp16.jsonl
   verl-ext compare base.jsonl icepop.jsonl r3.jsonl --metric rollout_corr/kl --window 50
   verl-ext compare run.jsonl:1 run.jsonl:2           two runs of one file
+  verl-ext compare wandb_export.csv                  all runs of a chart's export
   verl-ext compare lab/none/seed* lab/moe/seed*      two lines, each over its seeds
   verl-ext compare --group base a.jsonl b.jsonl --group icepop c.jsonl d.jsonl
 """
@@ -87,7 +88,7 @@ def add_report_parsers(commands) -> None:
         help="a cause of your own, as TOML (docs/extend.md); may be repeated",
     )
     report.add_argument(
-        "--run", dest="which", type=positive, metavar="N", help="the Nth run, if there are several (default: the last)"
+        "--run", dest="which", type=_run, metavar="RUN", help="of several runs, the Nth or the one of this name"
     )
     report.add_argument(
         "--watch",
@@ -127,6 +128,10 @@ def add_report_parsers(commands) -> None:
         "--full", action="store_true", help="use each run's own end, not the last step that all have reached"
     )
     compare.set_defaults(run=run_compare)
+
+
+def _run(text: str) -> int | str:
+    return positive(text) if text.isdigit() else text
 
 
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
@@ -253,7 +258,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from verl_ext.report.comparison import ComparisonTable, compare_runs
-    from verl_ext.report.load import read_run
+    from verl_ext.report.load import read_runs
     from verl_ext.report.page import write_comparison
     from verl_ext.report.run import ReportError, Run
 
@@ -261,9 +266,9 @@ def run_compare(arguments: argparse.Namespace) -> int:
     for name, *paths in arguments.group:
         if not paths:
             raise ReportError(f"--group {name}: name the line, then its runs: --group NAME RUN...")
-        joined.setdefault(printable(name), []).extend(read_run(Path(path)) for path in paths)
+        joined.setdefault(printable(name), []).extend(run for path in paths for run in read_runs(Path(path)))
     comparison = compare_runs(
-        [read_run(path) for path in arguments.paths],
+        [run for path in arguments.paths for run in read_runs(path)],
         extra=[printable(name) for name in arguments.metric],  # the names that were read are printable too
         window=arguments.window,
         cut=not arguments.full,

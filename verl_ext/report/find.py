@@ -16,6 +16,7 @@ from verl_ext.report.sources import FORMATS, KINDS
 from verl_ext.report.sources.csv_export import SEPARATORS
 from verl_ext.report.sources.ends import bars_of_steps, last_error
 from verl_ext.report.sources.kinds import Kind, RunSource
+from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
 
 MOST_DEPTH = 3  # tensorboard_log/PROJECT/EXPERIMENT, mlruns/PROJECT/RUN
@@ -48,7 +49,7 @@ OTHERS = (
 Found = tuple[Kind, Path]  # a run on disk
 
 
-def find_source(path: Path, which: int | None) -> RunSource:
+def find_source(path: Path, which: Which) -> RunSource:
     """Returns the source that reads the run of this file or folder.
 
     Raises:
@@ -106,7 +107,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", str(path))]
 
 
-def _source_of_file(path: Path, which: int | None) -> RunSource:
+def _source_of_file(path: Path, which: Which) -> RunSource:
     for ending, what in NOT_METRICS.items():
         if path.name.endswith(ending):
             raise ReportError(f"{path}: this is {what}; name the metrics file next to it")

@@ -15,10 +15,11 @@ from verl_ext.diagnosis.names import combined, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import is_regular
 from verl_ext.report.find import find_source, join_logs
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, SeveralRunsError, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
+from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
@@ -31,12 +32,12 @@ class Reader:
 
     Args:
         path: a file or folder, in any of the forms of docs/report.md; `find_source` decides which one is read. PATH:N
-            is the Nth run of PATH. `-` is the standard input.
-        which: the number of the run, counted from 1, if there are several; the last by default.
+            is the Nth run of PATH, and PATH:NAME the one of this name. `-` is the standard input.
+        which: the number of the run, counted from 1, or its name, if there are several; the last by default.
         more: further logs of the same run.
     """
 
-    def __init__(self, path: Path, *, which: int | None = None, more: Sequence[Path] = ()):
+    def __init__(self, path: Path, *, which: Which = None, more: Sequence[Path] = ()):
         self._paths: Sequence[Path] = (Path(path), *more)
         self._which = which
         self._source: RunSource | None = None
@@ -114,9 +115,19 @@ class Reader:
         )
 
 
-def read_run(path: Path, which: int | None = None, more: Sequence[Path] = ()) -> Run:
+def read_run(path: Path, which: Which = None, more: Sequence[Path] = ()) -> Run:
     """Reads a run as it is on disk now; ReportError, in one line, if there is none."""
     return Reader(path, which=which, more=more).refresh()
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Reads the run of a path, or all runs of a file that has several and no last one."""
+    try:
+        return [read_run(path)]
+    except ReportError as error:
+        if not isinstance(several := error.__cause__, SeveralRunsError):
+            raise
+        return [read_run(path, number) for number in range(1, several.runs + 1)]
 
 
 def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
@@ -140,14 +151,19 @@ def _not_read(metrics: Iterable[str]) -> list[str]:
     return [f"not read, because the report does not know them: {unknown}; rename a column to a name of names.toml"]
 
 
-def _numbered(path: Path, which: int | None) -> tuple[Path, int | None]:
-    """Splits FILE:N into the file and the number of a run in it, unless a file has that name."""
-    file, colon, number = str(path).rpartition(":")
-    if not (file and colon and number.isascii() and number.isdigit()) or path.exists() or not Path(file).exists():
+def _numbered(path: Path, which: Which) -> tuple[Path, Which]:
+    """Splits FILE:RUN into the file and the number or name of a run in it, unless a file has that name."""
+    file, _, run = str(path).rpartition(":")
+    if not (file and run) or path.exists() or not Path(file).exists():
         return path, which
-    if which not in (None, int(number)):
+    if which not in (None, run_of(run)):
         raise ReportError(f"{path}: --run {which} is given too; use only one of the two")
-    return Path(file), int(number)
+    return Path(file), run_of(run)
+
+
+def run_of(text: str) -> int | str:
+    """Returns the number of a run, or its name."""
+    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:

@@ -42,6 +42,14 @@ class ReportError(UserError, ValueError):
         super().__init__(printable(message, MOST_MESSAGE))  # it quotes names and contents of files
 
 
+class SeveralRunsError(ReportError):
+    """A file has several runs, none of which is its last; `runs` is their number."""
+
+    def __init__(self, message: str, runs: int):
+        super().__init__(message)
+        self.runs = runs
+
+
 def is_step(value: object) -> TypeGuard[int]:
     """Returns True for a possible step: a whole number with which steps can be counted, here and on a page."""
     return type(value) is int and abs(value) < LARGEST_WHOLE

@@ -104,6 +104,17 @@ def test_two_runs_of_one_file_are_compared_by_their_numbers(file, capsys):
         assert "PATH:N is the Nth" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_chart_of_several_runs_is_compared_as_it_is(tmp_path, capsys):
+    chart = tmp_path / "chart.csv"
+    rows = [f"{step},{step / 100},{step / 50}" for step in range(1, 60)]
+    chart.write_text("\n".join(["Step,one - reward,two - reward", *rows]))
+    assert main(["compare", str(chart), "--no-page"]) == 0
+    said = capsys.readouterr().out
+    assert "one" in said and "two" in said and "better" in said
+    assert main(["report", str(chart), "--run", "two", "--no-page"]) == 0
+    assert "two, step 59" in capsys.readouterr().out
+
+
 def test_a_missing_library_is_named_with_the_packages_to_install(file, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "verl_ext.report.folder", None)  # an import of it fails
     monkeypatch.setitem(errors.REQUIRED, "verl_ext.report.folder", "pip install it")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.made_files import noted, values
-from verl_ext.report.load import Reader, read_run
+from verl_ext.report.load import Reader, read_run, read_runs
 from verl_ext.report.run import ReportError
 
 
@@ -34,7 +34,7 @@ def test_a_history_has_one_column_a_metric(tmp_path, step):
 def test_a_column_of_text_names_the_runs_if_steps_repeat(tmp_path):
     rows = ["step,note,method,a", "2,x,ppo,0.2", "1,y,ppo,0.1", "1,x,grpo,0.3", "2,y,grpo,0.4", "3,z,grpo,0.5"]
     file = write(tmp_path, *rows)
-    with pytest.raises(ReportError, match=r"2 runs in this file; .*1 = ppo, 2 = grpo"):
+    with pytest.raises(ReportError, match=r"2 runs in this file: 1 = ppo, 2 = grpo"):
         read_run(file)
     run = read_run(file, which=2)
     assert run.name == "grpo" and values(run, "a") == {1: 0.3, 2: 0.4, 3: 0.5}
@@ -92,7 +92,7 @@ def test_a_charts_export_of_several_runs_wants_a_choice(tmp_path):
     file = write(tmp_path, TWO, "1,0.5,0.5,0.5,,,", "2,,,,0.7,0.7,0.7", name="two.csv")
     with pytest.raises(
         ReportError,
-        match=r"two\.csv: 2 runs in this file; choose one with --run N or FILE:N: 1 = lively-1, 2 = my - exp",
+        match=r"two\.csv: 2 runs in this file: 1 = lively-1, 2 = my - exp; .*--run 2, FILE:my - exp",
     ):
         read_run(file)
     one, two = read_run(file, which=1), read_run(file, which=2)
@@ -100,6 +100,18 @@ def test_a_charts_export_of_several_runs_wants_a_choice(tmp_path):
     assert (two.name, values(two, "critic/score/mean")) == ("my - exp", {2: 0.7})
     with pytest.raises(ReportError, match="there is no run 3: 2 runs are in it"):
         read_run(file, which=3)
+    assert read_run(file, which="my - exp").name == read_run(Path(f"{file}:my - exp")).name == two.name
+    with pytest.raises(ReportError, match="there is no run of the name lively; similar: lively-1"):
+        read_run(file, which="lively")
+
+
+def test_of_a_file_without_a_last_run_all_are_read(tmp_path):
+    chart = write(tmp_path, TWO, "1,0.5,0.5,0.5,,,", "2,,,,0.7,0.7,0.7", name="two.csv")
+    assert [run.name for run in read_runs(chart)] == ["lively-1", "my - exp"]
+    history = write(tmp_path, "step,reward", "1,0.5", "2,0.7")
+    assert [run.name for run in read_runs(history)] == ["export"]
+    with pytest.raises(ReportError, match="this is W&B's table of runs"):
+        read_runs(write(tmp_path, "Name,State", "a,finished", name="runs.csv"))
 
 
 def test_a_chart_over_another_axis_than_the_step(tmp_path):

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.files import fingerprint, open_regular
-from verl_ext.report.run import ReportError, listed
+from verl_ext.report.run import ReportError, SeveralRunsError, listed
 from verl_ext.report.sources.cells import Columns
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.numbers import number_of
-from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, chosen_run
+from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, Which, chosen_run
 from verl_ext.report.sources.text import COUNTED
 
 # Names of a column that has the run's name, where a table has several runs.
@@ -37,9 +37,9 @@ MOST_LISTED = 10  # runs
 
 
 class CsvSource:
-    """One run of a CSV export; `which` is its number in a table of several, from 1 in the table's order."""
+    """One run of a CSV export; of several, `which` is its number, from 1 in the table's order, or its name."""
 
-    def __init__(self, path: Path, which: int | None):
+    def __init__(self, path: Path, which: Which):
         self.files = (path,)
         self.name = path.stem
         self._path = path
@@ -126,12 +126,13 @@ class CsvSource:
         which = self._which
         if which is None and len(runs) > 1:
             numbered = listed([f"{number} = {name}" for number, name in enumerate(runs, start=1)], MOST_LISTED)
-            raise ReportError(f"{len(runs)} runs in this file; choose one with --run N or FILE:N: {numbered}")
+            how = f"choose one by number or name (--run {len(runs)}, FILE:{runs[-1]}); verl-ext compare FILE takes all"
+            raise SeveralRunsError(f"{len(runs)} runs in this file: {numbered}; {how}", len(runs))
         self._chosen = True
-        self.name = runs[chosen_run(which, len(runs)) - 1]
+        self.name = runs[chosen_run(which, len(runs), runs) - 1]
         return self.name
 
-    def run(self, which: int | None) -> TableRun:
+    def run(self, which: Which) -> TableRun:
         return self._table.run(None if self._chosen else which, "no row with a step and a number in this file")
 
     def notes(self) -> tuple[str, ...]:
@@ -152,7 +153,8 @@ register_kind(
         title="CSV or TSV",
         example="table.csv",
         remarks="a column for the step, as above, and one with the run's name if there are several; or W&B's export of "
-        "a chart, with columns `RUN - metric` (`--run N` or `FILE:N` is the Nth run)",
+        "a chart, with columns `RUN - metric`. Of several runs, `--run` or `FILE:` takes one by its number or name; "
+        "`verl-ext compare FILE` takes all",
         order=6,
         open=CsvSource,
         sniff=_is_table,

@@ -21,7 +21,7 @@ from verl_ext.guard.state import Event
 from verl_ext.report.files import GrowingFile
 from verl_ext.report.run import is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
-from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, flat, step_name, whole_step
+from verl_ext.report.sources.table import STEP_NAMES, MetricTable, TableRun, Which, flat, step_name, whole_step
 
 METRICS_LINE = re.compile(rb'"step"\s*:\s*-?\d+\s*,\s*"data"\s*:')
 RECORD = re.compile(rb'\{\s*"step"\s*:')
@@ -130,7 +130,7 @@ class JsonlSource(JsonLines):
         self._table.add(step, data)
         return True
 
-    def run(self, which: int | None) -> TableRun:
+    def run(self, which: Which) -> TableRun:
         empty = "no complete step in this file; has the run finished its first step?"
         if self.broken:
             empty = f"no line is a JSON object with a step ({', '.join(STEP_NAMES[:3])}, ...) and numbers"

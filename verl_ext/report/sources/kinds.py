@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from verl_ext.report.sources.table import TableRun
+from verl_ext.report.sources.table import TableRun, Which
 
 
 class RunSource(Protocol):
@@ -22,7 +22,7 @@ class RunSource(Protocol):
     def refresh(self) -> bool:
         """Reads new data; returns True if there was any."""
 
-    def run(self, which: int | None) -> TableRun: ...
+    def run(self, which: Which) -> TableRun: ...
 
     def notes(self) -> tuple[str, ...]: ...
 
@@ -36,7 +36,7 @@ class Kind:
         example: what a user types to name such a run.
         remarks: further remarks for docs/report.md.
         order: of several kinds of one run in a folder, the one with the lowest number is read.
-        open: returns the source that reads the run of this path; its second argument is the number of the run.
+        open: returns the source that reads the run of this path; its second argument is the number or name of the run.
         is_named: whether a file is of this kind, by its name alone.
         sniff: whether a file is of this kind, by its beginning.
         endings: files that are looked into when they lie in a folder. A named file with such an ending is taken for
@@ -51,7 +51,7 @@ class Kind:
     example: str
     remarks: str
     order: int
-    open: Callable[[Path, int | None], RunSource]
+    open: Callable[[Path, Which], RunSource]
     is_named: Callable[[Path], bool] = lambda path: False
     sniff: Callable[[bytes], bool] = lambda start: False
     endings: tuple[str, ...] = ()

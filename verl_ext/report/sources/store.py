@@ -12,7 +12,7 @@ from typing import Protocol
 from verl_ext.base.printable import printable
 from verl_ext.report.files import fingerprint
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun, chosen_run
+from verl_ext.report.sources.table import FIRST_STEPS, MetricTable, TableRun, Which, chosen_run
 
 MOST_LISTED = 10
 NAME_CHARACTERS = 80  # characters of a name
@@ -50,7 +50,7 @@ class StoreSource:
     """One run of a store; `which` counts from 1, in the order in which the runs' last processes started; the last by
     default."""
 
-    def __init__(self, store: Store, path: Path, which: int | None):
+    def __init__(self, store: Store, path: Path, which: Which):
         self.files: tuple[Path, ...] = (path,)
         self.name = path.stem
         self._store = store
@@ -69,7 +69,7 @@ class StoreSource:
         runs = runs_of(self._store.processes())
         if not runs:
             raise ReportError(self._empty)
-        self._number, self._runs = chosen_run(self._which, len(runs)), len(runs)
+        self._number, self._runs = chosen_run(self._which, len(runs), [run[-1].name for run in runs]), len(runs)
         chosen = runs[self._number - 1]
         self.name, self.files = chosen[-1].name, tuple(file for process in chosen for file in process.files)
         self._table = MetricTable(rows_are_units=False)
@@ -91,7 +91,7 @@ class StoreSource:
             f"{before}{listed}"
         )
 
-    def run(self, which: int | None) -> TableRun:
+    def run(self, which: Which) -> TableRun:
         """Returns the run that this source was made with; `which` is already settled."""
         return replace(self._table.run(None, self._empty), number=self._number, runs=self._runs)
 

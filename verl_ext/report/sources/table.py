@@ -13,19 +13,21 @@ files separates the processes:
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from verl_ext.base.arguments import similar_names
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import normal, quantity_of
 from verl_ext.diagnosis.series import LARGEST, Series
 from verl_ext.report.run import LARGEST_WHOLE, ReportError, is_step, is_validation
 
 Row: TypeAlias = tuple[int | None, Mapping[str, object]]  # a step, None if it has none, and its values by name
+Which: TypeAlias = int | str | None  # of several runs: the number, from 1, or the name; None for the usual one
 
 FLUSH_VALUES = 1 << 18  # values
 KEPT_LAYOUTS = 256
@@ -82,8 +84,12 @@ def flat(record: Mapping[str, object], before: str = "", joint: str = "/", depth
             yield from flat(value, f"{before}{printable(str(name))}{joint}", joint, depth + 1)
 
 
-def chosen_run(which: int | None, runs: int) -> int:
+def chosen_run(which: Which, runs: int, names: Sequence[str] = ()) -> int:
     """Returns the number of the run to read, from 1: the last by default."""
+    if isinstance(which, str):
+        if which not in names:
+            raise ReportError(f"there is no run of the name {which}{similar_names(which, names)}")
+        return len(names) - [*names][::-1].index(which)
     if which is not None and not 1 <= which <= runs:
         raise ReportError(f"there is no run {which}: {'1 run is' if runs == 1 else f'{runs} runs are'} in it")
     return which or runs
@@ -200,7 +206,7 @@ class MetricTable:
         for pending in (self._new_values, self._new_numbers, self._new_lengths):
             del pending[:]
 
-    def run(self, which: int | None, empty: str) -> TableRun:
+    def run(self, which: Which, empty: str) -> TableRun:
         """Returns one run of the table: the last, or the one with this number, from 1. ReportError `empty` if none."""
         if not len(self):
             raise ReportError(empty)

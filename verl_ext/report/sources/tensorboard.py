@@ -16,7 +16,7 @@ from typing import Any
 from verl_ext.report.files import READ_BYTES, is_regular, open_regular
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.kinds import Kind, register_kind
-from verl_ext.report.sources.table import MetricTable, TableRun
+from verl_ext.report.sources.table import MetricTable, TableRun, Which
 
 MOST_RECORD = 64 << 20  # bytes; those of scalars have some 100
 HEADER, FOOTER = 12, 4  # length and its checksum; checksum of the record
@@ -119,7 +119,7 @@ class TensorBoardSource:
         if data:
             self._table.add(step, data)
 
-    def run(self, which: int | None) -> TableRun:
+    def run(self, which: Which) -> TableRun:
         return self._table.run(which, "no scalar in these event files; has the run finished its first step?")
 
     def notes(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from verl_ext.report.files import MOST_LINE, READ_BYTES, GrowingFile, fingerprin
 from verl_ext.report.run import ReportError, is_step
 from verl_ext.report.sources.ends import Ends
 from verl_ext.report.sources.lines import printed, without_colours
-from verl_ext.report.sources.table import MetricTable, Row, TableRun, known_readings, only_validates
+from verl_ext.report.sources.table import MetricTable, Row, TableRun, Which, known_readings, only_validates
 
 MOST_DOCUMENT = 256 << 20  # bytes
 COUNTED = "the rows have no steps: they are counted from 1"
@@ -246,7 +246,7 @@ class TextSource:
         self._epochs.append(epoch)
         return len(self._epochs)
 
-    def run(self, which: int | None) -> TableRun:
+    def run(self, which: Which) -> TableRun:
         if not len(self._table) and self._ends.events(1, 1, self._tail):
             return TableRun.before_the_first_step()
         empty = f"no row of {self._form.title} in this file yet; has the run finished its first step?"
