@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MOST = 400  # characters of a name; no name that a person chose is longer
 WIDTH = 120  # columns
 LEAST_LABEL = 16  # columns to which a table may wrap its text
+BREAKS = "/_-.=, "  # characters after which a long name may be broken
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 # A key by its own form, or what follows a name for one; the groups are what stays in front of it.
@@ -73,6 +74,33 @@ def wide_console() -> "Console":
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
+def wrap_name(name: str, width: int) -> str:
+    """Breaks a name into lines of at most `width`, after one of BREAKS if there is one."""
+    lines = []
+    while len(name) > width:
+        at = max(name.rfind(mark, width // 3, width) for mark in BREAKS) + 1 or width
+        lines.append(name[:at].rstrip())
+        name = name[at:]
+    return "\n".join([*lines, name])
+
+
+def wrapped(text: str, width: int) -> str:
+    """Breaks a text into lines of at most `width` between its words; a word that is longer is broken like a name."""
+    lines = [""]
+    for word in text.split():
+        first, *rest = wrap_name(word, width).split("\n")
+        if lines[-1] and len(lines[-1]) + len(first) >= width:
+            lines.append("")
+        lines[-1] += f" {first}" if lines[-1] else first
+        lines += rest
+    return "\n".join(lines)
+
+
+def print_text(console: "Console", text: str) -> None:
+    """Prints a paragraph: wrapped in a terminal, elsewhere as one line."""
+    console.print(wrapped(text, console.width) if console.is_terminal else text, markup=False, soft_wrap=True)
+
+
 def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "Table":
     """Returns a table for rich. The first `labels` columns are text, the others are numbers."""
     from rich.table import Table
@@ -85,7 +113,7 @@ def number_table(*columns: str, labels: int = 1, title: str | None = None) -> "T
 
 
 def print_number_table(console: "Console", table: "Table") -> None:
-    """Prints a table of `number_table`; as a line per row where the terminal is too narrow for its numbers."""
+    """Prints a table of `number_table`; as a line per row, numbers first, where the terminal is too narrow for them."""
     from rich.measure import Measurement
 
     longest = [max(map(len, map(str, column.cells))) for column in table.columns if not column.no_wrap and table.rows]
@@ -95,7 +123,10 @@ def print_number_table(console: "Console", table: "Table") -> None:
     if narrowest <= console.width:
         console.print(table)
         return
-    console.print(table.title or f"{table.columns[0].header}:", markup=False)
-    for cells in zip(*(column.cells for column in table.columns), strict=True):
-        said = [f"{column.header} {cell}" for column, cell in zip(table.columns, cells, strict=True) if cell]
-        console.print(f"- {cells[0]}: {', '.join(said[1:])}", markup=False)
+    lines = [str(table.title or f"{table.columns[0].header}:")]
+    for name, *cells in zip(*(column.cells for column in table.columns), strict=True):
+        each = [(column, cell) for column, cell in zip(table.columns[1:], cells, strict=True) if cell]
+        numbers = ", ".join(f"{column.header} {cell}" for column, cell in each if column.no_wrap)
+        texts = "; ".join(str(cell) for column, cell in each if not column.no_wrap)
+        lines.append(f"- {name}: {numbers}" + (f" ({texts})" if texts else ""))
+    console.print("\n".join(wrapped(line, console.width) for line in lines), markup=False)

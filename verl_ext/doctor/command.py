@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.base.arguments import add_command
 from verl_ext.base.errors import errors_of
 from verl_ext.base.names import needs_our_module
-from verl_ext.base.printable import printable, wide_console
+from verl_ext.base.printable import print_text, printable, wide_console, wrapped
 from verl_ext.launch.command_line import add_arguments, given_arguments
 from verl_ext.launch.gpus import GPUS, Gpu, named
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from verl_ext.base.errors import Problem
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+BESIDE, LEAST_ROOM = 17, 36  # columns of the table beside its checks and its text, and the least for the text
 COLUMNS = ("level", "check", "found", "why", "fix", "cause")  # of the JSON
 
 DOCTOR = """\
@@ -114,7 +115,8 @@ def _as_row(finding: "Problem") -> dict[str, Any]:
 
 
 def print_findings(findings: "Sequence[Problem]") -> None:
-    """Prints the table, worst first."""
+    """Prints the findings, worst first: as a table, or one below the other where a terminal is too narrow for it."""
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -122,17 +124,24 @@ def print_findings(findings: "Sequence[Problem]") -> None:
     from verl_ext.diagnosis.causes import CAUSES
     from verl_ext.doctor.checks import cause_of
 
-    table = Table("level", "check", title="verl-ext doctor", title_justify="left")
-    table.add_column("found, and why it matters", overflow="fold")
+    console = wide_console()
+    room = console.width - BESIDE - max((len(finding.check) for finding in findings), default=0)
+    table = Table("level", "check", "found, and why it matters", title="verl-ext doctor", title_justify="left")
+    narrow = room < LEAST_ROOM
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         level = Text(finding.level, style=STYLES[finding.level])
-        said = Text(printable(finding.found, most=None))  # Text: brackets are no markup
-        if finding.why:
-            said.append(f"\n{printable(finding.why, most=None)}", style="dim")
-        if cause := cause_of(finding):
-            said.append(f"\ncause: {CAUSES[cause].title}", style="dim")
-        table.add_row(level, finding.check, said)
-    wide_console().print(table)
+        cause = f"cause: {CAUSES[of].title}" if (of := cause_of(finding)) else ""
+        texts = [printable(text, most=None) for text in (finding.found, finding.why, cause) if text]
+        first, *rest = (wrapped(text, console.width - 2 if narrow else room) for text in texts)
+        said = Text(first)  # Text: brackets are no markup
+        said.append("".join(f"\n{text}" for text in rest), style="dim")
+        if narrow:
+            console.print(level, finding.check, markup=False)
+            console.print(Padding(said, (0, 0, 0, 2)))
+        else:
+            table.add_row(level, finding.check, said)
+    if not narrow:
+        console.print(table)
     count = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
@@ -152,12 +161,14 @@ def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", how: Itera
     """Prints the overrides that fix findings, how to apply them, and the errors that they leave."""
     if not overrides:
         return
-    print(" these overrides fix findings (--fix prints only them):")
+    console, errors = wide_console(), errors_of(left)
+    print_text(console, " these overrides fix findings (--fix prints only them):")
     for override in overrides:
         print(f"   {override}")
     for said in how:
-        print(f" {said}")
-    errors = errors_of(left)
-    print(f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error")
+        print_text(console, f" {said}")
+    print_text(
+        console, f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error"
+    )
     for error in errors:
-        print(f"   {error.check}: {printable(error.found, most=None)}")
+        print_text(console, f"   {error.check}: {printable(error.found, most=None)}")

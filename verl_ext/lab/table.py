@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from verl_ext import __version__
+from verl_ext.base.printable import wrap_name
 from verl_ext.lab.summary import (
     COLLAPSED_SHARE,
     COVERAGE,
@@ -28,7 +29,7 @@ from verl_ext.lab.summary import (
     ranked_variants,
 )
 from verl_ext.report.files import written_whole
-from verl_ext.report.terminal import encodable, indented, step_range, wrap_name
+from verl_ext.report.terminal import encodable, indented, step_range
 
 RESULTS = "results.json"
 NAME, DIFFERENCE = 14, 12  # widths of columns; all columns of a narrow terminal, one blank between them, take 80

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.printable import number_table, print_number_table, wide_console
+from verl_ext.base.printable import number_table, print_number_table, print_text, wide_console
 from verl_ext.launch import command_line
 from verl_ext.plan.costs import checked_sync_seconds
 from verl_ext.plan.memory import Memory, host_memory
@@ -125,7 +125,7 @@ def _host(plan: Plan) -> dict[str, float]:
 
 def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
     console = wide_console()
-    console.print(f"{plans[0].sizes.shape.parameters / 1e9:.1f} B parameters, {gpu}", soft_wrap=True)
+    print_text(console, f"{plans[0].sizes.shape.parameters / 1e9:.1f} B parameters, {gpu}")
     header, *rows = scale_table(plans)
     # The last column, "what helps", is printed as lines; if nothing is on, only GPUs and step are left.
     shown = len(header) - 1 if any(plan.on for plan in plans) else 2
@@ -133,23 +133,21 @@ def _print_sizes(plans: Sequence[Plan], gpu: str) -> None:
     for row in rows:
         table.add_row(*row[:shown])
     print_number_table(console, table)
-    console.print(lengths_line(plans[0].sizes), soft_wrap=True)
+    print_text(console, lengths_line(plans[0].sizes))
     for plan in plans:
         for line in advice_lines(plan) if plan.fits else fit_lines(plan.sizes, plan.memory):
-            console.print(f"{plan.sizes.gpus:,} GPUs: {line}", soft_wrap=True)
+            print_text(console, f"{plan.sizes.gpus:,} GPUs: {line}")
     if shown == 2:
-        console.print(NOTHING_ON, soft_wrap=True)
-    console.print(ROUGH, soft_wrap=True)
+        print_text(console, NOTHING_ON)
+    print_text(console, ROUGH)
 
 
 def print_plan(plan: Plan, gpu: str) -> None:
     console = wide_console()
     sizes, memory, timing, shape = plan.sizes, plan.memory, plan.timing, plan.sizes.shape
     generate = "and generate" if sizes.shared else f"and {sizes.rollout_gpus} others generate"
-    console.print(
-        f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active; "
-        f"{sizes.gpus} x {gpu} train {generate}"
-    )
+    active = f"{shape.parameters / 1e9:.1f} B parameters, {shape.active_parameters / 1e9:.1f} B active"
+    print_text(console, f"{active}; {sizes.gpus} x {gpu} train {generate}")
     table = number_table("GiB per GPU", "update", "rollout")
     for name in dict.fromkeys([*memory.update.lines, *memory.rollout.lines]):
         cells = (phase.lines.get(name) for phase in (memory.update, memory.rollout))
@@ -159,7 +157,7 @@ def print_plan(plan: Plan, gpu: str) -> None:
     table.add_row("the GPU has", f"{sizes.gpu.memory_gib}", f"{sizes.gpu.memory_gib}")
     print_number_table(console, table)
     for line in fit_lines(sizes, memory):
-        console.print(line, soft_wrap=True)
+        print_text(console, line)
     if not memory.fits(sizes):
         return
 
@@ -167,43 +165,43 @@ def print_plan(plan: Plan, gpu: str) -> None:
     for stage, seconds in timing.stages.items():
         table.add_row(stage, f"{seconds:.0f}", f"{timing.share(stage):.0%}")
     print_number_table(console, table)
-    console.print(f"{ROUGH}; a replica generates {timing.concurrent} sequences at once", soft_wrap=True)
-    console.print(lengths_line(sizes), soft_wrap=True)
+    print_text(console, f"{ROUGH}; a replica generates {timing.concurrent} sequences at once")
+    print_text(console, lengths_line(sizes))
 
     if plan.on:
         _print_costs(console, plan)
     else:
-        console.print(NOTHING_ON, soft_wrap=True)
+        print_text(console, NOTHING_ON)
     if host := _host(plan):
         table = number_table("kept in the host's memory", "GiB per machine")
         for name, value in host.items():
             table.add_row(name, f"{value / GIB:.1f}")
         print_number_table(console, table)
     for line in advice_lines(plan):
-        console.print(line, soft_wrap=True)
+        print_text(console, line)
 
 
 def _print_costs(console: "Console", plan: Plan) -> None:
     """Prints the seconds that a step waits for the active features, and the seconds that the generation hides."""
     hides = any(cost.hidden for cost in plan.on)
-    columns = ["switched on", "who", "GB", "seconds", "share"]
+    columns = ["switched on", "who", "GiB", "seconds", "share"]
     table = number_table(*columns, *(["hidden"] if hides else []), labels=2)
     for cost in plan.on:
-        gb = f"{cost.gb:.2f}" if cost.gb else ""
+        gib = f"{cost.gib:.2f}" if cost.gib else ""
         hidden = f"{cost.hidden:.2f}" if cost.hidden else ""
         seconds = _seconds_text(cost.waited) if cost.waited or not cost.hidden else ""
         share = f"{plan.share(cost.waited):.2%}" if seconds else ""
-        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gb, seconds, share, *([hidden] if hides else []))
+        table.add_row(cost.feature, f"{cost.who}, {cost.how}", gib, seconds, share, *([hidden] if hides else []))
     table.add_section()
     table.add_row("all", "", "", _seconds_text(plan.seconds), f"{plan.share(plan.seconds):.2%}")
     print_number_table(console, table)
     also = "; hidden: seconds during generation, for which the step does not wait" if hides else ""
-    console.print(f"seconds that a step waits, at the rates of two CPU cores{also}", soft_wrap=True)
+    print_text(console, f"seconds that a step waits, at the rates of two CPU cores{also}")
     if (every := plan.usage.checked_every) is not None:
         more = checked_sync_seconds(plan.sizes)
         then = f", then every {every} steps" if every else ""
-        line = f"a checked weight sync takes {more:.1f} s more, {plan.share(more):.2%} of a step: the first{then}"
-        console.print(line, soft_wrap=True)
+        share = plan.share(more)
+        print_text(console, f"a checked weight sync takes {more:.1f} s more, {share:.2%} of a step: the first{then}")
 
 
 def _seconds_text(seconds: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from verl_ext.core.tokens import BLOCK_TOKENS
-from verl_ext.plan.sizes import Sizes, Usage
+from verl_ext.plan.sizes import GIB, Sizes, Usage
 
 # Measured, GB/s of expert ids (docs/routing.md): one client with one unit; one unit with the largest number of clients.
 CLIENT_PUT, CLIENT_GET = 1.1, 0.82
@@ -57,7 +57,7 @@ class Cost:
 
     Attributes:
         who, how: the processes that do it, and "computes", "reads" or "writes".
-        gb: gigabytes through TransferQueue, all processes together.
+        gib: GiB through TransferQueue, all processes together.
         seconds: its duration.
         hidden: the part of these seconds that falls into the generation.
     """
@@ -66,9 +66,14 @@ class Cost:
     who: str
     how: str
     on: bool
-    gb: float
+    gib: float
     seconds: float
     hidden: float = 0.0
+
+    @property
+    def gb(self) -> float:
+        """The same in gigabytes, as the rates are."""
+        return self.gib * GIB / GB
 
     @property
     def waited(self) -> float:
@@ -114,7 +119,7 @@ def plan_costs(sizes: Sizes, usage: Usage, generation: float) -> list[Cost]:
         # All fields of a trajectory are written together, so the active features share the generation's time.
         before = sum(cost.hidden for cost in found if cost.on)
         hidden = min(seconds, max(generation - before, 0.0)) if who == LOOPS else 0.0
-        found.append(Cost(feature, who, how, on, gb, seconds, hidden))
+        found.append(Cost(feature, who, how, on, gb * GB / GIB, seconds, hidden))
 
     def fields(*sizes_and_counts: tuple[int, int]) -> tuple[float, float]:
         size, count = (sum(column) for column in zip(*sizes_and_counts, strict=True))

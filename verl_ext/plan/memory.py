@@ -5,7 +5,7 @@ docs/plan.md explains each line. `RESERVE` is a rough allowance for libraries: w
 
 from dataclasses import dataclass
 
-from verl_ext.plan.costs import AGREEMENT, GB, LOOPS, REPLAY, TOP_TOKENS, Cost, id_bytes
+from verl_ext.plan.costs import AGREEMENT, LOOPS, REPLAY, TOP_TOKENS, Cost, id_bytes
 from verl_ext.plan.sizes import FULL, GIB, Sizes, Usage
 
 RESERVE = 5 * GIB  # contexts of the processes on a GPU, NCCL's buffers, fragmentation, a sleeping vLLM
@@ -88,7 +88,7 @@ def host_memory(sizes: Sizes, usage: Usage, memory: Memory, costs: list[Cost]) -
         lines[VERSIONS] = usage.versions * memory.update.lines["weights"] * sizes.per_node
     for cost in costs:
         if cost.on and cost.who == LOOPS and cost.feature in (AGREEMENT, REPLAY, TOP_TOKENS):
-            lines[f"TransferQueue: {cost.feature}"] = cost.gb * GB / sizes.nodes
+            lines[f"TransferQueue: {cost.feature}"] = cost.gib * GIB / sizes.nodes
     routes = any(cost.on and cost.feature in (AGREEMENT, REPLAY) for cost in costs)
     if routes and sizes.engine == "vLLM":  # its scheduler has a slot for each token of the cache, sampled or not
         lines[CACHED] = memory.kv_tokens * id_bytes(sizes) * max(1.0, sizes.per_node / sizes.rollout_tensor)

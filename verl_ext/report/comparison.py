@@ -14,6 +14,7 @@ from rich.text import Text
 
 from verl_ext.base.arguments import similar_names
 from verl_ext.base.metrics import Metric, find
+from verl_ext.base.printable import wrap_name
 from verl_ext.diagnosis.judge import judge
 from verl_ext.diagnosis.names import REWARD
 from verl_ext.diagnosis.noise import (
@@ -33,7 +34,7 @@ from verl_ext.diagnosis.series import Series
 from verl_ext.report.run import ReportError, Run
 from verl_ext.report.seeds import Lines, group_runs, unique_names
 from verl_ext.report.tables import ruled_table
-from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented, wrap_name
+from verl_ext.report.terminal import Unit, encodable, format_of, format_value, indented
 
 ROWS = (  # after the reward and the validation
     "vllm_kl/k3",

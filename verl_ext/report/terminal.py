@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from verl_ext.base.metrics import METRICS, Metric, find, ours
-from verl_ext.base.printable import printable
+from verl_ext.base.printable import printable, wrap_name
 from verl_ext.diagnosis.findings.guard import skipped_share
 from verl_ext.diagnosis.findings.routers import ROUTER, is_moe
 from verl_ext.diagnosis.names import aliases_of, quantity_of
@@ -161,16 +161,6 @@ def step_range(steps: Collection[int]) -> str:
     """Returns the first step and the last, in words."""
     first, last = min(steps), max(steps)
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def wrap_name(name: str, width: int) -> str:
-    """Breaks a name into lines of at most `width`, after `/`, `_`, `-` or a space if there is one."""
-    lines = []
-    while len(name) > width:
-        at = max(name.rfind(mark, width // 3, width) for mark in "/_- ") + 1 or width
-        lines.append(name[:at].rstrip())
-        name = name[at:]
-    return "\n".join([*lines, name])
 
 
 def encodable(text: str, options: ConsoleOptions) -> str:

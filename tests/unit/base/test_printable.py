@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from verl_ext.base.printable import MOST, number_table, print_number_table, printable
+from verl_ext.base.printable import MOST, number_table, print_number_table, printable, wrapped
 
 
 @pytest.mark.parametrize(
@@ -113,6 +113,20 @@ def test_of_a_long_name_both_ends_are_shown():
     assert len(shown) <= MOST and shown.startswith("val-core/x") and shown.endswith("x/mean@1") and "x...x" in shown
 
 
+@pytest.mark.parametrize(
+    ("text", "width", "lines"),
+    [
+        ("a word is whole", 9, ["a word is", "whole"]),
+        ("x rollout.gpu_memory_utilization=0.9 or so", 20, ["x", "rollout.gpu_memory_", "utilization=0.9 or", "so"]),
+        ("no/such/model", 20, ["no/such/model"]),
+        ("x" * 7, 3, ["xxx", "xxx", "x"]),
+        ("", 5, [""]),
+    ],
+)
+def test_a_text_is_broken_between_words_and_a_long_one_at_its_marks(text, width, lines):
+    assert wrapped(text, width).split("\n") == lines
+
+
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
 def test_a_table_is_torn_at_no_width(width):
     table = number_table("switched on", "who", "seconds", "share", labels=2)
@@ -122,5 +136,6 @@ def test_a_table_is_torn_at_no_width(width):
     out = io.StringIO()
     print_number_table(Console(file=out, width=width), table)
     said = {word.strip(",│") for word in out.getvalue().split()}
-    assert {"0.19", "0.01%", "1234567.5", "99.99%", "corrections", "controller"} <= said
+    assert {"0.19", "0.01%", "1234567.5", "99.99%", "corrections"} <= {word.strip("()") for word in said}
+    assert "controller" in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= width

@@ -2,15 +2,18 @@
 runs."""
 
 import copy
+import io
 import json
 import pickle
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 from omegaconf import OmegaConf
+from rich.console import Console
 from transformers import LlamaConfig
 
 from recipes.make_assets import build_tokenizer
@@ -534,6 +537,19 @@ def test_what_a_config_says_is_printed_as_text(look, capsys):
     print_findings([Problem(**finding)])
     out = capsys.readouterr().out
     assert r"\x1b]0;[bold]" in out and "\x1b" not in out
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+def test_findings_fit_any_terminal(monkeypatch, width):
+    found = Problem("stability.icepop.alpha=6 must be below beta=5", "the run would stop", level="error", check="hooks")
+    files = Problem("not on this machine: data.train_files=/a/folder/with/a/long/name/train.parquet", level="note")
+    out = io.StringIO()
+    monkeypatch.setattr("verl_ext.doctor.command.wide_console", lambda: Console(width=width, file=out))
+    print_findings([files, replace(found, check="a check with a long name"), found])
+    said = out.getvalue()
+    assert max(map(len, said.splitlines())) <= width and said.index("error") < said.index("note")
+    words = {*said.replace("\u2502", " ").split()}
+    assert {*found.found.split(), *found.why.split(), *files.found.split()[:-1]} <= words, "no word is cut"
 
 
 def test_an_interpolation_of_nothing_is_an_error(look, monkeypatch):

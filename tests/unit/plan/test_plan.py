@@ -382,5 +382,5 @@ def test_a_recipe_is_planned_with_sglang(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"]["engine"] == "SGLang"
     trajectories, tokens = 512 * 16, (2048 + 8192) * GUESSED_MEAN
-    gigabytes = {cost["who"]: cost["gb"] for cost in found["features"] if cost["feature"] == "routing replay"}
-    assert gigabytes["agent loops"] == pytest.approx(768 * trajectories * tokens / 1e9)  # int16, 48 layers of top-8
+    gib = {cost["who"]: cost["gib"] for cost in found["features"] if cost["feature"] == "routing replay"}
+    assert gib["agent loops"] == pytest.approx(768 * trajectories * tokens / GIB)  # int16, 48 layers of top-8

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import NAN, make
+from verl_ext.base.printable import wrap_name
 from verl_ext.diagnosis.findings.registry import Finding
 from verl_ext.diagnosis.judge import Judged
 from verl_ext.diagnosis.series import Series
@@ -19,7 +20,6 @@ from verl_ext.report.terminal import (
     format_value,
     notes,
     sparkline,
-    wrap_name,
 )
 from verl_ext.report.verdict import NextStep, RunVerdict, State
 
