@@ -190,6 +190,8 @@ class Experiment:
             )
 
     def _ranking(self) -> Iterator[str]:
+        if self.none is None:
+            yield f"There is no run without a method to compare with: add {NONE} to --variants."
         others = (variant for variant in self.variants if variant.name not in (EXACT, NONE))
         found = [
             (variant.name, change) for variant in others if (change := variant.difference_to(self.none)) is not None

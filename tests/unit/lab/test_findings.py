@@ -59,7 +59,8 @@ def test_one_seed_says_nothing_about_noise_and_missing_ones_are_told():
 
 def test_without_a_baseline_nothing_is_compared():
     text = said(EXACT, variant("tis", [0.7, 0.7]))
-    assert "none" not in text.replace("none against", "") and "Better" not in text
+    assert "add none to --variants" in text and "Better" not in text
+    assert "add none" not in said(EXACT, NONE)
 
 
 ENDED = Variant(
