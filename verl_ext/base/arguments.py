@@ -51,6 +51,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def run_of(text: str) -> int | str:
+    """Parses the number of a run, or its name."""
+    return int(text) if text.isascii() and text.isdigit() else text
+
+
 def names(text: str) -> tuple[str, ...]:
     """Parses names separated by commas."""
     names = tuple(dict.fromkeys(text.split(",")))

@@ -214,9 +214,8 @@ def _batch_problems(config: DictConfig) -> Iterator[Problem]:
         passes += [(of_ref, f"{ARP}.ref.log_prob_use_dynamic_bsz", whole)]
     passes = [one for one in passes if not _get(config, one[1])]
     if missing := {where: f"{by_tokens}=true" for where, by_tokens, _ in passes if not _get(config, where)}:
-        are, them = ("is", "it") if len(missing) == 1 else ("are", "them")
         switches = tuple(dict.fromkeys(missing.values()))
-        yield Problem(f"{', '.join(missing)} {are} not set", fix=switches, otherwise=f"set {them}")
+        yield Problem(f"not set: {', '.join(missing)}", fix=switches, otherwise="set what is missing")
         return
     for where, _, rows in passes:
         micro = _get(config, where)

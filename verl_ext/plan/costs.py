@@ -71,11 +71,6 @@ class Cost:
     hidden: float = 0.0
 
     @property
-    def gb(self) -> float:
-        """The same in gigabytes, as the rates are."""
-        return self.gib * GIB / GB
-
-    @property
     def waited(self) -> float:
         """The seconds that it adds to the step."""
         return self.seconds - self.hidden
@@ -204,8 +199,8 @@ def units_wanted(sizes: Sizes, usage: Usage, costs: Iterable[Cost], generation: 
     """
     most = min(CLIENT_GET * sizes.gpus, NODE_GB_S * sizes.nodes) / UNIT_GET
     on = [cost for cost in costs if cost.on]
-    read = sum(cost.gb for cost in on if (cost.who, cost.how) == (RANKS, "reads"))
-    written = sum(cost.gb for cost in on if cost.who == LOOPS)
+    read = sum(cost.gib for cost in on if (cost.who, cost.how) == (RANKS, "reads")) * GIB / GB
+    written = sum(cost.gib for cost in on if cost.who == LOOPS) * GIB / GB
     by_read = min(read / (UNIT_GET * READ_SHARE * max(step, 1e-3)), most)
     by_write = min(written / (UNIT_PUT * max(generation, 1e-3)), CLIENT_PUT * usage.workers / UNIT_PUT)
     return max(UNITS_A_NODE * sizes.nodes, math.ceil(by_read), math.ceil(by_write))

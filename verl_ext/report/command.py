@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_ext.base.arguments import add_command, positive
+from verl_ext.base.arguments import add_command, positive, run_of
 from verl_ext.base.printable import printable
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def add_report_parsers(commands) -> None:
         help="a cause of your own, as TOML (docs/extend.md); may be repeated",
     )
     report.add_argument(
-        "--run", dest="which", type=_run, metavar="RUN", help="of several runs, the Nth or the one of this name"
+        "--run", dest="which", type=run_of, metavar="RUN", help="of several runs, the Nth or the one of this name"
     )
     report.add_argument(
         "--watch",
@@ -128,10 +128,6 @@ def add_report_parsers(commands) -> None:
         "--full", action="store_true", help="use each run's own end, not the last step that all have reached"
     )
     compare.set_defaults(run=run_compare)
-
-
-def _run(text: str) -> int | str:
-    return positive(text) if text.isdigit() else text
 
 
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:

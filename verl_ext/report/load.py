@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ext.base.arguments import run_of
 from verl_ext.base.errors import file_error_text
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
@@ -15,7 +16,7 @@ from verl_ext.diagnosis.names import combined, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import is_regular
 from verl_ext.report.find import find_source, join_logs
-from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, SeveralRunsError, listed, own_steps
+from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
@@ -70,7 +71,7 @@ class Reader:
             if self._kept is not None:
                 text, read = text.removeprefix(f"{Path(self._kept.name) / KEPT_NAME}: "), Path(f"the {KEPT_NAME}")
             where = printable(str(read), MOST_MESSAGE)
-            raise ReportError(text if text.startswith(where) else f"{where}: {text}") from error
+            raise ReportError(text if text.startswith(where) else f"{where}: {text}", error.runs) from error
         except OSError as error:
             error.filename = error.filename or self._paths[0]
             raise ReportError(file_error_text(error)) from error
@@ -125,9 +126,9 @@ def read_runs(path: Path) -> list[Run]:
     try:
         return [read_run(path)]
     except ReportError as error:
-        if not isinstance(several := error.__cause__, SeveralRunsError):
+        if not error.runs:
             raise
-        return [read_run(path, number) for number in range(1, several.runs + 1)]
+        return [read_run(path, number) for number in range(1, error.runs + 1)]
 
 
 def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
@@ -159,11 +160,6 @@ def _numbered(path: Path, which: Which) -> tuple[Path, Which]:
     if which not in (None, run_of(run)):
         raise ReportError(f"{path}: --run {which} is given too; use only one of the two")
     return Path(file), run_of(run)
-
-
-def run_of(text: str) -> int | str:
-    """Returns the number of a run, or its name."""
-    return int(text) if text.isascii() and text.isdigit() else text
 
 
 def _events_file(files: tuple[Path, ...]) -> Path | None:

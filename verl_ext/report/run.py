@@ -38,16 +38,9 @@ DECIDED = {  # what the guard did, as the name of a mark or of a decision
 class ReportError(UserError, ValueError):
     """The run cannot be read; the message is one line, names the file, and is meant for the user."""
 
-    def __init__(self, message: str):
+    def __init__(self, message: str, runs: int = 0):
         super().__init__(printable(message, MOST_MESSAGE))  # it quotes names and contents of files
-
-
-class SeveralRunsError(ReportError):
-    """A file has several runs, none of which is its last; `runs` is their number."""
-
-    def __init__(self, message: str, runs: int):
-        super().__init__(message)
-        self.runs = runs
+        self.runs = runs  # of which one must be chosen
 
 
 def is_step(value: object) -> TypeGuard[int]:

@@ -29,7 +29,7 @@ def found(sizes, usage, generation=1e9):
 
 
 def gigabytes(sizes, usage, *key):
-    return found(sizes, usage)[key].gb * 1e9
+    return found(sizes, usage)[key].gib * 2**30
 
 
 @pytest.mark.parametrize("how", ["reads", "writes"])
@@ -156,12 +156,12 @@ def test_a_share_of_the_trajectories_sends_a_share_of_the_ids_and_replay_sends_a
         assert gigabytes(FSDP, few, *key) == pytest.approx(gigabytes(FSDP, ALL, *key) / 20)
     for share in (1.0, 0.05):
         replays = found(FSDP, replace(ALL, agreement_share=share, replay="R3"))
-        assert replays["routing replay", loops, "writes"].gb * 1e9 == pytest.approx(48 * 8 * LENGTHS)
-        assert replays["routing replay", ranks, "reads"].gb * 1e9 == pytest.approx(2 * 48 * 8 * LENGTHS)
+        assert replays["routing replay", loops, "writes"].gib * 2**30 == pytest.approx(48 * 8 * LENGTHS)
+        assert replays["routing replay", ranks, "reads"].gib * 2**30 == pytest.approx(2 * 48 * 8 * LENGTHS)
         assert not replays["router agreement", loops, "writes"].on  # it takes part in the replay's first read
     second = found(FSDP, replace(ALL, replay="R2"))
     assert second["router agreement", loops, "writes"].on and second["routing replay", ranks, "writes"].on
-    assert second["routing replay", ranks, "writes"].gb * 1e9 == pytest.approx(48 * 8 * LENGTHS)
+    assert second["routing replay", ranks, "writes"].gib * 2**30 == pytest.approx(48 * 8 * LENGTHS)
 
 
 def test_what_the_agent_loops_write_hides_behind_the_generation():
@@ -220,12 +220,12 @@ def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(us
     assert wanted >= 2 * 32  # machines
     with_them = [cost for cost in plan_costs(MEGATRON, replace(usage, units=wanted), generation) if cost.on]
     reads = [cost for cost in with_them if (cost.who, cost.how) == ("training ranks", "reads")]
-    read = sum(cost.gb for cost in reads)
+    read = sum(cost.gib * 2**30 / 1e9 for cost in reads)
     by_units = read / (wanted * module.UNIT_GET)
     by_others = max(read / (256 * module.CLIENT_GET), read / (32 * module.NODE_GB_S))
     assert by_units <= max(0.005 * step, by_others) * (1 + 1e-9)
     if wanted > 2 * 32:  # with one fewer, something waits longer than it may
-        written = sum(cost.gb for cost in with_them if cost.who == "agent loops")
+        written = sum(cost.gib * 2**30 / 1e9 for cost in with_them if cost.who == "agent loops")
         too_long = read / ((wanted - 1) * module.UNIT_GET) > 0.005 * step * (1 - 1e-9)
         assert too_long or written / ((wanted - 1) * module.UNIT_PUT) > generation * (1 - 1e-9)
 
@@ -233,7 +233,9 @@ def test_the_units_wanted_are_enough_and_no_more_than_the_ranks_can_keep_busy(us
 def test_the_units_wanted_are_bytes_over_rate_and_time():
     usage = Usage(compares=True)
     costs = plan_costs(MEGATRON, usage, generation=100)
-    (read,) = (cost.gb for cost in costs if cost.on and (cost.who, cost.how) == ("training ranks", "reads"))
+    (read,) = (
+        cost.gib * 2**30 / 1e9 for cost in costs if cost.on and (cost.who, cost.how) == ("training ranks", "reads")
+    )
     wanted = units_wanted(MEGATRON, usage, costs, generation=100, step=1000)
     enough = max(64, -int(-min(read / (module.UNIT_GET * 5), 256 * module.CLIENT_GET / module.UNIT_GET) // 1))
     assert wanted == enough

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.files import fingerprint, open_regular
-from verl_ext.report.run import ReportError, SeveralRunsError, listed
+from verl_ext.report.run import ReportError, listed
 from verl_ext.report.sources.cells import Columns
 from verl_ext.report.sources.kinds import Kind, register_kind
 from verl_ext.report.sources.numbers import number_of
@@ -127,7 +127,7 @@ class CsvSource:
         if which is None and len(runs) > 1:
             numbered = listed([f"{number} = {name}" for number, name in enumerate(runs, start=1)], MOST_LISTED)
             how = f"choose one by number or name (--run {len(runs)}, FILE:{runs[-1]}); verl-ext compare FILE takes all"
-            raise SeveralRunsError(f"{len(runs)} runs in this file: {numbered}; {how}", len(runs))
+            raise ReportError(f"{len(runs)} runs in this file: {numbered}; {how}", len(runs))
         self._chosen = True
         self.name = runs[chosen_run(which, len(runs), runs) - 1]
         return self.name
