@@ -85,15 +85,15 @@ def wrap_name(name: str, width: int) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Breaks a text into lines of at most `width` between its words; a word that is longer is broken like a name."""
-    lines = [""]
+    """Breaks a text into lines of at most `width`, indented like the first; a longer word is broken as a name."""
+    indent, lines = text[: len(text) - len(text.lstrip())], [""]
     for word in text.split():
-        first, *rest = wrap_name(word, width).split("\n")
-        if lines[-1] and len(lines[-1]) + len(first) >= width:
+        first, *rest = wrap_name(word, width - len(indent)).split("\n")
+        if lines[-1] and len(indent + lines[-1]) + len(first) >= width:
             lines.append("")
         lines[-1] += f" {first}" if lines[-1] else first
         lines += rest
-    return "\n".join(lines)
+    return "\n".join(indent + line for line in lines)
 
 
 def print_text(console: "Console", text: str) -> None:

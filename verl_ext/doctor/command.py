@@ -10,6 +10,7 @@ from verl_ext.base.arguments import add_command
 from verl_ext.base.errors import errors_of
 from verl_ext.base.names import needs_our_module
 from verl_ext.base.printable import print_text, printable, wide_console, wrapped
+from verl_ext.features.verl_config import key_of
 from verl_ext.launch.command_line import add_arguments, given_arguments
 from verl_ext.launch.gpus import GPUS, Gpu, named
 
@@ -87,10 +88,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         )
 
     findings = look(())
-    uses_plugin = any(map(needs_our_module, given))
     if arguments.fix:
         overrides, left = mend(findings, look)
-        for said in _how_to_apply(overrides, findings, uses_plugin):
+        for said in _how_to_apply(overrides, given):
             print(f"verl-ext doctor: {said}", file=sys.stderr)
         for override in overrides:
             print(override)
@@ -103,7 +103,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     else:
         print_findings(findings)
         overrides, left = mend(findings, look)
-        print_mended(overrides, left, _how_to_apply(overrides, findings, uses_plugin))
+        print_mended(overrides, left, _how_to_apply(overrides, given))
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
 
@@ -146,15 +146,15 @@ def print_findings(findings: "Sequence[Problem]") -> None:
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
 
-def _how_to_apply(overrides: Sequence[str], findings: "Sequence[Problem]", uses_plugin: bool) -> Iterator[str]:
+def _how_to_apply(overrides: Sequence[str], given: Sequence[str]) -> Iterator[str]:
     """Yields a line on what verl.trainer.main_ppo does not take, unless the launch starts verl_ext.main_ppo already."""
-    refused = [one for found in errors_of(findings) if found.check == "config" for one in found.fix if one in overrides]
-    if uses_plugin:
+    if any(map(needs_our_module, given)):
         return
+    plain = {key_of(one) for one in given if not one.startswith(("+", "~"))}
     if any(map(needs_our_module, overrides)):
         yield "those of stability need python -m verl_ext.main_ppo instead of verl.trainer.main_ppo"
-    elif wrong := [one.removeprefix("~") for one in refused if one.startswith("~")]:
-        yield f"verl.trainer.main_ppo stops before a ~: with it, delete {', '.join(wrong)} from the launch instead"
+    elif wrong := [key_of(one) for one in overrides if one.startswith("~") and key_of(one) in plain]:
+        yield f"with verl.trainer.main_ppo, delete these from the launch instead of adding ~: {', '.join(wrong)}"
 
 
 def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", how: Iterable[str] = ()) -> None:

@@ -119,6 +119,7 @@ def test_of_a_long_name_both_ends_are_shown():
         ("a word is whole", 9, ["a word is", "whole"]),
         ("x rollout.gpu_memory_utilization=0.9 or so", 20, ["x", "rollout.gpu_memory_", "utilization=0.9 or", "so"]),
         ("no/such/model", 20, ["no/such/model"]),
+        ("  two blanks", 7, ["  two", "  blank", "  s"]),
         ("x" * 7, 3, ["xxx", "xxx", "x"]),
         ("", 5, [""]),
     ],

@@ -147,6 +147,23 @@ def test_fix_sets_a_setting_that_is_missing(doctor):
     assert doctor("--fix", *missing, out.strip())[0] == 0, doctor.stderr
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("trainer.nodes=2",), "delete these from the launch instead of adding ~: trainer.nodes"),
+        (("+trainer.total_training_step=5",), ""),  # which verl.trainer.main_ppo takes back too
+        (("stability=icepop", "trainer.nodes=2"), ""),  # verl_ext.main_ppo's
+        (("stabilty=moe",), "need python -m verl_ext.main_ppo"),
+    ],
+)
+def test_what_verls_own_entry_point_does_not_take_is_told(doctor, overrides, told):
+    _, out = doctor(*overrides)
+    said = " ".join(out.split())
+    assert told in said and ("verl.trainer.main_ppo" in said) == bool(told)
+    doctor("--fix", *overrides)
+    assert told in doctor.stderr
+
+
 @pytest.mark.parametrize("sign", ["", "+"])
 def test_fix_moves_an_old_overlong_buffer_whole(doctor, sign):
     """verl's reward manager dapo reads `log` and `max_resp_len` without a default."""
