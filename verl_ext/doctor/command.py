@@ -90,7 +90,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     findings = look(())
     if arguments.fix:
         overrides, left = mend(findings, look)
-        for said in _how_to_apply(overrides, given):
+        for said in how_to_apply(overrides, given):
             print(f"verl-ext doctor: {said}", file=sys.stderr)
         for override in overrides:
             print(override)
@@ -103,7 +103,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     else:
         print_findings(findings)
         overrides, left = mend(findings, look)
-        print_mended(overrides, left, _how_to_apply(overrides, given))
+        print_mended(overrides, left, how_to_apply(overrides, given))
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
 
@@ -146,7 +146,7 @@ def print_findings(findings: "Sequence[Problem]") -> None:
     print(" " + ", ".join(f"{level}: {number}" for level, number in count.items()))
 
 
-def _how_to_apply(overrides: Sequence[str], given: Sequence[str]) -> Iterator[str]:
+def how_to_apply(overrides: Sequence[str], given: Sequence[str]) -> Iterator[str]:
     """Yields a line on what verl.trainer.main_ppo does not take, unless the launch starts verl_ext.main_ppo already."""
     if any(map(needs_our_module, given)):
         return
