@@ -105,8 +105,7 @@ def config_composes(context: Context) -> Iterable[Problem]:
         yield replace(problem, why="; ".join(filter(None, (*said, problem.why))))
     of_overrides = (problem for text in context.overrides for problem in _override_problems(text, context))
     yield from dict.fromkeys(of_overrides)
-    if context.config is not None:
-        yield from _given_twice(context.overrides)
+    yield from _given_twice(context.overrides) if context.config is not None else ()
     if context.config is not None and not context.get(NAME):
         yield error(f"{NAME} is missing", "verl has no default for it", f"{NAME}=vllm")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import INTERRUPTED, add_command, add_own, names, positive
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.printable import printable
+from verl_ext.base.printable import print_text, printable, wide_console
 
 if TYPE_CHECKING:
     from verl_ext.lab.grid import Arm, GridCell, GridResult
@@ -110,15 +110,18 @@ def _import_plugins(modules: Sequence[str]) -> None:
 
 
 def _list_names() -> int:
+    from rich.table import Table
+
     from verl_ext.lab.arms import variants
     from verl_ext.lab.regimes import REGIMES
 
-    width = max(map(len, REGIMES))
-    print("regimes (join several by +)")
-    print(f"  {'exact':{width}}  a rollout without a gap; always part of an experiment")
+    table = Table.grid(padding=(0, 0, 0, 2))
+    table.add_row("exact", "a rollout without a gap; always part of an experiment")
     for name, regime in REGIMES.items():
-        print(f"  {name:{width}}  {regime.stands_for}")
-    print(f"variants\n  {', '.join(variants())}")
+        table.add_row(name, regime.stands_for)
+    console = wide_console()
+    console.print("regimes (join several by +)", table, sep="\n")
+    print_text(console, f"variants: {', '.join(variants())}")
     return 0
 
 

@@ -184,7 +184,7 @@ def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric
     known = [REWARD, *validation, *ROWS]
     for name in dict.fromkeys([*known, *extra]):
         metric = find(name) or Metric(name, "a metric of the user's own")
-        yield replace(metric, name=name, label=metric.label if name in known else name)
+        yield replace(metric, name=name, label=(metric.label if name in known else "") or name)
 
 
 def _cut_at(run: Run, step: int) -> Run:

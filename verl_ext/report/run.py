@@ -56,7 +56,7 @@ def is_validation(name: str) -> bool:
 
 def validation_label(name: str) -> str:
     """Returns the name of a validation's score without the common prefix."""
-    return name.removeprefix("val-core/").removeprefix("val/test_score/")
+    return name.removeprefix("val-core/").removeprefix("val/test_score/").removeprefix("val/")
 
 
 def listed(names: Sequence[str], most: int) -> str:

@@ -105,7 +105,7 @@ def test_verls_own_names_stand_in_where_the_plugin_is_off():
     (row,) = dashboard_rows(make({"rollout_corr/k3_kl": [1e-4, 2e-4, NAN]}))
     assert (row.metric, row.first, row.now) == ("vllm_kl/k3", 1e-4, pytest.approx(1.5e-4))
     (row,) = dashboard_rows(make({"sampling/sampling_logp_difference/mean": [0.01, 0.02, 0.03]}))  # TRL's
-    assert (row.metric, row.label, row.now) == ("vllm_kl/log_ratio_abs_mean", "engine gap, |log k|", 0.02)
+    assert (row.metric, row.label, row.now) == ("vllm_kl/log_ratio_abs_mean", "mean |log k|", 0.02)
 
 
 def test_rows_are_left_out_where_nothing_was_logged():

@@ -56,7 +56,7 @@ GAP = Section(
             "vllm_kl/prob_diff_max", "largest |exp(l_infer) - exp(l_old)|", worst="highest", label="largest prob. diff."
         ),
         divergence("vllm_kl/prob_diff_std", "standard deviation of |exp(l_infer) - exp(l_old)|"),
-        divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", NATS, label="engine gap, |log k|"),
+        divergence("vllm_kl/log_ratio_abs_mean", "mean of |l_infer - l_old|", NATS, label="mean |log k|"),
         divergence("vllm_kl/log_ratio_abs_max", "largest |l_infer - l_old|", NATS),
         Metric("vllm_kl/ess", "effective sample size of k: (sum k)^2 / sum k^2 over the tokens", "share", "higher"),
         divergence("vllm_kl/chi2", "mean of k^2, minus 1"),
