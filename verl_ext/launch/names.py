@@ -240,9 +240,8 @@ def similar_keys(key: str, config: DictConfig) -> list[str]:
         return found
     if rest:
         return []
-    places = [one for one, _ in _values_below(OmegaConf.to_container(config), "") if one != key]
-    elsewhere = [one for one in places if one.rpartition(".")[2] == wrong]
-    return sorted(elsewhere, key=lambda one: -_ratio(key, one))[:3]
+    elsewhere = {one for one, _ in _values_below(OmegaConf.to_container(config), "") if one.rpartition(".")[2] == wrong}
+    return sorted(elsewhere - {key}, key=lambda one: (-_ratio(key, one), one))[:3]
 
 
 def _likeness(one: str, other: str) -> float:

@@ -94,7 +94,8 @@ def refusals(refused: Sequence[Refused], config: DictConfig, given: Collection[s
         are, them = ("is not a setting", "it") if len(gone) == 1 else ("are not settings", "them")
         why = f"leave {them} out: nothing reads {them}, and with a + a worker may refuse {them}"
         mode = (f"{MODE}=separate_async",) if any(key.startswith(ASYNC) for key in gone) else ()
-        fix = (*(f"~{key}" for key, value in gone.items() if value is not None), *mode)  # Hydra deletes no null
+        verls = (key for key, value in gone.items() if value is not None and key.startswith((*MOVED, ASYNC)))
+        fix = (*(f"~{key}" for key in verls), *mode)  # code of the user's own may read others; Hydra deletes no null
         yield Problem(f"{', '.join(gone)} {are} of this verl", f"{why}; {MODE} replaces {ASYNC}*" if mode else why, fix)
 
 

@@ -278,7 +278,7 @@ def test_all_settings_of_an_older_verl_are_told_at_once(doctor):
     found = json.loads(out)
     errors = [each for each in found if each["check"] == "config"]
     fixes = {fix for each in errors for fix in each["fix"]}
-    taken_back = {f"~{override.partition('=')[0]}" for override in SEARCH_R1 if not override.startswith("+")}
+    taken_back = {f"~{override.partition('=')[0]}" for override in SEARCH_R1 if override[0] not in "+m"}
     assert code == 1 and fixes == {f"++{ROLLOUT}.val_kwargs.n=5", "++critic.fsdp.param_offload=True", *taken_back}
     (gone,) = [each["found"] for each in errors if "max_turns" in each["found"]]
     assert (
@@ -341,7 +341,7 @@ def test_what_hydra_refuses_beside_another_setting(doctor, override, said):
     found = [each for each in json.loads(out) if each["check"] == "config"]
     told = {each["found"].partition(" of this verl")[0] for each in found}
     assert told == {*filter(None, [said]), "max_turns is not a setting"}
-    assert {fix for each in found for fix in each["fix"]} == {"~max_turns"}, "no value is moved: null is none"
+    assert not any(each["fix"] for each in found), "no value is moved: null is none"
 
 
 def test_a_setting_whose_value_is_not_known_is_not_judged_by_its_default(capsys, tmp_path):
