@@ -11,3 +11,9 @@ def moe_override(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     Qwen3MoeConfig().save_pretrained(folder)
     return f"actor_rollout_ref.model.path={folder}"
+
+
+@pytest.fixture(scope="session")
+def files(moe_override):
+    """The overrides of a launch whose files are all on this machine."""
+    return ("data.train_files=[]", "data.val_files=[]", moe_override)

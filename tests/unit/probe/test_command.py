@@ -29,7 +29,7 @@ FOUND = {
 
 
 @pytest.fixture
-def probe(tmp_path, monkeypatch, moe_override):
+def probe(tmp_path, monkeypatch, files):
     """probe(*arguments, says=lines, found=FOUND) -> exit code; the commands that were run are in probe.ran."""
     ran = []
 
@@ -42,7 +42,6 @@ def probe(tmp_path, monkeypatch, moe_override):
             return followed([sys.executable, "-c", script], console, tell)
 
         monkeypatch.setattr(engines, "follow_engines", follow)
-        files = ("data.train_files=[]", "data.val_files=[]", moe_override)
         return cli.main(["probe", "--out", str(tmp_path), *files, *arguments])
 
     followed = engines.follow_engines

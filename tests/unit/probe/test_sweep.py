@@ -44,7 +44,7 @@ pathlib.Path(out.partition("=")[2]).write_text(json.dumps(found))
 
 
 @pytest.fixture
-def sweep(tmp_path, monkeypatch, moe_override):
+def sweep(tmp_path, monkeypatch, files):
     """sweep(*arguments, fails=False) -> exit code; the overrides of each process that was started in sweep.ran."""
     ran = []
     real = engines.follow_engines
@@ -60,7 +60,7 @@ def sweep(tmp_path, monkeypatch, moe_override):
             return real([sys.executable, "-c", script, *command[3:]], console, tell)
 
         monkeypatch.setattr(engines, "follow_engines", follow)
-        return cli.main(["probe", "--out", str(tmp_path), "--no-page", *arguments, moe_override])
+        return cli.main(["probe", "--out", str(tmp_path), "--no-page", *files, *arguments])
 
     run.ran = ran
     return run
