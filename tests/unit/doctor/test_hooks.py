@@ -533,7 +533,7 @@ def test_the_settings_classes_are_those_of_the_composed_configs(compose, compose
 
 
 def test_what_a_config_says_is_printed_as_text(look, capsys):
-    (finding,) = look({"data.train_files": "\x1b]0;[bold]", "data.val_files": []}, "not here")["not here"]
+    finding, *_ = look({"data.train_files": "\x1b]0;[bold]", "data.val_files": []}, "not here")["not here"]
     print_findings([Problem(**finding)])
     out = capsys.readouterr().out
     assert r"\x1b]0;[bold]" in out and "\x1b" not in out
