@@ -200,8 +200,8 @@ def _print_costs(console: "Console", plan: Plan) -> None:
     if (every := plan.usage.checked_every) is not None:
         more = checked_sync_seconds(plan.sizes)
         then = f", then every {every} steps" if every else ""
-        share = plan.share(more)
-        print_text(console, f"a checked weight sync takes {more:.1f} s more, {share:.2%} of a step: the first{then}")
+        of_step = f"{more:.1f} s more, {plan.share(more):.2%} of a step"
+        print_text(console, f"a checked weight sync takes {of_step}: the first{then}")
 
 
 def _seconds_text(seconds: float) -> str:
