@@ -420,13 +420,13 @@ def _as_far_as_known(found: Problem, context: Context) -> Problem:
     return found
 
 
-def fixes(findings: Iterable[Problem]) -> list[str]:
-    """Returns the overrides of all findings, worst first, each key once."""
-    chosen: dict[str, str] = {}
+def fixes(findings: Iterable[Problem]) -> dict[str, Problem]:
+    """Returns override -> the finding that it fixes, worst first, each key once."""
+    chosen: dict[str, tuple[str, Problem]] = {}
     for finding in sorted(findings, key=lambda found: LEVELS.index(found.level)):
         for override in finding.fix:
-            chosen.setdefault(key_of(override), override)
-    return list(chosen.values())
+            chosen.setdefault(key_of(override), (override, finding))
+    return dict(chosen.values())
 
 
 def unset(config: DictConfig, overrides: Iterable[str]) -> tuple[str, ...]:

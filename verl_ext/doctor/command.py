@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.base.arguments import add_command
@@ -90,7 +90,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     findings = look(())
     if arguments.fix:
         overrides, left = mend(findings, look)
-        for said in how_to_apply(overrides, given):
+        for said in how_to_apply(list(overrides), given):
             print(f"verl-ext doctor: {said}", file=sys.stderr)
         for override in overrides:
             print(override)
@@ -102,7 +102,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_row(finding) for finding in findings], indent=2))
     else:
         print_findings(findings)
-        print_mended(*mend(findings, look), given)
+        print_mended(*mend(findings, look), findings, given)
     bad = ("error", "warning") if arguments.strict else ("error",)
     return int(any(finding.level in bad for finding in findings))
 
@@ -156,15 +156,24 @@ def how_to_apply(overrides: Sequence[str], given: Sequence[str]) -> Iterator[str
         yield f"with verl.trainer.main_ppo, delete these from the launch instead of adding ~: {', '.join(wrong)}"
 
 
-def print_mended(overrides: Sequence[str], left: "Sequence[Problem]", given: Sequence[str]) -> None:
-    """Prints the overrides that fix findings, how to apply them to a launch, and the errors that they leave."""
+def print_mended(
+    overrides: "Mapping[str, Problem]", left: "Sequence[Problem]", shown: "Sequence[Problem]", given: Sequence[str]
+) -> None:
+    """Prints the overrides that fix findings, how to apply them to a launch, and the errors that they leave.
+
+    Args:
+        overrides: override -> its finding. One that is not among those `shown` came to light when errors were mended.
+        given: the launch's own overrides.
+    """
     if not overrides:
         return
     console, errors = wide_console(), errors_of(left)
     print_text(console, " these overrides fix findings (--fix prints only them):")
-    for override in overrides:
+    for override, finding in overrides.items():
         print(f"   {override}")
-    for said in how_to_apply(overrides, given):
+        if finding not in shown:
+            print_text(console, f"     for {finding.check}: {printable(finding.found, most=None)}")
+    for said in how_to_apply(list(overrides), given):
         print_text(console, f" {said}")
     print_text(
         console, f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error"

@@ -77,8 +77,8 @@ def diagnose(
 
 def mend(
     findings: Sequence[Problem], again: Callable[[Sequence[str]], list[Problem]]
-) -> tuple[list[str], list[Problem]]:
-    """Returns the overrides that fix findings, and the findings on the launch with these overrides.
+) -> tuple[dict[str, Problem], list[Problem]]:
+    """Returns override -> the finding that it fixes, and the findings on the launch with these overrides.
 
     An error can hide other findings, so the launch is checked again after each fix, until nothing new can be fixed.
     Errors come first: a warning on a launch with errors may be of a setting that their fixes change.
@@ -86,11 +86,14 @@ def mend(
     Args:
         again: returns the findings on the launch with these additional overrides.
     """
-    chosen, left = dict[str, str](), list(findings)
+    chosen, left = dict[str, Problem](), list(findings)
     for _ in range(MOST_ROUNDS):
-        ways = ([one for one in fixes(some) if key_of(one) not in chosen] for some in (errors_of(left), left))
-        if not (new := next(filter(None, ways), [])):
+        keys = set(map(key_of, chosen))
+        ways = (
+            {one: of for one, of in fixes(some).items() if key_of(one) not in keys} for some in (errors_of(left), left)
+        )
+        if not (new := next(filter(None, ways), {})):
             break
-        chosen |= {key_of(one): one for one in new}
-        left = again(list(chosen.values()))
-    return list(chosen.values()), left
+        chosen |= new
+        left = again(list(chosen))
+    return chosen, left

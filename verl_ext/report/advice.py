@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from verl_ext.base.metrics.ours import GAP, ROUTING
 from verl_ext.diagnosis.causes import CAUSES, Settling
 from verl_ext.diagnosis.findings.answers import LONGEST
@@ -25,6 +27,11 @@ SELDOM = 0.1  # share of the last steps that a batch skip may refuse
 PROBE = "verl-ext probe"
 METRICS, ROUTERS = GAP.override, ROUTING.override
 RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
+RATE = "actor_rollout_ref.actor.optim.lr"
+# verl 0.9.1 loads the optimizer's and the schedule's state from a checkpoint, and with them the rate of the old run
+# (fsdp_checkpoint_manager.py; LambdaLR keeps `base_lrs`).
+ONLY_WEIGHTS = "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
+SKIP, SKIP_OFF = "stability.batch_skip.threshold=0.1", "stability.batch_skip.threshold=null"
 # Beginning of an override -> beginning of a metric that a run logs if it is on already.
 LOGGED_IF_ON = {
     "stability.sync_canary": "sync/",
@@ -34,7 +41,7 @@ LOGGED_IF_ON = {
     "stability=guard": "guard/",
     "stability.filters='{retokenization_drift": "filter/retokenization_drift/",
     "stability.filters={overlong": "filter/overlong/",
-    "stability.batch_skip": "guard/threshold",
+    SKIP: "guard/threshold",
     "actor_rollout_ref.actor.use_kl_loss": "actor/kl_loss",
     "actor_rollout_ref.rollout.calculate_log_probs": "vllm_kl/k3",
 }
@@ -44,7 +51,7 @@ INCLUDES = {
     "stability=r3": {ROUTERS},
     "stability=moe": {"stability=r3", "stability=tis", "stability.correction=tis", "stability=opsm", ROUTERS},
 }
-NO_CHANGE = ("trainer.resume", "stability.batch_skip.threshold=null")  # words of a step that change no method
+NO_CHANGE = ("trainer.resume", SKIP_OFF, ONLY_WEIGHTS)  # words of a step that change no method
 # Beginnings of the marks of findings whose step does not begin a decline: it is that of the best value, of a passing
 # event, of what followed from the decline, or of what is judged below (`moves_before`).
 NO_BEGINNING = (
@@ -189,8 +196,8 @@ def _all_steps(
     if settle is not None:
         compares = settle.command.startswith(PROBE)
         yield NextStep(settle.command, "compares both engines on the same tokens" if compares else settle.shows)
-    if state == "healthy" and _may_skip(run):
-        step = NextStep("stability.batch_skip.threshold=0.1", "refuses the one batch that would spoil the weights")
+    if state == "healthy" and _may_skip(run) and staleness_of(run.readings) <= 1:  # age alone may lift k3 later
+        step = NextStep(SKIP, "refuses the one batch that would spoil the weights")
         if not is_on(run, step.do):
             yield step
     if run.get(K3) is None or not is_on(run, METRICS):
@@ -216,7 +223,7 @@ def _unrefused(run: Run, step: NextStep) -> NextStep:
     if run.get(K3) is None or _may_skip(run) or not step.do.startswith("stability="):
         return step
     why = f"{step.why}. The batch skip would refuse updates while k3 is past {boundary_of(run.readings):g}"
-    return NextStep(f"{step.do} stability.batch_skip.threshold=null", why)
+    return NextStep(f"{step.do} {SKIP_OFF}", why)
 
 
 def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
@@ -288,9 +295,8 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
     if found.has("mask_blind.blind"):
         yield NextStep("stability=kpop", "bounds each token's KL instead, which is tight for likely tokens")
     elif not corrected:
-        unknown = not found.moe and not is_on(run, METRICS)  # without the plugin, nothing of a router is logged
-        more = "; in a mixture of experts, stability=moe trains with the rollout's experts too" if unknown else ""
-        yield NextStep("stability=tis", f"bounds the weight of the tokens on which the engines differ{more}")
+        why = f"bounds the weight of the tokens on which the engines differ{_if_moe(run, found)}"
+        yield NextStep("stability=tis", why)
 
 
 def _routing_drives(run: Run, found: Judgement) -> bool:
@@ -309,11 +315,19 @@ def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
     old = CAUSES["old_weights"]
     if run.get("actor/opsm/dropped") is None:
         experts = "trains with the experts that the rollout chose and bounds weights"
-        more = experts if found.moe else "which helped old rollouts most in the lab"
+        more = experts if found.moe else f"which helped old rollouts most in the lab{_if_moe(run, found)}"
         yield NextStep(old.moe_override if found.moe else old.override, f"{old.why}, {more}")
+    elif is_on(run, SKIP) and not _may_skip(run):
+        yield NextStep(SKIP_OFF, "updates are refused for the age of the rollouts, which OPSM tolerates")
     yield NextStep(
-        "trainer.v1.trainer_mode=sync", "samples with the current weights, so rollouts are never old; steps take longer"
+        "trainer.v1.trainer_mode=sync actor_rollout_ref.hybrid_engine=true",
+        "samples with the current weights, so rollouts are never old; steps take longer",
     )
+
+
+def _if_moe(run: Run, found: Judgement) -> str:
+    unknown = not found.moe and not is_on(run, METRICS)  # without the plugin, nothing of a router is logged
+    return "; in a mixture of experts, stability=moe trains with the rollout's experts too" if unknown else ""
 
 
 def _twice_the_longest(run: Run) -> int:
@@ -324,14 +338,14 @@ def _twice_the_longest(run: Run) -> int:
 
 def _lower_rate(run: Run) -> Iterator[NextStep]:
     if lower := _third_of_the_rate(run):
-        yield NextStep(f"actor_rollout_ref.actor.optim.lr={lower}", "lowers the learning rate to a third")
+        yield NextStep(f"{RATE}={lower}", "lowers the learning rate to a third")
 
 
 def _third_of_the_rate(run: Run) -> str:
     """Returns a third of the highest logged learning rate; "" if none was logged: nobody knows what would be lower."""
     logged = run.get("actor/lr")
     highest = 0.0 if logged is None else float(logged.values.max())
-    return f"{highest / 3:.0e}" if highest > 0 else ""
+    return f"{highest / 3:.2g}" if highest > 0 else ""
 
 
 def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
@@ -365,7 +379,17 @@ def _sound_step(run: Run, found: Judgement) -> int:
         if each.step is not None and not each.mark.startswith(NO_BEGINNING)
     ]
     moved += [move.step for move in moves_before(run.readings, began, began)]
+    moved += [step for step in (_passed_at(run),) if step is not None]
     return min([began - round(staleness_of(run.readings)), *(step for step in moved if run.steps[0] < step <= began)])
+
+
+def _passed_at(run: Run) -> int | None:
+    """Returns the step from which k3 stays past the boundary, where a guard would refuse each update; None if it was
+    past it from the start, or is not now."""
+    if (whole := run.get(K3)) is None or not (past := whole.values > boundary_of(run.readings))[-1]:
+        return None
+    below = np.flatnonzero(~past)
+    return int(whole.steps[below[-1] + 1]) if below.size else None
 
 
 def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> NextStep:
@@ -377,5 +401,7 @@ def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> Nex
     if sound <= 1:
         why = f"{why}. No checkpoint is from before the fall, so the run starts from its beginning"
         return NextStep(f"{text} trainer.resume_mode=disable".strip(), why)
+    if text.startswith(RATE):
+        text, why = f"{text} {ONLY_WEIGHTS}", f"{why}; the optimizer's state would bring the old rate back"
     dated = f" (the reward of a step is that of weights {stale:.0f} versions older)" if stale > 1 else ""
     return NextStep(f"{text} {RESUME}".strip(), f"{why}. CHECKPOINT is one from before step {sound}{dated}")

@@ -259,7 +259,7 @@ def test_a_gpu_by_its_name(name, capability):
 
 def test_of_two_fixes_that_of_the_worse_finding_is_printed():
     found = [Problem("w", fix=("a.b=1",), level="warning"), Problem("e", fix=("++a.b=2", "c.d=3"))]
-    assert fixes(found) == ["++a.b=2", "c.d=3"]
+    assert list(fixes(found)) == ["++a.b=2", "c.d=3"]
 
 
 SEARCH_R1 = [

@@ -51,4 +51,5 @@ def test_errors_are_fixed_before_warnings():
     """What a launch with errors is warned of may be wrong once they are fixed."""
     broken = [Problem("a", fix=("x=1",)), Problem("b", fix=("y=1",), level="warning")]
     left = {("x=1",): [Problem("c", fix=("z=1",), level="warning")], ("x=1", "z=1"): []}
-    assert diagnose.mend(broken, lambda overrides: left[tuple(overrides)]) == (["x=1", "z=1"], [])
+    chosen, rest = diagnose.mend(broken, lambda overrides: left[tuple(overrides)])
+    assert {override: finding.found for override, finding in chosen.items()} == {"x=1": "a", "z=1": "c"} and not rest

@@ -1,6 +1,7 @@
 """The verdict on a run: its states, its facts by id, its causes, and what it advises."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,18 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.names import K3, LENGTH, REWARD, setting_for
 from verl_ext.guard.state import Event
-from verl_ext.report.advice import LOGGED_IF_ON, METRICS, PROBE, REFERENCE, RESUME, ROUTERS
+from verl_ext.report.advice import (
+    LOGGED_IF_ON,
+    METRICS,
+    ONLY_WEIGHTS,
+    PROBE,
+    RATE,
+    REFERENCE,
+    RESUME,
+    ROUTERS,
+    SKIP,
+    SKIP_OFF,
+)
 from verl_ext.report.load import read_run
 from verl_ext.report.verdict import judge_run
 
@@ -20,7 +32,6 @@ RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
 STALE = "training/off_policy/trajectory_staleness/mean"
 FIELD = ROOT / "tests" / "cases" / "field"
 CORRECTIONS = ("stability=tis", "stability.correction", "stability=icepop", "stability=kpop", "stability=r3")
-RATE = "actor_rollout_ref.actor.optim.lr"
 QUIET, GROWING = [1e-3] * 40, 1e-4 * np.exp(0.1 * np.arange(1, 61))
 RISES = np.linspace(0.2, 0.6, 40)
 HALVED = [0.6] * 60 + [0.19] * 60
@@ -249,7 +260,7 @@ def test_a_remedy_is_advised_unless_it_is_on(metrics, on, setting):
 
 def test_what_counts_as_on_is_an_override_that_is_advised():
     asked = {setting_for(name) for rule in RULES.values() for name in rule.needs}
-    known = asked | {REFERENCE.do, METRICS, "stability.batch_skip.threshold=0.1"}
+    known = asked | {REFERENCE.do, METRICS, SKIP}
     known |= {text for cause in CAUSES.values() for text in (cause.override, cause.moe_override)}
     assert [start for start in LOGGED_IF_ON if not any(text.startswith(start) for text in known)] == []
 
@@ -304,9 +315,28 @@ def test_nothing_is_advised_twice_and_no_batch_skip_where_it_would_refuse_every_
 
 def test_the_cause_decides_what_comes_first():
     calm = {REWARD: [0.6] * 20 + [0.55, 0.4, 0.3] + [0.19] * 57, "actor/grad_norm": [0.5] * 15 + [20.0] * 65}
-    assert judged(calm | {"actor/lr": [3e-6] * 80}).first.do.startswith(f"{RATE}=1e-06 ")
-    old = judged({K3: [0.3] * 40, STALE: [3.0] * 40, "vllm_kl/k3/lag/0": QUIET, REWARD: RISES})
-    assert done(old)[:2] == ["stability=opsm stability.batch_skip.threshold=null", "trainer.v1.trainer_mode=sync"]
+    lower = judged(calm | {"actor/lr": [3e-6] * 80}).first.do
+    assert lower.startswith(f"{RATE}=1e-06 {ONLY_WEIGHTS} {RESUME}"), "a checkpoint's optimizer has the old rate"
+    aged = {K3: [0.3] * 40, STALE: [3.0] * 40, "vllm_kl/k3/lag/0": QUIET, REWARD: RISES}
+    sync = "trainer.v1.trainer_mode=sync actor_rollout_ref.hybrid_engine=true"
+    assert done(judged(aged))[:2] == [f"stability=opsm {SKIP_OFF}", sync]
+    refused = {"actor/opsm/dropped": [0.1] * 40, "guard/threshold": [0.1] * 40}
+    assert done(judged(aged | refused))[:2] == [SKIP_OFF, sync], "for their age alone"
+    young = {K3: QUIET, REWARD: RISES, "vllm_kl/k3/lag/0": QUIET}
+    assert SKIP in done(judged(young)) and SKIP not in done(judged(young | {STALE: [3.0] * 40}))
+
+
+def test_no_checkpoint_is_named_at_which_a_guard_would_refuse_the_next_update():
+    fell = {REWARD: [0.6] * 40 + [0.1] * 20, K3: [0.002] * 25 + [0.2] * 35}
+    assert sound_steps(fell) and max(sound_steps(fell)) <= 26
+    slow = {REWARD: [0.6] * 60 + [0.1] * 20, K3: [0.09 * 1.02**step for step in range(80)]}
+    assert sound_steps(slow) and max(sound_steps(slow)) <= 7
+
+
+def sound_steps(metrics):
+    """The steps before which a checkpoint is said to be sound."""
+    found = (re.search(r"from before step (\d+)", step.why) for step in judged(metrics).steps)
+    return [int(each[1]) for each in found if each]
 
 
 @pytest.mark.parametrize("metrics", [{REWARD: [0.0] * 40}, {K3: QUIET, "critic/advantages/max": [0.0] * 40}])
