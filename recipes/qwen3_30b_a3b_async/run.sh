@@ -2,4 +2,4 @@
 # Qwen3-30B-A3B, rollout and training on separate GPUs. Run it on one node of the Ray cluster; recipes/README.md lists what to prepare.
 set -euo pipefail
 export VERL_FILE_LOGGER_PATH="${VERL_FILE_LOGGER_PATH:-$PWD/qwen3_30b_a3b_async.jsonl}" # for `verl-ext report`
-python -m verl_ext.main_ppo recipe=qwen3_30b_a3b_async stability=icepop "$@"
+python -m verl_ext.main_ppo recipe=qwen3_30b_a3b_async stability=moe "$@"

@@ -92,7 +92,7 @@ def run_in(folder, command):
 def test_the_correction_is_tested_and_tried_in_the_lab_as_shown(tmp_path):
     for name in ("my_correction", "test_my_correction"):
         (tmp_path / f"{name}.py").write_text(MODULES[name])
-    tested, tried = re.findall(r"```bash\n(PYTHONPATH=\. (?:pytest|verl-ext lab) .*)\n", PAGE)
+    tested, tried = re.findall(r"```bash\n((?:PYTHONPATH=\. pytest|verl-ext lab) .*)\n", PAGE)
     assert "2 passed" in run_in(tmp_path, tested).stdout
     done = run_in(tmp_path, f"{tried.replace('--seeds 5', '--seeds 1')} --steps 3 --no-page")
     assert done.returncode == 0, done.stderr

@@ -38,16 +38,16 @@ With --fix, errors and warnings that remain go to stderr.
 
 examples:
   verl-ext doctor                                     only the installation
-  verl-ext doctor stability=icepop actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B ...
+  verl-ext doctor stability=moe actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B ...
                                                       with the overrides of `python -m verl_ext.main_ppo`
-  verl-ext doctor --gpu A100 stability=icepop ...     for a GPU that this machine does not have
-  verl-ext doctor --fix stability=icepop ...          print the overrides to add, one per line
+  verl-ext doctor --gpu A100 stability=moe ...        for a GPU that this machine does not have
+  verl-ext doctor --fix stability=moe ...             print the overrides to add, one per line
   verl-ext doctor run.sh                              the launch in a script, which is read and not run
   verl-ext doctor run.sh stability=moe                with more overrides; words without = are the script's arguments
   verl-ext doctor -- python3 -m verl.trainer.main_ppo ...
                                                       a command as it stands in a script; also ray job submit, srun
   verl-ext doctor overrides.yaml                      a YAML list of overrides, or settings as a mapping
-  verl-ext doctor --trust stability=icepop ...        run plugins and other code that the config names
+  verl-ext doctor --trust stability=moe ...           run plugins and other code that the config names
 """
 
 

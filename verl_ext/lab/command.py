@@ -102,6 +102,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def _import_plugins(modules: Sequence[str]) -> None:
+    if modules:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, which starts a run; a console script has its own
     for module in modules:
         try:
             import_module(module)

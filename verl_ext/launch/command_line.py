@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="OVERRIDE",
         nargs="*",
-        help="overrides of verl_ext.main_ppo, such as stability=icepop; or a launch script, a YAML file of "
+        help="overrides of verl_ext.main_ppo, such as stability=moe; or a launch script, a YAML file of "
         "overrides, or behind -- a command that starts verl. Scripts and commands are read, not run",
     )
     parser.add_argument("--config-path", metavar="DIR", help="Hydra's option, as for verl_ext.main_ppo")

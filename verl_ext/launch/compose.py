@@ -59,14 +59,18 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     Hydra adds a group or setting that a config lacks only with a plus sign: `+stability=icepop`. The sign is put before
     our groups if the primary config does not list them in its defaults. It is also put before settings that a node may
     lack: FSDP_REPLAY, the settings of our policy losses, and those of `stability`, where a user's own method has new
-    ones; and before a setting that a later override deletes, which may be one that verl does not have. A relative
-    --config-path is read from the folder of verl's entry point, as verl does. Flags come last,
-    because argparse takes the overrides only from one place.
+    ones; and before a setting that a later override deletes, which may be one that verl does not have. Of one of our
+    groups, the last choice counts, so that a script's own can be changed: Hydra takes no second one. A relative
+    --config-path is read from the folder of verl's entry point, as verl does. Flags come last, because argparse takes
+    the overrides only from one place.
 
     Raises:
         ConfigError: `stability=` names no file of the group, or the primary config is not YAML.
     """
     arguments, flags = split_flags(arguments)
+    groups = [argument.partition("=")[0].lstrip("+") for argument in arguments]
+    last = {group: index for index, group in enumerate(groups) if group in OUR_GROUPS}
+    arguments = [one for index, one in enumerate(arguments) if last.get(groups[index], index) == index]
     if dashed := next((one for one in flags if one.lstrip("-").partition("=")[0].split(".")[0] in OVERRIDDEN), None):
         raise ConfigError(f"{dashed} has dashes, and an override has none", otherwise=f"write {dashed.lstrip('-')}")
     folder = VERL_CONFIGS

@@ -24,9 +24,9 @@ Estimate a run's memory per GPU in the update and in the rollout, with the large
 and the cost of the plugin's features at this size. The command computes from the config only and starts nothing.
 """
 PLAN_EXAMPLES = """\
-example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=icepop
+example: verl-ext plan --gpu H100 --nodes 2 recipe=qwen3_30b_a3b stability=moe
 """
-NOTHING_ON = "no feature of the plugin is switched on; to see its cost, add the features, such as stability=icepop"
+NOTHING_ON = "no feature of the plugin is switched on; to see its cost, add the features, such as stability=moe"
 
 
 def add_plan_parser(commands: Any) -> None:

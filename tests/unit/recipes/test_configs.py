@@ -122,6 +122,11 @@ def test_verls_own_groups_can_still_be_overridden(compose):
     assert config.actor_rollout_ref.actor.strategy == "megatron"
 
 
+def test_of_a_group_the_last_choice_counts():
+    given = ["stability=icepop", "recipe=cpu_smoke", "trainer.nnodes=2", "+stability=moe", "trainer.nnodes=4"]
+    assert prepare(given) == ["+recipe=cpu_smoke", "trainer.nnodes=2", "+stability=moe", "trainer.nnodes=4"]
+
+
 def test_groups_are_added_to_a_primary_config_that_does_not_list_them(tmp_path):
     assert prepare(["a=1"]) == ["+stability=none", "a=1"]
     assert prepare(["stability=icepop", "stability.icepop.beta=3", "recipe=cpu_smoke"]) == [
