@@ -53,7 +53,7 @@ def positive(text: str) -> int:
 
 def run_of(text: str) -> int | str:
     """Parses the number of a run, or its name."""
-    return int(text) if text.isascii() and text.isdigit() else text
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else text
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -239,7 +239,7 @@ WRONG = [
         "no_such_argument is not an argument of vLLM",
     ),
     ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=5", "ppo_micro_batch_size_per_gpu=5"),
-    ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "is not set"),
+    ("gpt_oss_20b", f"{ACTOR}.ppo_micro_batch_size_per_gpu=null", "not set: .*ppo_micro_batch"),
     ("gpt_oss_20b", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=5", "log_prob_micro_batch_size_per_gpu=5"),
     ("gpt_oss_20b", f"{REF_MICRO}=7 {ACTOR}.use_kl_loss=true", "ref.log_prob_micro_batch_size_per_gpu=7"),
     ("gpt_oss_20b", f"{ROLLOUT}.log_prob_use_dynamic_bsz=true", "log_prob_use_dynamic_bsz=True contradicts"),

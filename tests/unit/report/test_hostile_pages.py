@@ -272,13 +272,22 @@ def test_what_fails_in_drawing_pictures_leaves_the_page(file, out, monkeypatch, 
     assert "reward.png cannot be drawn (no path); the page was written" in one_line(capsys)
 
 
-@pytest.mark.parametrize("number", ["0", "-1", "soon", "²", str(2**63), "9" * 5000, "10000000000", "٣", "\x1b[31m1"])
-@pytest.mark.parametrize("option", ["compare --window", "report --watch", "report --run"])
+NO_NUMBERS = ["0", "-1", "soon", "²", str(2**63), "9" * 5000, "10000000000", "٣", "\x1b[31m1"]
+
+
+@pytest.mark.parametrize("number", NO_NUMBERS)
+@pytest.mark.parametrize("option", ["compare --window", "report --watch"])
 def test_a_number_that_nothing_can_count_is_one_line(option, number, file, capsys):
     command, name = option.split()
     with pytest.raises(SystemExit) as ended:
         main([command, *[str(file)] * (1 + (command == "compare")), name, number])
     assert ended.value.code == 2 and name in one_line(capsys)
+
+
+@pytest.mark.parametrize("run", NO_NUMBERS)
+def test_a_run_that_is_not_in_the_file_is_one_line(run, file, capsys):
+    assert main(["report", str(file), f"--run={run}"]) == 2
+    assert "there is no run " in one_line(capsys)
 
 
 def test_the_longest_window_is_the_whole_run(file, capsys):
