@@ -354,19 +354,26 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     causes = [suspect.cause for suspect in found.suspects if not suspect.harmless]
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
         causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
-    values = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}
+    values, lowers = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}, False
     for cause in causes:
         setting = cause.elsewhere.get(run.trainer, "")
+        lowers = lowers or ("LOWER" in setting and bool(values["LOWER"]))
         for word in (word for word in values if word in setting):
             setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
         yield NextStep(setting or f"check {cause.check}", cause.title, in_words=not setting)
+    if not causes and found.engines.state in ("apart", "growing", "broken"):
+        both = "compare both engines' log-probabilities of the same tokens at the same weights: dtype, sampling, sync"
+        yield NextStep(both, "the engines come apart, and no metric shows why", in_words=True)
     if _is_lost(found):
         began = _sound_step(run, found)
         if began <= 1:
             yield NextStep("start again from the beginning", "no weights are from before the fall", in_words=True)
         else:
             back = f"go back to a checkpoint from before step {began}"
-            yield NextStep(back, "nothing had moved until then", in_words=True)
+            why = "nothing had moved until then"
+            if lowers:
+                why += "; start from its weights, because a resumed optimizer and schedule bring the old rate back"
+            yield NextStep(back, why, in_words=True)
 
 
 def _sound_step(run: Run, found: Judgement) -> int:

@@ -361,6 +361,15 @@ def test_another_trainer_is_told_its_own_setting_or_what_to_check():
     assert METRICS in done(verls) and not any(f"{PROBE}" in each or "stability" in each for each in done(trl))
 
 
+def test_another_trainers_growing_gap_has_something_to_do_and_a_lower_rate_starts_from_weights():
+    gap = judged({"reward": RISES, "sampling/sampling_logp_difference/mean": list(0.002 * 1.1 ** np.arange(40))})
+    assert not gap.of_verl and gap.engines.state == "growing" and gap.first.in_words
+    spoiled = [0.6] * 20 + [0.55, 0.4, 0.3] + [0.19] * 57
+    rate = {"reward": spoiled, "grad_norm": [0.5] * 15 + [20.0] * 65, "learning_rate": [6e-6] * 80, "epoch": [0.1] * 80}
+    steps = judged(rate | {"completions/mean_length": [100.0] * 80}).steps
+    assert steps[0].do == "learning_rate=2e-06" and "weights" in steps[-1].why
+
+
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():
     assert not any(RATE in each for each in done(judged({REWARD: HALVED})))
 
