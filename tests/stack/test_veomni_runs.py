@@ -82,5 +82,8 @@ def test_moe_replays_the_rollouts_experts_and_each_update_is_undone(train, tmp_p
     assert [step["guard/undos"] for step in finished.steps] == [1, 2]
     for step in finished.steps:
         assert "router/agreement" not in step
-        assert step["actor/after_update/policy_kl"] > 0 == step["sync/moved"], "the weights are those from before it"
+        assert step["actor/after_update/policy_kl"] > 0
+        # The overlong filter may leave answers to too few prompts for the canary, which then waits and says so.
+        waits = "weight syncs are checked from the first batch" in finished.console
+        assert step.get("sync/moved", None if waits else 1) in (0, None), "the weights are those from before it"
         assert step["actor/gate/grad_norm"] == pytest.approx(step["actor/grad_norm"], rel=1e-4)
