@@ -118,6 +118,7 @@ class TensorRecorder:
 
     def add(self, name: str, tensor: Tensor) -> None:
         self._seen.append((name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
+        tensor = tensor.contiguous()  # once for both: each would copy it
         self._checksums.append(checksum(tensor))
         self._sums.append(sums(tensor))
 

@@ -7,12 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from verl_ext.base.metrics.ours import GAP, ROUTING
 from verl_ext.diagnosis.causes import CAUSES, Settling
 from verl_ext.diagnosis.findings.answers import LONGEST
-from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_before, staleness_of
+from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_before, outside_since, staleness_of
 from verl_ext.diagnosis.findings.registry import notable
 from verl_ext.diagnosis.findings.routers import is_moe
 from verl_ext.diagnosis.growth import GROWTH_READINGS
@@ -354,10 +352,9 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
     causes = [suspect.cause for suspect in found.suspects if not suspect.harmless]
     if found.has("run_ended.memory"):  # whatever else is wrong, the run would end there again
         causes = [OUT_OF_MEMORY, *(cause for cause in causes if cause != OUT_OF_MEMORY)]
-    values, lowers = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}, False
+    values = {"LONGER": str(_twice_the_longest(run) or ""), "LOWER": _third_of_the_rate(run)}
     for cause in causes:
         setting = cause.elsewhere.get(run.trainer, "")
-        lowers = lowers or ("LOWER" in setting and bool(values["LOWER"]))
         for word in (word for word in values if word in setting):
             setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
         yield NextStep(setting or f"check {cause.check}", cause.title, in_words=not setting)
@@ -371,7 +368,7 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
         else:
             back = f"go back to a checkpoint from before step {began}"
             why = "nothing had moved until then"
-            if lowers:
+            if values["LOWER"] and any("LOWER" in cause.elsewhere.get(run.trainer, "") for cause in causes):
                 why += "; start from its weights, because a resumed optimizer and schedule bring the old rate back"
             yield NextStep(back, why, in_words=True)
 
@@ -386,17 +383,10 @@ def _sound_step(run: Run, found: Judgement) -> int:
         if each.step is not None and not each.mark.startswith(NO_BEGINNING)
     ]
     moved += [move.step for move in moves_before(run.readings, began, began)]
-    moved += [step for step in (_passed_at(run),) if step is not None]
+    if (whole := run.get(K3)) is not None:  # a guard would refuse the updates from there on
+        passed = outside_since(whole, whole.values > boundary_of(run.readings), began)
+        moved += [] if passed is None else [passed]
     return min([began - round(staleness_of(run.readings)), *(step for step in moved if run.steps[0] < step <= began)])
-
-
-def _passed_at(run: Run) -> int | None:
-    """Returns the step from which k3 stays past the boundary, where a guard would refuse each update; None if it was
-    past it from the start, or is not now."""
-    if (whole := run.get(K3)) is None or not (past := whole.values > boundary_of(run.readings))[-1]:
-        return None
-    below = np.flatnonzero(~past)
-    return int(whole.steps[below[-1] + 1]) if below.size else None
 
 
 def _with_checkpoint(run: Run, found: Judgement, change: NextStep | None) -> NextStep:

@@ -299,9 +299,9 @@ def warned_before(run: Readings) -> Seen:
     gap, forecast, boundary = judged_k3(run), run.get("guard/steps_to_boundary"), boundary_of(run)
     found = [] if gap is None else [(gap.name, gap.series)]
     found += [] if (whole := run.get(K3)) is None else [("k3", whole)]
-    steps = ((name, _outside_since(series, series.values > boundary, began)) for name, series in found)
+    steps = ((name, outside_since(series, series.values > boundary, began)) for name, series in found)
     passed = [(step, f"{name} passed {boundary:g} at step {step}") for name, step in steps if step is not None][:1]
-    told = None if forecast is None else _outside_since(forecast, forecast.values < SOON_STEPS, began)
+    told = None if forecast is None else outside_since(forecast, forecast.values < SOON_STEPS, began)
     warned = [] if told is None else [(told, f"the guard's forecast warned at step {told}")]
     if not (clauses := sorted(passed + warned)):
         return None
@@ -311,7 +311,7 @@ def warned_before(run: Readings) -> Seen:
     return level, f"{text} the reward began to fall", clauses[0][0]
 
 
-def _outside_since(series: Series, outside: np.ndarray, began: int) -> int | None:
+def outside_since(series: Series, outside: np.ndarray, began: int) -> int | None:
     """Returns the step from which on the readings before `began` are outside, but for one in STRETCH."""
     out = outside[series.steps < began]
     start = holds_from(out, 1 - 1 / STRETCH)
