@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.support.closeness import close
-from tests.support.megatron_cpu import build_engine, infer, put_on_cpu, sequence_logits, sequence_routes, verls_patch
+from tests.support.megatron_cpu import (
+    OnCPU,
+    build_engine,
+    infer,
+    put_on_cpu,
+    sequence_logits,
+    sequence_routes,
+    verls_patch,
+)
 from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
     EXPERTS,
@@ -17,12 +25,13 @@ from tests.support.recorded_routes import (
     batch,
     check_planted,
     check_replayed,
+    nested,
     plant,
     sequences,
     worker_config,
 )
 from tests.support.top_token_ranks import give, reference_reading, response_values, sampler_top_tokens
-from verl_ext.base.names import TOP_TOKEN_SUMS
+from verl_ext.base.names import COMPARES, TOP_TOKEN_SUMS
 from verl_ext.core.top_tokens import log_probs_at
 from verl_ext.routing.megatron import RecordedRouting, Recorders
 from verl_ext.workers.replica_fetch import replica_group
@@ -78,6 +87,7 @@ def rank_main(rank, store):
                     close(response_values(output["log_probs"], LENGTHS), l_own)
                     close(torch.stack(list(output[TOP_TOKEN_SUMS].unbind())), sums)
             if "pipeline_model_parallel_size" not in parallel:  # refused
+                check_update(engine, "disabled", rollout)
                 check_shift(engine, old, current)
             check_r3(parallel, weights, rank, rollout)
             if engine.is_mp_src_rank_with_outputs():
@@ -85,6 +95,27 @@ def rank_main(rank, store):
             torch.distributed.barrier()
             mpu.destroy_model_parallel()
         check_vocabulary_in_parts(rank)
+
+
+def check_update(engine, mode, rollout):
+    """Checks that the loss of each micro-batch gets the comparison, on every rank."""
+    rows = {}
+
+    def loss(model_output, data, dp_group):
+        found = zip(model_output["router_agreement"].unbind(), model_output["router_sums"].unbind(), strict=True)
+        rows.update({len(agreement): (agreement, sums) for agreement, sums in found})
+        return model_output["log_probs"].values().sum(), {}
+
+    replays = {"enable_routing_replay": True} if mode == "R3" else {}
+    data = batch(routed=plant(rollout, 1, 2, MOE[-1]), **{COMPARES: True}, **replays)
+    with OnCPU(), engine.eval_mode():
+        engine.forward_backward_batch(data, loss, forward_only=True)
+    agreement, sums = zip(*(rows[response] for _, response in LENGTHS), strict=True)
+    found = {"router_agreement": nested(list(agreement)), "router_sums": torch.stack(sums)}
+    if mode == "R3":
+        check_replayed(found, 1, MOE.index(MOE[-1]))
+    else:
+        check_planted(found, 1, 2, MOE.index(MOE[-1]))
 
 
 def check_r3(parallel, weights, rank, rollout):
@@ -98,6 +129,8 @@ def check_r3(parallel, weights, rank, rollout):
     assert (output is not None) == engine.is_mp_src_rank_with_outputs()
     if output is not None:
         check_replayed(output, 1, MOE.index(MOE[-1]))
+    if "pipeline_model_parallel_size" not in parallel:
+        check_update(engine, "R3", rollout)
 
 
 def check_vocabulary_in_parts(rank):

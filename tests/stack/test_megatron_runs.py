@@ -64,7 +64,7 @@ def test_in_float32_the_engines_agree_on_every_token_and_every_expert(assets, mo
     arguments = (*RECIPE, f"assets={assets}", model, steps, *features, *FLOAT32, *TWO_RANKS, *TP2_EP2)
     finished = run(["-m", "tests.stack.faults", "lost syncs", *arguments], tmp_path, stack)
     assert finished.code == 0, finished.tail
-    assert re.search(r"router agreement +│ compute_log_prob +│ 4 x TopKRouter on 2 rank\(s\)", finished.console)
+    assert re.search(r"router agreement +│ update_actor +│ 4 x TopKRouter on 2 rank\(s\)", finished.console)
     assert len(finished.steps) == 8
     assert_documented(finished)
     assert suspected_causes(finished)[0] == "lost_sync"
@@ -103,7 +103,7 @@ def test_r3_replays_the_rollouts_experts_and_a_wrong_replay_is_refused_as_fp16s_
     assert finished.code == 0, finished.tail
     right, wrong, overflow, after = finished.steps
     assert wrong["guard/skipped"] == 1
-    assert re.search(r"routing replay +│ R3: both as the rollout +│ verl's training engine", finished.console)
+    assert re.search(r"routing replay +│ R3: update_actor as the rollout +│ verl's training engine", finished.console)
     assert re.search(rf"float32 logits +{FLOAT32_HEADS.format(1)}", finished.console)
     assert all(step["router/agreement"] == 1 for step in finished.steps), "of the experts in use"
     own = [step["router/own_agreement"] for step in finished.steps]

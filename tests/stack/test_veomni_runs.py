@@ -65,11 +65,25 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
     assert len(read_trajectories(tmp_path / "verl_ext" / "cpu_veomni.trajectories.jsonl")[0]) == 2 * 2
 
 
-def test_moe_replays_the_rollouts_experts_and_each_update_is_undone(train, tmp_path):
-    """verl's replay reports no experts of VeOmni's own, so there is no agreement to measure."""
+def test_moe_replays_the_rollouts_experts_in_the_update_alone(train):
+    finished = train("stability=moe", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.train_batch_size=8")
+    assert re.search(r"old log-probs +│ of the update's own pass", finished.console)
+    assert re.search(r"router agreement +│ update_actor +│ 4 x \w+ on 2 rank\(s\)", finished.console)
+    for step in finished.steps:
+        assert_replayed(step)
+        assert "timing_s/old_log_prob" not in step or step["timing_s/old_log_prob"] < 0.1
+
+
+def assert_replayed(step):
+    """The update uses the rollout's experts, of which the routers would have chosen most."""
+    assert step["router/agreement"] == 1 > step["router/own_agreement"] > 0.9
+    assert step["router/unknown"] == step["router/invalid"] == 0
+    assert 0.9 < step["actor/router_own_agreement"] < 1
+
+
+def test_moe_with_filters_and_each_update_is_undone(train, tmp_path):
     finished = train(
         "stability=moe",
-        "stability.router_agreement=false",
         "stability.filters=[overlong,zero_variance]",
         "data.max_response_length=32",  # some responses end before it: of so many prompts, surely those of 4, which the
         "data.train_batch_size=32",  # canary needs
@@ -83,6 +97,6 @@ def test_moe_replays_the_rollouts_experts_and_each_update_is_undone(train, tmp_p
     assert [event[1:] for event in logged_events(tmp_path)].count(("moved", "undo")) == 2
     assert [step["guard/undos"] for step in finished.steps] == [1, 2]
     for step in finished.steps:
-        assert "router/agreement" not in step
+        assert_replayed(step)
         assert step["actor/after_update/policy_kl"] > 0 == step["sync/moved"], "the weights are those from before it"
         assert step["actor/gate/grad_norm"] == pytest.approx(step["actor/grad_norm"], rel=1e-4)

@@ -5,6 +5,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
     EngineRouterReplayConfig,
+    FSDPEngineConfig,
     McoreEngineConfig,
     TrainingWorkerConfig,
     VeOmniEngineConfig,
@@ -99,7 +100,7 @@ def check_replayed(output, trajectory, moe_layer):
 
 
 def worker_config(mode, strategy="megatron", use_remove_padding=True, **settings):
-    kind = {"megatron": McoreEngineConfig, "veomni": VeOmniEngineConfig}[strategy]
+    kind = {"megatron": McoreEngineConfig, "veomni": VeOmniEngineConfig, "fsdp2": FSDPEngineConfig}[strategy]
     replay = EngineRouterReplayConfig(mode=mode)
     return TrainingWorkerConfig(
         model_config={"use_remove_padding": use_remove_padding},

@@ -226,12 +226,13 @@ TABLE = add_changes(
         ),
     ),
     Change(
-        name="fsdp_routing",
-        target="`forward_step` of the actor's FSDP engine",
-        why="routing is recorded and compared in compute_log_prob, and replayed; verl does it on Megatron and VeOmni",
-        when="router agreement, R2 or R3 under FSDP",
+        name="hooked_routing",
+        target="`forward_step` of the actor's FSDP or VeOmni engine",
+        why="routing is recorded and compared in compute_log_prob or the update, and replayed; verl replays on VeOmni, "
+        "but neither reports the router's own choice nor looks at what it replays",
+        when="router agreement, R2 or R3 on FSDP and VeOmni",
         versions=VERL,
-        file="routing/fsdp.py",
+        file="routing/hooked.py",
         test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
         needs=(
@@ -243,10 +244,11 @@ TABLE = add_changes(
     ),
     Change(
         name="reuse_log_probs",
-        target="`compute_entropy_from_logits` of the actor's FSDP engine; `logprobs_from_logits` of its module",
+        target="`compute_entropy_from_logits` of the actor's FSDP engine, `logprobs_from_logits` of its module; "
+        "`_lm_head_logits_processor` of its Megatron engine",
         why="without compute_log_prob, the update computes the entropy that is logged; no loss reads it, so it needs "
-        "no graph, and the logits' gradient may be written in their place",
-        when="`stability.reuse_log_probs` without an entropy bonus, on packed tokens",
+        "no graph and no copy of Megatron's logits, and the logits' gradient may be written in their place",
+        when="`stability.reuse_log_probs` without an entropy bonus; on FSDP, on packed tokens",
         versions=VERL,
         file="workers/actor.py",
         test="tests/unit/workers/test_actor.py::test_an_entropy_that_no_loss_reads_has_no_graph",
@@ -254,14 +256,16 @@ TABLE = add_changes(
         needs=(
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs: compute_entropy_from_logits",
             f"{ENGINE}.fsdp.transformer_impl.logprobs_from_logits(logits, labels, inplace_backward)",
+            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead._lm_head_logits_processor"
+            "(self, logits, label, temperature, ...): vocab_parallel_entropy, clone",
         ),
     ),
     Change(
         name="megatron_replay",
         target="`forward_step` of the actor's Megatron engine; `get_replay_topk` of its routers' `RouterReplay`",
-        why="verl either replays or records; with R3, the router's own choice and the experts in use are recorded as "
-        "well",
-        when="router agreement with R3 on Megatron",
+        why="verl either replays or records, and records in passes without a gradient only; with R3, the router's own "
+        "choice and the experts in use are recorded, and in the update",
+        when="router agreement on Megatron",
         versions=VERL,
         file="routing/megatron.py",
         test="tests/unit/routing/test_megatron_engine.py::"

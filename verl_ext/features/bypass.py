@@ -15,8 +15,16 @@ from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.feature import Feature, Idle, RunFeatures
 from verl_ext.features.losses import LOSS, LOSSES, WITHOUT_RATIO, loss_has_ratio, loss_mode
 from verl_ext.features.settings import StabilityConfig
-from verl_ext.features.verl_config import ACTOR, BYPASS, REPLAY, bypasses, replay_mode, replay_setting, strategy_of
-from verl_ext.routing.engines import HOOKED
+from verl_ext.features.verl_config import (
+    ACTOR,
+    BYPASS,
+    REPLAY,
+    bypasses,
+    compares_in_update,
+    replay_mode,
+    replay_setting,
+    strategy_of,
+)
 
 WITHOUT_BYPASS = f"{BYPASS}=False"
 ENTROPY = f"{ACTOR}.calculate_entropy"
@@ -78,11 +86,12 @@ def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
             otherwise=f"replay the rollout's experts, {setting}=R3",
             leave_out=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
         )
-    if stability.router_agreement and strategy_of(config) not in HOOKED:
+    if stability.router_agreement and not compares_in_update(config):
         without = "stability.router_agreement=false"
         yield mode.forbidden(
             "stability.router_agreement=true",
-            f"compares the experts of compute_log_prob on {ACTOR}.strategy={strategy_of(config)}, and it does not run",
+            f"compares the experts of compute_log_prob on {ACTOR}.strategy={strategy_of(config)} with pipeline stages "
+            "or dynamic context parallelism, and it does not run",
             *(() if _needs_agreement(config, stability) else (without,)),
         )
     if stability.denominator == "kept":

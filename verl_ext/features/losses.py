@@ -199,8 +199,8 @@ def _router_shift_problems(run: RunFeatures, asked: str) -> Iterator[Problem]:
     if actor.strategy == "megatron":
         yield from _megatron_shift_problems(run.config, asked, otherwise)
         return
-    if actor.strategy not in (*HOOKED, "veomni"):  # their models have the routers of transformers
-        known = ", ".join((*HOOKED, "veomni", "megatron"))
+    if actor.strategy not in HOOKED:
+        known = ", ".join((*HOOKED, "megatron"))
         yield Problem(
             f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
         )

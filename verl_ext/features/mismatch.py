@@ -12,12 +12,11 @@ from verl_ext.features.verl_config import (
     MODE,
     ROLLOUT,
     RUNTIME,
+    compares_in_update,
     is_asynchronous,
     logprobs_mode,
     rollout_name,
-    strategy_of,
 )
-from verl_ext.routing.engines import HOOKED
 
 RAW = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 RAW_SETTING = f"{RUNTIME}.{RAW}"  # overrides the value of the launching shell
@@ -37,7 +36,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
     """Yields the demand to measure, if `metrics` is on or another feature needs it. In the update, the experts are
     compared only with the measurements."""
     late = measured_late(run)
-    compares_late = late and run.stability.router_agreement and strategy_of(run.config) in HOOKED
+    compares_late = late and run.stability.router_agreement and compares_in_update(run.config)
     if not (run.stability.metrics or compares_late or Need.MEASURED_BATCHES in run.needs):
         return
     needed = {Need.ROLLOUT_LOG_PROBS, Need.MEASURED_BATCHES}

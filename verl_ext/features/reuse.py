@@ -15,8 +15,7 @@ from verl_ext.base.errors import Problem
 from verl_ext.features.bypass import ENTROPY, Mode, idle_without_pass, missing_pass_problems
 from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.losses import foreign_loss
-from verl_ext.features.verl_config import ACTOR, BYPASS, CORRECTION, bypasses, needs_critic, strategy_of, trainer_mode
-from verl_ext.routing.engines import HOOKED
+from verl_ext.features.verl_config import ACTOR, BYPASS, CORRECTION, bypasses, needs_critic, trainer_mode
 
 SETTING = "stability.reuse_log_probs"
 OFF = f"{SETTING}=off"
@@ -27,7 +26,7 @@ READS_L_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # verl's
 def reuses(run: RunFeatures) -> bool:
     """Returns True if batches of one optimizer step have no compute_log_prob."""
     asked = run.stability.reuse_log_probs
-    return asked == "on" or (asked == "auto" and next(_against(run), None) is None)
+    return asked == "on" or (asked == "auto" and next(obstacles(run), None) is None)
 
 
 def measured_late(run: RunFeatures) -> bool:
@@ -74,17 +73,6 @@ def obstacles(run: RunFeatures) -> Iterator[Problem]:
     yield from missing_pass_problems(run, REUSED)
 
 
-def _against(run: RunFeatures) -> Iterator[Problem]:
-    """Yields the obstacles, and what keeps `auto` from it although it is exact."""
-    yield from obstacles(run)
-    actor = run.config.actor_rollout_ref.actor
-    if strategy_of(run.config) not in HOOKED and not (actor.get("calculate_entropy") or actor.entropy_coeff):
-        # verl clones the logits before it computes an entropy (logits_processor of its Megatron engine, 0.9.1).
-        yield REUSED.forbidden(
-            f"{ACTOR}.strategy={strategy_of(run.config)}", "may hold the logits twice in the update, for the entropy,"
-        )
-
-
 def needs(run: RunFeatures) -> Iterator[Demand]:
     if reuses(run):
         yield Demand(SETTING, frozenset({Need.OUR_LOSS, Need.REUSED_LOG_PROBS}), off=(OFF,))
@@ -107,7 +95,7 @@ def lines(run: RunFeatures) -> Iterator[TableLine]:
     if reuses(run):
         yield TableLine("old log-probs", "of the update's own pass", "{loss}", in_loss=lambda found: found["reuses"])
     elif run.stability.reuse_log_probs == "auto" and not bypasses(run.config):
-        why = next(_against(run)).found.removesuffix(f" {REUSED.where}")
+        why = next(obstacles(run)).found.removesuffix(f" {REUSED.where}")
         yield TableLine("old log-probs", "of compute_log_prob", why.replace("{", "{{").replace("}", "}}"))
 
 

@@ -25,6 +25,7 @@ from verl_ext.features.verl_config import (
     ROLLOUT,
     ROLLOUTS,
     SGLANG_ARGUMENTS,
+    compares_in_update,
     drafts,
     hf_config_of,
     replay_mode,
@@ -76,19 +77,18 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 def _compares(run: RunFeatures) -> bool:
     """Returns True if the experts of both engines are compared.
 
-    R3 under FSDP always compares them: the agreement is 1 if the rollout's experts are really used. Without
-    compute_log_prob they are compared in the update, which only our own hooks record.
+    R3 that is ours always compares them: the agreement is 1 if the rollout's experts are really used.
     """
-    in_update = Need.MEASURED_IN_UPDATE in run.needs and strategy_of(run.config) in HOOKED
+    in_update = Need.MEASURED_IN_UPDATE in run.needs and compares_in_update(run.config)
     return reads_routes(run) and (in_update or not measured_late(run))
 
 
 def problems(run: RunFeatures) -> Iterator[Problem]:
-    """Checks what agreement and replay need. verl itself checks what else its replay needs on Megatron and VeOmni."""
+    """Checks what agreement and replay need. verl itself checks what else its replay needs on Megatron."""
     config, agreement = run.config, run.stability.router_agreement
     setting, mode, strategy = replay_setting(config), replay_mode(config), strategy_of(config)
     require_choice(setting, mode, REPLAY_MODES)
-    if (verls := verls_replay_setting(config)) != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY):
+    if (verls := verls_replay_setting(config)) != FSDP_REPLAY and OmegaConf.select(config, FSDP_REPLAY) in ("R2", "R3"):
         yield Problem(
             f"{FSDP_REPLAY} is for FSDP, and {ACTOR}.strategy={strategy}; leave it out and set {REPLAY}, which is for "
             "every engine"
@@ -127,14 +127,7 @@ def _routes_problems(run: RunFeatures, asked: str, off: str, model: Any, replay:
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
         )
         return
-    if not replay and replay_mode(config) == "R3" and not ENGINES[strategy].compares_r3:
-        yield Problem(
-            f"{asked} cannot measure anything with {replay_setting(config)}=R3: verl makes the training engine use "
-            "the rollout's experts and does not report the engine's own choice",
-            fix=(off,),
-        )
-        return
-    if strategy not in HOOKED:
+    if strategy not in HOOKED or (strategy == "veomni" and replay):  # verl's VeOmniActorConfig refuses others
         yield from _packed_problems(config, asked, off)
     if replay != "R2":
         yield from _rollout_problems(config, asked, off)
@@ -161,7 +154,7 @@ def _share_problems(config: DictConfig, share: float) -> Iterator[Problem]:
 
 
 def _packed_problems(config: DictConfig, asked: str, off: str) -> Iterator[Problem]:
-    """Yields a problem for padded batches on Megatron and VeOmni.
+    """Yields a problem for padded batches on Megatron, and for a replay of them on VeOmni.
 
     verl 0.9.1 records and replays packed tokens. On Megatron without packing, `set_router_replay_data` gives most
     tokens the experts of another token if all answers are equally long, and raises otherwise.
@@ -251,7 +244,7 @@ def sglang_model_problems(text_config: Any, path: str, asked: str, off: str) -> 
 
 
 def apply(run: RunFeatures) -> None:
-    """Makes the rollout return its experts, and sets verl's replay mode; under FSDP, verl then builds its settings."""
+    """Makes the rollout return its experts, and sets verl's replay mode; verl then builds its settings."""
     config = run.config
     if reads_routes(run) or replay_mode(config) == "R3":
         OmegaConf.update(config, RETURNED, True)

@@ -238,8 +238,17 @@ def replay_mode(config: DictConfig) -> str:
 
 
 def replays_here(config: DictConfig) -> bool:
-    """Returns True if we replay the routing, not verl, which does it on Megatron and VeOmni."""
+    """Returns True if we replay the routing, not verl, which does it on Megatron."""
     return strategy_of(config) in HOOKED and replay_mode(config) != "disabled"
+
+
+def compares_in_update(config: DictConfig) -> bool:
+    """Returns True if the experts of both engines can be compared in an update's own forward pass. On Megatron, the
+    loss does not see the routers of other pipeline stages."""
+    if strategy_of(config) != "megatron":
+        return strategy_of(config) in HOOKED
+    megatron = config.actor_rollout_ref.actor.megatron
+    return megatron.pipeline_model_parallel_size == 1 and not megatron.get("dynamic_context_parallel", False)
 
 
 def needs_reference(config: DictConfig) -> bool:

@@ -6,8 +6,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.features.losses import LOSS, LOSSES
-from verl_ext.features.stability import stability_config
 from verl_ext.features.verl_config import (
     MODEL,
     REPLAY,
@@ -76,12 +74,11 @@ def probe_overrides(config: Any, prompts: int, out: Path, batches: int = 1, laye
         *([f"+{LAYERS}={layers}"] if layers else []),
     ]
     if experts_of(config):
-        compares, read = ENGINES[strategy_of(config)].compares_r3, _reads_agreement(config)
         overrides += [
-            f"stability.router_agreement={str(compares or read).lower()}",
+            "stability.router_agreement=true",
             "stability.router_agreement_share=1",
             f"{verls_replay_setting(config)}=disabled",
-            f"{REPLAY}={'R3' if compares or not read else 'disabled'}",
+            f"{REPLAY}=R3",
         ]
     return overrides
 
@@ -110,14 +107,6 @@ def _check_rounds(config: Any) -> None:
             "rounds all of them",
             fix=(f"{ROLLOUT}.quantization=null",),
         )
-
-
-def _reads_agreement(config: Any) -> bool:
-    """Returns True if the update reads the routers' agreement of each token."""
-    stability = stability_config(config.stability)
-    loss = LOSSES.get(OmegaConf.select(config, f"{LOSS}.loss_mode"))
-    methods = [one.method for one in stability.in_update] + ([loss] if loss else [])
-    return any("router_agreement" in method.reads for method in methods)
 
 
 def experts_of(config: Any) -> int:

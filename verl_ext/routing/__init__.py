@@ -1,9 +1,9 @@
-"""Reads the experts that the training engine chooses in `compute_log_prob`, and replays others if asked.
+"""Reads the experts that the training engine chooses, and replays others if asked.
 
 choices.py       finds where a transformers model chooses experts, and replaces the choice
 engines.py       the training engines, each with its adapter; the interface of an adapter; the names of a model's sizes
-fsdp.py          the adapter for FSDP and FSDP2: records, compares, replays
-megatron.py      the adapter for Megatron and VeOmni, on which verl itself records and replays
+hooked.py        the adapter for FSDP, FSDP2 and VeOmni: records, compares, replays
+megatron.py      the adapter for Megatron, on which verl itself records and replays
 recorder.py      hooks that record a model's states on the way from tokens to logits, in any engine
 layers.py        the layers of a model in each training engine, for recorders of states
 router_shift.py  the movement of the current routers from the old ones, for the loss router_shift

@@ -26,16 +26,14 @@ class Engine:
             `compute(infer, data)` returns `infer(data)`, with `router_agreement` and `router_sums` if the batch has
             routing to compare.
         recorder: module and function that hooks a built engine, to record its model's states.
-        hooked: the engine runs models of transformers, whose routers we hook and replay ourselves; on the others verl
-            records and replays.
-        compares_r3: the agreement is measured in a pass that replays the rollout's experts.
+        hooked: the engine runs models of transformers, whose routers we hook and replay ourselves; on the other one
+            verl records and replays.
     """
 
     settings: str
     adapter: str
     recorder: str
     hooked: bool = False
-    compares_r3: bool = True
 
     def load_adapter(self) -> type:
         return _load(self.adapter)
@@ -50,14 +48,15 @@ def _load(path: str) -> Any:
 
 
 _NAMED = "verl_ext.routing.layers:open_recorder_of_transformers"
-_FSDP = Engine(f"{ACTOR}.fsdp_config", "verl_ext.routing.fsdp:FsdpRouting", _NAMED, hooked=True)
+_HOOKED = "verl_ext.routing.hooked:HookedRouting"
+_FSDP = Engine(f"{ACTOR}.fsdp_config", _HOOKED, _NAMED, hooked=True)
 _RECORDED = "verl_ext.routing.megatron:RecordedRouting"
 _LAYERS = "verl_ext.routing.layers:open_recorder_of_megatron"
 ENGINES = {
     "fsdp": _FSDP,
     "fsdp2": _FSDP,
     "megatron": Engine(f"{ACTOR}.megatron", _RECORDED, _LAYERS),
-    "veomni": Engine(f"{ACTOR}.veomni", _RECORDED, _NAMED, compares_r3=False),
+    "veomni": Engine(f"{ACTOR}.veomni", _HOOKED, _NAMED, hooked=True),
 }
 HOOKED = tuple(strategy for strategy, engine in ENGINES.items() if engine.hooked)
 

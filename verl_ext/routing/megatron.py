@@ -1,13 +1,12 @@
-"""Compares routing on Megatron and VeOmni, where verl itself records it, with the rollout's in `compute_log_prob`.
+"""Compares routing on Megatron with the rollout's: in `compute_log_prob`, where verl records it, or in the update.
 
 Shape legend: T tokens of a batch (prompt and response, packed), t tokens of a block, L MoE layers, l layers as the
 rollout sends them, K experts per token (top-k).
 
 Written for verl 0.9.1. An engine built with `router_replay.mode=R2` records in a forward-only pass whose batch carries
-the flag `enable_routing_replay` and, on Megatron, no `routed_experts`. It gathers the routes over tensor, context and
-pipeline parallelism and returns them as `routed_experts`, in the order of the batch (forward_backward_batch in
-workers/engine/megatron/transformer_impl.py, prepare_model_outputs in workers/engine/veomni/transformer_impl.py). The
-user's mode decides what happens with them:
+the flag `enable_routing_replay` and no `routed_experts`. It gathers the routes over tensor, context and pipeline
+parallelism and returns them as `routed_experts`, in the order of the batch (forward_backward_batch in
+workers/engine/megatron/transformer_impl.py). The user's mode decides what happens with them:
 
 disabled  Only the engine is built with R2. verl's workers follow the setting and never send the flag
           (_with_routing_replay_flag in workers/engine_workers.py), so no update replays anything. This file sets the
@@ -15,12 +14,15 @@ disabled  Only the engine is built with R2. verl's workers follow the setting an
 R2        verl sends the flag, and the update replays the routes that compute_log_prob recorded. They stay in the output
           and replace the rollout's in the batch, because both are one field. verl records in int16, and the rollout's
           ids may be sent in a byte (upstream/agent_loop.py); TransferQueue takes one dtype for a field.
-R3        Only on Megatron: the engine is built with R3, and in the pass that records it looks like one with R2, whose
-          routers have targets. Each router records the experts that it would choose next to those that it uses, in one
-          row of [2K] (`ReplayRecorder`). verl replays the rollout's routes as it does without this package. VeOmni's
-          controller cannot do both, so there R3 is refused.
+R3        The engine is built with R3, and in the pass that records it looks like one with R2, whose routers have
+          targets. Each router records the experts that it would choose next to those that it uses, in one row of [2K]
+          (`RouteRecorder`). verl replays the rollout's routes as it does without this package.
 
-Recording has a cost on Megatron in every mode (utils/megatron/router_replay_patch.py): the routers use verl's top-k
+In an update without compute_log_prob, the routers record in the forward pass (`RouteRecorder`), and the routes of a
+micro-batch are compared right before its loss. The loss is on the last stage of a pipeline and most routers are on the
+others, so this needs a pipeline of one stage.
+
+Recording has a cost in every mode (utils/megatron/router_replay_patch.py): the routers use verl's top-k
 instead of the fused one of `moe_router_fusion`, and the all-to-all dispatcher waits for the device at each layer.
 """
 
@@ -37,12 +39,11 @@ from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
 from verl_ext.base.errors import HookError
-from verl_ext.base.names import ROLLOUT_ROUTES
+from verl_ext.base.names import COMPARES, ROLLOUT_ROUTES
 from verl_ext.base.patching import wrap
 from verl_ext.core.expert_load import ExpertLoad
 from verl_ext.core.routing import TOKENS_AT_ONCE, expert_overlap, known_rows
 from verl_ext.core.tokens import blocks, fill_gaps, left_out_rows
-from verl_ext.routing.choices import expert_counts, find_choices
 from verl_ext.routing.outputs import (
     check_captured,
     drop_refused,
@@ -50,10 +51,12 @@ from verl_ext.routing.outputs import (
     is_old_policy,
     narrow_dtype,
     routing_outputs,
+    with_outputs,
 )
 
 ROUTES = ROLLOUT_ROUTES  # one field: jagged [B, n, l, K] from the rollout, [B, n, L, K] from the engine
 WITHOUT_AGREEMENT = "stability.router_agreement=false"
+STEP = "batch_iter, model, logits_processor_func, postprocess_micro_batch_func"
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Recorders:
 
 
 class RecordedRouting:
-    """Makes verl record in `compute_log_prob`, and compares the routes.
+    """Makes verl record in `compute_log_prob`, or the routers in the update, and compares the routes.
 
     Args:
         config: the config of the actor's training worker, before it builds the engine.
@@ -87,7 +90,7 @@ class RecordedRouting:
         self.mode = config.engine_config.router_replay.mode
         recording = replace(config.engine_config, router_replay=EngineRouterReplayConfig(mode="R2"))
         self.config = config if self.mode == "R3" else replace(config, engine_config=recording)
-        self.replays = ReplayRecorder(config.engine_config, recording) if self.mode == "R3" else None
+        self.recorder = RouteRecorder(config.engine_config, recording, self._compare_in_update)
         self.recorders: Recorders
         self.load: ExpertLoad
 
@@ -97,10 +100,9 @@ class RecordedRouting:
         Raises:
             HookError: no router records, or verl would put the layers in the wrong order.
         """
-        self.recorders = (_megatron if engine.engine_config.strategy == "megatron" else _veomni)(engine)
+        self.recorders = _find_recorders(engine)
         self.load = ExpertLoad(len(self.recorders.layers), self.recorders.experts, get_device_id())
-        if self.replays is not None:
-            self.replays.prepare(engine)
+        self.recorder.prepare(engine)
 
     def hooks(self) -> tuple[str, int]:
         """Returns (class of the routers, number of recording routers over all pipeline stages)."""
@@ -121,18 +123,17 @@ class RecordedRouting:
         """
         rollout = data.get(ROUTES, None)
         if tu.get_non_tensor_data(data, "no_lora_adapter", default=False):
-            # The reference of a LoRA, after the actor: with R2 it replays the actor's routes (on VeOmni it records its
-            # own). The update needs the actor's routes, so the reference must not replace them.
+            # The reference of a LoRA, after the actor: with R2 it replays the actor's routes, which the update needs.
             return _without_routes(infer(data))
         if rollout is None:
             return infer(data)
         # Other passes must neither replay the rollout's routes nor overwrite them, because they are compared later.
         old_policy = is_old_policy(data)
-        if self.replays is not None:
+        if self.mode == "R3":
             if not (old_policy and tu.get_non_tensor_data(data, "enable_routing_replay", default=False)):
                 return infer(data)
             check_captured(data)  # before they are used
-            output = self.replays.infer(infer, data)
+            output = self.recorder.infer(infer, data)
         else:
             batch = data.exclude(ROUTES)
             tu.assign_non_tensor_data(batch, "enable_routing_replay", old_policy)
@@ -144,11 +145,7 @@ class RecordedRouting:
             raise HookError(
                 f"compute_log_prob returned no {ROUTES}, though verl's engine was built to record", (WITHOUT_AGREEMENT,)
             )
-        if self.replays is None:
-            check_captured(data)
-        replayed = self.replays is not None
-        found = compare_recorded(recorded, rollout, self.recorders, data, replayed=replayed, load=self.load)
-        for name, value in found.items():
+        for name, value in self._compare(recorded, data).items():
             output[name] = value.cpu()
         if self.mode != "R2":
             return _without_routes(output)
@@ -161,10 +158,19 @@ class RecordedRouting:
         output[ROUTES] = recorded.to(rollout.dtype)
         return output
 
+    def _compare(self, recorded: Tensor, data: TensorDict) -> dict[str, Tensor]:
+        replayed = self.mode == "R3"
+        if not replayed:  # those were checked before they were used
+            check_captured(data)
+        return compare_recorded(recorded, data[ROUTES], self.recorders, data, replayed=replayed, load=self.load)
 
-class ReplayRecorder:
-    """Records the experts that each Megatron router would choose and those that it uses, in a forward-only pass with
-    replay.
+    def _compare_in_update(self, recorded: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:
+        return {} if micro_batch.get(ROUTES, None) is None else self._compare(recorded, micro_batch)
+
+
+class RouteRecorder:
+    """Records the experts that each Megatron router uses, where verl does not: in an update, and in a forward-only pass
+    with replay. With R3, those that it would choose as well.
 
     verl can record or replay, not both. Its forward_backward_batch asks for records if the engine's mode is R2 and the
     batch has no routes. Its forward_step sets the targets if the routers are to replay, by the rules of the engine's
@@ -172,15 +178,18 @@ class ReplayRecorder:
     passed without its routes to an engine of mode R2, and each micro-batch gets them back under the engine's own mode.
 
     Args:
-        replaying: settings of the engine, of mode R3.
+        users: settings of the engine, of the user's mode.
         recording: the same of mode R2.
+        compare: (a micro-batch's routes, jagged [B, n, L, K or 2K], and its data) -> model outputs for the loss.
     """
 
     CARRIED = "replayed_experts"  # the rollout's routes, while verl must not see them
 
-    def __init__(self, replaying: Any, recording: Any):
-        self.replaying, self.recording = replaying, recording
-        self.records = False
+    def __init__(self, users: Any, recording: Any, compare: Callable[[Tensor, TensorDict], dict[str, Tensor]]):
+        self.users, self.recording, self.compare = users, recording, compare
+        self.replays = users.router_replay.mode == "R3"
+        self.records = False  # in a forward-only pass with replay
+        self.records_update = False
 
     def prepare(self, engine: Any) -> None:
         """Hooks the engine's forward_step and its routers' choice."""
@@ -191,7 +200,7 @@ class ReplayRecorder:
         takes = "scores, topk, num_groups, group_topk, default_compute_topk"
         for _, router in iter_model_routers(unwrap_model(engine.module)):
             wrap("megatron_replay", router, "get_replay_topk", partial(self._choose, router), takes)
-        wrap("megatron_replay", engine, "forward_step", self._forward_step, "batch_iter, model, ...")
+        wrap("megatron_replay", engine, "forward_step", self._forward_step, STEP)
 
     def infer(self, infer: Callable[[TensorDict], TensorDict | None], data: TensorDict) -> TensorDict | None:
         """Returns `infer(data)`; its `routed_experts` are jagged [B, n, L, 2K]: K own choices, and the K in use."""
@@ -201,7 +210,7 @@ class ReplayRecorder:
         try:
             return infer(batch)
         finally:
-            self.engine.engine_config, self.records = self.replaying, False
+            self.engine.engine_config, self.records = self.users, False
 
     def _choose(
         self,
@@ -214,29 +223,69 @@ class ReplayRecorder:
         default_compute_topk: Any = None,
     ) -> Any:
         probs, used = verls(scores, topk, num_groups, group_topk, default_compute_topk)
-        if self.records:
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-            router.record_indices(torch.cat([own, used], 1))
+        if self.records or self.records_update:
+            recorded = used
+            if self.replays:
+                _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+                recorded = torch.cat([own, used], 1)
+            router.record_indices(recorded)
         return probs, used
 
-    def _forward_step(self, verls: Callable, batch_iter: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.records:
-            return verls(batch_iter, model, *args, **kwargs)
+    def _forward_step(
+        self,
+        verls: Callable,
+        batch_iter: Any,
+        model: Any,
+        logits_processor_func: Any,
+        postprocess_micro_batch_func: Any,
+    ) -> Any:
+        args = logits_processor_func, postprocess_micro_batch_func
+        if self.records:
+            return self._replayed_step(verls, next(batch_iter), model, *args)
+        micro_batch = next(batch_iter)
+        if not tu.get_non_tensor_data(micro_batch, COMPARES, default=False):
+            return verls(iter([micro_batch]), model, *args)
+        return self._updating_step(verls, micro_batch, model, *args)
+
+    def _updating_step(
+        self, verls: Callable, micro_batch: TensorDict, model: Any, logits_processor_func: Any, postprocess: partial
+    ) -> Any:
+        """Makes one forward step of an update, whose loss gets the comparison among the model's outputs. With
+        recomputation the routers run again in the backward pass, after this, and do not record."""
+        micro_batch = micro_batch.to(get_device_id())
+
+        def routes() -> Tensor:
+            from verl.utils.megatron.router_replay_utils import merge_router_topk_indices
+            from verl.utils.megatron_utils import unwrap_model
+
+            found: list[Tensor] = []
+            whole = micro_batch.get("attention_mask", None), micro_batch["input_ids"]
+            merge_router_topk_indices(*whole, found, self.engine.tf_config, 0, model=unwrap_model(model))
+            return found[0]
+
+        loss = partial(with_outputs, postprocess.keywords["loss_function"], lambda: self.compare(routes(), micro_batch))
+        self.records_update = True
+        try:
+            return verls(iter([micro_batch]), model, logits_processor_func, partial(postprocess, loss_function=loss))
+        finally:
+            self.records_update = False
+
+    def _replayed_step(self, verls: Callable, carrying: TensorDict, model: Any, *args: Any) -> Any:
         from verl.utils.megatron.router_replay_patch import RouterReplayAction
         from verl.utils.megatron.router_replay_utils import iter_model_routers
         from verl.utils.megatron_utils import unwrap_model
 
-        carrying, sizes = next(batch_iter), self.engine.tf_config
+        sizes = self.engine.tf_config
         micro_batch = carrying.exclude(self.CARRIED)
         micro_batch[ROUTES] = carrying[self.CARRIED]
         routers = [router for _, router in iter_model_routers(unwrap_model(model))]
         for router in routers:
             router.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-        top_k, self.engine.engine_config = sizes.moe_router_topk, self.replaying
+        top_k, self.engine.engine_config = sizes.moe_router_topk, self.users
         if not routers:
             sizes.moe_router_topk = 2 * top_k  # the columns of verl's empty record of this stage
         try:
-            return verls(iter([micro_batch]), model, *args, **kwargs)
+            return verls(iter([micro_batch]), model, *args)
         finally:
             sizes.moe_router_topk, self.engine.engine_config = top_k, self.recording
 
@@ -258,7 +307,7 @@ def compare_recorded(
 ) -> dict[str, Tensor]:
     """Returns `routing_outputs` from jagged routes of both engines, on any device.
 
-    The training engine's are [B, n, L, K], or [B, n, L, 2K] as from `ReplayRecorder.infer` if the rollout's routes were
+    The training engine's are [B, n, L, K], or [B, n, L, 2K] of `RouteRecorder` with R3, if the rollout's routes were
     replayed. The rollout's are [B, n, l, K]; trajectories that were left out are empty.
 
     The experts of the compared tokens are added to `load`.
@@ -329,7 +378,7 @@ def _check_layers(routed_l: Tensor, columns: Tensor, layers: list[int], enough: 
         )
 
 
-def _megatron(engine: Any) -> Recorders:
+def _find_recorders(engine: Any) -> Recorders:
     """Returns the TopKRouters of Megatron's decoder with verl's RouterReplay; layers for multi-token prediction have
     none."""
     from megatron.core import parallel_state as mpu
@@ -363,14 +412,3 @@ def _megatron(engine: Any) -> Recorders:
             otherwise=f"set {WITHOUT_AGREEMENT}",
         )
     return Recorders("TopKRouter", layers, config.num_layers, config.num_moe_experts)
-
-
-def _veomni(engine: Any) -> Recorders:
-    """Returns VeOmni's routers: those of transformers, with a call to verl's controller after the top-k."""
-    if engine._router_replay is None or not engine._router_replay._installed:
-        raise HookError("verl installed no recorder of routing in VeOmni", (WITHOUT_AGREEMENT,))
-    hf_config = engine.model_config.hf_config
-    points = find_choices(engine.module)
-    experts, _ = expert_counts(hf_config)
-    layers = [point.layer for point in points]
-    return Recorders(type(points[0].module).__name__, layers, hf_config.get_text_config().num_hidden_layers, experts)

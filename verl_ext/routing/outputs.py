@@ -4,7 +4,7 @@ Shape legend: B trajectories, T tokens of all of them (prompt and response, pack
 n rows of the forward pass on this rank, L MoE layers, K experts per token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,3 +220,10 @@ def routing_outputs(
         own_NL=None if own_TL is None else own_TL[rows_R],
     )
     return {AGREEMENT: jagged(per_token_R, offsets), ROUTER_SUMS: sums.pack()}
+
+
+def with_outputs(
+    loss_function: Callable, more: Callable[[], dict[str, Tensor]], model_output: dict[str, Any], **others: Any
+) -> Any:
+    """Calls an update's loss with more model outputs, which verl does not get to see."""
+    return loss_function(model_output={**model_output, **more()}, **others)

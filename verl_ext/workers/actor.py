@@ -38,6 +38,7 @@ from verl_ext.workers.worker_loss import LossSettings, install_loss
 
 STEP_START = 0  # verl's key of the copy that it makes at the start of a step
 SHARDED = ("fsdp2", "veomni")
+PROCESSOR = "logits, label, temperature, ..."  # of verl's Megatron engine
 ADAPTER_SCALE = 0.02  # as transformers initialises linear layers
 
 
@@ -60,7 +61,7 @@ class SharingTrainingWorker(TrainingWorker):
         return super().train_batch(data)
 
     def check_replayed(self, data: TensorDict) -> None:
-        """Checks the rollout's routes before verl replays them, on Megatron and VeOmni; see `check_captured`."""
+        """Checks the rollout's routes before verl replays them, on Megatron; see `check_captured`."""
         engine = self.engine_config
         if engine.strategy not in HOOKED and engine.router_replay.mode == "R3":
             check_captured(data)
@@ -197,18 +198,44 @@ class LossMixin:
 
 
 def without_entropy_gradient(engine: Any) -> None:
-    """Has FSDP's update compute the entropy as compute_log_prob does, without a graph: no loss reads it.
+    """Has the update compute the entropy as compute_log_prob does, without a graph: no loss reads it.
 
-    The gradient of the logits is then written in their place, as in an update without an entropy.
-
-    Packed tokens only: verl 0.9.1 calls `compute_entropy_from_logits` for no others, and Megatron has a function of its
-    own. There the graph is kept, and its gradient is 0.
+    The gradient of the logits is then written in their place, as in an update without an entropy, and Megatron's logits
+    are not copied. On FSDP and VeOmni for packed tokens only: verl 0.9.1 calls `compute_entropy_from_logits` for no
+    others. There the graph is kept, and its gradient is 0.
     """
-    if hasattr(engine, "compute_entropy_from_logits"):
+    if hasattr(engine, "_lm_head_logits_processor"):
+        wrap("reuse_log_probs", engine, "_lm_head_logits_processor", partial(_entropy_first, engine), PROCESSOR)
+    elif hasattr(engine, "compute_entropy_from_logits"):
         from verl.workers.engine.fsdp import transformer_impl
 
         wrap("reuse_log_probs", engine, "compute_entropy_from_logits", _without_graph)
         wrap("reuse_log_probs", transformer_impl, "logprobs_from_logits", _in_place, "logits, labels, inplace_backward")
+
+
+def _entropy_first(
+    engine: Any,
+    verls: Callable[..., dict[str, torch.Tensor]],
+    logits: torch.Tensor,
+    label: torch.Tensor,
+    temperature: torch.Tensor,
+    *,
+    calculate_entropy: bool,
+    **others: Any,
+) -> dict[str, torch.Tensor]:
+    """Wraps the function of verl's Megatron engine from logits [1, n, V] to log-probabilities and entropy [1, n]; it
+    writes over the logits, and copies them before that if they are read twice. Here the entropy is read first, from
+    some rows at a time."""
+    from verl.workers.engine.megatron import transformer_impl
+
+    entropy, rows = [], engine.engine_config.entropy_from_logits_chunk_size
+    if calculate_entropy:
+        with torch.no_grad():
+            for part, heat in zip(logits.split(rows, 1), temperature.split(rows, 1), strict=True):
+                heat = heat.where(heat > 0, 1e-8).unsqueeze(-1)  # of padding, as verl's function has it
+                entropy.append(transformer_impl.vocab_parallel_entropy(part / heat.to(part.dtype)))
+    found = verls(logits, label, temperature, calculate_entropy=False, **others)
+    return found | ({"entropy": torch.cat(entropy, 1)} if entropy else {})
 
 
 def _without_graph(verls: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:

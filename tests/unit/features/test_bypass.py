@@ -24,6 +24,7 @@ from verl_ext.workers.worker_loss import LossSettings, build_worker_loss
 
 ON = f"{BYPASS}=True"
 LOSS = "actor_rollout_ref.actor.policy_loss"
+PIPELINE = "model_engine=megatron actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
 REPLAY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
 METRICS, AGREEMENT = "stability.metrics=true", "stability.router_agreement"
 GATE, ENTROPY = "stability.guard.mini_batch", "actor_rollout_ref.actor.calculate_entropy"
@@ -61,7 +62,7 @@ def rule(signal, action):
         ("stability=router_shift_loss", "compares with the routers of compute_log_prob"),
         (f"stability=icepop {LOSS}.loss_mode=bypass_mode", "cannot weight .*loss_mode=bypass_mode"),
         ("stability=icepop stability.denominator=kept", "set .*bypass_mode=False, or .* stability.denominator=full"),
-        (f"stability=icepop {AGREEMENT}=true model_engine=megatron", f"on .*strategy=megatron.*set {AGREEMENT}=false"),
+        (f"stability=icepop {AGREEMENT}=true {PIPELINE}", f"on .*strategy=megatron.*set {AGREEMENT}=false"),
         (
             f"stability=icepop stability.filters={{low_agreement:{{threshold:0.5}}}} {AGREEMENT}=true",
             r"stability\.filters\.low_agreement filters by what",

@@ -160,7 +160,10 @@ REFUSED = [
     ("stability=none stability.guard.slow_step_s=5", "no feature of stability.* is on; set"),
     ("stability=none stability.plugins=[json]", "no feature of stability.* is on; set stability.plugins=[]"),
     ("stability=none stability.kl_denominator=old", "acts only with the unbiased KL"),
-    (f"{AGREEMENT} {BYPASS}=true {MEGATRON}", "router_agreement=true compares the experts of compute_log_prob on"),
+    (
+        f"{AGREEMENT} {BYPASS}=true {MEGATRON} {ACTOR}.megatron.{PIPELINE}=2",
+        "router_agreement=true compares the experts of compute_log_prob on",
+    ),
     (f"stability=dppo_tv {BYPASS}=false", f"set {BYPASS}=true, {ANOTHER}"),
     (f"stability=dppo_tv {NOT_MEASURED} {BYPASS}=false", f"set {BYPASS}=true, {ANOTHER}"),
     (f"stability=dppo_tv {LOSS}.loss_mode=vanilla", f"set {LOSS}.loss_mode=dppo_tv, {ANOTHER}"),

@@ -13,6 +13,7 @@ VLLM = "actor_rollout_ref.rollout.name=vllm"
 BYPASS = "algorithm.rollout_correction.bypass_mode=true"
 CORRECTED = "algorithm.rollout_correction.rollout_is=token"
 ASYNC = "trainer.v1.trainer_mode=colocate_async"
+PIPELINE = "model_engine=megatron actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
 UNKNOWN = "actor_rollout_ref.actor.strategy=fsdp_turbo"
 UNHOOKED = "stability.router_agreement=false stability.replay=disabled"
 SILENT = "actor_rollout_ref.rollout.calculate_log_probs=False"
@@ -42,10 +43,9 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
 @pytest.mark.parametrize(
     ("overrides", "without"),
     [
-        ("recipe=cpu_veomni", "stability.router_agreement=false"),
         ("", "stability.correction=tis stability.opsm=null"),
         (f"{BYPASS} {ASYNC}", "stability.correction=opsm"),
-        (f"{BYPASS} {ASYNC} model_engine=megatron", "stability.router_agreement=false stability.correction=opsm"),
+        (f"{BYPASS} {ASYNC} {PIPELINE}", "stability.router_agreement=false stability.correction=opsm"),
         (f"{CORRECTED} {ASYNC}", "stability.correction=opsm"),
         (f"{ACTOR}.policy_loss.loss_mode=bypass_mode", "stability.correction=none"),
         (SILENT, "actor_rollout_ref.rollout.calculate_log_probs=True"),
@@ -54,7 +54,7 @@ def test_a_preset_that_can_be_had_whole_is_left_as_it_is(fit):
         (f"recipe=cpu_veomni {ACTOR}.veomni.router_replay.mode=R2", "stability.replay=null"),
         (f"recipe=cpu_megatron {MODEL}.use_remove_padding=false", UNHOOKED),
         (f"recipe=cpu_megatron {ACTOR}.megatron.pad_to_length=true", UNHOOKED),
-        (f"recipe=cpu_veomni {MODEL}.use_remove_padding=false", UNHOOKED),
+        (f"recipe=cpu_veomni {MODEL}.use_remove_padding=false", "stability.replay=disabled"),
     ],
 )
 def test_what_moe_cannot_have_is_left_out_with_a_reason(fit, overrides, without):
@@ -116,10 +116,9 @@ def test_the_guard_goes_on_without_the_band_to_narrow(fit):
 @pytest.mark.parametrize(
     ("overrides", "written"),
     [
-        ("recipe=cpu_veomni", "stability.router_agreement=true"),
         (CORRECTED, "stability.correction=tis"),
         (CORRECTED, "stability.correction=[tis,opsm]"),
-        (f"{BYPASS} model_engine=megatron", "stability.router_agreement=true"),
+        (f"{BYPASS} {PIPELINE}", "stability.router_agreement=true"),
         (UNKNOWN, "stability.replay=R3"),
         (CORRECTED, "stability.tis.cap=3.0"),
     ],

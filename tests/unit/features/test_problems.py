@@ -77,7 +77,9 @@ def test_values_that_cannot_be_read_are_named_together(node, named):
 
 def test_a_setting_that_another_problem_names_is_not_called_without_effect(compose):
     bypass = "algorithm.rollout_correction.bypass_mode=true"
-    (problem,) = problems(compose, *VLLM, "model_engine=megatron", "stability.router_agreement=true", bypass)
+    stages = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
+    asked = ("model_engine=megatron", stages, "stability.router_agreement=true", bypass)
+    (problem,) = problems(compose, *VLLM, *asked)
     assert problem.found.startswith("stability.router_agreement=true compares")
 
 

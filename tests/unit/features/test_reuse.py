@@ -43,7 +43,11 @@ OBSTACLES = {
     "top_tokens.k=8": ["stability.top_tokens.k=8"],
     "score_centering": ["stability.score_centering=true"],
     "R2": ["stability.replay=R2"],
-    "router_agreement": ["stability.router_agreement=true", "model_engine=megatron"],
+    "router_agreement": [
+        "stability.router_agreement=true",
+        "model_engine=megatron",
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
+    ],
     "low_agreement": ["stability.router_agreement=true", "stability.filters={low_agreement:{threshold:0.5}}"],
     "denominator=kept": ["stability.correction=icepop", "stability.denominator=kept"],
     "per_step": ["stability.trajectories.per_step=2"],
@@ -76,15 +80,17 @@ def test_our_own_hooks_compare_routers_in_the_update(run_of, preset):
     assert line.setting == "update_actor"
 
 
-def test_on_megatron_it_is_on_only_if_asked_or_if_the_update_holds_the_logits_twice_already(run_of):
-    megatron = ("model_engine=megatron", "stability=tis")
-    assert not reuses(run_of(*megatron)) and reuses(run_of(*megatron, ON))
-    assert reuses(run_of(*megatron, "actor_rollout_ref.actor.calculate_entropy=true"))
-    (line,) = [line for line in table_lines(run_of(*megatron)) if line.name == "old log-probs"]
-    assert "strategy=megatron" in line.where
-
-
-@pytest.mark.parametrize("overrides", [(), ("stability=icepop",), ("stability=tis",), ("stability=icepop_loss",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("stability=icepop",),
+        ("stability=tis",),
+        ("stability=icepop_loss",),
+        ("stability=icepop", "stability.router_agreement=true", "model_engine=megatron"),
+        ("stability=icepop", "stability.router_agreement=true", "model_engine=veomni"),
+    ],
+)
 def test_elsewhere_it_is_on(run_of, overrides):
     run = run_of(*overrides, AUTO)
     assert reuses(run) and measured_late(run) and Need.OUR_LOSS in run.needs

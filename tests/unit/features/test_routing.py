@@ -81,16 +81,7 @@ def test_the_presets_replay_and_compare_on_each_engine(checked, preset, mode, en
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
 
-def test_on_veomni_a_preset_asks_to_leave_the_agreement_out(checked):
-    run = partial(checked, "stability=moe", "model_engine=veomni", ASYNC)
-    with pytest.raises(ConfigError, match=r"cannot measure anything with stability.replay=R3") as error:
-        run()
-    assert_fixed(error.value, run)
-    config = run(*error.value.fix)
-    assert config.actor_rollout_ref.actor.veomni.router_replay.mode == "R3" and not compares(config)
-
-
-@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize("engine", ["dp", "megatron", "veomni"])
 def test_a_preset_without_its_replay(checked, engine):
     for override in ("stability.replay=null", "stability.replay=disabled"):
         config = checked("stability=moe", f"model_engine={engine}", ASYNC, override)
@@ -104,15 +95,24 @@ def test_replay_is_off_unless_asked_for(checked):
     assert OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.router_replay") is None
 
 
-@pytest.mark.parametrize("engine", ["megatron", "veomni"])
-def test_verls_own_replay_is_left_to_verl(checked, engine):
-    setting = f"actor_rollout_ref.actor.{engine}.router_replay.mode"
-    config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R3")
+def test_megatrons_replay_is_left_to_verl(checked):
+    setting = "actor_rollout_ref.actor.megatron.router_replay.mode"
+    config = checked("stability=icepop", "model_engine=megatron", f"{setting}=R3")
     assert replayed_field(config) == "routed_experts"
     assert not compares(config)
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    config = checked("stability=icepop", f"model_engine={engine}", f"{setting}=R2")
+    config = checked("stability=icepop", "model_engine=megatron", f"{setting}=R2")
     assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
+
+
+def test_on_veomni_the_routers_are_hooked_and_its_own_setting_decides_too(checked):
+    setting = "actor_rollout_ref.actor.veomni.router_replay.mode"
+    config = checked("stability=icepop", "model_engine=veomni", f"{setting}=R3")
+    assert replayed_field(config) == "routed_experts" and compares(config)
+    config = checked("stability=icepop", "model_engine=veomni", f"{setting}=R2")
+    assert replayed_field(config) == "old_routed_experts" and not compares(config)
+    config = checked("stability=moe", "model_engine=veomni", ASYNC)
+    assert OmegaConf.select(config, setting) == "R3" and compares(config)
 
 
 def test_agreement_on_megatron_asks_nothing_of_its_replay(checked):

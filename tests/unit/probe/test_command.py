@@ -5,7 +5,6 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from tests.unit.probe.test_readings import PLACES, pairs_of
 from verl_ext import cli
 from verl_ext.launch.command_line import compose
 from verl_ext.probe import engines
-from verl_ext.probe.overrides import LOSS, LOSSES, probe_overrides
+from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.readings import compare_readings
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -190,23 +189,18 @@ def overrides_of(moe_override, *given, prompts=8):
 
 
 @pytest.mark.parametrize(
-    ("launch", "mode", "agreement"),
+    "launch",
     [
-        (("recipe=cpu_smoke",), "R3", "true"),
-        (("recipe=cpu_megatron", f"{MEGATRON}.router_replay.mode=R2"), "R3", "true"),
-        (("stability=none", "model_engine=veomni"), "R3", "false"),
-        (("stability=none", "model_engine=veomni", f"{LOSS}.loss_mode=mine"), "disabled", "true"),
+        ("recipe=cpu_smoke",),
+        ("recipe=cpu_megatron", f"{MEGATRON}.router_replay.mode=R2"),
+        ("stability=none", "model_engine=veomni"),
     ],
 )
-def test_the_rollouts_experts_are_replayed_and_an_update_that_reads_the_agreement_has_it(
-    moe_override, monkeypatch, launch, mode, agreement
-):
-    """verl's replay on VeOmni leaves no agreement to measure; all trajectories need their experts."""
-    monkeypatch.setitem(LOSSES, "mine", SimpleNamespace(reads=("router_agreement",)))
+def test_the_rollouts_experts_are_replayed_and_compared_in_all_trajectories(moe_override, launch):
     share = ("stability.router_agreement=true", "stability.router_agreement_share=0.5")
     overrides = overrides_of(moe_override, *launch, *share)
-    assert overrides["stability.replay"] == mode
-    assert overrides["stability.router_agreement"] == agreement
+    assert overrides["stability.replay"] == "R3"
+    assert overrides["stability.router_agreement"] == "true"
     assert overrides["stability.router_agreement_share"] == "1"
 
 

@@ -7,11 +7,9 @@ batch, or in two engines. If a choice depended on the last bits, such a test wou
 import pytest
 import torch
 
-from tests.support.recorded_routes import LENGTHS
 from tests.support.routing_families import FAMILIES, build, noise
 from tests.support.routing_ranks import sequence_routes, sequences
 from tests.unit.routing.test_router_shift import TOP_K, build_model, micro_batch, sequence_scores
-from tests.unit.routing.test_veomni import transformers_routes, veomni_engine
 
 SEEDS = range(3)
 
@@ -28,18 +26,6 @@ def test_every_family_chooses_by_a_margin(family):
     expected = routes()
     for seed in SEEDS:
         with noise(model, seed=seed):
-            assert torch.equal(routes(), expected)
-
-
-def test_the_model_behind_veomnis_controller_does(monkeypatch):
-    engine = veomni_engine(monkeypatch)
-
-    def routes():
-        return torch.cat([transformers_routes(engine, index).sort(-1).values for index in range(len(LENGTHS))])
-
-    expected = routes()
-    for seed in SEEDS:
-        with noise(engine.module, seed=seed):
             assert torch.equal(routes(), expected)
 
 

@@ -25,10 +25,9 @@ from verl_ext.core.routing import RouterSums
 from verl_ext.routing.megatron import RecordedRouting, Recorders, compare_recorded
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
 @pytest.mark.parametrize("mode", ["disabled", "R2"])
-def test_the_engine_is_built_to_record_and_the_users_setting_stays(strategy, mode):
-    config = worker_config(mode, strategy, param_offload=True)
+def test_the_engine_is_built_to_record_and_the_users_setting_stays(mode):
+    config = worker_config(mode, param_offload=True)
     built = RecordedRouting(config).config
     assert built.engine_config.router_replay.mode == "R2" and built.engine_config.param_offload
     assert config.engine_config.router_replay.mode == mode
@@ -42,11 +41,11 @@ class Verl:
 
     verl 0.9.1, workers/engine_workers.py:413 pops `no_lora_adapter`, :436 returns None but on one rank of a replica;
     workers/engine/megatron/transformer_impl.py:923 records if the flag is set and the batch has no routed_experts,
-    and :954 replays what it has otherwise; workers/engine/veomni/transformer_impl.py:437 records whatever it has.
+    and :954 replays what it has otherwise.
     """
 
-    def __init__(self, routes, strategy="megatron", collects=True):
-        self.routes, self.strategy, self.collects = routes, strategy, collects
+    def __init__(self, routes, collects=True):
+        self.routes, self.collects = routes, collects
         self.replayed = None
 
     def __call__(self, data):
@@ -55,15 +54,15 @@ class Verl:
         self.replayed = None
         output = {"log_probs": nested([torch.zeros(sum(pair)) for pair in LENGTHS])}
         if tu.get_non_tensor_data(data, "enable_routing_replay", default=False):
-            if self.strategy == "veomni" or present is None:
+            if present is None:
                 output["routed_experts"] = nested(self.routes)
             else:
                 self.replayed = present
         return TensorDict(output, batch_size=len(LENGTHS)) if self.collects else None
 
 
-def adapter(mode, strategy="megatron"):
-    routing = RecordedRouting(worker_config(mode, strategy))
+def adapter(mode):
+    routing = RecordedRouting(worker_config(mode))
     routing.recorders = Recorders("TopKRouter", MOE, LAYERS, EXPERTS)
     routing.load = ExpertLoad(len(MOE), EXPERTS)
     return routing
@@ -83,15 +82,14 @@ def accepted_by_transferqueue(first, second):
     FieldMeta(set(rows), **schemas[0]).update(schemas[1], rows)
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
 @pytest.mark.parametrize("mode", ["disabled", "R2"])
-def test_each_mode_compares_and_only_r2_returns_the_routes(strategy, mode):
+def test_each_mode_compares_and_only_r2_returns_the_routes(mode):
     routes = some_routes()
     rollout = plant(as_rollout(routes), 1, 3, MOE[2])
     flag = {"enable_routing_replay": True} if mode == "R2" else {}  # sent by verl's worker, or not
     data = batch(routed=rollout, **flag)
-    verl = Verl(routes, strategy)
-    output = adapter(mode, strategy).compute(verl, data)
+    verl = Verl(routes)
+    output = adapter(mode).compute(verl, data)
     check_planted(output, 1, 3, 2)
     assert verl.replayed is None
     assert ("routed_experts" in output.keys()) == (mode == "R2")  # noqa: SIM118 (a TensorDict)
@@ -103,39 +101,36 @@ def test_each_mode_compares_and_only_r2_returns_the_routes(strategy, mode):
     assert tu.get_non_tensor_data(data, "enable_routing_replay", default=False) == (mode == "R2")
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
-def test_r2_never_writes_ids_that_the_rollouts_dtype_cannot_hold(strategy):
-    routing, rollout = adapter("R2", strategy), as_rollout(some_routes())
+def test_r2_never_writes_ids_that_the_rollouts_dtype_cannot_hold():
+    routing, rollout = adapter("R2"), as_rollout(some_routes())
     routing.recorders = Recorders("TopKRouter", MOE, LAYERS, 257)
-    verl = Verl(some_routes(), strategy)
+    verl = Verl(some_routes())
     with pytest.raises(HookError, match=r"uint8, which cannot hold the ids of the 257 experts.*router_agreement=false"):
         routing.compute(verl, batch(routed=rollout, enable_routing_replay=True))
     output = routing.compute(verl, batch(routed=[rows.to(torch.int16) for rows in rollout], enable_routing_replay=True))
     assert output["routed_experts"].dtype == torch.int16
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
 @pytest.mark.parametrize("mode", ["disabled", "R2"])
 @pytest.mark.parametrize("kept", [True, False])
-def test_the_reference_of_a_lora_never_returns_routes(strategy, mode, kept):
+def test_the_reference_of_a_lora_never_returns_routes(mode, kept):
     """The batch already holds the actor's own routes under R2, unless a trainer left them out."""
     routes = some_routes()
     flag = {"enable_routing_replay": True} if mode == "R2" else {}
     data = batch(routed=routes if kept else None, no_lora_adapter=True, **flag)
-    verl = Verl(routes, strategy)
-    output = adapter(mode, strategy).compute(verl, data)
+    verl = Verl(routes)
+    output = adapter(mode).compute(verl, data)
     assert set(output.keys()) == {"log_probs"}
-    assert (verl.replayed is not None) == (strategy == "megatron" and mode == "R2" and kept)
+    assert (verl.replayed is not None) == (mode == "R2" and kept)
 
 
-@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
 @pytest.mark.parametrize("mode", ["disabled", "R2"])
-def test_a_pass_with_other_weights_neither_replays_nor_writes_routes(strategy, mode):
+def test_a_pass_with_other_weights_neither_replays_nor_writes_routes(mode):
     """Rescoring runs before the pass for old_log_probs, which still has to compare the rollout's."""
     flag = {"enable_routing_replay": True} if mode == "R2" else {}
-    verl = Verl(some_routes(), strategy)
+    verl = Verl(some_routes())
     data = batch(routed=as_rollout(some_routes()), calculate_entropy=False, **flag)
-    assert set(adapter(mode, strategy).compute(verl, data).keys()) == {"log_probs"}
+    assert set(adapter(mode).compute(verl, data).keys()) == {"log_probs"}
     assert verl.replayed is None
 
 

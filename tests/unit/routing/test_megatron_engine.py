@@ -36,6 +36,7 @@ from tests.support.recorded_routes import (
 from tests.support.routing_families import noise
 from verl_ext.base.errors import HookError
 from verl_ext.routing.megatron import Recorders
+from verl_ext.workers.actor import without_entropy_gradient
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,34 @@ def test_the_reference_of_a_lora_in_verls_engine(engine):
     assert set(output.keys()) == {"log_probs", "metrics"}
 
 
+@pytest.mark.parametrize("rows", [3, 2048])
+def test_the_entropy_of_an_update_is_verls_without_a_graph_or_a_copy_of_the_logits(one_rank, rows):
+    """In float32: verl rounds to the dtype of the logits."""
+    engine = build_engine("disabled")
+
+    def outputs(cloned):
+        generator = torch.Generator().manual_seed(3)
+        leaf = (4 * torch.randn(1, 8, 32, generator=generator)).requires_grad_()
+        logits, clones = 1 * leaf, []
+        logits.clone = lambda: clones.append(torch.Tensor.clone(logits)) or clones[-1]
+        heat = torch.tensor([[0.7, 1.0, 1.3, 0.0, 1.0, 2.0, 1.0, -1.0]])  # padding has 0, or less
+        others = dict.fromkeys(("calculate_sum_pi_squared", "distillation_use_topk", "distillation_only"), False)
+        others |= {"logits_processor_func": None, "batch": None, "data_format": "thd"}
+        label = torch.arange(8).unsqueeze(0)
+        with OnCPU():
+            found = engine._lm_head_logits_processor(logits, label, heat, calculate_entropy=True, **others)
+        found["log_probs"].sum().backward()
+        assert len(clones) == cloned
+        return found["log_probs"].detach(), found["entropy"].detach(), leaf.grad, found["entropy"].requires_grad
+
+    *expected, has_graph = outputs(cloned=1)
+    engine.engine_config = SimpleNamespace(**vars(engine.engine_config) | {"entropy_from_logits_chunk_size": rows})
+    without_entropy_gradient(engine)
+    *found, still = outputs(cloned=0)
+    assert has_graph and not still
+    assert all(map(torch.equal, found, expected))
+
+
 def chunk_of(numbers, mtp=()):
     """A model with real routers of these layer numbers, from 1 as Megatron counts them."""
     chunk = nn.Module()
@@ -156,7 +185,12 @@ def chunk_of(numbers, mtp=()):
 
 def fake_engine(*chunks, layers=LAYERS):
     config = SimpleNamespace(num_layers=layers, num_moe_experts=EXPERTS, virtual_pipeline_model_parallel_size=None)
-    return SimpleNamespace(engine_config=SimpleNamespace(strategy="megatron"), tf_config=config, module=list(chunks))
+    return SimpleNamespace(
+        engine_config=SimpleNamespace(strategy="megatron"),
+        tf_config=config,
+        module=list(chunks),
+        forward_step=lambda batch_iter, model, logits_processor_func, postprocess_micro_batch_func: None,
+    )
 
 
 def test_layers_for_multi_token_prediction_are_not_counted(one_rank):

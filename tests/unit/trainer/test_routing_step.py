@@ -27,6 +27,7 @@ def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
         ("fsdp2", "fsdp_config", "R3", "routed_experts"),
         ("megatron", "megatron", "R2", "routed_experts"),
         ("megatron", "megatron", "R3", "routed_experts"),
+        ("veomni", "veomni", "R2", "old_routed_experts"),
         ("veomni", "veomni", "R3", "routed_experts"),
     ],
 )

@@ -10,13 +10,13 @@ import gc
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from measuring import added_bytes, alternating
 from tensordict import TensorDict
 from torch import nn
+from verl.workers.config import EngineConfig, TrainingWorkerConfig
 
 from gpu.models import build, config_of, router_of, weights_by_hand
 from gpu.record import TIMES, Place, Record
@@ -30,7 +30,7 @@ from gpu.verl_engine import (
     one_rank,
     verl_engine,
 )
-from verl_ext.routing.fsdp import FsdpRouting
+from verl_ext.routing.hooked import HookedRouting
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 REPLACED = 0.01  # of the experts, by `rollout_routes`
@@ -78,16 +78,15 @@ def _plain_engine(config: Any, dtype: torch.dtype, device: str) -> PlainEngine:
     return PlainEngine(build(config, dtype, device))
 
 
-def attach(engine: Any) -> FsdpRouting:
+def attach(engine: Any) -> HookedRouting:
     """Returns the adapter with its hooks on the engine's routers; `mode` is R2 or R3, for a batch that asks for it."""
-    replay = SimpleNamespace(router_replay=SimpleNamespace(mode="disabled"))
-    adapter = FsdpRouting(SimpleNamespace(engine_config=replay))  # type: ignore[arg-type]
+    adapter = HookedRouting(TrainingWorkerConfig(engine_config=EngineConfig()))
     adapter.prepare(engine)
     return adapter
 
 
 @torch.no_grad()
-def rollout_routes(adapter: FsdpRouting, engine: Any, data: TensorDict) -> torch.Tensor:
+def rollout_routes(adapter: HookedRouting, engine: Any, data: TensorDict) -> torch.Tensor:
     """Returns the experts that the model chooses, with one in a hundred replaced by the next one that its token does
     not use.
 

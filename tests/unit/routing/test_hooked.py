@@ -1,4 +1,4 @@
-"""The FSDP adapter around an engine's forward_step: it records, replays and refuses routes."""
+"""The adapter around an engine's forward_step: it records, replays and refuses routes."""
 
 import re
 from types import SimpleNamespace
@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 
+from tests.support.recorded_routes import worker_config
 from tests.support.routing_families import EXPERTS, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, batch, rollout_routes
 from verl_ext.base.errors import BatchError, HookError
 from verl_ext.base.names import COMPARES, ROUTE_SUM
 from verl_ext.core.routing import RouterSums, router_metrics
-from verl_ext.routing.fsdp import OLD_ROUTES, ROLLOUT_ROUTES, FsdpRouting, top_k_margin
+from verl_ext.routing.hooked import OLD_ROUTES, ROLLOUT_ROUTES, HookedRouting, top_k_margin
 
 
 class Engine:
@@ -23,7 +24,7 @@ class Engine:
     def __init__(self, family="qwen3_moe", mode="disabled"):
         self.module = build(family).eval()
         self.model_config = SimpleNamespace(hf_config=self.module.config)
-        self.config = SimpleNamespace(engine_config=SimpleNamespace(router_replay=SimpleNamespace(mode=mode)))
+        self.config = worker_config(mode, "fsdp2")
 
     def forward_step(self, micro_batch, loss_function, forward_only):
         ids = torch.nested.to_padded_tensor(micro_batch["input_ids"], padding=0)
@@ -35,7 +36,7 @@ class Engine:
 
 
 def attached(engine):
-    routing = FsdpRouting(engine.config)
+    routing = HookedRouting(engine.config)
     routing.prepare(engine)
     return routing
 
@@ -47,6 +48,15 @@ def micro_batch(case, **settings):
 def compute_log_prob(engine, data):
     with torch.no_grad():
         return engine.forward_step(data, loss_function=None, forward_only=True)[1]["model_output"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "veomni"])
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_the_engine_is_built_without_a_replay_of_its_own(strategy, mode):
+    config = worker_config(mode, strategy, param_offload=True)
+    routing = HookedRouting(config)
+    assert routing.mode == config.engine_config.router_replay.mode == mode
+    assert routing.config.engine_config.router_replay.mode == "disabled" and routing.config.engine_config.param_offload
 
 
 def test_only_the_pass_for_old_log_probs_compares():

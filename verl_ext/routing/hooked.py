@@ -1,10 +1,12 @@
-"""Routing under FSDP and FSDP2: recorded and compared in `compute_log_prob`, or in the update of a run without it, and
-replayed if asked.
+"""Routing on FSDP, FSDP2 and VeOmni: recorded and compared in `compute_log_prob`, or in the update of a run without it,
+and replayed if asked.
 
 Shape legend: T tokens of a micro-batch (prompt and response), n rows of its forward pass on this rank, L MoE layers,
 L' layers as the rollout sends them, K experts per token (top-k), E experts.
 
-verl's `router_replay.mode` is for Megatron and VeOmni; here it works for transformers models:
+These engines run transformers models. verl's `router_replay.mode` does nothing on FSDP. On VeOmni, verl 0.9.1 has a
+controller of its own, which neither reports the router's own choice nor looks at what it replays; the engine is built
+without it here. The modes:
 
 R2  compute_log_prob returns the experts that it used, and the update uses the same.
 R3  compute_log_prob and the update use the experts of the rollout ("rollout routing replay", arXiv 2510.11370).
@@ -15,6 +17,7 @@ training router.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
-from verl.workers.config import TrainingWorkerConfig
+from verl.workers.config import EngineRouterReplayConfig, TrainingWorkerConfig
 
 from verl_ext.base.errors import HookError
 from verl_ext.base.names import COMPARES, OLD_ROUTES, ROLLOUT_ROUTES
@@ -48,6 +51,7 @@ from verl_ext.routing.outputs import (
     is_old_policy,
     narrow_dtype,
     routing_outputs,
+    with_outputs,
 )
 
 OWN_AGREEMENT = "router_own_agreement"  # verl logs it as actor/router_own_agreement
@@ -115,8 +119,14 @@ def top_k_margin(scores_nE: Tensor, ids_nK: Tensor) -> Tensor:
     return (kth_n - next_n).float().nan_to_num_(0.0, 0.0, 0.0)
 
 
-class FsdpRouting:
-    """Hooks on the routers of a transformers model under FSDP, and around its engine's `forward_step`.
+class HookedRouting:
+    """Hooks on the routers of a transformers model, and around its engine's `forward_step`.
+
+    Args:
+        config: the config of the actor's training worker, before it builds the engine.
+
+    Attributes:
+        config: the config from which the engine is to be built instead: without verl's own replay.
 
     Written for verl 0.9.1: `forward_step(micro_batch, loss_function, forward_only)` returns (loss, output), and every
     tensor in `output["model_output"]` is put back in batch order and returned by `compute_log_prob`.
@@ -125,8 +135,9 @@ class FsdpRouting:
     points: list[ChoicePoint]
 
     def __init__(self, config: TrainingWorkerConfig):
-        self.config = config
         self.mode = config.engine_config.router_replay.mode
+        without_replay = replace(config.engine_config, router_replay=EngineRouterReplayConfig())
+        self.config = replace(config, engine_config=without_replay)
 
     def prepare(self, engine: Any) -> None:
         """Hooks the routers of the initialized engine. Raises HookError if it has none, or they cannot replay."""
@@ -140,7 +151,7 @@ class FsdpRouting:
         self.current: ForwardPass | None = None
         for index, point in enumerate(self.points):
             point.intercept(self.experts, self.top_k, partial(self._choose, index))
-        wrap("fsdp_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
+        wrap("hooked_routing", engine, "forward_step", self.forward_step, "micro_batch, loss_function, forward_only")
 
     def hooks(self) -> tuple[str, int]:
         """Returns (class of the routers, number of hooked routers)."""
@@ -184,7 +195,7 @@ class FsdpRouting:
         self.current = now  # stays until the next forward pass: the backward pass of this one may run the routers again
         compare = partial(self._compare, now, compared_TLK, refused_T, micro_batch)
         if in_update and compares:
-            loss_function = partial(_with_comparison, loss_function, compare)
+            loss_function = partial(with_outputs, loss_function, compare)
         loss, output = verls(micro_batch, loss_function=loss_function, forward_only=forward_only)
         now.end()
         if old_policy and compares:
@@ -249,10 +260,3 @@ class FsdpRouting:
         """Returns the routes [T, L, K] that `compute_log_prob` returned."""
         routes = micro_batch.get(OLD_ROUTES, None)
         return None if routes is None else routes.values().to(get_device_id(), narrow_dtype(self.experts))
-
-
-def _with_comparison(
-    loss_function: Callable, compare: Callable[[], dict[str, Tensor]], model_output: dict[str, Any], **others: Any
-) -> Any:
-    """Calls an update's loss with the comparison among the model's outputs; verl does not get to see it."""
-    return loss_function(model_output={**model_output, **compare()}, **others)
