@@ -24,6 +24,7 @@ FEW_NAMES, LISTED_NAMES = 3, 5
 FEW_TRAINERS = 2  # ms-swift logs what TRL logs, and miles what slime logs
 # Beginnings of names that verl and this package give, and the other trainers of diagnosis/names.toml do not.
 VERLS = ("actor/", "critic/", "response_length/", "timing_s/", "val-core/", "vllm_kl/", "router/", "guard/")
+METRIC = re.compile(r"\w+(/\w+)+")  # a metric's name in a sentence
 LAYER = re.compile(r"[0-9]{1,4}")
 DECIDED = {  # what the guard did, as the name of a mark or of a decision
     "skip": "update skipped",
@@ -170,6 +171,11 @@ class Run:
         acts = [Act(each.step, each.rule, each.action, each.reason) for each in self.events if each.rule != ENDED]
         logged = {name: series for name in self._quantities if (series := self.logged(name)) is not None}
         return Readings(logged, ending, acts)
+
+    def in_own_names(self, text: str) -> str:
+        """Returns a text with the metrics that this run logs under the names that it gives them."""
+        own = {name: next(iter(names)) for name, names in self._quantities.items()}
+        return METRIC.sub(lambda found: own.get(found[0], found[0]), text)
 
     def all_notes(self) -> Iterator[str]:
         """Yields the notes on the files, behind one on the names of the metrics if the report knows none or few."""

@@ -22,7 +22,7 @@ advice on tuning: only the remedy of the likeliest cause remains, or the way to 
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -197,6 +197,10 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         causes: those to choose from; all known ones by default.
     """
     found = judge(run.readings, causes, partial(may_ask, run))
+    if not run.of_verl:
+        own = [replace(each.cause, check=run.in_own_names(each.cause.check)) for each in found.suspects]
+        suspects = tuple(replace(each, cause=cause) for each, cause in zip(found.suspects, own, strict=True))
+        found = replace(found, suspects=suspects)
     lately = _refusals(run, found)
     stopped = next((act for act in lately if act.name == "guard_stop" and (act.step or 0) >= run.steps[-1]), None)
     state: State = "stopped" if stopped is not None else _word(run, found)

@@ -366,8 +366,10 @@ def test_another_trainers_growing_gap_has_something_to_do_and_a_lower_rate_start
     assert not gap.of_verl and gap.engines.state == "growing" and gap.first.in_words
     spoiled = [0.6] * 20 + [0.55, 0.4, 0.3] + [0.19] * 57
     rate = {"reward": spoiled, "grad_norm": [0.5] * 15 + [20.0] * 65, "learning_rate": [6e-6] * 80, "epoch": [0.1] * 80}
-    steps = judged(rate | {"completions/mean_length": [100.0] * 80}).steps
-    assert steps[0].do == "learning_rate=2e-06" and "weights" in steps[-1].why
+    found = judged(rate | {"completions/mean_length": [100.0] * 80})
+    assert found.steps[0].do == "learning_rate=2e-06" and "weights" in found.steps[-1].why
+    (check,) = (suspect.cause.check for suspect in found.suspects if suspect.cause.name == "learning_rate")
+    assert check.startswith("grad_norm, actor/ppo_kl"), "its own name of what it logs"
 
 
 def test_a_learning_rate_that_was_not_logged_is_not_guessed():
