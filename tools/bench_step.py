@@ -1,8 +1,9 @@
 """Measures the plugin's cost per training step: the same run with the plugin and with stability=none.
 
-    python tools/bench_step.py [--steps 60] [--rounds 3] [--on OVERRIDE...] [--both OVERRIDE...]
+    python tools/bench_step.py [--steps 60] [--rounds 3] [--recipe cpu_smoke] [--on OVERRIDE...] [--both OVERRIDE...]
 
 `--on` replaces the plugin's settings, by default IcePop with the routers' agreement; `--both` changes both runs.
+`--recipe` names another of the recipes for CPU cores with vLLM, such as cpu_megatron.
 
 Needs the environment of tools/setup_cpu.sh. Both runs of a round start together and take their steps in turn; meanwhile
 the processes of the other run are stopped. So a machine that slows down slows both. The learning rate is 0 and all
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -44,7 +46,7 @@ Pair = tuple[Step, Step]  # off, on
 class Run:
     """A run of training that takes a step on request, and waits in between."""
 
-    def __init__(self, overrides: tuple[str, ...], steps: int, folder: Path):
+    def __init__(self, recipe: str, overrides: tuple[str, ...], steps: int, folder: Path):
         folder.mkdir()
         self.folder = folder
         pipes = {name: folder / name for name in ("TURN_ASKED", "TURN_GIVEN")}
@@ -52,6 +54,7 @@ class Run:
             os.mkfifo(pipe)
         self._asked, self._given = (os.open(pipe, os.O_RDWR) for pipe in pipes.values())
         of_run = [
+            f"recipe={recipe}",
             f"assets={REPO}/.quickstart/prefix_sums",
             f"trainer.total_training_steps={steps}",
             "actor_rollout_ref.actor.optim.lr=0",
@@ -59,7 +62,7 @@ class Run:
             f"hydra.run.dir={folder}",
             *overrides,
         ]
-        forked = '"$PREFORK_PYTHON" -m verl_ext.main_ppo recipe=cpu_smoke "$@"'
+        forked = '"$PREFORK_PYTHON" -m verl_ext.main_ppo "$@"'
         forked += ' ray_kwargs.ray_init.runtime_env.py_executable="$PREFORK_PYTHON"'
         preload = ("--preload", ",".join((*VERL, *ROLLOUTS["vllm"], "turns")), "--log", f"{folder}/imports.log")
         preforked = [sys.executable, "tools/clean_exit.py", sys.executable, "tools/prefork.py", *preload]
@@ -123,10 +126,13 @@ class Run:
         return psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
 
 
-def measure(steps: int, folder: Path, *, on_first: bool, settings: Sequence[str], both: Sequence[str]) -> list[Pair]:
+def measure(
+    recipe: str, steps: int, folder: Path, *, on_first: bool, settings: Sequence[str], both: Sequence[str]
+) -> list[Pair]:
     """Measures `steps` steps of both runs, after the warm-up, with the plugin's settings and those of both."""
     last = WARM_UP + steps + 1  # not measured: during this step, the other run ends
-    with Run((*OFF, *both), last, folder / "off") as off, Run((*settings, *both), last, folder / "on") as on:
+    start = partial(Run, recipe, steps=last)
+    with start((*OFF, *both), folder=folder / "off") as off, start((*settings, *both), folder=folder / "on") as on:
         runs = (on, off) if on_first else (off, on)
         for run in runs:
             run.wait_for_step()
@@ -168,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="measured steps per run (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: %(default)s)")
+    parser.add_argument("--recipe", default="cpu_smoke", help="of both runs (default: %(default)s)")
     parser.add_argument("--on", nargs="+", default=ON, metavar="OVERRIDE", help="the plugin's settings")
     parser.add_argument("--both", nargs="+", default=(), metavar="OVERRIDE", help="more settings of both runs")
     arguments = parser.parse_args()
@@ -177,7 +184,7 @@ def main() -> None:
     for index in range(arguments.rounds):
         with tempfile.TemporaryDirectory() as folder:
             asked = {"settings": arguments.on, "both": arguments.both}
-            rounds.append(measure(arguments.steps, Path(folder), on_first=index % 2 == 1, **asked))
+            rounds.append(measure(arguments.recipe, arguments.steps, Path(folder), on_first=index % 2 == 1, **asked))
         print(f"round {index + 1}: on / off {ratio(rounds[-1], 'step'):.4f}", flush=True)
     print(f"\n{'stage':<16}{'off, s':>10}{'on, s':>10}{'on / off':>10}   95 % interval")
     together = [pair for measured in rounds for pair in measured]

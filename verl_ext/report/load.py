@@ -3,6 +3,7 @@
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,19 +13,21 @@ from verl_ext.base.arguments import run_of
 from verl_ext.base.errors import file_error_text
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import combined, unread_names
+from verl_ext.diagnosis.names import combined, quantity_of, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import is_regular
 from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
+from verl_ext.report.sources.lines import put_together
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
 from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
 MOST_NAMES = 6
+MOST_PASTE = 4 << 20  # bytes
 KEPT_NAME = "standard input"  # the file that it is kept in, which names the run
 
 
@@ -44,7 +47,9 @@ class Reader:
         self._source: RunSource | None = None
         self._events: EventReader | None = None
         self._run: Run | None = None
-        self._kept: tempfile.TemporaryDirectory | None = None  # what came from the standard input
+        self._kept: Path | None = None  # the folder of what came from the standard input
+        self._cut: Path | None = None  # the file, if the copy is read
+        self._width = 0  # at which its lines are cut
 
     def refresh(self) -> Run:
         """Returns the run as it is now; the same object as before if nothing is new.
@@ -56,7 +61,7 @@ class Reader:
             if self._source is None:
                 self._source = self._find()
             changed = self._source.refresh()
-            if self._events is None and (log := _events_file(self._source.files)) is not None:
+            if self._events is None and (log := _events_file(self._files(self._source))) is not None:
                 self._events = EventReader(log)
             try:
                 changed = (self._events is not None and self._events.refresh()) or changed
@@ -67,9 +72,9 @@ class Reader:
                 self._run = self._build(self._source)
         except ReportError as error:
             text = str(error)
-            read = self._source.files[0] if self._source and self._source.files else self._paths[0]
+            read = self._files(self._source)[0] if self._source and self._source.files else self._paths[0]
             if self._kept is not None:
-                text, read = text.removeprefix(f"{Path(self._kept.name) / KEPT_NAME}: "), Path(f"the {KEPT_NAME}")
+                text, read = text.removeprefix(f"{self._kept / KEPT_NAME}: "), Path(f"the {KEPT_NAME}")
             where = printable(str(read), MOST_MESSAGE)
             raise ReportError(text if text.startswith(where) else f"{where}: {text}", error.runs) from error
         except OSError as error:
@@ -82,11 +87,45 @@ class Reader:
             return join_logs(self._paths)
         path, self._which = _numbered(self._paths[0], self._which)
         if path == STANDARD_INPUT:
-            self._kept = tempfile.TemporaryDirectory(prefix="verl_ext_")
-            path = Path(self._kept.name) / KEPT_NAME
+            self._kept = self._new_folder()
+            path = self._kept / KEPT_NAME
             with path.open("wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
+        if (whole := self._with_whole_lines(path)) is not None and self._readings(whole) > self._readings(path):
+            self._cut = path
+            return find_source(whole, self._which)
         return find_source(path, self._which)
+
+    def _with_whole_lines(self, path: Path) -> Path | None:
+        """Returns a copy of a small file whose lines look cut, as a paste from a terminal has them."""
+        if not is_regular(path) or path.stat().st_size > MOST_PASTE:
+            return None
+        if (found := put_together(path.read_bytes().decode("utf-8", errors="replace"))) is None:
+            return None
+        text, self._width = found
+        whole = self._new_folder() / path.name
+        whole.write_text(text, encoding="utf-8")
+        return whole
+
+    def _new_folder(self) -> Path:
+        """Makes a folder that is removed with this object, or when the process ends."""
+        folder = tempfile.mkdtemp(prefix="verl_ext_")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
+
+    def _readings(self, path: Path) -> int:
+        """Returns how many readings a file has of quantities that the report knows."""
+        try:
+            source = find_source(path, self._which)
+            source.refresh()
+            metrics = source.run(self._which).metrics
+        except ReportError:
+            return 0
+        return sum(len(series.steps) for name, series in metrics.items() if quantity_of(name) is not None)
+
+    def _files(self, source: RunSource) -> tuple[Path, ...]:
+        """Returns the files of the run; of a file whose lines are cut, a copy is read."""
+        return source.files if self._cut is None else (self._cut,)
 
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
@@ -102,13 +141,14 @@ class Reader:
         return Run(
             # Several runs of one file may be compared.
             name=name if self._which is None or part.runs == 1 else f"{name}:{part.number}",
-            sources=source.files if log is None else (*source.files, log.path),
+            sources=self._files(source) if log is None else (*self._files(source), log.path),
             steps=part.steps.astype(np.int64, copy=False),
             metrics=metrics,
             events=tuple(sorted(events, key=lambda event: event.step)),
             notes=(
                 *(part.notes + source.notes() + (() if log is None else log.notes())),
                 *strange,
+                *([f"lines of {self._width} characters go on in the next line"] if self._cut is not None else []),
                 *_not_read(metrics),
             ),
             last=part.number == part.runs,

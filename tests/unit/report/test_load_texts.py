@@ -6,6 +6,7 @@ import math
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from tests.unit.report.made_files import train, values, write
@@ -182,6 +183,32 @@ def test_a_folder_with_one_log_stands_for_it(tmp_path, name, text, reward):
     (tmp_path / "README.txt").write_text("nothing here\n")
     log(tmp_path, text, name)
     assert values(read_run(tmp_path), reward)[3] == 0.75
+
+
+LONG = {"critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/grad_norm": 1.5, "response_length/mean": 120.0}
+WIDE = {
+    "verl": lambda step: f"(TaskRunner pid=12) step:{step} - " + " - ".join(f"{k}:{v + step}" for k, v in LONG.items()),
+    "a dictionary": lambda step: str({"step": step, **{name: value + step for name, value in LONG.items()}}),
+}
+
+
+@pytest.mark.parametrize("width", [50, 80, 97])
+@pytest.mark.parametrize("form", WIDE)
+def test_lines_that_a_terminal_has_cut_are_read_as_they_were_printed(tmp_path, form, width):
+    lines = ["starting\n", *(WIDE[form](step) + "\n" for step in range(1, 9))]
+    whole = read_run(log(tmp_path, "".join(lines)))
+    pieces = [line[i : i + width].rstrip("\n") for line in lines for i in range(0, len(line) - 1, width)]
+    cut = read_run(pasted := log(tmp_path, "\n".join(pieces), "cut.log"))
+    assert whole.metrics.keys() == cut.metrics.keys() and len(whole.metrics) >= len(LONG)
+    assert all(np.array_equal(whole.metrics[name].values, cut.metrics[name].values) for name in whole.metrics)
+    assert cut.sources == (pasted,) and cut.name == "cut"
+    assert any(f"lines of {width} characters" in note for note in cut.notes)
+
+
+def test_lines_that_are_equally_long_by_chance_stay_as_they_are(tmp_path):
+    lines = [f"step:{step} - critic/score/mean:{step / 100:.2f} - actor/entropy:0.50\n" for step in range(10, 60)]
+    run = read_run(log(tmp_path, f"{'=' * 52}\n".join(lines)))
+    assert len(run.steps) == 50 and not any("characters" in note for note in run.notes)
 
 
 def test_every_format_has_a_sample(tmp_path):

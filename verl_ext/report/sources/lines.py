@@ -42,6 +42,8 @@ BAR = re.compile(
     r"\d{1,3}%(?:\|[^|\r\n]{0,400}\||(?=\s))\s*(\d{1,9}(?:\.\d{1,3})?k?)/(\d{1,9}(?:\.\d{1,3})?k?)\s\["
     r"[^\],\r\n]{1,60}(?:,\s*([^\],\r\n]{1,40}))?(?:,\s([^\]\r\n]{1,2000}))?\]"
 )
+CUT_WIDTHS = range(40, 400)  # characters: of terminals
+FEWEST_CUT = 3
 STEPS_TITLE = re.compile(r"(?i)(?:step|train|progress|iter|epoch|episode)[^|%]{0,40}$")
 SLOW = re.compile(r"\d\d+(?:\.\d+)?s/it$")  # ten seconds or more, as steps take
 
@@ -104,3 +106,16 @@ def split_front(line: str) -> tuple[str, str]:
             break
         process, at = found["process"] or process, found.end()
     return process, line[at:]
+
+
+def put_together(text: str) -> tuple[str, int] | None:
+    """Returns a text whose lines a terminal has cut, with whole lines, and the width; None if nothing looks cut.
+
+    Lines look cut if several have the same length and none is longer. Tables have such lines too, so both texts are to
+    be tried.
+    """
+    lines = [line.rstrip("\r") for line in text.split("\n")]
+    width = max(map(len, lines))
+    if width not in CUT_WIDTHS or sum(len(line) == width for line in lines) < FEWEST_CUT:
+        return None
+    return "".join(line if len(line) == width else f"{line}\n" for line in lines), width
