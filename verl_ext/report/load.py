@@ -20,7 +20,7 @@ from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
-from verl_ext.report.sources.lines import put_together
+from verl_ext.report.sources.lines import uncut
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
 from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import TextSource
@@ -100,7 +100,7 @@ class Reader:
         """Returns a copy of a small file whose lines look cut, as a paste from a terminal has them."""
         if not is_regular(path) or path.stat().st_size > MOST_PASTE:
             return None
-        if (found := put_together(path.read_bytes().decode("utf-8", errors="replace"))) is None:
+        if (found := uncut(path.read_bytes().decode("utf-8", errors="replace"))) is None:
             return None
         text, self._width = found
         whole = self._new_folder() / path.name

@@ -108,7 +108,7 @@ def split_front(line: str) -> tuple[str, str]:
     return process, line[at:]
 
 
-def put_together(text: str) -> tuple[str, int] | None:
+def uncut(text: str) -> tuple[str, int] | None:
     """Returns a text whose lines a terminal has cut, with whole lines, and the width; None if nothing looks cut.
 
     Lines look cut if several have the same length and none is longer. Tables have such lines too, so both texts are to
