@@ -36,6 +36,7 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
         ("forecast", "all"),
         ("lab", "stale"),
         ("lab", "quantized"),
+        ("lab", "kernels"),
         *(("ablations", grid["family"]) for grid in kept),
     }
     assert {mark.groups() for mark in results.MARKS.finditer(page)} == expected
