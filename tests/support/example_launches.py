@@ -26,6 +26,7 @@ SAMPLE = (
     "grpo_trainer_run_qwen3_30b_a3b_megatron",
     "grpo_trainer_run_qwen3_30b_veomni",
     "router_replay_run_qwen3_5_35b_a3b_veomni",
+    "router_replay_run_qwen3_30b_a3b_megatron",
     "grpo_trainer_run_qwen3_5_35b_fsdp_turbo",
     "e2e_run_ppo_trainer_torchtitan",
     "grpo_trainer_run_qwen3_5_35b_megatron",

@@ -247,8 +247,8 @@ def compares_in_update(config: DictConfig) -> bool:
     loss does not see the routers of other pipeline stages."""
     if strategy_of(config) != "megatron":
         return strategy_of(config) in HOOKED
-    megatron = config.actor_rollout_ref.actor.megatron
-    return megatron.pipeline_model_parallel_size == 1 and not megatron.get("dynamic_context_parallel", False)
+    stages = OmegaConf.select(config, f"{ACTOR}.megatron.pipeline_model_parallel_size") or 1
+    return stages == 1 and not OmegaConf.select(config, f"{ACTOR}.megatron.dynamic_context_parallel")
 
 
 def needs_reference(config: DictConfig) -> bool:
