@@ -78,8 +78,8 @@ VERLS = (
     Row(
         FSDP_REPLAY,
         "disabled",
-        "the engine's own setting, which `stability.replay` sets. Under `actor_rollout_ref.actor.megatron` and "
-        "`actor_rollout_ref.actor.veomni` it is verl's.",
+        "the engine's own setting, which `stability.replay` sets. Under `actor_rollout_ref.actor.veomni` it is "
+        "verl's, and replayed by the same hooks; under `actor_rollout_ref.actor.megatron` verl replays.",
     ),
     Row(
         "VERL_EXT_AGENT_LOOP",

@@ -244,11 +244,11 @@ TABLE = add_changes(
     ),
     Change(
         name="reuse_log_probs",
-        target="`compute_entropy_from_logits` of the actor's FSDP engine, `logprobs_from_logits` of its module; "
-        "`_lm_head_logits_processor` of its Megatron engine",
+        target="`compute_entropy_from_logits` of the actor's FSDP or VeOmni engine, `logprobs_from_logits` of its "
+        "module; `_lm_head_logits_processor` of its Megatron engine",
         why="without compute_log_prob, the update computes the entropy that is logged; no loss reads it, so it needs "
         "no graph and no copy of Megatron's logits, and the logits' gradient may be written in their place",
-        when="`stability.reuse_log_probs` without an entropy bonus; on FSDP, on packed tokens",
+        when="`stability.reuse_log_probs` without an entropy bonus; on FSDP and VeOmni, on packed tokens",
         versions=VERL,
         file="workers/actor.py",
         test="tests/unit/workers/test_actor.py::test_an_entropy_that_no_loss_reads_has_no_graph",
@@ -263,8 +263,8 @@ TABLE = add_changes(
     Change(
         name="megatron_replay",
         target="`forward_step` of the actor's Megatron engine; `get_replay_topk` of its routers' `RouterReplay`",
-        why="verl either replays or records, and records in passes without a gradient only; with R3, the router's own "
-        "choice and the experts in use are recorded, and in the update",
+        why="verl either replays or records, and records in passes without a gradient only; here the update records "
+        "the experts in use too, and with R3 the router's own choice",
         when="router agreement on Megatron",
         versions=VERL,
         file="routing/megatron.py",
@@ -284,7 +284,7 @@ TABLE = add_changes(
         name="expert_choices",
         target="`forward` of the model's routers, or `route_tokens_to_experts` of its MoE blocks",
         why="records the experts that the router's top-k chooses, and replaces them if routing is replayed",
-        when="router agreement, R2 or R3 under FSDP; a check before Ray starts shows that it fits the model",
+        when="router agreement, R2 or R3 on FSDP and VeOmni; a check before Ray starts shows that it fits the model",
         versions={"transformers": ">=5.5.3,<5.11"},  # what verl 0.9.1 takes
         file="routing/choices.py",
         test="tests/unit/routing/test_choices.py::test_choices_are_those_that_reach_the_experts",

@@ -25,6 +25,7 @@ from verl_ext.features.verl_config import (
     replay_setting,
     strategy_of,
 )
+from verl_ext.routing.engines import ENGINES
 
 WITHOUT_BYPASS = f"{BYPASS}=False"
 ENTROPY = f"{ACTOR}.calculate_entropy"
@@ -86,7 +87,7 @@ def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
             otherwise=f"replay the rollout's experts, {setting}=R3",
             leave_out=(f"{REPLAY}=disabled",) if setting == REPLAY else (),
         )
-    if stability.router_agreement and not compares_in_update(config):
+    if stability.router_agreement and strategy_of(config) in ENGINES and not compares_in_update(config):
         without = "stability.router_agreement=false"
         yield mode.forbidden(
             "stability.router_agreement=true",

@@ -127,7 +127,7 @@ def _routes_problems(run: RunFeatures, asked: str, off: str, model: Any, replay:
             f"{asked} has no adapter for {ACTOR}.strategy={strategy} (it has: {', '.join(ENGINES)})", fix=(off,)
         )
         return
-    if strategy not in HOOKED or (strategy == "veomni" and replay):  # verl's VeOmniActorConfig refuses others
+    if strategy not in HOOKED or (strategy == "veomni" and replay):  # verl refuses a replay of padded batches
         yield from _packed_problems(config, asked, off)
     if replay != "R2":
         yield from _rollout_problems(config, asked, off)

@@ -5,6 +5,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import combined, quantity_of, unread_names
 from verl_ext.diagnosis.series import Series
-from verl_ext.report.files import is_regular
+from verl_ext.report.files import fingerprint, is_regular
 from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
 from verl_ext.report.sources.jsonl import EventReader
@@ -49,6 +50,7 @@ class Reader:
         self._run: Run | None = None
         self._kept: Path | None = None  # the folder of what came from the standard input
         self._cut: Path | None = None  # the file, if the copy is read
+        self._seen: tuple[object, ...] = ()  # its fingerprint when it was copied
         self._width = 0  # at which its lines are cut
 
     def refresh(self) -> Run:
@@ -58,6 +60,8 @@ class Reader:
             ReportError: nothing can be read. A later refresh may succeed, if the run has just begun.
         """
         try:
+            if self._cut is not None and fingerprint((self._cut,)) != self._seen:
+                self._source = self._cut = None  # the copy does not grow with the file
             if self._source is None:
                 self._source = self._find()
             changed = self._source.refresh()
@@ -87,7 +91,7 @@ class Reader:
             return join_logs(self._paths)
         path, self._which = _numbered(self._paths[0], self._which)
         if path == STANDARD_INPUT:
-            self._kept = self._new_folder()
+            self._kept = self._folder
             path = self._kept / KEPT_NAME
             with path.open("wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
@@ -103,12 +107,15 @@ class Reader:
         if (found := uncut(path.read_bytes().decode("utf-8", errors="replace"))) is None:
             return None
         text, self._width = found
-        whole = self._new_folder() / path.name
+        self._seen = fingerprint((path,))
+        whole = self._folder / "whole" / path.name
+        whole.parent.mkdir(exist_ok=True)
         whole.write_text(text, encoding="utf-8")
         return whole
 
-    def _new_folder(self) -> Path:
-        """Makes a folder that is removed with this object, or when the process ends."""
+    @cached_property
+    def _folder(self) -> Path:
+        """A folder that is removed with this object, or when the process ends."""
         folder = tempfile.mkdtemp(prefix="verl_ext_")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return Path(folder)

@@ -26,8 +26,8 @@ class Engine:
             `compute(infer, data)` returns `infer(data)`, with `router_agreement` and `router_sums` if the batch has
             routing to compare.
         recorder: module and function that hooks a built engine, to record its model's states.
-        hooked: the engine runs models of transformers, whose routers we hook and replay ourselves; on the other one
-            verl records and replays.
+        hooked: the engine runs models of transformers, whose routers we hook and replay ourselves; on Megatron
+            verl replays.
     """
 
     settings: str

@@ -77,7 +77,7 @@ class Recorders:
 
 
 class RecordedRouting:
-    """Makes verl record in `compute_log_prob`, or the routers in the update, and compares the routes.
+    """Has verl record in `compute_log_prob`, and the routers themselves in the update; compares the routes.
 
     Args:
         config: the config of the actor's training worker, before it builds the engine.
@@ -90,7 +90,7 @@ class RecordedRouting:
         self.mode = config.engine_config.router_replay.mode
         recording = replace(config.engine_config, router_replay=EngineRouterReplayConfig(mode="R2"))
         self.config = config if self.mode == "R3" else replace(config, engine_config=recording)
-        self.recorder = RouteRecorder(config.engine_config, recording, self._compare_in_update)
+        self.recorder = RouteRecorder(config.engine_config, recording, self._compare)
         self.recorders: Recorders
         self.load: ExpertLoad
 
@@ -160,12 +160,9 @@ class RecordedRouting:
 
     def _compare(self, recorded: Tensor, data: TensorDict) -> dict[str, Tensor]:
         replayed = self.mode == "R3"
-        if not replayed:  # those were checked before they were used
+        if not replayed:  # replayed routes are checked before they are used
             check_captured(data)
         return compare_recorded(recorded, data[ROUTES], self.recorders, data, replayed=replayed, load=self.load)
-
-    def _compare_in_update(self, recorded: Tensor, micro_batch: TensorDict) -> dict[str, Tensor]:
-        return {} if micro_batch.get(ROUTES, None) is None else self._compare(recorded, micro_batch)
 
 
 class RouteRecorder:
@@ -243,7 +240,9 @@ class RouteRecorder:
         if self.records:
             return self._replayed_step(verls, next(batch_iter), model, *args)
         micro_batch = next(batch_iter)
-        if not tu.get_non_tensor_data(micro_batch, COMPARES, default=False):
+        compares = tu.get_non_tensor_data(micro_batch, COMPARES, default=False)
+        loss = postprocess_micro_batch_func.keywords["loss_function"]  # None where an update's answers are scored again
+        if not compares or loss is None or micro_batch.get(ROUTES, None) is None:
             return verls(iter([micro_batch]), model, *args)
         return self._updating_step(verls, micro_batch, model, *args)
 
@@ -255,12 +254,15 @@ class RouteRecorder:
         micro_batch = micro_batch.to(get_device_id())
 
         def routes() -> Tensor:
-            from verl.utils.megatron.router_replay_utils import merge_router_topk_indices
+            from verl.utils.megatron.router_replay_utils import iter_model_routers, merge_router_topk_indices
             from verl.utils.megatron_utils import unwrap_model
 
             found: list[Tensor] = []
             whole = micro_batch.get("attention_mask", None), micro_batch["input_ids"]
-            merge_router_topk_indices(*whole, found, self.engine.tf_config, 0, model=unwrap_model(model))
+            chunk = unwrap_model(model)
+            merge_router_topk_indices(*whole, found, self.engine.tf_config, 0, model=chunk)
+            for _, router in iter_model_routers(chunk):
+                router.record_indices(None)
             return found[0]
 
         loss = partial(with_outputs, postprocess.keywords["loss_function"], lambda: self.compare(routes(), micro_batch))

@@ -66,6 +66,7 @@ class Gate:
         wrap("mini_batch_gate", engine, "lr_scheduler_step", self.lr_scheduler_step, "")
         self._data: TensorDict | None = None  # of the current mini-batch
         self._taken, self._compares = True, False
+        self._biases: list[tuple[Tensor, Tensor]] = []  # those of Megatron's routers, and copies from before the pass
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
@@ -107,6 +108,7 @@ class Gate:
         adds the signals that they bound; without compute_log_prob, the first mini-batch's measurements; with it, the
         self-gap of the first mini-batch: k3 of l_old against l_theta, which the same weights computed twice."""
         self._data, self._taken, self._metrics = data, True, {}
+        self._biases = [(bias, bias.clone()) for bias in moving_biases(self.engine)]
         if (measuring := self._measuring) is not None:
             measuring.begin_mini_batch()
         if self.undo is not None:
@@ -155,6 +157,8 @@ class Gate:
         if self._data is not None and self._taken:
             self._taken = not self._dropped_all(self._data)
         if not self._taken:
+            for bias, before in self._biases:
+                bias.copy_(before)
             return 0.0
         if self.undo is not None and self.undo.of != self._step:
             # Also before a step that the engine skips: an undo for its NaN must not take back the update before.
@@ -201,6 +205,15 @@ class Gate:
         if self.limits.grad_norm is not None:
             signals["grad_norm"] = norms / ranks  # norms differ in the last digit if groups of ranks reduce separately
         return signals
+
+
+def moving_biases(engine: Any) -> list[Tensor]:
+    """Returns the routers' biases that megatron-core moves where a backward pass ends, before any optimizer step
+    (`finalize_model_grads`, with `moe_router_bias_update_rate`)."""
+    if engine.engine_config.strategy != "megatron":
+        return []
+    buffers = (named for chunk in engine.module for named in chunk.named_buffers())
+    return [buffer for name, buffer in buffers if name.endswith("router.expert_bias")]
 
 
 def score_again(worker: Any, data: TensorDict, count: int) -> dict[str, float]:

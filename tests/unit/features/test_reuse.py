@@ -48,6 +48,10 @@ OBSTACLES = {
         "model_engine=megatron",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",
     ],
+    "hidden_dropout": [
+        "model_engine=megatron",
+        "++actor_rollout_ref.actor.megatron.override_transformer_config.hidden_dropout=0.1",
+    ],
     "low_agreement": ["stability.router_agreement=true", "stability.filters={low_agreement:{threshold:0.5}}"],
     "denominator=kept": ["stability.correction=icepop", "stability.denominator=kept"],
     "per_step": ["stability.trajectories.per_step=2"],
