@@ -66,7 +66,6 @@ class Gate:
         wrap("mini_batch_gate", engine, "lr_scheduler_step", self.lr_scheduler_step, "")
         self._data: TensorDict | None = None  # of the current mini-batch
         self._taken, self._compares = True, False
-        self._biases: list[tuple[Tensor, Tensor]] = []  # those of Megatron's routers, and copies from before the pass
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._metrics: dict[str, list[float]] = {}
 
@@ -108,7 +107,7 @@ class Gate:
         adds the signals that they bound; without compute_log_prob, the first mini-batch's measurements; with it, the
         self-gap of the first mini-batch: k3 of l_old against l_theta, which the same weights computed twice."""
         self._data, self._taken, self._metrics = data, True, {}
-        self._biases = [(bias, bias.clone()) for bias in moving_biases(self.engine)]
+        biases = [(bias, bias.clone()) for bias in moving_biases(self.engine)]
         if (measuring := self._measuring) is not None:
             measuring.begin_mini_batch()
         if self.undo is not None:
@@ -119,6 +118,9 @@ class Gate:
             outputs = verls(data, loss_function)
         finally:
             self._data = None
+        if not self._taken:
+            for bias, before in biases:
+                bias.copy_(before)
         if self.engine.is_mp_src_rank_with_outputs():
             outputs["metrics"].update(self._metrics)
             outputs["metrics"]["gate/refused"] = [float(not self._taken)]
@@ -157,8 +159,6 @@ class Gate:
         if self._data is not None and self._taken:
             self._taken = not self._dropped_all(self._data)
         if not self._taken:
-            for bias, before in self._biases:
-                bias.copy_(before)
             return 0.0
         if self.undo is not None and self.undo.of != self._step:
             # Also before a step that the engine skips: an undo for its NaN must not take back the update before.
