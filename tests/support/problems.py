@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, errors_of
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.stability import stability_config
@@ -22,12 +22,12 @@ def read_settings(node: Any) -> StabilityConfig:
 
 
 def check_run(run: RunFeatures) -> None:
-    """Raises a ConfigError of all of a run's problems."""
-    if problems := problems_of(run):
+    """Raises a ConfigError of all of a run's errors."""
+    if problems := errors_of(problems_of(run)):
         raise ConfigError.of(problems)
 
 
 def check_sizes(config: DictConfig, shape: ModelShape | None) -> None:
     """Raises a ConfigError of all sizes that contradict each other."""
-    if problems := [problem for problem in size_problems(config, shape) if problem.level == "error"]:
+    if problems := errors_of(size_problems(config, shape)):
         raise ConfigError.of(problems)

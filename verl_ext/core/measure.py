@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_ext.base.names import LAG_EDGES
 from verl_ext.core.blocks import LARGEST, Block, Scratch, Sums, add_up, copy_to_host, read_blocks
 from verl_ext.core.breakdown import (
     agreement_measures,
@@ -283,13 +284,16 @@ def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
     For k1, the rest is mean(l_version - l_old); for k3, it is the change of the estimate, which may be negative.
 
     Args:
-        tokens: of the rescored trajectories, in their order.
-        l_version: [r] for each trajectory.
+        tokens: of the rescored trajectories, in their order. Where several versions sampled a trajectory, only the
+            tokens of the newest count (`Tokens.lag`).
+        l_version: [r] for each trajectory, under its newest version.
 
     Returns {} where no token counts: masked in, with three finite log-probabilities.
     """
     then = torch.cat(list(l_version))
     mask = tokens.mask & tokens.l_infer.isfinite() & tokens.l_old.isfinite() & then.isfinite()
+    if tokens.lag is not None:
+        mask &= tokens.lag.buckets(tokens.mask, tokens.offsets) < len(LAG_EDGES)
     whole = measure(Tokens(tokens.l_infer, tokens.l_old, mask, tokens.offsets), breakdown=False).metrics
     engine = measure(Tokens(tokens.l_infer, then, mask, tokens.offsets), breakdown=False).metrics
     if not whole:
@@ -297,4 +301,5 @@ def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
     of_engines = {name: engine[name] for name in (*PARTED, "vllm_kl/log_ratio_abs_mean")}
     split = {f"vllm_kl/engine/{name.removeprefix('vllm_kl/')}": value for name, value in of_engines.items()}
     split |= {f"vllm_kl/stale/{name.removeprefix('vllm_kl/')}": whole[name] - engine[name] for name in PARTED}
-    return split | {"vllm_kl/rescored": float(len(l_version))}
+    counted = segment_sums(mask.float(), tokens.offsets.diff()) > 0
+    return split | {"vllm_kl/rescored": float(counted.sum())}

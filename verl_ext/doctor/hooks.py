@@ -38,7 +38,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import Problem, reason_of
+from verl_ext.base.errors import Problem, errors_of, reason_of
 from verl_ext.base.patching import Undo, apply_all, patch
 from verl_ext.doctor.checks import ABSENT, Context, check, error, note, ok, unread, unset, warning
 from verl_ext.features import losses
@@ -183,16 +183,17 @@ def _added(key: str, context: Context) -> Iterator[Problem]:
 
 @check("hooks", needs="can_be_fitted")
 def hooks(context: Context) -> Iterable[Problem]:
-    """Errors with which `verl_ext` would stop at its start, including those of the model's routers; otherwise the
-    features that are switched on.
+    """Errors with which `verl_ext` would stop at its start, including those of the model's routers, and what it would
+    only say; otherwise the features that are switched on.
 
     Source: `fit` of verl_ext, as `verl_ext.start.run` calls it. It also probes the model's routers, unless that would
     run the model's own code.
     """
     for problem in context.problems:
         said, fix = " ".join(str(problem).split()), unset(context.config, problem.fix)
-        yield replace(problem, found=said, why="the run would stop with this line before Ray starts", fix=fix)
-    if context.problems or context.features is None:
+        stops = "the run would stop with this line before Ray starts" if problem.level == "error" else ""
+        yield replace(problem, found=said, why=stops, fix=fix)
+    if errors_of(context.problems) or context.features is None:
         return
     if not context.features.demands:
         yield note("no feature of stability.* is switched on", "verl runs unchanged; see docs/methods.md")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ext.base.errors import ConfigError, Problem, UserError
+from verl_ext.base.errors import ConfigError, Problem, UserError, errors_of
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
 from verl_ext.features.table import problems_of, read_features
@@ -39,8 +39,8 @@ def fit_run(config: DictConfig, overrides: Sequence[str], *, read_model: bool) -
         ConfigError: settings cannot work; it has all of them.
     """
     features, problems = fit(config, overrides, read_model=read_model)
-    if problems or features is None:
-        raise ConfigError.of(problems)
+    if (errors := errors_of(problems)) or features is None:
+        raise ConfigError.of(errors)
     return features
 
 

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 
+from omegaconf import OmegaConf
+
 from verl_ext.base.errors import Problem
 from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.verl_config import BYPASS, MODE, bypasses, is_asynchronous, strategy_of, trainer_mode
 
+THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 COPIED = ("fsdp", "fsdp2", "veomni", "megatron")  # DetachActorWorker._get_strategy_handlers of verl 0.9.1
 
 
@@ -15,7 +18,10 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
 
 
 def problems(run: RunFeatures) -> Iterator[Problem]:
-    """Checks that verl keeps copies of earlier weights: only in separate_async, and not in bypass mode."""
+    """Checks that verl keeps copies of earlier weights: only in separate_async, and not in bypass mode.
+
+    verl's replay buffer drops prompts that are more than THRESHOLD - 1 steps old (`_stale_terminal_keys` of 0.9.1).
+    """
     if not run.stability.rescoring.every:
         return
     where, never = f"stability.rescoring.every={run.stability.rescoring.every}", ("stability.rescoring=null",)
@@ -32,6 +38,12 @@ def problems(run: RunFeatures) -> Iterator[Problem]:
         yield Problem(f"{where}: verl copies no weights with {BYPASS}=True", fix=never)
     if (strategy := strategy_of(run.config)) not in COPIED:
         yield Problem(f"{where}: verl copies no weights with actor.strategy={strategy}", fix=never)
+    oldest, versions = OmegaConf.select(run.config, THRESHOLD), run.stability.rescoring.versions
+    if oldest is None or oldest - 1 > versions:
+        found = f"stability.rescoring.versions={versions}, and {THRESHOLD}={'null' if oldest is None else oldest}"
+        why = f"trajectories whose newest weights are more than {versions} version(s) old are not rescored"
+        otherwise = "more versions, each a copy of the weights in the host's memory"
+        yield Problem(found, why, otherwise=otherwise, level="note")
 
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:

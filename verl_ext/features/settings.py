@@ -190,13 +190,14 @@ class Rescoring:
     equally many (one trajectory per pass). Then it loads the current weights again. The time is logged as
     `timing_s/rescore`.
 
-    Trajectories that are older than the kept versions, or that several versions sampled, are not rescored. The other
-    modes and bypass mode keep no copies, so rescoring is refused there.
+    Trajectories that are older than the kept versions are not rescored. Where several versions sampled a trajectory,
+    the tokens of the newest are compared. The other modes and bypass mode keep no copies, so rescoring is refused
+    there.
 
     Attributes:
         every: rescore every this many steps; 0 never does.
-        trajectories: how many trajectories of a batch are rescored, chosen at random from those that a single kept
-            version sampled.
+        trajectories: how many trajectories of a batch are rescored, chosen at random from those whose newest version
+            is kept.
         versions: how many old versions of the weights are kept in the host's memory.
     """
 

@@ -22,8 +22,8 @@ NOW = "present weights"  # a key of verl's copies
 def rescore(
     batch: KVBatchMeta, step: int, settings: Rescoring, workers: Any, multiple: int, temperature: float
 ) -> dict[str, Tensor]:
-    """Returns key -> log-probabilities [r] of the response under the weights that sampled it; {} in a step that is not
-    due.
+    """Returns key -> log-probabilities [r] of the response under the newest weights that sampled it; {} in a step that
+    is not due.
 
     Called once per step, before verl's own pass for the step's first update.
 
@@ -56,12 +56,8 @@ def rescore(
 def choose_by_version(
     tags: Sequence[Mapping[str, Any]], kept: Sequence[int], count: int, seed: int
 ) -> dict[int, list[int]]:
-    """Returns version -> rows: up to `count` at random, of the trajectories that a single kept version sampled."""
-    able = [
-        row
-        for row, tag in enumerate(tags)
-        if tag["min_global_steps"] == tag["max_global_steps"] in kept and not tag.get("is_padding", False)
-    ]
+    """Returns version -> rows: up to `count` at random, of the trajectories whose newest version is kept."""
+    able = [row for row, tag in enumerate(tags) if tag["max_global_steps"] in kept and not tag.get("is_padding", False)]
     picked = sorted(random.Random(seed).sample(able, min(count, len(able))))
     by_version: dict[int, list[int]] = {}
     for row in picked:

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed, assert_refused
 from tests.support.problems import check_run
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, errors_of
 from verl_ext.core.losses import Llds
 from verl_ext.features import rescoring
 from verl_ext.features.feature import RunFeatures
@@ -211,8 +211,19 @@ def test_rescoring_where_verl_copies_weights(compose, models):
     ):
         changed = config.copy()
         OmegaConf.update(changed, setting, value)
-        (problem,) = rescoring.problems(RunFeatures(changed, stability_config(config.stability)))
+        (problem,) = errors_of(rescoring.problems(RunFeatures(changed, stability_config(config.stability))))
         assert f"rescoring.every=5: {said}" in problem.found and problem.fix == ("stability.rescoring=null",)
+
+
+@pytest.mark.parametrize(("versions", "oldest", "told"), [(1, 8, True), (7, 8, False), (7, "null", True)])
+def test_trajectories_that_no_kept_version_scores_are_told(compose, versions, oldest, told):
+    config = compose(
+        f"{MODE}=separate_async",
+        f"stability.rescoring={{every:5,versions:{versions}}}",
+        f"trainer.v1.sampler.max_off_policy_threshold={oldest}",
+    )
+    found = [*rescoring.problems(RunFeatures(config, stability_config(config.stability)))]
+    assert [problem.level for problem in found] == ["note"] * told
 
 
 def test_routing_of_a_dense_model_is_refused(compose, models):

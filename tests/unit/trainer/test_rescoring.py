@@ -21,8 +21,8 @@ def tag(low, high, **more):
 TAGS = [tag(6, 6), tag(5, 5), tag(4, 5), tag(5, 5), tag(3, 3), tag(5, 5, is_padding=True), tag(4, 4)]
 
 
-def test_only_what_one_kept_version_sampled_is_chosen():
-    assert choose_by_version(TAGS, kept=[4, 5], count=9, seed=0) == {5: [1, 3], 4: [6]}
+def test_only_what_a_kept_version_ended_is_chosen():
+    assert choose_by_version(TAGS, kept=[4, 5], count=9, seed=0) == {5: [1, 2, 3], 4: [6]}
     assert choose_by_version(TAGS, kept=[], count=9, seed=0) == {}
 
 
@@ -106,7 +106,10 @@ def rescored(monkeypatch):
 
 def test_each_version_scores_its_own_trajectories_and_the_present_weights_come_back(rescored):
     found, workers = rescored(7, every=1, versions=3)
-    assert {key: row.tolist() for key, row in found.items()} == {"k1": [5, 5], "k3": [5, 5], "k6": [4, 4]}
+    assert {key: row.tolist() for key, row in found.items()} == {
+        **{key: [5, 5] for key in ("k1", "k2", "k3")},
+        "k6": [4, 4],
+    }
     assert workers.weights == 6 and workers.saved == {}
     assert workers.called[0] == ("keep", 5, 3), "verl's copy, of the start of step 6, is of what step 5 left"
     assert [(weights, len(keys)) for weights, keys, _ in workers.called[1:]] == [(5, 4), (4, 4)]
@@ -117,5 +120,5 @@ def test_each_version_scores_its_own_trajectories_and_the_present_weights_come_b
 def test_versions_are_kept_in_every_step_and_scored_with_in_those_that_are_due(rescored):
     found, workers = rescored(7, every=2)
     assert found == {} and workers.called == [("keep", 5, 5)]
-    assert rescored(8, every=2)[0].keys() == {"k1", "k3", "k6"}
+    assert rescored(8, every=2)[0].keys() == {"k1", "k2", "k3", "k6"}
     assert NOW not in workers.saved

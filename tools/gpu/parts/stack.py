@@ -14,6 +14,7 @@ OVERRIDES = (
     "recipe=cpu_smoke",
     "stability=icepop",
     "stability.router_agreement=true",
+    "stability.sync_check={every:1}",
     "trainer.device=cuda",
     "trainer.total_training_steps=3",
 )
@@ -33,7 +34,7 @@ def run(record: Record, place: Place) -> None:
             ran = _python("-m", "verl_ext.main_ppo", *overrides, VERL_FILE_LOGGER_PATH=str(metrics))
             record.check("it ends well", ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:])
             steps = [json.loads(line)["data"] for line in metrics.read_text(encoding="utf-8").splitlines()]
-            for name in ("vllm_kl/k3", "router/agreement"):
+            for name in ("vllm_kl/k3", "router/agreement", "sync/wrong_tensors"):
                 record.figure(name, [step[name] for step in steps if name in step], "")
 
 
