@@ -83,6 +83,21 @@ def sync_check_table() -> list[list[str]]:
     return rows
 
 
+def one_pass_table() -> list[list[str]]:
+    """Tabulates a step of recipes with one update a batch, with and without compute_log_prob."""
+    rows = [["model", "GPUs", "old log-probs, s", "update, s", "step, s", "without, s", "ratio"]]
+    for model, recipe in (RECIPES | {"GLM-4.5-Air": "glm45_air_megatron"}).items():
+        given = [f"recipe={recipe}", *PRESET, "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}"]
+        with_it, without = (
+            read_plan(_config([*given, f"stability.reuse_log_probs={reuse}"]), GPU) for reuse in ("off", "on")
+        )
+        stages = with_it.timing.stages
+        seconds = (stages["old log-probs"], stages["update"], with_it.step, without.step)
+        ratio = without.step / with_it.step
+        rows.append([model, f"{with_it.sizes.gpus:,}", *(f"{each:,.0f}" for each in seconds), f"{ratio:.2f}"])
+    return rows
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A published run: stage -> seconds, planned and published, as far as they were published."""
@@ -224,7 +239,7 @@ def parts() -> dict[str, str]:
     """Returns name -> Markdown."""
     found = {model: plans(recipe) for model, recipe in RECIPES.items()}
     made = {"rates": rates_table(), "agreement": agreement_table(), "runs": runs_table(), "judged": judged_table()}
-    made["sync check"] = sync_check_table()
+    made["sync check"], made["one pass"] = sync_check_table(), one_pass_table()
     made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
     return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
 

@@ -5,16 +5,17 @@
 
 --keep adds new variants, and does not change existing ones. The table between `<!-- lab/stale -->` and
 `<!-- end -->` is made from stale.json, the one after `<!-- ablations/stale -->` from a family in ablations.json
-(run.py). The one after `<!-- forecast/all -->` shows how early the guard warned, in all of these runs and those of
-recipes/collapse.
+(run.py), the one after `<!-- boundary/stale -->` from its family "boundary". The one after `<!-- forecast/all -->`
+shows how early the guard warned, in all of these runs and those of recipes/collapse.
 """
 
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from verl_ext.lab.summary import EXACT, Summary, Variant, summarise
@@ -26,8 +27,9 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "lab.md"
 KEPT = PAGE.parent / "lab"
 RECORDED = HERE.parent / "collapse" / "runs"
+LOST = 0.1  # reward: what a run without a correction may lose against exact
 EARLY = 20  # steps ahead of a fall that a warning should come
-MARKS = re.compile(r"<!-- (lab|ablations|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
+MARKS = re.compile(r"<!-- (lab|ablations|boundary|forecast)/([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 SOME = 0.005  # the smallest share of dropped tokens that the table shows
 HEAD = ("final reward", "against none", "collapsed", "ended early by the guard", "tokens dropped", "with k3")
 
@@ -39,8 +41,13 @@ def with_tables(page: str) -> str:
         kind, name = mark[1], mark[2]
         if kind == "forecast":
             return f"<!-- {kind}/{name} -->\n{forecasts()}\n<!-- end -->"
-        found = json.loads((KEPT / f"{name if kind == 'lab' else kind}.json").read_text(encoding="utf-8"))
-        table = variants(found) if kind == "lab" else ablations([each for each in found if each["family"] == name])
+        found = json.loads((KEPT / f"{name if kind == 'lab' else 'ablations'}.json").read_text(encoding="utf-8"))
+        if kind == "lab":
+            table = variants(found)
+        elif kind == "boundary":
+            table = boundaries([each for each in found if each["family"] == kind])
+        else:
+            table = ablations([each for each in found if each["family"] == name])
         return f"<!-- {kind}/{name} -->\n{table}\n<!-- end -->"
 
     return MARKS.sub(written, page)
@@ -97,6 +104,39 @@ def ablations(grids: list[Row]) -> str:
         found = {variant["name"]: variant for variant in grid["variants"]}
         rows.append([grid["changed"], *(_ended(found[name]) for name in names)])
     return _markdown(rows)
+
+
+def boundaries(grids: list[Row]) -> str:
+    """Returns a row for each grid: each variant's k3 and the reward that it loses, means over the seeds; and the k3 at
+    which a run loses LOST, median and range over the seeds that reach it."""
+    names = [variant["name"] for variant in grids[0]["variants"] if variant["name"] != EXACT]
+    names.sort(key=lambda name: int(name.rpartition("_")[2]))  # lag_16
+    rows = [["", EXACT, *names, f"k3 at which {LOST} is lost", "seeds that lose it"]]
+    for grid in grids:
+        found = {variant["name"]: variant for variant in grid["variants"]}
+        finals, k3s = ({name: list(each[key].values()) for name, each in found.items()} for key in ("final", "k3"))
+        losses = {
+            name: [best - final for best, final in zip(finals[EXACT], finals[name], strict=True)] for name in names
+        }
+        cells = [f"{fmean(k3s[name]):.1e}: {fmean(losses[name]):+.2f}" for name in names]
+        by_seed = zip(*(zip(k3s[name], losses[name], strict=True) for name in names), strict=True)
+        at = sorted(filter(None, map(crossing, by_seed)))
+        said = f"{median(at):.1e} ({at[0]:.1e} to {at[-1]:.1e})" if at else ""
+        rows.append(
+            [grid["changed"], f"{fmean(finals[EXACT]):.2f}", *cells, said, f"{len(at)} of {len(finals[EXACT])}"]
+        )
+    return _markdown(rows)
+
+
+def crossing(points: Iterable[tuple[float, float]]) -> float | None:
+    """Returns the smallest k3 at which the loss of (k3, loss) passes LOST, interpolated in log k3; None if none does,
+    the first k3 if all do."""
+    points = sorted(points)
+    for (below, less), (above, more) in zip([points[0], *points], points, strict=False):
+        if more >= LOST:
+            part = (LOST - less) / (more - less) if less < LOST else 0.0
+            return below * (above / below) ** part
+    return None
 
 
 def forecasts() -> str:

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[2]
 OUT, KEPT = ROOT / ".lab" / "ablations", ROOT / "docs" / "lab" / "ablations.json"
 SEEDS = "20,21"
-LR = "actor_rollout_ref.actor.optim.lr"
+LAGS = (4, 8, 16, 32)
+LR, MINI_BATCH = (f"actor_rollout_ref.actor.{name}" for name in ("optim.lr", "ppo_mini_batch_size"))
+BATCH, LENGTH = "data.train_batch_size", "data.max_response_length"
 R3_TIS = "r3+tis=stability=r3 stability.correction=tis stability.batch_skip.threshold=null"
 R3_SEQUENCE = "r3+tis_sequence=stability=r3 stability.correction=tis_sequence stability.batch_skip.threshold=null"
 CENTERED = "stability.score_centering=true stability.batch_skip.threshold=null"
@@ -67,11 +69,13 @@ FAMILIES = {
         seeds="30,31",
     ),
     "truncated": Family("truncated", "none,tis,icepop,mis"),
+    # How large a gap is before runs without a correction come apart, and what that depends on.
+    "boundary": Family("stale", "exact", tuple(f"lag_{lag}=lab.stale.lag={lag}" for lag in LAGS), seeds="40,41,42"),
     # Four updates per step: only then does l_theta differ from l_old, on which llds_loss, r2 and router_shift depend.
     "updates": Family(
         "stale",
         "none,opsm,r2,r3,llds_loss,router_shift_loss",
-        overrides=("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "lab.stale.lag=4"),
+        overrides=(f"{BATCH}=16", f"{MINI_BATCH}=4", "lab.stale.lag=4"),
     ),
 }
 ABLATIONS = (
@@ -85,7 +89,7 @@ ABLATIONS = (
     Ablation("stale", "32 updates old"),
     Ablation("stale", "8 updates old", ("lab.stale.lag=8",)),
     Ablation("stale", "half the learning rate", (f"{LR}=5e-4",)),
-    Ablation("stale", "answers half as long", ("lab.task.digits=8", "data.max_response_length=12")),
+    Ablation("stale", "answers half as long", ("lab.task.digits=8", f"{LENGTH}=12")),
     Ablation("stale", "32 experts, top-8", ("lab.model.experts=32", "lab.model.expert_hidden=8", "lab.model.top_k=8")),
     Ablation("quantized", "fp4, the routers too"),
     Ablation("quantized", "fp4, the routers not", ("lab.quantized.router=false",)),
@@ -94,6 +98,15 @@ ABLATIONS = (
     Ablation("both", "32 updates old and fp4, the routers too"),
     Ablation("sides", "fp4, the routers too"),
     Ablation("others", "32 updates old"),
+    Ablation("boundary", "as the lab has it"),
+    Ablation("boundary", "1 layer", ("lab.model.layers=1",)),
+    Ablation("boundary", "4 layers", ("lab.model.layers=4",)),
+    Ablation("boundary", "batch of 4 prompts", (f"{BATCH}=4", f"{MINI_BATCH}=4")),
+    Ablation("boundary", "batch of 16 prompts", (f"{BATCH}=16", f"{MINI_BATCH}=16")),
+    Ablation("boundary", "answers half as long", ("lab.task.digits=8", f"{LENGTH}=12")),
+    Ablation("boundary", "answers twice as long", ("lab.task.digits=32", f"{LENGTH}=36")),
+    Ablation("boundary", "half the learning rate", (f"{LR}=5e-4",)),
+    Ablation("boundary", "twice the learning rate", (f"{LR}=2e-3",)),
 )
 
 
@@ -112,7 +125,8 @@ def command(each: Ablation) -> list[str]:
 def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the results that the page's table needs.
 
-    Each variant has the final rewards by seed, null if the guard ended the run early, and the steps of its collapses.
+    Each variant has, by seed, the final reward, null if the guard ended the run early, and k3 shortly before the end
+    or a collapse; and the steps of its collapses.
     """
     return {
         "family": each.family,
@@ -124,6 +138,7 @@ def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
             {
                 "name": variant["name"],
                 "final": {seed: run["final"] for seed, run in variant["runs"].items()},
+                "k3": {seed: run["k3_before"] for seed, run in variant["runs"].items()},
                 "collapsed": variant["collapsed"]["at"],
             }
             for variant in found["variants"]

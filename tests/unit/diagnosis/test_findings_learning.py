@@ -86,6 +86,8 @@ CASES = [
     ("gradient_zero.zero", 1, {GRADIENT: [0.0] * 5}),
     ("gradient_zero.lost", 1, {GRADIENT: [0.0] * 20, ADVANTAGE_MAX: [1.0] * 20, ADVANTAGE_MIN: [-1.0] * 20}),
     ("gradient_zero.lost", 1, {GRADIENT: [0.0] * 20, DEAD_GROUPS: [0.5] * 20}),
+    ("gradient_zero.lost", 1, {GRADIENT: [0.0], DEAD_GROUPS: [0.0]}),
+    ("gradient_zero.some", None, {GRADIENT: [0.5, 0.0, 0.0], DEAD_GROUPS: [0.0] * 3}),
     ("gradient_zero.zero", 1, {GRADIENT: [0.0] * 20, DEAD_GROUPS: [1.0] * 20, REWARD_MAX: [1.0] * 20}),
     ("reference_kl_spiked.spiked", 10, {REFERENCE: [2.0, 2.5] * 4 + [2.0, 3395.0] + [2.0, 2.5] * 10}),
     ("reference_kl_spiked.calm", None, {REFERENCE: [2.0, 2.5] * 10}),
@@ -108,6 +110,7 @@ CASES = [
     ("not_finite.training", 21, {GRADIENT: then(0.5, NAN), K3: then(1e-4, NAN)}),
     ("not_finite.training", 20, {GRADIENT: then(0.5, INF, at=21), LOSS: then(0.0, NAN, at=19)}),
     ("not_finite.training", 1, {GRADIENT: [NAN] * 5}),  # never a number
+    ("not_finite.training", 1, {GRADIENT: [0.5], "critic/vf_loss": [NAN]}),
     ("not_finite.reference", 1, {"actor/kl_loss": [NAN] * 5, GRADIENT: [0.5] * 5}),
     ("not_finite.training", 1, {"actor/kl_loss": [NAN] * 5}),  # the update is not logged
     ("not_finite.training", 21, {GRADIENT: [0.5] * 4 + [NAN] + [0.5] * 15 + [NAN] * 10, LOSS: [NAN] + [0.0] * 29}),

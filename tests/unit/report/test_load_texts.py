@@ -336,6 +336,17 @@ ENDS = {
     "ray.exceptions.RayTaskError(TimeoutError): ray::RolloutManager.generate() (pid=2)\n": "in the rollout by",
     "  File \"x.py\", line 3, in update_actor\n    here()\nmy.Odd: 9\n" + "more\n" * 9: "in the update by my.Odd: 9",
     "  File \"x.py\", line 3, in update_actor\n    here()\n": "in the update by a traceback whose last",
+    "".join(
+        f"[rank{rank}]:[E4 10:42:28.85 ProcessGroupNCCL.cpp:6] [Rank {rank}] Watchdog caught collective operation "
+        f"timeout: WorkNCCL(SeqNum={number}, OpType=ALLTOALL, Timeout(ms)=600000) ran for 600013 milliseconds\n"
+        for rank, number in ((7, 44), (3, 44), (0, 90), (0, 91))
+    ): "NCCL (the watchdog): ranks 3, 7 in ALLTOALL 44; rank 0 in ALLTOALL 90, for 600 s",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried\n(main pid=3) Unhandled error: ray::Worker.generate() (pid=4)\n"
+    "(main pid=3)   File \"base.py\", line 9, in func\n": "in the rollout by torch.OutOf",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried\nwhile running Actor's function sync_model_to_rollout: "
+    "exception is X\n": "in the weight sync by torch.OutOf",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried\n[rank0]: Traceback (most recent call last):\n"
+    "[rank0]:   File \"t.py\", line 3, in training_step\n": "in the update by torch.OutOf",
 }  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Se
 from verl_ext.diagnosis.statistics import SURE, course_of
 
 UPDATE = (GRADIENT, "actor/pg_loss", "actor/loss")
-TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl")
+CRITIC = ("critic/grad_norm", "critic/vf_loss")
+TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl", *CRITIC)
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
 OFTEN = 0.5  # share of the last readings that are not finite in a metric that is lost, and of all since then

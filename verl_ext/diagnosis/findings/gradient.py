@@ -75,15 +75,18 @@ def gradient_spike(run: Readings) -> Seen:
 
 @finding("gradient_zero", "zero lost | some", needs=(GRADIENT,))
 def gradient_zero(run: Readings) -> Seen:
-    """The gradient is exactly 0, step after step: nothing is learnt. It is lost if rewards spread all the same."""
-    series = run.need(GRADIENT, fewest=3)
+    """The gradient is exactly 0, step after step: nothing is learnt. It is lost if rewards spread all the same: then
+    fewer than 3 readings show it, if they are all."""
+    signal = has_signal(run)
+    series = run.need(GRADIENT, fewest=1 if signal else 3)
     none = np.abs(series.values) < NOTHING
     began = holds_from(none, 0.9)
-    if len(none) - began < max(0.25 * len(none), 3):
+    if len(none) - began < max(0.25 * len(none), min(3, len(none))):
         return "some", f"the gradient's norm is {now_of(series):.2g}"
     step = int(series.steps[began])
-    text = f"the gradient is 0 in {int(none[began:].sum())} steps, from step {step} on"
-    if has_signal(run):
+    count = int(none[began:].sum())
+    text = f"the gradient is 0 in {count} step{'s' * (count != 1)}, from step {step} on"
+    if signal:
         return "lost", f"{text}, although answers to one prompt get different rewards", step
     return "zero", text, step
 

@@ -52,7 +52,7 @@ SIGNAL = re.compile(
     r"(?:\s*$|\s+\(core dumped\)|\s+\(\d+\)|(?<=d)\s{2,}|\s*:|\s+(?=python|torchrun|bash|ray))"
     r"|(?:Signal |exitcode *: -|Signals\.SIG\w+: |got signal: )(\d+)\b|exit(?:ed with)?(?: exit)? ?code:? (1[2-5]\d)\b"
 )
-BROKEN = "a broken connection between processes: {0}"
+BROKEN, WATCHDOG = "a broken connection between processes: {0}", "a timeout of NCCL (the watchdog)"
 # What killed a process from outside, in the words of Slurm, Ray, Kubernetes, PBS, LSF and the kernel.
 KILLS = [
     (re.compile(pattern), what, rank)
@@ -68,7 +68,7 @@ KILLS = [
         (r"due to the node running low on memory|ray\.exceptions\.OutOfMemoryError", "Ray's memory monitor", OUTSIDE),
         (
             r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)",
-            "a timeout of NCCL (the watchdog)",
+            WATCHDOG,
             STUCK,
         ),
         (
@@ -109,7 +109,10 @@ OTHERS = 3  # other lines of its process, after which a traceback without a last
 SHORT = 200  # lines of a text without rows that counts as the end of a log as a whole
 # A phase of a step, and the functions and remote methods that run in it.
 PHASES = (
-    ("the weight sync", r"update_weights?\b|load_weights|sync_weights|receive_weights|wake_up|resume_memory"),
+    (
+        "the weight sync",
+        r"update_weights?\b|load_weights|sync_weights|sync_model|receive_weights|wake_up|resume_memory",
+    ),
     ("a checkpoint", r"save_checkpoint|save_model|save_pretrained|load_checkpoint"),
     ("the log-probs", r"log_?probs?\b|log_probs?_|_logps|infer_batch"),
     (
@@ -119,6 +122,11 @@ PHASES = (
     ("the rollout", r"generate|rollout_loop|EngineCore"),
     ("the reward", r"compute_score|reward_fn|compute_rewards?\b|RewardLoop"),
 )
+# What tells the call that failed behind its error: Ray's name of a task, or a worker group's.
+CALL = re.compile(r"\bray::[\w.]+\(|'s function \w+: exception")
+# What PyTorch's watchdog says of a collective: rank, number, kind, milliseconds.
+COLLECTIVE = re.compile(r"\[Rank (\d+)\] Watchdog caught .*?\bSeqNum=(\d+), OpType=(\w+).*? ran for (\d+) millisec")
+MOST_COLLECTIVES, MOST_RANKS = 3, 8  # that are named
 PACKAGES = {  # of trainers, as names.toml calls these
     "verl": "verl",
     "trl": "TRL",
@@ -157,6 +165,12 @@ class Error:
         return re.sub(r"\d+", "", self.what)[:ALIKE]
 
 
+def phase_of(texts: Sequence[str]) -> str:
+    """Returns the phase that the last of these lines names that names any; "" if none does."""
+    found = [phase for text in texts for phase, words in PHASES if re.search(words, text)]
+    return "the update" if found[-1:] == ["the log-probs"] and "the update" in found else "".join(found[-1:])
+
+
 class _Traceback:
     """The frames that a process has printed last, and whether the last line of their traceback is still to come."""
 
@@ -185,9 +199,7 @@ class _Traceback:
 
     def phase(self, told: str = "") -> str:
         """Returns the phase of the deepest frame that has one. Log-probs are also computed in the update."""
-        texts = [*(each.string for each in self.frames), told]
-        found = [phase for text in texts for phase, words in PHASES if re.search(words, text)]
-        return "the update" if found[-1:] == ["the log-probs"] and "the update" in found else "".join(found[-1:])
+        return phase_of([*(each.string for each in self.frames), told])
 
     def cut_off(self) -> Error:
         """Returns the error of a traceback without its last line."""
@@ -207,6 +219,10 @@ class _Search:
         self._handled = handled
         self._found: list[tuple[str, Error]] = []  # process, error
         self._traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
+        self._waits: dict[
+            int, tuple[int, str, int]
+        ] = {}  # rank -> number, kind and milliseconds of its first collective
+        self._called = ""  # the phase of the first call that is said to have failed
         self._traced = self._finished = False
         self._bars = 0
         self._front = re.compile("")  # of an unknown logger
@@ -226,6 +242,11 @@ class _Search:
         behind = said[bars[-1].end :].strip() if bars else ""  # an error is printed into the line of a bar
         bare = behind or said.strip()
         error = _error_of(bare) if signs else None
+        if waits := COLLECTIVE.search(line):
+            wait = int(waits[2]), waits[3], int(waits[4])
+            self._waits[int(waits[1])] = min(wait, self._waits.get(int(waits[1]), wait))
+        elif self._found and not self._called and CALL.search(bare):
+            self._called = phase_of([bare])
         if error is None and trace.open and RAISED.match(said):
             error = _raised(bare)
         if FINISHED.search(said):
@@ -257,9 +278,31 @@ class _Search:
         return near or (not error.is_a_sign and (error.rank != OWN or self._traced or SURE.search(said) is not None))
 
     def root(self) -> Error | None:
-        """Returns the first of the errors with the highest rank."""
+        """Returns the first of the errors with the highest rank, with what other lines say of it."""
         cut_off = [trace.cut_off() for trace in self._traces.values() if trace.open and not trace.ignored]
-        return max((*(error for _, error in self._found), *cut_off), key=lambda error: error.rank, default=None)
+        errors = [*(error for _, error in self._found), *cut_off]
+        root = max(errors, key=lambda error: error.rank, default=None)
+        if root is None:
+            return None
+        if root.what == WATCHDOG and self._waits:
+            root = replace(root, what=f"{WATCHDOG}: {self._waiting()}")
+        if root.rank == OWN and not root.phase:  # its traceback may come behind it, or the call that it ended
+            root = replace(root, phase=self._called or next((each.phase for each in cut_off if each.phase), ""))
+        return root
+
+    def _waiting(self) -> str:
+        """Describes the collectives that ranks waited in: `ranks 0, 1 in ALLREDUCE 305 for 600 s`."""
+        ranks = defaultdict[tuple[int, str], list[int]](list)
+        for rank, (number, kind, _) in sorted(self._waits.items()):
+            ranks[number, kind].append(rank)
+        said = []
+        for (number, kind), those in sorted(ranks.items())[:MOST_COLLECTIVES]:
+            few = ", ".join(map(str, those[:MOST_RANKS])) + (
+                f" and {len(those) - MOST_RANKS} more" if len(those) > MOST_RANKS else ""
+            )
+            said.append(f"rank{'s' * (len(those) > 1)} {few} in {kind} {number}")
+        longest = max(wait[2] for wait in self._waits.values()) // 1000
+        return f"{'; '.join(said)}, for {longest} s"
 
 
 def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = False) -> Error | None:
