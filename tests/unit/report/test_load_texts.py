@@ -336,6 +336,8 @@ ENDS = {
     "ray.exceptions.RayTaskError(TimeoutError): ray::RolloutManager.generate() (pid=2)\n": "in the rollout by",
     "  File \"x.py\", line 3, in update_actor\n    here()\nmy.Odd: 9\n" + "more\n" * 9: "in the update by my.Odd: 9",
     "  File \"x.py\", line 3, in update_actor\n    here()\n": "in the update by a traceback whose last",
+    "Traceback (most recent call last):\n  File \"a/b.py\", line 9, in go\n    assert x\nAssertionError\n": "by "
+    "AssertionError, in a/b.py, line 9, in go",
     "".join(
         f"[rank{rank}]:[E4 10:42:28.85 ProcessGroupNCCL.cpp:6] [Rank {rank}] Watchdog caught collective operation "
         f"timeout: WorkNCCL(SeqNum={number}, OpType=ALLTOALL, Timeout(ms)=600000) ran for 600013 milliseconds\n"

@@ -31,6 +31,7 @@ EXCEPTION = re.compile(
 RAISED = re.compile(
     r"(?:(?:[A-Za-z_]\w*\.)+[A-Z]\w*|Exception|[A-Z]\w*(?:Timeout|Expired|Iteration|Failure|Failed))(?::\s.*|:?$)"
 )
+WORDLESS = re.compile(r"[\w.]+:?$")  # an error that says nothing but its name
 # Told without a traceback, or before one that may be cut off.
 ANNOUNCED = re.compile(
     r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|method '\w+' failed"
@@ -119,7 +120,7 @@ PHASES = (
         "the update",
         r"backward|update_actor|update_policy|update_critic|training_step|train_step|train_batch|train_mini",
     ),
-    ("the rollout", r"generate|rollout_loop|EngineCore"),
+    ("the rollout", r"generate|rollout_loop|EngineCore|execute_model"),
     ("the reward", r"compute_score|reward_fn|compute_rewards?\b|RewardLoop"),
 )
 # What tells the call that failed behind its error: Ray's name of a task, or a worker group's.
@@ -201,11 +202,17 @@ class _Traceback:
         """Returns the phase of the deepest frame that has one. Log-probs are also computed in the update."""
         return phase_of([*(each.string for each in self.frames), told])
 
+    @property
+    def place(self) -> str:
+        """`, in FILE, line 3, in FUNCTION`, of the deepest frame; "" without one."""
+        if not self.frames:
+            return ""
+        file, line, short, at, function = self.frames[-1].groups()
+        return f", in {file or short}, line {line or at}" + (f", in {function}" if function else "")
+
     def cut_off(self) -> Error:
         """Returns the error of a traceback without its last line."""
-        file, line, short, at, function = self.frames[-1].groups() if self.frames else (None,) * 5
-        place = f", in {file or short}, line {line or at}" + (f", in {function}" if function else "")
-        return Error(f"a traceback whose last line is missing{place if self.frames else ''}", FOLLOWS, self.phase())
+        return Error(f"a traceback whose last line is missing{self.place}", FOLLOWS, self.phase())
 
 
 class _Search:
@@ -259,7 +266,8 @@ class _Search:
         elif error is not None:
             if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
-                self._found.append((process, replace(error, phase=phase)))
+                place = trace.place if WORDLESS.match(error.what) else ""
+                self._found.append((process, replace(error, what=error.what + place, phase=phase)))
                 self._bars = 0
             trace.end()
         elif not process and bars:
