@@ -58,7 +58,7 @@ def write_probe_page(result: ProbeResult, out: Path) -> Path:
         states_chart(result.places, result.start),
         bucket_chart(pair.by_probability),
         bucket_chart(pair.by_position),
-        sweep_chart(result.swept),
+        sweep_chart(result.sweep),
     )
     context = {
         "title": "Probe: rollout against training",

@@ -63,45 +63,33 @@ NEXT = {  # finding.level -> what to do; the first one that was found counts
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(Probe):
     """Everything that a probe wrote to its file.
 
     Attributes:
-        head: dtype of the logits in the rollout and in training, "" if it was not recorded.
-        batches: the gap between sampling and training for each batch with the same weights; [] if there was only one.
-        swept: results of a sweep, starting with the launch as it is; [] without a sweep.
-        layers: the gap with each group of weights rounded, starting with none; [] without this sweep.
+        tokens: how many were scored.
+        sweep: results of a sweep, starting with the launch as it is; () without a sweep.
+        layers: the gap with each group of weights rounded, starting with none; () without this sweep.
         error: the error that ended the probe early; else "".
     """
 
-    tokens: int
-    dtype: str
-    pairs: list[Pair]
-    places: list[Place]
-    stages: list[Stage]
-    swept: list[SweepResult]
-    error: str
-    batches: Sequence[Pair] = ()
-    head: Sequence[str] = ("", "")
+    tokens: int = 0
+    sweep: Sequence[SweepResult] = ()
     layers: Sequence[GroupGap] = ()
+    error: str = ""
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> "ProbeResult":
-        def each(name: str, kind: Callable[..., Any]) -> list[Any]:
-            return [kind(**one) for one in found.get(name, [])]
-
-        engines = each("pairs", Pair), each("places", Place), each("stages", Stage)
-        swept, error, batches = each("sweep", SweepResult), found.get("error") or "", each("batches", Pair)
-        layers = each("layers", GroupGap)
-        return cls(
-            found["tokens"], found["dtype"], *engines, swept, error, batches, found.get("head", ("", "")), layers
-        )
+        kinds: dict[str, Callable[..., Any]] = {"pairs": Pair, "places": Place, "stages": Stage, "batches": Pair}
+        kinds |= {"sweep": SweepResult, "layers": GroupGap}
+        each: dict[str, Any] = {name: [kind(**one) for one in found.get(name, ())] for name, kind in kinds.items()}
+        swept = {one.name: one.k3 for one in each["sweep"] if one.name and not one.error}
+        told = {"dtype": found["dtype"], "head": found.get("head", ("", "")), "error": found.get("error") or ""}
+        return cls(**each, **told, swept=swept, tokens=found["tokens"])
 
     @cached_property
     def _readings(self) -> Readings:
-        swept = {one.name: one.k3 for one in self.swept if one.name and not one.error}
-        probe = Probe(self.pairs, self.places, self.stages, self.dtype, self.batches, self.head, swept)
-        return Readings({}, probe=probe)
+        return Readings({}, probe=self)
 
     @cached_property
     def found(self) -> dict[str, Finding]:
@@ -117,7 +105,7 @@ class ProbeResult:
     @property
     def start(self) -> str:
         """The place where the engines come apart; `lm_head` if that is after the last state, "" if none."""
-        return start_of(self._readings.probe) if self._readings.probe is not None else ""
+        return start_of(self)
 
     @property
     def advice(self) -> str:
@@ -142,9 +130,9 @@ class ProbeResult:
         if self.causes:
             titles = "; or: ".join(cause.title for cause in self.causes)
             said.append(f"Likely cause, in the words of a report: {titles}. Check {self.causes[0].check}.")
-        said += [sweep_sentence(self.swept)] if self.swept else []
+        said += [sweep_sentence(self.sweep)] if self.sweep else []
         said += layers_sentences(self.layers) if self.layers else []
-        said += [f"{one.name} could not be measured: {one.error}" for one in self.swept[1:] if one.error]
+        said += [f"{one.name} could not be measured: {one.error}" for one in self.sweep[1:] if one.error]
         return said + ([f"The rest could not be measured: {self.error}"] if self.error else [])
 
     def as_json(self) -> dict[str, Any]:
@@ -165,7 +153,7 @@ class ProbeResult:
         """
         found = [_readings_table(self), _bucket_table(self.pairs[0]), _states_table(self)]
         found += [_batches_table(self.batches), _stages_table(self.stages)]
-        found += [_sweep_table(self.swept)] if self.swept else []
+        found += [_sweep_table(self.sweep)] if self.sweep else []
         found += [_layers_table(self.layers)] if self.layers else []
         return [table for table in found if table.rows]
 

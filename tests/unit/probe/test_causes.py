@@ -7,7 +7,6 @@ import pytest
 from tests.unit.probe.test_readings import PLACES, pairs_of, result
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.probed import BASE, PACKED, SYNC, UPDATE, Place, Stage
-from verl_ext.probe.sweep import SweepResult
 
 ROUTED = [PLACES[0], Place("0.attention", 1e-7), Place("0.router", 1e-7), Place("0.experts", 1e-7)]
 
@@ -69,8 +68,7 @@ def test_the_causes_of_a_probe(found, causes):
 
 @pytest.mark.parametrize(("k3", "cause"), [(1e-9, "two_precisions"), (9e-4, "quantized")])
 def test_a_sweep_over_fp32_tells_kernels_from_rounded_weights(k3, cause):
-    swept = [SweepResult("", k3=1e-3), SweepResult("fp32", k3=k3)]
-    found = replace(result(GAP, at("0.attention", 1e-2), dtype="bfloat16"), swept=swept)
+    found = replace(result(GAP, at("0.attention", 1e-2), dtype="bfloat16"), swept={"fp32": k3})
     assert [each.name for each in found.causes] == [cause]
 
 

@@ -48,7 +48,7 @@ from verl_ext.routing.recorder import Recorder, joined_passes, named_points, ord
 
 
 def result(pairs, places=(), stages=(), dtype="float32", **more):
-    return ProbeResult(193, dtype, pairs, list(places), list(stages), [], "", **more)
+    return ProbeResult(pairs, list(places), list(stages), dtype, tokens=193, **more)
 
 
 def levels(pairs, places=(), **more):
