@@ -152,12 +152,14 @@ class Error:
         what: in words.
         rank: OUTSIDE to FOLLOWS.
         phase: of a step, "" if it is not known.
+        place: in the code, as `_Traceback.place`, where `what` says nothing.
         is_a_sign: whether others may follow it, and the process may go on: it counts near the end only.
     """
 
     what: str
     rank: int
     phase: str = ""
+    place: str = ""
     is_a_sign: bool = False
 
     @property
@@ -226,9 +228,7 @@ class _Search:
         self._handled = handled
         self._found: list[tuple[str, Error]] = []  # process, error
         self._traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
-        self._waits: dict[
-            int, tuple[int, str, int]
-        ] = {}  # rank -> number, kind and milliseconds of its first collective
+        self._waits: dict[int, tuple[int, str, int]] = {}  # rank -> its first collective: number, kind, milliseconds
         self._called = ""  # the phase of the first call that is said to have failed
         self._traced = self._finished = False
         self._bars = 0
@@ -267,7 +267,7 @@ class _Search:
             if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
                 place = trace.place if WORDLESS.match(error.what) else ""
-                self._found.append((process, replace(error, what=error.what + place, phase=phase)))
+                self._found.append((process, replace(error, phase=phase, place=place)))
                 self._bars = 0
             trace.end()
         elif not process and bars:
@@ -299,15 +299,14 @@ class _Search:
         return root
 
     def _waiting(self) -> str:
-        """Describes the collectives that ranks waited in: `ranks 0, 1 in ALLREDUCE 305 for 600 s`."""
+        """Describes the collectives that ranks waited in: `ranks 0, 1 in ALLREDUCE 305, for 600 s`."""
         ranks = defaultdict[tuple[int, str], list[int]](list)
         for rank, (number, kind, _) in sorted(self._waits.items()):
             ranks[number, kind].append(rank)
         said = []
         for (number, kind), those in sorted(ranks.items())[:MOST_COLLECTIVES]:
-            few = ", ".join(map(str, those[:MOST_RANKS])) + (
-                f" and {len(those) - MOST_RANKS} more" if len(those) > MOST_RANKS else ""
-            )
+            more = f" and {len(those) - MOST_RANKS} more" if len(those) > MOST_RANKS else ""
+            few = ", ".join(map(str, those[:MOST_RANKS])) + more
             said.append(f"rank{'s' * (len(those) > 1)} {few} in {kind} {number}")
         longest = max(wait[2] for wait in self._waits.values()) // 1000
         return f"{'; '.join(said)}, for {longest} s"
@@ -455,7 +454,7 @@ class Ends:
         if (error := last_error(text, handled, whole=self._step is None)) is None:
             return ()
         phase = f" in {error.phase}" if error.phase else ""
-        return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.what}"),)
+        return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.what}{error.place}"),)
 
 
 def bars_of_steps(text: bytes) -> list[Bar]:
