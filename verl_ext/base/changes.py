@@ -111,6 +111,17 @@ TABLE = add_changes(
         ),
     ),
     Change(
+        name="joined_calls",
+        target="`tq` in `verl.trainer.ppo.v1.trainer_base`, while verl computes the advantages of a batch",
+        why="verl reads again what was read to measure the batch, and writes the advantages in a call of their own; "
+        "here they are written with our fields",
+        when="a batch of up to 4 M tokens that is measured",
+        versions=VERL,
+        file="trainer/batch.py",
+        test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
+        needs=(f"{TRAINER}._compute_advantage: tq",),
+    ),
+    Change(
         name="probe_trainer",
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
         why="the probe's trainer, which scores a batch and keeps nothing, replaces ours",

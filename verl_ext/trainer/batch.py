@@ -4,6 +4,7 @@ Shape legend: N response tokens of a block, B trajectories of the batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -15,6 +16,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.base import names
 from verl_ext.base.errors import BatchError
+from verl_ext.base.patching import patch
 from verl_ext.core.advantages import Sessions
 from verl_ext.core.answers import FRESH, Servers, answer_metrics
 from verl_ext.core.filters import FilterBatch
@@ -22,7 +24,7 @@ from verl_ext.core.mismatch import signs_of_rows, sums_by_row, sums_by_sign
 from verl_ext.core.tokens import BLOCK_TOKENS, Lag, Tokens, jagged, row_matrix, segment_sums
 from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.verl_config import is_asynchronous, replay_mode
-from verl_ext.trainer.queue import get_fields, part_of, put_fields, schema_of
+from verl_ext.trainer.queue import JoinedCalls, get_fields, part_of, put_fields, schema_of
 
 FIELDS = (names.ROLLOUT_LOG_PROBS, names.OLD_LOG_PROBS, names.RESPONSE_MASK, names.ENTROPY, names.AGREEMENT)
 FILTER_FIELDS = (names.RESPONSE_MASK, names.RESPONSES, names.ADVANTAGES, names.REWARDS)
@@ -90,8 +92,8 @@ def parts_of(batch: KVBatchMeta) -> list[Rows]:
 class QueueBatch:
     """A step's batch, as the step and the run use it.
 
-    A batch of up to BLOCK_TOKENS tokens is one block: `start` reads it, new fields wait for `write`, and the advantages
-    are read once. A larger batch is read block by block, again for each operation, and `put` writes fields at once.
+    A batch of up to BLOCK_TOKENS tokens is one block: `start` reads it, and new fields wait for `write`, verl's own too
+    (`joined`). A larger batch is read block by block, again for each operation, and `put` writes fields at once.
 
     Args:
         lag: the lag of its trajectories; None if no rollout is older than the policy.
@@ -115,6 +117,7 @@ class QueueBatch:
         self._tokens: Tokens | None = None  # if the batch is one block
         self._rewards: Tensor | None = None
         self._numbers: dict[str, Tensor] = {}
+        self._held: dict[str, Tensor] = {}  # the fields that `start` has read, if the batch is one block
         self._waiting: dict[str, Tensor] = {}
         self._is_weighed = False
         self._by_row: Tensor | None = None
@@ -132,7 +135,7 @@ class QueueBatch:
         self._numbers = {name: row_matrix(data[name]) for name in numbers if name in data}
         if whole:
             self._tokens = self._response_tokens(data, self._parts[0].rows)
-            self._rewards = data[names.REWARDS]
+            self._rewards, self._held = data[names.REWARDS], data
 
     def numbers(self, name: str) -> Tensor | None:
         """Returns [B, n] of a field that `start` has read; None if the batch does not have it."""
@@ -171,9 +174,21 @@ class QueueBatch:
         else:
             put_fields(block.batch, found)
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Context in which verl computes the advantages of a batch that is one block: it does not read again what
+        `start` has read, and what it writes waits for `write`."""
+        from verl.trainer.ppo.v1 import trainer_base
+
+        undo = patch("joined_calls", trainer_base, "tq", JoinedCalls(self._batch, self._held, self._waiting))
+        try:
+            yield
+        finally:
+            undo()
+
     def write(self, batch: KVBatchMeta) -> KVBatchMeta:
         """Writes the waiting fields; returns the meta with the fields that the batch has then."""
-        return replace(batch, fields=put_fields(batch, self._waiting).fields) if self._waiting else batch
+        return put_fields(batch, self._waiting) if self._waiting else batch
 
     def sums_by_sign(self) -> Tensor:
         """See `trainer.step.Batch`. `blocks` has kept each trajectory's sums; only trajectories whose tokens differ in
@@ -269,7 +284,9 @@ class QueueBatch:
     @cached_property
     def _advantages(self) -> Mapping[str, Tensor]:
         """Returns the advantages of a one-block batch, and the other fields that filters read; verl computes them."""
-        return dict(get_fields(self._batch, [names.ADVANTAGES] if self._view is None else FILTER_FIELDS).items())
+        asked = [names.ADVANTAGES] if self._view is None else [*FILTER_FIELDS]
+        calls = JoinedCalls(self._batch, self._held, self._waiting)
+        return dict(calls.kv_batch_get(self._batch.keys, self._batch.partition_id, asked).items())
 
     def _read(self, fields: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:
         for part in self._parts:

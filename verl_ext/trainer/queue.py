@@ -54,6 +54,43 @@ def put_fields(batch: KVBatchMeta, fields: Mapping[str, Tensor]) -> KVBatchMeta:
     return tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=data)
 
 
+class JoinedCalls:
+    """TransferQueue as verl's `_compute_advantage` of one batch uses it: what was read before is not read again, and
+    what is written waits to be written with other fields.
+
+    A call costs as much as many fields, because each goes over the controller's and the storage units' sockets.
+
+    Args:
+        batch: its meta.
+        held: the fields that were read.
+        waiting: takes the fields that are written.
+    """
+
+    def __init__(self, batch: KVBatchMeta, held: Mapping[str, Any], waiting: dict[str, Any]):
+        self._batch, self._held, self._waiting = batch, held, waiting
+
+    def kv_batch_get(self, keys: Any, partition_id: str, select_fields: Any = None) -> TensorDict:
+        if not self._is_of(keys, partition_id) or not isinstance(select_fields, list):
+            return tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=select_fields)
+        here = {**self._held, **self._waiting}
+        found = {name: here[name] for name in select_fields if name in here}
+        if missing := [name for name in select_fields if name not in here]:
+            found.update(get_fields(self._batch, missing).items())
+        return TensorDict(found, batch_size=len(keys))
+
+    def kv_batch_put(self, keys: Any, partition_id: str, fields: Any = None, **more: Any) -> KVBatchMeta:
+        if not self._is_of(keys, partition_id) or fields is None or more:
+            return tq.kv_batch_put(keys=keys, partition_id=partition_id, fields=fields, **more)
+        self._waiting.update(fields.items())
+        return self._batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tq, name)
+
+    def _is_of(self, keys: Any, partition_id: str) -> bool:
+        return keys == self._batch.keys and partition_id == self._batch.partition_id
+
+
 def schema_of(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
     """Returns field -> `dtype` and `is_non_tensor` of its rows, from TransferQueue's metadata only."""
     return tq.get_client().kv_retrieve_meta(keys=list(batch.keys), partition_id=batch.partition_id).field_schema

@@ -2,7 +2,7 @@
 once."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import Any
 
 from omegaconf import DictConfig
@@ -186,8 +186,12 @@ class StabilityRun:
         tokens, _ = batch.tokens_of(batch.rows_of(rescored))
         return split_gap(tokens, list(rescored.values()))
 
+    def joined_calls(self) -> AbstractContextManager[None]:
+        """Context in which verl computes the advantages: `QueueBatch.joined`, if the batch is measured at once."""
+        return self._batch.joined() if self._batch is not None and self._batch.is_one_block else nullcontext()
+
     def settle(self, batch: KVBatchMeta, metrics: dict[str, float], tokenizer: Any) -> KVBatchMeta:
-        """Decides about the batch, once verl has written the advantages, and writes the fields that the loss reads.
+        """Decides about the batch, once verl has computed the advantages, and writes the fields that the loss reads.
 
         It comes this late because filters may need the advantages' sign, and because the rewards of dropped
         trajectories still count in their group.

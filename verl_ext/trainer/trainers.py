@@ -134,7 +134,8 @@ class StabilityMixin(VerlTrainer):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self.stability_run.measure(batch, metrics, self.tokenizer)
-        with session_keys(batch.keys, refused=self.stability_run.outcome.refused is not None):
+        refused = self.stability_run.outcome.refused is not None
+        with self.stability_run.joined_calls(), session_keys(batch.keys, refused=refused):
             batch = super()._compute_advantage(batch, metrics)
         return self.stability_run.settle(batch, metrics, self.tokenizer)
 

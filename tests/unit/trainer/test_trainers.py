@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.v1 import trainer_base
 
 from tests.support.store import VERLS, compute_advantage, nested
 from tests.support.training_step import COLUMNS, OLD, READ, Trainer, VerlTrainer, ran, router_sums, rows
@@ -170,24 +172,38 @@ def test_a_nan_reward_skips_the_update_with_our_estimators_too(step, monkeypatch
 MEASURED = {*FIELDS, "rm_scores", "answer_facts"}
 
 
-def test_the_step_reads_before_verls_advantages_and_after_and_writes_once(step):
-    """verl's own read and write are between ours."""
+def test_the_step_reads_once_before_verls_advantages_and_writes_once_after_them(step):
+    """verl reads nothing that was read before, and its own fields are written with ours."""
     verls, routing = {"advantages"}, {"router_sums", "routed_experts_sum"}
     trainer, metrics, store = step({"correction": "icepop", "router_agreement": True}, router_sums=router_sums(1, 1))
-    assert store.read == [{*routing, *MEASURED}, VERLS, {"advantages"}]
-    assert store.written == [verls, {"rollout_is_weights"}] and "vllm_kl/advantage_skew" in metrics
+    assert store.read == [{*routing, *MEASURED}]
+    assert store.written == [verls | {"rollout_is_weights"}] and "vllm_kl/advantage_skew" in metrics
     assert "rollout_is_weights" in trainer.ran[-1][1], "the update is sent what was written last"
-    _, _, store = step({"correction": "icepop", "breakdown": False})
-    assert store.read == [MEASURED, VERLS] and store.written == [verls, {"rollout_is_weights"}]
     _, _, store = step({"metrics": True})
-    assert store.read == [MEASURED, VERLS, {"advantages"}] and store.written == [verls]
+    assert store.read == [MEASURED] and store.written == [verls]
     _, metrics, store = step({"router_agreement": True}, router_sums=router_sums(1, 1))
     assert store.read == [routing, VERLS] and metrics["router/tokens"] == 4
     _, _, store = step({"filters": ["overlong"], "correction": "icepop"})
-    assert store.read == [MEASURED, VERLS, set(FILTER_FIELDS)]
-    assert store.written == [verls, {"rollout_is_weights", "response_mask", "loss_mask"}]
+    assert store.read == [MEASURED, set(FILTER_FIELDS) - MEASURED - verls]
+    assert store.written == [verls | {"rollout_is_weights", "response_mask", "loss_mask"}]
     _, _, store = step({})
     assert store.read == [VERLS] and store.written == [verls]
+
+
+def test_verl_may_read_and_write_other_batches_meanwhile(step, monkeypatch):
+    def estimate(self, batch, metrics):
+        tq = trainer_base.tq
+        other = {"keys": ["b_0_0", "b_1_0"], "partition_id": "train"}
+        tq.kv_batch_put(**other, fields=TensorDict({"values": torch.ones(2)}, batch_size=2))
+        assert tq.kv_batch_get(**other, select_fields=["values"])["values"].tolist() == [1, 1]
+        assert tq.get_client() is not None
+        compute_advantage(batch, self.advantages)
+        assert set(tq.kv_batch_get(batch.keys, "train", ["advantages", "no such field"]).keys()) == {"advantages"}
+        return batch
+
+    monkeypatch.setattr(VerlTrainer, "_compute_advantage", estimate)
+    _, _, store = step({"metrics": True})
+    assert store.read == [MEASURED, {"values"}, {"no such field"}] and store.written == [{"values"}, {"advantages"}]
 
 
 def test_asynchronous_batches_are_measured_by_lag_and_the_workers_are_told_it(step):
