@@ -36,11 +36,11 @@ VERLS_ID_BYTES = 2  # per expert id, which verl sends in int16 for every engine 
 TOP_TOKEN_BYTES = 8  # an id in int32 and a log-probability in float32
 SUM_BYTES = 8
 # (bytes per response token, number of fields) of what our trainers read and write (trainer/batch.py). Before verl
-# computes advantages: rewards; log-probabilities of both engines, mask and entropy. Afterwards: the advantages, or all
-# fields that the filters need. A batch of one block still has the earlier fields then. A larger batch reads them again,
-# for filters and for advantages that differ in sign within a trajectory.
+# computes advantages: rewards; log-probabilities of both engines, mask and entropy. verl does not read these again for
+# a batch of one block, all but the entropy, and filters then read only the token ids. A larger batch reads the
+# advantages too, and fields again for filters and for advantages that differ in sign within a trajectory.
 REWARDS, FIELDS, ADVANTAGES = (4, 1), (20, 4), (4, 1)
-FILTERS, FILTERS_AGAIN, SIGNS_AGAIN = (24, 4), (44, 8), (20, 4)
+LEFT_OUT, TOKEN_IDS, FILTERS_AGAIN, SIGNS_AGAIN = (-20, -4), (8, 1), (44, 8), (20, 4)
 READ_AGREEMENT = (4, 1)
 WRITTEN_WEIGHTS, WRITTEN_LAG, WRITTEN_MASKS = (4, 1), (8, 1), (16, 2)
 AGREEMENT_BYTES = 4  # router_agreement, per response token, next to a trajectory's sums
@@ -160,17 +160,16 @@ def checked_sync_seconds(sizes: Sizes) -> float:
 
 
 def controller_reads(usage: Usage, tokens: float) -> list[tuple[int, int]]:
-    """Returns bytes per response token and number of fields of each read."""
-    one_block = tokens <= BLOCK_TOKENS
+    """Returns bytes per response token and number of fields of each read, and of what verl reads less."""
     agreement = [READ_AGREEMENT] if usage.compares and not usage.one_pass else []
     found = [REWARDS, FIELDS, *agreement]
-    if usage.splits and not (one_block and usage.filters):
+    if tokens <= BLOCK_TOKENS:
+        return [*found, LEFT_OUT, *([TOKEN_IDS] if usage.filters else [])]
+    if usage.splits:
         found.append(ADVANTAGES)
-    if usage.signs and not one_block:
+    if usage.signs:
         found.append(SIGNS_AGAIN)
-    if usage.filters:
-        found += [FILTERS] if one_block else [FILTERS_AGAIN, *agreement]
-    return found
+    return [*found, *([FILTERS_AGAIN, *agreement] if usage.filters else [])]
 
 
 def engine_id_bytes(experts: int) -> int:

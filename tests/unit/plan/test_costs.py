@@ -88,7 +88,9 @@ def test_the_controller_reads_what_the_trainer_asks_for():
         module.ADVANTAGES,
     )
     again = bytes_of(*dict.fromkeys([*fields, "loss_mask", *FILTER_FIELDS]))
-    assert (bytes_of(*FILTER_FIELDS), again) == (module.FILTERS, module.FILTERS_AGAIN)
+    assert (bytes_of("responses"), again) == (module.TOKEN_IDS, module.FILTERS_AGAIN)
+    assert {*FILTER_FIELDS} - {REWARDS, *FIELDS} == {"responses", "advantages"}
+    assert bytes_of(REWARDS, *engines) == tuple(-each for each in module.LEFT_OUT)
     assert bytes_of(*engines, "advantages") == module.SIGNS_AGAIN
     assert bytes_of("rollout_is_weights") == module.WRITTEN_WEIGHTS
     assert bytes_of("response_mask", "loss_mask") == module.WRITTEN_MASKS
@@ -96,16 +98,15 @@ def test_the_controller_reads_what_the_trainer_asks_for():
     reads = "corrections, vllm_kl/*", "controller", "reads"
     plain, large = Usage(measures=True), replace(FSDP, sequences=2048)
     splits = replace(plain, splits=True)
-    assert gigabytes(FSDP, plain, *reads) == pytest.approx(24 * TOKENS)
-    assert gigabytes(FSDP, splits, *reads) == pytest.approx(28 * TOKENS)
-    assert gigabytes(FSDP, replace(splits, signs=True), *reads) == pytest.approx(28 * TOKENS)
-    assert gigabytes(FSDP, replace(splits, filters=True), *reads) == pytest.approx(48 * TOKENS)
+    assert gigabytes(FSDP, plain, *reads) == pytest.approx(4 * TOKENS)
+    assert gigabytes(FSDP, replace(splits, signs=True), *reads) == pytest.approx(4 * TOKENS)
+    assert gigabytes(FSDP, replace(splits, filters=True), *reads) == pytest.approx(12 * TOKENS)
     assert gigabytes(large, plain, *reads) == pytest.approx(24 * 2 * TOKENS)
     assert gigabytes(large, splits, *reads) == pytest.approx(28 * 2 * TOKENS)
     assert gigabytes(large, replace(splits, signs=True), *reads) == pytest.approx(48 * 2 * TOKENS)
     assert gigabytes(large, replace(plain, filters=True), *reads) == pytest.approx(68 * 2 * TOKENS)
     sums = 1024 * 8 * (4 * 48 + 5 + len(REASONS))
-    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx((24 + 4) * TOKENS + sums)
+    assert gigabytes(FSDP, replace(plain, compares=True), *reads) == pytest.approx((4 + 4) * TOKENS + sums)
     both = replace(plain, compares=True, filters=True)
     assert gigabytes(large, both, *reads) == pytest.approx((68 + 8) * 2 * TOKENS + 2 * sums)
     seconds = 24 * 2 * TOKENS / 1e9 / module.CLIENT_GET + 5 * 2048 * module.VALUE_GET_US / 1e6
