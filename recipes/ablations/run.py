@@ -7,11 +7,16 @@ python recipes/ablations/run.py --list     print the commands
 
 import argparse
 import json
+import math
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from verl_ext.diagnosis.names import K3
+from verl_ext.lab.grid import METRICS
+from verl_ext.report.load import read_run
 
 ROOT = Path(__file__).parents[2]
 OUT, KEPT = ROOT / ".lab" / "ablations", ROOT / "docs" / "lab" / "ablations.json"
@@ -125,9 +130,14 @@ def command(each: Ablation) -> list[str]:
 def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the part of the results that the page's table needs.
 
-    Each variant has, by seed, the final reward, null if the guard ended the run early, and k3 shortly before the end
-    or a collapse; and the steps of its collapses.
+    Each variant has the final rewards by seed, null if the guard ended the run early, and the steps of its collapses;
+    in the family "boundary" also the mean of k3 by seed, up to a collapse.
     """
+
+    def mean_k3(variant: dict[str, Any], seed: str) -> float:
+        series = read_run(out(each) / variant["name"] / f"seed{seed}" / METRICS).metrics[K3].finite()
+        return float(series.values[series.steps < variant["collapsed"]["at"].get(seed, math.inf)].mean())
+
     return {
         "family": each.family,
         "changed": each.changed,
@@ -138,9 +148,9 @@ def kept(each: Ablation, found: dict[str, Any]) -> dict[str, Any]:
             {
                 "name": variant["name"],
                 "final": {seed: run["final"] for seed, run in variant["runs"].items()},
-                "k3": {seed: run["k3_before"] for seed, run in variant["runs"].items()},
                 "collapsed": variant["collapsed"]["at"],
             }
+            | ({"k3": {seed: mean_k3(variant, seed) for seed in variant["runs"]}} if each.family == "boundary" else {})
             for variant in found["variants"]
         ],
     }

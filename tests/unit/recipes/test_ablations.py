@@ -37,7 +37,8 @@ def test_the_tables_of_results_are_those_of_the_files_beside():
         ("lab", "stale"),
         ("lab", "quantized"),
         ("lab", "kernels"),
-        *(("ablations", grid["family"]) for grid in kept),
+        ("boundary", "stale"),
+        *(("ablations", grid["family"]) for grid in kept if grid["family"] != "boundary"),
     }
     assert {mark.groups() for mark in results.MARKS.finditer(page)} == expected
 
@@ -91,3 +92,34 @@ def test_an_ablation_says_what_the_guard_ended():
     kept = run.kept(run.ABLATIONS[0], made(variant("none", [0.2] * 4), Variant("guard", (), ENDED)))
     (row,) = columns(results.ablations([json.loads(json.dumps(kept))]))
     assert row["guard"] == "3 of 4 ended early, 1 of 4 collapsed" and row["none"] == "0.20"
+
+
+@pytest.mark.parametrize(
+    ("points", "at"),
+    [
+        ([(1e-4, 0.0), (1e-2, 0.2)], 1e-3),  # halfway, in log k3
+        ([(1e-2, 0.2), (1e-4, 0.0)], 1e-3),
+        ([(1e-4, 0.05), (1e-3, 0.09)], None),
+        ([(1e-4, 0.3), (1e-3, 0.4)], 1e-4),
+        ([(1e-4, 0.0), (1e-3, -0.1), (1e-2, 0.3)], 1e-2 ** (1 / 2) * 1e-3 ** (1 / 2)),
+    ],
+)
+def test_the_boundary_is_the_first_k3_at_which_the_reward_is_lost(points, at):
+    assert results.crossing(points) == (None if at is None else pytest.approx(at))
+
+
+def test_a_boundary_is_a_median_over_the_seeds_that_reach_it():
+    def grid(changed, lost):
+        by_lag = {"exact": (0.9, 0.9), "lag_4": (0.9, 0.9), "lag_32": tuple(0.9 - each for each in lost)}
+        k3 = {"exact": 0.0, "lag_4": 1e-4, "lag_32": 1e-2}
+        made = [
+            {"name": name, "final": dict(zip("ab", finals, strict=True)), "k3": dict.fromkeys("ab", k3[name])}
+            for name, finals in by_lag.items()
+        ]
+        return {"changed": changed, "variants": made}
+
+    table = results.boundaries([grid("as it is", (0.2, 0.2)), grid("one", (0.2, 0.05)), grid("none", (0.0, 0.0))])
+    first, one, none = columns(table)
+    assert first["k3 at which 0.1 is lost"] == "1.0e-03 (1.0e-03 to 1.0e-03)" and first["lag_32"] == "1.0e-02: +0.20"
+    assert (one["seeds that lose it"], none["seeds that lose it"]) == ("1 of 2", "0 of 2")
+    assert none["k3 at which 0.1 is lost"] == ""
