@@ -39,7 +39,7 @@ def problems(run: RunFeatures) -> Iterator[Problem]:
     if (strategy := strategy_of(run.config)) not in COPIED:
         yield Problem(f"{where}: verl copies no weights with actor.strategy={strategy}", fix=never)
     oldest, versions = OmegaConf.select(run.config, THRESHOLD), run.stability.rescoring.versions
-    if oldest is None or oldest - 1 > versions:
+    if oldest is None or (isinstance(oldest, int) and oldest - 1 > versions):  # verl refuses what is no number
         found = f"stability.rescoring.versions={versions}, and {THRESHOLD}={'null' if oldest is None else oldest}"
         why = f"trajectories whose newest weights are more than {versions} version(s) old are not rescored"
         otherwise = "more versions, each a copy of the weights in the host's memory"

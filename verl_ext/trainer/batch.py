@@ -115,10 +115,10 @@ class QueueBatch:
         self._parts = parts_of(batch)
         self.is_one_block = len(self._parts) == 1
         self._tokens: Tokens | None = None  # if the batch is one block
-        self._rewards: Tensor | None = None
         self._numbers: dict[str, Tensor] = {}
         self._held: dict[str, Tensor] = {}  # the fields that `start` has read, if the batch is one block
         self._waiting: dict[str, Tensor] = {}
+        self._calls = JoinedCalls(batch, self._held, self._waiting)
         self._is_weighed = False
         self._by_row: Tensor | None = None
 
@@ -135,7 +135,7 @@ class QueueBatch:
         self._numbers = {name: row_matrix(data[name]) for name in numbers if name in data}
         if whole:
             self._tokens = self._response_tokens(data, self._parts[0].rows)
-            self._rewards, self._held = data[names.REWARDS], data
+            self._held.update(data)
 
     def numbers(self, name: str) -> Tensor | None:
         """Returns [B, n] of a field that `start` has read; None if the batch does not have it."""
@@ -180,7 +180,7 @@ class QueueBatch:
         `start` has read, and what it writes waits for `write`."""
         from verl.trainer.ppo.v1 import trainer_base
 
-        undo = patch("joined_calls", trainer_base, "tq", JoinedCalls(self._batch, self._held, self._waiting))
+        undo = patch("joined_calls", trainer_base, "tq", self._calls)
         try:
             yield
         finally:
@@ -231,7 +231,8 @@ class QueueBatch:
         """Returns the trajectories' keys and the sum of each one's rewards, [B] float64; rows `added` are left out."""
         scores = torch.zeros(len(self._batch.keys), dtype=torch.float64)
         for part in self._parts:
-            rewards = get_fields(part.batch, [names.REWARDS])[names.REWARDS] if self._rewards is None else self._rewards
+            here = self._held or get_fields(part.batch, [names.REWARDS])
+            rewards = here[names.REWARDS]
             scores[part.rows] = segment_sums(rewards.values().double(), rewards.offsets().diff())
         added = self.added
         real = [row for row in range(len(scores)) if row not in added]
@@ -285,8 +286,7 @@ class QueueBatch:
     def _advantages(self) -> Mapping[str, Tensor]:
         """Returns the advantages of a one-block batch, and the other fields that filters read; verl computes them."""
         asked = [names.ADVANTAGES] if self._view is None else [*FILTER_FIELDS]
-        calls = JoinedCalls(self._batch, self._held, self._waiting)
-        return dict(calls.kv_batch_get(self._batch.keys, self._batch.partition_id, asked).items())
+        return dict(self._calls.kv_batch_get(self._batch.keys, self._batch.partition_id, asked).items())
 
     def _read(self, fields: Sequence[str]) -> Iterator[tuple[Rows, Tokens]]:
         for part in self._parts:

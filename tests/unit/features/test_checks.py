@@ -215,7 +215,9 @@ def test_rescoring_where_verl_copies_weights(compose, models):
         assert f"rescoring.every=5: {said}" in problem.found and problem.fix == ("stability.rescoring=null",)
 
 
-@pytest.mark.parametrize(("versions", "oldest", "told"), [(1, 8, True), (7, 8, False), (7, "null", True)])
+@pytest.mark.parametrize(
+    ("versions", "oldest", "told"), [(1, 8, True), (7, 8, False), (7, "null", True), (1, "many", False)]
+)
 def test_trajectories_that_no_kept_version_scores_are_told(compose, versions, oldest, told):
     config = compose(
         f"{MODE}=separate_async",

@@ -67,11 +67,7 @@ KILLS = [
         (r"PBS: job killed: (walltime|mem|vmem|cput)", "PBS's limit of {0}", OUTSIDE),
         (r"TERM_(RUNLIMIT|MEMLIMIT|PREEMPT|CPULIMIT)", "LSF, {0}", OUTSIDE),
         (r"due to the node running low on memory|ray\.exceptions\.OutOfMemoryError", "Ray's memory monitor", OUTSIDE),
-        (
-            r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)",
-            WATCHDOG,
-            STUCK,
-        ),
+        (r"Watchdog caught collective operation timeout|watchdog (?:got stuck for|hang\b)", WATCHDOG, STUCK),
         (
             r"^(?=.*(?:ProcessGroup|c10d|NCCL WARN|TCPStore|\bibv|mlx5|RPC Error))"
             r"(?=.*(?:timed? ?out|got stuck|failed with error|completion with error|Connection reset))(.*)",
