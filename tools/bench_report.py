@@ -120,7 +120,7 @@ def main() -> None:
         print(f"{arguments.steps} steps x {arguments.metrics} metrics, {file.stat().st_size / 1e6:.0f} MB")
         commands = {
             "verl-ext report": verl_ext,
-            "  without PNG files": [*verl_ext, "--no-pictures"],
+            "  with PNG files": [*verl_ext, "--pictures"],
             "  only text": [*verl_ext, "--no-page"],
             "only pandas.read_json": [sys.executable, "-c", PANDAS, str(file)],
         }

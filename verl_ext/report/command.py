@@ -29,9 +29,8 @@ RUN_HELP = (
 REPORT = """\
 Explain what happened to a run, why, and what to do. The verdict comes first: whether the run collapsed, at which step,
 and how many steps earlier something warned. Then come one command to start the run again, all other findings and a
-table. It also writes a folder with one HTML page that needs no network, the same figures as PNG, and a page of the
-trajectories if the run wrote some. It works on any run of verl; the page names the setting that would log a missing
-metric.
+table. It also writes a folder with one HTML page that needs no network, and a page of the trajectories if the run wrote
+some. It works on any run of verl; the page names the setting that would log a missing metric.
 """
 REPORT_EXAMPLES = """\
 examples:
@@ -133,7 +132,7 @@ def add_report_parsers(commands) -> None:
 def _add_out(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument("--out", type=Path, default=Path(default), help="folder for the page (default: %(default)s/)")
     parser.add_argument("--no-page", action="store_true", help="print the text only, write no page")
-    parser.add_argument("--no-pictures", action="store_true", help="write the page without PNG files")
+    parser.add_argument("--pictures", action="store_true", help="write the figures as PNG files too")
 
 
 def run_report(arguments: argparse.Namespace) -> int:
@@ -160,7 +159,7 @@ def run_report(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, console: "Console") -> int:
-    """Repeats the report while the run continues; PNG files are written once, at the end."""
+    """Repeats the report while the run continues; PNG files are written at its end, if they were asked for."""
     from rich.live import Live
 
     from verl_ext.report.load import Reader
@@ -235,9 +234,7 @@ def _write_pages(
     from verl_ext.report.folder import write_pages
 
     with drawing(console) as progress:
-        pages = write_pages(
-            run, verdict, arguments.out, pictures=not arguments.no_pictures, tidy=tidy, progress=progress
-        )
+        pages = write_pages(run, verdict, arguments.out, pictures=arguments.pictures, tidy=tidy, progress=progress)
     for name, page in pages.items():
         tell(console, name, page)
 
@@ -275,7 +272,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
     console.print(ComparisonTable(comparison))
     if not arguments.no_page:
         with drawing(console) as progress:
-            page = write_comparison(comparison, arguments.out, pictures=not arguments.no_pictures, progress=progress)
+            page = write_comparison(comparison, arguments.out, pictures=arguments.pictures, progress=progress)
         tell(console, "page", page)
     return 0
 

@@ -42,7 +42,7 @@ def one_line(capsys) -> str:
 
 
 def test_report_says_a_verdict_and_a_table_and_writes_the_page_and_the_figures(file, out, capsys):
-    assert main(["report", str(file), "--out", str(out)]) == 0
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 0
     assert files(out) == ["figures/reward.png", "figures/vllm_kl.png", "report.html", "report.png"]
     assert all((out / name).read_bytes().startswith(PNG) for name in files(out) if name.endswith("png"))
     said = capsys.readouterr().out
@@ -52,13 +52,13 @@ def test_report_says_a_verdict_and_a_table_and_writes_the_page_and_the_figures(f
 
 def test_a_path_with_brackets_or_colons_is_written_as_it_is(file, tmp_path, capsys):
     out = tmp_path / "[b]a[/b] :smile:"
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert f" page: {out / 'report.html'}\n" in capsys.readouterr().out
 
 
 def test_the_folder_of_the_page_is_report_where_none_is_named(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["report", ".", "--no-pictures"]) == 0
+    assert main(["report", "."]) == 0
     assert files(tmp_path / "report") == ["report.html"]
 
 
@@ -68,7 +68,8 @@ def test_without_a_page_nothing_is_written(file, out, capsys):
 
 
 def test_no_pictures_are_announced_where_nothing_could_be_drawn(tmp_path, out, capsys):
-    assert main(["report", str(write(make({"my/own": [1.0]}), tmp_path / "run.jsonl")), "--out", str(out)]) == 0
+    file = write(make({"my/own": [1.0]}), tmp_path / "run.jsonl")
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 0
     assert files(out) == ["report.html"] and "figures:" not in capsys.readouterr().out
 
 
@@ -85,7 +86,7 @@ def test_what_cannot_be_read_is_one_line_that_names_it(name, command, tmp_path, 
 @pytest.mark.parametrize("command", ["report", "compare"])
 def test_a_folder_that_cannot_be_written_is_one_line(command, file, capsys):
     paths = [str(file)] * (1 + (command == "compare"))
-    assert main([command, *paths, "--no-pictures", "--out", str(file / "below a file")]) == 2
+    assert main([command, *paths, "--out", str(file / "below a file")]) == 2
     assert "run.jsonl" in one_line(capsys)
 
 
@@ -145,7 +146,7 @@ def test_compare_writes_a_table_and_a_page(tmp_path, out, capsys):
         write(full(40, layers=2, seed=len(name)), tmp_path / name / "metrics.jsonl")
     paths = [str(tmp_path / name) for name in ("bf16", "fp16")]
     words = ["--metric", "response_length/clip_ratio", "--window", "30", "--out", str(out)]
-    assert main(["compare", *paths, *words, "--no-pictures"]) == 0
+    assert main(["compare", *paths, *words]) == 0
     said = capsys.readouterr().out
     flat = "".join(said.split())  # names are broken in narrow columns
     assert all(part in flat for part in ("bf16", "fp16", "clip_ratio", "last30steps"))
@@ -156,7 +157,7 @@ def test_compare_writes_a_table_and_a_page(tmp_path, out, capsys):
 
 def test_trajectories_beside_the_metrics_get_a_page_and_a_link(file, out, capsys):
     dump(file.parent, [line(1, "a", count=30)])
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert files(out) == ["report.html", "trajectories.html"]
     assert 'href="trajectories.html"' in (out / "report.html").read_text()
     assert 'href="report.html"' in (out / "trajectories.html").read_text()
@@ -165,7 +166,7 @@ def test_trajectories_beside_the_metrics_get_a_page_and_a_link(file, out, capsys
 
 def test_a_dump_without_a_whole_line_is_a_note_in_the_report(file, out):
     dump(file.parent, [], tail=b'{"step": 1, "key": "cut')
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     page = (out / "report.html").read_text()
     assert files(out) == ["report.html"] and 'href="trajectories.html"' not in page
     assert "no complete trajectory in this file" in page
@@ -215,7 +216,7 @@ def watch():
 @pytest.mark.parametrize("environment", slow_cases([{"TERM": "dumb", "COLUMNS": "30"}, {}]), ids=str)
 def test_watch_waits_for_the_run_follows_it_and_draws_at_the_end(environment, watch, tmp_path, out):
     file = tmp_path / "[run].jsonl"
-    watching = watch(file, out, **environment)
+    watching = watch(file, out, "--pictures", **environment)
     time.sleep(0.5)  # it starts before there is a file
     write(SMALL, file, range(1, 2))
     watching.wait(lambda: watching.steps() == "step 1")

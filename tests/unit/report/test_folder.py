@@ -38,7 +38,7 @@ def watched(monkeypatch, file, out, *between, words=()):
         call()
 
     monkeypatch.setattr("verl_ext.report.command.time", SimpleNamespace(sleep=sleep))
-    return main(["report", str(file), "--watch", "1", "--no-pictures", "--out", str(out), *words])
+    return main(["report", str(file), "--watch", "1", "--out", str(out), *words])
 
 
 @pytest.mark.parametrize("before", [None, "<html><p>my own report, made with verl_ext</p>", " " * 2000])
@@ -49,15 +49,15 @@ def test_files_that_stood_in_the_folder_before_any_report_stay(before, file, out
         (out / "report.html").write_text(
             before + '<meta name="generator" content="verl_ext 1">' * (before == " " * 2000)
         )
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert kept(out) == list(USERS)
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert kept(out) == []  # by now they would pass for the report's
 
 
 def test_a_comparison_keeps_them_too(file, out):
     put(out, *USERS)
-    assert main(["compare", str(file), str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["compare", str(file), str(file), "--out", str(out)]) == 0
     assert kept(out) == list(USERS)
 
 
@@ -70,21 +70,21 @@ def test_the_pages_of_a_watch_are_not_taken_for_an_earlier_report(file, out, mon
 
 def test_what_an_earlier_report_left_is_removed(file, out):
     trajectories = dump(file.parent, [line(1, "a", count=30)])
-    assert main(["report", str(file), "--out", str(out)]) == 0
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 0
     assert (out / "trajectories.html").exists() and (out / "figures" / "reward.png").exists()
     trajectories.unlink()
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert sorted(path.name for path in out.rglob("*") if path.is_file()) == ["report.html"]
 
 
 def test_trajectories_of_later_steps_are_another_runs(file, out):
     dump(file.parent, [line(step, f"key-{step}", count=30) for step in (3, 4, 5, 6)])
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     shown = page(out, "trajectories.html")
     assert "2 trajectories have later steps than the metrics: left out" in shown
     assert [f"key-{step}" in shown for step in (3, 4, 5, 6)] == [True, True, False, False]
     dump(file.parent, [line(9, "a", count=30)])
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert not (out / "trajectories.html").exists() and 'href="trajectories.html"' not in page(out)
     assert "1 trajectory has a later step than the metrics: left out; it belongs to another run" in page(out)
 
@@ -92,7 +92,7 @@ def test_trajectories_of_later_steps_are_another_runs(file, out):
 def test_the_dump_is_of_the_files_last_run(file, out):
     write(make({"critic/score/mean": [0.5, 0.6, 0.7]}), file, mode="a")
     dump(file.parent, [line(1, "a", count=30)])
-    words = ["--no-pictures", "--out", str(out)]
+    words = ["--out", str(out)]
     for other in ([f"{file}:1"], [str(file), "--run", "1"]):
         assert main(["report", *other, *words]) == 0
         assert not (out / "trajectories.html").exists() and "trajectories of the file&#39;s last run" in page(out)
@@ -104,15 +104,15 @@ def test_the_dump_is_of_the_files_last_run(file, out):
 def test_of_many_trajectories_the_newest_are_shown(file, out, monkeypatch):
     monkeypatch.setattr(folder, "MOST_TOKENS", 100)
     dump(file.parent, [line(step, f"key-{step}-{n}", count=30) for step in (1, 2, 3) for n in (0, 1)])
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     shown = page(out, "trajectories.html")
     assert "the newest 3 of 6 trajectories are shown" in shown
     assert [f"key-{step}-{n}" in shown for step in (1, 2, 3) for n in (0, 1)] == [False] * 3 + [True] * 3
     monkeypatch.setattr(folder, "MOST_TOKENS", 1)  # one is shown, however long
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert "the newest 1 of 6" in page(out, "trajectories.html") and "key-3-1" in page(out, "trajectories.html")
     monkeypatch.setattr(folder, "MOST_TOKENS", 180)
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     assert "the newest" not in page(out, "trajectories.html")
 
 

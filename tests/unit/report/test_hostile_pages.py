@@ -41,13 +41,14 @@ def test_control_characters_in_names_reach_neither_figure_nor_page_nor_terminal(
         file.with_suffix(".guard.jsonl"),
         [vars(event(2, action, f"why {OBEYED}")) for action in ("skip", "stop", OBEYED)],
     )
-    assert main(["report", str(file), "--out", str(out)]) == 0  # an abort of vl-convert would end the tests here
+    # An abort of vl-convert would end the tests here.
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert harmless(said) and r"a\x1b]0;x\x07" in "".join(said.split()).replace("val", "")
     page = (out / "report.html").read_text(encoding="utf-8")
     assert r"a\\x1b]0;x\\x07\\x9b31m\\ud800\\uffff\\u202e\\x00b" in page and r"why \x1b]0;x" in page
     assert sorted(each.name for each in (out / "figures").iterdir()) == ["validation.png", "vllm_kl.png"]
-    assert main(["compare", str(file), str(file), "--metric", NASTY, "--out", str(out)]) == 0
+    assert main(["compare", str(file), str(file), "--metric", NASTY, "--pictures", "--out", str(out)]) == 0
     assert harmless(capsys.readouterr().out) and (out / "figures" / "validation.png").exists()
 
 
@@ -62,7 +63,7 @@ def test_a_file_name_that_no_page_can_hold(name, tmp_path, out, monkeypatch, cap
     with open(path, "w") as opened:
         opened.write(json.dumps({"step": 1, "data": {"critic/score/mean": 0.5}}) + "\n")
     assert main(["report", path, "--out", os.path.join(str(out), os.fsdecode(name))]) == 0
-    assert main(["compare", path, path, "--no-pictures", "--out", str(out)]) == 0
+    assert main(["compare", path, path, "--out", str(out)]) == 0
     assert main(["report", path + "x"]) == 2
     captured = capsys.readouterr()
     assert harmless(captured.out) and harmless(captured.err) and captured.err.count("\n") == 1
@@ -72,7 +73,7 @@ def test_a_file_name_that_no_page_can_hold(name, tmp_path, out, monkeypatch, cap
 def test_a_terminal_of_ascii_shows_other_paths_too(file, tmp_path, monkeypatch):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert main(["report", str(file), "--no-pictures", "--out", str(tmp_path / "größe")]) == 0
+    assert main(["report", str(file), "--out", str(tmp_path / "größe")]) == 0
     terminal.flush()
     assert b"gr??e/report.html" in terminal.buffer.getvalue()
 
@@ -106,7 +107,7 @@ def test_marks_before_the_first_step_do_not_widen_the_figure(file, out):
     rows = [{"step": step, "data": {"vllm_kl/k3": 1e-3}} for step in range(1, 4)]
     log(file, rows)
     log(file.with_suffix(".guard.jsonl"), [vars(event(-(2**50), "skip", "long ago")), vars(event(2, "skip", "now"))])
-    assert main(["report", str(file), "--out", str(out)]) == 0
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 0
     assert (out / "figures" / "vllm_kl.png").stat().st_size < 1_000_000
 
 
@@ -115,7 +116,7 @@ def test_a_dumped_number_beyond_64_bits_is_shown(value, file, out):
     names = ("l_infer", "l_old", "weight", "entropy")
     rows = [line(1, "a", count=4) | {name: [value, None, -0.5, value]} for name in names]
     dump(file.parent, [row | {"key": str(number)} for number, row in enumerate(rows)])
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0
     page = (out / "trajectories.html").read_text()
     assert page.count('id="trajectory-') == len(names) and "could not" not in (out / "report.html").read_text()
 
@@ -196,7 +197,7 @@ def test_what_is_no_file_is_not_read(kind, name, tmp_path, out, monkeypatch, cap
         SPECIAL[kind](tmp_path / "run" / beside)
     out.mkdir()
     SPECIAL[kind](out / "report.html")
-    assert main(["report", "run", "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", "run", "--out", str(out)]) == 0
     assert stat.S_ISREG((out / "report.html").lstat().st_mode)
 
 
@@ -230,14 +231,14 @@ def test_nothing_is_written_or_removed_through_a_link(file, out, tmp_path, capsy
     (out / "report.png").symlink_to(victims[2])
     (out / "figures").symlink_to(others)
     for _ in range(2):  # the second one finds a report of its own, and tidies
-        assert main(["report", str(file), "--out", str(out)]) == 2
+        assert main(["report", str(file), "--pictures", "--out", str(out)]) == 2
         assert "figures: this is a link" in one_line(capsys)
         assert (out / "report.html").read_text().startswith("<!doctype html>")
     (out / "figures").unlink()
     (out / "figures").mkdir()
     for name in ("reward.png", "entropy.png"):
         (out / "figures" / name).symlink_to(others / name)
-    assert main(["report", str(file), "--out", str(out)]) == 0
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 0
     assert [victim.read_text() for victim in victims] == ["another's"] * len(victims)
     assert not (out / "figures" / "reward.png").is_symlink() and (out / "figures" / "entropy.png").is_symlink()
     left = {path.name for path in out.rglob("*")}
@@ -247,13 +248,13 @@ def test_nothing_is_written_or_removed_through_a_link(file, out, tmp_path, capsy
 def test_a_page_has_the_mode_that_the_user_asks_for_and_leaves_nothing_when_it_fails(file, out, monkeypatch):
     before = os.umask(0o027)
     try:
-        assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+        assert main(["report", str(file), "--out", str(out)]) == 0
     finally:
         os.umask(before)
     assert stat.S_IMODE((out / "report.html").stat().st_mode) == 0o640
     (out / "report.html").unlink()
     (out / "report.html").mkdir()
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 2
+    assert main(["report", str(file), "--out", str(out)]) == 2
     assert [path.name for path in out.iterdir()] == ["report.html"]
 
 
@@ -265,10 +266,10 @@ def test_what_fails_in_drawing_pictures_leaves_the_page(file, out, monkeypatch, 
         monkeypatch.setattr("verl_ext.report.page.png", png)
 
     refuse(KeyboardInterrupt())  # standing for an abort
-    assert main(["report", str(file), "--out", str(out)]) == INTERRUPTED
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == INTERRUPTED
     assert 'data-figure="reward"' in (out / "report.html").read_text()
     refuse(ValueError("no path\nand a stack"))
-    assert main(["report", str(file), "--out", str(out)]) == 2
+    assert main(["report", str(file), "--pictures", "--out", str(out)]) == 2
     assert "reward.png cannot be drawn (no path); the page was written" in one_line(capsys)
 
 
@@ -296,4 +297,4 @@ def test_the_longest_window_is_the_whole_run(file, capsys):
 
 def test_a_name_too_long_for_what_stands_beside_it(tmp_path, out):
     file = write(REWARD, tmp_path / f"{'x' * 245}.jsonl")
-    assert main(["report", str(file), "--no-pictures", "--out", str(out)]) == 0
+    assert main(["report", str(file), "--out", str(out)]) == 0

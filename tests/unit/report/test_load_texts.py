@@ -806,7 +806,7 @@ def test_a_key_in_an_error_is_on_neither_terminal_page_nor_json(tmp_path, capsys
     file, out = tmp_path / "run.log", tmp_path / "out"
     for said in (f"401 for https://host/?token=hf_{key}", f"{'x' * 150} Authorization: Bearer {key}"):
         file.write_text(f"{many(VERL)}Traceback (most recent call last):\nHTTPError: {said}\n")
-        assert main(["report", str(file), "--out", str(out), "--no-pictures"]) == 0
+        assert main(["report", str(file), "--out", str(out)]) == 0
         shown = capsys.readouterr().out
         assert main(["report", str(file), "--no-page", "--json"]) == 0
         shown += capsys.readouterr().out + next(out.rglob("*.html")).read_text()
