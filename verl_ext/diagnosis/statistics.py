@@ -372,7 +372,7 @@ def largest_jump(heights: np.ndarray, times: float, floor: float) -> int | None:
         before, now = heights[max(i - JUMP_BEFORE, 0) : i], float(after[i].min())
         usual = max(float(np.median(before)), FLOOR)
         asked = times if len(before) >= JUMP_LASTS else SURE_JUMP * times
-        if now > max(before.max(), asked * usual, floor):
+        if now > max(before.max(), asked * usual, floor, asked**0.5 * float(before[-1])):  # no ramp over many readings
             jumps[i] = now / usual
     return max(jumps, key=jumps.__getitem__, default=None)
 

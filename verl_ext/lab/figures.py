@@ -29,7 +29,7 @@ READINGS = {  # by the metric
     "rewards with that in mind.",
 }
 LAB_PANELS = [
-    replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], compared="")
+    replace(panel, title=panel.title.removesuffix(" by layer"), reading=READINGS[panel.metric], verls="", compared="")
     for panel in PANELS
     if panel.metric in READINGS
 ]

@@ -24,24 +24,27 @@ ROUTED_GAP = 2.0  # routing drives the gap if it is this many times larger where
 SELDOM = 0.1  # share of the last steps that a batch skip may refuse
 PROBE = "verl-ext probe"
 METRICS, ROUTERS = GAP.override, ROUTING.override
+RESCORING = "stability.rescoring.every=10 stability.rescoring.versions=8"
 RESUME = "trainer.resume_mode=resume_path trainer.resume_from_path=CHECKPOINT"
 RATE = "actor_rollout_ref.actor.optim.lr"
 # verl 0.9.1 loads the optimizer's and the schedule's state from a checkpoint, and with them the rate of the old run
 # (fsdp_checkpoint_manager.py; LambdaLR keeps `base_lrs`).
 ONLY_WEIGHTS = "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
 SKIP, SKIP_OFF = "stability.batch_skip.threshold=0.1", "stability.batch_skip.threshold=null"
-# Beginning of an override -> beginning of a metric that a run logs if it is on already.
+# Beginning of an override -> beginnings of the metrics that a run logs if it is on already.
 LOGGED_IF_ON = {
-    "stability.sync_canary": "sync/",
-    "stability.metrics": "vllm_kl/log_ratio_abs_mean",
-    "stability.router_agreement": "router/agreement",
-    "stability=opsm": "actor/opsm/dropped",
-    "stability=guard": "guard/",
-    "stability.filters='{retokenization_drift": "filter/retokenization_drift/",
-    "stability.filters={overlong": "filter/overlong/",
-    SKIP: "guard/threshold",
-    "actor_rollout_ref.actor.use_kl_loss": "actor/kl_loss",
-    "actor_rollout_ref.rollout.calculate_log_probs": "vllm_kl/k3",
+    "stability.sync_canary": ("sync/",),
+    "stability.metrics": ("vllm_kl/log_ratio_abs_mean",),
+    "stability.rescoring": ("vllm_kl/engine/k3",),
+    "stability.router_agreement": ("router/agreement",),
+    "stability=opsm": ("actor/opsm/dropped",),
+    "stability=moe": ("router/own_agreement", "actor/opsm/dropped"),
+    "stability=guard": ("guard/",),
+    "stability.filters='{retokenization_drift": ("filter/retokenization_drift/",),
+    "stability.filters={overlong": ("filter/overlong/",),
+    SKIP: ("guard/threshold",),
+    "actor_rollout_ref.actor.use_kl_loss": ("actor/kl_loss",),
+    "actor_rollout_ref.rollout.calculate_log_probs": ("vllm_kl/k3",),
 }
 # Override -> what it switches on too, as another override would.
 INCLUDES = {
@@ -134,6 +137,7 @@ MEMORY_STEPS = (
         ),
     ),
 )
+JUMPED = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows")
 SEQUENCE = ("prompt_length/max", LONGEST)
 OUT_OF_MEMORY = CAUSES["out_of_memory"]
 COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")
@@ -142,7 +146,9 @@ REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the poli
 
 def is_on(run: Run, override: str) -> bool:
     """Returns True if the run's metrics show that it has an override on already."""
-    return any(override.startswith(start) and run.readings.has(name) for start, name in LOGGED_IF_ON.items())
+    return any(
+        override.startswith(start) and all(map(run.readings.has, names)) for start, names in LOGGED_IF_ON.items()
+    )
 
 
 def may_ask(run: Run, setting: str) -> bool:
@@ -176,7 +182,7 @@ def next_steps(
 def _all_steps(
     run: Run, found: Judgement, state: str, question: OpenQuestion | None, settle: Settling | None
 ) -> Iterator[NextStep]:
-    remedies = [_unrefused(run, step) for step in _remedies(run, found, state) if not is_on(run, step.do)]
+    remedies = [_unrefused(run, found, step) for step in _remedies(run, found, state) if not is_on(run, step.do)]
     if _is_lost(found):
         if remedies and remedies[0].is_command:  # what is broken is broken after a restart too
             yield remedies.pop(0)
@@ -185,8 +191,10 @@ def _all_steps(
     yield from remedies
     asked = found.question
     unknown = question is None and found.first is None and found.engines.state in ("apart", "growing")
-    if unknown and asked is not None:
-        yield NextStep(asked.setting, "distinguishes the likeliest causes")
+    if unknown and staleness_of(run.readings) > 1 and not is_on(run, RESCORING):
+        yield NextStep(RESCORING, "measures the engines' part of the gap, without the age of the rollouts")
+    elif unknown and asked is not None:
+        yield NextStep(asked.setting, f'shows whether it is "{asked.first.title}" or "{asked.second.title}"')
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
         both = "the first two causes" if named else f'"{question.first.title}" and "{question.second.title}"'
@@ -194,6 +202,8 @@ def _all_steps(
     if settle is not None:
         compares = settle.command.startswith(PROBE)
         yield NextStep(settle.command, "compares both engines on the same tokens" if compares else settle.shows)
+    if found.has("nears_boundary.skips"):
+        yield NextStep(SKIP_OFF, "updates would be refused for the age of the rollouts, which the engines do not share")
     if state == "healthy" and _may_skip(run) and staleness_of(run.readings) <= 1:  # age alone may lift k3 later
         step = NextStep(SKIP, "refuses the one batch that would spoil the weights")
         if not is_on(run, step.do):
@@ -216,9 +226,10 @@ def _may_skip(run: Run) -> bool:
     return whole is not None and float((whole.values[-GROWTH_READINGS:] > boundary_of(run.readings)).mean()) <= SELDOM
 
 
-def _unrefused(run: Run, step: NextStep) -> NextStep:
-    """Returns a step without the batch skip of its preset, if that would refuse updates of this run."""
-    if run.get(K3) is None or _may_skip(run) or not step.do.startswith("stability="):
+def _unrefused(run: Run, found: Judgement, step: NextStep) -> NextStep:
+    """Returns a step without the batch skip of its preset, if that would refuse updates of this run. Where the run goes
+    back to a checkpoint, k3 does too."""
+    if run.get(K3) is None or _may_skip(run) or _is_lost(found) or not step.do.startswith("stability="):
         return step
     why = f"{step.why}. The batch skip would refuse updates while k3 is past {boundary_of(run.readings):g}"
     return NextStep(f"{step.do} {SKIP_OFF}", why)
@@ -234,11 +245,12 @@ def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
         yield from _of_cause(run, found, first)
         if first.cause.of_gap and not first.cause.a_correction_helps:
             return  # a correction does not repair a fault
-    if found.engines.state == "broken":
+    # Engines that were sound, and came apart little by little, are not broken.
+    if found.engines.state == "broken" and (not found.has("gap_grew.grew") or found.has(*JUMPED)):
         if first is None:
             yield COMPARE
         return
-    if gap_matters and (first is None or first.cause.of_gap):
+    if gap_matters or found.engines.state == "broken":
         yield from _of_gap(run, found)
     elif found.learning.state in ("falling", "collapsed", "unstable") and first is None:
         yield from _lower_rate(run)
@@ -293,8 +305,8 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
     if found.has("mask_blind.blind"):
         yield NextStep("stability=kpop", "bounds each token's KL instead, which is tight for likely tokens")
     elif not corrected:
-        why = f"bounds the weight of the tokens on which the engines differ{_if_moe(run, found)}"
-        yield NextStep("stability=tis", why)
+        why = "bounds the weight of the tokens on which the engines differ"
+        yield _preset("stability=tis", why, run, found)
 
 
 def _routing_drives(run: Run, found: Judgement) -> bool:
@@ -312,9 +324,11 @@ def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
     """
     old = CAUSES["old_weights"]
     if run.get("actor/opsm/dropped") is None:
-        experts = "trains with the experts that the rollout chose and bounds weights"
-        more = experts if found.moe else f"which helped old rollouts most in the lab{_if_moe(run, found)}"
-        yield NextStep(old.moe_override if found.moe else old.override, f"{old.why}, {more}")
+        if found.moe:
+            experts = "trains with the experts that the rollout chose and bounds weights"
+            yield NextStep(old.moe_override, f"{old.why}, {experts}")
+        else:
+            yield _preset(old.override, f"{old.why}, which helped old rollouts most in the lab", run, found)
     elif is_on(run, SKIP) and not _may_skip(run):
         yield NextStep(SKIP_OFF, "updates are refused for the age of the rollouts, which OPSM tolerates")
     yield NextStep(
@@ -323,9 +337,12 @@ def _of_age(run: Run, found: Judgement) -> Iterator[NextStep]:
     )
 
 
-def _if_moe(run: Run, found: Judgement) -> str:
-    unknown = not found.moe and not is_on(run, METRICS)  # without the plugin, nothing of a router is logged
-    return "; in a mixture of experts, stability=moe trains with the rollout's experts too" if unknown else ""
+def _preset(dense: str, why: str, run: Run, found: Judgement) -> NextStep:
+    """Returns the step with a preset; with that of an MoE, which takes what works, if no metric of ours shows whether
+    the model has experts."""
+    if found.moe or is_on(run, METRICS):
+        return NextStep(dense, why)
+    return NextStep("stability=moe", f"{why}; in a mixture of experts, it trains with the rollout's experts too")
 
 
 def _twice_the_longest(run: Run) -> int:
@@ -367,7 +384,7 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
             yield NextStep("start again from the beginning", "no weights are from before the fall", in_words=True)
         else:
             back = f"go back to a checkpoint from before step {began}"
-            why = "nothing had moved until then"
+            why = "the first sign of the fall is from that step"
             if values["LOWER"] and any("LOWER" in cause.elsewhere.get(run.trainer, "") for cause in causes):
                 why += "; start from its weights, because a resumed optimizer and schedule bring the old rate back"
             yield NextStep(back, why, in_words=True)

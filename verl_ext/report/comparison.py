@@ -46,6 +46,7 @@ ROWS = (  # after the reward and the validation
     "router/agreement",
     "router/any_layer_differs",
     "actor/entropy",
+    "actor/kl_loss",
     "response_length/mean",
     "actor/grad_norm",
     "actor/pg_clipfrac",
@@ -175,7 +176,17 @@ def compare_runs(
     for name in dict.fromkeys(extra):
         if name not in shown:
             notes.append(f"{name} has no finite value in any run{similar_names(name, logged)}")
-    return replace(whole, rows=judged, notes=tuple(notes))
+    return replace(whole, rows=_in_own_names(judged, cut_runs), notes=tuple(notes))
+
+
+def _in_own_names(rows: Sequence[Row], runs: Sequence[Run]) -> tuple[Row, ...]:
+    """Returns the rows under the name that all runs log, if they log the same; without a name, if they differ."""
+
+    def own(metric: Metric) -> Metric:
+        names = {run.own_name(metric.name) for run in runs if run.get(metric.name) is not None}
+        return replace(metric, name=names.pop() if len(names) == 1 else metric.label)
+
+    return tuple((own(metric), cells) for metric, cells in rows)
 
 
 def _table_metrics(runs: Sequence[Run], extra: Sequence[str]) -> Iterator[Metric]:

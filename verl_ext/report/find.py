@@ -91,7 +91,7 @@ def join_logs(paths: Sequence[Path]) -> RunSource:
     forms: dict[Path, type[Format]] = {}
     for path in paths:
         if (form := detect_format(path)) is None or form.document:
-            raise ReportError(f"{path}: no format of logs has a row in it; only logs can be read together")
+            raise ReportError(f"{path}: only logs with rows of metrics are read together; report this file alone")
         forms[path] = form
         if form is not (first := forms[paths[0]]):
             raise ReportError(f"{path} is {form.title}, and {paths[0]} is {first.title}: they are not of one run")

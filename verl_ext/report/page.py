@@ -90,8 +90,7 @@ def write_report(run: Run, verdict: RunVerdict, out: Path, *, trajectories: str 
     }
     charts = {panel: panel.chart(run) for panel in PANELS}
     said = {panel.key: panel.facts(run) for panel in PANELS}
-    # What would make a run of another trainer log more is not known.
-    return write_page(out, charts, context, said=said, names_missing=run.trainer in ("", "verl"), **options)
+    return write_page(out, charts, context, said=said, of_verl=run.trainer in ("", "verl"), **options)
 
 
 def write_comparison(comparison: Comparison, out: Path, **options: Any) -> Path:
@@ -115,7 +114,9 @@ def write_comparison(comparison: Comparison, out: Path, **options: Any) -> Path:
         "metrics": all_metrics(lines),
     }
     charts = {panel: panel.chart_of_all(lines) for panel in PANELS}
-    return write_page(out, charts, context, **options)
+    return write_page(
+        out, charts, context, of_verl=all(run.trainer in ("", "verl") for run in runs.values()), **options
+    )
 
 
 def write_page(
@@ -124,7 +125,7 @@ def write_page(
     context: Mapping[str, Any],
     *,
     said: Mapping[str, str] | None = None,
-    names_missing: bool = True,
+    of_verl: bool = True,
     refresh: int | None = None,
     pictures: bool = True,
     tidy: bool | None = None,
@@ -137,7 +138,8 @@ def write_page(
         charts: the figures; None if there is nothing to draw, which the page then reports.
         context: the parts above them: `title`, `about`, `notes` and the template's sections.
         said: the text below a figure, by the key of its panel.
-        names_missing: name the figures without data, with what would make the run log it.
+        of_verl: name verl's settings, and the figures without data, with what would make the run log it. What would
+            make a run of another trainer log more is not known.
         refresh: seconds after which the page loads itself again.
         pictures: write the PNG files too.
         tidy: remove files of an earlier report in the folder; by default if there is one.
@@ -154,12 +156,12 @@ def write_page(
             {
                 "key": panel.key,
                 "title": panel.title,
-                "reading": panel.compared if "comparison" in context and panel.compared else panel.reading,
+                "reading": panel.caption(compares="comparison" in context, of_verl=of_verl),
                 "facts": said.get(panel.key, ""),
             }
             for panel in drawn
         ],
-        missing=[panel for panel in charts if panel not in drawn and names_missing],
+        missing=[panel for panel in charts if panel not in drawn and of_verl],
         figures={panel.key: _in_columns(spec) for panel, spec in drawn.items()},
         dark=DARK_COLOURS,
         config=VEGA_CONFIG,

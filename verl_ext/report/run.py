@@ -172,10 +172,13 @@ class Run:
         logged = {name: series for name in self._quantities if (series := self.logged(name)) is not None}
         return Readings(logged, ending, acts)
 
+    def own_name(self, name: str) -> str:
+        """Returns the name under which this run logs a quantity; the quantity's own, if it does not."""
+        return next(iter(self._quantities.get(name, ())), name)
+
     def in_own_names(self, text: str) -> str:
         """Returns a text with the metrics that this run logs under the names that it gives them."""
-        own = {name: next(iter(names)) for name, names in self._quantities.items()}
-        return METRIC.sub(lambda found: own.get(found[0], found[0]), text)
+        return METRIC.sub(lambda found: self.own_name(found[0]), text)
 
     def all_notes(self) -> Iterator[str]:
         """Yields the notes on the files, behind one on the names of the metrics if the report knows none or few."""

@@ -173,6 +173,12 @@ def indented(text: str, options: ConsoleOptions, style: str = "") -> Padding:
     return Padding(Text(encodable(printable(text, MOST_MESSAGE), options), style=style), (0, 0, 0, 1), expand=False)
 
 
+def continued(command: str, width: int) -> list[str]:
+    """Returns a command in lines of at most this width, if its words allow, as a shell continues them."""
+    lines = textwrap.wrap(command, max(width - 2, 1), break_long_words=False, break_on_hyphens=False)
+    return [*(f"{line} \\" for line in lines[:-1]), *lines[-1:]]
+
+
 @dataclass(frozen=True)
 class Dashboard:
     """The run for a terminal of 80 columns or fewer, in ASCII if the terminal has no UTF-8.
@@ -185,7 +191,7 @@ class Dashboard:
     verdict: RunVerdict
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for text, style in self._heading():
+        for text, style in self._heading(options.max_width - 2):
             yield indented(text, options, style) if text else ""
         # A narrow terminal has no sparklines, then shorter labels, then fewer numbers.
         wide, room = options.max_width >= LINE_WIDTH, options.max_width - 2
@@ -216,8 +222,8 @@ class Dashboard:
             short = note.startswith(EVENT_NOTE) and len(note) > LINE_WIDTH - 2
             yield indented(f"{note[: LINE_WIDTH - 5]}..." if short else note, options)
 
-    def _heading(self) -> Iterator[tuple[str, str]]:
-        """Yields lines and their styles."""
+    def _heading(self, width: int) -> Iterator[tuple[str, str]]:
+        """Yields lines and their styles; a command that needs several lines of this width can be pasted."""
         verdict = self.verdict
         at = f", step {self.run.steps[-1]}" if self.run.metrics else ""
         yield f"{self.run.name}{at}: {verdict.state}", f"bold {COLOURS[verdict.state]}"
@@ -233,13 +239,16 @@ class Dashboard:
         if first := verdict.first:
             yield "", ""
             yield verdict.first_heading, "bold"
-            yield first.do, "bold"
+            for line in [first.do] if first.in_words else continued(first.do, width):
+                yield line, "bold"
             yield first.sentence, ""
         if verdict.others:
             yield "", ""
             yield f"{verdict.others_heading}:", "bold"
             for step in verdict.others:
-                yield f"- {step.do}: {step.why}", ""
+                lines = [] if step.in_words else continued(f"- {step.do}", width)
+                for line in [*lines, step.sentence] if len(lines) > 1 else [f"- {step.do}: {step.why}"]:
+                    yield line, ""
         if facts := [fact for fact in verdict.other_facts if fact.text not in causes]:
             yield "", ""
             yield f"{FACTS_HEADING}:", "bold"

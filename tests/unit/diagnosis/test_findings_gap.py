@@ -139,6 +139,7 @@ CASES = [
     ("tokens_drifted.none", None, {DRIFTED: [0.0] * 40}),
     ("rollout_age.new", None, {STALENESS: [0.3] * 40}),
     ("rollout_age.old", None, {STALENESS: then(0.0, 4.0, 5), LOG_RATIO: wave(0.1)}),
+    ("rollout_age.beside", None, {STALENESS: then(0.0, 4.0, 5), K3: [0.04] * 40, "vllm_kl/engine/k3": [0.03] * 40}),
     ("rollout_age.always_old", None, {STALENESS: [4.0] * 40, LOG_RATIO: wave(0.1)}),
 ]
 

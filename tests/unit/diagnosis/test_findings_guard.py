@@ -19,6 +19,7 @@ CASES = [
     ("past_boundary.engines", {K3: QUIET, "guard/boundary": [1e-4] * 40}),
     ("past_boundary.with_movement", {K3: [0.2] * 40, STALE: [2.0] * 40, f"{K3}/lag/0": QUIET}),
     ("nears_boundary.ahead", {K3: 1e-3 / FALLS}),
+    ("nears_boundary.skips", {K3: 1e-3 / FALLS, f"{K3}/lag/0": QUIET, "guard/threshold": [0.1] * 40}),
     ("probabilities_apart.past_limit", {PROB_DIFF: [0.07] * 40}),
     ("above_level.above", {K3: QUIET, "guard/level": [1e-4] * 40}),
     ("gap_not_measured.lately", {K3: [1e-4] * 20 + [NAN] * 40, REWARD: [0.5] * 60}),

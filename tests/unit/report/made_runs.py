@@ -62,6 +62,7 @@ def full(steps: int = 120, layers: int = 8, seed: int = 0) -> Run:
         "response_length/mean": noise(1000),
         "response_length/clip_ratio": noise(0.02),
         "actor/entropy": noise(0.4),
+        "actor/kl_loss": noise(0.01),
         "actor/pg_clipfrac": noise(0.01),
         "actor/pg_clipfrac_lower": noise(0.001),
         "actor/grad_norm": noise(0.5, 0.5),

@@ -46,7 +46,7 @@ def test_report_says_a_verdict_and_a_table_and_writes_the_page_and_the_figures(f
     assert files(out) == ["figures/reward.png", "figures/vllm_kl.png", "report.html", "report.png"]
     assert all((out / name).read_bytes().startswith(PNG) for name in files(out) if name.endswith("png"))
     said = capsys.readouterr().out
-    assert "not enough data" in said and "engine KL, k3" in said and "stability.metrics=true" in said
+    assert "not enough data" in said and "rollout KL, k3" in said and "stability.metrics=true" in said
     assert f" page: {out / 'report.html'}\n" in said and f" figures: {out / 'figures'}\n" in said
 
 

@@ -123,7 +123,7 @@ def test_facts_tell_the_last_level_and_the_extremes_with_their_steps():
     values[[4, 11]] = 5e-3, 1e-6
     text = PANEL["vllm_kl"].facts(make({"vllm_kl/k3": values}))
     assert text.startswith(
-        "Engine KL, k3, nats per token: now 0.0002 (median of the last 5); "
+        "Rollout KL, k3, nats per token: now 0.0002 (median of the last 5); "
         "highest 0.005 in step 5, lowest 1e-06 in step 12."
     )
     assert PANEL["reward"].facts(make({"critic/score/mean": [0.25]})) == (

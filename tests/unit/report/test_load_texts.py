@@ -275,7 +275,7 @@ def test_several_logs_of_one_run_in_any_order(tmp_path):
         assert values(run, "critic/score/mean") == {1: 0.1, 2: 0.2, 3: 0.4, 4: 0.5}
     with pytest.raises(ReportError, match="not of one run"):
         read_run(first, more=[log(tmp_path, many(TRL), "other.log")])
-    with pytest.raises(ReportError, match="only logs can be read together"):
+    with pytest.raises(ReportError, match="only logs with rows of metrics are read together"):
         read_run(first, more=[write(tmp_path / "run.jsonl", train(1))])
 
 

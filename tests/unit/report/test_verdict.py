@@ -10,7 +10,7 @@ from tests import ROOT
 from tests.unit.report.made_runs import NAN, event, full, make, prefix
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import RULES
-from verl_ext.diagnosis.names import K3, LENGTH, REWARD, setting_for
+from verl_ext.diagnosis.names import K3, LENGTH, LOG_RATIO, REWARD, setting_for
 from verl_ext.guard.state import Event
 from verl_ext.report.advice import (
     LOGGED_IF_ON,
@@ -19,6 +19,7 @@ from verl_ext.report.advice import (
     PROBE,
     RATE,
     REFERENCE,
+    RESCORING,
     RESUME,
     ROUTERS,
     SKIP,
@@ -31,11 +32,19 @@ DATA = ROOT / "tests" / "support" / "data"
 RUNS = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed*"))
 STALE = "training/off_policy/trajectory_staleness/mean"
 FIELD = ROOT / "tests" / "cases" / "field"
-CORRECTIONS = ("stability=tis", "stability.correction", "stability=icepop", "stability=kpop", "stability=r3")
+CORRECTIONS = (
+    "stability=moe",
+    "stability=tis",
+    "stability.correction",
+    "stability=icepop",
+    "stability=kpop",
+    "stability=r3",
+)
 QUIET, GROWING = [1e-3] * 40, 1e-4 * np.exp(0.1 * np.arange(1, 61))
 RISES = np.linspace(0.2, 0.6, 40)
 HALVED = [0.6] * 60 + [0.19] * 60
 APART = [1e-3] * 45 + [0.3] * 75
+OURS = {LOG_RATIO: [0.01] * 40}  # a run that would log routers
 
 
 def judged(metrics, *events):
@@ -243,9 +252,10 @@ def test_nothing_is_advised_that_is_on(metrics, setting):
 @pytest.mark.parametrize(
     ("metrics", "on", "setting"),
     [
-        ({REWARD: RISES, K3: [0.03, 0.031] * 20}, {"correction/dropped": [0.01] * 40}, "stability=tis"),
+        ({REWARD: RISES, K3: [0.03, 0.031] * 20}, {"correction/dropped": [0.01] * 40}, "stability=moe"),
         ({REWARD: [0.6] * 60 + [0.35] * 60}, {"actor/kl_loss": [0.01] * 120}, "actor_rollout_ref.actor.use_kl_loss"),
-        ({K3: [0.3] * 40, STALE: [3.0] * 40}, {"actor/opsm/dropped": [0.1] * 40}, "stability=opsm"),
+        ({K3: [0.3] * 40, STALE: [3.0] * 40}, {"actor/opsm/dropped": [0.1] * 40}, "stability=moe"),
+        ({K3: [0.3] * 40, STALE: [3.0] * 40, **OURS}, {"actor/opsm/dropped": [0.1] * 40}, "stability=opsm"),
         (
             {REWARD: [0.5] * 40 + [NAN] * 20, "actor/grad_norm": [0.3] * 40 + [NAN] * 20},
             {"guard/level": [0.01] * 60},
@@ -260,7 +270,7 @@ def test_a_remedy_is_advised_unless_it_is_on(metrics, on, setting):
 
 def test_what_counts_as_on_is_an_override_that_is_advised():
     asked = {setting_for(name) for rule in RULES.values() for name in rule.needs}
-    known = asked | {REFERENCE.do, METRICS, SKIP}
+    known = asked | {REFERENCE.do, METRICS, RESCORING, SKIP}
     known |= {text for cause in CAUSES.values() for text in (cause.override, cause.moe_override)}
     assert [start for start in LOGGED_IF_ON if not any(text.startswith(start) for text in known)] == []
 
@@ -297,8 +307,8 @@ def test_no_correction_is_advised_for_a_fault_that_leaves_the_engines_only_apart
 @pytest.mark.parametrize("reward", [RISES, HALVED[40:80], [0.0] * 40])
 @pytest.mark.parametrize("k3", [QUIET, GROWING[:40], [0.04] * 40, [0.3] * 40, [5.0] * 40])
 @pytest.mark.parametrize("age", [0.0, 3.0])
-def test_a_run_without_metrics_of_routers_gets_no_advice_for_a_mixture_of_experts(reward, k3, age):
-    verdict = judged({REWARD: reward, K3: k3, STALE: [age] * 40})
+def test_a_run_that_would_log_routers_and_logs_none_gets_no_advice_for_a_mixture_of_experts(reward, k3, age):
+    verdict = judged({REWARD: reward, K3: k3, STALE: [age] * 40, LOG_RATIO: [0.01] * 40})
     assert not any(word in step.do for step in verdict.steps for word in ("stability=moe", "r3", "router_agreement"))
     assert "router_agreement" not in verdict.measure
 
@@ -319,7 +329,8 @@ def test_the_cause_decides_what_comes_first():
     assert lower.startswith(f"{RATE}=1e-06 {ONLY_WEIGHTS} {RESUME}"), "a checkpoint's optimizer has the old rate"
     aged = {K3: [0.3] * 40, STALE: [3.0] * 40, "vllm_kl/k3/lag/0": QUIET, REWARD: RISES}
     sync = "trainer.v1.trainer_mode=sync actor_rollout_ref.hybrid_engine=true"
-    assert done(judged(aged))[:2] == [f"stability=opsm {SKIP_OFF}", sync]
+    assert done(judged(aged | OURS))[:2] == [f"stability=opsm {SKIP_OFF}", sync]
+    assert done(judged(aged))[:2] == [f"stability=moe {SKIP_OFF}", sync], "in a dense model it is OPSM and TIS"
     refused = {"actor/opsm/dropped": [0.1] * 40, "guard/threshold": [0.1] * 40}
     assert done(judged(aged | refused))[:2] == [SKIP_OFF, sync], "for their age alone"
     young = {K3: QUIET, REWARD: RISES, "vllm_kl/k3/lag/0": QUIET}

@@ -35,7 +35,7 @@ GAP = Section(
             NATS,
             worst="largest",
             finite=True,
-            label="engine KL, k1",
+            label="rollout KL, k1",
         ),
         divergence(
             "vllm_kl/k3",
@@ -43,7 +43,7 @@ GAP = Section(
             NATS,
             worst="highest",
             finite=True,
-            label="engine KL, k3",
+            label="rollout KL, k3",
         ),
         Metric(
             "vllm_kl/l_old",
@@ -115,7 +115,7 @@ TOP_TOKENS = Section(
             "slightly larger one) with noise. With truncated sampling it is over the kept tokens",
             NATS,
             worst="highest",
-            label="engine KL, top tokens",
+            label="rollout KL, top tokens",
         ),
         Metric("vllm_kl/head_mass", "probability that the rollout gives to the top tokens", "share"),
         Metric(

@@ -31,7 +31,6 @@ MANY_EMPTY, SOME_EMPTY = 0.2, 0.02
 EXPLODED = 2.5  # times the shortest level before
 GREW = 1.5  # times the length at the start
 SHRANK, VANISHED = 5.0, 10.0  # times shorter than at the start
-SHARE_READINGS = 10  # of a share of the answers
 SHORT = 64  # tokens; answers of one length may be complete if they are shorter
 ALIKE = 1e-3  # relative spread of lengths that are all the limit
 FEWEST_LENGTHS = 3  # readings of a length
@@ -64,7 +63,7 @@ def cut_share(run: Readings) -> Series | None:
 def share_now(series: Series) -> float:
     """Returns a share of the answers now: the mean of the last readings, since the median of shares of few answers is
     0 or 1."""
-    return float(series.values[-SHARE_READINGS:].mean())
+    return float(series.values[-LEVEL_READINGS:].mean())
 
 
 @finding("answers_cut", "most many | few", family="cut", needs=(CUT,), subsumed_by=("cut_and_low",))

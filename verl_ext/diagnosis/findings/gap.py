@@ -25,7 +25,7 @@ from verl_ext.diagnosis.series import (
     now_of,
     require_logged,
 )
-from verl_ext.diagnosis.statistics import SURE, course_of, largest_jump
+from verl_ext.diagnosis.statistics import SURE, course_of, largest_jump, level_medians
 
 K2 = "optim/kl_sample_train_v2"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
@@ -46,6 +46,7 @@ ONE_WAY = (
     0.1  # k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely
 )
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
+MOSTLY, FEWEST_SHARES = 0.5, 3  # share of k3 from which it is mostly the engines'; steps that show it
 DIPPED = 0.1  # a jump has not stayed if a larger share of the readings since is below GREW times the level before
 BELOW, GREW_BELOW = 0.1, 5.0  # share of the limit from which a gap below it counts; times the k3 before there
 RARE = 20.0  # times the mean gap of a trajectory
@@ -330,6 +331,8 @@ def gap_grew(run: Readings) -> Seen:
     calm, now = _median(heights[:part]), _median(heights[-5:])
     levels = [_median(each) for each in np.array_split(heights, min(8, len(heights) // 2))]
     apart = _apart(gap, run) ** gap.measure.power
+    middle = (calm * now) ** 0.5
+    began = int(steps[int(np.argmax(level_medians(heights, 3) > middle)) + 1])  # a single spike is no beginning
     text = f"{gap.name} went from {_number(_median(gap.series.values[:part]))} to {_number(now_of(gap.series))}"
     window = list(zip(steps[-GROWTH_READINGS:].tolist(), heights[-GROWTH_READINGS:].tolist(), strict=True))
     growth = estimate_growth(window, max(apart, 1e-9))
@@ -340,7 +343,7 @@ def gap_grew(run: Readings) -> Seen:
     )
     if not grew:
         return "steady", text
-    return "grew", text, int(steps[int(np.argmax(heights > (calm * now) ** 0.5))])
+    return "grew", f"{text}, past {_number(middle ** (1 / gap.measure.power))} in step {began}", began
 
 
 @finding("gap_spike", "broken spike | none", needs=(K3,))
@@ -540,12 +543,24 @@ def tokens_drifted(run: Readings) -> Seen:
     return ("some" if drifted > 0 else "none"), f"{drifted:.1%} of the trajectories encode otherwise than sampled"
 
 
-@finding("rollout_age", "| always_old old new", family="age", needs=(STALENESS,))
+@cached_per_run
+def engines_share(run: Readings) -> float | None:
+    """Returns the engines' part of k3 as a share of the whole, in the last steps that have both; None for too few."""
+    shares = [
+        both[:, 1] / np.maximum(both[:, 2], AGREE) for name in engines_names(K3) if len(both := run.joined(name, K3))
+    ]
+    lately = max(shares, key=len, default=np.empty(0))[-LEVEL_READINGS:]
+    return _median(lately) if len(lately) >= FEWEST_SHARES else None
+
+
+@finding("rollout_age", "| always_old old beside new", family="age", needs=(STALENESS,))
 def rollout_age(run: Readings) -> Seen:
-    """How many versions the rollouts are behind the policy."""
+    """How many versions the rollouts are behind the policy, and whether the gap is there without that."""
     staleness = require_logged(run.late(STALENESS))
     text = f"rollouts are {staleness:.1f} versions behind the policy"
     if staleness < 1:
         return "new", text
+    if (share := engines_share(run)) is not None and share >= MOSTLY:
+        return "beside", f"{text}, but {share:.0%} of k3 is the engines' own"
     always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST_READINGS + 1)))
     return ("always_old" if always else "old"), text

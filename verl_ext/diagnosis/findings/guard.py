@@ -22,6 +22,7 @@ SOON_STEPS = 20  # a forecast of fewer steps to the boundary is a warning, as in
 RECENT_STEPS = 10  # last steps in which an action of the guard still counts
 MOST_RATE = math.log(100)  # of the logarithm per step; a larger one is shown as this
 SKIPPED, DROPPED, AGREEMENT = "guard/skipped", "correction/dropped", "router/agreement"
+OWN_AGREEMENT = "router/own_agreement"
 # Action of the guard -> what it did, and the levels of the finding: a skipped update is told by the share of all.
 ACTS = {
     "skip": ("skipped an update", "| lately earlier"),
@@ -133,11 +134,21 @@ def past_boundary(run: Readings) -> Seen:
     return None
 
 
-@finding("nears_boundary", "ahead")
+@finding("nears_boundary", "ahead skips")
 def nears_boundary(run: Readings) -> Seen:
-    """Whether k3 certainly grows, and at this pace passes the guard's boundary in the next 1,000 steps."""
+    """Whether k3 certainly grows, and at this pace passes the guard's boundary in the next 1,000 steps; or, with the
+    policy's own movement, the threshold from which updates are skipped."""
     _, growth = require_logged(growth_of(run))
-    return ("ahead", growth_clause(run)) if nears(growth) else None
+    if nears(growth):
+        return "ahead", growth_clause(run)
+    threshold, gap = run.get("guard/threshold"), judged_k3(run)
+    if threshold is None or gap is None or not gap.alone or (limit := float(threshold.values[-1])) <= 0:
+        return None
+    whole = _fit(run.get(K3), limit)
+    if whole is None or not nears(whole[1]):
+        return None
+    pace = f"at its pace it passes {limit:g}, where updates are skipped, in about {whole[1].steps:.0f} steps"
+    return "skips", f"k3 grows with the policy's own movement: {pace}"
 
 
 @finding("probabilities_apart", "past_limit")
@@ -192,11 +203,13 @@ def rollouts_old(run: Readings) -> Seen:
 @finding("experts_agree", "low usual")
 def experts_agree(run: Readings) -> Seen:
     """On how many experts the engines agree now."""
-    agreement, error = run.need(AGREEMENT), run.get(f"{AGREEMENT}/error")
+    own = run.get(OWN_AGREEMENT)  # where the rollout's experts are replayed, all others agree
+    agreement, error = own or run.need(AGREEMENT), run.get(f"{AGREEMENT}/error") if own is None else None
     now = now_of(agreement)
+    replayed = " before the replay" if own is not None else ""
     part = f"; from a share of the trajectories: +- {200 * now_of(error):.2g} % per step" if error is not None else ""
     level = "low" if now < LOW_AGREEMENT else "usual"
-    return level, f"the engines agree on {100 * now:.2f} % of the experts ({now_label(agreement)}{part})"
+    return level, f"the engines agree on {100 * now:.2f} % of the experts{replayed} ({now_label(agreement)}{part})"
 
 
 # ---------------------------------------------------------------------------------------------------- what is left out
@@ -293,7 +306,7 @@ def guard_warned(run: Readings) -> Seen:
 
 @finding("warned_before", "forecast passed both")
 def warned_before(run: Readings) -> Seen:
-    """What warned before the reward began to fall: the guard's forecast, or k3 past its boundary."""
+    """What warned before the reward fell: the guard's forecast, or k3 past its boundary."""
     if (began := fell_at(run)) is None:
         return None
     gap, forecast, boundary = judged_k3(run), run.get("guard/steps_to_boundary"), boundary_of(run)
@@ -308,7 +321,7 @@ def warned_before(run: Readings) -> Seen:
     ahead = " and ".join(str(began - step) for step, _ in clauses)
     text = f"{' and '.join(clause for _, clause in clauses)}, {ahead} step{'' if ahead == '1' else 's'} before"
     level = "both" if passed and warned else "passed" if passed else "forecast"
-    return level, f"{text} the reward began to fall", clauses[0][0]
+    return level, f"{text} the reward fell (step {began})", clauses[0][0]
 
 
 def outside_since(series: Series, outside: np.ndarray, began: int) -> int | None:
@@ -319,7 +332,7 @@ def outside_since(series: Series, outside: np.ndarray, began: int) -> int | None
 
 
 def fell_at(run: Readings) -> int | None:
-    """Returns the step at which the reward began to fall; None if it did not."""
+    """Returns the step at which the reward fell; None if it did not."""
     course = reward_course(run)
     return course.step if course is not None and (course.collapsed or course.falls) else None
 

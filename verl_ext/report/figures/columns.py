@@ -105,7 +105,7 @@ def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callab
 
 
 def stage_seconds(run: Run) -> dict[str, float]:
-    """Returns the mean seconds of a step by stage, the rest of the step last; {} if steps were not timed."""
+    """Returns the mean seconds of a step by stage, the rest of the step last; {} if none was timed."""
     step = run.get(STEP_TIME)
     if step is None:
         return {}
@@ -115,13 +115,14 @@ def stage_seconds(run: Run) -> dict[str, float]:
         if (series := run.get(f"timing_s/{stage}")) is not None
     }
     rest = float(step.values.mean()) - sum(found.values())
-    return {**found, OTHER_STAGE[0]: max(rest, 0.0)}
+    return {**found, OTHER_STAGE[0]: max(rest, 0.0)} if found else {}
 
 
 def share_chart(run: Run) -> alt.LayerChart | None:
-    """Draws the stages as shares of a step. In asynchronous modes they overlap, and can add up to more than a step."""
+    """Draws the stages as shares of a step; None if no stage was timed. In asynchronous modes they overlap, and can add
+    up to more than a step."""
     step = run.get(STEP_TIME)
-    if step is None:
+    if step is None or not any(run.get(f"timing_s/{stage}") for stage in STAGES):
         return None
     edges = step_edges(step.steps, TIME_COLUMNS)
     count, total = interval_sums(step, edges)

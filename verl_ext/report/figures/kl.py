@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.guard import boundary_of, growth_of, judged_k3, nears
 from verl_ext.diagnosis.growth import Growth
-from verl_ext.diagnosis.names import K1, K3
+from verl_ext.diagnosis.names import K1, K3, LOG_RATIO
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import (
     BLUE,
@@ -44,10 +44,11 @@ SHAPES = {
 
 
 def kl_chart(run: Run) -> alt.LayerChart | None:
-    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's top tokens, and |k1|."""
+    """Draws k3, the engines' part of it if rollouts are old, the KL over the sampler's top tokens, and |k1|; the mean
+    |log k| of a trainer that logs neither."""
     k1, k3 = run.get(K1), run.get(K3)
     if k1 is None and k3 is None:
-        return None
+        return line_chart(lines_of(run, [(LOG_RATIO, "mean |log k|", BLUE)]), run.span, log=True, unit="nats per token")
     lines, over = [], []
     first, last = run.span
     if k1 is not None:

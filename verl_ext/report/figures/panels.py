@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import altair as alt
@@ -11,7 +11,7 @@ import numpy as np
 from verl_ext.base.metrics import METRICS, find, ours
 from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.findings.guard import growth_clause
-from verl_ext.diagnosis.names import K3
+from verl_ext.diagnosis.names import K3, LOG_RATIO
 from verl_ext.diagnosis.series import now_label, now_of
 from verl_ext.report.figures import columns, kl, overlay
 from verl_ext.report.figures.charts import (
@@ -44,10 +44,12 @@ class Panel:
 
     Attributes:
         key: the name of its file and of its place in the page.
-        reading: how to read it and what to do, one sentence.
+        reading: how to read it.
+        verls: what to do in a run of verl, with its settings.
         missing: the text instead of the figure, with the `override` that would make the run log it.
         curves: the (metric, label, colour)s that the figure of a run draws.
         metric: the metric that a comparison of runs draws, and that the text below the figure describes.
+        instead: another one for runs that do not log it.
         log, zero, unit: options of the axis.
         under: draws layers under the curves, from the first step and the last.
         draw: draws the figure of a run, if that is another kind of figure than `curves`; None if the run lacks it.
@@ -59,10 +61,12 @@ class Panel:
     key: str
     title: str
     reading: str
+    verls: str = ""
     missing: str = ""
     override: str = ""
     curves: tuple[tuple[str, str, str], ...] = ()
     metric: str = ""
+    instead: str = ""
     log: bool = False
     zero: bool = False
     unit: str = ""
@@ -92,20 +96,31 @@ class Panel:
         """Draws the figure for all runs that have it; None if none has it."""
         if self.draw_all is not None:
             return self.draw_all(lines)
-        return overlay.metric_overlay(self.metric, lines, **self.axis)
+        return overlay.metric_overlay(self._metric_of(*chain(*lines.values())), lines, **self.axis)
+
+    def caption(self, *, compares: bool, of_verl: bool) -> str:
+        """Returns the text below the title, for a run or for a comparison of runs."""
+        reading = self.compared if compares and self.compared else self.reading
+        return f"{reading} {self.verls}" if self.verls and of_verl else reading
 
     def facts(self, run: Run) -> str:
         """Returns this run's numbers, in sentences; "" if there are none."""
         return " ".join(text for text in (self._readings(run), self.more(run)) if text)
 
+    def _metric_of(self, *runs: Run) -> str:
+        """Returns the metric that these runs log."""
+        lacks = self.instead and all(run.get(self.metric) is None for run in runs)
+        return self.instead if lacks else self.metric
+
     def _readings(self, run: Run) -> str:
-        series = run.get(self.metric) if self.metric else None  # a log may have a metric without a name
+        name = self._metric_of(run)
+        series = run.get(name) if name else None  # a log may have a metric without a name
         if series is None:
             return ""
         ends = {"highest": int(np.argmax(series.values)), "lowest": int(np.argmin(series.values))}
         at = [f"{word} {self._say(float(series.values[i]))} in step {series.steps[i]}" for word, i in ends.items()]
-        metric = find(self.metric)
-        named = metric.label[0].upper() + metric.label[1:] if metric and metric.label else self.metric
+        metric = find(name)
+        named = metric.label[0].upper() + metric.label[1:] if metric and metric.label else name
         unit = f", {metric.unit}" if metric and metric.unit and not self.percent else ""
         now = f"{self._say(now_of(series))} ({now_label(series)})"
         return f"{named}{unit}: now {now}; {', '.join(at)}."
@@ -165,7 +180,7 @@ PANELS = (
         "Reward",
         "Mean score of each batch; it should rise. If it falls while the engines agree, check the learning rate, the "
         "clipping and the KL to the reference rather than the correction.",
-        "No critic/score/mean: verl logs it at every training step.",
+        missing="No critic/score/mean: verl logs it at every training step.",
         curves=(("critic/score/mean", "", BLUE),),
         metric="critic/score/mean",
     ),
@@ -174,8 +189,8 @@ PANELS = (
         "Validation",
         "Scores on the validation files; trust them more than the batch reward. If the reward rises and they do not, "
         "the policy exploits the reward.",
-        "No val-core/*: this run had no validation.",
-        "trainer.test_freq=10",
+        missing="No val-core/*: this run had no validation.",
+        override="trainer.test_freq=10",
         draw=_validation_chart,
         draw_all=overlay.validation_overlay,
         more=_undrawn_validations,
@@ -185,10 +200,11 @@ PANELS = (
         "KL between the engines",
         "A flat line is healthy, at any height far below the thresholds. A straight climb on this logarithmic axis is "
         "exponential growth, which ends in collapse: act while the predicted crossing is far away.",
-        "No log-probabilities of the rollout were compared.",
-        ours.GAP.override,
+        missing="No log-probabilities of the rollout were compared.",
+        override=ours.GAP.override,
         draw=kl.kl_chart,
         metric=K3,
+        instead=LOG_RATIO,
         log=True,
         more=lambda run: sentence_of(growth_clause(run.readings)),
     ),
@@ -197,8 +213,8 @@ PANELS = (
         "Probability difference of a token",
         "|p rollout - p training| of the sampled tokens. The largest difference jumps with single tokens; the mean "
         "should stay flat. Training was seen to fail past 0.05.",
-        "No log-probabilities of the rollout were compared.",
-        ours.GAP.override,
+        missing="No log-probabilities of the rollout were compared.",
+        override=ours.GAP.override,
         curves=(
             ("vllm_kl/prob_diff_max", "max", VERMILION),
             ("vllm_kl/prob_diff_mean", "mean", BLUE),
@@ -210,8 +226,8 @@ PANELS = (
         "dropped",
         "Tokens dropped by the correction",
         "Share of tokens whose ratio training/rollout left the band, below and above. IcePop's authors saw 0.1 to "
-        "0.2 %. More than 5 % for many steps means that the gap is the problem, not the band. If the share falls while "
-        "k3 grows, the band does not catch the gap: try stability=kpop.",
+        "0.2 %. More than 5 % for many steps means that the gap is the problem, not the band.",
+        "If the share falls while k3 grows, the band does not catch the gap: try stability=kpop.",
         "No correction was on.",
         curves=(
             ("correction/dropped_low", METRICS["correction/dropped_low"].label, SKY),
@@ -228,7 +244,7 @@ PANELS = (
         "Dropped tokens should be the uncertain ones, with a line well above that of the kept. If the two lines meet, "
         "confident tokens are dropped, and the gap is more than rounding: check for a missed weight sync or another "
         "precision.",
-        "No correction was on, or it dropped nothing.",
+        missing="No correction was on, or it dropped nothing.",
         curves=(
             ("correction/entropy_dropped", "dropped", VERMILION),
             ("correction/entropy_kept", "kept", BLUE),
@@ -242,8 +258,8 @@ PANELS = (
         "Mismatch by probability of the token",
         "k3 of tokens by their probability in the rollout. Rare tokens disagree most in every run; if k3 of likely "
         "tokens climbs, the engines compute different functions.",
-        "No log-probabilities of the rollout were compared, or stability.breakdown is off.",
-        ours.GAP.override,
+        missing="No log-probabilities of the rollout were compared, or stability.breakdown is off.",
+        override=ours.GAP.override,
         curves=_buckets("prob"),
         log=True,
         unit="nats per token",
@@ -253,7 +269,8 @@ PANELS = (
         "by_position",
         "Mismatch by position in the response",
         "k3 of tokens by their position in the response. Lines that fan out upwards mean that the gap builds up "
-        "along the sequence: shorter responses or a sequence mask (stability=geo_mask) help first.",
+        "along the sequence.",
+        "Shorter responses or a sequence mask (stability=geo_mask) help first.",
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
         curves=_buckets("position"),
         log=True,
@@ -265,7 +282,8 @@ PANELS = (
         "Mismatch by age of the rollout",
         "k3 of trajectories by how many weight versions they are behind. 0 shows only the engines' gap, and so does "
         "`engines`, from rescored trajectories. If only old trajectories climb, the policy moves faster than the "
-        "rollout follows: try stability=opsm.",
+        "rollout follows.",
+        "Then try stability=opsm.",
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
         curves=_buckets("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
         log=True,
@@ -277,8 +295,8 @@ PANELS = (
         "Mismatch by server of the rollout",
         "k3 of the tokens of each server, numbered as at the start of the run. All servers get prompts at random, so a "
         "line far above the others is a server that computes something else.",
-        "The rollout has one server, or stability.breakdown is off.",
-        ours.GAP.override,
+        missing="The rollout has one server, or stability.breakdown is off.",
+        override=ours.GAP.override,
         curves=_buckets("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
         log=True,
         unit="nats per token",
@@ -289,8 +307,8 @@ PANELS = (
         "Router agreement by layer",
         "Share of a token's experts that both engines chose; dark is worse. A stripe through all layers is one bad "
         "step; spreading darkness means that the routing drifts apart, which routing replay (stability=r3) prevents.",
-        "The experts of the two engines were not compared.",
-        ours.ROUTING.override,
+        missing="The experts of the two engines were not compared.",
+        override=ours.ROUTING.override,
         draw=columns.layer_chart(columns.AGREEMENT, "same experts", 0.99, ".2~%"),
         metric=columns.AGREEMENT,
         draw_all=_layer_overlay(columns.AGREEMENT, ".4~%"),
@@ -302,8 +320,8 @@ PANELS = (
         "Load of the experts by layer",
         "Tokens of a layer's busiest expert over the mean of its experts: 1 is even, dark is uneven. A layer that "
         "darkens sends its tokens to ever fewer experts: look at router/load_effective and router/load_idle.",
-        "The experts of the two engines were not compared.",
-        ours.ROUTING.override,
+        missing="The experts of the two engines were not compared.",
+        override=ours.ROUTING.override,
         draw=columns.layer_chart(columns.LOAD, "busiest over mean", 2.0, ".3~g"),
         metric=columns.LOAD,
         draw_all=_layer_overlay(columns.LOAD, ".3~g"),
@@ -314,7 +332,7 @@ PANELS = (
         "Response length",
         "Tokens of a response. Growth is often learning; a jump together with the KL is often not. Check the clipped "
         "share too: the reward of a cut response is not reliable.",
-        "No response_length/mean: verl logs it at every training step.",
+        missing="No response_length/mean: verl logs it at every training step.",
         curves=(
             ("response_length/max", "max", MUTED),
             ("response_length/mean", "mean", BLUE),
@@ -326,8 +344,9 @@ PANELS = (
     Panel(
         "entropy",
         "Entropy of the policy",
-        "A slow fall is normal. Near 0 the policy stops exploring (clip-higher helps: stability=dapo); a steep rise "
-        "can precede a collapse.",
+        "A slow fall is normal. Near 0 the policy stops exploring, and a higher upper clip helps. A steep rise can "
+        "precede a collapse.",
+        "stability=dapo has the higher clip.",
         "No actor/entropy was logged.",
         "actor_rollout_ref.actor.calculate_entropy=true",
         curves=(("actor/entropy", "", BLUE),),
@@ -336,11 +355,23 @@ PANELS = (
         unit="nats",
     ),
     Panel(
+        "reference_kl",
+        "KL to the reference",
+        "How far the policy has moved from the reference model. A steady rise is learning; a jump, or growth that does "
+        "not slow down, often ends in garbled answers.",
+        missing="No KL to the reference was computed.",
+        override="actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0",
+        curves=(("actor/kl_loss", "", BLUE),),
+        metric="actor/kl_loss",
+        unit="nats per token",
+    ),
+    Panel(
         "clipping",
         "Clipping",
-        "Shares of tokens clipped in the loss, and of responses as long as the longest of their batch; the latter is "
-        "large only if all have one length or many are cut. A few percent of clipping is normal. If many responses "
-        "are cut, allow more length or use an overlong filter (stability.filters).",
+        "Shares of tokens clipped in the loss, and of responses that were cut. A few percent of clipping is normal. If "
+        "many responses are cut, allow more length, or leave their tokens out of the loss.",
+        "verl's share is of the responses as long as the longest of their batch: it is large if all have one length, "
+        "too. stability.filters leaves cut responses out.",
         "No clip fractions were logged.",
         curves=(
             ("actor/pg_clipfrac", "tokens, ratio of the policy", BLUE),
@@ -354,8 +385,9 @@ PANELS = (
     Panel(
         "grad_norm",
         "Gradient norm",
-        "Norm before clipping. Spikes in the same steps as spikes of the KL come from the gap, and a batch skip "
-        "removes them. Other spikes come from the loss or the data.",
+        "Norm before clipping. Spikes in the same steps as spikes of the KL between the engines come from the gap, "
+        "other spikes from the loss or the data.",
+        "A batch skip (stability.batch_skip) removes those of the gap.",
         "No actor/grad_norm was logged.",
         curves=(("actor/grad_norm", "", BLUE),),
         metric="actor/grad_norm",
@@ -366,7 +398,7 @@ PANELS = (
         "Where the time goes",
         "Stages as shares of a step. The rollout usually takes most of it; if weight sync or old log-probs grow, "
         "check memory and offloading.",
-        "No timing_s/step: verl logs it at every training step.",
+        missing="No timing_s/step: verl logs it at every training step.",
         draw=columns.share_chart,
         metric=columns.STEP_TIME,
         zero=True,
