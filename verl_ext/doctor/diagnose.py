@@ -14,6 +14,7 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     experts,
     hooks,
     objective,
+    outcome,
     precision,
     sampling,
     sizes,

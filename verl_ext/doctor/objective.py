@@ -57,7 +57,10 @@ MANY = 16  # updates between two computations of l_old
 CLIPPED = ("vanilla", "geo_mean", "clip_cov")  # losses that clip the ratio of a token
 WIDE, WIDE_GSPO = 0.4, 0.01  # clips from here on; GSPO's, of the mean of a response, are 3e-4 and 4e-4 in its paper
 GENERATED = "algorithm.filter_groups.max_num_gen_batches"
+PLACEHOLDER = "~/models/deepseek-llm-7b-chat"
 BY_SEQUENCE = "seq-mean-token-mean"
+DISCOUNTED, LEFT_OF_REWARD = ("gae", "reinforce_plus_plus"), 0.1  # estimators; share of a reward at the first token
+FILTERED = "algorithm.filter_groups"
 
 
 @check("old reward settings", needs="config")
@@ -101,7 +104,7 @@ def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
 @check("estimator", needs="config")
 def estimator(context: Context) -> Iterable[Problem]:
     """`remax`, `gdpo` and the token baselines, which do not get their inputs from trainer V1; `gdpo` without its keys;
-    PF-PPO, whose responses get the keys of other responses (verl PR 7957).
+    a critic without a model; PF-PPO, whose responses get the keys of other responses (verl PR 7957).
 
     Source: `_compute_advantage` of v1/trainer_base.py fetches no reward_baselines, prompts, reward keys or
     sum_pi_squared; those of `compute_advantage` in ray_trainer.py (trainer.use_v1=False) do. `gdpo` asserts its keys
@@ -113,6 +116,10 @@ def estimator(context: Context) -> Iterable[Problem]:
         hooked = context.features is not None and context.features.demands
         fix = (f"{ESTIMATOR}=grpo",) if hooked else ("trainer.use_v1=False", *UNFED[name])  # which has no hooks
         yield error(f"{ESTIMATOR}={name}", why, *fix)
+    critic = context.get("critic.model.path")
+    if needs_critic(context.config) and critic == PLACEHOLDER != context.model_path:
+        why = "that is verl's placeholder: the critic would be this model, if it is there at all"
+        yield error(f"critic.model.path={critic}", why, f"critic.model.path={context.model_path}")
     if name == "gdpo" and not context.get(GDPO_KEYS):
         yield error(f"{ESTIMATOR}=gdpo without {GDPO_KEYS}", "it must list the keys of the rewards, or step 1 fails")
     if context.get("algorithm.use_pf_ppo") and name == "gae":
@@ -328,6 +335,50 @@ def unread_settings(context: Context) -> Iterable[Problem]:
         why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
         other = (f"{ESTIMATOR}=grpo",) if context.get(ESTIMATOR) != "gdpo" else ()
         yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, *other)
+
+
+@check("terms", needs="config")
+def fighting_terms(context: Context) -> Iterable[Problem]:
+    """Terms of the objective that act against each other: the KL to the reference in the reward and in the loss; a
+    discount with which nothing of a reward at the end of a long answer is left at its beginning; groups that are
+    filtered by a reward with a penalty on length; a distribution distilled by a policy gradient.
+
+    Source: `apply_kl_penalty` and `ppo_loss` add both (verl prints a notice: utils/config.py); NeMo-RL PR 2530. `gae`
+    and `reinforce_plus_plus` of core_algos.py discount by token, and the reward stands on the last one.
+    `metric=reward` of v1/replay_buffer.py sums what dapo.py of the reward managers has penalised (verl-recipe PR 125).
+    workers/config/distillation.py warns of forward_kl_topk.
+    """
+    if context.get("algorithm.use_kl_in_reward") and context.get(f"{ACTOR}.use_kl_loss"):
+        why = "the KL to the reference is penalised twice, in the reward and in the loss"
+        yield warning("use_kl_in_reward and use_kl_loss", why, "algorithm.use_kl_in_reward=false")
+    gamma, longest = context.get("algorithm.gamma", 1.0), context.get("data.max_response_length", 0)
+    if context.get(ESTIMATOR) in DISCOUNTED and gamma**longest < LEFT_OF_REWARD:
+        why = f"the reward stands on the last token: of {longest} tokens, the first one sees {gamma**longest:.1g} of it"
+        yield warning(f"algorithm.gamma={gamma:g}", why, "algorithm.gamma=1.0")
+    if context.get(f"{FILTERED}.enable"):
+        yield from _group_filter(context)
+    distilled = "distillation.distillation_loss"
+    by_gradient = context.get("distillation.enabled") and context.get(f"{distilled}.use_policy_gradient", True)
+    if by_gradient and context.get(f"{distilled}.loss_mode") == "forward_kl_topk":
+        why = "a policy gradient moves the sampled token only, and hardly uses the teacher's distribution"
+        yield warning("forward_kl_topk as a policy gradient", why, f"{distilled}.use_policy_gradient=false")
+
+
+def _group_filter(context: Context) -> Iterator[Problem]:
+    """Source: `_resolve_filter_groups_metric` of v1/trainer_base.py asserts that rewards are there when groups are
+    sampled; v1/replay_buffer.py raises for a metric that no answer has (verl PR 6818, verl-tool PR 69)."""
+    if not context.get("trainer.use_v1"):
+        return
+    scored, metric = "reward.reward_model", context.get(f"{FILTERED}.metric")
+    if context.get(f"{scored}.enable") and not context.get(f"{scored}.enable_resource_pool"):
+        why = "groups are filtered when they are sampled, and a reward model on the same GPUs scores only later"
+        yield error("filter_groups with a colocated reward model", why, f"{scored}.enable_resource_pool=true")
+    if metric in ("seq_reward", "seq_final_reward"):
+        why = "trainer V1 knows reward and what the reward function returns, and stops after the first rollout"
+        yield error(f"{FILTERED}.metric={metric}", why, f"{FILTERED}.metric=reward")
+    if metric == "reward" and context.get(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable"):
+        why = "a group of wrong answers stays if their lengths differ, and teaches only the penalty"
+        yield warning(f"{FILTERED}.metric=reward with a penalty on length", why, f"{FILTERED}.metric=acc")
 
 
 def _unused_penalty(context: Context) -> Iterator[Problem]:

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from verl_ext.base.errors import ConfigError, Problem
-from verl_ext.doctor.checks import Context, check, note, ok, unset, warning
+from verl_ext.doctor.checks import Context, check, error, note, ok, unset, warning
 from verl_ext.doctor.precision import FLOAT32, FSDP, dtype_name
-from verl_ext.features.verl_config import ACTOR, trains_lora
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, trains_lora
 from verl_ext.launch.gpus import named
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, problems_of_sizes, read_sizes
 
+HYBRID = "actor_rollout_ref.hybrid_engine"
+FP8_BLOCK = 128
 LARGE = 0.01  # nats; 1% in every ratio, if the model has not learnt to avoid the ids of the padding
 
 
@@ -42,13 +44,32 @@ def sizes(context: Context) -> Iterable[Problem]:
         yield replace(problem, found=found, why=why, fix=unset(context.config, problem.fix))
     if problems:
         return
+    own = [*_batches(context), *_too_large(context), *_whole_tensors(context)]
+    yield from own
+    if all(each.level == "note" for each in own):
+        beside = "" if shape else "; the model's shape is not known, and was left out"
+        yield ok(f"batches, lengths and ranks fit each other{beside}")
+
+
+def _batches(context: Context) -> Iterator[Problem]:
+    """Yields a last mini-batch that is smaller than the others, and an epoch without a batch.
+
+    Source: `_balance_batch` of v1/trainer_base.py fills the last mini-batch; `agg_loss` of core_algos.py divides by the
+    number of answers of a whole one.
+    """
     batch, mini = context.get("data.train_batch_size"), context.get(f"{ACTOR}.ppo_mini_batch_size")
     if batch % mini:
         why = f"the last one has {batch % mini} prompts and padding, and makes a whole optimizer step"
-        yield note(f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}", why)
-    yield from _too_large(context)
-    beside = "" if shape else "; the model's shape is not known, and was left out"
-    yield ok(f"batches, lengths and ranks fit each other{beside}")
+        found = f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}"
+        if str(context.get(f"{ACTOR}.loss_agg_mode")).startswith("seq-mean"):
+            why = f"{why}; a mean over answers divides its gradient by {mini / (batch % mini):.2g}"
+            yield warning(found, why, f"data.train_batch_size={max(batch - batch % mini, mini)}")
+        else:
+            yield note(found, why)
+    if 0 < (samples := context.get("data.train_max_samples", -1)) < batch:
+        why = "an epoch has no whole batch, and the trainer ends with a division by zero"
+        found = f"data.train_max_samples={samples}, data.train_batch_size={batch}"
+        yield error(found, why, "data.train_max_samples=-1")
 
 
 def _too_large(context: Context) -> Iterator[Problem]:
@@ -66,6 +87,49 @@ def _too_large(context: Context) -> Iterator[Problem]:
         found = f"{needed / GIB:.0f} GiB of weights, gradients and optimizer per GPU, on a {context.gpu.name}"
         why = f"it has {sizes.gpu.memory_gib:.0f} GiB, and the update runs out of memory: use more GPUs, or a LoRA"
         yield warning(found, why)
+
+
+def _whole_tensors(context: Context) -> Iterator[Problem]:
+    """Yields what a tensor of the model is too small or too large for: fp8's blocks, of which a GPU's part of an expert
+    has no whole number; the bucket of a transfer that does not split a weight.
+
+    Source: `weight_block_size` of vllm_async_server.py (0.9.1), layers/quantization/fp8.py of vLLM 0.27; the assert of
+    verl's mooncake_checkpoint_engine.py (verl issue 5779).
+    """
+    shape, ranks = context.shape, context.get(f"{ROLLOUT}.tensor_model_parallel_size", 1)
+    if shape is None:
+        return
+    width, experts = shape.moe_intermediate, context.get(f"{ROLLOUT}.expert_parallel_size", 1)
+    if context.get(f"{ROLLOUT}.quantization") == "fp8" and width and experts == 1 and width % (FP8_BLOCK * ranks):
+        why = f"{width} / {ranks} of an expert is no multiple of fp8's blocks of {FP8_BLOCK}, and vLLM stops"
+        fits = next(each for each in range(ranks, 0, -1) if width % (FP8_BLOCK * each) == 0 and ranks % each == 0)
+        parallel = f"{ROLLOUT}.tensor_model_parallel_size"
+        yield error(f"quantization=fp8 with {parallel}={ranks}", why, f"{parallel}={fits}")
+    bucket, sends = (f"{ROLLOUT}.checkpoint_engine.{name}" for name in ("update_weights_bucket_megabytes", "backend"))
+    largest = shape.vocabulary * shape.hidden * 2 / 2**20
+    if context.get(sends) == "mooncake" and largest > context.get(bucket, math.inf):
+        why = f"the embedding has {largest:.0f} MB in bfloat16, and this transfer does not split a weight"
+        yield error(f"{bucket}={context.get(bucket)}", why, f"{bucket}={2 ** math.ceil(math.log2(largest))}")
+
+
+@check("rollout at its start", needs="engine", after=("sizes",))
+def rollout_at_its_start(context: Context) -> Iterable[Problem]:
+    """A share of the GPU for the rollout that is not free beside the weights of training, so that vLLM does not start.
+
+    Source: `_setup` of v1/trainer_base.py makes the actor before the rollout (verl issue 4229, PR 5384); vLLM compares
+    what is free with gpu_memory_utilization of the whole (v1/worker/gpu_worker.py).
+    """
+    known = context.gpu is not None and named(context.gpu.name) is not None and context.shape is not None
+    if not known or not context.on_fsdp or not context.with_vllm or not context.get(HYBRID, True):
+        return
+    if any(context.get(f"{FSDP}.{name}") for name in ("param_offload", "offload_policy")):
+        return
+    sizes = read_sizes(context.config, context.gpu.name)
+    weights, card = plan_memory(sizes).update.lines["weights"], sizes.gpu.memory_gib * GIB
+    share, setting = context.get(f"{ROLLOUT}.gpu_memory_utilization", 0.5), f"{ROLLOUT}.gpu_memory_utilization"
+    if weights + share * card > card:
+        why = f"{weights / GIB:.0f} of {card / GIB:.0f} GiB have the weights of training when the rollout starts"
+        yield error(f"{setting}={share:g}", f"{why}, and vLLM stops", f"{FSDP}.param_offload=true")
 
 
 @check("gpu")

@@ -103,6 +103,23 @@ def repeated_passes(context: Context) -> Iterable[Problem]:
         yield note(f"{theirs}={before}, {ours}={update}", f"{why}; equal sizes avoid it (verl issue 6280)")
 
 
+@check("recomputation", needs="on_megatron")
+def recomputation(context: Context) -> Iterable[Problem]:
+    """Whole layers that are recomputed, without a method or a number of layers.
+
+    Source: `__post_init__` of megatron-core's TransformerConfig raises a ValueError when the actor is built; verl's
+    defaults of both are null (trainer/config/engine/megatron.yaml).
+    """
+    method, layers = (f"{LAYERS}.recompute_{name}" for name in ("method", "num_layers"))
+    if context.get(f"{LAYERS}.recompute_granularity") != "full":
+        return
+    missing = {method: "uniform", layers: 1}
+    missing = {name: value for name, value in missing.items() if context.get(name) is None}
+    if missing:
+        fix = (f"++{name}={value}" for name, value in missing.items())
+        yield error(f"recompute_granularity=full without {' and '.join(missing)}", "megatron-core stops there", *fix)
+
+
 def updates_of_a_batch(context: Context) -> int:
     """Returns the optimizer steps between two computations of l_old, or in separate_async between two weight syncs; 0
     if a size is not known.
@@ -339,18 +356,6 @@ def ignored_optimizer_settings(context: Context) -> Iterable[Problem]:
     if (betas := [float(beta) for beta in betas]) != USUAL_BETAS:
         fix = tuple(f"++{override}.adam_beta{place}={beta}" for place, beta in enumerate(betas, 1))
         yield warning(f"{ACTOR}.optim.betas={list(betas)} has no effect", "verl does not pass it to Megatron", *fix)
-
-
-@check("checkpoints", needs="config")
-def checkpoints(context: Context) -> Iterable[Problem]:
-    """Asynchronous checkpoints on engines other than Megatron, which a restart does not find (verl issue 7952).
-
-    Source: verl issue 7952, PR 7955 (open): the file that names the last checkpoint is written only for Megatron
-    (trainer/ppo/v1/trainer_base.py), so a restarted run starts at step 0.
-    """
-    setting = f"{ACTOR}.checkpoint.async_save"
-    if context.get(setting) and not context.on_megatron:
-        yield warning(f"{setting}=True on {context.strategy}", "a restart begins again at step 0", f"{setting}=False")
 
 
 @check("VeOmni version", needs="config")

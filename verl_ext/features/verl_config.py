@@ -36,6 +36,7 @@ VIRTUAL_STAGES = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
 REWARD_ARGUMENTS = "reward.reward_kwargs"
 RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
+LORA_RANKS = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")  # of FSDP and VeOmni; of Megatron
 # Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
 # is one of the grammar's constants.
 PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
@@ -262,11 +263,14 @@ def needs_critic(config: DictConfig) -> bool:
     return bool(enabled) if enabled is not None else config.algorithm.adv_estimator == "gae"
 
 
+def lora_rank_key(config: DictConfig) -> str:
+    """Returns the setting in which this training engine reads a LoRA's rank."""
+    return LORA_RANKS[OmegaConf.select(config, f"{ACTOR}.strategy") == "megatron"]
+
+
 def trains_lora(config: DictConfig) -> bool:
     """Returns True if the model is trained as a LoRA."""
-    names = ("lora_rank", "lora.rank", "lora_adapter_path")
-    one, other, path = (OmegaConf.select(config, f"{MODEL}.{name}") for name in names)
-    rank = one or other or 0
+    rank, path = (OmegaConf.select(config, name) for name in (lora_rank_key(config), f"{MODEL}.lora_adapter_path"))
     return (isinstance(rank, int) and rank > 0) or path is not None
 
 

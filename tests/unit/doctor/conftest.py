@@ -28,6 +28,7 @@ NEEDED = (
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
     "algorithm.adv_estimator=grpo",
+    "trainer.save_freq=20",
 )
 
 

@@ -325,6 +325,7 @@ def test_a_model_on_the_machine_of_the_run_is_no_error_here(doctor):
 def test_padding_of_the_last_mini_batch_is_a_note(doctor):
     actor = "actor_rollout_ref.actor"
     sizes = ["data.train_batch_size=100", f"{actor}.ppo_mini_batch_size=64", f"{actor}.use_dynamic_bsz=true"]
+    sizes.append(f"{actor}.loss_agg_mode=token-mean")
     assert [level for _, level, _ in of(doctor, "ppo_mini_batch_size=64", *sizes) if level != "ok"] == ["note"]
 
 

@@ -220,7 +220,7 @@ def test_experts_whose_kernel_takes_new_weights(findings, models, overrides, fie
     [
         ("", "warning"),
         ("trainer.n_gpus_per_node=4", "ok"),
-        (LORA, "ok"),
+        (f"{MODEL}.lora_rank=8", "ok"),
         (f"{FSDP}.model_dtype=bf16", "ok"),
         (f"{ACTOR}.strategy=fsdp2 {FSDP}.offload_policy=True", "ok"),
         (f"{MODEL}.path=Qwen/Qwen2.5-3B", "ok"),

@@ -24,7 +24,7 @@ RUNS = [
     make({REWARD: SOUND, K3: [1e-3] * 40, "router/any_layer_differs": [0.1] * 40}),
     make({K3: GROWING, "router/agreement": [0.9] * 60}),
     make({K3: GROWING, "router/agreement": [0.9] * 60, STALE: [3.0] * 60}),
-    make({K3: [0.5] * 40, STALE: [3.0] * 40}),
+    make({K3: [0.5] * 40, STALE: [3.0] * 40, "vllm_kl/log_ratio_abs_mean": [0.3] * 40}),
     make({K3: [0.5] * 40, REWARD: SOUND}),
     make({REWARD: HALVED, "actor/lr": [3e-6] * 120, K3: [1e-3] * 120}),
     make({REWARD: HALVED, K3: [1e-3] * 45 + [0.3] * 75, STALE: [70.0] * 120}),

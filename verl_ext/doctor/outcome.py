@@ -1,0 +1,133 @@
+"""What of a run is trained, and what is left of it: the adapter, checkpoints, what fits in an answer.
+
+The files of verl are those of 0.9.1.
+"""
+
+from collections.abc import Iterable
+
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import Context, check, error, note, warning
+from verl_ext.features.verl_config import ACTOR, LORA_RANKS, MODEL, ROLLOUT, lora_rank_key, trains_lora
+
+FULL_RATE = 2e-6  # up to here a learning rate is one for all weights; verl's default is 1e-6
+ALL_LINEAR = f"{MODEL}.target_modules"
+SAVED, LOADED = (f"{ACTOR}.checkpoint.{name}_contents" for name in ("save", "load"))
+FREQUENCY = "trainer.save_freq"
+ASYNCHRONOUS = f"{ACTOR}.checkpoint.async_save"
+TOOLS = f"{ROLLOUT}.multi_turn"
+CHARACTERS = 4  # of a token
+THINKS, SHORT = ("qwen3", "qwen3_moe"), 1024  # models that think unless they are told not to; tokens that cut that
+THINKING = "data.apply_chat_template_kwargs.enable_thinking"
+# Words of a model's name -> verl's parser of its tool calls, where it is not the default one, hermes.
+FORMATS = {
+    "qwen3-coder": "qwen3_coder",
+    "qwen3.5": "qwen3_coder",
+    "gpt-oss": "gpt-oss",
+    "glm-4": "glm",
+    "kimi-k2": "kimi",
+    "minimax-m": "minimax",
+    "seed-oss": "seed",
+    "deepseek-v4": "deepseek_v4",
+    "gemma-4": "gemma4",
+}
+
+
+@check("adapter", needs="config")
+def adapter(context: Context) -> Iterable[Problem]:
+    """A LoRA whose rank stands in the other engine's key, so that all weights are trained; one with a learning rate
+    for all weights; `all-linear` on the experts and routers of a mixture of experts, on FSDP.
+
+    Source: `_is_lora` of workers/engine/fsdp/transformer_impl.py and veomni's reads model.lora_rank, megatron's
+    model.lora (verl PR 4063); verl's docs/advance/ppo_lora.rst: a rate ten times as large. peft 0.21 gives adapters to
+    stacked experts (tried on Qwen3-MoE), which vLLM does not load under these names (vllm PR 52194).
+    """
+    read = lora_rank_key(context.config)
+    for key in LORA_RANKS:
+        if key != read and context.get(key, 0) > 0 and not context.get(read):
+            why = f"{context.strategy} reads {read}: all weights are trained, at a LoRA's learning rate"
+            moved = f"{read}={context.get(key)}"
+            yield error(f"{key}={context.get(key)} is not read", why, moved, f"{key}=0")
+    if not trains_lora(context.config):
+        return
+    if (rate := context.get(f"{ACTOR}.optim.lr", 1.0)) <= FULL_RATE:
+        why = "that is a rate for all weights, with which an adapter hardly moves; about ten times as much is usual"
+        yield warning(f"a LoRA with {ACTOR}.optim.lr={rate:g}", why, f"{ACTOR}.optim.lr={10 * rate:g}")
+    if context.on_fsdp and context.has_experts and context.get(ALL_LINEAR) == "all-linear":
+        why = "the router and the stacked experts get adapters too, which the rollout does not load as they are sent"
+        yield warning("target_modules=all-linear with experts", why, f"{ALL_LINEAR}=[q_proj,k_proj,v_proj,o_proj]")
+
+
+@check("checkpoints", needs="config")
+def checkpoints(context: Context) -> Iterable[Problem]:
+    """Checkpoints that a restart does not find (verl issue 7952), or that do not bring the weights back;
+    `val_only` that trains. A note: nothing is saved.
+
+    Source: verl issue 7952, PR 7955 (open): the file that names the last asynchronous checkpoint is written only for
+    Megatron (v1/trainer_base.py), so a restarted run starts at step 0. `fit` there saves, also in the last step, only
+    if save_freq > 0, and reads val_only inside `if val_before_train` (verl issue 4534, PR 2084). `should_load_model` of
+    utils/checkpoint/checkpoint_manager.py reads load_contents; `_load_checkpoint` takes the step over in any case.
+    """
+    if context.get("trainer.val_only") and not context.get("trainer.val_before_train"):
+        why = "verl reads val_only only before the first step: this launch trains"
+        yield error("val_only=true without val_before_train", why, "trainer.val_before_train=true")
+    if context.get("trainer.val_only"):
+        return
+    if context.get(ASYNCHRONOUS) and not context.on_megatron:
+        why = "a restart begins again at step 0"
+        yield warning(f"{ASYNCHRONOUS}=True on {context.strategy}", why, f"{ASYNCHRONOUS}=False")
+    if context.get(FREQUENCY, -1) <= 0:
+        yield note(f"{FREQUENCY}={context.get(FREQUENCY, -1)}", "nothing is saved, not even after the last step")
+    elif context.get("trainer.resume_mode") != "disable" and "model" not in context.get(LOADED, ["model"]):
+        why = "a restart goes on at the step of the checkpoint with the weights of the start"
+        yield warning(f"{LOADED} has no model", why, f"{SAVED}=[model,optimizer,extra]")
+
+
+@check("room for an answer", needs="config")
+def room_for_an_answer(context: Context) -> Iterable[Problem]:
+    """A tool's response that alone is longer than the answer may be. Notes: a model that thinks by default, and few
+    tokens; prompts above the limit, which lose their beginning whatever data.truncation says.
+
+    Source: `_handle_processing_tools_state` of experimental/agent_loop/tool_agent_loop.py: the limit holds for all
+    turns and tool responses together (verl issue 3619); agent_loop.py keeps `prompt_ids[-prompt_length:]`, and nothing
+    reads `truncation` of utils/dataset/rl_dataset.py (verl issue 3948).
+    """
+    room = context.get("data.max_response_length", 0)
+    longest = context.get(f"{TOOLS}.max_tool_response_length", 0)
+    if _has_tools(context) and longest >= CHARACTERS * room > 0:
+        why = f"that is the whole answer, of at most {room} tokens with all its turns: it ends without a result"
+        yield warning(f"a tool's response of up to {longest} characters", why, f"data.max_response_length={longest}")
+    thinks = context.model_type in THINKS and not any(word in _model(context) for word in ("instruct", "base", "coder"))
+    if thinks and room <= SHORT and context.get(THINKING) is not False:
+        why = "it thinks by default, and most of its answers would be cut, and scored as they are"
+        why = f"{why}: ++{THINKING}=false, or more tokens"
+        yield note(f"max_response_length={room} with {context.model_path}", why)
+    if not context.get("data.filter_overlong_prompts") and context.get("data.truncation") in ("right", "middle"):
+        why = "verl keeps the end of a prompt that is too long, whatever data.truncation says"
+        yield warning("prompts lose their beginning", why, "data.filter_overlong_prompts=true")
+
+
+@check("tool calls", needs="config")
+def tool_calls(context: Context) -> Iterable[Problem]:
+    """Tools whose calls verl's parser does not find, because the model writes them in another format; or one turn only.
+
+    Source: experimental/agent_loop/tool_parser.py, its registered formats; a call that does not parse ends the
+    trajectory (tool_agent_loop.py), as does `max_assistant_turns`, before a call is parsed.
+    """
+    if not _has_tools(context):
+        return
+    given = context.get(f"{TOOLS}.format")
+    own = next((known for words, known in FORMATS.items() if words in _model(context)), given)
+    if given != own:
+        why = f"{context.model_path} writes its calls in another format, so that no tool is ever called"
+        yield warning(f"{TOOLS}.format={given}", why, f"{TOOLS}.format={own}")
+    if context.get(f"{TOOLS}.max_assistant_turns") == 1:
+        why = "an answer ends after its first turn, before a call in it is parsed"
+        yield warning(f"{TOOLS}.max_assistant_turns=1 with tools", why, f"{TOOLS}.max_assistant_turns=null")
+
+
+def _has_tools(context: Context) -> bool:
+    return any(context.get(f"{TOOLS}.{name}") for name in ("tool_config_path", "function_tool_path"))
+
+
+def _model(context: Context) -> str:
+    return str(context.model_path or "").lower().replace("_", "-")
