@@ -82,10 +82,10 @@ def test_the_correction(launched):
 
 
 def run_in(folder, command):
-    """Runs a command of the page with this environment's programs."""
+    """Runs a command of the page in a folder, which is on Python's path only if the command puts it there."""
     path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": f"{folder}:{ROOT}"}
-    words = [word for word in shlex.split(command) if not word.startswith("PYTHONPATH=")]
+    words = shlex.split(command.replace("PYTHONPATH=.", f"env PYTHONPATH=.:{ROOT}"))
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -98,6 +98,15 @@ def test_the_correction_is_tested_and_tried_in_the_lab_as_shown(tmp_path):
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / ".lab" / "stale" / "results.json").read_text())
     assert "mine" in [each["name"] for each in results["variants"]]
+
+
+def test_the_doctor_checks_a_launch_with_the_correction_as_shown(tmp_path):
+    (tmp_path / "my_correction.py").write_text(MODULES["my_correction"])
+    (checked,) = re.findall(r"```bash\n(verl-ext doctor .*) \.\.\.\n", PAGE)
+    done = run_in(tmp_path, f"{checked} --json actor_rollout_ref.rollout.name=vllm trainer.device=cpu")
+    found = [each for each in json.loads(done.stdout) if each["check"] == "hooks"]
+    assert {each["level"] for each in found} == {"ok"}
+    assert any("two_sided, low 0.25, high 4" in each["found"] for each in found)
 
 
 def test_the_rule_on_its_metric_is_one_of_the_guard(launched, compose):

@@ -147,6 +147,10 @@ class BatchError(UserError, ValueError):
     """A batch that the training step cannot use."""
 
 
+class MethodError(UserError, ValueError):
+    """A result of a method, such as a correction of the user's own, that cannot be used."""
+
+
 class GuardStopError(UserError, RuntimeError):
     """The guard ended the run; the entry point exits with a separate code."""
 
@@ -182,9 +186,9 @@ def print_error(command: str, error: Exception) -> int:
     return 2
 
 
-def require_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
+def require_choice(setting: str, value: str, choices: tuple[str, ...], otherwise: str = "") -> None:
     if value not in choices:
-        raise ConfigError(f"{setting}={value} is not known; choose one of: {', '.join(choices)}")
+        raise ConfigError(f"{setting}={value} is not known; choose one of: {', '.join(choices)}", otherwise=otherwise)
 
 
 def missing_package(error: ModuleNotFoundError) -> str:

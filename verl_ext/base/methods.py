@@ -12,8 +12,9 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dat
 from functools import cache
 from typing import Any, Generic, NoReturn, TypeVar, get_args, get_type_hints
 
-from verl_ext.base.errors import ConfigError, Problem, Problems, SettingError
+from verl_ext.base.errors import ConfigError, Problem, Problems, SettingError, require_choice
 
+OF_YOUR_OWN = "name the module that registers your own in stability.plugins (verl-ext lab: --plugins)"
 KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
@@ -37,8 +38,10 @@ class Registry(dict[str, M]):
         self.kind = kind
 
     def add(self, method: M) -> None:
-        if method.name in self:
-            raise ValueError(f"a {self.kind} named {method.name} is registered already")
+        """Adds a method; a function that is there already, because its module is imported again, is replaced."""
+        known, new = self.get(method.name), method.function
+        if known and (known.function.__module__, known.function.__qualname__) != (new.__module__, new.__qualname__):
+            raise ConfigError(f"a {self.kind} named {method.name} is registered already")
         self[method.name] = method
 
 
@@ -129,6 +132,10 @@ def build(kind: type, given: Mapping[str, Any] | None, where: str) -> Any:
         raise error.at(where) from error
     except (TypeError, ValueError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(f"{where}: {error}") from error
+
+
+def require_method(setting: str, name: str, known: Iterable[str]) -> None:
+    require_choice(setting, name, tuple(known), OF_YOUR_OWN)
 
 
 def require_known(given: Iterable[str], known: Collection[str], where: str, otherwise: str = "") -> None:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.base.errors import ConfigError, MethodError
 from verl_ext.base.methods import Method, Registry, require, require_one_of, settings_of
 from verl_ext.base.names import BUCKETS
 from verl_ext.core import Result, no_grad, torch
@@ -101,12 +102,12 @@ def register_correction(
         reads: quantities of tokens only, or of sequences only; in the update, some of IN_UPDATE or none.
 
     Raises:
-        ValueError: the name is taken, or a quantity is unknown or of the other kind.
+        ConfigError: the name is taken, or a quantity is unknown or of the other kind.
     """
     if in_update and not set(reads) <= set(IN_UPDATE):
-        raise ValueError(f"correction {name} reads {reads} in the update; choose from {IN_UPDATE}")
+        raise ConfigError(f"correction {name} reads {reads} in the update; choose from {IN_UPDATE}")
     if not in_update and not (reads and any(set(reads) <= set(k) for k in (TOKEN_QUANTITIES, SEQUENCE_QUANTITIES))):
-        raise ValueError(
+        raise ConfigError(
             f"correction {name} reads {reads}; choose from {TOKEN_QUANTITIES} (per token) or {SEQUENCE_QUANTITIES} "
             "(per sequence), not from both"
         )
@@ -118,6 +119,23 @@ def register_correction(
         return detached
 
     return register
+
+
+def check_shapes(name: str, found: Any, like: Tensor) -> None:
+    """Refuses a correction's result that is not `Weights` with the shape of a quantity that it reads."""
+    if not isinstance(found, Weights):
+        raise MethodError(f"stability.correction={name} returned a {type(found).__name__}, which is not a Weights")
+    for part in fields(Weights):
+        if (shape := getattr(found, part.name).shape) != like.shape:
+            shapes = f"of shape {tuple(shape)} for {tuple(like.shape)} values"
+            raise MethodError(f"stability.correction={name} returned a {part.name} {shapes}; it must have their shape")
+
+
+def check_range(name: str, least: float, largest: float) -> None:
+    """Refuses a correction's weights, by the least and the largest of them, unless all are finite and at least 0."""
+    if not 0 <= least <= largest < math.inf:  # false for NaN
+        said = f"returned weights from {least:g} to {largest:g}; each must be finite and at least 0"
+        raise MethodError(f"stability.correction={name} {said}")
 
 
 def below(value: Tensor, bound: float | Tensor) -> Tensor:

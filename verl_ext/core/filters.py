@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import Method, Registry, require, settings_of
+from verl_ext.base.errors import ConfigError, MethodError
+from verl_ext.base.methods import Method, Registry, require, require_method, settings_of
 from verl_ext.core import torch
 from verl_ext.core.advantages import Sessions, group_ids, require_finite
 from verl_ext.core.tokens import Lag, Tokens
@@ -158,8 +158,7 @@ def register_batch_filter(
 
 def get_batch_filter(name: str) -> BatchFilter:
     """Returns the filter registered under `name`; raises a ConfigError that lists the known names if there is none."""
-    if name not in BATCH_FILTERS:
-        raise ConfigError(f"stability.filters.{name} is not known; choose from: {', '.join(BATCH_FILTERS)}")
+    require_method("stability.filters", name, BATCH_FILTERS)
     return BATCH_FILTERS[name]
 
 
@@ -265,7 +264,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
     Raises:
         ConfigError: a filter is unknown, or needs what the batch does not have.
         BatchError: a filter cannot judge the batch's numbers.
-        ValueError: a filter returned something other than one bool per token.
+        MethodError: a filter returned something other than one bool per token.
     """
     tokens, kept = batch.tokens, batch.kept_N
     has_B, left_B = tokens.row_sums(tokens.mask) > 0, tokens.row_sums(kept) > 0
@@ -278,7 +277,7 @@ def apply_filters(batch: FilterBatch, filters: Iterable[tuple[str, Mapping[str, 
         if isinstance(result, torch.Tensor):
             result = FilterResult(result)
         if result.keep_N.dtype != torch.bool or result.keep_N.shape != kept.shape:
-            raise ValueError(
+            raise MethodError(
                 f"the batch filter {name} returned {result.keep_N.dtype} {tuple(result.keep_N.shape)}, where "
                 f"torch.bool {tuple(kept.shape)} is expected: one entry per token, true = keep"
             )

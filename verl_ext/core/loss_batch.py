@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from verl_ext.base import names
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, MethodError
 from verl_ext.base.methods import ConfiguredMethod
 from verl_ext.core import torch
 
@@ -102,17 +102,20 @@ def call_method(chosen: ConfiguredMethod, batch: LossBatch, gives: Collection[st
 
     Raises:
         ConfigError: the batch lacks an input that the method reads.
-        ValueError: the method gives a part that is not in `gives`, or a tensor that is not [B, T].
+        MethodError: the method gives something other than a LossChange, a part that is not in `gives`, or a tensor
+            that is not [B, T].
     """
     found = chosen.method.function(batch.reading(chosen.method.reads), **asdict(chosen.settings))
+    if not isinstance(found, LossChange):
+        raise MethodError(f"{chosen.name} gives a {type(found).__name__}, which is not a LossChange")
     expected = tuple(batch.mask.shape)
     for name in ("weight", "log_factor", "term"):
         if (tensor := getattr(found, name)) is None:
             continue
         if name not in gives:
-            raise ValueError(f"{chosen.name} gives a {name}; it is registered to give {' and '.join(gives)}")
+            raise MethodError(f"{chosen.name} gives a {name}; it is registered to give {' and '.join(gives)}")
         if tensor.shape != expected:
-            raise ValueError(
+            raise MethodError(
                 f"{chosen.name} gives a {name} of shape {tuple(tensor.shape)} where {expected} is expected"
             )
     return found

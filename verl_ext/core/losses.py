@@ -13,6 +13,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Method, Registry, require, require_one_of, settings_of
 from verl_ext.core import no_grad, torch
 from verl_ext.core.corrections import IcePop, Opsm, icepop, opsm
@@ -59,10 +60,10 @@ def register_loss(
             function's keyword-only arguments.
 
     Raises:
-        ValueError: the name is taken, or `reads` has an unknown field.
+        ConfigError: the name is taken, or `reads` has an unknown field.
     """
     if unknown := set(reads) - set(FIELDS):
-        raise ValueError(f"the policy loss {name} reads {sorted(unknown)}; choose from {tuple(FIELDS)}")
+        raise ConfigError(f"the policy loss {name} reads {sorted(unknown)}; choose from {tuple(FIELDS)}")
 
     def register(function: LossFunction) -> LossFunction:
         LOSSES.add(Loss(name, function, settings or settings_of(function), reads, **traits))

@@ -23,7 +23,7 @@ from verl_ext.core.breakdown import (
     lag_sums,
     server_sums,
 )
-from verl_ext.core.corrections import CORRECTIONS
+from verl_ext.core.corrections import CORRECTIONS, check_range, check_shapes
 from verl_ext.core.mismatch import Mismatch, mismatch_metrics, mismatch_sums, probabilities
 from verl_ext.core.tokens import EXACT_COUNT, Tokens, expand, segment_sums, total
 
@@ -40,6 +40,7 @@ class Weighed:
         low: [n] float32, 1 where a token is dropped and a correction found it, or its trajectory, below the bounds.
         high: [n] float32, 1 where a token is dropped for another reason.
         outside: [C, 2], the number of tokens, or trajectories, that each correction found below and above its bounds.
+        extremes: [C, 2], the negative of each correction's least weight, and its largest.
     """
 
     weight: Tensor
@@ -47,19 +48,28 @@ class Weighed:
     low: Tensor
     high: Tensor
     outside: Tensor
+    extremes: Tensor
 
 
 def weigh(
     block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings], scratch: Scratch, as_mask: bool = False
 ) -> Weighed:
-    """Applies the corrections, at least one; with `as_mask`, the tokens that they keep have weight 1."""
+    """Applies the corrections, at least one; with `as_mask`, the tokens that they keep have weight 1.
+
+    Raises:
+        MethodError: a correction returned something other than Weights of the shape of what it reads.
+    """
     quantities = _quantities(block, mismatch, corrections)
     used = block.lengths > 0
-    weights, lows, outside = [], [], []
+    weights, lows, outside, extremes = [], [], [], []
     for name, settings in corrections.items():
         correction = CORRECTIONS[name]
-        found = correction.function(*(quantities[quantity] for quantity in correction.reads), **settings)
+        read = [quantities[quantity] for quantity in correction.reads]
+        found = correction.function(*read, **settings)
+        check_shapes(name, found, like=read[0])
         weight, low = found.weight.float(), found.low.float()
+        least, largest = weight.aminmax()
+        extremes.append(torch.stack([-least, largest]))
         if correction.per_sequence:
             outside.append(torch.stack([(found.low * used).sum(), (found.high * used).sum()]))
             if not bool(((weight != 1) | (low != 0)).any()):
@@ -76,7 +86,7 @@ def weigh(
         weight = 1 - dropped
     low = scratch.copy(dropped, torch.float32).mul_(any_low)
     high = scratch.copy(dropped, torch.float32).sub_(low)
-    return Weighed(weight, dropped, low, high, torch.stack(outside))
+    return Weighed(weight, dropped, low, high, torch.stack(outside), torch.stack(extremes))
 
 
 def _quantities(block: Block, mismatch: Mismatch, corrections: Mapping[str, Settings]) -> dict[str, Tensor]:
@@ -100,6 +110,7 @@ def correction_sums(block: Block, weighed: Weighed) -> Sums:
         "high": total(weighed.high),
         "trajectories_dropped": ((block.lengths > 0) & (dropped == block.lengths)).sum(),  # no token kept
         "outside": weighed.outside,
+        f"{LARGEST}extremes": weighed.extremes,
     }
     if block.entropy is not None:
         sums["entropy"] = block.entropy.sum()
@@ -212,6 +223,9 @@ def gather(
 
     Args:
         as_mask: tokens with a weight get weight 1, for a loss that has the ratio already.
+
+    Raises:
+        MethodError: a correction returned something other than finite weights of at least 0, one per value.
     """
     device = tokens.mask.device
     size = block or (TOKENS_AT_ONCE if device.type == "cpu" else TOKENS_AT_ONCE_ON_GPU)
@@ -224,7 +238,11 @@ def gather(
             weighed = weigh(part, mismatch, corrections, scratch, as_mask=as_mask)
             part.put(weighed.weight, into=weight)
         sums.append(_sums(part, mismatch, weighed, breakdown, scratch))
-    return weight, Gathered(copy_to_host(add_up(sums)) if sums else {}, tokens.count)
+    whole = copy_to_host(add_up(sums)) if sums else {}
+    if weight is not None and whole:
+        for name, (minus_least, largest) in zip(corrections, whole[f"{LARGEST}extremes"].tolist(), strict=True):
+            check_range(name, -minus_least, largest)
+    return weight, Gathered(whole, tokens.count)
 
 
 def put_together(

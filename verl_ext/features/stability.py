@@ -5,16 +5,19 @@ A preset of `configs/stability/*.yaml` has only the settings that differ from th
 
 import inspect
 import math
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError, Problems, require_choice
-from verl_ext.base.methods import ConfiguredMethod, build, choose, defaults, require_known
+from verl_ext.base.errors import ConfigError, Problems, UserError
+from verl_ext.base.methods import ConfiguredMethod, build, choose, defaults, require_known, require_method
 from verl_ext.base.metrics import comes_late
 from verl_ext.core.corrections import CORRECTIONS, Correction
 from verl_ext.core.filters import BatchFilter, get_batch_filter
@@ -40,7 +43,8 @@ def stability_config(node: Any) -> StabilityConfig:
             all of them.
     """
     given = _plain(node)
-    given["plugins"] = _imported(given.get("plugins"))
+    given["plugins"] = _names("stability.plugins", given.get("plugins"))
+    import_plugins("stability.plugins", given["plugins"])
     for name in ("cascade_attention", "reuse_log_probs"):
         if isinstance(switch := given.get(name), bool):  # YAML reads an unquoted `on` or `off` as a bool
             given[name] = "on" if switch else "off"
@@ -71,17 +75,31 @@ def default_node() -> dict[str, Any]:
     return {"correction": "none", **methods, "filters": None, **node}
 
 
-def _imported(given: Any) -> list[str]:
-    """Imports the modules that `plugins` names; returns the names."""
-    names = _names("stability.plugins", given)
-    for module in names:
+def import_plugins(setting: str, modules: Sequence[str]) -> None:
+    """Imports the user's modules, which `setting` names, as a run would that is started in this folder.
+
+    Raises:
+        ConfigError: a module cannot be imported, whatever error it ends with.
+    """
+    if modules:
+        import_from_here()
+    for module in modules:
         if not module or module.startswith("."):
-            raise ConfigError(f"stability.plugins={names} must be full names of modules")
+            raise ConfigError(f"{setting}={list(modules)} must be full names of modules")
         try:
             import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"stability.plugins: {module} cannot be imported ({error})") from error
-    return names
+        except (ImportError, SyntaxError, UserError) as error:
+            raise ConfigError(f"{setting}: {module} cannot be imported ({error})") from error
+        except Exception as error:  # a mistake in the module
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error}, {at.filename}, line {at.lineno}"
+            raise ConfigError(f"{setting}: {module} cannot be imported ({said})") from error
+
+
+def import_from_here() -> None:
+    """Lets Python find modules in the current folder, as `python -m` does, which starts a run."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _plain(node: Any) -> dict[str, Any]:
@@ -101,7 +119,7 @@ def _corrections(given: dict[str, Any]) -> tuple[ConfiguredMethod[Correction], .
     wanted = given.pop("correction", "none")
     names = [name for name in _names("stability.correction", wanted) if name != "none"]
     for name in names:
-        require_choice("stability.correction", name, ("none", *CORRECTIONS))
+        require_method("stability.correction", name, ("none", *CORRECTIONS))
     if len(set(names)) < len(names):
         raise ConfigError(f"stability.correction={names} names a correction twice")
     settings = {name: given.pop(name) for name in CORRECTIONS if name in given}

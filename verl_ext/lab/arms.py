@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.base.errors import ConfigError, GuardStopError, require_choice
-from verl_ext.base.methods import build, choose, defaults
+from verl_ext.base.errors import ConfigError, GuardStopError
+from verl_ext.base.methods import build, choose, defaults, require_method
 from verl_ext.base.names import EVENTS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.fit import fit_run
@@ -174,7 +174,7 @@ def _overrides_of(name: str) -> tuple[str, ...]:
         return (f"stability={name}", *(() if name in KEEP_SKIP else ("stability.batch_skip.threshold=null",)))
     parts = name.split("+")
     for part in parts:
-        require_choice("--variants", part, (*variants(), *CORRECTIONS) if len(parts) == 1 else tuple(CORRECTIONS))
+        require_method("--variants", part, (*variants(), *CORRECTIONS) if len(parts) == 1 else CORRECTIONS)
     return ("stability=none", f"stability.correction=[{','.join(parts)}]")
 
 

@@ -4,7 +4,6 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +80,9 @@ def add_lab_parser(commands: Any) -> None:
 
 def run_lab(arguments: argparse.Namespace) -> int:
     """Runs the experiment and shows it. Returns the exit code."""
-    _import_plugins(arguments.plugins)
+    from verl_ext.features.stability import import_plugins
+
+    import_plugins("--plugins", arguments.plugins)
     return _list_names() if arguments.list else _run_experiment(arguments)
 
 
@@ -99,16 +100,6 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if not seeds:
         raise argparse.ArgumentTypeError(f"{printable(text)} has no seed")
     return tuple(seeds)
-
-
-def _import_plugins(modules: Sequence[str]) -> None:
-    if modules:
-        sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, which starts a run; a console script has its own
-    for module in modules:
-        try:
-            import_module(module)
-        except ImportError as error:
-            raise ConfigError(f"--plugins: {module} cannot be imported ({error})") from error
 
 
 def _list_names() -> int:

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_ext.base.errors import ConfigError, Problem, errors_of
 from verl_ext.base.names import needs_our_module
 from verl_ext.base.printable import printable
+from verl_ext.features.stability import import_from_here
 from verl_ext.features.verl_config import ACTOR, hydra_value, key_of, value_of
 from verl_ext.launch.names import unknown_name
 from verl_ext.launch.refused import Refused, refusals
@@ -76,6 +77,8 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
     Raises:
         ConfigError: a file does not exist, or has no launch.
     """
+    if arguments.trust:
+        import_from_here()
     read = read_launch(arguments.overrides, os.environ)
     arguments.overrides, said, arguments.left_out, arguments.entry = read
     if said:

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.base.errors import Problem
+from verl_ext.base.methods import OF_YOUR_OWN
 from verl_ext.base.names import OUR_GROUPS
 from verl_ext.features.advantages import ESTIMATORS
 from verl_ext.features.losses import EXTERNAL_LIB, LOSS, LOSSES, UNBIASED
@@ -286,7 +287,7 @@ def _row_problems(row: Names, config: DictConfig) -> Iterator[Problem]:
         elif not row.used(config):
             yield replace(problem, why=f"this run does not read it; {problem.why}", level="warning")
         else:
-            yield problem
+            yield replace(problem, otherwise=OF_YOUR_OWN if row.opened_by else "")
 
 
 def _imported_by_verl() -> list[str]:

@@ -34,7 +34,7 @@ from verl_ext.base.names import (
     ROUTER_SUMS,
     WEIGHTS,
 )
-from verl_ext.core.corrections import CORRECTIONS, Correction
+from verl_ext.core.corrections import CORRECTIONS, Correction, check_range
 from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
 from verl_ext.core.losses import LOSSES, clip_sides, unbiased_kl
 from verl_ext.core.mismatch import mismatch_ratio
@@ -212,6 +212,7 @@ def worker_loss(
 
     Raises:
         ConfigError: the batch lacks a field that a feature reads.
+        MethodError: a correction or a policy loss returned something that cannot be used.
     """
     model_output = {**model_output, "log_probs": model_output["log_probs"].float()}
     data, metrics = _padded_copy(data)
@@ -235,6 +236,7 @@ def worker_loss(
     for chosen in corrections:
         found = call_method(chosen, batch, gives=("weight",))
         if found.weight is not None:
+            _check_weight(chosen.name, found.weight, batch)
             data[WEIGHTS] = found.weight * data.get(WEIGHTS, 1)
         shares = {f"actor/{chosen.name}/{metric}": value for metric, value in found.metrics.items()}
         metrics |= Metric.from_dict(shares, aggregation=AggregationType.MEAN)
@@ -257,6 +259,13 @@ def worker_loss(
         metrics["kl_loss"] = Metric(value=term, aggregation=verl_metrics["actor/pg_loss"].aggregation)
         metrics["kl_coef"] = config.kl_loss_coef
     return loss, metrics
+
+
+def _check_weight(name: str, weight: Tensor, batch: LossBatch) -> None:
+    """Refuses weights of a correction that are not finite or are negative, at tokens with a finite l_theta; on a CPU
+    only, because a GPU would have to be waited for."""
+    if weight.device.type == "cpu" and (judged := batch.mask & batch.l_theta.isfinite()).any():
+        check_range(name, *(bound.item() for bound in weight[judged].aminmax()))
 
 
 def _clips_tokens(policy_loss: PolicyLossConfig) -> bool:

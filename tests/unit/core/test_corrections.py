@@ -1,6 +1,7 @@
 """Each correction against its formula in plain Python, against verl's own, and in `measure`."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.closeness import close
 from tests.support.measure_oracle import CHOICES, OF_SEQUENCES, OF_TOKENS, ratio
+from verl_ext.base.errors import MethodError
 from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
@@ -196,6 +198,32 @@ def test_a_users_own_correction_works_in_measure(own_correction, block):
     assert found.metrics["correction/flag_low/low"] == 1
     # The two that are high for icepop are in a sequence that is low: "below the bounds of a correction".
     assert found.metrics["correction/dropped_low"] == pytest.approx(5 / 6)
+
+
+def _weights(weight):
+    return lambda value: Weights(weight(value), torch.zeros_like(value), torch.zeros_like(value))
+
+
+BROKEN = {
+    "nan": _weights(lambda value: torch.where(value == value.max(), torch.nan, 1.0)),
+    "infinite": _weights(lambda value: value / 0),
+    "negative": _weights(lambda value: value - 5),
+    "a mean": _weights(lambda value: value.mean()),
+    "too few": _weights(lambda value: value[:1]),
+    "low of another shape": lambda value: Weights(value, value.mean(), torch.zeros_like(value)),
+    "no Weights": lambda value: value,
+}
+
+
+@pytest.mark.parametrize("quantity", ["k", "log_g"])
+@pytest.mark.parametrize("broken", BROKEN)
+@mock.patch.dict(CORRECTIONS)
+def test_weights_that_cannot_be_used_are_refused_by_the_corrections_name(broken, quantity):
+    register_correction("mine", reads=(quantity,))(BROKEN[broken])
+    l_infer, l_old = torch.full((4,), -3.0), torch.tensor([-2.5, -2.0, -2.5, -1.5])
+    tokens = Tokens(l_infer, l_old, torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4]))
+    with pytest.raises(MethodError, match=r"^stability\.correction=mine returned [^\n]*$"):
+        measure(tokens, {"icepop": {"alpha": 0.5, "beta": 5.0}, "mine": {}})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, MethodError
 from verl_ext.base.methods import choose
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.loss_batch import LossBatch, LossChange, call_method
@@ -35,6 +35,11 @@ def test_what_is_not_registered_to_be_read_is_not_there():
 def test_a_tensor_of_another_shape_is_refused(name):
     with pytest.raises(ValueError, match=rf"mine gives a {name} of shape \(2,\) where \(2, 4\) is expected"):
         changed(lambda batch: LossChange(**{name: torch.zeros(2)}), rescales=True)
+
+
+def test_what_is_no_change_is_refused():
+    with pytest.raises(MethodError, match="mine gives a Tensor"):
+        changed(lambda batch: batch.l_old)
 
 
 def test_a_factor_has_to_be_registered():

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_a_run_that_is_as_it_should_be(doctor):
     assert code == 0
     assert "correction: icepop" in out and "error: 0, warning: 0" in out
     assert "these overrides" not in out
+
+
+def test_code_of_the_current_folder_is_found_with_trust_as_the_run_finds_it(doctor, tmp_path, monkeypatch):
+    (tmp_path / "my_optim.py").write_text("from verl.workers.config import FSDPOptimizerConfig as Mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    target = "actor_rollout_ref.actor.optim._target_=my_optim.Mine"
+    _, out = doctor(target, "--trust", "--json")
+    assert [each["level"] for each in json.loads(out) if each["check"] == "verl's validation"] == ["ok"]
 
 
 def test_what_the_fixes_leave_is_named(doctor):

@@ -71,7 +71,7 @@ def test_a_taken_name_is_refused():
 
 
 def test_an_unknown_filter_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"stability\.filters\.no_such_filter is not known; choose from: overlong, "):
+    with pytest.raises(ConfigError, match=r"stability\.filters=no_such_filter is not known; choose one of: overlong, "):
         parse_filters({"no_such_filter": {}})
 
 

@@ -1,9 +1,12 @@
+from unittest import mock
+
 import pytest
 from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed
 from tests.support.problems import read_settings
 from verl_ext.base.errors import ConfigError
+from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.stability import default_node
 
@@ -50,7 +53,7 @@ def test_everything_is_off_by_default():
         ({"geo_mask": {"low": 1.1, "high": 1.0}}, "stability.geo_mask.low=1.1 must be below high=1"),
         ({"mis": {"weight": "two"}}, "stability.mis.weight=two is not known; choose one of: ratio, one"),
         ({"correction": "opsm", "opsm": {"delta": float("inf")}}, "stability.opsm.delta=inf must be a finite number"),
-        ({"filters": ["overlonger"]}, "stability.filters.overlonger is not known"),
+        ({"filters": ["overlonger"]}, "stability.filters=overlonger is not known"),
         ({"filters": {"low_probability": {}}}, "stability.filters.low_probability.threshold must be given"),
         ({"filters": {"low_agreement": {"threshold": 0.5}}}, "set stability.router_agreement=true"),
         (
@@ -158,6 +161,36 @@ def test_filters_are_a_list_of_names_or_a_mapping_in_order():
     assert build(filters=["zero_variance", "overlong"]).filter_chain() == [("zero_variance", {}), ("overlong", {})]
     mapping = {"low_probability": {"threshold": 0.1}, "overlong": None}
     assert build(filters=mapping).filter_chain() == [("low_probability", {"threshold": 0.1}), ("overlong", {})]
+
+
+@pytest.mark.parametrize("setting", ["correction", "filters"])
+def test_an_unknown_method_names_the_setting_that_brings_ones_own(setting):
+    with pytest.raises(ConfigError, match=f"^stability.{setting}=mine is not known") as error:
+        build(**{setting: "mine"})
+    assert str(error.value).count("stability.plugins") == 1
+
+
+MISTAKES = {
+    "import no_such_module": "no_such_module",
+    "def f(:": "line 3",
+    "undefined": "NameError.*line 3",
+    "register_correction('mine', reads=('log_k',))": "correction mine reads",
+    "register_correction('icepop', reads=('k',))(print)": "icepop is registered already",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_plugin_with_a_mistake_is_named_in_one_line_however_often_it_is_imported(tmp_path, monkeypatch, mistake):
+    own = "register_correction('own_one', reads=('k',))(lambda k: k)"
+    (tmp_path / "my_mistake.py").write_text(
+        f"from verl_ext.core.corrections import register_correction\n{own}\n{mistake}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with mock.patch.dict(CORRECTIONS):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=rf"^stability\.plugins: my_mistake .*{MISTAKES[mistake]}") as error:
+                build(plugins=["my_mistake"])
+            assert "\n" not in str(error.value)
 
 
 def test_a_plugin_module_brings_its_own_filter(tmp_path, monkeypatch):

@@ -1,6 +1,8 @@
 """The lab's step: the plugin's own functions on the lab's batch, tested by their effect on gradients and weights."""
 
+import math
 from dataclasses import replace
+from unittest import mock
 
 import orjson
 import pytest
@@ -8,8 +10,11 @@ import torch
 
 from tests.support import quick_compose
 from tests.support.closeness import close
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, MethodError
+from verl_ext.core.corrections import CORRECTIONS, Weights, register_correction
 from verl_ext.core.expert_load import ExpertLoad
+from verl_ext.core.loss_batch import LossChange
+from verl_ext.features.verl_config import BYPASS
 from verl_ext.lab import arms
 from verl_ext.lab.learner import compare_routing
 from verl_ext.lab.model import init_weights
@@ -303,6 +308,20 @@ def test_a_run_leaves_the_files_of_a_run(tmp_path):
 def test_bad_input_is_one_line(regime, variant, overrides, said):
     with pytest.raises(ConfigError, match=said):
         arms.arms_of(regime, [variant], {}, overrides)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("in_update", [False, True])
+@mock.patch.dict(CORRECTIONS)
+def test_a_correction_with_weights_that_cannot_be_used_ends_the_run(training, in_update, value, bypass):
+    if in_update:
+        register_correction("mine", in_update=True)(lambda batch: LossChange(torch.full_like(batch.l_old, value)))
+    else:
+        zero = torch.zeros_like
+        register_correction("mine", reads=("k",))(lambda k: Weights(torch.full_like(k, value), zero(k), zero(k)))
+    with pytest.raises(MethodError, match=r"stability\.correction=mine"):
+        training("stale", "mine", f"{BYPASS}={bypass}", steps=1)
 
 
 def test_a_warm_up_that_does_not_arrive_says_so(tmp_path):
