@@ -25,6 +25,7 @@ from verl_ext.features.verl_config import (
     replay_setting,
     strategy_of,
 )
+from verl_ext.guard.rules import NO_SKIP
 from verl_ext.routing.engines import ENGINES
 
 WITHOUT_BYPASS = f"{BYPASS}=False"
@@ -127,7 +128,7 @@ def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
             yield mode.forbidden(
                 f"{where}: action=skip",
                 f"comes too late: {rule.signal} is known when the update is made",
-                otherwise="set action to warn, tighten, lower_lr, undo, rollback or stop",
+                otherwise=NO_SKIP,
                 leave_out=(f"{where}.action=warn",),
             )
 

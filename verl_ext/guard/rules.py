@@ -11,6 +11,7 @@ from verl_ext.diagnosis.growth import spread
 
 ACTIONS = ("warn", "tighten", "lower_lr", "skip", "undo", "rollback", "stop")  # the mildest first
 REFUSING = ("skip", "undo", "rollback", "stop")  # the batch makes no update
+NO_SKIP = f"set action to {' or '.join(one for one in ACTIONS if one != 'skip')}"
 SIDES = ("above", "below")
 FEWEST_FOR_ZSCORE = 8  # readings before an adaptive rule judges
 
@@ -65,7 +66,7 @@ def late_skip(rule: Rule) -> ConfigError:
     """Returns the error about `action: skip` of a rule whose signal is known only after the update."""
     return ConfigError(
         f"stability.guard.rules.{rule.name}: {rule.signal} comes with the update, which can then no longer be skipped; "
-        "set action to warn, tighten, lower_lr, undo, rollback or stop, or use stability.guard.mini_batch"
+        f"{NO_SKIP}, or use stability.guard.mini_batch"
     )
 
 

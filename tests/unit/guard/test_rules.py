@@ -1,10 +1,16 @@
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ext.guard.rules import Rule, RuleState, apply_rule, describe, next_bound
+from tests import ROOT
+from verl_ext.diagnosis.findings.registry import find_all
+from verl_ext.diagnosis.series import Act, Readings, Series
+from verl_ext.features.guard import AFTER_RULE
+from verl_ext.guard.rules import ACTIONS, Rule, RuleState, apply_rule, describe, next_bound
+from verl_ext.report.figures.kl import SHAPES
 
 FLOATS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -125,3 +131,13 @@ def test_the_reason_names_value_bound_and_setting():
     below = rule(bound=0.5, side="below", patience=2, setting="stability.guard.rules.r.below")
     assert describe(below, 0.4, 0.5) == "s=0.4 is below stability.guard.rules.r.below=0.5 for 2 readings"
     assert "passes 7.5" in describe(rule(zscore_window=8, bound=6.0), 9.0, 7.5)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_action_is_known_wherever_actions_are_named(action):
+    assert action in AFTER_RULE, "the start-up table"
+    assert action in SHAPES, "a mark in the report's figure"
+    seen = find_all(Readings({"x": Series(np.array([1]), np.array([0.0]))}, acts=[Act(1, "gap", action, "made up.")]))
+    assert [name for name in seen if name.startswith("guard_")], "a finding"
+    assert f"`{action}`" in (Rule.__doc__ or ""), "docs/settings.md"
+    assert f"\n| `{action}` |" in (ROOT / "docs" / "guard.md").read_text(encoding="utf-8")

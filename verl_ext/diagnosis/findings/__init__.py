@@ -3,16 +3,8 @@
 find_all(readings)["entropy_gone"]    Finding(level="gone", text="the entropy is 4% of what it was", step=31)
 """
 
-from verl_ext.diagnosis.findings import (  # noqa: F401 (registers the findings, in this order)
-    answers,
-    entropy,
-    finite,
-    gap,
-    gradient,
-    guard,
-    probe,
-    reward,
-    routers,
-    servers,
-    sync,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
