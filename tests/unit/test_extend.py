@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from unittest import mock
 
 import numpy as np
@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from tests import ROOT
 from tests.support.problems import check_run
-from verl_ext.base.errors import ConfigError
+from verl_ext.base.errors import ConfigError, errors_of
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS, FilterBatch, apply_filters
@@ -30,8 +30,10 @@ from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
 from verl_ext.diagnosis.causes import ENTRY_POINTS, LEAST, WORDS, tomllib
 from verl_ext.features.feature import Need
+from verl_ext.features.fit import fit_run
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, read_features, table_lines
+from verl_ext.features.table import apply_engine_settings, problems_of, read_features, table_lines
+from verl_ext.features.verl_config import BYPASS
 from verl_ext.workers.losses import provide
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -116,6 +118,44 @@ def test_the_rule_on_its_metric_is_one_of_the_guard(launched, compose):
     stability = stability_config(config.stability)
     assert [one.signal for one in stability.rules if one.name == "capped"] == ["correction/two_sided/high"]
     check_run(read_features(config, stability, read_model=False))
+
+
+def test_the_correction_that_cuts_and_drops(launched):
+    corrections = stability_config(launched("my_capped_mask").stability).corrections()
+    assert corrections == {"capped_mask": {"cap": 3.0, "far": 10.0}}
+    tokens = replace(TOKENS, l_old=torch.tensor([0.05, 1.0, 9.0, 0.5, 20.0, 1.0]).log() - 3.0)
+    found = measure(tokens, corrections)
+    torch.testing.assert_close(found.weight, torch.tensor([0.0, 1.0, 3.0, 0.5, 0.0, 1.0]))
+    assert found.metrics["correction/dropped"] == pytest.approx(2 / 6)
+    assert CORRECTIONS["capped_mask"].function(torch.tensor([math.nan])).weight.item() == 0
+
+
+@pytest.mark.parametrize("override", [f"{BYPASS}=true", "stability.denominator=kept"])
+def test_what_drops_decides(launched, compose, override):
+    for module, name, refused in (("my_correction", "two_sided", 1), ("my_capped_mask", "capped_mask", 0)):
+        launched(module)
+        config = compose(f"stability.correction={name}", override)
+        run = read_features(config, stability_config(config.stability), read_model=False)
+        assert len(errors_of(problems_of(run))) == refused, name
+
+
+def test_an_own_correction_in_the_place_of_tis_in_moe(launched, compose):
+    launched("my_correction")
+    rows = re.findall(r"^\| (`sync`|`colocate_async`.*?) \| `(.*?)` \|$", PAGE, re.MULTILINE)
+    shown = {mode.strip("`"): words.split() for modes, words in rows for mode in modes.split(", ")}
+
+    def chosen(mode, words):
+        run = ("stability=moe", "actor_rollout_ref.rollout.name=vllm", f"trainer.v1.trainer_mode={mode}", *words)
+        return fit_run(compose(*run), run, read_model=False).stability.correction_names
+
+    both = ("two_sided", "opsm")
+    assert {mode: chosen(mode, words) for mode, words in shown.items()} == {
+        "sync": ("two_sided",),
+        "colocate_async": both,
+        "separate_async": both,
+    }
+    with pytest.raises(ConfigError, match="stale_only"):
+        chosen("sync", shown["separate_async"])
 
 
 def test_the_mask(launched):
