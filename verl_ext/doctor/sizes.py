@@ -119,8 +119,9 @@ def rollout_at_its_start(context: Context) -> Iterable[Problem]:
     Source: `_setup` of v1/trainer_base.py makes the actor before the rollout (verl issue 4229, PR 5384); vLLM compares
     what is free with gpu_memory_utilization of the whole (v1/worker/gpu_worker.py).
     """
-    known = context.gpu is not None and named(context.gpu.name) is not None and context.shape is not None
-    if not known or not context.on_fsdp or not context.with_vllm or not context.get(HYBRID, True):
+    if context.gpu is None or named(context.gpu.name) is None or context.shape is None:
+        return
+    if not context.on_fsdp or not context.with_vllm or not context.get(HYBRID, True):
         return
     if any(context.get(f"{FSDP}.{name}") for name in ("param_offload", "offload_policy")):
         return

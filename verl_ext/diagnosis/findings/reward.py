@@ -218,8 +218,8 @@ def validation_fell(run: Readings) -> Seen:
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
         least = max(0.15 * abs(best), SURE * statistics.difference_noise(values))
         if best - now > least and best > 0:
-            step = int(series.steps[at])
-            falls.append((best - now, f"{name} was best in step {step}, at {best:.3g}, and is {now:.3g} now", step))
+            peak = int(series.steps[at])
+            falls.append((best - now, f"{name} was best in step {peak}, at {best:.3g}, and is {now:.3g} now", peak))
         elif now - values[0] > least:
             rises.append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
     for level, found in (("fell", falls), ("rose", rises)):
