@@ -33,7 +33,7 @@ FORMATS = {
 
 
 @check("adapter", needs="config")
-def adapter(context: Context) -> Iterable[Problem]:
+def trained_adapter(context: Context) -> Iterable[Problem]:
     """A LoRA whose rank stands in the other engine's key, so that all weights are trained; one with a learning rate
     for all weights; `all-linear` on the experts and routers of a mixture of experts, on FSDP.
 

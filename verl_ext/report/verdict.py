@@ -107,14 +107,14 @@ class RunVerdict:
     def first_heading(self) -> str:
         """The line above the first step: what to do with it."""
         run_it = self.first is not None and self.first.is_command
-        ours = self.first is not None and needs_our_module(self.first.do)
-        restart = f"start the run again{' by python -m verl_ext.main_ppo' if ours else ''} with"
+        restart = f"start the run again{_by_our_module(self.steps[:1])} with"
         what = "run, with the overrides of the launch:" if run_it else restart
         return f"{'After that' if self.alarm else 'Do this first'}:{f' {what}' if self.of_verl else ''}"
 
     @property
     def others_heading(self) -> str:
-        return "Worth adding" if self.first is None else "Then"
+        by = _by_our_module(self.others)
+        return f"{'Worth adding' if self.first is None else 'Then'}{',' * bool(by)}{by}"
 
     @property
     def others(self) -> tuple[NextStep, ...]:
@@ -182,6 +182,10 @@ class RunVerdict:
             "next": [vars(step) for step in self.steps],
             "notes": list(run.all_notes()),
         }
+
+
+def _by_our_module(steps: Iterable[NextStep]) -> str:
+    return " by python -m verl_ext.main_ppo" if any(needs_our_module(step.do) for step in steps) else ""
 
 
 def reasons(signs: Sequence[Evidence]) -> tuple[list[str], list[str]]:
