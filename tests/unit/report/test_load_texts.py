@@ -284,6 +284,7 @@ ENDS = {
     "(WorkerDict pid=3) ValueError: bad\nray.exceptions.ActorDiedError: The actor died\n": "ValueError: bad",
     "slurmstepd: error: *** JOB 7 ON n CANCELLED AT 2026-01-01 DUE TO TIME LIMIT ***\n": "Slurm's time limit",
     "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n": "OOM killer",
+    "kernel: oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=a\n": "OOM killer",
     "srun: error: node1: task 0: Killed\n": "SIGKILL",
     "run.sh: line 12:  4711 Killed                  python -m verl\n": "SIGKILL",
     "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n": "Ray's memory monitor",
@@ -364,6 +365,7 @@ def test_the_error_that_ended_a_run_is_an_event_at_its_step(tmp_path, text, by):
         "ValueError: an answer could not be parsed\n" + many(VERL, first=4),  # training went on
         "(TaskRunner pid=1) Final validation metrics: {'val-core/a': 0.5}\nConnectionError: at exit\n",
         "UserWarning: RuntimeError is likely\n",
+        "- memory: OOM / OOM-kill: `0 / 0`, OOMKilled: 0\n",
         "the answer: RuntimeError: is what students write\n",
         "In the story: Killed the king\nKilled by the dragon, he\n",
         "ValueError: an answer could not be parsed\n" + "more text\n" * 9,
@@ -416,11 +418,32 @@ def test_an_error_that_the_run_went_on_with_twice_is_not_its_end(tmp_path):
     memory = [HANDLED.format(step, "x").replace("ValueError", "torch.OutOfMemoryError") for step in (0, 1, 2)]
     died = "".join(each + many(VERL, (0.1,), first=step) for step, each in enumerate(memory)) + memory[0]
     assert read_run(log(tmp_path, died, "memory.log")).events, "no process goes on without memory"
-    resumed = [f"Resuming from global_step_{step}\n{row}" for step, row in enumerate(rows)]
+    resumed = [row.replace("step:", "Resuming from a checkpoint\nstep:") for row in rows]
     assert read_run(log(tmp_path, "".join(resumed) + end, "resumed.log")).events, "each died of it, and was resumed"
     other = "Traceback (most recent call last):\nKeyError: 'a'\n"
     (event,) = read_run(log(tmp_path, "".join(rows) + other + end, "other.log")).events
     assert "KeyError: 'a'" in event.reason
+
+
+WORKER = (
+    '(W pid={0}) Traceback (most recent call last):\n(W pid={0})   File "w.py", line {1}, in parse\n(W pid={0}) '
+    "ValueError: answer {1} could not be parsed\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ((WORKER.format(7, 1) + "(W pid=7) next\n") * 3 + WORKER.format(7, 1) + WORKER.format(8, 1), False),
+        ((WORKER.format(7, 1) + "(W pid=7) next\n") * 3 + WORKER.format(8, 1).rpartition("(W pid=8)")[0], False),
+        ((WORKER.format(7, 1) + "(W pid=7) next\n") * 3 + WORKER.format(8, 2).rpartition("(W pid=8)")[0], True),
+        ("".join(WORKER.format(pid, 1) + f"(W pid={pid}) at exit\n" for pid in (7, 8)) + WORKER.format(9, 1), True),
+        ((WORKER.format(7, 1) + "(W pid=7) next\n") * 3 + WORKER.format(7, 1).replace("(W pid=7) ", ""), True),
+    ],
+    ids=["again", "Ray printed its last line for another", "elsewhere", "each once", "the driver too"],
+)
+def test_an_error_that_a_worker_went_on_with_twice_is_not_its_end(tmp_path, text, ends):
+    assert bool(read_run(log(tmp_path, many(VERL) + text)).events) == ends
 
 
 def test_slimes_rollouts_belong_to_the_first_step_on_them(tmp_path):

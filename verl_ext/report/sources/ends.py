@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from verl_ext.base.printable import printable
@@ -31,7 +31,8 @@ EXCEPTION = re.compile(
 RAISED = re.compile(
     r"(?:(?:[A-Za-z_]\w*\.)+[A-Z]\w*|Exception|[A-Z]\w*(?:Timeout|Expired|Iteration|Failure|Failed))(?::\s.*|:?$)"
 )
-WORDLESS = re.compile(r"[\w.]+:?$")  # an error that says nothing but its name
+CUT_OFF = "a traceback whose last line is missing"
+WORDLESS = re.compile(rf"(?:[\w.]+:?|{CUT_OFF})$")  # an error that says nothing but its name
 # Told without a traceback, or before one that may be cut off.
 ANNOUNCED = re.compile(
     r".*\b(?:encountered a fatal error|[Ff]atal error in \w+|method '\w+' failed"
@@ -61,7 +62,11 @@ KILLS = [
         (r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT", "Slurm's time limit", OUTSIDE),
         (r"slurmstepd: .*CANCELLED .*DUE TO (PREEMPTION|NODE FAILURE)", "Slurm, {0}", OUTSIDE),
         (r"slurmstepd: .*\*\*\* (?:JOB|STEP) .*CANCELLED", "a cancelled Slurm job", STUCK),
-        (r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:|out of memory: Killed process", "the OOM killer", OUTSIDE),
+        (
+            r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:constraint|out of memory: Killed process",
+            "the OOM killer",
+            OUTSIDE,
+        ),
         (r"OOMKilled", "Kubernetes' OOM killer", OUTSIDE),
         (r"node was low on resource: ([\w-]+)", "Kubernetes, which evicted the pod for lack of {0}", OUTSIDE),
         (r"PBS: job killed: (walltime|mem|vmem|cput)", "PBS's limit of {0}", OUTSIDE),
@@ -76,6 +81,7 @@ KILLS = [
         ),
     )
 ]
+NONE = re.compile(r"\W{0,4}0\b")  # behind a kill: a count of such
 # Errors that only report that another process is gone, or pass on another's error: the cause is an earlier line.
 FOLLOWING = re.compile(
     r"SystemExit|asyncio\.exceptions\.CancelledError|(?:ray\.exceptions\.)?(?:ActorDiedError|ActorUnavailableError"
@@ -86,7 +92,8 @@ FOLLOWING = re.compile(
 )
 DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
 FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
-HANDLED = 2  # times that later steps followed an error which the run's processes handle
+HANDLED = 2  # times that a process, or the whole run, went on after an error which it handles
+WORKERS = "(workers)"
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
 FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$|a broken connection")
@@ -148,7 +155,7 @@ class Error:
         what: in words.
         rank: OUTSIDE to FOLLOWS.
         phase: of a step, "" if it is not known.
-        place: in the code, as `_Traceback.place`, where `what` says nothing.
+        place: in the code, as `_Traceback.place`; "" if no frame shows it.
         is_a_sign: whether others may follow it, and the process may go on: it counts near the end only.
     """
 
@@ -161,7 +168,12 @@ class Error:
     @property
     def kind(self) -> str:
         """What is alike in the same error elsewhere."""
-        return re.sub(r"\d+", "", self.what)[:ALIKE]
+        return self.place if self.what == CUT_OFF else re.sub(r"\d+", "", self.what)[:ALIKE]
+
+    @property
+    def said(self) -> str:
+        """The words, with the place if they say nothing."""
+        return self.what + (self.place if WORDLESS.match(self.what) else "")
 
 
 def phase_of(texts: Sequence[str]) -> str:
@@ -210,18 +222,22 @@ class _Traceback:
 
     def cut_off(self) -> Error:
         """Returns the error of a traceback without its last line."""
-        return Error(f"a traceback whose last line is missing{self.place}", FOLLOWS, self.phase())
+        return Error(CUT_OFF, FOLLOWS, self.phase(), self.place)
 
 
 class _Search:
     """The errors that may have ended the processes of a text, which is read line by line.
 
     An error no longer counts if its process goes on: Ray's with any line, the driver with bars, because others print
-    behind its end. After the run had finished, only a traceback or a kill counts, but not an error that Python ignores.
+    behind its end. Such errors are counted, because a worker that handles them may be silent at the end of the text.
+    After the run had finished, only a traceback or a kill counts, but not an error that Python ignores.
+
+    Args:
+        survived: process and kind of an error -> how many times the process went on after it; "" is the run. It grows.
     """
 
-    def __init__(self, handled: Collection[str]) -> None:
-        self._handled = handled
+    def __init__(self, survived: Counter[tuple[str, str]]) -> None:
+        self._survived = survived
         self._found: list[tuple[str, Error]] = []  # process, error
         self._traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
         self._waits: dict[int, tuple[int, str, int]] = {}  # rank -> its first collective: number, kind, milliseconds
@@ -260,21 +276,41 @@ class _Search:
             trace.begin(ignored=self._finished and IGNORED in said)
             trace.add(said)
         elif error is not None:
-            if not trace.ignored and error.kind not in self._handled and self._counts(error, bare, near):
+            if not trace.ignored and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
-                place = trace.place if WORDLESS.match(error.what) else ""
-                self._found.append((process, replace(error, phase=phase, place=place)))
+                self._found.append((process, replace(error, phase=phase, place=trace.place)))
                 self._bars = 0
             trace.end()
         elif not process and bars:
             self._bars += 1
             if self._bars >= BARS_BEHIND:
-                self._found = [each for each in self._found if each[0] or each[1].rank == OUTSIDE]
+                self._goes_on([each for each in self._found if not each[0] and each[1].rank != OUTSIDE])
                 self._traced = trace.open = False
         else:
             trace.add(said)
             if process and not CHAIN.match(said):
-                self._found = [each for each in self._found if each[0] != process or FATAL.search(each[1].what)]
+                self._goes_on([each for each in self._found if each[0] == process and not FATAL.search(each[1].what)])
+
+    def _goes_on(self, errors: Iterable[tuple[str, Error]]) -> None:
+        """Removes and counts errors that were not the end of their processes."""
+        errors = set(errors)
+        self._found = [each for each in self._found if each not in errors]
+        self._count(errors)
+
+    def run_goes_on(self) -> None:
+        """Counts the errors that are left as survived by the run."""
+        self._count(("", error) for _, error in self._found)
+
+    def _count(self, errors: Iterable[tuple[str, Error]]) -> None:
+        errors = {each for each in errors if each[1].rank == OWN and not FATAL.search(each[1].what)}
+        self._survived.update({(process, error.kind) for process, error in errors})
+        # Ray prints a line that several workers have only once: a traceback of one may have its last line in another.
+        self._survived.update({(process and WORKERS, error.place) for process, error in errors if error.place})
+
+    def _is_handled(self, process: str, error: Error) -> bool:
+        """Returns True if the run goes on with such errors, or, for an error of a worker, if some worker does."""
+        counts = (times for (who, kind), times in self._survived.items() if kind == error.kind and (process or not who))
+        return max(counts, default=0) >= HANDLED
 
     def _counts(self, error: Error, said: str, near: bool) -> bool:
         if self._finished:
@@ -283,15 +319,15 @@ class _Search:
 
     def root(self) -> Error | None:
         """Returns the first of the errors with the highest rank, with what other lines say of it."""
-        cut_off = [trace.cut_off() for trace in self._traces.values() if trace.open and not trace.ignored]
-        errors = [*(error for _, error in self._found), *cut_off]
+        cut_off = [(of, trace.cut_off()) for of, trace in self._traces.items() if trace.open and not trace.ignored]
+        errors = [error for of, error in (*self._found, *cut_off) if not self._is_handled(of, error)]
         root = max(errors, key=lambda error: error.rank, default=None)
         if root is None:
             return None
         if root.what == WATCHDOG and self._waits:
             root = replace(root, what=f"{WATCHDOG}: {self._waiting()}")
         if root.rank == OWN and not root.phase:  # its traceback may come behind it, or the call that it ended
-            root = replace(root, phase=self._called or next((each.phase for each in cut_off if each.phase), ""))
+            root = replace(root, phase=self._called or next((each.phase for _, each in cut_off if each.phase), ""))
         return root
 
     def _waiting(self) -> str:
@@ -308,23 +344,28 @@ class _Search:
         return f"{'; '.join(said)}, for {longest} s"
 
 
-def last_error(text: bytes, handled: Collection[str] = (), *, whole: bool = False) -> Error | None:
-    """Returns the error at the root of a log's end; None if there is none.
+def last_error(text: bytes, *, whole: bool = False) -> Error | None:
+    """Returns the error at the root of a log's end; None if there is none."""
+    return _searched(text, Counter(), whole=whole).root()
+
+
+def _searched(text: bytes, survived: Counter[tuple[str, str]], *, whole: bool = False) -> _Search:
+    """Returns what a search found in a text.
 
     An error without a traceback counts near the end only, because answers of models and handled errors look alike.
 
     Args:
-        handled: kinds of errors that this run's processes handle.
+        survived: as for `_Search`.
         whole: the text has no row before it. All of a short one is near the end.
     """
     lines = text.splitlines()
     near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
-    search = _Search(handled)
+    search = _Search(survived)
     for number, line in enumerate(lines):
         signs = SIGNS.search(line) is not None
         if signs or not search.is_idle:
             search.add(plain(line[:LONGEST]), signs, near=number >= near_from)
-    return search.root()
+    return search
 
 
 def _near_from(lines: Sequence[bytes]) -> int:
@@ -339,7 +380,7 @@ def _near_from(lines: Sequence[bytes]) -> int:
 
 def _error_of(line: str) -> Error | None:
     for pattern, what, rank in KILLS:
-        if found := pattern.search(line):
+        if (found := pattern.search(line)) and not NONE.match(line, found.end()):
             is_a_sign = what == BROKEN
             groups = (each if is_a_sign else each.lower() for each in found.groups() if each)
             return Error(_cut_short(what.format(*groups)), rank, is_a_sign=is_a_sign)
@@ -380,7 +421,8 @@ class Ends:
 
     An error ends a process if no row of a later step follows: either none at all, or the steps go back, because the run
     was started again. So only the text that follows such a row is examined. An error that later steps followed HANDLED
-    times, without a restart, is one that the run goes on with, such as an answer's that a reward cannot read.
+    times, without a restart, or that a worker went on after as often, is one that the run goes on with, such as an
+    answer's that a reward cannot read.
     """
 
     def __init__(self) -> None:
@@ -389,17 +431,15 @@ class Ends:
         self._found: tuple[tuple[int, int, str], ...] = ()  # (run, step, how it ended)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
-        self._survived: Counter[str] = Counter()  # kind of an error -> rows of a later step that followed it
+        self._survived: Counter[tuple[str, str]] = Counter()  # as for `_Search`
 
     def row(self, step: int, validates: bool = False) -> None:
         """Notes a row of a step. A row that only validates may belong to the step before it."""
         if self._step is not None and (step < self._step or (step == self._step and not validates)):
             self._found = (*self._found, *self._look())
             self._run += step <= FIRST_STEPS and step < self._step
-        elif TRACEBACK.encode() in (text := b"".join(self._behind)) and not RESTARTED.search(text):
-            lines = (split_front(plain(line))[1].strip() for line in text.splitlines() if SIGNS.search(line))
-            found = {error for line in lines if (error := _error_of(line)) and error.rank == OWN}
-            self._survived.update({error.kind for error in found if not FATAL.search(error.what)})
+        elif TRACEBACK.encode() in (text := RESTARTED.split(b"".join(self._behind))[-1]):
+            _searched(text, self._survived).run_goes_on()
         self._step = step
         if self._size:
             self._behind, self._size = [], 0
@@ -445,12 +485,11 @@ class Ends:
 
     def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, str], ...]:
         """Returns how the process of the last row ended, if it did."""
-        handled = {kind for kind, times in self._survived.items() if times >= HANDLED}
         text = b"".join([*self._behind, tail])
-        if (error := last_error(text, handled, whole=self._step is None)) is None:
+        if (error := _searched(text, self._survived.copy(), whole=self._step is None).root()) is None:
             return ()
         phase = f" in {error.phase}" if error.phase else ""
-        return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.what}{error.place}"),)
+        return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.said}"),)
 
 
 def bars_of_steps(text: bytes) -> list[Bar]:
