@@ -158,6 +158,8 @@ ENDINGS = [
     ("run_ended.memory", "ended with torch.OutOfMemoryError: CUDA out of memory"),
     ("run_ended.memory", "ended with CUDA error: out of memory"),
     ("run_ended.hang", "ended by a timeout of NCCL (the watchdog)"),
+    ("run_ended.user", "ended at step 7 in the update by its user (KeyboardInterrupt)"),
+    ("run_ended.user", "ended by a cancelled Slurm job"),
     ("run_ended.error", "ended with ValueError: no such file"),
     ("run_ended.error", "ended with TimeoutError: the grader timed out"),
     ("run_ended.error", "ended by ray.exceptions.RayTaskError(TimeoutError): ray::Manager.generate()"),

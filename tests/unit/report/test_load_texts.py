@@ -290,6 +290,8 @@ ENDS = {
     "ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n": "Ray's memory monitor",
     "Fatal Python error: Segmentation fault\n": "segmentation fault",
     "command terminated with exit code 137": "137",
+    "[rank0]: Traceback (most recent call last):\n[rank0]: KeyboardInterrupt\n": "its user (KeyboardInterrupt)",
+    "trainer-1 exited with code 130\n": "its user (SIGINT) (exit code 130)",
     "[rank0]: Traceback (most recent call last):\n[rank0]: KeyError: 'x'\n" + "[rank0]: more\n" * 9: "KeyError: 'x'",
     "2026-01-01 00:00:00,123 ERROR: RuntimeError: bad\n": "RuntimeError: bad",
     "[rank3]:[E1 ProcessGroupNCCL.cpp:1] Watchdog caught collective operation timeout: WorkNCCL\n": "NCCL",

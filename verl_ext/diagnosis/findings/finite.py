@@ -26,6 +26,7 @@ HANG = re.compile(
     r"(?i)(?=.*(?:tim(?:ed|e) ?-?out|deadlock))"
     r"(?=.*(?:nccl|gloo|hccl|c10d|watchdog|collective|store|barrier|\bray\.get\b|get ?time))"
 )
+USER = re.compile(r"its user|a cancelled Slurm job")  # report/sources/ends.py
 # What PyTorch, Megatron and samplers say of a number that they refuse.
 NOT_A_NUMBER = re.compile(r"(?i)(?=.*\b(?:nan|inf)\b)(?=.*(?:grad|loss|logits|prob|norm))")
 MEMORY_USED = (
@@ -111,13 +112,13 @@ def correction_on(run: Readings) -> Seen:
     return None
 
 
-@finding("run_ended", "| memory hang not_finite error", family="ended")
+@finding("run_ended", "| memory hang not_finite user error", family="ended")
 def run_ended(run: Readings) -> Seen:
     """An error ended the run: no memory left, a collective or a call that timed out, a number that is none, or another
-    one."""
+    one; or its user stopped it."""
     if run.ending is None:
         return None
-    kinds = (("memory", MEMORY), ("hang", HANG), ("not_finite", NOT_A_NUMBER))
+    kinds = (("user", USER), ("memory", MEMORY), ("hang", HANG), ("not_finite", NOT_A_NUMBER))
     said = run.ending.reason.partition(" by ")[2] or run.ending.reason  # without the phase of the step
     level = next((kind for kind, words in kinds if words.search(said)), "error")
     return level, f"the run {run.ending.reason.rstrip('.')}", run.ending.step

@@ -47,6 +47,7 @@ SIGNALS = {
     "Bus error": ("a bus error", 7),
     "Illegal instruction": ("an illegal instruction", 4),
     "Terminated": ("a termination (SIGTERM)", 15),
+    "Interrupt": ("its user (SIGINT)", 2),
 }
 NAMED = "|".join(SIGNALS)
 SIGNAL = re.compile(
@@ -403,6 +404,8 @@ def _cut_short(text: str) -> str:
 
 def _raised(line: str) -> Error:
     """Returns the error of a traceback's last line."""
+    if line.startswith("KeyboardInterrupt"):
+        return Error("its user (KeyboardInterrupt)", OWN)
     told = f"a full disk: {line}" if DISK.search(line) else line
     return Error(_cut_short(told), FOLLOWS if FOLLOWING.match(line) else OWN)
 
