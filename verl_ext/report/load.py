@@ -16,6 +16,7 @@ from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import combined, quantity_of, unread_names
 from verl_ext.diagnosis.series import Series
+from verl_ext.guard.state import Event
 from verl_ext.report.files import fingerprint, is_regular
 from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
@@ -23,7 +24,7 @@ from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.lines import uncut
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
-from verl_ext.report.sources.table import Which
+from verl_ext.report.sources.table import TableRun, Which
 from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
@@ -51,7 +52,7 @@ class Reader:
         self._kept: Path | None = None  # the folder of what came from the standard input
         self._cut: Path | None = None  # the file, if the copy is read
         self._seen: tuple[object, ...] = ()  # its fingerprint when it was copied
-        self._width = 0  # at which its lines are cut
+        self._lines = ""  # that go on in the next line
 
     def refresh(self) -> Run:
         """Returns the run as it is now; the same object as before if nothing is new.
@@ -95,7 +96,8 @@ class Reader:
             path = self._kept / KEPT_NAME
             with path.open("wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
-        if (whole := self._with_whole_lines(path)) is not None and self._readings(whole) > self._readings(path):
+        whole = self._with_whole_lines(path)
+        if whole is not None and self._content(whole) > self._content(path):
             self._cut = path
             return find_source(whole, self._which)
         return find_source(path, self._which)
@@ -106,7 +108,7 @@ class Reader:
             return None
         if (found := uncut(path.read_bytes().decode("utf-8", errors="replace"))) is None:
             return None
-        text, self._width = found
+        text, self._lines = found
         self._seen = fingerprint((path,))
         whole = self._folder / "whole" / path.name
         whole.parent.mkdir(exist_ok=True)
@@ -120,15 +122,16 @@ class Reader:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return Path(folder)
 
-    def _readings(self, path: Path) -> int:
-        """Returns how many readings a file has of quantities that the report knows."""
+    def _content(self, path: Path) -> tuple[int, int]:
+        """Returns how many readings a file has of quantities that the report knows, and how much it says of ends."""
         try:
             source = find_source(path, self._which)
             source.refresh()
-            metrics = source.run(self._which).metrics
+            part = source.run(self._which)
         except ReportError:
-            return 0
-        return sum(len(series.steps) for name, series in metrics.items() if quantity_of(name) is not None)
+            return 0, 0
+        known = (len(series.steps) for name, series in part.metrics.items() if quantity_of(name) is not None)
+        return sum(known), sum(len(event.reason) for event in _ends(source, part))
 
     def _files(self, source: RunSource) -> tuple[Path, ...]:
         """Returns the files of the run; of a file whose lines are cut, a copy is read."""
@@ -137,11 +140,8 @@ class Reader:
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        decisions = () if log is None else log.decisions(part)
-        ended_in = ""
-        if isinstance(source, TextSource):
-            ends = source.events(part)
-            decisions, ended_in = (*decisions, *ends), source.trainer() if ends else ""
+        ends = _ends(source, part)
+        decisions = (*(() if log is None else log.decisions(part)), *ends)
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         metrics = part.metrics | _combined(part.metrics)
@@ -155,11 +155,11 @@ class Reader:
             notes=(
                 *(part.notes + source.notes() + (() if log is None else log.notes())),
                 *strange,
-                *([f"lines of {self._width} characters go on in the next line"] if self._cut is not None else []),
+                *([f"{self._lines} go on in the next line"] if self._cut is not None else []),
                 *_not_read(metrics),
             ),
             last=part.number == part.runs,
-            ended_in=ended_in,
+            ended_in=source.trainer() if ends and isinstance(source, TextSource) else "",
         )
 
 
@@ -176,6 +176,11 @@ def read_runs(path: Path) -> list[Run]:
         if not error.runs:
             raise
         return [read_run(path, number) for number in range(1, error.runs + 1)]
+
+
+def _ends(source: RunSource, part: TableRun) -> tuple[Event, ...]:
+    """Returns how the processes of a run ended; only texts show it."""
+    return source.events(part) if isinstance(source, TextSource) else ()
 
 
 def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -187,22 +188,51 @@ def test_a_folder_with_one_log_stands_for_it(tmp_path, name, text, reward):
 
 LONG = {"critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/grad_norm": 1.5, "response_length/mean": 120.0}
 WIDE = {
-    "verl": lambda step: f"(TaskRunner pid=12) step:{step} - " + " - ".join(f"{k}:{v + step}" for k, v in LONG.items()),
-    "a dictionary": lambda step: str({"step": step, **{name: value + step for name, value in LONG.items()}}),
+    "verl": lambda step: (
+        f"(TaskRunner pid=12) step:{step} - " + " - ".join(f"{k}:{v + step * 0.5**step}" for k, v in LONG.items())
+    ),
+    "a dictionary": lambda step: str(
+        {"step": step, **{name: value + step * 0.5**step for name, value in LONG.items()}}
+    ),
 }
+
+
+def cut(line: str, width: int) -> list[str]:
+    return [line[i : i + width].rstrip("\n") for i in range(0, len(line) - 1, width)]
+
+
+def filled(line: str, width: int) -> list[str]:
+    return [each.ljust(width) for each in cut(line, width)]
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    return textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False)
 
 
 @pytest.mark.parametrize("width", [50, 80, 97])
 @pytest.mark.parametrize("form", WIDE)
-def test_lines_that_a_terminal_has_cut_are_read_as_they_were_printed(tmp_path, form, width):
+@pytest.mark.parametrize("pasted", [cut, filled, wrapped])
+def test_lines_that_were_cut_or_wrapped_are_read_as_they_were_printed(tmp_path, form, width, pasted):
     lines = ["starting\n", *(WIDE[form](step) + "\n" for step in range(1, 9))]
     whole = read_run(log(tmp_path, "".join(lines)))
-    pieces = [line[i : i + width].rstrip("\n") for line in lines for i in range(0, len(line) - 1, width)]
-    cut = read_run(pasted := log(tmp_path, "\n".join(pieces), "cut.log"))
-    assert whole.metrics.keys() == cut.metrics.keys() and len(whole.metrics) >= len(LONG)
-    assert all(np.array_equal(whole.metrics[name].values, cut.metrics[name].values) for name in whole.metrics)
-    assert cut.sources == (pasted,) and cut.name == "cut"
-    assert any(f"lines of {width} characters" in note for note in cut.notes)
+    pieces = [piece for line in lines for piece in pasted(line, width)]
+    read = read_run(file := log(tmp_path, "\n".join(pieces), "cut.log"))
+    assert whole.metrics.keys() == read.metrics.keys() and len(whole.metrics) >= len(LONG)
+    assert all(np.array_equal(whole.metrics[name].values, read.metrics[name].values) for name in whole.metrics)
+    assert read.sources == (file,) and read.name == "cut"
+    assert any("characters go on" in note for note in read.notes) or pasted is wrapped, "also lines below a heading"
+
+
+@pytest.mark.parametrize("pasted", [cut, filled, wrapped])
+def test_the_end_of_a_text_that_was_cut_or_wrapped(tmp_path, pasted):
+    lines = [
+        f"[rank{rank}]:[E4 10:42:28.85 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective operation "
+        "timeout: WorkNCCL(SeqNum=44, OpType=ALLREDUCE, NumelIn=71552, NumelOut=572416, Timeout(ms)=600000) ran for "
+        "600013 milliseconds before timing out.\n"
+        for rank in range(4)
+    ]
+    (event,) = read_run(log(tmp_path, "\n".join(piece for line in lines for piece in pasted(line, 100)))).events
+    assert "ranks 0, 1, 2, 3 in ALLREDUCE 44, for 600 s" in event.reason
 
 
 def test_lines_that_are_equally_long_by_chance_stay_as_they_are(tmp_path):

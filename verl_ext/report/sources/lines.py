@@ -44,6 +44,8 @@ BAR = re.compile(
 )
 CUT_WIDTHS = range(40, 400)  # characters: of terminals
 FEWEST_CUT = 3
+LONG, MOSTLY = 0.9, 0.7  # share of the width, and of such long lines
+PADDING = re.compile(r" {2,}\r?$|\r$")  # what a terminal fills a line with
 STEPS_TITLE = re.compile(r"(?i)(?:step|train|progress|iter|epoch|episode)[^|%]{0,40}$")
 SLOW = re.compile(r"\d\d+(?:\.\d+)?s/it$")  # ten seconds or more, as steps take
 
@@ -108,14 +110,31 @@ def split_front(line: str) -> tuple[str, str]:
     return process, line[at:]
 
 
-def uncut(text: str) -> tuple[str, int] | None:
-    """Returns a text whose lines a terminal has cut, with whole lines, and the width; None if nothing looks cut.
+def uncut(text: str) -> tuple[str, str] | None:
+    """Returns a text with whole lines, and which ones go on, if a terminal seems to have cut its lines, or an e-mail to
+    have wrapped them at words; else None. Tables have such lines too, so both texts are to be tried.
 
-    Lines look cut if several have the same length and none is longer. Tables have such lines too, so both texts are to
-    be tried.
+    Lines look cut if several have the same length and none is longer. They look wrapped if most of the long ones have
+    no room for the next one's first word; cut ones have that too, but then most have one length, or blanks at the cuts.
     """
-    lines = [line.rstrip("\r") for line in text.split("\n")]
+    lines = [PADDING.sub("", line) for line in text.split("\n")]
+    pairs = list(zip(lines, [*lines[1:], ""], strict=True))
     width = max(map(len, lines))
-    if width not in CUT_WIDTHS or sum(len(line) == width for line in lines) < FEWEST_CUT:
+    cut = [len(line) == width for line in lines]
+    at_words = max((len(line) for line in lines if " " in line.strip()), default=0)  # a long word is not wrapped
+    wrapped = [not _begins_a_line(two) and len(one) + len(two.split()[0]) >= at_words for one, two in pairs]
+    are_wrapped = sum(on and " " in line for on, line in zip(wrapped, lines, strict=True))
+    are_long = sum(len(line) >= LONG * at_words for line in lines)
+    blanks = any(on and " " in (one[-1:], two[:1]) for on, (one, two) in zip(cut, pairs, strict=True))
+    if width in CUT_WIDTHS and sum(cut) >= FEWEST_CUT and (blanks or sum(cut) >= MOSTLY * are_wrapped):
+        go_on, glue, which = cut, "", f"lines of {width} characters"
+    elif at_words in CUT_WIDTHS and are_wrapped >= max(FEWEST_CUT, MOSTLY * are_long):
+        go_on, glue, which = wrapped, " ", f"lines of up to {at_words} characters"
+    else:
         return None
-    return "".join(line if len(line) == width else f"{line}\n" for line in lines), width
+    return "".join(line + (glue if on else "\n") for line, on in zip(lines, go_on, strict=True)), which
+
+
+def _begins_a_line(text: str) -> bool:
+    """Returns True if a text is the beginning of a line as it was printed: a front, an object, a row of a table."""
+    return text.strip()[:1] in "{|│" or FRONT.match(text) is not None
