@@ -367,6 +367,12 @@ ENDS = {
     "Traceback (most recent call last):\n  File \"x.py\", line 3, in update_actor\n  File \"y.py\", line 4, in "
     "compute_log_prob\nKeyError: 'old'\n": "in the update by KeyError",
     "ray.exceptions.RayTaskError(TimeoutError): ray::RolloutManager.generate() (pid=2)\n": "in the rollout by",
+    "ray.exceptions.RayTaskError(IndexError): ray::Runner.run() (pid=7, ip=1.2.3.4)\n  File \"x.py\", line 3, in fit\n"
+    "ray.exceptions.RayTaskError(IndexError): ray::Worker.compute_log_probs() (pid=8)\n  File \"y.py\", line 5, in g\n":
+    "in the log-probs by ray.exceptions.RayTaskError(IndexError): ray::Worker.compute_log_probs()",
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n\tclass_name: Critic\n"
+    "\tactor_id: 66\nThe actor is dead because its node has died. Node Id: 5\n": "ActorDiedError: Critic: its node "
+    "has died",
     "  File \"x.py\", line 3, in update_actor\n    here()\nmy.Odd: 9\n" + "more\n" * 9: "in the update by my.Odd: 9",
     "  File \"x.py\", line 3, in update_actor\n    here()\n": "in the update by a traceback whose last",
     "Traceback (most recent call last):\n  File \"a/b.py\", line 9, in go\n    assert x\nAssertionError\n": "by "
@@ -793,6 +799,15 @@ def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
 def test_when_a_run_without_rows_ended_is_what_its_bar_says(tmp_path, text, when):
     (event,) = read_run(log(tmp_path, f"{text}ValueError: bad\n")).events
     assert when in event.reason
+
+
+@pytest.mark.parametrize(
+    ("folder", "of_verl"),
+    [("site-packages/verl", True), ("work/verl-0.7/verl", True), ("work/EasyR1/verl", False), ("EasyR1/trl", False)],
+)
+def test_an_end_in_the_code_of_a_fork_is_not_in_verl_s(tmp_path, folder, of_verl):
+    text = f'Traceback (most recent call last):\n  File "/{folder}/trainer/main.py", line 3, in fit\nKeyError: 1\n'
+    assert read_run(log(tmp_path, text)).of_verl == of_verl
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,13 @@ PHASES = (
 )
 # What tells the call that failed behind its error: Ray's name of a task, or a worker group's.
 CALL = re.compile(r"\bray::[\w.]+\(|'s function \w+: exception")
+NESTED = "RayTaskError"  # is printed above the one that it passes on
+OF_PROCESS = re.compile(r" \(pid=\d+.*")  # behind Ray's name of a task
+# What Ray says of an actor that died.
+ACTOR_DIED, ACTOR = (
+    "ActorDiedError",
+    re.compile(r"^class_name: (\S+)|The actor (?:is dead|died) because (.*?)(?:\. |\.?$)"),
+)
 # What PyTorch's watchdog says of a collective: rank, number, kind, milliseconds.
 COLLECTIVE = re.compile(r"\[Rank (\d+)\] Watchdog caught .*?\bSeqNum=(\d+), OpType=(\w+).*? ran for (\d+) millisec")
 MOST_COLLECTIVES, MOST_RANKS = 3, 8  # that are named
@@ -144,7 +151,9 @@ PACKAGES = {  # of trainers, as names.toml calls these
     "prime_rl": "prime-rl",
     "swift": "ms-swift",
 }
-OF_PACKAGE = re.compile(rf"/({'|'.join(PACKAGES)})/(?:[\w-]+/){{0,9}}\w+\.py".encode())
+OF_PACKAGE = re.compile(rf"(?:/([\w.-]{{1,100}}))?/({'|'.join(PACKAGES)})/(?:[\w-]+/){{0,9}}\w+\.py".encode())
+# Folders that have verl's package; in another one, such as EasyR1, it is a fork of it.
+OF_VERL = re.compile(rb"(?:site|dist)-packages|verl.*|_ray_pkg_.*|")
 BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|\b0%\|")
 
 
@@ -243,6 +252,7 @@ class _Search:
         self._traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
         self._waits: dict[int, tuple[int, str, int]] = {}  # rank -> its first collective: number, kind, milliseconds
         self._called = ""  # the phase of the first call that is said to have failed
+        self._actor: dict[int, str] = {}  # of ACTOR: the class of the first actor that died, and why it did
         self._traced = self._finished = False
         self._bars = 0
         self._front = re.compile("")  # of an unknown logger
@@ -267,6 +277,8 @@ class _Search:
             self._waits[int(waits[1])] = min(wait, self._waits.get(int(waits[1]), wait))
         elif self._found and not self._called and CALL.search(bare):
             self._called = phase_of([bare])
+        elif self._found and (told := ACTOR.search(bare)):
+            self._actor.setdefault(told.lastindex or 0, told[told.lastindex or 0])
         if error is None and trace.open and RAISED.match(said):
             error = _raised(bare)
         if FINISHED.search(said):
@@ -279,6 +291,8 @@ class _Search:
         elif error is not None:
             if not trace.ignored and self._counts(error, bare, near):
                 phase = "" if error.rank == OUTSIDE else trace.phase(bare)
+                if NESTED in error.what and self._found and NESTED in self._found[-1][1].what:
+                    self._found.pop()
                 self._found.append((process, replace(error, phase=phase, place=trace.place)))
                 self._bars = 0
             trace.end()
@@ -327,6 +341,9 @@ class _Search:
             return None
         if root.what == WATCHDOG and self._waits:
             root = replace(root, what=f"{WATCHDOG}: {self._waiting()}")
+        if ACTOR_DIED in root.what and self._actor:
+            died = [root.what.partition(":")[0], *(self._actor[part] for part in sorted(self._actor))]
+            root = replace(root, what=_cut_short(": ".join(died)))
         if root.rank == OWN and not root.phase:  # its traceback may come behind it, or the call that it ended
             root = replace(root, phase=self._called or next((each.phase for _, each in cut_off if each.phase), ""))
         return root
@@ -406,6 +423,7 @@ def _raised(line: str) -> Error:
     """Returns the error of a traceback's last line."""
     if line.startswith("KeyboardInterrupt"):
         return Error("its user (KeyboardInterrupt)", OWN)
+    line = OF_PROCESS.sub("", line) if NESTED in line else line
     told = f"a full disk: {line}" if DISK.search(line) else line
     return Error(_cut_short(told), FOLLOWS if FOLLOWING.match(line) else OWN)
 
@@ -471,8 +489,11 @@ class Ends:
 
     def trainer(self, tail: bytes = b"") -> str:
         """Returns the trainer whose code is in most frames behind the last row; "" if none is known."""
-        found = Counter(OF_PACKAGE.findall(b"".join([*self._behind, tail])))
-        return PACKAGES[found.most_common(1)[0][0].decode()] if found else ""
+        frames = OF_PACKAGE.findall(b"".join([*self._behind, tail]))
+        found = Counter(
+            "" if of == b"verl" and not OF_VERL.fullmatch(at) else PACKAGES[of.decode()] for at, of in frames
+        )
+        return found.most_common(1)[0][0] if found else ""
 
     def notes(self, every: int, tail: bytes = b"") -> tuple[str, ...]:
         """Returns a note on the log's end, if it ends before the bar of its steps does, and not by an error.
