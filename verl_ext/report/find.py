@@ -14,7 +14,7 @@ from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError, listed
 from verl_ext.report.sources import FORMATS, KINDS
 from verl_ext.report.sources.csv_export import SEPARATORS
-from verl_ext.report.sources.ends import bars_of_steps, last_error
+from verl_ext.report.sources.ends import last_error, progress
 from verl_ext.report.sources.kinds import Kind, RunSource
 from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
@@ -129,8 +129,8 @@ def _source_of_file(path: Path, which: Which) -> RunSource:
         end = file.read(END_BYTES) if b"\0" not in start else b""
     if last_error(end, whole=True):
         return TextSource([path], FORMATS[-1])
-    bars = bars_of_steps(end)
-    where = f"; its progress bar ends at {bars[-1].at} of {bars[-1].total}" if bars else ""
+    found = progress(end)
+    where = f"; its progress ends at {found[0]} of {found[1]}" if found else ""
     raise ReportError(f"{path}: {_what_else(start)}{where}")
 
 

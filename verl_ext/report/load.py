@@ -29,6 +29,7 @@ from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
 MOST_NAMES = 6
+TOTALS = ("total_steps", "max_steps")  # in LLaMA-Factory's and other trainers' rows
 MOST_PASTE = 4 << 20  # bytes
 KEPT_NAME = "standard input"  # the file that it is kept in, which names the run
 
@@ -156,6 +157,7 @@ class Reader:
                 *(part.notes + source.notes() + (() if log is None else log.notes())),
                 *strange,
                 *([f"{self._lines} go on in the next line"] if self._cut is not None else []),
+                *_before_the_total(metrics, int(part.steps[-1])),
                 *_not_read(metrics),
             ),
             last=part.number == part.runs,
@@ -194,6 +196,13 @@ def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
             with np.errstate(divide="ignore", invalid="ignore"):
                 found[name] = Series(steps, left - right if sign == "-" else left / right)
     return found
+
+
+def _before_the_total(metrics: Mapping[str, Series], last: int) -> list[str]:
+    """Returns a note if the run logs how many steps it will have, and has not had them."""
+    finite = (metrics[name].finite().values for name in TOTALS if name in metrics)
+    total = max((int(values[-1]) for values in finite if values.size), default=0)
+    return [f"the metrics end at step {last} of {total}"] if last < total else []
 
 
 def _not_read(metrics: Iterable[str]) -> list[str]:

@@ -793,6 +793,8 @@ def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
             "Loading: 100%|##| 9/9 [7:54:43<0:0, 233.93s/it]\nTraining Progress:  0%|  | 0/9 [0:0<?]\n",
             " first ",
         ),
+        ("INFO: Epoch 2/5 step 2/12 (global step 14) finishes.\n", " at about step 14 of 60 by "),
+        ("Loading the weights\nIteration: 44\n", "ended by "),  # whatever its rows are
         ("the traceback alone\n", "ended by "),
     ],
 )
@@ -828,18 +830,26 @@ def test_text_with_commas_is_a_table_only_if_two_lines_have_as_many(tmp_path, te
 @pytest.mark.parametrize(
     ("behind", "noted"),
     [
-        ("Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\n", True),
-        ("Training Progress: 100%|##| 3/3 [0:9<0:0, 3.0s/it]\n", False),
+        ("Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\n", "ends at step 3 of 100, and without an error"),
+        ("Epoch 1/9 step 3/12 (global step 3) finishes.\n", "ends at step 3 of 108"),
+        ("Training Progress: 100%|##| 3/3 [0:9<0:0, 3.0s/it]\n", "finished"),
+        ("{'train_runtime': 4037.1, 'train_samples_per_second': 0.074}\nDone!\n", "finished"),
         (
             "Training Progress:   3%|  | 3/100 [0:9<9:9, 3.0s/it]\nTraceback (most recent call last):\nKeyError: 1\n",
-            False,
+            "",
         ),
-        ("Update epoch:  50%|# | 64/128 [0:9<9:9, 3.0s/it]\n", False),  # of micro-batches
+        ("Update epoch:  50%|# | 64/128 [0:9<9:9, 3.0s/it]\n", ""),  # of micro-batches
     ],
 )
-def test_a_log_that_ends_before_its_bar_does_is_noted(tmp_path, behind, noted):
+def test_a_log_that_ends_before_its_bar_does_or_with_it_is_noted(tmp_path, behind, noted):
     notes = read_run(log(tmp_path, many(VERL) + behind)).notes
-    assert ["step 3 of 100" in note and "without an error" in note for note in notes] == [True] * noted
+    assert [noted in note for note in notes] == [True] * bool(noted)
+
+
+def test_rows_that_have_the_run_s_total_show_that_it_has_not_finished(tmp_path):
+    rows = [f'{{"current_steps": {step}, "total_steps": 30, "reward": 0.1}}\n' for step in (10, 20, 30)]
+    for last, noted in ((2, ["the metrics end at step 20 of 30"]), (3, [])):
+        assert list(read_run(log(tmp_path, "".join(rows[:last]), f"{last}.jsonl")).notes) == noted
 
 
 def test_a_log_with_a_bar_alone_is_refused_with_its_last_count(tmp_path):

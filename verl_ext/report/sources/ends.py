@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from verl_ext.base.printable import printable
 from verl_ext.guard.state import Event
 from verl_ext.report.run import ENDED
-from verl_ext.report.sources.lines import Bar, bars_in, front_before, plain, split_front
+from verl_ext.report.sources.lines import bars_in, front_before, plain, split_front
+from verl_ext.report.sources.numbers import SUMMARY, step_counts
 from verl_ext.report.sources.table import FIRST_STEPS
 
 ERROR_CHARACTERS = 200  # characters of the error
@@ -92,7 +93,7 @@ FOLLOWING = re.compile(
     r"|.*(?:Connection (?:closed|reset) by peer|NCCL communicator was)"
 )
 DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
-FINISHED = re.compile(r"[Ff]inal validation metrics|Training Progress: 100%")
+FINISHED = re.compile(rf"[Ff]inal validation metrics|Training Progress: 100%|{SUMMARY}['\"]:")
 HANDLED = 2  # times that a process, or the whole run, went on after an error which it handles
 WORKERS = "(workers)"
 ALIKE = 40  # characters by which an error is known again, digits aside
@@ -154,6 +155,10 @@ PACKAGES = {  # of trainers, as names.toml calls these
 OF_PACKAGE = re.compile(rf"(?:/([\w.-]{{1,100}}))?/({'|'.join(PACKAGES)})/(?:[\w-]+/){{0,9}}\w+\.py".encode())
 # Folders that have verl's package; in another one, such as EasyR1, it is a fork of it.
 OF_VERL = re.compile(rb"(?:site|dist)-packages|verl.*|_ray_pkg_.*|")
+LAST_LINES = 2000  # that are looked at for a step in words
+FEWEST_STEPS = 10  # of a run; what has fewer may be the parts of its start
+EPOCH = re.compile(r"(?i)\bepoch\W{0,3}(\d{1,6})\s?/\s?(\d{1,6})\W{0,3}$")  # that the steps count within
+LATER_STEP = re.compile(rb"(?i)\b(?:step|iteration)s?[ :=#]{1,9}(?:[2-9]|[1-9]\d)\b")
 BEGAN = re.compile(rb"(?i)Started a local Ray|Ray cluster|from scratch|Loading|initiali[sz]|\b0%\|")
 
 
@@ -496,16 +501,19 @@ class Ends:
         return found.most_common(1)[0][0] if found else ""
 
     def notes(self, every: int, tail: bytes = b"") -> tuple[str, ...]:
-        """Returns a note on the log's end, if it ends before the bar of its steps does, and not by an error.
+        """Returns a note on the log's end, if it shows one, and no error: the run finished, or the log ends before the
+        bar of its steps does.
 
         Args:
             every: steps from one row to the next: a bar that is further from the last row counts something else.
         """
-        bars = bars_of_steps(b"".join([*self._behind, tail]))
-        counts_steps = bars and self._step is not None and 0 <= bars[-1].at - self._step <= every
-        if not counts_steps or bars[-1].at == bars[-1].total or self._look(tail):
+        text = b"".join([*self._behind, tail])
+        at, total = progress(text) or (0, 0)
+        finished = SUMMARY.encode() in text or at == total == self._step
+        ends_early = self._step is not None and at != total and 0 <= at - self._step <= every
+        if not (finished or ends_early) or self._look(tail):
             return ()
-        return (f"the log ends at step {bars[-1].at} of {bars[-1].total}, by its progress bar, and without an error",)
+        return ("the run finished" if finished else f"the log ends at step {at} of {total}, and without an error",)
 
     def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, str], ...]:
         """Returns how the process of the last row ended, if it did."""
@@ -516,15 +524,24 @@ class Ends:
         return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.said}"),)
 
 
-def bars_of_steps(text: bytes) -> list[Bar]:
-    """Returns the bars of a run's steps that have begun, as they were printed."""
-    return [bar for bar in bars_in(plain(text)) if bar.is_of_steps and bar.at]
+def progress(text: bytes) -> tuple[int, int] | None:
+    """Returns the step that a text ends at, and the run's total: by its last progress bar of steps that has begun, else
+    by words, `Epoch 2/5 step 2/12`; None if it shows neither."""
+    if bars := [bar for bar in bars_in(plain(text)) if bar.is_of_steps and bar.at]:
+        return bars[-1].at, bars[-1].total
+    for line in map(plain, reversed(text.splitlines()[-LAST_LINES:])):
+        counts = [each for each in step_counts(line[:LONGEST]) if each[2]]
+        if counts and int(counts[0][2]) >= FEWEST_STEPS:
+            epoch = EPOCH.search(line[: counts[0].start()])
+            before, epochs = (int(epoch[1]) - 1, int(epoch[2])) if epoch else (0, 1)
+            return before * int(counts[0][2]) + int(counts[0][1]), epochs * int(counts[0][2])
+    return None
 
 
 def _when(step: int | None, text: bytes) -> str:
     """Returns at which step the text ended, with a blank in front; "" if it does not show that."""
     if step is not None:
         return f" at step {step}"
-    if bars := [bar for bar in bars_of_steps(text) if bar.at != bar.total]:
-        return f" at about step {bars[-1].at} of {bars[-1].total}"
-    return " before its first step" if BEGAN.search(text) else ""
+    if (found := progress(text)) and found[0] != found[1]:
+        return f" at about step {found[0]} of {found[1]}"
+    return " before its first step" if BEGAN.search(text) and not LATER_STEP.search(text) else ""
