@@ -6,6 +6,7 @@ the run is directly in it, or up to three folders below.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from verl_ext.report.files import is_regular, not_a_file, open_regular
 from verl_ext.report.run import ReportError, listed
 from verl_ext.report.sources import FORMATS, KINDS
 from verl_ext.report.sources.csv_export import SEPARATORS
-from verl_ext.report.sources.ends import last_error, progress
+from verl_ext.report.sources.ends import Search, progress
 from verl_ext.report.sources.kinds import Kind, RunSource
 from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import Format, TextSource, detect_format, first_step
@@ -127,7 +128,7 @@ def _source_of_file(path: Path, which: Which) -> RunSource:
     with open_regular(path) as file:
         file.seek(max(os.fstat(file.fileno()).st_size - END_BYTES, 0))
         end = file.read(END_BYTES) if b"\0" not in start else b""
-    if last_error(end, whole=True):
+    if Search(end, Counter(), whole=True).root():
         return TextSource([path], FORMATS[-1])
     found = progress(end)
     where = f"; its progress ends at {found[0]} of {found[1]}" if found else ""

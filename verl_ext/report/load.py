@@ -16,7 +16,6 @@ from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
 from verl_ext.diagnosis.names import combined, quantity_of, unread_names
 from verl_ext.diagnosis.series import Series
-from verl_ext.guard.state import Event
 from verl_ext.report.files import fingerprint, is_regular
 from verl_ext.report.find import find_source, join_logs
 from verl_ext.report.run import MOST_MESSAGE, ReportError, Run, listed, own_steps
@@ -24,12 +23,11 @@ from verl_ext.report.sources.jsonl import EventReader
 from verl_ext.report.sources.kinds import RunSource
 from verl_ext.report.sources.lines import uncut
 from verl_ext.report.sources.mlflow import DATABASE_ENDINGS
-from verl_ext.report.sources.table import TableRun, Which
+from verl_ext.report.sources.table import Which
 from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
 MOST_NAMES = 6
-TOTALS = ("total_steps", "max_steps")  # in LLaMA-Factory's and other trainers' rows
 MOST_PASTE = 4 << 20  # bytes
 KEPT_NAME = "standard input"  # the file that it is kept in, which names the run
 
@@ -97,8 +95,7 @@ class Reader:
             path = self._kept / KEPT_NAME
             with path.open("wb") as file:
                 shutil.copyfileobj(sys.stdin.buffer, file)
-        whole = self._with_whole_lines(path)
-        if whole is not None and self._content(whole) > self._content(path):
+        if (whole := self._with_whole_lines(path)) is not None and self._content(whole) > self._content(path):
             self._cut = path
             return find_source(whole, self._which)
         return find_source(path, self._which)
@@ -128,11 +125,11 @@ class Reader:
         try:
             source = find_source(path, self._which)
             source.refresh()
-            part = source.run(self._which)
+            run = self._build(source)
         except ReportError:
             return 0, 0
-        known = (len(series.steps) for name, series in part.metrics.items() if quantity_of(name) is not None)
-        return sum(known), sum(len(event.reason) for event in _ends(source, part))
+        known = (len(series.steps) for name, series in run.metrics.items() if quantity_of(name) is not None)
+        return sum(known), sum(len(event.reason) for event in run.events)
 
     def _files(self, source: RunSource) -> tuple[Path, ...]:
         """Returns the files of the run; of a file whose lines are cut, a copy is read."""
@@ -141,8 +138,11 @@ class Reader:
     def _build(self, source: RunSource) -> Run:
         part = source.run(self._which)
         log = self._events
-        ends = _ends(source, part)
-        decisions = (*(() if log is None else log.decisions(part)), *ends)
+        decisions = () if log is None else log.decisions(part)
+        ended_in = ""
+        if isinstance(source, TextSource):
+            ends = source.events(part)
+            decisions, ended_in = (*decisions, *ends), source.trainer() if ends else ""
         events, strange = own_steps(decisions, int(part.steps[-1]), "decision of the guard", "decisions of the guard")
         name = printable(source.name)
         metrics = part.metrics | _combined(part.metrics)
@@ -157,11 +157,10 @@ class Reader:
                 *(part.notes + source.notes() + (() if log is None else log.notes())),
                 *strange,
                 *([f"{self._lines} go on in the next line"] if self._cut is not None else []),
-                *_before_the_total(metrics, int(part.steps[-1])),
                 *_not_read(metrics),
             ),
             last=part.number == part.runs,
-            ended_in=source.trainer() if ends and isinstance(source, TextSource) else "",
+            ended_in=ended_in,
         )
 
 
@@ -180,11 +179,6 @@ def read_runs(path: Path) -> list[Run]:
         return [read_run(path, number) for number in range(1, error.runs + 1)]
 
 
-def _ends(source: RunSource, part: TableRun) -> tuple[Event, ...]:
-    """Returns how the processes of a run ended; only texts show it."""
-    return source.events(part) if isinstance(source, TextSource) else ()
-
-
 def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
     """Returns the differences and ratios of two metrics that are a quantity which the run did not log (names.toml)."""
     found = {}
@@ -196,13 +190,6 @@ def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
             with np.errstate(divide="ignore", invalid="ignore"):
                 found[name] = Series(steps, left - right if sign == "-" else left / right)
     return found
-
-
-def _before_the_total(metrics: Mapping[str, Series], last: int) -> list[str]:
-    """Returns a note if the run logs how many steps it will have, and has not had them."""
-    finite = (metrics[name].finite().values for name in TOTALS if name in metrics)
-    total = max((int(values[-1]) for values in finite if values.size), default=0)
-    return [f"the metrics end at step {last} of {total}"] if last < total else []
 
 
 def _not_read(metrics: Iterable[str]) -> list[str]:

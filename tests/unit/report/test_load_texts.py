@@ -846,12 +846,6 @@ def test_a_log_that_ends_before_its_bar_does_or_with_it_is_noted(tmp_path, behin
     assert [noted in note for note in notes] == [True] * bool(noted)
 
 
-def test_rows_that_have_the_run_s_total_show_that_it_has_not_finished(tmp_path):
-    rows = [f'{{"current_steps": {step}, "total_steps": 30, "reward": 0.1}}\n' for step in (10, 20, 30)]
-    for last, noted in ((2, ["the metrics end at step 20 of 30"]), (3, [])):
-        assert list(read_run(log(tmp_path, "".join(rows[:last]), f"{last}.jsonl")).notes) == noted
-
-
 def test_a_log_with_a_bar_alone_is_refused_with_its_last_count(tmp_path):
     with pytest.raises(ReportError, match=r"no line has a step .*ends at 33 of 99"):
         read_run(log(tmp_path, "Training Progress:  33%|# | 33/99 [0:9<9:9, 66.8s/it]\nbye\n"))

@@ -64,11 +64,7 @@ KILLS = [
         (r"slurmstepd: .*CANCELLED .*DUE TO TIME LIMIT", "Slurm's time limit", OUTSIDE),
         (r"slurmstepd: .*CANCELLED .*DUE TO (PREEMPTION|NODE FAILURE)", "Slurm, {0}", OUTSIDE),
         (r"slurmstepd: .*\*\*\* (?:JOB|STEP) .*CANCELLED", "a cancelled Slurm job", STUCK),
-        (
-            r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:constraint|out of memory: Killed process",
-            "the OOM killer",
-            OUTSIDE,
-        ),
+        (r"(?i)slurmstepd: .*oom.?kill|OOM Killed|oom-kill:\w+=|memory: Killed process", "the OOM killer", OUTSIDE),
         (r"OOMKilled", "Kubernetes' OOM killer", OUTSIDE),
         (r"node was low on resource: ([\w-]+)", "Kubernetes, which evicted the pod for lack of {0}", OUTSIDE),
         (r"PBS: job killed: (walltime|mem|vmem|cput)", "PBS's limit of {0}", OUTSIDE),
@@ -95,7 +91,7 @@ FOLLOWING = re.compile(
 DISK = re.compile(r"unexpected pos \d+ vs\.? \d+|No space left on device|Disk quota exceeded")
 FINISHED = re.compile(rf"[Ff]inal validation metrics|Training Progress: 100%|{SUMMARY}['\"]:")
 HANDLED = 2  # times that a process, or the whole run, went on after an error which it handles
-WORKERS = "(workers)"
+WORKERS = "(workers)"  # any of them: of a line that several have, Ray prints one, so errors are also known by place
 ALIKE = 40  # characters by which an error is known again, digits aside
 # Errors that no process goes on with, and those whose words do not tell one from another.
 FATAL = re.compile(r"[Oo]ut ?[Oo]f ?[Mm]emory|CUDA|NCCL|RayTaskError|^[\w.]+$|a broken connection")
@@ -133,10 +129,7 @@ CALL = re.compile(r"\bray::[\w.]+\(|'s function \w+: exception")
 NESTED = "RayTaskError"  # is printed above the one that it passes on
 OF_PROCESS = re.compile(r" \(pid=\d+.*")  # behind Ray's name of a task
 # What Ray says of an actor that died.
-ACTOR_DIED, ACTOR = (
-    "ActorDiedError",
-    re.compile(r"^class_name: (\S+)|The actor (?:is dead|died) because (.*?)(?:\. |\.?$)"),
-)
+ACTOR = re.compile(r"^class_name: (\S+)|The actor (?:is dead|died) because (.*?)(?:\. |\.?$)")
 # What PyTorch's watchdog says of a collective: rank, number, kind, milliseconds.
 COLLECTIVE = re.compile(r"\[Rank (\d+)\] Watchdog caught .*?\bSeqNum=(\d+), OpType=(\w+).*? ran for (\d+) millisec")
 MOST_COLLECTIVES, MOST_RANKS = 3, 8  # that are named
@@ -152,9 +145,9 @@ PACKAGES = {  # of trainers, as names.toml calls these
     "prime_rl": "prime-rl",
     "swift": "ms-swift",
 }
-OF_PACKAGE = re.compile(rf"(?:/([\w.-]{{1,100}}))?/({'|'.join(PACKAGES)})/(?:[\w-]+/){{0,9}}\w+\.py".encode())
-# Folders that have verl's package; in another one, such as EasyR1, it is a fork of it.
-OF_VERL = re.compile(rb"(?:site|dist)-packages|verl.*|_ray_pkg_.*|")
+# In another folder than these, such as EasyR1, a package verl is a fork.
+OF_VERL = r"(?:(?:site|dist)-packages|verl[\w.-]*|_ray_pkg_\w+)/(?=verl/)"
+OF_PACKAGE = re.compile(rf"/(?:{OF_VERL}|(?!verl/))({'|'.join(PACKAGES)})/(?:[\w-]+/){{0,9}}\w+\.py".encode())
 LAST_LINES = 2000  # that are looked at for a step in words
 FEWEST_STEPS = 10  # of a run; what has fewer may be the parts of its start
 EPOCH = re.compile(r"(?i)\bepoch\W{0,3}(\d{1,6})\s?/\s?(\d{1,6})\W{0,3}$")  # that the steps count within
@@ -183,7 +176,7 @@ class Error:
     @property
     def kind(self) -> str:
         """What is alike in the same error elsewhere."""
-        return self.place if self.what == CUT_OFF else re.sub(r"\d+", "", self.what)[:ALIKE]
+        return self.place or self.what if self.what == CUT_OFF else re.sub(r"\d+", "", self.what)[:ALIKE]
 
     @property
     def said(self) -> str:
@@ -240,18 +233,20 @@ class _Traceback:
         return Error(CUT_OFF, FOLLOWS, self.phase(), self.place)
 
 
-class _Search:
-    """The errors that may have ended the processes of a text, which is read line by line.
+class Search:
+    """The errors that may have ended the processes of a text.
 
     An error no longer counts if its process goes on: Ray's with any line, the driver with bars, because others print
     behind its end. Such errors are counted, because a worker that handles them may be silent at the end of the text.
-    After the run had finished, only a traceback or a kill counts, but not an error that Python ignores.
+    After the run had finished, only a traceback or a kill counts, but not an error that Python ignores. Without a
+    traceback, an error counts near the end only, because answers of models and handled errors look alike.
 
     Args:
         survived: process and kind of an error -> how many times the process went on after it; "" is the run. It grows.
+        whole: the text has no row before it. All of a short one is near the end.
     """
 
-    def __init__(self, survived: Counter[tuple[str, str]]) -> None:
+    def __init__(self, text: bytes, survived: Counter[tuple[str, str]], *, whole: bool = False) -> None:
         self._survived = survived
         self._found: list[tuple[str, Error]] = []  # process, error
         self._traces: defaultdict[str, _Traceback] = defaultdict(_Traceback)  # by process
@@ -261,13 +256,14 @@ class _Search:
         self._traced = self._finished = False
         self._bars = 0
         self._front = re.compile("")  # of an unknown logger
+        lines = text.splitlines()
+        near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
+        for number, line in enumerate(lines):
+            signs = SIGNS.search(line) is not None
+            if signs or self._found or any(trace.open for trace in self._traces.values()):
+                self._add(plain(line[:LONGEST]), signs, near=number >= near_from)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing has been found that a line without signs would change."""
-        return not self._found and not any(trace.open for trace in self._traces.values())
-
-    def add(self, line: str, signs: bool, *, near: bool) -> None:
+    def _add(self, line: str, signs: bool, *, near: bool) -> None:
         """Looks at a line; `signs` is whether it may have an error, `near` whether it is near the end of the text."""
         process, said = split_front(REPEATED.sub("", line))
         if signs and TRACEBACK in said:
@@ -313,19 +309,16 @@ class _Search:
 
     def _goes_on(self, errors: Iterable[tuple[str, Error]]) -> None:
         """Removes and counts errors that were not the end of their processes."""
-        errors = set(errors)
-        self._found = [each for each in self._found if each not in errors]
-        self._count(errors)
+        gone = set(errors)
+        self._found = [each for each in self._found if each not in gone]
+        for process, error in gone:
+            if error.rank == OWN and not FATAL.search(error.what):
+                self._survived[process, error.kind] += 1
+                self._survived[process and WORKERS, error.place] += 1
 
     def run_goes_on(self) -> None:
-        """Counts the errors that are left as survived by the run."""
-        self._count(("", error) for _, error in self._found)
-
-    def _count(self, errors: Iterable[tuple[str, Error]]) -> None:
-        errors = {each for each in errors if each[1].rank == OWN and not FATAL.search(each[1].what)}
-        self._survived.update({(process, error.kind) for process, error in errors})
-        # Ray prints a line that several workers have only once: a traceback of one may have its last line in another.
-        self._survived.update({(process and WORKERS, error.place) for process, error in errors if error.place})
+        """Counts the errors that are left as survived by the run, one of each kind."""
+        self._goes_on({error.kind: ("", error) for _, error in self._found}.values())
 
     def _is_handled(self, process: str, error: Error) -> bool:
         """Returns True if the run goes on with such errors, or, for an error of a worker, if some worker does."""
@@ -346,7 +339,7 @@ class _Search:
             return None
         if root.what == WATCHDOG and self._waits:
             root = replace(root, what=f"{WATCHDOG}: {self._waiting()}")
-        if ACTOR_DIED in root.what and self._actor:
+        if "ActorDiedError" in root.what and self._actor:
             died = [root.what.partition(":")[0], *(self._actor[part] for part in sorted(self._actor))]
             root = replace(root, what=_cut_short(": ".join(died)))
         if root.rank == OWN and not root.phase:  # its traceback may come behind it, or the call that it ended
@@ -365,30 +358,6 @@ class _Search:
             said.append(f"rank{'s' * (len(those) > 1)} {few} in {kind} {number}")
         longest = max(wait[2] for wait in self._waits.values()) // 1000
         return f"{'; '.join(said)}, for {longest} s"
-
-
-def last_error(text: bytes, *, whole: bool = False) -> Error | None:
-    """Returns the error at the root of a log's end; None if there is none."""
-    return _searched(text, Counter(), whole=whole).root()
-
-
-def _searched(text: bytes, survived: Counter[tuple[str, str]], *, whole: bool = False) -> _Search:
-    """Returns what a search found in a text.
-
-    An error without a traceback counts near the end only, because answers of models and handled errors look alike.
-
-    Args:
-        survived: as for `_Search`.
-        whole: the text has no row before it. All of a short one is near the end.
-    """
-    lines = text.splitlines()
-    near_from = 0 if whole and len(lines) <= SHORT else _near_from(lines)
-    search = _Search(survived)
-    for number, line in enumerate(lines):
-        signs = SIGNS.search(line) is not None
-        if signs or not search.is_idle:
-            search.add(plain(line[:LONGEST]), signs, near=number >= near_from)
-    return search
 
 
 def _near_from(lines: Sequence[bytes]) -> int:
@@ -457,7 +426,7 @@ class Ends:
         self._found: tuple[tuple[int, int, str], ...] = ()  # (run, step, how it ended)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
-        self._survived: Counter[tuple[str, str]] = Counter()  # as for `_Search`
+        self._survived: Counter[tuple[str, str]] = Counter()  # as for `Search`
 
     def row(self, step: int, validates: bool = False) -> None:
         """Notes a row of a step. A row that only validates may belong to the step before it."""
@@ -465,7 +434,7 @@ class Ends:
             self._found = (*self._found, *self._look())
             self._run += step <= FIRST_STEPS and step < self._step
         elif TRACEBACK.encode() in (text := RESTARTED.split(b"".join(self._behind))[-1]):
-            _searched(text, self._survived).run_goes_on()
+            Search(text, self._survived).run_goes_on()
         self._step = step
         if self._size:
             self._behind, self._size = [], 0
@@ -494,11 +463,8 @@ class Ends:
 
     def trainer(self, tail: bytes = b"") -> str:
         """Returns the trainer whose code is in most frames behind the last row; "" if none is known."""
-        frames = OF_PACKAGE.findall(b"".join([*self._behind, tail]))
-        found = Counter(
-            "" if of == b"verl" and not OF_VERL.fullmatch(at) else PACKAGES[of.decode()] for at, of in frames
-        )
-        return found.most_common(1)[0][0] if found else ""
+        found = Counter(OF_PACKAGE.findall(b"".join([*self._behind, tail])))
+        return PACKAGES[found.most_common(1)[0][0].decode()] if found else ""
 
     def notes(self, every: int, tail: bytes = b"") -> tuple[str, ...]:
         """Returns a note on the log's end, if it shows one, and no error: the run finished, or the log ends before the
@@ -518,7 +484,7 @@ class Ends:
     def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, str], ...]:
         """Returns how the process of the last row ended, if it did."""
         text = b"".join([*self._behind, tail])
-        if (error := _searched(text, self._survived.copy(), whole=self._step is None).root()) is None:
+        if (error := Search(text, self._survived.copy(), whole=self._step is None).root()) is None:
             return ()
         phase = f" in {error.phase}" if error.phase else ""
         return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.said}"),)
@@ -530,11 +496,10 @@ def progress(text: bytes) -> tuple[int, int] | None:
     if bars := [bar for bar in bars_in(plain(text)) if bar.is_of_steps and bar.at]:
         return bars[-1].at, bars[-1].total
     for line in map(plain, reversed(text.splitlines()[-LAST_LINES:])):
-        counts = [each for each in step_counts(line[:LONGEST]) if each[2]]
-        if counts and int(counts[0][2]) >= FEWEST_STEPS:
-            epoch = EPOCH.search(line[: counts[0].start()])
-            before, epochs = (int(epoch[1]) - 1, int(epoch[2])) if epoch else (0, 1)
-            return before * int(counts[0][2]) + int(counts[0][1]), epochs * int(counts[0][2])
+        for count in (each for each in step_counts(line[:LONGEST]) if int(each[2] or 0) >= FEWEST_STEPS):
+            at, total = map(int, count.groups())
+            epoch = EPOCH.search(line[: count.start()])
+            return (at + total * (int(epoch[1]) - 1), total * int(epoch[2])) if epoch else (at, total)
     return None
 
 

@@ -7,6 +7,7 @@ of them. All readers see the line without these.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 ANSI = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
@@ -35,6 +36,8 @@ FRONT = re.compile(
     )(?:\s[|-](?=\s))?\s?""",
     re.VERBOSE,
 )
+# The beginning of a line as it was printed: a front, an object, a row of a table. An empty line ends one too.
+BEGINNING = re.compile(rf"\s*(?:[{{|│]|$)|{FRONT.pattern}", re.VERBOSE)
 MOST_FRONTS = 12
 LONGEST_TITLE = 200  # characters in front of a bar
 # A bar of tqdm: `Train epoch [1/1]: 99%|###| 127/128 [23:32<00:06, 6.63s/it, pg=-0.07, rm=0.5]`; Colab shows no `|`.
@@ -115,26 +118,19 @@ def uncut(text: str) -> tuple[str, str] | None:
     have wrapped them at words; else None. Tables have such lines too, so both texts are to be tried.
 
     Lines look cut if several have the same length and none is longer. They look wrapped if most of the long ones have
-    no room for the next one's first word; cut ones have that too, but then most have one length, or blanks at the cuts.
+    no room for the next one's first word; cut ones have none either, but most of them have one length.
     """
     lines = [PADDING.sub("", line) for line in text.split("\n")]
-    pairs = list(zip(lines, [*lines[1:], ""], strict=True))
     width = max(map(len, lines))
     cut = [len(line) == width for line in lines]
     at_words = max((len(line) for line in lines if " " in line.strip()), default=0)  # a long word is not wrapped
-    wrapped = [not _begins_a_line(two) and len(one) + len(two.split()[0]) >= at_words for one, two in pairs]
-    are_wrapped = sum(on and " " in line for on, line in zip(wrapped, lines, strict=True))
+    pairs = pairwise([*lines, ""])
+    wrapped = [not BEGINNING.match(two) and len(one) + len(two.split()[0]) >= at_words for one, two in pairs]
     are_long = sum(len(line) >= LONG * at_words for line in lines)
-    blanks = any(on and " " in (one[-1:], two[:1]) for on, (one, two) in zip(cut, pairs, strict=True))
-    if width in CUT_WIDTHS and sum(cut) >= FEWEST_CUT and (blanks or sum(cut) >= MOSTLY * are_wrapped):
+    if width in CUT_WIDTHS and sum(cut) >= max(FEWEST_CUT, MOSTLY * sum(wrapped)):
         go_on, glue, which = cut, "", f"lines of {width} characters"
-    elif at_words in CUT_WIDTHS and are_wrapped >= max(FEWEST_CUT, MOSTLY * are_long):
+    elif at_words in CUT_WIDTHS and sum(wrapped) >= max(FEWEST_CUT, MOSTLY * are_long):
         go_on, glue, which = wrapped, " ", f"lines of up to {at_words} characters"
     else:
         return None
     return "".join(line + (glue if on else "\n") for line, on in zip(lines, go_on, strict=True)), which
-
-
-def _begins_a_line(text: str) -> bool:
-    """Returns True if a text is the beginning of a line as it was printed: a front, an object, a row of a table."""
-    return text.strip()[:1] in "{|│" or FRONT.match(text) is not None
