@@ -48,7 +48,7 @@ SIGNALS = {
     "Bus error": ("a bus error", 7),
     "Illegal instruction": ("an illegal instruction", 4),
     "Terminated": ("a termination (SIGTERM)", 15),
-    "Interrupt": ("its user (SIGINT)", 2),
+    "SIGINT": ("its user (SIGINT)", 2),
 }
 NAMED = "|".join(SIGNALS)
 SIGNAL = re.compile(
