@@ -23,6 +23,7 @@ from verl_ext.features.feature import RunFeatures
 from verl_ext.features.verl_config import (
     ACTOR,
     CORRECTION,
+    MODE,
     MODEL,
     ROLLOUT,
     ROLLOUTS,
@@ -307,6 +308,15 @@ class Context:
             return self.experts > 0
         layers, parallel = self.get(LAYERS, {}), self.get(f"{ACTOR}.megatron.expert_model_parallel_size", 1)
         return parallel > 1 or any(str(name).startswith("moe_") for name in layers)
+
+    @property
+    def preset(self) -> str:
+        """The override for the preset that README advises for the model and the trainer mode."""
+        return f"stability={'moe' if self.has_experts else 'tis' if self.get(MODE, 'sync') == 'sync' else 'opsm'}"
+
+    def corrections(self, *settings: str) -> tuple[str, ...]:
+        """Returns overrides that correct the loss: these, or the preset if no feature is on."""
+        return settings if self.features is None or self.features.demands else (self.preset,)
 
     @cached_property
     def tokenizer_length(self) -> int | None:

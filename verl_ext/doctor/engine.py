@@ -99,9 +99,9 @@ def lengths(context: Context) -> Iterable[Problem]:
 
 @check("rollout placement", needs="config")
 def rollout_placement(context: Context) -> Iterable[Problem]:
-    """`hybrid_engine=False` in a mode that does not read it; tensor parallelism of the rollout across nodes. In
-    `separate_async`, `hybrid_engine=False` is supported: our workers replace verl's `Role.Actor`. A
-    `rollout.router_config_path` is supported too: requests still pass our agent loop.
+    """`hybrid_engine=False` in a mode that does not read it; tensor parallelism of the rollout across nodes. The
+    plugin supports `hybrid_engine=False` in `separate_async`, where its workers replace verl's `Role.Actor`, and
+    `rollout.router_config_path`, with which requests still pass its agent loop.
 
     Source: verl 0.9.1. With `hybrid_engine=False`, which only `PPOTrainerSeparateAsync` reads, the actor's role is
     `Role.Actor` (trainer/ppo/v1/trainer_base.py). `trainer.trainers.replace_workers` replaces this role too, and the
@@ -110,9 +110,7 @@ def rollout_placement(context: Context) -> Iterable[Problem]:
     `upstream.agent_loop` wraps.
     """
     separate = context.get(MODE) == "separate_async"
-    if context.get(HYBRID) is False and separate:
-        yield ok("hybrid_engine=False: our workers replace verl's actor, whose role is Role.Actor")
-    elif context.get(HYBRID) is False and not context.entry:
+    if context.get(HYBRID) is False and not separate and not context.entry:
         why = "only separate_async reads it, and rollouts stay on the GPUs of training"
         found = f"hybrid_engine=False in {context.get(MODE, 'sync')}"
         yield warning(found, f"{why}; for GPUs of their own, set {MODE}=separate_async and {ROLLOUT}.nnodes")
@@ -122,8 +120,6 @@ def rollout_placement(context: Context) -> Iterable[Problem]:
         why = "each layer then adds its parts across nodes for each token; vLLM fails at its start in some set-ups"
         found = f"{tensor}={context.get(tensor)} with {node} GPUs per node"
         yield warning(found, f"{why} (vLLM issue 29447); for experts, use data_parallel_size and expert_parallel_size")
-    if path := context.get(f"{ROLLOUT}.router_config_path"):
-        yield ok(f"router_config_path={path} only picks servers: requests and answers pass through our agent loop")
 
 
 @check("tools", needs="config")

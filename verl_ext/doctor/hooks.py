@@ -196,7 +196,8 @@ def hooks(context: Context) -> Iterable[Problem]:
     if errors_of(context.problems) or context.features is None:
         return
     if not context.features.demands:
-        yield note("no feature of stability.* is switched on", "verl runs unchanged; see docs/methods.md")
+        why = f"verl runs unchanged; python -m verl_ext.main_ppo {context.preset} corrects the gap (docs/methods.md)"
+        yield note("no feature of stability.* is switched on", why)
     for line in table_lines(context.features):
         yield ok(f"{line.name}: {line.setting} ({line.where})")
     for row in left_out(context.features):
@@ -313,7 +314,7 @@ def code(context: Context) -> Iterable[Problem]:
         yield warning(f"{path}._target_={target} is not a settings class of verl or verl_ext, and was not called", why)
 
 
-@check("agent loop manager", needs="can_be_fitted")
+@check("agent loop manager", needs="can_be_fitted", after=("hooks",))
 def agent_loop_manager(context: Context) -> Iterable[Problem]:
     """An agent loop manager of the user's own (`agent_loop_manager_class`): what the run lacks if its workers are not
     verl's AgentLoopWorker. The class is not imported.
@@ -321,7 +322,7 @@ def agent_loop_manager(context: Context) -> Iterable[Problem]:
     Source: `TaskRunnerV1.init_agent_loop_manager` of verl/trainer/main_ppo.py (0.9.1), which asks of a manager only
     that it fills TransferQueue; `check_manager` of verl_ext/upstream/agent_loop.py.
     """
-    if not (manager := context.get(MANAGER)) or context.problems:
+    if not (manager := context.get(MANAGER)):
         return
     asked = OmegaConf.select(_as_launched(context), PLACE)
     needed, left_out = without_workers(Extras(**parse_extras(str(asked or ""))))

@@ -298,7 +298,8 @@ def trust_region(context: Context) -> Iterable[Problem]:
         yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")
         return
     why = "nothing bounds the ratio to the policy that sampled: PPO's clip is around the weights before the update"
-    yield warning(f"{mode} without a trust region", why, "stability.correction=opsm", "stability.opsm.delta=0.1")
+    fix = context.corrections("stability.correction=opsm", "stability.opsm.delta=0.1")
+    yield warning(f"{mode} without a trust region", why, *fix)
 
 
 @check("unread settings", needs="config")

@@ -193,7 +193,7 @@ def quantized_rollout(context: Context) -> Iterable[Problem]:
         yield note(found, "the gap to training is larger than in bf16, and the correction acts on more tokens")
     else:
         why = "the rollout samples from a coarser model than the trained one, and nothing corrects the loss for it"
-        yield warning(found, why, "stability.correction=tis")
+        yield warning(found, why, *context.corrections("stability.correction=tis"))
 
 
 @check("quantized sync", needs="engine")
@@ -251,14 +251,14 @@ def quantized_training(context: Context) -> Iterable[Problem]:
         yield ok("quantisation-aware training: both engines quantise weights in the dtype of training")
 
 
-@check("normal level", needs="config")
+@check("normal level", needs="config", after=("hooks",))
 def normal_level(context: Context) -> Iterable[Problem]:
     """`stability.guard.level=0`; otherwise prints the k3 above which the guard warns, with its source.
 
     Source: the table of verl_ext/diagnosis/levels.py, which has each level's source.
     """
     features = context.features
-    if features is None or context.problems or Need.MEASURED_BATCHES not in features.needs:
+    if features is None or Need.MEASURED_BATCHES not in features.needs:
         return
     level, published = features.stability.guard.level, published_level(context.config)
     if level == 0:

@@ -41,12 +41,12 @@ def weight_sync(context: Context) -> Iterable[Problem]:
     if sends_adapter(context.config, "sglang") and context.version("sglang") in (None, NO_ADAPTERS):
         why = f"verl 0.9.1 sends it in a form that SGLang {NO_ADAPTERS} refuses: the run ends at the first sync"
         yield error(f"a LoRA as an adapter of SGLang {NO_ADAPTERS}", why, MERGE_LORA)
-    watched = _watched(context)
+    watched = canary_settings(context.features).trajectories if context.features is not None else context.get(CANARY)
     separate = context.get(MODE) == "separate_async"
     if sends_adapter(context.config) and separate:
         why = "verl 0.9.1 sends the servers the base model at each sync and never the LoRA (verl issue 7495)"
         yield warning("a LoRA in separate_async", why, MERGE_LORA)
-    elif not watched and (separate or (trains_lora(context.config) and not context.get(f"{MODEL}.lora.merge"))):
+    elif watched == 0 and (separate or (trains_lora(context.config) and not context.get(f"{MODEL}.lora.merge"))):
         found = "weights go to the rollout by a checkpoint engine" if separate else "a LoRA is sent to the rollout"
         why = f"a sync that fails looks like old rollouts; {CANARY}=8 finds it at the first sync"
         yield note(f"{found}, and no sync is checked", why)
@@ -154,13 +154,6 @@ def waiting_batches(context: Context) -> Iterable[Problem]:
     why = "all of them may be refused like the first, and the run stops before a batch of the current weights comes"
     found = f"{STOP_AFTER}={stop_after} with trainer.v1.{mode}.num_warmup_batches={waiting}"
     yield warning(found, why, f"{STOP_AFTER}={waiting + stop_after}")
-
-
-def _watched(context: Context) -> int:
-    """Returns how many trajectories the canary scores: as set, or by default."""
-    if context.features is None or context.problems:
-        return context.get(CANARY, 0)
-    return canary_settings(context.features).trajectories or 0
 
 
 def _skips_updates(context: Context) -> bool:

@@ -38,6 +38,7 @@ OPSM = "stability.correction=opsm stability.opsm.delta=0.1"
 BOTH_HEADS = "stability.float32_head=true"
 HYBRID = "actor_rollout_ref.hybrid_engine"
 SEPARATE = "trainer.v1.trainer_mode=separate_async"
+NOTED = "stability=icepop stability.rescoring.every=10 stability.rescoring.versions=2"  # a note, no error
 CAPTURE = f"{ROLLOUT}.enable_rollout_routing_replay=true"
 RAW_MODE, PROCESSED = f"{ROLLOUT}.logprobs_mode=raw_logprobs", f"{ROLLOUT}.logprobs_mode=processed_logprobs"
 NO_CHUNKS = f"{ROLLOUT}.enable_chunked_prefill=false"
@@ -89,8 +90,8 @@ CASES = [
     ("temperature", f"{SGLANG} {COOL}", "warning", BOTH_HEADS),
     ("dtype of both engines", f"{SGLANG} {ROLLOUT}.dtype=float16", "warning", f"{ROLLOUT}.dtype=bfloat16"),
     ("dtype of both engines", f"{SGLANG} {SGLANGS}.dtype=half", "warning", f"+{SGLANGS}.dtype=bfloat16"),
-    ("quantized rollout", f"{SGLANG} {FP8_ROLLOUT}", "warning", TIS),
-    ("quantized rollout", f"{SGLANG} {SGLANGS}.kv_cache_dtype=fp8_e4m3", "warning", TIS),
+    ("quantized rollout", f"{SGLANG} {FP8_ROLLOUT}", "warning", "stability=tis"),
+    ("quantized rollout", f"{SGLANG} {SGLANGS}.kv_cache_dtype=fp8_e4m3", "warning", "stability=tis"),
     ("quantized sync", f"{SGLANG} {TORCHAO}", "error", FP8_ROLLOUT),
     ("lengths", f"{SGLANG} {ROLLOUT}.max_model_len=2048", "error", f"{ROLLOUT}.max_model_len=1024"),
     ("lengths", f"{SGLANG} {NO_CHUNKS} {BATCHED}=1", None, ""),
@@ -138,8 +139,10 @@ CASES = [
     ("loss scaling", f"{FSDP}.model_dtype=fp16", "warning", f"{FSDP}.model_dtype=fp32"),
     ("loss scaling", FP16, "ok", ""),
     ("quantized rollout", "", None, ""),
-    ("quantized rollout", FP8_ROLLOUT, "warning", TIS),
-    ("quantized rollout", f"{VLLM}.kv_cache_dtype=fp8_e4m3", "warning", TIS),
+    ("quantized rollout", FP8_ROLLOUT, "warning", "stability=tis"),
+    ("quantized rollout", f"{VLLM}.kv_cache_dtype=fp8_e4m3", "warning", "stability=tis"),
+    ("quantized rollout", f"{FP8_ROLLOUT} {MOE}", "warning", "stability=moe"),
+    ("quantized rollout", f"{FP8_ROLLOUT} {CANARY}", "warning", TIS),
     ("quantized rollout", f"{FP8_ROLLOUT} stability=icepop", "note", ""),
     ("quantized rollout", f"{FP8_ROLLOUT} stability=icepop_loss", "note", ""),
     ("quantized rollout", f"{FP8_ROLLOUT} {CORRECTION}.rollout_is=token", "note", ""),
@@ -164,6 +167,7 @@ CASES = [
     ("weight sync", f"{LORA} {ROLLOUT}.name=sglang stability=icepop", "error", MERGED),
     ("weight sync", SEPARATE, "note", ""),
     ("weight sync", f"{SEPARATE} stability=icepop", "ok", ""),
+    ("weight sync", f"{SEPARATE} {NOTED}", "ok", ""),
     ("weight sync", f"{LORA} {SEPARATE}", "warning", MERGED),
     ("weight sync", f"{CANARY} {MTP}", "warning", f"{CANARIES}=0"),
     ("speculative decoding", "", None, ""),
@@ -219,8 +223,9 @@ CASES = [
     ("head dtype", f"{SGLANG} {SGLANGS}.enable_fp32_lm_head=true", "warning", BOTH_HEADS),
     ("head dtype", BOTH_HEADS, "ok", ""),
     ("trust region", "", None, ""),
-    ("trust region", ASYNCHRONOUS, "warning", OPSM),
-    ("trust region", f"{ASYNCHRONOUS} {LOSS}.loss_mode=dppo_tv", "warning", OPSM),
+    ("trust region", ASYNCHRONOUS, "warning", "stability=opsm"),
+    ("trust region", f"{ASYNCHRONOUS} {MOE}", "warning", "stability=moe"),
+    ("trust region", f"{ASYNCHRONOUS} {LOSS}.loss_mode=dppo_tv", "warning", "stability=opsm"),
     ("trust region", f"{ASYNCHRONOUS} stability=icepop", "ok", ""),
     ("trust region", f"{ASYNCHRONOUS} stability=icepop_loss", "ok", ""),
     ("trust region", f"{ASYNCHRONOUS} stability=opsm_loss", "ok", ""),
@@ -229,12 +234,12 @@ CASES = [
     ("trust region", f"{ASYNCHRONOUS} {CORRECTION}.rollout_rs=seq_mean_k1", "ok", ""),
     ("trust region", f"{ASYNCHRONOUS} {BYPASS}", "ok", ""),
     ("rollout placement", "", None, ""),
-    ("rollout placement", f"{HYBRID}=false {SEPARATE}", "ok", ""),
+    ("rollout placement", f"{HYBRID}=false {SEPARATE}", None, ""),
     ("rollout placement", f"{HYBRID}=false", "warning", ""),  # true would give up what it is for
-    ("rollout placement", f"{ROLLOUT}.router_config_path=router.yaml", "ok", ""),
     ("normal level", "", None, ""),
     ("normal level", "stability=icepop", "ok", ""),
     ("normal level", "stability=icepop stability.guard.level=0", "note", ""),
+    ("normal level", f"{SEPARATE} {NOTED}", "ok", ""),
     ("lengths", "", None, ""),
     ("lengths", f"{BATCHED}=512", None, ""),
     ("lengths", NO_CHUNKS, None, ""),
