@@ -187,7 +187,7 @@ def test_a_script_is_submitted_as_the_launch_that_it_has(command, capsys, tmp_pa
     assert command(*given) == 2 and "values that are not known here: $SEED" in capsys.readouterr().err
     assert command(*given, "data.seed=3") == 0
     entrypoint = json.loads(capsys.readouterr().out)["entrypoint"]
-    assert entrypoint.startswith("python -m verl_ext.main_ppo trainer.nnodes=2 stability=moe data.seed=3 ")
+    assert entrypoint.startswith("python -m verl_ext.main_ppo trainer.nnodes=2 data.seed=3 stability=moe ")
 
 
 def test_dry_run_hides_the_values_of_the_environment(command, capsys, monkeypatch):

@@ -136,9 +136,22 @@ def read_launch(
     ours = [word for word in (*launch.arguments, *added) if needs_our_module(word)]
     if ours and launch.module == VERLS and not complete:
         said += f"; {ours[0]} needs python -m {OURS}: {VERLS} does not know it"
-    appended = {key_of(word) for word in added if re.match(r"\+\w", word)}  # Hydra refuses to append twice
-    arguments = [word for word in launch.arguments if not (word.startswith("+") and key_of(word) in appended)]
-    return [*arguments, *added], said, launch.left_out, other
+    return _with_added(launch.arguments, added), said, launch.left_out, other
+
+
+def _with_added(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
+    """Returns a launch's arguments and those added to it. A value takes the place of the launch's own, but its plus
+    signs stay; Hydra adds a mapping up with the launch's."""
+    values = {key_of(word): word for word in added if not word.startswith("~") and "={" not in word}
+    replaced = set[str]()
+    found = list[str]()
+    for word in arguments:
+        key, signs = key_of(word), word[: len(word) - len(word.lstrip("+~"))]
+        if key in values and signs != "~":
+            replaced.add(key)
+            word = signs + values[key].lstrip("+") if signs else values[key]
+        found.append(word)
+    return [*found, *(word for word in added if key_of(word) not in replaced or word.startswith("~"))]
 
 
 def _about(launch: "Launch") -> str:

@@ -131,8 +131,7 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
     chosen = trains[0]
     asked = [word for word in chosen.arguments if word.partition("=")[0].lstrip("+") not in replaced]
     lost = [word for word in asked if UNKNOWN.fullmatch(word.partition("=")[2] or word)]
-    # A setting may be there only by the override that another one replaces; of a config group Hydra takes one choice.
-    kept = [word for word in chosen.arguments if word not in lost and (word in asked or _stays(word))]
+    kept = [word for word in chosen.arguments if word not in lost]
     causes = dict.fromkeys(cause for word in asked for cause in UNKNOWN.findall(word))
     return Launch(
         [UNKNOWN.sub(lambda found: "$" + re.sub(r"\W+", "_", found[1]).strip("_")[:40], word) for word in kept],
@@ -143,11 +142,6 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
         tuple(dict.fromkeys(one.where for one in trains if one.where != chosen.where)),
         tuple(sorted(shell.exports)),
     )
-
-
-def _stays(word: str) -> bool:
-    key, _, value = word.partition("=")
-    return "." in key and (key.startswith("+") or not UNKNOWN.search(value))
 
 
 def entry_of(words: Sequence[str]) -> int | None:

@@ -240,10 +240,12 @@ def test_what_people_give(tmp_path):
         "as KEY=VALUE"
     )
     assert given("NODES=3", "bash", str(script), "5", "b=1")[0] == ["n=5", "nodes=3", "b=1"]
-    script.write_text(f"{START} +a.x=$(date) +a.y=1 stability=moe")
-    overrides, said = given(str(script), "~a.x", "a.y=2", "stability=icepop")
-    assert [one.partition("=")[0] for one in overrides] == ["+a.x", "+a.y", "~a.x", "a.y", "stability"]
-    assert "not known" not in said
+    script.write_text(f"{START} +a.x=$(date) +a.y=1 a.z=$(date) ++a.w=1 ~a.v a.u={{b:1}} stability=moe")
+    added = ["~a.x", "a.y=2", "++a.z=2", "+a.w=2", "a.v=2", "a.u={c:2}", "stability=icepop"]
+    overrides, said = given(str(script), *added)
+    assert "a.x=" in overrides[0] and "not known" not in said
+    placed = ["+a.y=2", "++a.z=2", "++a.w=2", "~a.v", "a.u={b:1}", "stability=icepop"]
+    assert overrides[1:] == [*placed, "~a.x", "a.v=2", "a.u={c:2}"]  # a value is given once
     assert given("b=1", "A=1", "python3", "-m", MAIN, "a=1")[0] == ["a=1", "b=1"]
     assert given(f"{START} a=1 b='x y'")[0] == ["a=1", "b=x y"]
     with pytest.raises(ConfigError, match=r"gone\.sh does not exist; give a launch script"):
@@ -256,7 +258,7 @@ def test_a_job_needs_all_values(tmp_path):
     with pytest.raises(ConfigError, match=r"not known here: \$NODES"):
         given(str(script), complete=True)
     overrides, said = given(str(script), "trainer.x=1", "nodes=2", complete=True)
-    assert overrides == ["trainer.x=1", "nodes=2"] and "variables that the job does not get: KEY" in said
+    assert overrides == ["nodes=2", "trainer.x=1"] and "variables that the job does not get: KEY" in said
 
 
 def test_overrides_in_yaml(tmp_path):
