@@ -183,10 +183,10 @@ class Rescoring:
     A few trajectories are scored again with the weights that sampled them. This separates the engines' part of the gap
     from the policy's own movement (docs/reading-metrics.md#old-rollouts).
 
-    The cost: verl copies the weights to the host at the start of every step of `separate_async`. The first version is
-    that copy, kept until the next one. Each further version is one more copy; each rank keeps its shard (the bytes of
-    the parameters, no optimizer). A step that rescores copies the current weights once more and loads each version that
-    it needs. It computes log-probabilities of that version's trajectories, and of a few others so that every rank has
+    The cost: verl copies the weights to the host at the start of every step of `separate_async`. The versions are the
+    copies of earlier steps, kept in addition to that of the present one; each rank keeps its shard (the bytes of the
+    parameters, no optimizer). A step that rescores copies the current weights once more and loads each version that it
+    needs. It computes log-probabilities of that version's trajectories, and of a few others so that every rank has
     equally many (one trajectory per pass). Then it loads the current weights again. The time is logged as
     `timing_s/rescore`.
 
@@ -212,7 +212,9 @@ class Rescoring:
 
     def __str__(self) -> str:
         often = "per step" if self.every == 1 else f"every {self.every} steps"
-        return f"{self.trajectories} trajectories {often}, {self.versions} version(s) back"
+        return (
+            f"{self.trajectories} trajectories {often}; {self.versions} old copies of the weights in the host's memory"
+        )
 
 
 @dataclass(frozen=True)

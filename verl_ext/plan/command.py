@@ -196,7 +196,7 @@ def _print_costs(console: "Console", plan: Plan) -> None:
     table.add_row("all", "", "", _seconds_text(plan.seconds), f"{plan.share(plan.seconds):.2%}")
     print_number_table(console, table)
     also = "; hidden: seconds during generation, for which the step does not wait" if hides else ""
-    print_text(console, f"seconds that a step waits, at the rates of two CPU cores{also}")
+    print_text(console, f"seconds that a step waits; transfers at the rates of two CPU cores{also}")
     if (every := plan.usage.checked_every) is not None:
         more = checked_sync_seconds(plan.sizes)
         then = f", then every {every} steps" if every else ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from verl_ext.core.tokens import BLOCK_TOKENS
 from verl_ext.plan.sizes import GIB, Sizes, Usage
+from verl_ext.plan.timing import scoring_seconds
 
 # Measured, GB/s of expert ids (docs/routing.md): one client with one unit; one unit with the largest number of clients.
 CLIENT_PUT, CLIENT_GET = 1.1, 0.82
@@ -138,6 +139,10 @@ def plan_costs(sizes: Sizes, usage: Usage, generation: float) -> list[Cost]:
     found.append(Cost(GUARD, CONTROLLER, "computes", usage.guards, 0.0, GUARD_MS / 1e3))
     seconds = checked_sync_seconds(sizes) / usage.checked_every if usage.checked_every else 0.0
     found.append(Cost(SYNC_CHECK, ENDS, "computes", usage.checked_every is not None, 0.0, seconds))
+    for feature, (trajectories, every, versions) in usage.scored_again.items():
+        parts, on = min(versions, trajectories), bool(trajectories and every)  # each version's trajectories are a part
+        seconds = parts * scoring_seconds(sizes, math.ceil(trajectories / parts)) / every if on else 0.0
+        found.append(Cost(feature, RANKS, "computes", on, 0.0, seconds))
     gb, reads = tokens * usage.top_tokens * TOP_TOKEN_BYTES / GB, usage.top_token_reads * ranks
     passes(TOP_TOKENS, LOOPS, "writes", usage.has_top_tokens, gb, 2 * rows)
     passes(TOP_TOKENS, RANKS, "reads", usage.has_top_tokens, reads * gb, 2 * reads * rows)

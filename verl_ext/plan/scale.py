@@ -93,12 +93,11 @@ class Plan:
         return found
 
     def _choices(self) -> list[tuple[str, "Plan"]]:
+        """Returns settings that may help and give up no protection: with some of them, less is measured."""
         usage, found = self.usage, []
         if usage.compares and usage.replay == "disabled" and usage.agreement_share > SMALL_SHARE:
             setting = f"stability.router_agreement_share={SMALL_SHARE}"
             found.append((setting, self.with_usage(agreement_share=SMALL_SHARE)))
-        if usage.replay != "disabled":
-            found.append((f"{usage.replay_setting}=disabled", self.with_usage(replay="disabled")))
         if usage.simple and self.units_wanted > usage.units:
             found.append((f"{UNITS}={self.units_wanted}", self.with_usage(units=self.units_wanted)))
         if usage.measures and usage.signs:

@@ -1,14 +1,14 @@
 """The parts of a composed config that the plan needs: the run's sizes, and its use of the plugin."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.base.errors import ConfigError, Problem, Problems, UserError, errors_of
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, is_asynchronous, replay_mode, replay_setting
+from verl_ext.features.verl_config import ACTOR, ROLLOUT, ROLLOUTS, is_asynchronous, replay_mode
 from verl_ext.launch.gpus import GPUS, DataSheet, named
 from verl_ext.launch.models import ModelShape, shape_of
 from verl_ext.launch.sizes import size_problems, ulysses_size, world_size
@@ -131,10 +131,12 @@ class Usage:
         top_tokens: number of the sampler's top tokens per place, or the usual number.
         top_token_reads: number of stages that read them.
         agreement_share: share of the trajectories whose expert ids are sent for router agreement.
-        replay: `disabled`, R2 or R3, by verl or by us; replay_setting: its setting.
+        replay: `disabled`, R2 or R3, by verl or by us.
         lag: whether the age of each token's weights is sent with its weight.
         simple: whether TransferQueue uses its own storage units; units: their number.
         workers: number of agent loops.
+        scored_again: feature -> trajectories that the training ranks score again, every how many steps, and with how
+            many versions of the weights.
         undoes: whether the state before each update is kept, to undo it; versions: number of old weights kept.
         one_pass: whether compute_log_prob does not run.
         checked_every: steps from one checked weight sync to the next, 0 if only the first is checked; None without.
@@ -152,11 +154,11 @@ class Usage:
     top_token_reads: int = 1
     agreement_share: float = 1.0
     replay: str = "disabled"
-    replay_setting: str = ""
     lag: bool = False
     simple: bool = True
     units: int = USUAL_UNITS
     workers: int = USUAL_WORKERS
+    scored_again: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     undoes: bool = False
     versions: int = 0
     one_pass: bool = False
@@ -211,11 +213,13 @@ def read_usage(config: DictConfig) -> Usage:
     from verl_ext.features.feature import Need
     from verl_ext.features.reuse import measured_late
     from verl_ext.features.stability import stability_config
+    from verl_ext.features.sync_canary import canary_settings
     from verl_ext.features.table import read_features
     from verl_ext.features.top_tokens import top_token_count
 
     stability = stability_config(config.stability)
     run = read_features(config, stability)
+    rescoring, canary = stability.rescoring, canary_settings(run)
     late = Need.MEASURED_IN_UPDATE in run.needs  # the workers measure and weigh, not the controller
     with as_config_errors():
         units, workers = whole_number(config, UNITS, USUAL_UNITS), whole_number(config, WORKERS, USUAL_WORKERS)
@@ -232,13 +236,17 @@ def read_usage(config: DictConfig) -> Usage:
         top_token_reads=2 if Need.TOP_TOKENS_IN_UPDATE in run.needs else 1,
         agreement_share=stability.router_agreement_share,
         replay=replay_mode(config),
-        replay_setting=replay_setting(config),
         lag=Need.OUR_LOSS in run.needs and is_asynchronous(config),
         simple=OmegaConf.select(config, BACKEND) in (None, "SimpleStorage"),
         units=units,
         workers=workers,
+        scored_again={
+            "rescoring": (rescoring.trajectories, rescoring.every, rescoring.versions),
+            "sync canary": (canary.trajectories or 0, canary.every, 1),
+            "scores after the update": (stability.guard.after_update.trajectories, 1, 1),
+        },
         undoes=any(rule.action == "undo" for rule in stability.rules),
-        versions=stability.rescoring.versions if stability.rescoring.every else 0,
+        versions=rescoring.versions if rescoring.every else 0,
         one_pass=measured_late(run),
         checked_every=stability.sync_check.every if stability.sync_check else None,
     )

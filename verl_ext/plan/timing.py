@@ -5,12 +5,15 @@ logarithms of generation, log-probs and update. docs/plan.md compares both halve
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from verl_ext.launch.gpus import GPUS
 from verl_ext.launch.models import ModelShape
-from verl_ext.plan.memory import Memory
 from verl_ext.plan.sizes import FULL, Sizes
+
+if TYPE_CHECKING:
+    from verl_ext.plan.memory import Memory
 
 # Share of the GPU's dense bfloat16 peak, by GPU and training engine: in the update, and in a forward pass alone. A MoE
 # reaches the same share; what it lacks is the exchange of tokens between experts, at the rates of the links below.
@@ -75,7 +78,7 @@ def lengths_of(sizes: Sizes) -> Lengths:
     return Lengths(prompt, mean, longest, prompt + square / (2 * mean), attended)
 
 
-def plan_timing(sizes: Sizes, memory: Memory, *, one_pass: bool = False) -> Timing:
+def plan_timing(sizes: Sizes, memory: "Memory", *, one_pass: bool = False) -> Timing:
     """Returns the seconds of each stage, without weight synchronisation, rewards and tools.
 
     Args:
@@ -93,6 +96,14 @@ def plan_timing(sizes: Sizes, memory: Memory, *, one_pass: bool = False) -> Timi
     passes = sizes.epochs * (3 + recomputed_share(sizes, lengths.attended))
     stages["update"] = _training(sizes, lengths, passes=passes, updates=sizes.updates)
     return Timing({name: seconds for name, seconds in stages.items() if math.isfinite(seconds)}, concurrent)
+
+
+def scoring_seconds(sizes: Sizes, trajectories: int) -> float:
+    """Returns the seconds in which the training ranks score a few trajectories, one in a pass; each group of ranks that
+    shares trajectories gets equally many."""
+    groups = max(1, sizes.gpus // sizes.replica_ranks)
+    few = replace(sizes, sequences=groups * math.ceil(trajectories / groups), micro_rows=1)
+    return _training(few, lengths_of(few), passes=1, updates=0)
 
 
 def _attention_flops(shape: ModelShape, attended: float) -> float:

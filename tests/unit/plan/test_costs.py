@@ -11,7 +11,8 @@ from verl_ext.launch.models import FAMILIES
 from verl_ext.plan import costs as module
 from verl_ext.plan.costs import plan_costs, transfer_seconds, units_wanted
 from verl_ext.plan.memory import CACHED, UNDO, VERSIONS, host_memory, plan_memory
-from verl_ext.plan.sizes import Usage
+from verl_ext.plan.sizes import Usage, read_usage
+from verl_ext.plan.timing import scoring_seconds
 
 ALL = Usage(measures=True, weighs=True, guards=True, compares=True, has_top_tokens=True, top_token_reads=2)
 TOKENS, LENGTHS = 1024 * 4096, 1024 * (1024 + 4096)  # FSDP: response tokens; with half of the prompts' limit
@@ -122,6 +123,24 @@ def test_a_checked_sync_reads_all_weights_at_both_ends_and_only_where_it_is_chec
     by_every = {every: found(FSDP, Usage(checked_every=every))[check] for every in (None, 0, 1, 50)}
     assert [cost.on for cost in by_every.values()] == [False, True, True, True]
     assert [cost.seconds for cost in by_every.values()] == pytest.approx([0, 0, seconds, seconds / 50])
+
+
+def test_what_scores_trajectories_again_costs_their_forward_passes(compose):
+    groups = FSDP.gpus // FSDP.replica_ranks
+    gathered = 2 * FSDP.shape.parameters / 30e9  # of all weights in each pass, over the network
+    assert scoring_seconds(FSDP, 1) == scoring_seconds(FSDP, groups) == pytest.approx(gathered)
+    assert scoring_seconds(FSDP, groups + 1) == pytest.approx(2 * gathered)
+    seconds = {
+        again: found(FSDP, Usage(scored_again={"a": again}))["a", "training ranks", "computes"].seconds
+        for again in ((groups, 1, 1), (groups, 10, 1), (groups, 10, 3), (2, 1, 8), (0, 1, 1), (16, 0, 1))
+    }
+    assert [*seconds.values()] == pytest.approx([gathered * each for each in (1, 0.1, 0.3, 2, 0, 0)])
+    run = compose("recipe=qwen3_30b_a3b_async", "stability.rescoring.every=10", "stability.rescoring.versions=8")
+    assert read_usage(run).scored_again == {
+        "rescoring": (16, 10, 8),
+        "sync canary": (8, 1, 1),  # by itself, in separate_async
+        "scores after the update": (0, 1, 1),
+    }
 
 
 def test_each_feature_carries_what_the_page_says():
