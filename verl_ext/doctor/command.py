@@ -168,12 +168,13 @@ def print_mended(
     if not overrides:
         return
     console, errors = wide_console(), errors_of(left)
-    print_text(console, " these overrides fix findings (--fix prints only them):")
+    deleted = {one for one in overrides if one.startswith("~") and key_of(one) in map(key_of, given)}
+    print_text(console, " this fixes findings (--fix prints only the overrides):")
     for override, finding in overrides.items():
-        print(f"   {override}")
+        print(f"   delete from the launch: {key_of(override)}" if override in deleted else f"   {override}")
         if finding not in shown:
             print_text(console, f"     for {finding.check}: {printable(finding.found, most=None)}")
-    for said in how_to_apply(list(overrides), given):
+    for said in how_to_apply([one for one in overrides if one not in deleted], given):
         print_text(console, f" {said}")
     print_text(
         console, f" with them, {len(errors)} error(s) are left:" if errors else " with them, the launch has no error"

@@ -53,7 +53,7 @@ def test_a_run_that_is_as_it_should_be(doctor):
     code, out = doctor("--strict")
     assert code == 0
     assert "correction: icepop" in out and "error: 0, warning: 0" in out
-    assert "these overrides" not in out
+    assert "fixes findings" not in out
 
 
 def test_code_of_the_current_folder_is_found_with_trust_as_the_run_finds_it(doctor, tmp_path, monkeypatch):
@@ -67,8 +67,8 @@ def test_code_of_the_current_folder_is_found_with_trust_as_the_run_finds_it(doct
 
 def test_what_the_fixes_leave_is_named(doctor):
     _, out = doctor("stability.icepop.alpha=6", "+actor_rollout_ref.actor.no_such=true", "trainer.logger=[wanbd]")
-    fixes, _, left = out.partition("these overrides fix findings")[2].partition("error(s) are left:")
-    assert "~actor_rollout_ref.actor.no_such" in fixes
+    fixes, _, left = out.partition("fixes findings")[2].partition("error(s) are left:")
+    assert "delete from the launch: actor_rollout_ref.actor.no_such\n" in fixes and "~" not in fixes
     assert "stability.icepop.alpha" in left and "wanbd" in left and "no_such" not in left
 
 
