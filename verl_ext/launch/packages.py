@@ -238,13 +238,17 @@ def installed(distribution: str) -> str | None:
         return None
 
 
+def engines_of(config: DictConfig | None) -> list[str]:
+    """Returns the distributions of the engines that a run uses, those of all without a config."""
+    used = config and (OmegaConf.select(config, f"{ROLLOUT}.name"), OmegaConf.select(config, STRATEGY))
+    return [name for engine, those in HOOKED.items() if used is None or engine in used for name in those]
+
+
 def unsupported(config: DictConfig, version_of: Callable[[str], str | None] = installed) -> dict[str, str]:
     """Returns distribution -> version, of verl and of the engines that a run uses, outside the supported range."""
-    engines = (OmegaConf.select(config, f"{ROLLOUT}.name"), OmegaConf.select(config, STRATEGY))
-    names = ("verl", *(name for engine, those in HOOKED.items() if engine in engines for name in those))
     return {
         name: version
-        for name in names
+        for name in ("verl", *engines_of(config))
         if (version := version_of(name)) and not SpecifierSet(SUPPORTED[name]).contains(version, prereleases=True)
     }
 

