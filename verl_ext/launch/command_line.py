@@ -161,11 +161,12 @@ def _about(launch: "Launch") -> str:
     if launch.module not in (OURS, VERLS):
         parts.append(f"{launch.module} is read like {VERLS}")
     if launch.unknown:
-        parts.append(f"values that are not known here: {', '.join(launch.unknown)}")
+        values = (f"{one} ({where}) in {', '.join(those)}" for one, (where, those) in launch.unknown.items())
+        parts.append(f"values that are not known here: {'; '.join(values)}")
         parts += [f"left out for that: {', '.join(launch.left_out)}"] if launch.left_out else []
         names = [one for one in launch.unknown if re.fullmatch(r"\$[A-Za-z_]\w*", one)]
         variable = f"a variable in front of verl-ext, as in {names[0][1:]}=VALUE, or " if names else ""
-        parts.append(f"set {variable}the setting behind it, as KEY=VALUE")
+        parts.append(f"set {variable}these settings, as KEY=VALUE")
     return "; ".join(parts)
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
@@ -64,7 +64,7 @@ class Launch:
         arguments: those of the entry point. A part that is not known stands as `$CAUSE` in a longer value.
         where: its script and line.
         module: the entry point.
-        unknown: what could not be known, as `$NAME` or `$(command)`.
+        unknown: what could not be known, as `$NAME` or `$(command)` -> its script and line, and the settings with it.
         left_out: settings of which nothing is known.
         others: where else the script starts verl.
         exports: names of the environment variables that the script sets.
@@ -73,7 +73,7 @@ class Launch:
     arguments: list[str]
     where: str
     module: str = ""
-    unknown: tuple[str, ...] = ()
+    unknown: Mapping[str, tuple[str, list[str]]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     exports: tuple[str, ...] = ()
@@ -132,16 +132,23 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
     asked = [word for word in chosen.arguments if word.partition("=")[0].lstrip("+") not in replaced]
     lost = [word for word in asked if UNKNOWN.fullmatch(word.partition("=")[2] or word)]
     kept = [word for word in chosen.arguments if word not in lost]
-    causes = dict.fromkeys(cause for word in asked for cause in UNKNOWN.findall(word))
+    settings = dict[str, list[str]]()
+    for word in asked:
+        for cause in dict.fromkeys(UNKNOWN.findall(word)):
+            settings.setdefault(cause, []).append(_setting(word))
     return Launch(
         [UNKNOWN.sub(lambda found: "$" + re.sub(r"\W+", "_", found[1]).strip("_")[:40], word) for word in kept],
         chosen.where,
         chosen.module,
-        tuple(cause.replace(BLANK, " ") for cause in causes),
-        tuple(UNKNOWN.sub("", word.partition("=")[0]).lstrip("+") or f"words of {_causes(word)}" for word in lost),
+        {cause.replace(BLANK, " "): (shell.places.get(cause, chosen.where), those) for cause, those in settings.items()},
+        tuple(map(_setting, lost)),
         tuple(dict.fromkeys(one.where for one in trains if one.where != chosen.where)),
         tuple(sorted(shell.exports)),
     )
+
+
+def _setting(word: str) -> str:
+    return UNKNOWN.sub("", word.partition("=")[0]).lstrip("+") or f"words of {_causes(word)}"
 
 
 def entry_of(words: Sequence[str]) -> int | None:
@@ -185,6 +192,7 @@ class _Shell:
         self.exports: set[str] = set()
         self.unparsed, self.joined = list[int](), list[int]()
         self.printed: list[str] = []
+        self.places: dict[str, str] = {}
         self.depth = 0
 
     def copy(self) -> "_Shell":
@@ -207,6 +215,11 @@ class _Shell:
         for joined in self.joined:
             line += joined < line
         return self.first_line + line
+
+    def note(self, value: str | list[str], node: Node) -> None:
+        """Keeps where the unknown parts of a value stand first."""
+        for cause in UNKNOWN.findall("".join(value)):
+            self.places.setdefault(cause, f"{self.script.name}, line {self.line(node)}")
 
     def apart(self, way: "Callable[[_Shell], Any]") -> "_Shell":
         """Follows it in a subshell, which it returns."""
@@ -249,7 +262,7 @@ class _Shell:
                 status = self.run(node.child_by_field_name("condition"))
                 body = node.child_by_field_name("body")
                 if status is not False:
-                    self.branch(str(status), lambda one: one.run(body), lambda one: None)
+                    self.branch(node, str(status), lambda one: one.run(body), lambda one: None)
             case "function_definition":
                 self.functions[node.child_by_field_name("name").text.decode()] = node.child_by_field_name("body")
             case "negated_command":
@@ -281,11 +294,11 @@ class _Shell:
         if isinstance(status, bool):
             return self.run(right) if status is (operator.type == "&&") else status
         if operator.type == "||":
-            self.branch(status, lambda one: None, lambda one: one.run(right))
+            self.branch(left, status, lambda one: None, lambda one: one.run(right))
         elif left.type in ("command", "redirected_statement", "pipeline"):
             self.run(right)
         else:
-            self.branch(status, lambda one: one.run(right), lambda one: None)
+            self.branch(left, status, lambda one: one.run(right), lambda one: None)
         return status
 
     def choose(self, clauses: Sequence[tuple[list[Node], list[Node]]]) -> None:
@@ -295,14 +308,15 @@ class _Shell:
         (condition, body), *rest = clauses
         status = self.run_all(condition)
         if isinstance(status, str):
-            self.branch(status, lambda one: one.run_all(body), lambda one: one.choose(rest))
+            self.branch(condition[0], status, lambda one: one.run_all(body), lambda one: one.choose(rest))
         elif status:
             self.run_all(body)
         else:
             self.choose(rest)
 
-    def branch(self, cause: str, *ways: "Callable[[_Shell], Any]") -> None:
+    def branch(self, node: Node, cause: str, *ways: "Callable[[_Shell], Any]") -> None:
         """Follows each way; what differs afterwards is not known."""
+        self.note(_unknown(cause), node)
         ends = []
         for way in ways:
             other = self.copy()
@@ -340,7 +354,7 @@ class _Shell:
             ways.append(lambda one, body=body: one.run_all(body))
             complete |= "*" in patterns
         if UNKNOWN.search(value):
-            self.branch(_causes(value), *ways, *([] if complete else [lambda one: None]))
+            self.branch(node, _causes(value), *ways, *([] if complete else [lambda one: None]))
 
     def run_for(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable").text.decode(), node.child_by_field_name("body")
@@ -360,6 +374,7 @@ class _Shell:
             else:
                 new = old + new
         self.variables[name] = new
+        self.note(new, node)
         return name
 
     def value(self, node: Node | None) -> str | list[str]:
@@ -382,7 +397,8 @@ class _Shell:
             elif child.type == "heredoc_redirect":
                 self.run(child)
             elif child.type not in ("comment", "file_redirect", "herestring_redirect"):
-                words += self.words(child)
+                words += (new := self.words(child))
+                self.note(new, child)
         return self.execute(words, f"{self.script.name}, line {self.line(node)}", node.text.decode()) if words else True
 
     def execute(self, words: list[str], where: str, text: str) -> Status:

@@ -101,7 +101,7 @@ def test_a_script_is_read_as_bash_reads_it(name, tmp_path):
     )
     launch = read_script(script, ["own=1"], environ)
     assert launch.arguments == (tmp_path / "out").read_text().split("\0")[:-1]
-    assert launch.unknown == launch.left_out == launch.others == ()
+    assert not launch.unknown and launch.left_out == launch.others == ()
 
 
 def read(text, tmp_path, *arguments, **environ):
@@ -150,7 +150,15 @@ def test_what_is_not_known_is_listed(tmp_path):
     )
     assert launch.arguments == ["a=1", "name=run_$date_d_x", "path=/data/$USER_DIR"]
     assert launch.left_out == ("words of $DEVICE", "nodes", "gpus", "mine")
-    assert launch.unknown == ("$DEVICE", "$SLURM_NNODES", "$(date +%d)", "$USER_DIR", "nvidia-smi")
+    assert {cause: (int(where.rpartition(" ")[2]), *those) for cause, (where, those) in launch.unknown.items()} == {
+        "$DEVICE": (2, "words of $DEVICE", "mine"),  # the line and the settings of each
+        "$SLURM_NNODES": (6, "nodes"),
+        "$(date +%d)": (6, "name"),
+        "$USER_DIR": (6, "path"),
+        "nvidia-smi": (5, "gpus"),
+    }
+    launch = read(f"NAME=${{NAME:-r-$(date)}}\nDIR=/x/$NAME\n{START} \\\n a=1 \\\n b=$NAME \\\n c=$DIR d=$N", tmp_path)
+    assert launch.unknown == {"$(date)": ("run.sh, line 1", ["b", "c"]), "$N": ("run.sh, line 6", ["d"])}
 
 
 def test_a_file_that_is_not_here_may_be_where_the_script_runs(tmp_path):
@@ -236,8 +244,7 @@ def test_what_people_give(tmp_path):
     overrides, said = given(str(script), "b=1")
     assert overrides == ["n=2", "b=1"]
     assert said.endswith(
-        "left out for that: nodes; set a variable in front of verl-ext, as in NODES=VALUE, or the setting behind it, "
-        "as KEY=VALUE"
+        "left out for that: nodes; set a variable in front of verl-ext, as in NODES=VALUE, or these settings, as KEY=VALUE"
     )
     assert given("NODES=3", "bash", str(script), "5", "b=1")[0] == ["n=5", "nodes=3", "b=1"]
     script.write_text(f"{START} +a.x=$(date) +a.y=1 a.z=$(date) ++a.w=1 ~a.v a.u={{b:1}} stability=moe")
