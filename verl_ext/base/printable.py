@@ -5,6 +5,7 @@ printed nor written; XML, and so every SVG figure, allows no NUL and no U+FFFF; 
 error may have a key in it, and a report is sent to others.
 """
 
+import os
 import re
 import sys
 import unicodedata
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 MOST = 400  # characters of a name; no name that a person chose is longer
 WIDTH = 120  # columns
 LEAST_LABEL = 16  # columns to which a table may wrap its text
-BREAKS = "/_-.=, "  # characters after which a long name may be broken
+# Characters after which a long name may be broken, the best first, and the share of a line that must be in front of one.
+BREAKS = (("/=, ", 1 / 2), (".", 1 / 2), ("/=, ._-", 1 / 3))
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 # A key by its own form, or what follows a name for one; the groups are what stays in front of it.
@@ -68,17 +70,19 @@ def one_line(text: str) -> str:
 
 
 def wide_console() -> "Console":
-    """Returns a console, with WIDTH columns if the output is not a terminal (a file, a log of CI)."""
+    """Returns a console. If the output is not a terminal (a file, a log of CI), it has $COLUMNS columns, or WIDTH."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(width=None if known else WIDTH, highlight=False)
 
 
 def wrap_name(name: str, width: int) -> str:
     """Breaks a name into lines of at most `width`, after one of BREAKS if there is one."""
     lines = []
     while len(name) > width:
-        at = max(name.rfind(mark, width // 3, width) for mark in BREAKS) + 1 or width
+        ends = (max(name.rfind(mark, int(width * least), width) for mark in marks) + 1 for marks, least in BREAKS)
+        at = next(filter(None, ends), width)
         lines.append(name[:at].rstrip())
         name = name[at:]
     return "\n".join([*lines, name])

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from verl_ext.base.printable import MOST, number_table, print_number_table, printable, wrapped
+from verl_ext.base.printable import (
+    MOST,
+    WIDTH,
+    number_table,
+    print_number_table,
+    printable,
+    wide_console,
+    wrapped,
+)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,13 @@ def test_of_a_long_name_both_ends_are_shown():
     ("text", "width", "lines"),
     [
         ("a word is whole", 9, ["a word is", "whole"]),
-        ("x rollout.gpu_memory_utilization=0.9 or so", 20, ["x", "rollout.gpu_memory_", "utilization=0.9 or", "so"]),
+        (
+            "x rollout.gpu_memory_utilization=0.9 or so",
+            20,
+            ["x", "rollout.gpu_memory_", "utilization=0.9 or", "so"],
+        ),
+        ("actor_rollout_ref.actor.megatron.grad_offload", 42, ["actor_rollout_ref.actor.megatron.", "grad_offload"]),
+        ("trace.config_path=/shared/tools.yaml", 32, ["trace.config_path=/shared/", "tools.yaml"]),
         ("no/such/model", 20, ["no/such/model"]),
         ("  two blanks", 7, ["  two", "  blank", "  s"]),
         ("x" * 7, 3, ["xxx", "xxx", "x"]),
@@ -126,6 +140,12 @@ def test_of_a_long_name_both_ends_are_shown():
 )
 def test_a_text_is_broken_between_words_and_a_long_one_at_its_marks(text, width, lines):
     assert wrapped(text, width).split("\n") == lines
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("", WIDTH), ("many", WIDTH)])
+def test_the_columns_of_a_pipe(monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert wide_console().width == width
 
 
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
