@@ -106,7 +106,7 @@ def truncation_problems(run: RunFeatures) -> Iterator[Problem]:
         yield Problem(
             f"{asked} without top_k keeps any number of tokens, and the training engine needs all of them",
             fix=(f"{ROLLOUT}.top_k={USUAL_TOP_K}",),
-            otherwise=f"{ROLLOUT}.top_p=1",
+            otherwise=f"{ROLLOUT}.top_p=1: prefer it unless answers need top_p, because it sends no top tokens",
         )
         return
     asked = f"{asked} and top_k={rollout.top_k}"
