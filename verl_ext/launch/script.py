@@ -132,22 +132,23 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
     asked = [word for word in chosen.arguments if word.partition("=")[0].lstrip("+") not in replaced]
     lost = [word for word in asked if UNKNOWN.fullmatch(word.partition("=")[2] or word)]
     kept = [word for word in chosen.arguments if word not in lost]
-    settings = dict[str, list[str]]()
+    unknown = dict[str, tuple[str, list[str]]]()
     for word in asked:
         for cause in dict.fromkeys(UNKNOWN.findall(word)):
-            settings.setdefault(cause, []).append(_setting(word))
+            place = shell.places.get(cause, chosen.where)
+            unknown.setdefault(cause.replace(BLANK, " "), (place, []))[1].append(_setting_of(word))
     return Launch(
         [UNKNOWN.sub(lambda found: "$" + re.sub(r"\W+", "_", found[1]).strip("_")[:40], word) for word in kept],
         chosen.where,
         chosen.module,
-        {cause.replace(BLANK, " "): (shell.places.get(cause, chosen.where), those) for cause, those in settings.items()},
-        tuple(map(_setting, lost)),
+        unknown,
+        tuple(map(_setting_of, lost)),
         tuple(dict.fromkeys(one.where for one in trains if one.where != chosen.where)),
         tuple(sorted(shell.exports)),
     )
 
 
-def _setting(word: str) -> str:
+def _setting_of(word: str) -> str:
     return UNKNOWN.sub("", word.partition("=")[0]).lstrip("+") or f"words of {_causes(word)}"
 
 

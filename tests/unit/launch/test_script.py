@@ -157,7 +157,8 @@ def test_what_is_not_known_is_listed(tmp_path):
         "$USER_DIR": (6, "path"),
         "nvidia-smi": (5, "gpus"),
     }
-    launch = read(f"NAME=${{NAME:-r-$(date)}}\nDIR=/x/$NAME\n{START} \\\n a=1 \\\n b=$NAME \\\n c=$DIR d=$N", tmp_path)
+    text = f"NAME=${{NAME:-r-$(date)}}\nDIR=/x/$NAME\n{START} \\\n a=1 \\\n b=$NAME \\\n c=$DIR d=$N"
+    launch = read(text, tmp_path)
     assert launch.unknown == {"$(date)": ("run.sh, line 1", ["b", "c"]), "$N": ("run.sh, line 6", ["d"])}
 
 
@@ -244,7 +245,7 @@ def test_what_people_give(tmp_path):
     overrides, said = given(str(script), "b=1")
     assert overrides == ["n=2", "b=1"]
     assert said.endswith(
-        "left out for that: nodes; set a variable in front of verl-ext, as in NODES=VALUE, or these settings, as KEY=VALUE"
+        "for that: nodes; set a variable in front of verl-ext, as in NODES=VALUE, or these settings, as KEY=VALUE"
     )
     assert given("NODES=3", "bash", str(script), "5", "b=1")[0] == ["n=5", "nodes=3", "b=1"]
     script.write_text(f"{START} +a.x=$(date) +a.y=1 a.z=$(date) ++a.w=1 ~a.v a.u={{b:1}} stability=moe")
