@@ -143,15 +143,12 @@ def _with_added(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
     """Returns a launch's arguments and those added to it. A value takes the place of the launch's own, but its plus
     signs stay; Hydra adds a mapping up with the launch's."""
     values = {key_of(word): word for word in added if not word.startswith("~") and "={" not in word}
-    replaced = set[str]()
+    own = {key_of(word) for word in arguments if not word.startswith("~")}
     found = list[str]()
     for word in arguments:
-        key, signs = key_of(word), word[: len(word) - len(word.lstrip("+~"))]
-        if key in values and signs != "~":
-            replaced.add(key)
-            word = signs + values[key].lstrip("+") if signs else values[key]
-        found.append(word)
-    return [*found, *(word for word in added if key_of(word) not in replaced or word.startswith("~"))]
+        new = word if word.startswith("~") else values.get(key_of(word), word)
+        found.append(word[: -len(word.lstrip("+"))] + new.lstrip("+") if word.startswith("+") else new)
+    return [*found, *(word for word in added if key_of(word) not in own & values.keys() or word.startswith("~"))]
 
 
 def _about(launch: "Launch") -> str:
