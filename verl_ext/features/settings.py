@@ -212,9 +212,7 @@ class Rescoring:
 
     def __str__(self) -> str:
         often = "per step" if self.every == 1 else f"every {self.every} steps"
-        return (
-            f"{self.trajectories} trajectories {often}; {self.versions} old copies of the weights in the host's memory"
-        )
+        return f"{self.trajectories} trajectories {often}; copies of the weights in the host's memory: {self.versions}"
 
 
 @dataclass(frozen=True)
