@@ -27,6 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full"))
 # Before anything imports verl: its platform is chosen once.
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # a pipe has as many columns, and workers of xdist inherit those of a terminal
 # What the tests start imports as they do.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
