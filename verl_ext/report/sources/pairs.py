@@ -1,11 +1,16 @@
 """Lines of other trainers: names with numbers, `step: 3, reward: 0.5`, `Step 12 | Loss: 0.1 | Mismatch KL: 1e-4`,
 `time: 7.2s   rewards: tensor([1., 0.])`, cells of a box, `│ reward/avg │ 0.5 │ entropy/avg │ 0.3 │`; or several such
-lines under a line that has the step, `=== Step 3/100 ===`, as NeMo-RL, AReaL and RLinf print them, or YAML, as EasyR1
+lines around a line that has the step, `=== Step 3/100 ===`, as NeMo-RL, AReaL and RLinf print them, or YAML, as EasyR1
 does.
 
 Any text has names and numbers somewhere. A line counts if one of its names is a known metric's, or if its block has
 others; a log, if several of its lines do. A printed sample is no row, and what is below a heading for a validation
 belongs to that.
+
+A line with the step has metrics itself, or is a heading, or comes again with a larger step. What is below it belongs to
+it; what is above it does, if each of these lines stands directly below a metric. All names below a heading count. There
+may be anything below the others: only known metrics count, and only those that are once below the first of them. The
+reward of a printed sample is there several times.
 """
 
 import re
@@ -24,7 +29,9 @@ SAMPLE = re.compile(
     r"(?i)\b(?:sample|example|prompt|answer|completion|generation|trajectory|question|problem)s?\W{0,2}"
     r"(?:(?:idx|id|no|index)\W)?\d"
 )
-HEADING = re.compile(r"(?i)[\W_]*(?:epoch[ :]*\d+(?:\s?/\s?\d+)?)?[\W_]*$")  # what may be in front of a heading's step
+# What may be in front of a heading's step: an epoch, or anything after a line of `===`.
+HEADING = re.compile(r"(?i)[\W_]*(?:epoch[ :]*\d+(?:\s?/\s?\d+)?)?[\W_]*$|\s*[=*#~-]{3}.{0,60}$")
+DIGITS = re.compile(r"\d+")
 SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
 VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 YAML = re.compile(rf"( *)([A-Za-z][\w/@.-]*):(?: +({NUMBER}))?\s*$")  # a name above others, or a name with its number
@@ -48,8 +55,14 @@ class Pairs:
     counts = False  # whether rows without a step are rows
 
     def __init__(self) -> None:
-        self._own = False  # whether the rows of this log have their step in them
-        self._heading: int | None = None  # the step of the last heading
+        self._step: int | None = None  # of the last line that has it
+        self._heading = True  # whether these lines are headings
+        self._shape = ""  # of such a line, if it is known only because it came again
+        self._seen: dict[str, tuple[int, dict[str, float]]] = {}  # what may be its shape: its step, what was above
+        self._values_above = False
+        self._metrics: dict[str, set[float]] = {}  # values of each known name since the last line with a count of steps
+        self._names: set[str] | None = None  # those that are once below the first line that has the step
+        self._behind_a_metric = False  # whether the line before had one, and no step
         self._section = ""  # of the names below a heading for a validation
         self._known = False  # whether a metric is known since the last heading
         self._held: dict[str, float] = {}  # what stands in the heading itself
@@ -66,31 +79,76 @@ class Pairs:
         if counts := step_counts(line):
             own, step = counts[0], int(counts[0][1])
             values = named_numbers(f"{line[: own.start()]} | {line[own.end() :]}")
-            if _has_a_metric(values):
-                self._own = True
-                yield step, values
-            elif HEADING.match(line[: min(each.start() for each in counts)]):
-                self._heading, self._known, self._section, self._held = step, False, "", values
-                self._above = []
+            known = _has_a_metric(values)
+            if known or HEADING.match(line[: min(each.start() for each in counts)]):
+                yield from self._begin(step, values, known)
+                if known:
+                    yield step, values
+            elif self._step is None or self._shape:
+                yield from self._comes_again(DIGITS.sub("0", line), step)
+            self._metrics = {name: {value} for name, value in values.items()} if known else {}
+            self._section = "validation/" if not known and VALIDATION.search(line) else ""
+            self._behind_a_metric = False
         elif not STEP.search(line) and not SAMPLE.search(line):
             yield from self._rows_without_words(text, line)
 
+    def _begin(self, step: int, values: dict[str, float], known: bool) -> Iterator[Row]:
+        """Takes a line that has the step; yields what the first line of this kind has once below it."""
+        if not self._heading and self._names is None:
+            self._names = set(once := self._once())
+            if once and self._step is not None:
+                yield self._step, once
+        self._step, self._heading = step, self._heading and not known
+        self._known, self._held, self._above = False, values, []
+
+    def _comes_again(self, shape: str, step: int) -> Iterator[Row]:
+        """Takes a line with a count of steps and other words; it has the step if it came before, with a smaller one."""
+        above = self._once() if self._behind_a_metric else {}
+        first, first_above = self._seen.setdefault(shape, (step, above))
+        if self._shape == shape or (not self._shape and step > first):
+            if not self._shape:
+                self._shape, self._heading = shape, False
+                self._values_above = bool(above and first_above)
+                if self._values_above:
+                    yield first, first_above
+            if self._values_above and above:
+                yield step, above
+            else:
+                yield from self._begin(step, {}, known=True)
+
+    def _once(self) -> dict[str, float]:
+        return {name: min(values) for name, values in self._metrics.items() if len(values) == 1}
+
     def _rows_without_words(self, text: str, line: str) -> Iterator[Row]:
-        """Yields the row of a line that does not name its step: that of the heading above it, or a count."""
+        """Yields the row of a line that does not name its step: that of the line above it, or a count."""
         if SECTION.match(line.strip(" |=-#*")):
             self._section = "validation/" if VALIDATION.search(line) else ""
         outer = self._outer(text)
         values = {self._full_name(outer, name): value for name, value in named_numbers(line).items()}
         known = _has_a_metric(values)
         found = FRACTION.match(line) if self.counts else None
-        if found is None and self._heading is not None and not self._own:
+        if found is None and self._step is not None and self._heading:
             self._known = self._known or known
             if values and self._known:
-                yield self._heading, self._held | values
+                yield self._step, self._held | values
                 self._held = {}
-        elif known and (found or (self.counts and len(values) > 1)):  # one alone is a line of a config
-            self._own = True
-            yield int(found[1]) if found else None, values
+        elif known and self.counts:
+            if found or len(values) > 1:  # one alone is a line of a config
+                self._heading = False
+                yield int(found[1]) if found else None, values
+        elif known:
+            yield from self._metrics_below(values)
+        if line.strip():
+            self._behind_a_metric = known
+
+    def _metrics_below(self, values: dict[str, float]) -> Iterator[Row]:
+        """Yields the row of a line with metrics that is somewhere below the last line that has the step."""
+        for name in filter(quantity_of, values):
+            self._metrics.setdefault(name, set()).add(values[name])
+        if self._names is not None and self._step is not None:
+            self._names -= self._metrics.keys() - self._once().keys()
+            if found := {name: value for name, value in values.items() if name in self._names}:
+                yield self._step, found
 
     def _outer(self, text: str) -> str:
         """Returns the names that a line of YAML is in, as `outer/inner/`."""
