@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ PART = re.compile(
     r"(?:^|/)rewards/|(?:format|accuracy)_reward"
     r"|(?:^|[/_])(?:std|min|max|median|p\d+|n|coe?f\w*|threshold|target|cap|eps\w*|clip|low|high|time|timing)(?:[/_]|$)"
 )
+# A reward under any name that is made of such words, in any order: `train_avg_reward`, `Percentage of correct examples`.
+REWARD_WORDS = {*("reward", "rewards", "score", "scores", "return", "correct", "accuracy", "acc", "success", "solved")}
+OTHER_WORDS = {
+    *("train", "training", "rollout", "rollouts", "mean", "avg", "average", "all", "overall", "total", "batch", "of"),
+    *("share", "fraction", "rate", "percentage", "percent", "pct", "answers", "examples", "episode", "episodic"),
+}
 MOSTLY = 0.5  # a name that is logged at fewer of the steps than this is not the run's series
 
 
@@ -67,6 +73,7 @@ class Alias:
         log: the quantity is the logarithm of what is logged.
         range: what the quantity can be; a name whose median is outside measures something else.
         exceptions: names and families within this family that measure something else.
+        by_words: the name is not in the table, and its words say what it is.
     """
 
     name: str
@@ -76,6 +83,7 @@ class Alias:
     log: bool = False
     range: tuple[float, float] = EVERYTHING
     exceptions: tuple[str, ...] = ()
+    by_words: bool = False
 
     @property
     def is_family(self) -> bool:
@@ -138,10 +146,15 @@ def aliases_of(canonical: str) -> tuple[Alias, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _readings_of(logged_name: str) -> tuple[tuple[Quantity, Alias], ...]:
-    """Returns what a metric may measure, under which alias: by its exact name, else by the first family it is in."""
+    """Returns what a metric may measure, under which alias: by its exact name, else by the first family it is in, else
+    by its words."""
     if exact := _exact_names().get(normal(logged_name)):
         return exact
-    return tuple(islice(((quantity, alias) for quantity, alias in _families() if alias.matches(logged_name)), 1))
+    families = (each for each in _families() if each[1].matches(logged_name))
+    words = set(re.split("[/_]", normal(logged_name)))
+    reward = words & REWARD_WORDS and words & OTHER_WORDS and words <= REWARD_WORDS | OTHER_WORDS
+    by_words = [(_canonical_names()[REWARD], Alias(logged_name, by_words=True))] if reward and not PART.search(normal(logged_name)) else []
+    return tuple(islice(chain(families, by_words), 1))
 
 
 def quantity_of(logged_name: str) -> Quantity | None:
@@ -154,7 +167,8 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
 
     That is the one that the table prefers, of those that are logged at MOSTLY of the steps at which any of them is: a
     printed sample's reward has the run's name, and is printed now and then. A metric of no known quantity, or of a
-    quantity with many series such as a validation, keeps its own name.
+    quantity with many series such as a validation, keeps its own name. So does one that is a reward by its words, if
+    the run has another reward, or several of these, or this one at few of its steps.
 
     Args:
         logged: the readings of each metric, a number or a series.
@@ -169,14 +183,31 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
             found.setdefault(name, {})[name] = Alias(name)
         else:
             found.setdefault(quantity.name, {})[name] = alias
+    rewards = found.pop(REWARD, {})
+    chosen = _rewards(rewards, logged)
+    for name in rewards:
+        found.setdefault(REWARD if name in chosen else name, {})[name] = rewards[name] if name in chosen else Alias(name)
     return {canonical: _preferred(canonical, names, logged) for canonical, names in found.items()}
+
+
+def _rewards(names: Mapping[str, Alias], logged: Mapping[str, Any]) -> list[str]:
+    """Returns which of the names of rewards are the run's: those of the table, else the only one by its words."""
+    if known := [name for name, alias in names.items() if not alias.by_words]:
+        return known
+    likely = [name for name in names if "reward" in name.lower()] or [*names]
+    often = MOSTLY * max(map(_size, logged.values()), default=0)
+    return likely if len(likely) == 1 and _size(logged[likely[0]]) >= often else []
+
+
+def _size(series: Any) -> int:
+    values = getattr(series, "values", series)
+    return len(values) if hasattr(values, "__len__") else 1
 
 
 def _preferred(canonical: str, names: dict[str, Alias], logged: Mapping[str, Any]) -> dict[str, Alias]:
     if len(names) < 2:
         return names
-    logged_values = {name: getattr(logged[name], "values", logged[name]) for name in names}
-    sizes = {name: len(values) if hasattr(values, "__len__") else 1 for name, values in logged_values.items()}
+    sizes = {name: _size(logged[name]) for name in names}
     enough = MOSTLY * max(sizes.values())
     places = {alias: place for place, alias in enumerate(_canonical_names()[canonical].aliases)}
     return dict(sorted(names.items(), key=lambda item: (sizes[item[0]] < enough, places[item[1]])))
@@ -191,11 +222,14 @@ def combined() -> Iterator[tuple[str, str, str, str]]:
 
 
 def unread_names(logged_names: Iterable[str]) -> list[str]:
-    """Returns the names that no quantity has, but that look as if they mattered."""
+    """Returns the names that no quantity of the table has, but that look as if they mattered."""
     return [
         name
         for name in logged_names
-        if TELLING.search(normal(name)) and not PART.search(normal(name)) and not _readings_of(name) and not find(name)
+        if TELLING.search(normal(name))
+        and not PART.search(normal(name))
+        and all(alias.by_words for _, alias in _readings_of(name))
+        and not find(name)
     ]
 
 

@@ -4,7 +4,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from verl_ext.base.arguments import run_of
 from verl_ext.base.errors import file_error_text
 from verl_ext.base.names import EVENTS
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import combined, quantity_of, unread_names
+from verl_ext.diagnosis.names import REWARD, by_quantity, combined, quantity_of, unread_names
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.files import fingerprint, is_regular
 from verl_ext.report.find import find_source, join_logs
@@ -157,7 +157,7 @@ class Reader:
                 *(part.notes + source.notes() + (() if log is None else log.notes())),
                 *strange,
                 *([f"{self._lines} go on in the next line"] if self._cut is not None else []),
-                *_not_read(metrics),
+                *_notes_on_names(metrics),
             ),
             last=part.number == part.runs,
             ended_in=ended_in,
@@ -192,12 +192,16 @@ def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
     return found
 
 
-def _not_read(metrics: Iterable[str]) -> list[str]:
-    """Returns a note on metrics that the report does not know, and that look as if they mattered."""
-    if not (names := unread_names(metrics)):
-        return []
-    unknown = listed(names, MOST_NAMES)
-    return [f"not read, because the report does not know them: {unknown}; rename a column to a name of names.toml"]
+def _notes_on_names(metrics: Mapping[str, Series]) -> list[str]:
+    """Returns notes on the reward, if it is taken by its words, and on metrics that the report does not know, and that
+    look as if they mattered."""
+    rewards = by_quantity(metrics).get(REWARD, {})
+    notes = [f"{name} is taken for the reward, by its words" for name, alias in rewards.items() if alias.by_words]
+    if names := [name for name in unread_names(metrics) if name not in rewards]:
+        unknown = listed(names, MOST_NAMES)
+        remedy = "rename a column to a name of names.toml"
+        notes.append(f"not read, because the report does not know them: {unknown}; {remedy}")
+    return notes
 
 
 def _numbered(path: Path, which: Which) -> tuple[Path, Which]:

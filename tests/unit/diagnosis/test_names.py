@@ -241,7 +241,7 @@ VALIDATION = "val-core/**/mean@*"
         ("reward/solver/mean", "critic/score/mean"),  # rllm
         ("reward/all/max", None),  # prime-rl: of the groups' means
         ("rewards/accuracy_reward/mean", None),  # TRL: one of several
-        ("rollout/rewards", None),  # slime: centred
+        ("rollout/rewards", "rollout/rewards"),  # slime: centred
         ("rollout/raw_reward", "critic/score/mean"),
         ("train/reward", "critic/score/mean"),
         ("train/completions/mean_length", "response_length/mean"),

@@ -1,16 +1,18 @@
-"""Dictionaries and JSON objects of names with numbers, one a line: TRL and ms-swift `{'loss': '0.1', 'reward': 0.5}`;
+"""Dictionaries and JSON objects of names with numbers, in a line or several: TRL and ms-swift `{'loss': '0.1', 'reward': 0.5}`;
 slime and miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
+
+An evaluation of transformers' trainers may have names of the training next to those with `eval_`.
 
 slime counts rollouts and the optimizer steps on them separately. The steps are the axis here: values of a rollout
 belong to the first step on it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from verl_ext.diagnosis.names import quantity_of
 from verl_ext.report.sources.lines import BAR, bars_in
-from verl_ext.report.sources.numbers import NAME, SUMMARY, dictionaries_in, row_of, step_counts
+from verl_ext.report.sources.numbers import DICTIONARY, ENTRY, NAME, SUMMARY, dictionaries_in, row_of, step_counts
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
@@ -18,6 +20,7 @@ LIKELY = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
 OF_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d{1,12}): $")
 EVERY = re.compile(r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b")
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
+MOST_LINES = 20  # of a dictionary
 UNIT = re.compile(rf"{EVERY.pattern}|{BAR.pattern}".encode())
 
 
@@ -34,6 +37,9 @@ class PrintedDicts:
         self._counted = self._is_set = False
         self._bar = (0, 0)  # total and count of the longest bar; it runs ahead where the output is buffered
         self._trained: int | None = None  # the last optimizer step, where these are logged apart
+        self._open = ""  # lines of a dictionary that is not closed yet
+        self._torn = 0  # rows that were never closed
+        self._is_cut = False  # whether the text so far ends within a row
 
     @property
     def total(self) -> int:
@@ -49,14 +55,36 @@ class PrintedDicts:
                 self.every, self._is_set = int(found[1]) or self.every, self._is_set or int(found[1]) > 0
             bars = (bar for bar in bars_in(text) if not bar.title.strip())
             self._bar = max([self._bar, *((bar.total, bar.at) for bar in bars)])
-        for words, record in dictionaries_in(text):
+        for words, record in dictionaries_in(self._whole(text)):
             if SUMMARY in record or not _are_metrics(record):
                 continue
             step, values = row_of(record)
+            if step is None and _evaluates(values):
+                values = {f"eval_{name.removeprefix('eval_')}": value for name, value in values.items()}
             if (step := self._step(words, step)) is None and not self._counted:
                 self._counted = True
                 self.every = max(self.every, self._bar[1])
             yield step, values
+
+    def notes(self) -> list[str]:
+        torn = self._torn + self._is_cut
+        return [f"rows of which a part is missing, and which are left out: {torn}"] if torn else []
+
+    def _whole(self, text: str) -> str:
+        """Returns a line behind the lines before it, if these have the beginning of a dictionary.
+
+        A line without a newline is given again, so that only the end of the dictionary is taken from it.
+        """
+        if DICTIONARY.search(text) or self._open.count("\n") >= MOST_LINES:
+            self._torn += self._is_cut and text.endswith("\n")
+        else:
+            text = self._open + text
+        rest = text[text.rfind("}") + 1 :]
+        is_open = DICTIONARY.search(rest) is not None
+        self._is_cut = is_open and _are_metrics(dict(ENTRY.findall(rest)))
+        if text.endswith("\n") or not is_open:
+            self._open = rest if is_open else ""
+        return text
 
     def _step(self, words: str, own: int | None) -> int | None:
         """Returns the step that the words in front of a dictionary give it; else its own."""
@@ -65,6 +93,12 @@ class PrintedDicts:
         if counts := step_counts(words):
             own = self._trained = int(counts[0][1])
         return own
+
+
+def _evaluates(names: Iterable[str]) -> bool:
+    """Returns True for the names of an evaluation: an update has a loss, too."""
+    found = {quantity.name for quantity in map(quantity_of, names) if quantity}
+    return "actor/loss" not in found and any(name.startswith("eval_") for name in names)
 
 
 def _are_metrics(values: Mapping[str, object]) -> bool:

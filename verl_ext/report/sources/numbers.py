@@ -24,7 +24,7 @@ THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 TRUTH = {"true": 1.0, "false": 0.0}
 BOX = re.compile(r"[|│┃║]")  # the lines between the cells of Markdown, psql and rich
 PAIR = re.compile(
-    r"(?:^|[|,;\t]|\s\s|\]\s?|\s(?=[A-Za-z][\w./@%]{0,60}[:=]\S))\s*([A-Za-z][\w ./@%()-]{0,60}?)\s*[:=]\s*"
+    r"(?:^|[|,;\t]|\s\s|\]\s?|\s(?=[A-Za-z][\w./@%]{0,60}[:=]\S))\s*([A-Za-z][\w ./@%()-]{0,60}?)\s*[:=]\s*[`~]?"
     rf"(?:({NUMBER})(?![\w.%])|({NUMBER})(?=m?s\b)|({NUMBER})\s?%|tensor\(\[([^\]]*)\])"
 )
 CELL = re.compile(rf"([A-Za-z][\w ./@%()-]{{0,60}}?)\s+({NUMBER})(%?)")  # between two `|`: Reward 0.5

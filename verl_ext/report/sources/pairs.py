@@ -8,7 +8,7 @@ others; a log, if several of its lines do. A printed sample is no row, and what 
 belongs to that.
 
 A line with the step has metrics itself, or is a heading, or comes again with a larger step. What is below it belongs to
-it; what is above it does, if each of these lines stands directly below a metric. All names below a heading count. There
+it; what is directly above it does, if the first of lines that come again stands directly below a metric. All names below a heading count. There
 may be anything below the others: only known metrics count, and only those that are once below the first of them. The
 reward of a printed sample is there several times.
 """
@@ -35,12 +35,13 @@ DIGITS = re.compile(r"\d+")
 SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
 VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 YAML = re.compile(rf"( *)([A-Za-z][\w/@.-]*):(?: +({NUMBER}))?\s*$")  # a name above others, or a name with its number
-BULLET = re.compile("\\s-\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
+BULLET = re.compile("(?:^|\\s)[-*]\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
 LIKELY = re.compile(
-    r"(?m)(?:[:=|]|│|┃) {0,80}(?:[-+]?\.?\d|nan|inf|tensor\(\[)|(?:[Ss][Tt][Ee][Pp]|[Ii]ter)[ :=#]{1,9}\d|: {0,9}\r?$"
+    r"(?m)(?:[:=|]|│|┃) {0,80}[`~]?(?:[-+]?\.?\d|nan|inf|tensor\(\[)|(?:[Ss][Tt][Ee][Pp]|[Ii]ter(?:ation)?)[ :=#]{1,9}\d|: {0,9}\r?$"
     r"|[ \[/]\d{1,9}/\d".encode()
 )
 SETTINGS = ("actor/lr",)  # quantities that a config has too
+MOST_SHAPES = 10_000  # that are remembered
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 
 
@@ -67,13 +68,20 @@ class Pairs:
         self._known = False  # whether a metric is known since the last heading
         self._held: dict[str, float] = {}  # what stands in the heading itself
         self._above: list[tuple[int, str]] = []  # indentation and name of what the next line of YAML may be in
+        self._unknown: set[str] = set()  # shapes of lines without a known name, whatever is above them
 
     def sniff(self, text: bytes) -> bool:
         return LIKELY.search(text) is not None
 
     def rows(self, text: str) -> Iterator[Row]:
+        if len(text) > LONGEST_LINE:
+            return
+        shape = DIGITS.sub("0", text)
+        if shape in self._unknown and not self._below_a_heading:
+            self._behind_a_metric = False
+            return
         # A line may be likely by what is in front of it only. A bar's numbers are of its pieces.
-        if len(text) > LONGEST_LINE or not self.sniff(text.encode()) or BAR.search(text):
+        if not self.sniff(text.encode()) or BAR.search(text):
             return
         line = box_as_pairs(BOX.sub("|", BULLET.sub(" | ", text.rstrip())))
         if counts := step_counts(line):
@@ -85,12 +93,16 @@ class Pairs:
                 if known:
                     yield step, values
             elif self._step is None or self._shape:
-                yield from self._comes_again(DIGITS.sub("0", line), step)
+                yield from self._comes_again(shape, step)
             self._metrics = {name: {value} for name, value in values.items()} if known else {}
             self._section = "validation/" if not known and VALIDATION.search(line) else ""
             self._behind_a_metric = False
         elif not STEP.search(line) and not SAMPLE.search(line):
-            yield from self._rows_without_words(text, line)
+            yield from self._rows_without_words(text, line, shape)
+
+    @property
+    def _below_a_heading(self) -> bool:
+        return self._heading and self._step is not None
 
     def _begin(self, step: int, values: dict[str, float], known: bool) -> Iterator[Row]:
         """Takes a line that has the step; yields what the first line of this kind has once below it."""
@@ -108,26 +120,26 @@ class Pairs:
         if self._shape == shape or (not self._shape and step > first):
             if not self._shape:
                 self._shape, self._heading = shape, False
-                self._values_above = bool(above and first_above)
+                self._values_above = bool(first_above)
                 if self._values_above:
                     yield first, first_above
-            if self._values_above and above:
-                yield step, above
-            else:
+            if not self._values_above:
                 yield from self._begin(step, {}, known=True)
+            elif above:
+                yield step, above
 
     def _once(self) -> dict[str, float]:
         return {name: min(values) for name, values in self._metrics.items() if len(values) == 1}
 
-    def _rows_without_words(self, text: str, line: str) -> Iterator[Row]:
+    def _rows_without_words(self, text: str, line: str, shape: str) -> Iterator[Row]:
         """Yields the row of a line that does not name its step: that of the line above it, or a count."""
-        if SECTION.match(line.strip(" |=-#*")):
+        if section := SECTION.match(line.strip(" |=-#*")):
             self._section = "validation/" if VALIDATION.search(line) else ""
         outer = self._outer(text)
         values = {self._full_name(outer, name): value for name, value in named_numbers(line).items()}
         known = _has_a_metric(values)
         found = FRACTION.match(line) if self.counts else None
-        if found is None and self._step is not None and self._heading:
+        if found is None and self._below_a_heading and self._step is not None:
             self._known = self._known or known
             if values and self._known:
                 yield self._step, self._held | values
@@ -138,8 +150,9 @@ class Pairs:
                 yield int(found[1]) if found else None, values
         elif known:
             yield from self._metrics_below(values)
-        if line.strip():
-            self._behind_a_metric = known
+        self._behind_a_metric = known
+        if not (known or section or self._section or YAML.match(text)) and len(self._unknown) < MOST_SHAPES:
+            self._unknown.add(shape)
 
     def _metrics_below(self, values: dict[str, float]) -> Iterator[Row]:
         """Yields the row of a line with metrics that is somewhere below the last line that has the step."""

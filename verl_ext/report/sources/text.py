@@ -11,8 +11,8 @@ A document (`document=True`) is sniffed by its beginning, and `rows` takes all o
 Of several formats that find a row in a log, the one with the lowest `order` reads it; of several with the same order,
 the one that finds the most readings which the report knows.
 
-A format may also have `every`, the steps from one row without a step to the next, and a document `after`, what was
-printed after its last row.
+A format may also have `every`, the steps from one row without a step to the next, `notes` on what it left out, and a
+document `after`, what was printed after its last row.
 """
 
 import re
@@ -262,6 +262,7 @@ class TextSource:
 
     def notes(self) -> tuple[str, ...]:
         every, notes = self._every, list(self._ends.notes(self._every, self._tail))
+        notes += getattr(self._read, "notes", list)()
         if self._overflows:
             notes.append(f"updates that the log says were skipped, because a gradient overflowed: {self._overflows}")
         unit = f"; {every} steps a row, as the log shows" if every > 1 else ""
