@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ PART = re.compile(
     r"(?:^|/)rewards/|(?:format|accuracy)_reward"
     r"|(?:^|[/_])(?:std|min|max|median|p\d+|n|coe?f\w*|threshold|target|cap|eps\w*|clip|low|high|time|timing)(?:[/_]|$)"
 )
-# A reward under any name that is made of such words, in any order: `train_avg_reward`, `Percentage of correct examples`.
+# A name of both kinds of words and no others is a reward's: `train_avg_reward`, `Percentage of correct examples`.
 REWARD_WORDS = {*("reward", "rewards", "score", "scores", "return", "correct", "accuracy", "acc", "success", "solved")}
 OTHER_WORDS = {
     *("train", "training", "rollout", "rollouts", "mean", "avg", "average", "all", "overall", "total", "batch", "of"),
@@ -151,10 +150,16 @@ def _readings_of(logged_name: str) -> tuple[tuple[Quantity, Alias], ...]:
     if exact := _exact_names().get(normal(logged_name)):
         return exact
     families = (each for each in _families() if each[1].matches(logged_name))
-    words = set(re.split("[/_]", normal(logged_name)))
-    reward = words & REWARD_WORDS and words & OTHER_WORDS and words <= REWARD_WORDS | OTHER_WORDS
-    by_words = [(_canonical_names()[REWARD], Alias(logged_name, by_words=True))] if reward and not PART.search(normal(logged_name)) else []
-    return tuple(islice(chain(families, by_words), 1))
+    if found := next(families, None):
+        return (found,)
+    return ((_canonical_names()[REWARD], Alias(logged_name, by_words=True)),) if _is_a_reward(logged_name) else ()
+
+
+def _is_a_reward(logged_name: str) -> bool:
+    """Returns True for a name that is a reward's by its words."""
+    words = set(re.split("[/_]", name := normal(logged_name)))
+    both = not words.isdisjoint(REWARD_WORDS) and not words.isdisjoint(OTHER_WORDS)
+    return both and words <= REWARD_WORDS | OTHER_WORDS and not PART.search(name)
 
 
 def quantity_of(logged_name: str) -> Quantity | None:
@@ -183,10 +188,12 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
             found.setdefault(name, {})[name] = Alias(name)
         else:
             found.setdefault(quantity.name, {})[name] = alias
-    rewards = found.pop(REWARD, {})
-    chosen = _rewards(rewards, logged)
-    for name in rewards:
-        found.setdefault(REWARD if name in chosen else name, {})[name] = rewards[name] if name in chosen else Alias(name)
+    rewards = found.get(REWARD, {})
+    for name in rewards.keys() - _rewards(rewards, logged):
+        del rewards[name]
+        found[name] = {name: Alias(name)}
+    if not rewards:
+        found.pop(REWARD, None)
     return {canonical: _preferred(canonical, names, logged) for canonical, names in found.items()}
 
 

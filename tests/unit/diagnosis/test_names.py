@@ -306,6 +306,27 @@ def test_the_series_of_the_run_is_one_that_most_steps_have():
     assert [*by_quantity({"Reward": often, "Avg Reward": often})[REWARD]] == ["Avg Reward", "Reward"]
 
 
+@pytest.mark.parametrize(
+    ("names", "reward"),
+    [
+        (["train_avg_reward", "val_avg_reward", "loss"], "train_avg_reward"),
+        (["Percentage of correct examples"], "Percentage of correct examples"),
+        (["rollout/reward_mean/all", "train/accuracy"], "rollout/reward_mean/all"),
+        (["mean_return", "reward"], "reward"),
+        (["train_accuracy", "mean_success"], None),  # one of two
+        (["train_reward", "rollout_reward_avg"], None),
+        (["accuracy"], None),  # of a preference, or of a classifier
+        (["max_train_reward", "sample_reward", "eval_avg_score", "rewards/format/mean"], None),
+    ],
+)
+def test_a_reward_is_known_by_its_words_if_it_is_the_only_one(names, reward):
+    often = dict.fromkeys(names, np.full(40, 0.5))
+    assert next(iter(by_quantity(often).get(REWARD, [None]))) == reward
+    seldom = often | {"loss": np.full(400, 0.5)}
+    assert (REWARD in by_quantity(seldom)) == (reward == "reward"), "it is logged at few of the steps"
+    assert "train_accuracy" in unread_names(["train_accuracy", "reward"])
+
+
 @pytest.mark.parametrize(("values", "canonical", "read"), [(0.003, PROB_DIFF, 0.003), (1.0002, K1, 0.0002)])
 def test_the_values_decide_what_a_name_of_two_meanings_is(values, canonical, read):
     ((found, names),) = by_quantity({"rollout_train_prob_diff_mean": np.full(9, values)}).items()

@@ -131,6 +131,49 @@ SAMPLES = {
         many("epoch: 0|step: {0}|ep: 1|act: -0.2\naverage reward score: {1}\n"),
         "average reward score",
     ),
+    "a metric below a line with others (DeepSpeed-Chat)": (
+        "run.log",
+        many("[Rank 0] step={0}, skipped=0\nstep: {0}|act_loss: 0.3\naverage reward score: {1}\n----\n"),
+        "average reward score",
+    ),
+    "a metric above a line that comes again": (
+        "run.log",
+        many(
+            "[MEM][after step] alloc=4.0 GB\nPercentage of correct examples:  {1}\n"
+            "GRPO Iteration:  {0} Epoch:  0 Microbatch:  0 / 2\n[MEM][forward] alloc=3.0 GB\n"
+            "GRPO Iteration:  {0} Epoch:  0 Microbatch:  1 / 2\n"
+        ),
+        "Percentage of correct examples",
+    ),
+    "metrics below a line that comes again": (
+        "run.log",
+        many("Epoch 2/5 step 1/9 (global step {0}) finishes.\nworker: 3.0s\n", first=0, values=(1,))
+        + many("Epoch 2/5 step 1/9 (global step {0}) finishes.\nworker: 3.0s\nreward: {1}\n"),
+        "reward",
+    ),
+    "a banner with other words (torchforge)": (
+        "run.log",
+        many(
+            "Backend: Logged 70 metrics at step {0}\n=== [global_reduce] - METRICS STEP {0} ===\n  episode/x: 16.0\n"
+            "  reward/evaluate_response/avg_total_reward: {1}\n"
+        ),
+        "reward/evaluate_response/avg_total_reward",
+    ),
+    "a list with back-ticks": (
+        "run.md",
+        many("# Step {0} summary\n\n- Rollout reward: `{1}` over 128 answers\n- Entropy: `~0.5`\n"),
+        "Rollout reward",
+    ),
+    "a dictionary over several lines": (
+        "run.log",
+        many("{{'loss': 0.1, 'grad_norm': 0.5, \n'reward': {1}, \n'epoch': {0}.0}}\n\n"),
+        "reward",
+    ),
+    "a reward by its words": (
+        "run.jsonl",
+        many('{{"step": {0}, "train_avg_reward": {1}, "val_avg_reward": 0.1, "reward_max": 1.0}}\n'),
+        "train_avg_reward",
+    ),
     "YAML below a step (EasyR1)": (
         "run.log",
         many(
@@ -622,6 +665,30 @@ def test_samples_and_validations_below_a_heading_are_not_the_run_s(tmp_path):
     assert run.get("critic/score/mean").pairs() == [(1, 0.25), (2, 0.5), (3, 0.75)]
     assert run.get("response_length/mean").at(3) == 616.5 and run.get("timing_s/step").at(1) == 4.7
     assert run.validations() and values(run, "validation/Accuracy")[2] == 0.3
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3), (2, 3)], ids=["at every step", "not at the first"])
+def test_rewards_of_samples_between_the_lines_that_have_the_step_are_not_the_run_s(tmp_path, steps):
+    sampled = "The answer is 7.\nReward: 1.0\nThe answer is 9.\nReward: 0.0\n"
+    text = "".join(f"Step {step} | Loss: 0.1\nEntropy: 0.5\n{sampled * (step in steps)}" for step in range(1, 5))
+    run = read_run(log(tmp_path, text))
+    assert run.get("critic/score/mean") is None and len(values(run, "Entropy")) == 4
+
+
+def test_a_row_that_is_torn_is_counted_and_an_evaluation_is_one_as_a_whole(tmp_path):
+    evaluation = "{'eval_loss': 0.5, 'eval_runtime': 9.0, 'completions/mean_length': 40.0}\n"
+    torn = "{'loss': 0.1, 'grad_norm': 0.5,\n'reward': 0.7, 'comple\n"
+    text = many(TRL) + torn + evaluation + many(TRL, (0.8,), first=4) + torn
+    file = log(tmp_path, text.rstrip())
+    reader = Reader(file)
+    run = reader.refresh()
+    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.8} and run.get("response_length/mean") is None
+    assert values(run, "eval_completions/mean_length") == {3: 40.0}
+    assert [note for note in run.notes if note.endswith("left out: 2")]
+    with file.open("a") as more:
+        more.write("tions/mean_length': 30.0}\n" + many(TRL, (0.9,), first=5))
+    assert values(reader.refresh(), "reward")[5] == 0.7, "the rest of it was still to be written"
+    assert [note for note in reader.refresh().notes if note.endswith("left out: 1")]
 
 
 def test_the_error_of_the_cell_that_trained_ends_the_run(tmp_path):

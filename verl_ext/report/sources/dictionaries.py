@@ -1,5 +1,5 @@
-"""Dictionaries and JSON objects of names with numbers, in a line or several: TRL and ms-swift `{'loss': '0.1', 'reward': 0.5}`;
-slime and miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
+"""Dictionaries and JSON objects of names with numbers, in a line or several: TRL and ms-swift
+`{'loss': '0.1', 'reward': 0.5}`; slime and miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
 
 An evaluation of transformers' trainers may have names of the training next to those with `eval_`.
 
@@ -19,16 +19,16 @@ from verl_ext.report.sources.text import register_format
 LIKELY = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
 OF_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d{1,12}): $")
 EVERY = re.compile(r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b")
-# What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
 MOST_LINES = 20  # of a dictionary
+# What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
 UNIT = re.compile(rf"{EVERY.pattern}|{BAR.pattern}".encode())
 
 
 @register_format(
     "printed dictionaries (TRL, ms-swift, slime, miles)",
-    remarks="`{'loss': '0.1', 'reward': 0.5}`, or JSON: lines of TRL have no step, so they are counted, in units of "
-    "`logging_steps` if the log has it. `step 3: {...}`: slime's metrics of a rollout are assigned to the first "
-    "optimizer step on it",
+    remarks="`{'loss': '0.1', 'reward': 0.5}`, or JSON, in one line or several: rows of TRL have no step, so they are "
+    "counted, in units of `logging_steps` if the log has it. `step 3: {...}`: slime's metrics of a rollout are "
+    "assigned to the first optimizer step on it",
     order=2,
 )
 class PrintedDicts:

@@ -32,7 +32,7 @@ FEWEST_LISTED = 3  # such cells between commas; fewer are a sentence
 REWARDS = ("reward", "rewards", "score", "scores")
 COUNTERS = ("step", "global_step", "iteration", "iter", "update", "rollout", "epoch")
 STEP = re.compile(
-    r"(?i)(?:^|[\s\[|,])(?:global[ _]?)?(?:step|iter|iteration|update|rollout)s?[ :=#]+"
+    r"(?i)(?:^|[\s\[|,(])(?:global[ _]?)?(?:step|iter|iteration|update|rollout)s?[ :=#]+"
     r"(\d{1,12})(?![\dkM%]|[.,]\d)(?:\s?/\s*(\d{1,12}))?:?"
 )
 # A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
@@ -148,4 +148,4 @@ def numbers_of(record: Mapping[Any, Any]) -> dict[str, float]:
 def step_counts(line: str) -> list[re.Match[str]]:
     """Returns where a line has a step in words; the run's is the first, of several that count within each other."""
     counts = [each for each in STEP.finditer(line) if not OTHER_COUNT.search(line[: each.start()].rstrip())]
-    return sorted(counts, key=lambda each: -int(each[2] or 0))
+    return sorted(counts, key=lambda each: ("global" not in each[0].lower(), -int(each[2] or 0)))

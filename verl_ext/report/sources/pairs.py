@@ -7,10 +7,10 @@ Any text has names and numbers somewhere. A line counts if one of its names is a
 others; a log, if several of its lines do. A printed sample is no row, and what is below a heading for a validation
 belongs to that.
 
-A line with the step has metrics itself, or is a heading, or comes again with a larger step. What is below it belongs to
-it; what is directly above it does, if the first of lines that come again stands directly below a metric. All names below a heading count. There
-may be anything below the others: only known metrics count, and only those that are once below the first of them. The
-reward of a printed sample is there several times.
+A line with the step is a heading, or has metrics itself, or comes again with a larger step. All names below a heading
+are its own. There may be anything between two of the others: known metrics below such a line are its own, but only what
+is once below the first of them, because the reward of printed samples is there several times. If the first is directly
+below a metric, those above are its own instead.
 """
 
 import re
@@ -37,8 +37,8 @@ VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 YAML = re.compile(rf"( *)([A-Za-z][\w/@.-]*):(?: +({NUMBER}))?\s*$")  # a name above others, or a name with its number
 BULLET = re.compile("(?:^|\\s)[-*]\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
 LIKELY = re.compile(
-    r"(?m)(?:[:=|]|│|┃) {0,80}[`~]?(?:[-+]?\.?\d|nan|inf|tensor\(\[)|(?:[Ss][Tt][Ee][Pp]|[Ii]ter(?:ation)?)[ :=#]{1,9}\d|: {0,9}\r?$"
-    r"|[ \[/]\d{1,9}/\d".encode()
+    r"(?m)(?:[:=|]|│|┃) {0,80}[`~]?(?:[-+]?\.?\d|nan|inf|tensor\(\[)"
+    r"|(?:[Ss][Tt][Ee][Pp]|[Ii]ter(?:ation)?)[ :=#]{1,9}\d|: {0,9}\r?$|[ \[/]\d{1,9}/\d".encode()
 )
 SETTINGS = ("actor/lr",)  # quantities that a config has too
 MOST_SHAPES = 10_000  # that are remembered
@@ -48,7 +48,8 @@ LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
 @register_format(
     "names with numbers (prime-rl, NeMo-RL, AReaL, other trainers)",
     remarks="`Step 3 | Reward: 0.5 | Mismatch KL: 1e-4`, a list `Iter 3: Reward 0.5, KL 0.1, Loss 0.2`, a "
-    "box of names and numbers, or such lines or YAML under `=== Step 3/100 ===`: lines with a known name",
+    "box of names and numbers, or such lines or YAML under `=== Step 3/100 ===`: lines with a known name. Also what is "
+    "once between two lines with the step, such as `average reward: 0.5`",
     fewest=2,
     order=5,  # any text may have names with numbers
 )
@@ -57,17 +58,18 @@ class Pairs:
 
     def __init__(self) -> None:
         self._step: int | None = None  # of the last line that has it
-        self._heading = True  # whether these lines are headings
-        self._shape = ""  # of such a line, if it is known only because it came again
-        self._seen: dict[str, tuple[int, dict[str, float]]] = {}  # what may be its shape: its step, what was above
-        self._values_above = False
-        self._metrics: dict[str, set[float]] = {}  # values of each known name since the last line with a count of steps
-        self._names: set[str] | None = None  # those that are once below the first line that has the step
-        self._behind_a_metric = False  # whether the line before had one, and no step
-        self._section = ""  # of the names below a heading for a validation
+        self._heading = True  # whether the lines that have the step are headings
+        self._held: dict[str, float] = {}  # what stands in the last of them itself
         self._known = False  # whether a metric is known since the last heading
-        self._held: dict[str, float] = {}  # what stands in the heading itself
+        self._section = ""  # of the names below a heading for a validation
         self._above: list[tuple[int, str]] = []  # indentation and name of what the next line of YAML may be in
+        # Where they are no headings:
+        self._shape = ""  # of these lines, if only their coming again shows that they have the step
+        self._seen: dict[str, tuple[int, dict[str, float]]] = {}  # what may be it: the first step, and what was above
+        self._metrics: dict[str, set[float]] = {}  # known, on lines without a step, since the last line with one
+        self._behind_a_metric = False  # whether the last line was of these
+        self._values_above = False  # whether a line with the step belongs to what is above it
+        self._names: set[str] | None = None  # what is once below the first one
         self._unknown: set[str] = set()  # shapes of lines without a known name, whatever is above them
 
     def sniff(self, text: bytes) -> bool:
@@ -77,7 +79,7 @@ class Pairs:
         if len(text) > LONGEST_LINE:
             return
         shape = DIGITS.sub("0", text)
-        if shape in self._unknown and not self._below_a_heading:
+        if shape in self._unknown and not (self._heading and self._step is not None):
             self._behind_a_metric = False
             return
         # A line may be likely by what is in front of it only. A bar's numbers are of its pieces.
@@ -87,46 +89,50 @@ class Pairs:
         if counts := step_counts(line):
             own, step = counts[0], int(counts[0][1])
             values = named_numbers(f"{line[: own.start()]} | {line[own.end() :]}")
-            known = _has_a_metric(values)
-            if known or HEADING.match(line[: min(each.start() for each in counts)]):
-                yield from self._begin(step, values, known)
-                if known:
-                    yield step, values
+            above = self._once() if self._behind_a_metric else {}
+            self._section = ""
+            if known := _has_a_metric(values):
+                yield from self._begin(step, above)
+                self._held = values
+                yield step, values
+            elif HEADING.match(line[: min(each.start() for each in counts)]):
+                yield from self._learn()
+                self._step, self._held, self._known, self._above = step, values, False, []
             elif self._step is None or self._shape:
-                yield from self._comes_again(shape, step)
-            self._metrics = {name: {value} for name, value in values.items()} if known else {}
-            self._section = "validation/" if not known and VALIDATION.search(line) else ""
-            self._behind_a_metric = False
+                yield from self._comes_again(shape, step, above)
+            if not known and VALIDATION.search(line):
+                self._section = "validation/"
+            self._metrics, self._behind_a_metric = {}, False
         elif not STEP.search(line) and not SAMPLE.search(line):
             yield from self._rows_without_words(text, line, shape)
 
-    @property
-    def _below_a_heading(self) -> bool:
-        return self._heading and self._step is not None
-
-    def _begin(self, step: int, values: dict[str, float], known: bool) -> Iterator[Row]:
-        """Takes a line that has the step; yields what the first line of this kind has once below it."""
-        if not self._heading and self._names is None:
-            self._names = set(once := self._once())
-            if once and self._step is not None:
-                yield self._step, once
-        self._step, self._heading = step, self._heading and not known
-        self._known, self._held, self._above = False, values, []
-
-    def _comes_again(self, shape: str, step: int) -> Iterator[Row]:
+    def _comes_again(self, shape: str, step: int, above: dict[str, float]) -> Iterator[Row]:
         """Takes a line with a count of steps and other words; it has the step if it came before, with a smaller one."""
-        above = self._once() if self._behind_a_metric else {}
+        if len(self._seen) == MOST_SHAPES:
+            self._seen.clear()
         first, first_above = self._seen.setdefault(shape, (step, above))
-        if self._shape == shape or (not self._shape and step > first):
-            if not self._shape:
-                self._shape, self._heading = shape, False
-                self._values_above = bool(first_above)
-                if self._values_above:
-                    yield first, first_above
-            if not self._values_above:
-                yield from self._begin(step, {}, known=True)
-            elif above:
-                yield step, above
+        if not self._shape and step > first:
+            self._shape = shape
+            yield from self._begin(first, first_above)
+        if shape == self._shape:
+            yield from self._begin(step, above)
+
+    def _begin(self, step: int, above: dict[str, float]) -> Iterator[Row]:
+        """Takes a line that has the step and is no heading; yields what is above it, if that is its own."""
+        if self._heading:
+            self._heading, self._values_above = False, bool(above)
+        else:
+            yield from self._learn()
+        if self._values_above and above:
+            yield step, above
+        self._step, self._held = step, {}
+
+    def _learn(self) -> Iterator[Row]:
+        """Takes the names that are below the first line that has the step, and yields their values."""
+        if not self._heading and not self._values_above and self._names is None and self._step is not None:
+            self._names = set(once := self._once())
+            if once:
+                yield self._step, once
 
     def _once(self) -> dict[str, float]:
         return {name: min(values) for name, values in self._metrics.items() if len(values) == 1}
@@ -139,7 +145,7 @@ class Pairs:
         values = {self._full_name(outer, name): value for name, value in named_numbers(line).items()}
         known = _has_a_metric(values)
         found = FRACTION.match(line) if self.counts else None
-        if found is None and self._below_a_heading and self._step is not None:
+        if found is None and self._heading and self._step is not None:
             self._known = self._known or known
             if values and self._known:
                 yield self._step, self._held | values
@@ -156,11 +162,11 @@ class Pairs:
 
     def _metrics_below(self, values: dict[str, float]) -> Iterator[Row]:
         """Yields the row of a line with metrics that is somewhere below the last line that has the step."""
-        for name in filter(quantity_of, values):
+        for name in filter(quantity_of, values.keys() - self._held.keys()):
             self._metrics.setdefault(name, set()).add(values[name])
         if self._names is not None and self._step is not None:
             self._names -= self._metrics.keys() - self._once().keys()
-            if found := {name: value for name, value in values.items() if name in self._names}:
+            if found := {name: value for name, value in values.items() if name in self._names & self._metrics.keys()}:
                 yield self._step, found
 
     def _outer(self, text: str) -> str:
