@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +150,8 @@ def _readings_of(logged_name: str) -> tuple[tuple[Quantity, Alias], ...]:
     by its words."""
     if exact := _exact_names().get(normal(logged_name)):
         return exact
-    families = (each for each in _families() if each[1].matches(logged_name))
-    if found := next(families, None):
-        return (found,)
-    return ((_canonical_names()[REWARD], Alias(logged_name, by_words=True)),) if _is_a_reward(logged_name) else ()
+    by_words = [(_canonical_names()[REWARD], Alias(logged_name, by_words=True))] if _is_a_reward(logged_name) else []
+    return tuple(islice((each for each in (*_families(), *by_words) if each[1].matches(logged_name)), 1))
 
 
 def _is_a_reward(logged_name: str) -> bool:
@@ -172,8 +171,8 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
 
     That is the one that the table prefers, of those that are logged at MOSTLY of the steps at which any of them is: a
     printed sample's reward has the run's name, and is printed now and then. A metric of no known quantity, or of a
-    quantity with many series such as a validation, keeps its own name. So does one that is a reward by its words, if
-    the run has another reward, or several of these, or this one at few of its steps.
+    quantity with many series such as a validation, keeps its own name. So does a reward by its words, unless the run
+    has no other one.
 
     Args:
         logged: the readings of each metric, a number or a series.
@@ -184,29 +183,25 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
         readings = _readings_of(name)
         fitting = (each for each in readings if each[1].range == EVERYTHING or each[1].can_be(values))
         quantity, alias = next(fitting, (None, None))
-        if quantity is None or alias is None or quantity.aliases[0].is_family:
+        if quantity is None or alias is None or alias.by_words or quantity.aliases[0].is_family:
             found.setdefault(name, {})[name] = Alias(name)
         else:
             found.setdefault(quantity.name, {})[name] = alias
-    rewards = found.get(REWARD, {})
-    for name in rewards.keys() - _rewards(rewards, logged):
-        del rewards[name]
-        found[name] = {name: Alias(name)}
-    if not rewards:
-        found.pop(REWARD, None)
+    if REWARD not in found and (reward := _reward_by_words(logged)) is not None:
+        del found[reward]
+        found[REWARD] = {reward: Alias(reward, by_words=True)}
     return {canonical: _preferred(canonical, names, logged) for canonical, names in found.items()}
 
 
-def _rewards(names: Mapping[str, Alias], logged: Mapping[str, Any]) -> list[str]:
-    """Returns which of the names of rewards are the run's: those of the table, else the only one by its words."""
-    if known := [name for name, alias in names.items() if not alias.by_words]:
-        return known
-    likely = [name for name in names if "reward" in name.lower()] or [*names]
-    often = MOSTLY * max(map(_size, logged.values()), default=0)
-    return likely if len(likely) == 1 and _size(logged[likely[0]]) >= often else []
+def _reward_by_words(logged: Mapping[str, Any]) -> str | None:
+    """Returns the only metric that is a reward by its words, if most steps have it."""
+    likely = [name for name in logged if any(alias.by_words for _, alias in _readings_of(name))]
+    likely = [name for name in likely if "reward" in name.lower()] or likely
+    often = MOSTLY * max(map(_readings_in, logged.values()), default=0)
+    return likely[0] if len(likely) == 1 and _readings_in(logged[likely[0]]) >= often else None
 
 
-def _size(series: Any) -> int:
+def _readings_in(series: Any) -> int:
     values = getattr(series, "values", series)
     return len(values) if hasattr(values, "__len__") else 1
 
@@ -214,7 +209,7 @@ def _size(series: Any) -> int:
 def _preferred(canonical: str, names: dict[str, Alias], logged: Mapping[str, Any]) -> dict[str, Alias]:
     if len(names) < 2:
         return names
-    sizes = {name: _size(logged[name]) for name in names}
+    sizes = {name: _readings_in(logged[name]) for name in names}
     enough = MOSTLY * max(sizes.values())
     places = {alias: place for place, alias in enumerate(_canonical_names()[canonical].aliases)}
     return dict(sorted(names.items(), key=lambda item: (sizes[item[0]] < enough, places[item[1]])))

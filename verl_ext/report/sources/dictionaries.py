@@ -1,7 +1,7 @@
-"""Dictionaries and JSON objects of names with numbers, in a line or several: TRL and ms-swift
-`{'loss': '0.1', 'reward': 0.5}`; slime and miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
+"""Dictionaries and JSON objects of names with numbers, in a line or several: TRL and ms-swift `{'loss': '0.1', ...}`;
+slime and miles `rollout 3: {'rollout/raw_reward': 0.5}`, with their own number in front.
 
-An evaluation of transformers' trainers may have names of the training next to those with `eval_`.
+An evaluation of TRL may have names of the training next to those with `eval_`.
 
 slime counts rollouts and the optimizer steps on them separately. The steps are the axis here: values of a rollout
 belong to the first step on it.
@@ -59,9 +59,9 @@ class PrintedDicts:
             if SUMMARY in record or not _are_metrics(record):
                 continue
             step, values = row_of(record)
-            if step is None and _evaluates(values):
+            if (step := self._step(words, step)) is None and _evaluates(values):
                 values = {f"eval_{name.removeprefix('eval_')}": value for name, value in values.items()}
-            if (step := self._step(words, step)) is None and not self._counted:
+            if step is None and not self._counted:
                 self._counted = True
                 self.every = max(self.every, self._bar[1])
             yield step, values

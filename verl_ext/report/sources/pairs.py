@@ -134,9 +134,6 @@ class Pairs:
             if once:
                 yield self._step, once
 
-    def _once(self) -> dict[str, float]:
-        return {name: min(values) for name, values in self._metrics.items() if len(values) == 1}
-
     def _rows_without_words(self, text: str, line: str, shape: str) -> Iterator[Row]:
         """Yields the row of a line that does not name its step: that of the line above it, or a count."""
         if section := SECTION.match(line.strip(" |=-#*")):
@@ -168,6 +165,9 @@ class Pairs:
             self._names -= self._metrics.keys() - self._once().keys()
             if found := {name: value for name, value in values.items() if name in self._names & self._metrics.keys()}:
                 yield self._step, found
+
+    def _once(self) -> dict[str, float]:
+        return {name: min(values) for name, values in self._metrics.items() if len(values) == 1}
 
     def _outer(self, text: str) -> str:
         """Returns the names that a line of YAML is in, as `outer/inner/`."""
