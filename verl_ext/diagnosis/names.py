@@ -166,6 +166,11 @@ def quantity_of(logged_name: str) -> Quantity | None:
     return next((quantity for quantity, _ in _readings_of(logged_name)), None)
 
 
+def is_by_words(logged_name: str) -> bool:
+    """Returns True for a name that only its words make a reward's; a printed sample may have such a name too."""
+    return any(alias.by_words for _, alias in _readings_of(logged_name))
+
+
 def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
     """Returns canonical name -> logged name -> its alias: which of several metrics is the run's comes first.
 
@@ -195,7 +200,7 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
 
 def _reward_by_words(logged: Mapping[str, Any]) -> str | None:
     """Returns the only metric that is a reward by its words, if most steps have it."""
-    likely = [name for name in logged if any(alias.by_words for _, alias in _readings_of(name))]
+    likely = [*filter(is_by_words, logged)]
     likely = [name for name in likely if "reward" in name.lower()] or likely
     often = MOSTLY * max(map(_readings_in, logged.values()), default=0)
     return likely[0] if len(likely) == 1 and _readings_in(logged[likely[0]]) >= often else None
@@ -230,7 +235,7 @@ def unread_names(logged_names: Iterable[str]) -> list[str]:
         for name in logged_names
         if TELLING.search(normal(name))
         and not PART.search(normal(name))
-        and all(alias.by_words for _, alias in _readings_of(name))
+        and (not _readings_of(name) or is_by_words(name))
         and not find(name)
     ]
 

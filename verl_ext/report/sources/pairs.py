@@ -16,7 +16,7 @@ below a metric, those above are its own instead.
 import re
 from collections.abc import Iterable, Iterator
 
-from verl_ext.diagnosis.names import quantity_of
+from verl_ext.diagnosis.names import is_by_words, quantity_of
 from verl_ext.report.sources.lines import BAR
 from verl_ext.report.sources.numbers import BOX, NUMBER, STEP, box_as_pairs, named_numbers, step_counts
 from verl_ext.report.sources.table import Row
@@ -140,7 +140,7 @@ class Pairs:
             self._section = "validation/" if VALIDATION.search(line) else ""
         outer = self._outer(text)
         values = {self._full_name(outer, name): value for name, value in named_numbers(line).items()}
-        known = _has_a_metric(values)
+        known = _has_a_metric(name for name in values if not (self.counts and is_by_words(name)))
         found = FRACTION.match(line) if self.counts else None
         if found is None and self._heading and self._step is not None:
             self._known = self._known or known

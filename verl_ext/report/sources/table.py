@@ -22,7 +22,7 @@ import numpy as np
 
 from verl_ext.base.arguments import similar_names
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.names import normal, quantity_of
+from verl_ext.diagnosis.names import is_by_words, normal, quantity_of
 from verl_ext.diagnosis.series import LARGEST, Series
 from verl_ext.report.run import LARGEST_WHOLE, ReportError, is_step, is_validation
 
@@ -49,11 +49,12 @@ def only_validates(names: Iterable[str]) -> bool:
 
 
 def known_readings(rows: Iterable[Row]) -> dict[str, int]:
-    """Returns at how many steps some rows have each quantity that the report knows; a row without a step is one."""
+    """Returns at how many steps some rows have each quantity of the table; a row without a step is one."""
     found = {
         (quantity.name, number if step is None else step)
         for number, (step, values) in enumerate(rows)
-        for quantity in filter(None, map(quantity_of, values))
+        for name in values
+        if (quantity := quantity_of(name)) is not None and not is_by_words(name)
     }
     return Counter(name for name, _ in found)
 
