@@ -15,6 +15,7 @@ below a metric, those above are its own instead.
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from verl_ext.diagnosis.names import is_by_words, quantity_of
 from verl_ext.report.sources.lines import BAR
@@ -43,6 +44,7 @@ LIKELY = re.compile(
 SETTINGS = ("actor/lr",)  # quantities that a config has too
 MOST_SHAPES = 10_000  # that are remembered
 LONGEST_LINE = 4000  # characters; a longer one is an answer or a config
+Values: TypeAlias = dict[str, float]  # by name
 
 
 @register_format(
@@ -59,13 +61,13 @@ class Pairs:
     def __init__(self) -> None:
         self._step: int | None = None  # of the last line that has it
         self._heading = True  # whether the lines that have the step are headings
-        self._held: dict[str, float] = {}  # what stands in the last of them itself
+        self._held: Values = {}  # what stands in the last of them itself
         self._known = False  # whether a metric is known since the last heading
         self._section = ""  # of the names below a heading for a validation
         self._above: list[tuple[int, str]] = []  # indentation and name of what the next line of YAML may be in
         # Where they are no headings:
         self._shape = ""  # of these lines, if only their coming again shows that they have the step
-        self._seen: dict[str, tuple[int, dict[str, float]]] = {}  # what may be it: the first step, and what was above
+        self._seen: dict[str, tuple[int, Values]] = {}  # what may be it: the first step, and what was above
         self._metrics: dict[str, set[float]] = {}  # known, on lines without a step, since the last line with one
         self._behind_a_metric = False  # whether the last line was of these
         self._values_above = False  # whether a line with the step belongs to what is above it
@@ -91,13 +93,11 @@ class Pairs:
             values = named_numbers(f"{line[: own.start()]} | {line[own.end() :]}")
             above = self._once() if self._behind_a_metric else {}
             self._section = ""
-            if known := _has_a_metric(values):
-                yield from self._begin(step, above)
-                self._held = values
-                yield step, values
-            elif HEADING.match(line[: min(each.start() for each in counts)]):
-                yield from self._learn()
-                self._step, self._held, self._known, self._above = step, values, False, []
+            known = _has_a_metric(values)
+            if known or HEADING.match(line[: min(each.start() for each in counts)]):
+                yield from self._begin(step, values, above, heading=not known)
+                if known:
+                    yield step, values
             elif self._step is None or self._shape:
                 yield from self._comes_again(shape, step, above)
             if not known and VALIDATION.search(line):
@@ -106,33 +106,29 @@ class Pairs:
         elif not STEP.search(line) and not SAMPLE.search(line):
             yield from self._rows_without_words(text, line, shape)
 
-    def _comes_again(self, shape: str, step: int, above: dict[str, float]) -> Iterator[Row]:
+    def _comes_again(self, shape: str, step: int, above: Values) -> Iterator[Row]:
         """Takes a line with a count of steps and other words; it has the step if it came before, with a smaller one."""
         if len(self._seen) == MOST_SHAPES:
             self._seen.clear()
         first, first_above = self._seen.setdefault(shape, (step, above))
         if not self._shape and step > first:
             self._shape = shape
-            yield from self._begin(first, first_above)
+            yield from self._begin(first, {}, first_above)
         if shape == self._shape:
-            yield from self._begin(step, above)
+            yield from self._begin(step, {}, above)
 
-    def _begin(self, step: int, above: dict[str, float]) -> Iterator[Row]:
-        """Takes a line that has the step and is no heading; yields what is above it, if that is its own."""
-        if self._heading:
+    def _begin(self, step: int, values: Values, above: Values, heading: bool = False) -> Iterator[Row]:
+        """Takes a line that has the step; yields what is above it, if that is its own, or what is once below the first
+        such line that is no heading."""
+        if self._heading and not heading:
             self._heading, self._values_above = False, bool(above)
-        else:
-            yield from self._learn()
-        if self._values_above and above:
-            yield step, above
-        self._step, self._held = step, {}
-
-    def _learn(self) -> Iterator[Row]:
-        """Takes the names that are below the first line that has the step, and yields their values."""
-        if not self._heading and not self._values_above and self._names is None and self._step is not None:
+        elif not (self._heading or self._values_above) and self._names is None and self._step is not None:
             self._names = set(once := self._once())
             if once:
                 yield self._step, once
+        if self._values_above and above:
+            yield step, above
+        self._step, self._held, self._known, self._above = step, values, False, []
 
     def _rows_without_words(self, text: str, line: str, shape: str) -> Iterator[Row]:
         """Yields the row of a line that does not name its step: that of the line above it, or a count."""
@@ -157,7 +153,7 @@ class Pairs:
         if not (known or section or self._section or YAML.match(text)) and len(self._unknown) < MOST_SHAPES:
             self._unknown.add(shape)
 
-    def _metrics_below(self, values: dict[str, float]) -> Iterator[Row]:
+    def _metrics_below(self, values: Values) -> Iterator[Row]:
         """Yields the row of a line with metrics that is somewhere below the last line that has the step."""
         for name in filter(quantity_of, values.keys() - self._held.keys()):
             self._metrics.setdefault(name, set()).add(values[name])
@@ -166,7 +162,7 @@ class Pairs:
             if found := {name: value for name, value in values.items() if name in self._names & self._metrics.keys()}:
                 yield self._step, found
 
-    def _once(self) -> dict[str, float]:
+    def _once(self) -> Values:
         return {name: min(values) for name, values in self._metrics.items() if len(values) == 1}
 
     def _outer(self, text: str) -> str:
