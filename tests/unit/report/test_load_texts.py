@@ -731,6 +731,7 @@ def test_the_standard_input(monkeypatch):
         (b"\x80\x04\x95", "a pickle, which is not opened"),
         (b"\x00\x01\x02", "a binary file"),
         (b'{"a": 1}', "this is JSON"),
+        (b'{"cells": [{"cell_type": "code"}]}', "a notebook, and no table and no line in it has metrics"),
         (b"name,score,team\nx,1,2\n", "no column is the step"),
         (b"hello\nworld\n", "no line has a step"),
     ],

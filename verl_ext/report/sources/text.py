@@ -250,6 +250,10 @@ class TextSource:
         if not len(self._table) and self._ends.events(1, 1, self._tail):
             return TableRun.before_the_first_step()
         empty = f"no row of {self._form.title} in this file yet; has the run finished its first step?"
+        if self._form.document:
+            empty = (
+                f"this is {self._form.title.partition(' (')[0]}, and no table and no line in it has metrics of a step"
+            )
         return self._table.run(which, empty)
 
     def events(self, part: TableRun) -> tuple[Event, ...]:
