@@ -23,7 +23,12 @@ VERL = Section(
         ),
         after("actor/pg_clipfrac", "tokens whose policy ratio was clipped", "share", label="tokens clipped"),
         after("actor/pg_clipfrac_lower", "tokens clipped by the dual clip", "share"),
-        after("actor/kl_loss", "with `kl_loss_type=unbiased`, ours", NATS, label="KL to the reference"),
+        after(
+            "actor/kl_loss",
+            "the KL to the reference; with `kl_loss_type=unbiased`, ours",
+            NATS,
+            label="KL to the reference",
+        ),
         after("actor/lr", "learning rate"),
         after("actor/{ppo_kl,loss,kl_coef,entropy_loss}", "parts of the loss"),
         after("actor/reward_kl_{penalty,penalty_coeff}", "the KL in the reward"),
