@@ -126,9 +126,11 @@ def check_shapes(name: str, found: Any, like: Tensor) -> None:
     if not isinstance(found, Weights):
         raise MethodError(f"stability.correction={name} returned a {type(found).__name__}, which is not a Weights")
     for part in fields(Weights):
-        if (shape := getattr(found, part.name).shape) != like.shape:
-            shapes = f"of shape {tuple(shape)} for {tuple(like.shape)} values"
-            raise MethodError(f"stability.correction={name} returned a {part.name} {shapes}; it must have their shape")
+        given = getattr(found, part.name)
+        if not torch.is_tensor(given) or given.shape != like.shape:
+            what = f"of shape {tuple(given.shape)}" if torch.is_tensor(given) else f"that is a {type(given).__name__}"
+            said = f"returned a {part.name} {what} for {tuple(like.shape)} values"
+            raise MethodError(f"stability.correction={name} {said}; it must be a tensor of their shape")
 
 
 def check_range(name: str, least: float, largest: float) -> None:

@@ -314,9 +314,12 @@ class Context:
         """The override for the preset that README advises for the model and the trainer mode."""
         return f"stability={'moe' if self.has_experts else 'tis' if self.get(MODE, 'sync') == 'sync' else 'opsm'}"
 
-    def corrections(self, *settings: str) -> tuple[str, ...]:
-        """Returns overrides that correct the loss: these, or the preset if no feature is on."""
-        return settings if self.features is None or self.features.demands else (self.preset,)
+    def corrections(self, *settings: str, dense: str = "") -> tuple[str, ...]:
+        """Returns overrides that correct the loss: these, or the preset if no feature is on; `dense` is that of a dense
+        model in all modes."""
+        if self.features is None or self.features.demands:
+            return settings
+        return (f"stability={dense}" if dense and not self.has_experts else self.preset,)
 
     @cached_property
     def tokenizer_length(self) -> int | None:

@@ -11,7 +11,7 @@ from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import RUNNER, Context, check, error, note, ok, warning
 from verl_ext.doctor.experts import MOE_BACKEND
 from verl_ext.features.cascade_attention import DISABLED
-from verl_ext.features.verl_config import MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
+from verl_ext.features.verl_config import HYBRID, MODE, MODEL, ROLLOUT, RUNTIME, VLLM_ARGUMENTS
 from verl_ext.upstream.agent_loop import MANAGER
 
 CASCADE = "stability.cascade_attention"
@@ -19,7 +19,6 @@ ISSUE = "vLLM issue 22103"
 NEVER_CASCADE = ("TRITON_ATTN", "FLASHINFER")  # values of vLLM's attention_backend
 NEWEST = "0.31"  # the newest vLLM that accepts the transformers versions of verl 0.9.1
 SAMPLING_MASK = f"{VLLM_ARGUMENTS}.return_sampling_mask"
-HYBRID = "actor_rollout_ref.hybrid_engine"
 FLASHINFER = "VLLM_USE_FLASHINFER_MOE_FP16"
 SAME_FACTOR = 1e-3  # relative difference below which two factors are the same
 

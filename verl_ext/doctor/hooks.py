@@ -53,7 +53,7 @@ from verl_ext.features.verl_config import (
     model_json,
     needs_critic,
     needs_reference,
-    trains_lora,
+    refers_to_actor,
 )
 from verl_ext.launch.command_line import MEGATRON_SIZE
 from verl_ext.launch.files import CODE
@@ -196,7 +196,9 @@ def hooks(context: Context) -> Iterable[Problem]:
     if errors_of(context.problems) or context.features is None:
         return
     if not context.features.demands:
-        why = f"verl runs unchanged; python -m verl_ext.main_ppo {context.preset} corrects the gap (docs/methods.md)"
+        why = (
+            f"verl runs unchanged; the preset for it is python -m verl_ext.main_ppo {context.preset} (docs/methods.md)"
+        )
         yield note("no feature of stability.* is switched on", why)
     for line in table_lines(context.features):
         yield ok(f"{line.name}: {line.setting} ({line.where})")
@@ -273,7 +275,7 @@ def _unknown_settings(context: Context) -> Iterator[str]:
     """Yields the settings of the run's roles that verl's classes have no field for."""
     known = settings_classes(WORKERS)
     roles = [ACTOR, ROLLOUT, MODEL, *(["critic"] if needs_critic(context.config) else [])]
-    if needs_reference(context.config) and not trains_lora(context.config):
+    if needs_reference(context.config) and not refers_to_actor(context.config):
         roles.append("actor_rollout_ref.ref")
     for role in roles:
         with contextlib.suppress(OmegaConfBaseException):  # the validation reports it

@@ -25,8 +25,8 @@ from verl_ext.features.verl_config import (
     ignores_advantages,
     needs_critic,
     needs_reference,
+    refers_to_actor,
     replay_mode,
-    trains_lora,
 )
 from verl_ext.launch.names import MANAGER, known_names
 from verl_ext.launch.refused import is_plain, new_place, replacement
@@ -117,7 +117,7 @@ def estimator(context: Context) -> Iterable[Problem]:
         fix = (f"{ESTIMATOR}=grpo",) if hooked else ("trainer.use_v1=False", *UNFED[name])  # which has no hooks
         yield error(f"{ESTIMATOR}={name}", why, *fix)
     critic = context.get("critic.model.path")
-    if needs_critic(context.config) and critic == PLACEHOLDER != context.model_path:
+    if needs_critic(context.config) and critic == PLACEHOLDER != (context.model_path or PLACEHOLDER):
         why = "that is verl's placeholder: the critic would be this model, if it is there at all"
         yield error(f"critic.model.path={critic}", why, f"critic.model.path={context.model_path}")
     if name == "gdpo" and not context.get(GDPO_KEYS):
@@ -349,11 +349,12 @@ def fighting_terms(context: Context) -> Iterable[Problem]:
     `metric=reward` of v1/replay_buffer.py sums what dapo.py of the reward managers has penalised (verl-recipe PR 125).
     workers/config/distillation.py warns of forward_kl_topk.
     """
-    if context.get("algorithm.use_kl_in_reward") and context.get(f"{ACTOR}.use_kl_loss"):
+    both = (context.get("algorithm.use_kl_in_reward"), context.get(f"{ACTOR}.use_kl_loss"))
+    if all((*both, context.get("algorithm.kl_ctrl.kl_coef", 1), context.get(f"{ACTOR}.kl_loss_coef", 1))):
         why = "the KL to the reference is penalised twice, in the reward and in the loss"
         yield warning("use_kl_in_reward and use_kl_loss", why, "algorithm.use_kl_in_reward=false")
     gamma, longest = context.get("algorithm.gamma", 1.0), context.get("data.max_response_length", 0)
-    if context.get(ESTIMATOR) in DISCOUNTED and gamma**longest < LEFT_OF_REWARD:
+    if context.get(ESTIMATOR) in DISCOUNTED and isinstance(gamma, float) and gamma**longest < LEFT_OF_REWARD:
         why = f"the reward stands on the last token: of {longest} tokens, the first one sees {gamma**longest:.1g} of it"
         yield warning(f"algorithm.gamma={gamma:g}", why, "algorithm.gamma=1.0")
     if context.get(f"{FILTERED}.enable"):
@@ -368,7 +369,7 @@ def fighting_terms(context: Context) -> Iterable[Problem]:
 def _group_filter(context: Context) -> Iterator[Problem]:
     """Source: `_resolve_filter_groups_metric` of v1/trainer_base.py asserts that rewards are there when groups are
     sampled; v1/replay_buffer.py raises for a metric that no answer has (verl PR 6818, verl-tool PR 69)."""
-    if not context.get("trainer.use_v1"):
+    if not context.get("trainer.use_v1") or context.get("trainer.v1.sampler.custom_sampler.path"):
         return
     scored, metric = "reward.reward_model", context.get(f"{FILTERED}.metric")
     if context.get(f"{scored}.enable") and not context.get(f"{scored}.enable_resource_pool"):
@@ -377,9 +378,12 @@ def _group_filter(context: Context) -> Iterator[Problem]:
     if metric in ("seq_reward", "seq_final_reward"):
         why = "trainer V1 knows reward and what the reward function returns, and stops after the first rollout"
         yield error(f"{FILTERED}.metric={metric}", why, f"{FILTERED}.metric=reward")
-    if metric == "reward" and context.get(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable"):
+    shaped = context.get(MANAGER) == "dapo" and context.get(f"{REWARD_ARGUMENTS}.overlong_buffer_cfg.enable")
+    if metric == "reward" and shaped:
         why = "a group of wrong answers stays if their lengths differ, and teaches only the penalty"
-        yield warning(f"{FILTERED}.metric=reward with a penalty on length", why, f"{FILTERED}.metric=acc")
+        usual = [] if context.get("reward.custom_reward_function.path") else [f"{FILTERED}.metric=acc"]
+        other = "; take a number that your reward function returns" if not usual else ""
+        yield warning(f"{FILTERED}.metric=reward with a penalty on length", f"{why}{other}", *usual)
 
 
 def _unused_penalty(context: Context) -> Iterator[Problem]:
@@ -427,7 +431,7 @@ def reference(context: Context) -> Iterable[Problem]:
     part = "megatron.dtype" if context.on_megatron else "fsdp_config.mixed_precision.param_dtype"
     ref = "actor_rollout_ref.ref"
     ours, theirs = (dtype_name(context.get(f"{role}.{part}", BFLOAT16)) for role in (ACTOR, ref))
-    if ours != theirs and not trains_lora(context.config):
+    if ours != theirs and not refers_to_actor(context.config):
         why = "the reference rounds differently: KL is above 0 before anything is learnt"
         fix = [f"++{ref}.{part}={ours}"] if ours in DTYPES else []
         yield warning(f"reference in {theirs}, training in {ours}", why, *fix)

@@ -10,22 +10,25 @@ from verl_ext.doctor.checks import Context, check, error, note, warning
 from verl_ext.features.verl_config import ACTOR, LORA_RANKS, MODEL, ROLLOUT, lora_rank_key, trains_lora
 
 FULL_RATE = 2e-6  # up to here a learning rate is one for all weights; verl's default is 1e-6
-ALL_LINEAR = f"{MODEL}.target_modules"
+RATE, ALL_LINEAR = f"{ACTOR}.optim.lr", f"{MODEL}.target_modules"
+ADAPTED = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 SAVED, LOADED = (f"{ACTOR}.checkpoint.{name}_contents" for name in ("save", "load"))
 FREQUENCY = "trainer.save_freq"
 ASYNCHRONOUS = f"{ACTOR}.checkpoint.async_save"
 TOOLS = f"{ROLLOUT}.multi_turn"
 CHARACTERS = 4  # of a token
 THINKS, SHORT = ("qwen3", "qwen3_moe"), 1024  # models that think unless they are told not to; tokens that cut that
+OTHERS = ("instruct", "base", "coder", "embedding", "reranker")  # words of names of models that do not think
 THINKING = "data.apply_chat_template_kwargs.enable_thinking"
 # Words of a model's name -> verl's parser of its tool calls, where it is not the default one, hermes.
 FORMATS = {
     "qwen3-coder": "qwen3_coder",
     "qwen3.5": "qwen3_coder",
+    "qwen3.6": "qwen3_coder",
     "gpt-oss": "gpt-oss",
-    "glm-4": "glm",
+    **{f"glm-4.{minor}": "glm" for minor in (5, 6, 7)},
     "kimi-k2": "kimi",
-    "minimax-m": "minimax",
+    "minimax-m2": "minimax",
     "seed-oss": "seed",
     "deepseek-v4": "deepseek_v4",
     "gemma-4": "gemma4",
@@ -34,25 +37,28 @@ FORMATS = {
 
 @check("adapter", needs="config")
 def trained_adapter(context: Context) -> Iterable[Problem]:
-    """A LoRA whose rank stands in the other engine's key, so that all weights are trained; one with a learning rate
-    for all weights; `all-linear` on the experts and routers of a mixture of experts, on FSDP.
+    """A LoRA whose rank stands where this engine does not read it, so that all weights are trained; one with a learning
+    rate for all weights; `all-linear` on the experts and routers of a mixture of experts, on FSDP.
 
-    Source: `_is_lora` of workers/engine/fsdp/transformer_impl.py and veomni's reads model.lora_rank, megatron's
-    model.lora (verl PR 4063); verl's docs/advance/ppo_lora.rst: a rate ten times as large. peft 0.21 gives adapters to
-    stacked experts (tried on Qwen3-MoE), which vLLM does not load under these names (vllm PR 52194).
+    Source: `_is_lora` of workers/engine/fsdp/transformer_impl.py reads model.lora_rank, megatron's model.lora (verl PR
+    4063); veomni's, torchtitan's and automodel's have a TODO. verl's docs/advance/ppo_lora.rst: a rate ten times as
+    large. peft 0.21 gives adapters to the stacked experts of ADAPTED (tried on Qwen3-MoE), which vLLM does not load
+    under these names (vllm PR 52194).
     """
     read = lora_rank_key(context.config)
-    for key in LORA_RANKS:
-        if key != read and context.get(key, 0) > 0 and not context.get(read):
-            why = f"{context.strategy} reads {read}: all weights are trained, at a LoRA's learning rate"
-            moved = f"{read}={context.get(key)}"
-            yield error(f"{key}={context.get(key)} is not read", why, moved, f"{key}=0")
+    for key in dict.fromkeys(LORA_RANKS.values()):
+        rank = _number_of(context, key)
+        if key != read and rank and rank > 0 and not (read and context.get(read)):
+            why = f"{context.strategy} reads {read or 'none'}: all weights are trained, at a LoRA's learning rate"
+            moved = [f"{read}={rank:g}"] if read else []
+            yield error(f"{key}={rank:g} is not read", why, *moved, f"{key}=0")
     if not trains_lora(context.config):
         return
-    if (rate := context.get(f"{ACTOR}.optim.lr", 1.0)) <= FULL_RATE:
+    if (rate := _number_of(context, RATE)) is not None and rate <= FULL_RATE:
         why = "that is a rate for all weights, with which an adapter hardly moves; about ten times as much is usual"
-        yield warning(f"a LoRA with {ACTOR}.optim.lr={rate:g}", why, f"{ACTOR}.optim.lr={10 * rate:g}")
-    if context.on_fsdp and context.has_experts and context.get(ALL_LINEAR) == "all-linear":
+        yield warning(f"a LoRA with {RATE}={rate:g}", why, f"{RATE}={10 * rate:g}")
+    sent_whole = context.get(f"{MODEL}.lora.merge") or context.get(f"{MODEL}.exclude_modules")
+    if context.on_fsdp and context.model_type in ADAPTED and context.get(ALL_LINEAR) == "all-linear" and not sent_whole:
         why = "the router and the stacked experts get adapters too, which the rollout does not load as they are sent"
         yield warning("target_modules=all-linear with experts", why, f"{ALL_LINEAR}=[q_proj,k_proj,v_proj,o_proj]")
 
@@ -75,31 +81,35 @@ def checkpoints(context: Context) -> Iterable[Problem]:
     if context.get(ASYNCHRONOUS) and not context.on_megatron:
         why = "a restart begins again at step 0"
         yield warning(f"{ASYNCHRONOUS}=True on {context.strategy}", why, f"{ASYNCHRONOUS}=False")
-    if context.get(FREQUENCY, -1) <= 0:
-        yield note(f"{FREQUENCY}={context.get(FREQUENCY, -1)}", "nothing is saved, not even after the last step")
-    elif context.get("trainer.resume_mode") != "disable" and "model" not in context.get(LOADED, ["model"]):
+    if (often := _number_of(context, FREQUENCY)) is not None and often <= 0:
+        yield note(f"{FREQUENCY}={often:g}", "nothing is saved, not even after the last step")
+    loaded, weights = context.get(LOADED, ["model"]), {"model", "hf_model"} if context.on_megatron else {"model"}
+    if not weights & set(loaded) and context.get("trainer.resume_mode") != "disable":
         why = "a restart goes on at the step of the checkpoint with the weights of the start"
-        yield warning(f"{LOADED} has no model", why, f"{SAVED}=[model,optimizer,extra]")
+        chosen = LOADED if list(loaded) != list(context.get(SAVED, loaded)) else SAVED
+        yield warning(f"{LOADED} has no model", why, f"{chosen}=[model,optimizer,extra]")
 
 
 @check("room for an answer", needs="config")
 def room_for_an_answer(context: Context) -> Iterable[Problem]:
-    """A tool's response that alone is longer than the answer may be. Notes: a model that thinks by default, and few
-    tokens; prompts above the limit, which lose their beginning whatever data.truncation says.
+    """A tool's response that alone is longer than the answer may be; prompts above the limit, which lose their
+    beginning whatever data.truncation says. A note: a model that thinks by default, and few tokens.
 
     Source: `_handle_processing_tools_state` of experimental/agent_loop/tool_agent_loop.py: the limit holds for all
     turns and tool responses together (verl issue 3619); agent_loop.py keeps `prompt_ids[-prompt_length:]`, and nothing
     reads `truncation` of utils/dataset/rl_dataset.py (verl issue 3948).
     """
-    room = context.get("data.max_response_length", 0)
-    longest = context.get(f"{TOOLS}.max_tool_response_length", 0)
+    room = _number_of(context, "data.max_response_length") or 0
+    longest = _number_of(context, f"{TOOLS}.max_tool_response_length") or 0
     if _has_tools(context) and longest >= CHARACTERS * room > 0:
         why = f"that is the whole answer, of at most {room} tokens with all its turns: it ends without a result"
-        yield warning(f"a tool's response of up to {longest} characters", why, f"data.max_response_length={longest}")
-    thinks = context.model_type in THINKS and not any(word in _model(context) for word in ("instruct", "base", "coder"))
+        fits = f"{TOOLS}.max_tool_response_length={room}"
+        yield warning(f"a tool's response of up to {longest} characters", why, fits)
+    thinks = context.model_type in THINKS and not any(word in _model(context) for word in OTHERS)
     if thinks and room <= SHORT and context.get(THINKING) is not False:
         why = "it thinks by default, and most of its answers would be cut, and scored as they are"
-        why = f"{why}: ++{THINKING}=false, or more tokens"
+        way = "" if "thinking" in _model(context) else f"++{THINKING}=false, or "
+        why = f"{why}: {way}more tokens"
         yield note(f"max_response_length={room} with {context.model_path}", why)
     if not context.get("data.filter_overlong_prompts") and context.get("data.truncation") in ("right", "middle"):
         why = "verl keeps the end of a prompt that is too long, whatever data.truncation says"
@@ -117,7 +127,7 @@ def tool_calls(context: Context) -> Iterable[Problem]:
         return
     given = context.get(f"{TOOLS}.format")
     own = next((known for words, known in FORMATS.items() if words in _model(context)), given)
-    if given != own:
+    if given != own and given in {"hermes", *FORMATS.values()}:
         why = f"{context.model_path} writes its calls in another format, so that no tool is ever called"
         yield warning(f"{TOOLS}.format={given}", why, f"{TOOLS}.format={own}")
     if context.get(f"{TOOLS}.max_assistant_turns") == 1:
@@ -126,7 +136,15 @@ def tool_calls(context: Context) -> Iterable[Problem]:
 
 
 def _has_tools(context: Context) -> bool:
-    return any(context.get(f"{TOOLS}.{name}") for name in ("tool_config_path", "function_tool_path"))
+    """Returns True if verl's own loop has tools; another loop need not read their settings."""
+    own = context.get(f"{ROLLOUT}.agent.default_agent_loop") in ("tool_agent", "single_turn_agent", None)
+    return own and any(context.get(f"{TOOLS}.{name}") for name in ("tool_config_path", "function_tool_path"))
+
+
+def _number_of(context: Context, key: str) -> float | None:
+    """Returns a setting that is a number; None for another value, of which other rules tell."""
+    value = context.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _model(context: Context) -> str:

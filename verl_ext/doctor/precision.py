@@ -193,7 +193,7 @@ def quantized_rollout(context: Context) -> Iterable[Problem]:
         yield note(found, "the gap to training is larger than in bf16, and the correction acts on more tokens")
     else:
         why = "the rollout samples from a coarser model than the trained one, and nothing corrects the loss for it"
-        yield warning(found, why, *context.corrections("stability.correction=tis"))
+        yield warning(found, why, *context.corrections("stability.correction=tis", dense="tis"))
 
 
 @check("quantized sync", needs="engine")

@@ -7,13 +7,12 @@ from dataclasses import replace
 from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, unset, warning
 from verl_ext.doctor.precision import FLOAT32, FSDP, dtype_name
-from verl_ext.features.verl_config import ACTOR, ROLLOUT, trains_lora
+from verl_ext.features.verl_config import ACTOR, HYBRID, ROLLOUT, trains_lora
 from verl_ext.launch.gpus import named
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.memory import plan_memory
 from verl_ext.plan.sizes import GIB, problems_of_sizes, read_sizes
 
-HYBRID = "actor_rollout_ref.hybrid_engine"
 FP8_BLOCK = 128
 LARGE = 0.01  # nats; 1% in every ratio, if the model has not learnt to avoid the ids of the padding
 
@@ -102,9 +101,9 @@ def _whole_tensors(context: Context) -> Iterator[Problem]:
     width, experts = shape.moe_intermediate, context.get(f"{ROLLOUT}.expert_parallel_size", 1)
     if context.get(f"{ROLLOUT}.quantization") == "fp8" and width and experts == 1 and width % (FP8_BLOCK * ranks):
         why = f"{width} / {ranks} of an expert is no multiple of fp8's blocks of {FP8_BLOCK}, and vLLM stops"
-        fits = next(each for each in range(ranks, 0, -1) if width % (FP8_BLOCK * each) == 0 and ranks % each == 0)
         parallel = f"{ROLLOUT}.tensor_model_parallel_size"
-        yield error(f"quantization=fp8 with {parallel}={ranks}", why, f"{parallel}={fits}")
+        fits = [each for each in range(ranks, 0, -1) if width % (FP8_BLOCK * each) == 0 and ranks % each == 0]
+        yield error(f"quantization=fp8 with {parallel}={ranks}", why, *(f"{parallel}={each}" for each in fits[:1]))
     bucket, sends = (f"{ROLLOUT}.checkpoint_engine.{name}" for name in ("update_weights_bucket_megabytes", "backend"))
     largest = shape.vocabulary * shape.hidden * 2 / 2**20
     if context.get(sends) == "mooncake" and largest > context.get(bucket, math.inf):
@@ -125,10 +124,12 @@ def rollout_at_its_start(context: Context) -> Iterable[Problem]:
         return
     if any(context.get(f"{FSDP}.{name}") for name in ("param_offload", "offload_policy")):
         return
+    if dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32)) != FLOAT32:  # then the plan's sizes are too large
+        return
     sizes = read_sizes(context.config, context.gpu.name)
     weights, card = plan_memory(sizes).update.lines["weights"], sizes.gpu.memory_gib * GIB
-    share, setting = context.get(f"{ROLLOUT}.gpu_memory_utilization", 0.5), f"{ROLLOUT}.gpu_memory_utilization"
-    if weights + share * card > card:
+    setting, share = context.engine_argument("gpu_memory_utilization")
+    if isinstance(share, float) and weights + share * card > card:
         why = f"{weights / GIB:.0f} of {card / GIB:.0f} GiB have the weights of training when the rollout starts"
         yield error(f"{setting}={share:g}", f"{why}, and vLLM stops", f"{FSDP}.param_offload=true")
 

@@ -33,10 +33,12 @@ REPLAY = "stability.replay"  # the same for every engine
 REPLAY_MODES = ("disabled", "R2", "R3")
 MTP = f"{MODEL}.mtp"
 VIRTUAL_STAGES = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+HYBRID = "actor_rollout_ref.hybrid_engine"
 REWARD_ARGUMENTS = "reward.reward_kwargs"
 RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
-LORA_RANKS = (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank")  # of FSDP and VeOmni; of Megatron
+# Training engine -> the setting of a LoRA's rank.
+LORA_RANKS = {"fsdp": f"{MODEL}.lora_rank", "fsdp2": f"{MODEL}.lora_rank", "megatron": f"{MODEL}.lora.rank"}
 # Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
 # is one of the grammar's constants.
 PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.-]*")
@@ -264,14 +266,22 @@ def needs_critic(config: DictConfig) -> bool:
 
 
 def lora_rank_key(config: DictConfig) -> str:
-    """Returns the setting in which this training engine reads a LoRA's rank."""
-    return LORA_RANKS[OmegaConf.select(config, f"{ACTOR}.strategy") == "megatron"]
+    """Returns the setting in which this training engine reads a LoRA's rank; "" if it trains no LoRA: VeOmni's,
+    TorchTitan's and Automodel's of verl 0.9.1 train all weights."""
+    return LORA_RANKS.get(OmegaConf.select(config, f"{ACTOR}.strategy"), "")
 
 
 def trains_lora(config: DictConfig) -> bool:
-    """Returns True if the model is trained as a LoRA."""
-    rank, path = (OmegaConf.select(config, name) for name in (lora_rank_key(config), f"{MODEL}.lora_adapter_path"))
-    return (isinstance(rank, int) and rank > 0) or path is not None
+    """Returns True if the model is trained as a LoRA. FSDP reads lora_adapter_path only with a rank."""
+    rank = OmegaConf.select(config, key) if (key := lora_rank_key(config)) else 0
+    return isinstance(rank, int) and rank > 0
+
+
+def refers_to_actor(config: DictConfig) -> bool:
+    """Repeats `ref_in_actor` of verl/trainer/ppo/v1/trainer_base.py: the reference is the actor without its adapter."""
+    ranks = [OmegaConf.select(config, key) for key in set(LORA_RANKS.values())]
+    path = OmegaConf.select(config, f"{MODEL}.lora_adapter_path")
+    return path is not None or any(isinstance(rank, int) and rank > 0 for rank in ranks)
 
 
 def sends_adapter(config: DictConfig, engine: str = "vllm") -> bool:

@@ -141,8 +141,10 @@ def read_launch(
 
 def _with_added(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
     """Returns a launch's arguments and those added to it. A value takes the place of the launch's own, but its plus
-    signs stay; Hydra adds a mapping up with the launch's."""
-    values = {key_of(word): word for word in added if not word.startswith("~") and "={" not in word}
+    signs stay; Hydra adds a mapping up with the launch's, but not with a value that is not known."""
+    unknown = {key_of(word) for word in arguments if "$" in word}
+    given = [word for word in added if not word.startswith("~")]
+    values = {key_of(word): word for word in given if "={" not in word or key_of(word) in unknown}
     own = {key_of(word) for word in arguments if not word.startswith("~")}
     found = list[str]()
     for word in arguments:

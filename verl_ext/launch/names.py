@@ -287,7 +287,7 @@ def _row_problems(row: Names, config: DictConfig) -> Iterator[Problem]:
         elif not row.used(config):
             yield replace(problem, why=f"this run does not read it; {problem.why}", level="warning")
         else:
-            yield replace(problem, otherwise=OF_YOUR_OWN if row.opened_by else "")
+            yield replace(problem, otherwise=OF_YOUR_OWN if row.opened_by and not problem.fix else "")
 
 
 def _imported_by_verl() -> list[str]:

@@ -109,7 +109,7 @@ TABLE = (
         engines=("megatron",),
         instead=(f"++{LAYERS}.moe_enable_deepep=false", f"++{LAYERS}.moe_token_dispatcher_type=alltoall"),
     ),
-    # OrthogonalizedOptimizer of megatron/core/optimizer asserts it
+    # `get_megatron_muon_optimizer` of megatron/core/optimizer/muon.py asserts it
     Import("actor_rollout_ref.actor.optim.optimizer", "muon", ("emerging-optimizers",), engines=("megatron",)),
     # verl/workers/config/model.py; transformers raises the error when it loads the model (modeling_utils.py).
     Import(

@@ -20,8 +20,8 @@ from verl_ext.features.verl_config import (
     judged,
     needs_critic,
     needs_reference,
+    refers_to_actor,
     repeats_another,
-    trains_lora,
 )
 from verl_ext.launch.families import RECURRENT
 from verl_ext.launch.models import ModelShape
@@ -209,7 +209,7 @@ def _batch_problems(config: DictConfig) -> Iterator[Problem]:
     passes = [(f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", trajectories)]
     own = 0 if _get(config, BYPASS) else whole
     passes += [(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", own)]
-    if needs_reference(config) and not trains_lora(config):  # else the actor without its adapter
+    if needs_reference(config) and not refers_to_actor(config):  # else the actor without its adapter
         of_ref = f"{ARP}.ref.log_prob_micro_batch_size_per_gpu"
         passes += [(of_ref, f"{ARP}.ref.log_prob_use_dynamic_bsz", whole)]
     passes = [one for one in passes if not _get(config, one[1])]

@@ -173,8 +173,8 @@ class Run:
         return Readings(logged, ending, acts)
 
     def own_name(self, name: str) -> str:
-        """Returns the name under which this run logs a quantity; the quantity's own, if it does not."""
-        return next(iter(self._quantities.get(name, ())), name)
+        """Returns the name under which this run logs a quantity, as in `get`; the quantity's own, if it does not."""
+        return next((each for each in self._quantities.get(name, ()) if self.metrics[each].finite().steps.size), name)
 
     def in_own_names(self, text: str) -> str:
         """Returns a text with the metrics that this run logs under the names that it gives them."""

@@ -185,7 +185,11 @@ class RunVerdict:
 
 
 def _by_our_module(steps: Iterable[NextStep]) -> str:
-    return " by python -m verl_ext.main_ppo" if any(needs_our_module(step.do) for step in steps) else ""
+    return (
+        " by python -m verl_ext.main_ppo"
+        if any(needs_our_module(step.do) for step in steps if not step.is_command)
+        else ""
+    )
 
 
 def reasons(signs: Sequence[Evidence]) -> tuple[list[str], list[str]]:

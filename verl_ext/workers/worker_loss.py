@@ -262,9 +262,13 @@ def worker_loss(
 
 
 def _check_weight(name: str, weight: Tensor, batch: LossBatch) -> None:
-    """Refuses weights of a correction that are not finite or are negative, at tokens with a finite l_theta; on a CPU
-    only, because a GPU would have to be waited for."""
-    if weight.device.type == "cpu" and (judged := batch.mask & batch.l_theta.isfinite()).any():
+    """Refuses weights of a correction that are not finite or are negative, at tokens whose log-probabilities are
+    finite; on a CPU only, because a GPU would have to be waited for."""
+    if weight.device.type != "cpu":
+        return
+    read = [each for each in (batch.l_theta, batch.l_old, batch.l_infer) if each is not None]
+    judged = batch.mask & torch.stack(read).isfinite().all(dim=0)
+    if judged.any():
         check_range(name, *(bound.item() for bound in weight[judged].aminmax()))
 
 

@@ -14,6 +14,9 @@ RATE = f"{ACTOR}.optim.lr=2e-5"
 MOE = f"{MODEL}.path={{models}}/moe"
 QWEN, SMALL = f"{MODEL}.path=Qwen/Qwen3-8B", f"{MODEL}.path=Qwen/Qwen3-30B-A3B"
 CODER, QWEN_27B = f"{MODEL}.path=Qwen/Qwen3-Coder-30B-A3B-Instruct", f"{MODEL}.path=Qwen/Qwen3.5-27B"
+GPT_OSS = f"{MODEL}.path=openai/gpt-oss-20b"
+LOADED = f"{ACTOR}.checkpoint.load_contents"
+VLLM = f"+{ROLLOUT}.engine_kwargs.vllm.gpu_memory_utilization"
 LENGTHS = "data.max_prompt_length=512 data.max_response_length"
 GROUPS = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric"
 PENALTY = "reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True"
@@ -35,7 +38,9 @@ CASES = [
     ("adapter", f"{MODEL}.lora.rank=8 {RATE}", "error", {}),
     ("adapter", f"{LORA} {RATE} {MEGATRON}", "error", {}),
     ("adapter", f"{MODEL}.lora.rank=8 {RATE} {MEGATRON}", None, {}),
+    ("adapter", f"{LORA} model_engine=veomni", "error", {}),
     ("adapter", f"{LORA} {RATE} {MOE}", "warning", {}),
+    ("adapter", f"{LORA} {RATE} {MOE} ++{MODEL}.lora.merge=true", None, {}),
     ("adapter", f"{LORA} {RATE} {MOE} {MODEL}.target_modules=[q_proj]", None, {}),
     ("checkpoints", "trainer.save_freq=-1", "note", {}),
     ("checkpoints", "trainer.save_freq=20", None, {}),
@@ -46,6 +51,8 @@ CASES = [
         None,
         {},
     ),
+    ("checkpoints", f"trainer.save_freq=20 {LOADED}=[optimizer]", "warning", {}),
+    ("checkpoints", f"trainer.save_freq=20 {LOADED}=[hf_model,optimizer] {MEGATRON}", None, {}),
     ("checkpoints", "trainer.val_only=true trainer.val_before_train=false", "error", {}),
     ("checkpoints", "trainer.val_only=true trainer.val_before_train=true", None, {}),
     ("room for an answer", f"{TOOLS} {TURNS}.max_tool_response_length=4096 {LENGTHS}=1024", "warning", {}),
@@ -59,16 +66,23 @@ CASES = [
     ("tool calls", f"{TOOLS} {CODER} {TURNS}.format=qwen3_coder", None, {}),
     ("tool calls", f"{TOOLS} {QWEN}", None, {}),
     ("tool calls", CODER, None, {}),
+    ("tool calls", f"{TOOLS} {CODER} {TURNS}.format=mine", None, {}),
+    ("tool calls", f"{TOOLS} {CODER} {ROLLOUT}.agent.default_agent_loop=mine", None, {}),
+    ("tool calls", f"{TOOLS} {MODEL}.path=THUDM/glm-4-9b-chat", None, {}),
     ("tool calls", f"{TOOLS} {TURNS}.max_assistant_turns=1", "warning", {}),
     ("recomputation", f"{MEGATRON} {LAYERS}.recompute_granularity=full", "error", {}),
     ("recomputation", f"{MEGATRON} {LAYERS}.recompute_granularity=selective", None, {}),
     ("terms", f"{ACTOR}.use_kl_loss=True algorithm.use_kl_in_reward=True", "warning", {}),
     ("terms", f"{ACTOR}.use_kl_loss=True", None, {}),
+    ("terms", f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_coef=0 algorithm.use_kl_in_reward=True", None, {}),
     ("terms", f"algorithm.adv_estimator=gae algorithm.gamma=0.99 {LENGTHS}=8192", "warning", {}),
     ("terms", f"algorithm.adv_estimator=gae algorithm.gamma=0.99 {LENGTHS}=128", None, {}),
     ("terms", f"algorithm.gamma=0.99 {LENGTHS}=8192", None, {}),  # GRPO reads no gamma
     ("terms", f"{GROUPS}=seq_final_reward", "error", {}),
+    ("terms", f"{GROUPS}=seq_final_reward trainer.v1.sampler.custom_sampler.path=a.py", None, {}),
     ("terms", f"{GROUPS}=reward {PENALTY}", "warning", {}),
+    ("terms", f"{GROUPS}=reward {PENALTY} reward.custom_reward_function.path=a.py", "warning", {}),
+    ("terms", f"{GROUPS}=reward {PENALTY} reward.reward_manager.name=naive", None, {}),
     ("terms", f"{GROUPS}=acc {PENALTY}", None, {}),
     ("terms", f"{GROUPS}=acc reward.reward_model.enable=True", "error", {}),
     ("terms", f"{DISTILS}=True", "warning", {}),
@@ -80,9 +94,17 @@ CASES = [
     ("sizes", f"data.train_max_samples=32 data.train_batch_size=64 {ACTOR}.ppo_mini_batch_size=64", "error", {}),
     ("sizes", f"{EIGHT} {SMALL} {FP8} {TENSOR}=4 data.train_batch_size=256", "error", {}),
     ("sizes", f"{EIGHT} {SMALL} {FP8} {TENSOR}=2 data.train_batch_size=256", None, {}),
+    ("sizes", f"{EIGHT} {GPT_OSS} {FP8} {TENSOR}=4 data.train_batch_size=256", "error", {}),
     ("sizes", f"{EIGHT} {QWEN_27B} {MODEL}.use_remove_padding=false {BUCKET} data.train_batch_size=256", "error", {}),
     ("rollout at its start", f"{TWO} {QWEN} {ROLLOUT}.gpu_memory_utilization=0.9", "error", ON_H100),
     ("rollout at its start", f"{TWO} {QWEN} {ROLLOUT}.gpu_memory_utilization=0.5", None, ON_H100),
+    (
+        "rollout at its start",
+        f"{TWO} {QWEN} {ROLLOUT}.gpu_memory_utilization=0.85 {FSDP}.model_dtype=bf16",
+        None,
+        ON_H100,
+    ),
+    ("rollout at its start", f"{TWO} {QWEN} {ROLLOUT}.gpu_memory_utilization=0.9 {VLLM}=0.4", None, ON_H100),
     (
         "rollout at its start",
         f"{TWO} {QWEN} {ROLLOUT}.gpu_memory_utilization=0.9 {FSDP}.param_offload=true",

@@ -33,7 +33,7 @@ from verl_ext.launch.packages import (
 )
 
 VERL = package_folder("verl")
-NOT_BY_VERL = {"apex", "deep_ep", "tensorboard"}  # imported by megatron-core; by torch
+NOT_BY_VERL = {"apex", "deep_ep", "emerging-optimizers", "tensorboard"}  # imported by megatron-core; by torch
 FREE = ("override_config", "override_transformer_config")  # nodes that take any key
 MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
 UNFUSED = f"{MEGATRON}.override_transformer_config.attention_backend=unfused"

@@ -263,7 +263,7 @@ def test_lines_that_were_cut_or_wrapped_are_read_as_they_were_printed(tmp_path, 
     assert whole.metrics.keys() == read.metrics.keys() and len(whole.metrics) >= len(LONG)
     assert all(np.array_equal(whole.metrics[name].values, read.metrics[name].values) for name in whole.metrics)
     assert read.sources == (file,) and read.name == "cut"
-    assert any("characters go on" in note for note in read.notes) or pasted is wrapped, "also lines below a heading"
+    assert pasted is wrapped or any("characters go on" in note for note in read.notes), "also lines below a heading"
 
 
 @pytest.mark.parametrize("pasted", [cut, filled, wrapped])
@@ -974,3 +974,17 @@ def test_a_format_of_ones_own_is_tried_before_ours(tmp_path, monkeypatch):
 
     run = read_run(log(tmp_path, many(VERL)))
     assert values(run, "my/metric") == {1: 1, 2: 2, 3: 3}
+
+
+def test_an_update_may_log_an_evaluation_beside_it(tmp_path):
+    rows = [f"{{'reward': 0.{step}, 'kl': 0.01, 'eval_reward': 0.9}}\n" for step in range(1, 5)]
+    assert read_run(log(tmp_path, "".join(rows))).metrics["reward"].steps.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "between",
+    ["{'total_score': 1.0, 'mean_accuracy': 0.0}\n", "{'learning_rate': 1e-6,\n 'reward': 1.0,\n 'kl': 0.04}\n"],
+)
+def test_a_printed_sample_or_config_is_no_row_between_others(tmp_path, between):
+    rows = [f"{{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.{step}}}\n" for step in range(1, 5)]
+    assert read_run(log(tmp_path, between.join(["", *rows]))).metrics["reward"].steps.tolist() == [1, 2, 3, 4]

@@ -561,6 +561,6 @@ def rollout_age(run: Readings) -> Seen:
     if staleness < 1:
         return "new", text
     if (share := engines_share(run)) is not None and share >= MOSTLY:
-        return "beside", f"{text}, but {share:.0%} of k3 is the engines' own"
+        return "beside", f"{text}, but {min(share, 1):.0%} of k3 is the engines' own"
     always = beginning(run) is None and bool(stale_steps(run).intersection(range(FIRST_READINGS + 1)))
     return ("always_old" if always else "old"), text

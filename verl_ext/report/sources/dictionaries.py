@@ -8,9 +8,9 @@ belong to the first step on it.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from verl_ext.diagnosis.names import quantity_of
+from verl_ext.diagnosis.names import is_by_words, quantity_of
 from verl_ext.report.sources.lines import BAR, bars_in
 from verl_ext.report.sources.numbers import DICTIONARY, ENTRY, NAME, SUMMARY, dictionaries_in, row_of, step_counts
 from verl_ext.report.sources.table import Row
@@ -20,6 +20,7 @@ LIKELY = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
 OF_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d{1,12}): $")
 EVERY = re.compile(r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b")
 MOST_LINES = 20  # of a dictionary
+OF_EVALUATION = ("eval_loss", "eval_runtime")  # of transformers, in every row of one
 # What says how many steps are between two rows of transformers' trainers: a setting, or its bar, which has no title.
 UNIT = re.compile(rf"{EVERY.pattern}|{BAR.pattern}".encode())
 
@@ -55,8 +56,10 @@ class PrintedDicts:
                 self.every, self._is_set = int(found[1]) or self.every, self._is_set or int(found[1]) > 0
             bars = (bar for bar in bars_in(text) if not bar.title.strip())
             self._bar = max([self._bar, *((bar.total, bar.at) for bar in bars)])
-        for words, record in dictionaries_in(self._whole(text)):
-            if SUMMARY in record or not _are_metrics(record):
+        whole = self._whole(text)
+        joined = len(whole) > len(text)
+        for words, record in dictionaries_in(whole):
+            if SUMMARY in record or not _are_metrics(record) or (joined and _is_config(record)):
                 continue
             step, values = row_of(record)
             if (step := self._step(words, step)) is None and _evaluates(values):
@@ -75,7 +78,8 @@ class PrintedDicts:
 
         A line without a newline is given again, so that only the end of the dictionary is taken from it.
         """
-        if DICTIONARY.search(text) or self._open.count("\n") >= MOST_LINES:
+        goes_on = "}" in text[:2] or ENTRY.search(text) is not None
+        if DICTIONARY.search(text) or not goes_on or self._open.count("\n") >= MOST_LINES:
             self._torn += self._is_cut and text.endswith("\n")
         else:
             text = self._open + text
@@ -95,14 +99,19 @@ class PrintedDicts:
         return own
 
 
-def _evaluates(names: Iterable[str]) -> bool:
-    """Returns True for the names of an evaluation: an update has a loss, too."""
+def _evaluates(names: Collection[str]) -> bool:
+    """Returns True for the names of an evaluation, of which some lack its prefix; an update may log both."""
+    return any(name in names for name in OF_EVALUATION) and not any(f"eval_{name}" in names for name in names)
+
+
+def _is_config(names: Collection[str]) -> bool:
+    """Returns True for names with a learning rate, and without what an update has."""
     found = {quantity.name for quantity in map(quantity_of, names) if quantity}
-    return "actor/loss" not in found and any(name.startswith("eval_") for name in names)
+    return "actor/lr" in found and not found & {"actor/loss", "actor/pg_loss", "actor/grad_norm"}
 
 
 def _are_metrics(values: Mapping[str, object]) -> bool:
     """Returns True for a row of metrics, False for a printed config, which may have a learning rate."""
     if any("/" in name or name.startswith("eval_") for name in values):
         return True
-    return sum(quantity_of(name) is not None for name in values) > 1
+    return sum(quantity_of(name) is not None and not is_by_words(name) for name in values) > 1
