@@ -228,8 +228,9 @@ def _may_skip(run: Run) -> bool:
 
 def _unrefused(run: Run, found: Judgement, step: NextStep) -> NextStep:
     """Returns a step without the batch skip of its preset, if that would refuse updates of this run. Where the run goes
-    back to a checkpoint, k3 does too."""
-    if run.get(K3) is None or _may_skip(run) or _is_lost(found) or not step.do.startswith("stability="):
+    back to a checkpoint, k3 does too, unless it comes from the age of the rollouts."""
+    goes_back = _is_lost(found) and staleness_of(run.readings) <= 1
+    if run.get(K3) is None or _may_skip(run) or goes_back or not step.do.startswith("stability="):
         return step
     why = f"{step.why}. The batch skip would refuse updates while k3 is past {boundary_of(run.readings):g}"
     return NextStep(f"{step.do} {SKIP_OFF}", why)
