@@ -106,7 +106,7 @@ def assert_the_report_shows(run):
         assert line.weight == pytest.approx(k, rel=1e-5)
         assert line.prompt.startswith("<user>") and line.skipped == ""
     out = run.folder / "report"
-    assert cli.main(["report", str(run.folder / "verl_ext"), "--out", str(out)]) == 0
+    assert cli.main(["report", str(run.folder / "verl_ext"), "--pictures", "--out", str(out)]) == 0
     page = (out / "report.html").read_text()
     assert "not enough data" in page and 'href="trajectories.html"' in page
     assert (out / "trajectories.html").stat().st_size > 10_000
