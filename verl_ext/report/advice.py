@@ -12,7 +12,7 @@ from verl_ext.diagnosis.causes import CAUSES, Settling
 from verl_ext.diagnosis.findings.answers import LONGEST
 from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_before, outside_since, staleness_of
 from verl_ext.diagnosis.findings.registry import notable
-from verl_ext.diagnosis.findings.routers import is_moe
+from verl_ext.diagnosis.findings.routers import is_moe, replayed
 from verl_ext.diagnosis.growth import GROWTH_READINGS
 from verl_ext.diagnosis.judge import Judgement
 from verl_ext.diagnosis.names import K3, LENGTH
@@ -31,20 +31,19 @@ RATE = "actor_rollout_ref.actor.optim.lr"
 # (fsdp_checkpoint_manager.py; LambdaLR keeps `base_lrs`).
 ONLY_WEIGHTS = "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
 SKIP, SKIP_OFF = "stability.batch_skip.threshold=0.1", "stability.batch_skip.threshold=null"
-# Beginning of an override -> beginnings of the metrics that a run logs if it is on already.
+# Beginning of an override -> beginning of a metric that a run logs if it is on already.
 LOGGED_IF_ON = {
-    "stability.sync_canary": ("sync/",),
-    "stability.metrics": ("vllm_kl/log_ratio_abs_mean",),
-    "stability.rescoring": ("vllm_kl/engine/k3",),
-    "stability.router_agreement": ("router/agreement",),
-    "stability=opsm": ("actor/opsm/dropped",),
-    "stability=moe": ("router/own_agreement", "actor/opsm/dropped"),
-    "stability=guard": ("guard/",),
-    "stability.filters='{retokenization_drift": ("filter/retokenization_drift/",),
-    "stability.filters={overlong": ("filter/overlong/",),
-    SKIP: ("guard/threshold",),
-    "actor_rollout_ref.actor.use_kl_loss": ("actor/kl_loss",),
-    "actor_rollout_ref.rollout.calculate_log_probs": ("vllm_kl/k3",),
+    "stability.sync_canary": "sync/",
+    "stability.metrics": "vllm_kl/log_ratio_abs_mean",
+    "stability.rescoring": "vllm_kl/engine/k3",
+    "stability.router_agreement": "router/agreement",
+    "stability=opsm": "actor/opsm/dropped",
+    "stability=guard": "guard/",
+    "stability.filters='{retokenization_drift": "filter/retokenization_drift/",
+    "stability.filters={overlong": "filter/overlong/",
+    SKIP: "guard/threshold",
+    "actor_rollout_ref.actor.use_kl_loss": "actor/kl_loss",
+    "actor_rollout_ref.rollout.calculate_log_probs": "vllm_kl/k3",
 }
 # Override -> what it switches on too, as another override would.
 INCLUDES = {
@@ -146,9 +145,9 @@ REFERENCE = NextStep("actor_rollout_ref.actor.use_kl_loss=true", "holds the poli
 
 def is_on(run: Run, override: str) -> bool:
     """Returns True if the run's metrics show that it has an override on already."""
-    return any(
-        override.startswith(start) and all(map(run.readings.has, names)) for start, names in LOGGED_IF_ON.items()
-    )
+    if override.startswith("stability=moe"):
+        return replayed(run.readings) and is_on(run, "stability=opsm")
+    return any(override.startswith(start) and run.readings.has(name) for start, name in LOGGED_IF_ON.items())
 
 
 def may_ask(run: Run, setting: str) -> bool:

@@ -9,6 +9,7 @@ from verl_ext.diagnosis.collapse import RECORDED, SIGNAL_WORDS, Move, what_moved
 from verl_ext.diagnosis.findings.gap import STALENESS, Gap, gap_of
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import reward_course
+from verl_ext.diagnosis.findings.routers import OWN, replayed
 from verl_ext.diagnosis.growth import BOUNDARY, GROWTH_READINGS, HORIZON, Growth, estimate_growth
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, PROB_DIFF
 from verl_ext.diagnosis.series import Readings, Series, cached_per_run, holds_from, now_label, now_of, require_logged
@@ -22,7 +23,6 @@ SOON_STEPS = 20  # a forecast of fewer steps to the boundary is a warning, as in
 RECENT_STEPS = 10  # last steps in which an action of the guard still counts
 MOST_RATE = math.log(100)  # of the logarithm per step; a larger one is shown as this
 SKIPPED, DROPPED, AGREEMENT = "guard/skipped", "correction/dropped", "router/agreement"
-OWN_AGREEMENT = "router/own_agreement"
 # Action of the guard -> what it did, and the levels of the finding: a skipped update is told by the share of all.
 ACTS = {
     "skip": ("skipped an update", "| lately earlier"),
@@ -203,13 +203,13 @@ def rollouts_old(run: Readings) -> Seen:
 @finding("experts_agree", "low usual")
 def experts_agree(run: Readings) -> Seen:
     """On how many experts the engines agree now."""
-    own = run.get(OWN_AGREEMENT)  # where the rollout's experts are replayed, all others agree
+    own = run.get(OWN) if replayed(run) else None  # the replayed experts always agree
     agreement, error = own or run.need(AGREEMENT), run.get(f"{AGREEMENT}/error") if own is None else None
     now = now_of(agreement)
-    replayed = " before the replay" if own is not None else ""
+    before = " before the replay" if own is not None else ""
     part = f"; from a share of the trajectories: +- {200 * now_of(error):.2g} % per step" if error is not None else ""
     level = "low" if now < LOW_AGREEMENT else "usual"
-    return level, f"the engines agree on {100 * now:.2f} % of the experts{replayed} ({now_label(agreement)}{part})"
+    return level, f"the engines agree on {100 * now:.2f} % of the experts{before} ({now_label(agreement)}{part})"
 
 
 # ---------------------------------------------------------------------------------------------------- what is left out
