@@ -34,7 +34,8 @@ BLOWS_UP = (
 )
 LIKE_A_REWARD = re.compile(r"(?i)reward|score|return|accura|correct|success|solve")
 # Findings of a growing gap.
-GROWS = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows", "gap_grew.grew")
+JUMPED = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows")
+GROWS = (*JUMPED, "gap_grew.grew")
 
 
 @dataclass(frozen=True)

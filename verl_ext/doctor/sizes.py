@@ -11,7 +11,7 @@ from verl_ext.features.verl_config import ACTOR, HYBRID, ROLLOUT, trains_lora
 from verl_ext.launch.gpus import named
 from verl_ext.launch.sizes import STRATEGIES, MissingSizeError
 from verl_ext.plan.memory import plan_memory
-from verl_ext.plan.sizes import GIB, problems_of_sizes, read_sizes
+from verl_ext.plan.sizes import GIB, Sizes, problems_of_sizes, read_sizes
 
 FP8_BLOCK = 128
 LARGE = 0.01  # nats; 1% in every ratio, if the model has not learnt to avoid the ids of the padding
@@ -74,18 +74,23 @@ def _batches(context: Context) -> Iterator[Problem]:
 def _too_large(context: Context) -> Iterator[Problem]:
     """Yields a warning if weights, gradients and Adam's state alone are larger than the GPU, whatever is offloaded
     between the phases. Source: `verl_ext.plan.memory`; `offload_policy` of FSDP2 keeps them in the machine's memory."""
-    whole = dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32)) == FLOAT32
-    offloaded = context.get(f"{FSDP}.offload_policy")
-    if not context.on_fsdp or not whole or offloaded or trains_lora(context.config) or context.shape is None:
+    if context.gpu is None or trains_lora(context.config) or (sizes := _sizes_in_float32(context)) is None:
         return
-    if context.gpu is None or named(context.gpu.name) is None:
-        return
-    sizes = read_sizes(context.config, context.gpu.name)
     needed = sum(plan_memory(sizes).update.lines[part] for part in ("weights", "gradients", "optimizer"))
     if needed > sizes.gpu.memory_gib * GIB:
         found = f"{needed / GIB:.0f} GiB of weights, gradients and optimizer per GPU, on a {context.gpu.name}"
         why = f"it has {sizes.gpu.memory_gib:.0f} GiB, and the update runs out of memory: use more GPUs, or a LoRA"
         yield warning(found, why)
+
+
+def _sizes_in_float32(context: Context) -> Sizes | None:
+    """Returns the plan's sizes, if FSDP keeps float32 weights on a known GPU and the model's shape is known."""
+    gpu, whole = context.gpu, dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32)) == FLOAT32
+    if not context.on_fsdp or not whole or context.get(f"{FSDP}.offload_policy"):
+        return None
+    if gpu is None or named(gpu.name) is None or context.shape is None:
+        return None
+    return read_sizes(context.config, gpu.name)
 
 
 def _whole_tensors(context: Context) -> Iterator[Problem]:
@@ -118,15 +123,10 @@ def rollout_at_its_start(context: Context) -> Iterable[Problem]:
     Source: `_setup` of v1/trainer_base.py makes the actor before the rollout (verl issue 4229, PR 5384); vLLM compares
     what is free with gpu_memory_utilization of the whole (v1/worker/gpu_worker.py).
     """
-    if context.gpu is None or named(context.gpu.name) is None or context.shape is None:
+    if not context.with_vllm or not context.get(HYBRID, True) or context.get(f"{FSDP}.param_offload"):
         return
-    if not context.on_fsdp or not context.with_vllm or not context.get(HYBRID, True):
+    if (sizes := _sizes_in_float32(context)) is None:
         return
-    if any(context.get(f"{FSDP}.{name}") for name in ("param_offload", "offload_policy")):
-        return
-    if dtype_name(context.get(f"{FSDP}.model_dtype", FLOAT32)) != FLOAT32:  # then the plan's sizes are too large
-        return
-    sizes = read_sizes(context.config, context.gpu.name)
     weights, card = plan_memory(sizes).update.lines["weights"], sizes.gpu.memory_gib * GIB
     setting, share = context.engine_argument("gpu_memory_utilization")
     if isinstance(share, float) and weights + share * card > card:

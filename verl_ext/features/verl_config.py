@@ -273,15 +273,18 @@ def lora_rank_key(config: DictConfig) -> str:
 
 def trains_lora(config: DictConfig) -> bool:
     """Returns True if the model is trained as a LoRA. FSDP reads lora_adapter_path only with a rank."""
-    rank = OmegaConf.select(config, key) if (key := lora_rank_key(config)) else 0
-    return isinstance(rank, int) and rank > 0
+    key = lora_rank_key(config)
+    return bool(key) and _is_rank(OmegaConf.select(config, key))
 
 
 def refers_to_actor(config: DictConfig) -> bool:
     """Repeats `ref_in_actor` of verl/trainer/ppo/v1/trainer_base.py: the reference is the actor without its adapter."""
-    ranks = [OmegaConf.select(config, key) for key in set(LORA_RANKS.values())]
     path = OmegaConf.select(config, f"{MODEL}.lora_adapter_path")
-    return path is not None or any(isinstance(rank, int) and rank > 0 for rank in ranks)
+    return path is not None or any(_is_rank(OmegaConf.select(config, key)) for key in LORA_RANKS.values())
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
 
 
 def sends_adapter(config: DictConfig, engine: str = "vllm") -> bool:

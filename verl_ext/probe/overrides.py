@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.verl_config import (
-    MODEL,
+    LORA_RANKS,
     REPLAY,
     ROLLOUT,
     ROLLOUTS,
@@ -99,7 +99,7 @@ def _check_engines(config: Any) -> None:
 
 
 def _check_rounds(config: Any) -> None:
-    if any(OmegaConf.select(config, f"{MODEL}.{name}") for name in ("lora_rank", "lora.rank")):
+    if any(OmegaConf.select(config, key) for key in LORA_RANKS.values()):
         raise ConfigError("--sweep layers rounds the weights that a sync sends, and this run's sends a LoRA")
     if quantization := OmegaConf.select(config, f"{ROLLOUT}.quantization"):
         raise ConfigError(

@@ -14,7 +14,7 @@ from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_bef
 from verl_ext.diagnosis.findings.registry import notable
 from verl_ext.diagnosis.findings.routers import is_moe, replayed
 from verl_ext.diagnosis.growth import GROWTH_READINGS
-from verl_ext.diagnosis.judge import Judgement
+from verl_ext.diagnosis.judge import JUMPED, Judgement
 from verl_ext.diagnosis.names import K3, LENGTH
 from verl_ext.diagnosis.rank import OpenQuestion, Suspect
 from verl_ext.diagnosis.series import now_of
@@ -136,7 +136,6 @@ MEMORY_STEPS = (
         ),
     ),
 )
-JUMPED = ("gap_jumped.at_first_sync", "gap_jumped.later", "gap_jumped.later_and_grows")
 SEQUENCE = ("prompt_length/max", LONGEST)
 OUT_OF_MEMORY = CAUSES["out_of_memory"]
 COMPARE = NextStep(PROBE, "compares both engines on the same tokens, and shows where they come apart")

@@ -331,8 +331,6 @@ def gap_grew(run: Readings) -> Seen:
     calm, now = _median(heights[:part]), _median(heights[-5:])
     levels = [_median(each) for each in np.array_split(heights, min(8, len(heights) // 2))]
     apart = _apart(gap, run) ** gap.measure.power
-    middle = (calm * now) ** 0.5
-    began = int(steps[int(np.argmax(level_medians(heights, 3) > middle)) + 1])  # a single spike is no beginning
     text = f"{gap.name} went from {_number(_median(gap.series.values[:part]))} to {_number(now_of(gap.series))}"
     window = list(zip(steps[-GROWTH_READINGS:].tolist(), heights[-GROWTH_READINGS:].tolist(), strict=True))
     growth = estimate_growth(window, max(apart, 1e-9))
@@ -343,6 +341,8 @@ def gap_grew(run: Readings) -> Seen:
     )
     if not grew:
         return "steady", text
+    middle = (calm * now) ** 0.5
+    began = int(steps[int(np.argmax(level_medians(heights, 3) > middle)) + 1])  # a single spike is no beginning
     return "grew", f"{text}, past {_number(middle ** (1 / gap.measure.power))} in step {began}", began
 
 
@@ -543,7 +543,6 @@ def tokens_drifted(run: Readings) -> Seen:
     return ("some" if drifted > 0 else "none"), f"{drifted:.1%} of the trajectories encode otherwise than sampled"
 
 
-@cached_per_run
 def engines_share(run: Readings) -> float | None:
     """Returns the engines' part of k3 as a share of the whole, in the last steps that have both; None for too few."""
     shares = [
