@@ -134,9 +134,13 @@ def points_of(a_cause, findings):
     return sum(each.points for each in evidence_of(a_cause, findings))
 
 
+THREE_IN_THE_LEARNING = {"answers_empty": "many", "answers_loop": "many", "length_collapsed": "collapsed"}
+
+
 @given(some_levels)
 @example({"run_ended": "memory", "expert_overload": "overloaded", "answers_loop": "many"})
 @example({"run_ended": "memory"})
+@example({"gap_level": "close", "probe_fp32": "stays", "gap_by_probability": "even", **THREE_IN_THE_LEARNING})
 def test_our_causes_are_named_by_their_points_whatever_is_found(levels):
     findings = found(**levels)
     marks = {f"{name}.{level}" for name, level in levels.items()}
@@ -156,8 +160,10 @@ def test_our_causes_are_named_by_their_points_whatever_is_found(levels):
             for end in (False, True)
         }
         assert bool(suspects) == (max(best.values()) >= LEAST)
-        # What ended a run is shown anyway: it is named as a cause only if no other cause is.
-        assert not suspects or points[0] == (best[False] if best[False] >= LEAST else best[True])
+        # What ended a run is shown anyway: it is named as a cause only if no other cause is. Rounding of a harmless
+        # size comes after the causes in the learning, so that it may be the fourth.
+        harmless = levels.get("gap_level") in ("close", "none") and len(suspects) == MOST_NAMED
+        assert harmless or not suspects or points[0] == (best[False] if best[False] >= LEAST else best[True])
     assert asked is None or asked.setting in {setting_for(name) for rule in RULES.values() for name in rule.needs}
 
 
