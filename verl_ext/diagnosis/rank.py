@@ -108,7 +108,7 @@ def name_causes(
         may_ask: tells whether the question may be for a setting.
     """
     judged, marks = _judged(found, is_moe(run), causes), {each.mark for each in found.values()}
-    ranked = [suspect for suspect in judged if not suspect.cause.only_with or marks & set(suspect.cause.only_with)]
+    ranked = [suspect for suspect in judged if _is_seen(suspect.cause, marks)]
     possible = [each for each in judged if each in ranked or _may_be(run, found, each.cause, may_ask)]
     question = _question(run, found, possible, may_ask)
     if not ranked or ranked[0].points < LEAST:
@@ -139,11 +139,31 @@ def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) ->
         for cause in causes
     ]
     judged = [suspect for suspect in judged if all(each.points > WORDS["never"] for each in suspect.evidence)]
+    judged = _unexplained(judged, found)
     judged.sort(key=lambda suspect: -suspect.points)
     of_gap = next((suspect for suspect in judged if suspect.cause.of_gap), None)
     if of_gap is not None and of_gap.harmless:
         judged.sort(key=lambda suspect: suspect.cause.of_gap or suspect.points < LEAST)
     return judged
+
+
+def _is_seen(cause: Cause, marks: set[str]) -> bool:
+    """Returns True if the cause requires no finding, or one that was found."""
+    return not cause.only_with or bool(marks & set(cause.only_with))
+
+
+def _unexplained(judged: list[Suspect], found: Mapping[str, Finding]) -> list[Suspect]:
+    """Returns the suspects without the evidence that follows from another one: that a batch has no signal is no cause
+    if all answers are cut."""
+    marks = {each.mark for each in found.values()}
+    sure = [each.cause for each in judged if each.points >= LEAST and _is_seen(each.cause, marks)]
+    of = {mark: cause for cause in sure for mark in cause.explains}
+
+    def own(suspect: Suspect) -> Suspect:
+        left = {name: each for name, each in found.items() if of.get(each.mark, suspect.cause) == suspect.cause}
+        return replace(suspect, evidence=evidence_of(suspect.cause, left))
+
+    return [own(suspect) for suspect in judged] if of else judged
 
 
 def _may_be(run: Readings, found: Mapping[str, Finding], cause: Cause, may_ask: MayAsk) -> bool:

@@ -16,9 +16,11 @@ from verl_ext.doctor import (  # noqa: F401 (as above)
     objective,
     outcome,
     precision,
+    refusals,
     sampling,
     sizes,
     training,
+    unread,
     weight_sync,
     zero_mismatch,
 )

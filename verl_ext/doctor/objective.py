@@ -28,7 +28,7 @@ from verl_ext.features.verl_config import (
     refers_to_actor,
     replay_mode,
 )
-from verl_ext.launch.names import MANAGER, known_names
+from verl_ext.launch.names import MANAGER
 from verl_ext.launch.refused import is_plain, new_place, replacement
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
@@ -41,15 +41,6 @@ FEW = 4  # responses; verl's examples have at least as many
 ESTIMATOR = "algorithm.adv_estimator"
 RESPONSES = f"{ROLLOUT}.n"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
-UNREAD = {  # setting -> verl's value, and the setting to use; "" if there is none
-    f"{ACTOR}.grad_clip": (1.0, f"{ACTOR}.optim.clip_grad"),
-    "critic.grad_clip": (1.0, "critic.optim.clip_grad"),
-    f"{ACTOR}.freeze_vision_tower": (False, ""),
-    f"{ROLLOUT}.over_sample_rate": (0, ""),
-    f"{ROLLOUT}.repetition_penalty": (1.0, ""),
-    f"{ACTOR}.fsdp_config.strategy": ("fsdp", f"{ACTOR}.strategy"),
-    "critic.fsdp.strategy": ("fsdp", "critic.strategy"),
-}
 USUAL_CLIP = 0.2
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 UPDATES = (f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs")
@@ -302,42 +293,6 @@ def trust_region(context: Context) -> Iterable[Problem]:
     yield warning(f"{mode} without a trust region", why, *fix)
 
 
-@check("unread settings", needs="config")
-def unread_settings(context: Context) -> Iterable[Problem]:
-    """`grad_clip`, `freeze_vision_tower`, `over_sample_rate`, `repetition_penalty` and the `strategy` of an engine,
-    which have no effect in verl 0.9.1; `norm_adv_by_std_in_grpo` with an estimator other than grpo; an overlong buffer
-    with a reward manager other than dapo, or above the length of all answers. A note:
-    `filter_groups.max_num_gen_batches`, which trainer V1 ignores.
-
-    Source: in verl 0.9.1, only the config files and old workers have the first names. agent_loop_tq.py of v1 sends the
-    penalty 1.0 with each request; workers/config/actor.py and critic.py overwrite the engine's strategy.
-    `compute_advantage` of ray_trainer.py passes norm_adv_by_std_in_grpo only to grpo. v1/trainer_base.py warns of
-    max_num_gen_batches once it runs. Of the managers in experimental/reward_loop/reward_manager, only dapo.py reads
-    reward_kwargs.
-    """
-    yield from _unused_penalty(context)
-    for setting, (usual, instead) in UNREAD.items():
-        value = context.get(setting, usual)
-        if value != usual and not (instead and value == context.get(instead)):
-            why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 acts on it"
-            moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
-            # Without a counterpart nothing does what was meant: a default would only hide that.
-            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])] if instead else []
-            yield warning(f"{setting}={value} has no effect", why, *fix)
-    if (
-        context.get("algorithm.filter_groups.enable")
-        and context.get(GENERATED, 0) > 0
-        and context.get("trainer.use_v1")
-    ):
-        why = "trainer V1 ignores it and samples until the batch is full; it reads max_inflight_gen_batches"
-        yield note(f"{GENERATED}={context.get(GENERATED)}", why)
-    kept = "algorithm.norm_adv_by_std_in_grpo"
-    if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
-        why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
-        other = (f"{ESTIMATOR}=grpo",) if context.get(ESTIMATOR) != "gdpo" else ()
-        yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, *other)
-
-
 @check("terms", needs="config")
 def fighting_terms(context: Context) -> Iterable[Problem]:
     """Terms of the objective that act against each other: the KL to the reference in the reward and in the loss; a
@@ -384,22 +339,6 @@ def _group_filter(context: Context) -> Iterator[Problem]:
         usual = [] if context.get("reward.custom_reward_function.path") else [f"{FILTERED}.metric=acc"]
         other = "; take a number that your reward function returns" if not usual else ""
         yield warning(f"{FILTERED}.metric=reward with a penalty on length", f"{why}{other}", *usual)
-
-
-def _unused_penalty(context: Context) -> Iterator[Problem]:
-    """Yields the penalty on long answers if its reward manager does not read it, or no answer is long enough for it."""
-    buffer, limit = f"{REWARD_ARGUMENTS}.overlong_buffer_cfg", f"{REWARD_ARGUMENTS}.max_resp_len"
-    manager, longest = str(context.get(MANAGER)), context.get("data.max_response_length", 0)
-    if not context.get(f"{buffer}.enable"):
-        return
-    begins = context.get(limit, longest) - context.get(f"{buffer}.len", 0)
-    if manager in known_names(MANAGER) - {"dapo"}:
-        why = f"{MANAGER}={manager} does not read it, and long answers get no penalty; dapo reads it"
-        yield warning(f"{buffer}.enable=True has no effect", why)
-    elif manager == "dapo" and begins >= longest > 0 and context.get(limit) is not None:
-        found = f"{limit}={context.get(limit)} with {buffer}.len={context.get(f'{buffer}.len')} has no effect"
-        why = f"the penalty begins above {begins} tokens, and answers end at data.max_response_length={longest}"
-        yield warning(found, why, f"++{limit}={longest}")
 
 
 @check("MTP loss", needs="config")

@@ -11,7 +11,7 @@ from verl_ext.base.metrics.ours import GAP, ROUTING
 from verl_ext.diagnosis.causes import CAUSES, Settling
 from verl_ext.diagnosis.findings.answers import LONGEST
 from verl_ext.diagnosis.findings.guard import age_drives, boundary_of, moves_before, outside_since, staleness_of
-from verl_ext.diagnosis.findings.registry import notable
+from verl_ext.diagnosis.findings.registry import RULES, notable
 from verl_ext.diagnosis.findings.routers import is_moe, replayed
 from verl_ext.diagnosis.growth import GROWTH_READINGS
 from verl_ext.diagnosis.judge import JUMPED, Judgement
@@ -193,6 +193,7 @@ def _all_steps(
         yield NextStep(RESCORING, "measures the engines' part of the gap, without the age of the rollouts")
     elif unknown and asked is not None:
         yield NextStep(asked.setting, f'shows whether it is "{asked.first.title}" or "{asked.second.title}"')
+    yield from _checks(found)
     if question is not None:
         named = len(found.suspects) > 1 and found.suspects[1].cause == question.second
         both = "the first two causes" if named else f'"{question.first.title}" and "{question.second.title}"'
@@ -212,10 +213,17 @@ def _all_steps(
         yield NextStep(ROUTERS, "shows whether the engines choose the same experts")
 
 
+def _checks(found: Judgement) -> Iterator[NextStep]:
+    """Yields what to look at for each finding with a check, the earliest first, if no cause is named."""
+    if not found.suspects:
+        for each in notable(found.findings):
+            if each.name in RULES and (check := RULES[each.name].check):
+                yield NextStep(f"check {check}", f"nothing explains why {each.text}", in_words=True)
+
+
 def _is_lost(found: Judgement) -> bool:
     """Returns True if the last weights are worse than earlier ones."""
-    spoiled = found.learning.state == "unstable" and found.has("not_finite.training")
-    return spoiled or found.learning.state in ("collapsed", "falling")
+    return found.has("not_finite.training") or found.learning.state in ("collapsed", "falling")
 
 
 def _may_skip(run: Run) -> bool:
@@ -374,6 +382,7 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
         for word in (word for word in values if word in setting):
             setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
         yield NextStep(setting or f"check {cause.check}", cause.title, in_words=not setting)
+    yield from _checks(found)
     if not causes and found.engines.state in ("apart", "growing", "broken"):
         both = "compare both engines' log-probabilities of the same tokens at the same weights: dtype, sampling, sync"
         yield NextStep(both, "the engines come apart, and no metric shows why", in_words=True)

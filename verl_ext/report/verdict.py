@@ -109,12 +109,14 @@ class RunVerdict:
         run_it = self.first is not None and self.first.is_command
         restart = f"start the run again{_by_our_module(self.steps[:1])} with"
         what = "run, with the overrides of the launch:" if run_it else restart
-        return f"{'After that' if self.alarm else 'Do this first'}:{f' {what}' if self.of_verl else ''}"
+        said = f" {what}" if self.of_verl and self.first is not None and not self.first.in_words else ""
+        return f"{'After that' if self.alarm else 'Do this first'}:{said}"
 
     @property
     def others_heading(self) -> str:
         by = _by_our_module(self.others)
-        return f"{'Worth adding' if self.first is None else 'Then'}{',' * bool(by)}{by}"
+        adds = "Worth doing" if any(step.in_words for step in self.others) else "Worth adding"
+        return f"{adds if self.first is None else 'Then'}{',' * bool(by)}{by}"
 
     @property
     def others(self) -> tuple[NextStep, ...]:

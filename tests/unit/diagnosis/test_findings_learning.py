@@ -44,6 +44,8 @@ CASES = [
     ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 40, REWARD: LEARNS}),
     ("cut_and_low.no", None, {CUT: [0.9] * 40, REWARD: [0.5, 0.52] * 20}),  # they may be complete
     ("cut_and_low.yes", None, {SURELY_CUT: [0.9] * 40, REWARD: [0.5, 0.52] * 20}),
+    ("cut_and_low.yes", None, {CUT: [1.0] * 3, REWARD: [0.0] * 3}),  # too short for a course
+    ("cut_and_low.no", None, {CUT: [1.0] * 3, REWARD: [0.6] * 3}),
     ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 40, REWARD: [0.97, 0.98] * 20}),  # at the ceiling
     ("cut_and_low.no", None, {SURELY_CUT: [0.9] * 10, REWARD: [0.5, 0.52] * 5}),  # too short to rise
     ("cut_and_low.no", None, {CUT: [0.1] * 40, REWARD: [0.05] * 40}),
@@ -120,6 +122,11 @@ CASES = [
     ("not_finite.reward", 1, {GRADIENT: [NAN] * 5, "rewards/grader/mean": [NAN] * 5}),  # one reward of several
     ("not_finite.rollout", 21, {K3: then(1e-4, NAN), GRADIENT: [0.5] * 40}),
     ("not_finite.once", 21, {GRADIENT: [0.5] * 20 + [INF] + [0.5] * 19}),
+    ("not_finite.once", 40, {GRADIENT: [0.5] * 39 + [INF]}),  # a loss scaler's
+    ("not_finite.training", 40, {GRADIENT: [0.5] * 39 + [INF], LOSS: [0.0] * 39 + [NAN]}),  # pasted up to there
+    ("not_finite.once", 39, {LOSS: [0.0] * 38 + [NAN, 0.0]}),
+    ("not_finite.spread", 1, {REWARD: [0.25], "reward_std": [NAN], GRADIENT: [NAN]}),  # groups of one answer
+    ("not_finite.training", 1, {REWARD: [0.25] * 3, "reward_std": [0.1, 0.1, NAN], GRADIENT: [NAN] * 3}),
     ("not_finite.no", None, {GRADIENT: [0.5] * 40}),
     ("correction_on.on", None, {DROPPED: [0.01] * 10}),
     ("correction_on.on", None, {WEIGHT: [0.98] * 10}),
@@ -161,8 +168,12 @@ ENDINGS = [
     ("run_ended.user", "ended at step 7 in the update by its user (KeyboardInterrupt)"),
     ("run_ended.user", "ended by a cancelled Slurm job"),
     ("run_ended.error", "ended with ValueError: no such file"),
-    ("run_ended.error", "ended with TimeoutError: the grader timed out"),
-    ("run_ended.error", "ended by ray.exceptions.RayTaskError(TimeoutError): ray::Manager.generate()"),
+    ("run_ended.late", "ended with TimeoutError: the grader timed out"),
+    ("run_ended.late", "ended by ray.exceptions.RayTaskError(TimeoutError): ray::Manager.generate()"),
+    ("run_ended.late", "ended in the rollout by httpx.ReadTimeout"),
+    ("run_ended.connection", "ended by a broken connection between processes: mlx5: got completion with error"),
+    ("run_ended.connection", "ended in the reward by requests.exceptions.ConnectionError: HTTPConnectionPool"),
+    ("run_ended.connection", "ended by torch.distributed.DistBackendError: NCCL error: unhandled system error"),
     ("run_ended.hang", "ended by ray.exceptions.GetTimeoutError: Get timed out"),
     ("run_ended.not_finite", "ended by RuntimeError: found NaN in local grad norm for bucket #0"),
     ("run_ended.not_finite", "ended by RuntimeError: probability tensor contains either `inf`, `nan` or element < 0"),

@@ -1,5 +1,7 @@
 """The ranking of causes: which evidence counts, who is named, and which metric is asked for."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -168,6 +170,17 @@ def test_our_causes_are_named_by_their_points_whatever_is_found(levels):
 
 
 # ------------------------------------------------------------------------------------------------- harmless rounding
+
+
+def test_what_a_sure_cause_explains_is_no_evidence_for_others():
+    """A batch without a signal is no cause if all answers are cut."""
+    cut = replace(cause("cut", about="learning", cut_and_low={"yes": "always"}), explains=("groups_dead.all",))
+    no_signal = cause("no_signal", about="learning", groups_dead={"all": "always"}, advantages={"zero": "always"})
+    assert named(found(cut_and_low="yes", groups_dead="all"), no_signal, cut) == ["cut"]
+    assert named(found(cut_and_low="no", groups_dead="all"), no_signal, cut) == ["no_signal"]
+    both = found(cut_and_low="yes", groups_dead="all", advantages="zero")
+    assert named(both, no_signal, cut) == ["no_signal", "cut"]  # of equal points; what it does not explain still counts
+
 
 rounding = cause("rounding", harmless=True, gap_started={"at_once": "always"})
 fault = cause("fault", gap_started={"at_once": "always"}, gap_spike=often)

@@ -53,6 +53,8 @@ class Cause:
         a_correction_helps: whether a correction of the importance weights, or replay, makes the run sound again.
         only_with: levels of findings, as `finding.level`; the cause is named only if one of them is seen. () if any
             evidence may name it.
+        explains: levels of findings, as `finding.level`, that follow from it: if it has LEAST points, they are no
+            evidence for other causes.
         alike: causes that no finding can separate from it.
         elsewhere: trainer, as in names.toml -> its own setting to try.
         shows: finding -> level -> a word of WORDS.
@@ -69,6 +71,7 @@ class Cause:
     harmless_if_close: bool = False
     a_correction_helps: bool = False
     only_with: tuple[str, ...] = ()
+    explains: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     shows: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}), compare=False)
@@ -101,7 +104,7 @@ KEYS: dict[str, tuple[Any, str]] = {
     **{key: (str, key) for key in ("title", "about", "check", "why")},
     "try": (str, "override"),
     "try_moe": (str, "moe_override"),
-    **{key: (list, key) for key in ("doctor", "only_with", "alike")},
+    **{key: (list, key) for key in ("doctor", "only_with", "explains", "alike")},
     **{key: (bool, key) for key in ("harmless_if_close", "a_correction_helps")},
 }
 TYPES = {str: "a text", list: "a list of texts", bool: "true or false"}
@@ -133,8 +136,9 @@ def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
     if cause.about not in SUBJECTS:
         raise CauseError(f"about is {cause.about!r}; it must be one of {', '.join(SUBJECTS)}")
     known_marks = {f"{rule.name}.{level}" for rule in RULES.values() for level in rule.levels}
-    if strange := [mark for mark in cause.only_with if mark not in known_marks]:
-        raise CauseError(f"only_with lists {strange[0]}, which is no finding.level")
+    for key, marks in (("only_with", cause.only_with), ("explains", cause.explains)):
+        if strange := [mark for mark in marks if mark not in known_marks]:
+            raise CauseError(f"{key} lists {strange[0]}, which is no finding.level")
     if _most_points(cause) < LEAST:
         raise CauseError(f"no findings give this cause {LEAST:g} points, so it can never be named")
     return cause

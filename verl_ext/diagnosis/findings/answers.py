@@ -6,7 +6,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import at_ceiling, reward_course
-from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX
+from verl_ext.diagnosis.names import LENGTH, REWARD, REWARD_MAX, REWARD_MIN
 from verl_ext.diagnosis.series import (
     LEVEL_READINGS,
     NOW_READINGS,
@@ -114,18 +114,15 @@ def cut_and_low(run: Readings) -> Seen:
     is the best reward of an answer, or at least 1 if that is not logged. Of answers that are known to lack their end,
     it is enough that the reward does not rise, and is not at its ceiling.
     """
-    cut, course = cut_share(run), reward_course(run)
-    if cut is None or course is None:
+    cut, series, course = cut_share(run), run.get(REWARD), reward_course(run)
+    if cut is None or series is None:
         return None
-    now = now_of(course.series)
-    top = (
-        float(run.values(REWARD_MAX).max())
-        if run.get(REWARD_MAX) is not None
-        else max(1.0, float(course.series.values.max()))
-    )
-    low = now - course.bottom < 0.25 * max(top - course.bottom, 1e-9) or top <= course.bottom
+    now, best = now_of(series), run.values(REWARD_MAX)
+    bottom = course.bottom if course else min(0.0, *run.values(REWARD_MIN), *series.values)
+    top = float(best.max()) if best.size else max(1.0, float(series.values.max()))
+    low = now - bottom < 0.25 * max(top - bottom, 1e-9) or top <= bottom
     text = f"{share_now(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
-    long = len(course.series.values) >= 2 * LEVEL_READINGS  # in a short run, no reward has risen yet
+    long = course is not None and len(series.values) >= 2 * LEVEL_READINGS  # else no reward has risen yet
     stands = long and course.rise.errors < LIKELY and not at_ceiling(run, course)
     if not low and stands and run.get(SURELY_CUT) is not None:
         low, text = True, f"{share_now(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from verl_ext.diagnosis.findings.gap import REFERENCE
-from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.registry import OF_BATCH, Seen, finding
 from verl_ext.diagnosis.findings.reward import parts_of_reward
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF, REWARD
 from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Series, step_from
@@ -13,6 +13,8 @@ from verl_ext.diagnosis.statistics import SURE, course_of
 
 UPDATE = (GRADIENT, "actor/pg_loss", "actor/loss")
 CRITIC = ("critic/grad_norm", "critic/vf_loss")
+GRADIENTS = (GRADIENT, "critic/grad_norm")
+SPREADS = ("reward_std",)
 TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl", *CRITIC)
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
@@ -26,9 +28,19 @@ HANG = re.compile(
     r"(?i)(?=.*(?:tim(?:ed|e) ?-?out|deadlock))"
     r"(?=.*(?:nccl|gloo|hccl|c10d|watchdog|collective|store|barrier|\bray\.get\b|get ?time))"
 )
-USER = re.compile(r"its user|a cancelled Slurm job")  # report/sources/ends.py
-# What PyTorch, Megatron and samplers say of a number that they refuse.
-NOT_A_NUMBER = re.compile(r"(?i)(?=.*\b(?:nan|inf)\b)(?=.*(?:grad|loss|logits|prob|norm))")
+# How a run ended -> words that tell it, the first that fit.
+KINDS = {
+    "user": re.compile(r"its user|a cancelled Slurm job"),  # report/sources/ends.py
+    "memory": MEMORY,
+    "hang": HANG,
+    # what PyTorch, Megatron and samplers say of a number that they refuse
+    "not_finite": re.compile(r"(?i)(?=.*\b(?:nan|inf)\b)(?=.*(?:grad|loss|logits|prob|norm))"),
+    "connection": re.compile(
+        r"(?i)a broken connection|connection (?:was |is )?(?:reset|refused|closed|aborted)|connect(?:ion)?error"
+        r"|unhandled system error|remote (?:process exited|error)|network is unreachable|no route to host"
+    ),
+    "late": re.compile(r"(?i)time(?:d ?|-)?out|deadline exceeded"),
+}
 MEMORY_USED = (
     "perf/max_memory_allocated_gb",
     "perf/max_memory_reserved_gb",
@@ -38,13 +50,14 @@ MEMORY_GREW = 0.1  # share of the memory in use at the end
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
-@finding("not_finite", "training reward reference rollout once | no", family="finite")
+@finding("not_finite", "training reward spread reference rollout once | no", family="finite", check=OF_BATCH)
 def numbers_finite(run: Readings) -> Seen:
-    """Metrics are NaN or infinite: training's own, the reward, or only the metrics that compare training with the
-    reference or the rollout."""
-    parts = (REWARD, *parts_of_reward(run))
-    lost = {level: _lost(run, names) for level, names in (("reward", parts), ("training", TRAINING), ("rollout", GAP))}
-    # A loss of a reward that is not a number is none either: what began first is the cause.
+    """Metrics are NaN or infinite: training's own, the reward, its deviation in a group, or only the metrics that
+    compare training with the reference or the rollout."""
+    levels = {"reward": (REWARD, *parts_of_reward(run)), "spread": SPREADS, "training": TRAINING, "rollout": GAP}
+    lost = {level: _lost(run, names) for level, names in levels.items()}
+    # What is computed from a number that is none is none either: what began first is the cause, and of one step what
+    # is computed first.
     found = [(level, *each) for level, each in lost.items() if each is not None and level != "rollout"]
     if not found and lost["rollout"] is not None:
         name, step = lost["rollout"]
@@ -79,11 +92,12 @@ def lost_gap(run: Readings) -> tuple[str, int] | None:
 
 
 def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
-    """Returns the first of these metrics that was lost, and the step: since then it is mostly not finite."""
+    """Returns the first of these metrics that was lost, and the step: since then it is mostly not finite. In the last
+    step, an infinite gradient of a run that goes on may be a loss scaler's."""
     steps = {
         name: step_from(series, wrong, OFTEN)
         for name, (series, wrong) in _bad(run, names).items()
-        if wrong[-NOW_READINGS:].mean() > OFTEN or (run.ending is not None and wrong[-1])
+        if wrong[-NOW_READINGS:].mean() > OFTEN or (wrong[-1] and (run.ending is not None or name not in GRADIENTS))
     }
     return _earliest(steps) if steps else None
 
@@ -112,19 +126,23 @@ def correction_on(run: Readings) -> Seen:
     return None
 
 
-@finding("run_ended", "| memory hang not_finite user error", family="ended")
+@finding("run_ended", "| memory hang not_finite connection late user error", family="ended")
 def run_ended(run: Readings) -> Seen:
-    """An error ended the run: no memory left, a collective or a call that timed out, a number that is none, or another
-    one; or its user stopped it."""
+    """An error ended the run: no memory left, a collective that timed out, a number that is none, a connection that
+    broke, a request that took too long, or another one; or its user stopped it."""
     if run.ending is None:
         return None
-    kinds = (("user", USER), ("memory", MEMORY), ("hang", HANG), ("not_finite", NOT_A_NUMBER))
     said = run.ending.reason.partition(" by ")[2] or run.ending.reason  # without the phase of the step
-    level = next((kind for kind, words in kinds if words.search(said)), "error")
+    level = next((kind for kind, words in KINDS.items() if words.search(said)), "error")
     return level, f"the run {run.ending.reason.rstrip('.')}", run.ending.step
 
 
-@finding("memory_grew", "grew | steady", needs=MEMORY_USED)
+@finding(
+    "memory_grew",
+    "grew | steady",
+    needs=MEMORY_USED,
+    check="what a worker keeps from step to step: tensors with their graph, caches, texts that it logs",
+)
 def memory_grew(run: Readings) -> Seen:
     """The memory in use grew over the steps, surely and by MEMORY_GREW of its first level."""
     seen: list[tuple[float, str]] = []

@@ -4,7 +4,7 @@ reference."""
 import numpy as np
 
 from verl_ext.diagnosis.findings.gap import RATE, REFERENCE, sound_level
-from verl_ext.diagnosis.findings.registry import Seen, finding
+from verl_ext.diagnosis.findings.registry import OF_BATCH, Seen, finding
 from verl_ext.diagnosis.findings.reward import has_signal
 from verl_ext.diagnosis.names import GRADIENT, LOG_RATIO
 from verl_ext.diagnosis.series import (
@@ -32,7 +32,14 @@ NOTHING = 1e-6
 FEWEST_KL = 5  # readings
 
 
-@finding("gradient_large", "absurd large | usual", family="gradient", needs=(GRADIENT,), subsumed_by=("gradient_grew",))
+@finding(
+    "gradient_large",
+    "absurd large | usual",
+    family="gradient",
+    needs=(GRADIENT,),
+    subsumed_by=("gradient_grew",),
+    check="whether the loss is a sum, of tokens, answers or micro-batches, instead of a mean; a loss scaler",
+)
 def gradient_large(run: Readings) -> Seen:
     """The gradient norm is far above that of a mean over tokens."""
     series = run.need(GRADIENT)
@@ -57,7 +64,7 @@ def gradient_grew(run: Readings) -> Seen:
     return "steady", f"the gradient's norm is {now:.2g}, and was {calm:.2g}"
 
 
-@finding("gradient_spike", "spike | none", needs=(GRADIENT,))
+@finding("gradient_spike", "spike | none", needs=(GRADIENT,), check=OF_BATCH)
 def gradient_spike(run: Readings) -> Seen:
     """Single gradients have many times the usual norm."""
     series = run.need(GRADIENT, fewest=4)
@@ -104,7 +111,7 @@ def reference_kl_grew(run: Readings) -> Seen:
     return "grew", f"{text} (first past {RUNAWAY:g} in step {step})", step
 
 
-@finding("reference_kl_spiked", "spiked | calm", needs=(REFERENCE,))
+@finding("reference_kl_spiked", "spiked | calm", needs=(REFERENCE,), check=OF_BATCH)
 def reference_kl_spiked(run: Readings) -> Seen:
     """Single readings of the KL to the reference are many times the usual one."""
     series = run.need(REFERENCE, fewest=2 * FEWEST_KL)

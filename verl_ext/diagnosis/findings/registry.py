@@ -54,6 +54,7 @@ class FindingRule:
         levels: everything that it can find.
         usual: the levels of a sound run.
         subsumed_by: findings, other facts and states, such as `learning.flat`, that say the same with more detail.
+        check: the one thing to look at if no cause explains the finding; "" if there is none.
     """
 
     name: str
@@ -63,13 +64,22 @@ class FindingRule:
     usual: tuple[str, ...]
     look: Callable[[Readings], Seen]
     subsumed_by: tuple[str, ...] = ()
+    check: str = ""
 
 
+# Of a number that is odd in one step.
+OF_BATCH = "the batch of that step: a mask without a token, a probability of 0, its rarest tokens and longest answers"
 RULES: dict[str, FindingRule] = {}
 
 
 def finding(
-    name: str, levels: str, *, family: str = "", needs: tuple[str, ...] = (), subsumed_by: tuple[str, ...] = ()
+    name: str,
+    levels: str,
+    *,
+    family: str = "",
+    needs: tuple[str, ...] = (),
+    subsumed_by: tuple[str, ...] = (),
+    check: str = "",
 ) -> Callable[[Callable[[Readings], Seen]], Callable[[Readings], Seen]]:
     """Registers a function that returns a level, the fact as a clause and its step. If the run lacks what it needs, it
     returns None or raises NotLoggedError.
@@ -78,7 +88,7 @@ def finding(
         levels: separated by blanks; those after a `|` are as in a sound run, or mean nothing by themselves.
         family: shared by findings that show the same in other numbers; its own by default.
         needs: the metrics that it is computed from.
-        subsumed_by: as in FindingRule.
+        subsumed_by, check: as in FindingRule.
 
     Raises:
         ValueError: the name is taken.
@@ -97,7 +107,7 @@ def finding(
                 return None
 
         every = (*notable.split(), *usual.split())
-        RULES[name] = FindingRule(name, family or name, needs, every, tuple(usual.split()), seen, subsumed_by)
+        RULES[name] = FindingRule(name, family or name, needs, every, tuple(usual.split()), seen, subsumed_by, check)
         return seen
 
     return register

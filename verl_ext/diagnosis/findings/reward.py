@@ -203,7 +203,12 @@ def reward_gain(run: Readings) -> Seen:
     return "much", f"the reward has gained {share:.0%} of what was to be had"
 
 
-@finding("validation_fell", "fell | rose holds", family="validation")
+@finding(
+    "validation_fell",
+    "fell | rose holds",
+    family="validation",
+    check="answers of the validation now and at its best; whether training rewards what it does not count",
+)
 def validation_fell(run: Readings) -> Seen:
     """The score of a validation set is far below its best. Of a set whose mean is logged, the best of n answers and
     the majority's do not count: they scatter far more."""
@@ -276,7 +281,12 @@ def _is_solved(run: Readings, course: Course) -> bool:
     return (course.now - least) / (most - least) > SOLVED
 
 
-@finding("penalties_vanish", "only | no", needs=(REWARD, REWARD_MAX))
+@finding(
+    "penalties_vanish",
+    "only | no",
+    needs=(REWARD, REWARD_MAX),
+    check="whether any answer can get a reward above 0: a few answers to the easiest prompts",
+)
 def penalties_vanish(run: Readings) -> Seen:
     """The reward rises to 0 and not above: penalties vanish, and no answer succeeds."""
     course, most = reward_course(run), run.need(REWARD_MAX)
@@ -292,7 +302,12 @@ def parts_of_reward(run: Readings) -> list[str]:
     return [name for name in run.every_name() if PART_OF_REWARD.fullmatch(name)]
 
 
-@finding("reward_part", "fell | holds", needs=(REWARD,))
+@finding(
+    "reward_part",
+    "fell | holds",
+    needs=(REWARD,),
+    check="answers now and at the best step of that reward; the weights of the rewards in their sum",
+)
 def reward_part(run: Readings) -> Seen:
     """One of several rewards falls while their sum rises: the others are learnt at its expense."""
     course = reward_course(run)

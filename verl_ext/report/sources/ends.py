@@ -474,8 +474,9 @@ class Ends:
             every: steps from one row to the next: a bar that is further from the last row counts something else.
         """
         text = b"".join([*self._behind, tail])
-        at, total = progress(text) or (0, 0)
-        finished = SUMMARY.encode() in text or at == total == self._step
+        shown = progress(text)
+        at, total = shown or (0, 0)
+        finished = SUMMARY.encode() in text or (shown is not None and at == total == self._step)
         ends_early = self._step is not None and at != total and 0 <= at - self._step <= every
         if not (finished or ends_early) or self._look(tail):
             return ()

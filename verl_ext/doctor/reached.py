@@ -1,0 +1,326 @@
+"""Follows a function of verl or an engine through its source, as far as settings decide, to the error that it raises.
+
+Nothing is executed. What the settings do not decide is UNKNOWN, and so is all that is made of it; what follows an
+undecided return is not followed. So each error found would be raised if the function is called.
+"""
+
+import ast
+import builtins
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Method = ast.FunctionDef | ast.AsyncFunctionDef
+DEEPEST = 8  # methods that call each other
+
+
+class Facts(dict[str, Any]):
+    """The known attributes of an object."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error that a method would raise, or a warning that it would log.
+
+    Attributes:
+        method: where that is.
+        said: its text, with "..." for what is not known.
+        settings: those that its conditions read.
+    """
+
+    method: str
+    said: str
+    settings: tuple[str, ...]
+    stops: bool = True
+
+
+class _Unknown:
+    def __repr__(self) -> str:
+        return "..."
+
+
+UNKNOWN = _Unknown()
+OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda one, many: one in many,
+    ast.NotIn: lambda one, many: one not in many,
+}
+PURE = {name: getattr(builtins, name) for name in ("abs", "bool", "float", "int", "len", "max", "min", "set", "str")}
+TYPES = {name: getattr(builtins, name) for name in ("bool", "float", "int", "list", "str", "tuple")}
+SAME = ("omega_conf_to_dataclass",)  # functions that return what they are given
+WARNS = ("warn", "warning")
+OF_TEXT = ("endswith", "lower", "lstrip", "rstrip", "split", "startswith", "strip", "upper")
+
+
+def refusals(
+    classes: Iterable[ast.ClassDef], method: str, attributes: Mapping[str, Any], settings: Mapping[str, str]
+) -> list[Refusal]:
+    """Returns the errors that a method would raise.
+
+    Args:
+        classes: the class and its bases, the class first.
+        attributes: the known attributes of `self` and arguments of the method, by name.
+        settings: the settings whose values these are, by name; "" for the whole config.
+    """
+    methods: dict[str, list[Method]] = {}
+    for node in (node for one in classes for node in one.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            methods.setdefault(node.name, []).append(node)
+    reader = _Reader(
+        methods, Facts(attributes), {**settings, **{f"self.{name}": one for name, one in settings.items()}}
+    )
+    with suppress(StopError):
+        reader.call(method, 0)
+    return reader.found
+
+
+class StopError(Exception):
+    """Nothing after this is reached."""
+
+
+class ReturnError(Exception):
+    """A method has returned, or may have."""
+
+
+@dataclass
+class _Reader:
+    """One class whose methods are followed.
+
+    Attributes:
+        methods: name -> its definitions in the class and in its bases.
+        settings: the setting that a name has, or an attribute of `self`.
+        conditions: what had to be true to come here.
+    """
+
+    methods: Mapping[str, list[Method]]
+    this: Facts
+    settings: dict[str, str | None]
+    found: list[Refusal] = field(default_factory=list)
+    conditions: list[ast.expr] = field(default_factory=list)
+    stack: list[tuple[str, int]] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+
+    def call(self, method: str, base: int) -> None:
+        """Follows a method of the class, or of its base with this number."""
+        if len(self.stack) == DEEPEST:
+            raise StopError
+        node, outer = self.methods[method][base], self.names
+        arguments = (each.arg for each in node.args.args)
+        self.names = {"self": self.this} | {name: self.this.get(name, UNKNOWN) for name in arguments if name != "self"}
+        self.stack.append((method, base))
+        try:
+            self.block(node.body)
+        except ReturnError:
+            pass
+        finally:
+            self.names = outer
+            self.stack.pop()
+
+    def block(self, statements: Iterable[ast.stmt], condition: ast.expr | None = None) -> None:
+        self.conditions += [condition] if condition else []
+        for statement in statements:
+            self.statement(statement)
+        self.conditions = self.conditions[:-1] if condition else self.conditions
+
+    def statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self.store(target, self.value(value), self.setting(value))
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self.store(target, self.value(value), self.setting(value))
+            case ast.If(test=test, body=body, orelse=orelse):
+                truth = self.truth(test)
+                if truth is UNKNOWN:
+                    self.skip(node)
+                else:
+                    self.block(body if truth else orelse, test)
+            case ast.Assert(test=test, msg=said):
+                if self.truth(test) is False:
+                    self.refuse(self.value(said) if said else f"assert {ast.unparse(test)}", [test])
+            case ast.Raise(exc=error):
+                said = error.args[0] if isinstance(error, ast.Call) and error.args else None
+                self.refuse(self.value(said) if said else ast.unparse(node), [])
+                raise StopError
+            case ast.Return():
+                raise ReturnError
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                self.names[name] = UNKNOWN
+            case ast.With(body=body) | ast.Try(body=body, handlers=[]):
+                self.block(body)
+            case ast.Expr(value=value):
+                self.value(value)
+            case _:
+                self.skip(node)
+
+    def refuse(self, said: Any, conditions: list[ast.expr], stops: bool = True) -> None:
+        nodes = (each for condition in [*self.conditions, *conditions] for each in ast.walk(condition))
+        read = dict.fromkeys(filter(None, (self.setting(each) for each in nodes if isinstance(each, ast.expr))))
+        settings = tuple(one for one in read if not any(other.startswith(f"{one}.") for other in read))
+        self.found.append(Refusal(self.stack[-1][0], str(said), settings, stops))
+
+    def skip(self, node: ast.AST) -> None:
+        """Forgets what a statement may change, or if it may return what all of its method may change."""
+        method, base = self.stack[-1]
+        may_return = any(isinstance(each, ast.Return) for each in ast.walk(node))
+        for each in ast.walk(self.methods[method][base] if may_return else node):
+            if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store):
+                self.store(each, UNKNOWN, None)
+        if may_return:
+            raise ReturnError
+
+    def store(self, target: ast.expr, value: Any, setting: str | None) -> None:
+        match target:
+            case ast.Name(id=name):
+                self.names[name], self.settings[name] = value, setting
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                self.this[name], self.settings[f"self.{name}"] = value, setting
+            case ast.Tuple(elts=targets):
+                for one in targets:
+                    self.store(one, UNKNOWN, None)
+
+    def setting(self, node: ast.expr) -> str | None:
+        """Returns the setting that an expression reads, such as `self.config.actor.strategy`; "" for a whole config."""
+        match node:
+            case ast.Name(id=name):
+                return self.settings.get(name)
+            case ast.Attribute(value=ast.Name(id="self"), attr=name):
+                return self.settings.get(f"self.{name}")
+            case (
+                ast.Attribute(value=owner, attr=name) | ast.Subscript(value=owner, slice=ast.Constant(value=str(name)))
+            ):
+                above = self.setting(owner)
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=str(name)), *_]):
+                above = self.setting(owner)
+            case ast.BoolOp(op=ast.Or(), values=[first, *_]):  # a setting, or what stands for it
+                return self.setting(first)
+            case _:
+                return None
+        return above if above is None else f"{above}.{name}".lstrip(".")
+
+    def truth(self, node: ast.expr) -> Any:
+        """Returns whether an expression is true; one operand of `or` or `and` may decide it."""
+        if isinstance(node, ast.BoolOp):
+            truths, deciding = [self.truth(value) for value in node.values], isinstance(node.op, ast.Or)
+            return deciding if deciding in truths else UNKNOWN if UNKNOWN in truths else not deciding
+        value = self.value(node)
+        return value if value is UNKNOWN else bool(value)
+
+    def value(self, node: ast.expr) -> Any:
+        """Returns the value of an expression."""
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name):
+                return self.names.get(name, UNKNOWN)
+            case ast.Attribute(value=owner, attr=name):
+                return member(self.value(owner), name)
+            case ast.Subscript(value=owner, slice=key):
+                return member(self.value(owner), self.value(key))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                truth = self.truth(operand)
+                return truth if truth is UNKNOWN else not truth
+            case ast.BoolOp(op=op, values=values):
+                return self.first(values, isinstance(op, ast.Or))
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.apply(OPERATORS.get(type(op)), left, right)
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                pairs = zip([left, *others[:-1]], ops, others, strict=True)
+                results = [self.apply(OPERATORS[type(op)], one, other) for one, op, other in pairs]
+                return False if False in results else UNKNOWN if UNKNOWN in results else True
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                truth = self.truth(test)
+                return truth if truth is UNKNOWN else self.value(body if truth else orelse)
+            case ast.List(elts=elements) | ast.Tuple(elts=elements):
+                values = [self.value(element) for element in elements]
+                return UNKNOWN if UNKNOWN in values else values
+            case ast.Set(elts=elements):
+                return self.apply(lambda *values: set(values), *elements)
+            case ast.JoinedStr(values=parts):
+                return "".join(_written(self.value(part)) for part in parts)
+            case ast.FormattedValue(value=part):
+                return self.value(part)
+            case ast.Call():
+                return self.called(node)
+        return UNKNOWN
+
+    def first(self, nodes: Iterable[ast.expr], is_true: bool) -> Any:
+        """Returns what `or` gives, the first operand that is true or the last one; `and`, the first that is false."""
+        value = None
+        for value in map(self.value, nodes):
+            if value is UNKNOWN or bool(value) is is_true:
+                break
+        return value
+
+    def apply(self, function: Callable[..., Any] | None, *nodes: ast.expr) -> Any:
+        """Returns a function's value; UNKNOWN if an argument is, or the function does not take them."""
+        values = [self.value(node) for node in nodes]
+        if function is None or any(value is UNKNOWN for value in values):
+            return UNKNOWN
+        try:
+            return function(*values)
+        except Exception:
+            return UNKNOWN
+
+    def called(self, node: ast.Call) -> Any:
+        match node:
+            case ast.Call(func=ast.Name(id=name), args=[one, *_]) if name in SAME:
+                return self.value(one)
+            case ast.Call(func=ast.Attribute(attr=name), args=[said, *values]) if name in WARNS and self.conditions:
+                text, of = self.value(said), tuple(map(self.value, values))
+                self.refuse(text % of if isinstance(text, str) and text.count("%") == len(of) else text, [], False)
+            case ast.Call(func=ast.Name(id=name), args=args) if name in PURE and name not in self.names:
+                return self.apply(PURE[name], *args)
+            case ast.Call(func=ast.Name(id="isinstance"), args=[one, ast.Name(id=name)]) if name in TYPES:
+                return self.apply(lambda value: isinstance(value, TYPES[name]), one)
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=name), *_]):
+                return member(self.value(owner), name)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="OmegaConf"), attr="select"), args=[owner, key]):
+                return self.apply(OmegaConf.select, owner, key)
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[key, *default]):
+                absent = self.value(default[0]) if default else None
+                return member(self.value(owner), self.value(key), absent)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)) if name in self.methods:
+                self.call(name, 0)
+            case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name)):
+                base = self.stack[-1][1] + 1
+                if name == self.stack[-1][0] and base < len(self.methods[name]):
+                    self.call(name, base)
+            case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if name in OF_TEXT:
+                text = self.value(owner)
+                return self.apply(getattr(text, name), *args) if isinstance(text, str) else UNKNOWN
+        return UNKNOWN
+
+
+def member(owner: Any, name: Any, absent: Any = UNKNOWN) -> Any:
+    """Returns an attribute or an entry; `absent` if a mapping lacks it, UNKNOWN if that is not known."""
+    if isinstance(owner, Facts):
+        return owner.get(name, UNKNOWN)
+    try:
+        if OmegaConf.is_dict(owner) or isinstance(owner, Mapping):
+            return owner.get(name, absent)
+        return owner[name] if isinstance(owner, list | tuple | str) and isinstance(name, int) else UNKNOWN
+    except (OmegaConfBaseException, IndexError):
+        return UNKNOWN
+
+
+def _written(value: Any) -> str:
+    return ", ".join(map(str, sorted(value, key=str))) if isinstance(value, set) else str(value)

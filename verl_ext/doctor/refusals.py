@@ -1,0 +1,231 @@
+"""What verl and megatron-core would refuse when their parts are built, read from their sources (`reached.py`).
+
+Each version of them answers for itself, with its own words. A rule with a reason and a fix is better: what another
+check has said of the same settings is not repeated.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import CHECKS, Context, check, error, warning
+from verl_ext.doctor.reached import Refusal, refusals
+from verl_ext.features.verl_config import ACTOR, MODE, MODEL, ROLLOUT
+from verl_ext.launch.names import similar
+from verl_ext.launch.packages import LAYERS, MEGATRON, package_folder, source
+
+ARP, OPTIM, NAME = "actor_rollout_ref", f"{ACTOR}.optim", f"{ROLLOUT}.name"
+V1 = "trainer.use_v1"
+CHECK = "refusals"
+BY_VERL = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}  # and by mbridge
+ASSIGNED = re.compile(r"""(\w+)(?:["']\])? ?=(?!=)|["'](\w+)["']:""")  # an argument, an attribute or a key
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A class of verl that a run builds from its settings.
+
+    Attributes:
+        path: its file.
+        methods: those that run at the start or in the first step.
+        settings: attributes of `self` and arguments of the methods -> the settings that they are.
+        known: attributes and arguments whose values are always these.
+        used: returns whether the run has the part.
+    """
+
+    path: str
+    name: str
+    methods: tuple[str, ...]
+    settings: Mapping[str, str]
+    used: Callable[[Context], Any] = bool
+    known: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _with(setting: str, value: Any) -> Callable[[Context], bool]:
+    return lambda context: context.get(setting) == value
+
+
+def _splits(engine: str, context: Context) -> bool:
+    return context.get(NAME) == engine and bool(context.get(f"{ROLLOUT}.disaggregation.enabled"))
+
+
+WHOLE = {"config": ""}
+OF_ROLLOUT = {"config": ROLLOUT, "rollout_config": ROLLOUT}
+TRAINER = "trainer/ppo/v1/trainer_base.py"
+AT_ITS_START = ("_build_replay_buffer", "_resolve_filter_groups_metric", "_init_resource_pool_mgr", "_next_train_batch")
+PARTS = (
+    Part(TRAINER, "PPOTrainer", AT_ITS_START, WHOLE, _with(V1, True), {"num_prompts": None}),
+    Part(
+        "trainer/ppo/v1/trainer_separate_async.py",
+        "PPOTrainerSeparateAsync",
+        ("__init__",),
+        WHOLE,
+        _with(MODE, "separate_async"),
+    ),
+    Part(
+        "experimental/fully_async_policy/fully_async_rollouter.py",
+        "FullyAsyncRollouter",
+        ("__init__", "_validate_config"),
+        WHOLE,
+        lambda context: "fully_async_main" in context.entry,
+    ),
+    Part(
+        "workers/engine_workers.py",
+        "ActorRolloutRefWorker",
+        ("init_model",),
+        {"config": ARP},
+        known={"role": "actor_rollout"},
+    ),
+    Part(
+        "workers/engine/fsdp/transformer_impl.py",
+        "FSDPEngine",
+        ("__init__",),
+        {"model_config": MODEL, "engine_config": f"{ACTOR}.fsdp_config", "optimizer_config": OPTIM},
+        lambda context: context.on_fsdp,
+    ),
+    Part(
+        "workers/engine/megatron/transformer_impl.py",
+        "MegatronEngine",
+        ("__init__",),
+        {"model_config": MODEL, "engine_config": MEGATRON, "optimizer_config": OPTIM},
+        lambda context: context.on_megatron,
+    ),
+    Part("checkpoint_engine/base.py", "CheckpointEngineWorker", ("__init__",), OF_ROLLOUT),
+    Part(
+        "workers/rollout/vllm_rollout/vllm_async_server.py",
+        "vLLMHttpServer",
+        ("launch_server", "_preprocess_engine_kwargs"),
+        OF_ROLLOUT | {"model_config": MODEL, "engine_kwargs": f"{ROLLOUT}.engine_kwargs.vllm"},
+        lambda context: context.with_vllm,
+    ),
+    Part(
+        "workers/rollout/sglang_rollout/async_sglang_server.py",
+        "SGLangHttpServer",
+        ("launch_server",),
+        OF_ROLLOUT | {"model_config": MODEL},
+        lambda context: context.with_sglang,
+    ),
+    *(
+        Part(
+            f"workers/rollout/{engine.lower()}_rollout/{engine.lower()}_pd_replica.py",
+            f"{engine}PDReplica",
+            ("__init__",),
+            OF_ROLLOUT,
+            partial(_splits, engine.lower()),
+        )
+        for engine in ("vLLM", "SGLang")
+    ),
+)
+
+
+@check("refusals", needs="config", after=("names", "sizes", "verl's settings"))
+def refused_parts(context: Context) -> Iterable[Problem]:
+    """What the classes of verl that the run builds refuse or warn of: trainer, workers, engines, servers, transfer of
+    the weights. What another check has said of the same settings is not repeated.
+
+    Source: the classes of PARTS, as installed.
+    """
+    for part in PARTS:
+        if not part.used(context):
+            continue
+        values = {name: context.get(setting) if setting else context.config for name, setting in part.settings.items()}
+        known = {name: value for name, value in values.items() if value is not None} | dict(part.known)
+        classes = _classes("verl", part.path, part.name)
+        for method in part.methods:
+            yield from _problems(context, "verl", part.name, refusals(classes, method, known, part.settings))
+
+
+def _problems(context: Context, package: str, name: str, found: Iterable[Refusal]) -> Iterator[Problem]:
+    """Yields what no other check has said: of a refusal, the errors; of a warning, everything."""
+    for each in found:
+        said = [one for check in CHECKS if check != CHECK for one in context.found.get(check, ()) if one.level != "ok"]
+        known = {word for one in said if each.stops <= (one.level == "error") for word in (one.found, *one.fix)}
+        if any(setting.rpartition(".")[2] in text for setting in each.settings for text in known):
+            continue
+        values = ", ".join(f"{setting}={context.get(setting)}" for setting in each.settings)
+        where = f"{package}'s {name}.{each.method}"
+        if each.stops:
+            yield error(values or each.said, f"{where} stops: {each.said}" if values else f"{where} stops")
+        elif set(each.settings) & context.given:
+            yield warning(values, f"{where} warns: {each.said}")
+
+
+@cache
+def _classes(package: str, path: str, *names: str) -> tuple[ast.ClassDef, ...]:
+    """Returns classes of a file in their order; none if the package is not installed."""
+    text = source(package_folder(package), path)
+    classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    return tuple(classes[name] for name in names if name in classes)
+
+
+@check("Megatron's layers", needs="on_megatron", after=("sizes",))
+def megatron_layers(context: Context) -> Iterable[Problem]:
+    """What megatron-core's `TransformerConfig` refuses of the model, the parallel sizes and
+    `override_transformer_config`, and settings there that it does not have. What another check has said of the same
+    settings is not repeated.
+
+    Source: `__post_init__` of TransformerConfig and ModelParallelConfig, as installed; workers/engine/megatron/
+    transformer_impl.py of verl 0.9.1. A field that a bridge sets for some models is not known.
+    """
+    configs = (
+        *_classes("megatron.core", "transformer/transformer_config.py", "TransformerConfig"),
+        *_classes("megatron.core", "model_parallel_config.py", "ModelParallelConfig"),
+    )
+    if len(configs) < 2:
+        return
+    layers = {str(name): context.get(f"{LAYERS}.{name}") for name in context.get(LAYERS, {})}
+    defaults = _defaults(configs)
+    set_by_bridges = _set_by_bridges()
+    fields = {ast.unparse(node.target) for one in configs for node in one.body if isinstance(node, ast.AnnAssign)}
+    for name in sorted(layers.keys() - fields - set_by_bridges):
+        near = similar(name, fields)
+        why = "neither megatron-core nor a bridge has such a setting" + (
+            f"; similar: {', '.join(near)}" if near else ""
+        )
+        yield error(f"{LAYERS}.{name}", why, f"~{LAYERS}.{name}")
+    places = {name: f"{MEGATRON}.{name}" for name in SIZES} | {name: f"{LAYERS}.{name}" for name in layers}
+    facts = {name: value for name, value in defaults.items() if name not in set_by_bridges}
+    facts |= _of_model(context) | BY_VERL | {name: context.get(places[name]) for name in places}
+    if facts["tensor_model_parallel_size"] == 1:
+        facts["sequence_parallel"] = False  # McoreEngineConfig
+    facts = {name: value for name, value in facts.items() if value is not None or name in defaults}
+    found = refusals(configs, "__post_init__", facts, places)
+    yield from _problems(context, "megatron-core", "TransformerConfig", (each for each in found if each.stops))
+
+
+def _of_model(context: Context) -> dict[str, int]:
+    """Returns the fields of a TransformerConfig that the model decides, if its shape is known."""
+    if (shape := context.shape) is None:
+        return {}
+    experts = {"num_moe_experts": shape.routed_experts, "moe_router_topk": shape.top_k} if shape.routed_experts else {}
+    return {"num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads, **experts}
+
+
+def _defaults(classes: Iterable[ast.ClassDef]) -> dict[str, Any]:
+    """Returns field -> its default, of dataclasses; without those that are no plain value."""
+    fields = [node for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
+    return {
+        ast.unparse(node.target): node.value.value for node in reversed(fields) if isinstance(node.value, ast.Constant)
+    }
+
+
+@cache
+def _set_by_bridges() -> frozenset[str]:
+    """Returns what mbridge, Megatron-Bridge or verl assign where they make the settings of a model's layers."""
+    roots = (("megatron.bridge", "models"), ("mbridge", "."), ("verl", "models/mcore"))
+    folders = [folder / path for package, path in roots if (folder := package_folder(package))]
+    texts = (file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("*.py"))
+    return frozenset(name for text in texts for found in ASSIGNED.findall(text) for name in found)

@@ -1,0 +1,202 @@
+"""Settings of the launch that have no effect: verl reads them nowhere, or only beside another setting.
+
+What nothing reads is found in the installed sources (`without_reader`). The tables have what a search for names cannot
+see; their files of verl are those of 0.9.1.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.base.errors import Problem
+from verl_ext.doctor.checks import Context, check, warning
+from verl_ext.features.verl_config import (
+    ACTOR,
+    CORRECTION,
+    MODE,
+    REWARD_ARGUMENTS,
+    ROLLOUT,
+    is_unknown,
+    key_of,
+    value_of,
+)
+from verl_ext.launch.command_line import compose
+from verl_ext.launch.names import FREE, GROUPS, MANAGER, known_names
+from verl_ext.launch.packages import STRATEGY, package_folder
+from verl_ext.launch.refused import is_plain
+
+V1, ESTIMATOR = "trainer.use_v1", "algorithm.adv_estimator"
+LOSS, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.optim"
+INSTEAD = {  # setting -> verl's value, and the setting to use; "" if there is none
+    f"{ACTOR}.grad_clip": (1.0, f"{OPTIM}.clip_grad"),
+    "critic.grad_clip": (1.0, "critic.optim.clip_grad"),
+    f"{ROLLOUT}.repetition_penalty": (1.0, ""),  # agent_loop_tq.py of v1 sends 1.0 with each request
+    f"{ACTOR}.fsdp_config.strategy": ("fsdp", f"{ACTOR}.strategy"),  # workers/config/actor.py overwrites it
+    "critic.fsdp.strategy": ("fsdp", "critic.strategy"),
+}
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Settings that verl reads only beside another one.
+
+    Attributes:
+        settings: a pattern of their names.
+        switch: the setting that decides, and its values with which they are read; () for any that is not null.
+        source: where verl reads them.
+    """
+
+    settings: str
+    switch: str
+    values: Collection[Any]
+    source: str
+
+
+READ_BESIDE = (
+    Beside(f"{ACTOR}.kl_loss_(coef|type)", f"{ACTOR}.use_kl_loss", (True,), "workers/utils/losses.py"),
+    Beside("algorithm.kl_(ctrl.*|penalty)", "algorithm.use_kl_in_reward", (True,), "v1/trainer_base.py"),
+    Beside(f"{ACTOR}.fsdp_config.offload_policy", STRATEGY, ("fsdp2",), "engine/fsdp/transformer_impl.py"),
+    Beside(f"{OPTIM}.(min_lr_ratio|num_cycles)", f"{OPTIM}.lr_scheduler_type", ("cosine",), "the same"),
+    Beside(f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is", (), "rollout_corr_helper.py"),
+    Beside(f"{CORRECTION}.rollout_rs_threshold", f"{CORRECTION}.rollout_rs", (), "rollout_corr_helper.py"),
+    Beside(f"{LOSS}.clip_cov_.*", f"{LOSS}.loss_mode", ("clip_cov",), "core_algos.py"),
+    Beside(f"{LOSS}.(kl_cov_ratio|ppo_kl_coef)", f"{LOSS}.loss_mode", ("kl_cov",), "core_algos.py"),
+    Beside("algorithm.filter_groups.metric", "algorithm.filter_groups.enable", (True,), "v1/trainer_base.py"),
+    Beside("reward.reward_model.model_path", "reward.reward_model.enable", (True,), "v1/trainer_base.py"),
+    Beside("trainer.v1.separate_async..*", MODE, ("separate_async",), "v1/trainer_separate_async.py"),
+    Beside("trainer.v1.colocate_async..*", MODE, ("colocate_async",), "v1/trainer_colocate_async.py"),
+    Beside(f"{ROLLOUT}.val_kwargs.do_sample", V1, (False,), "ray_trainer.py; V1 samples in validation"),
+    Beside("critic.ppo_(micro_batch_size_per_gpu|max_token_len_per_gpu)", V1, (False,), "workers/critic"),
+)
+# Files that trainer V1 does not use, and the class of the old trainer in a file that it does use.
+ELSEWHERE = re.compile(
+    r"experimental/(fully_async_policy|one_step_off_policy|separation)/|/(main_(ppo_v0|eval|generation)|\w*sft\w*)"
+    r"|model_merger/|rollout/(hf_rollout|naive)|tinker"
+)
+OLD_TRAINER = re.compile(r"^class RayPPOTrainer\b.*?(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
+
+
+@check("unread settings", needs="config")
+def unread_settings(context: Context) -> Iterable[Problem]:
+    """Settings of the launch that nothing in this verl reads, such as `actor_rollout_ref.nccl_timeout`; that verl reads
+    only beside another setting, such as `kl_loss_coef` without `use_kl_loss`; that another one replaces, such as
+    `grad_clip`; `norm_adv_by_std_in_grpo` with an estimator other than grpo; an overlong buffer with a reward manager
+    other than dapo, or above the length of all answers.
+
+    Source: the installed sources of verl, searched for each name; the table of verl_ext/doctor/unread.py.
+    `compute_advantage` of ray_trainer.py passes norm_adv_by_std_in_grpo only to grpo. Of the managers in
+    experimental/reward_loop/reward_manager, only dapo.py reads reward_kwargs.
+    """
+    for setting, (usual, instead) in INSTEAD.items():
+        value = context.get(setting, usual)
+        if value != usual and not (instead and value == context.get(instead)):
+            why = f"verl 0.9.1 reads {instead}" if instead else "nothing in verl 0.9.1 acts on it"
+            moves = instead and is_plain(value) and context.get(instead, usual) == usual  # else the user has set it
+            # Without a counterpart nothing does what was meant: a default would only hide that.
+            fix = [f"{setting}={usual}", *([f"{instead}={value}"] if moves else [])] if instead else []
+            yield warning(f"{setting}={value} has no effect", why, *fix)
+    if not context.entry and context.get(V1):
+        unread = without_reader(context.config, context.given - {*INSTEAD})
+        for setting in (one for one in unread if _is_changed(context, one)):
+            yield warning(f"{setting}={context.get(setting)} has no effect", "nothing in this verl reads it")
+    yield from _without_its_switch(context)
+    yield from _unused_penalty(context)
+    kept = "algorithm.norm_adv_by_std_in_grpo"
+    if context.get(kept) is False and context.get(ESTIMATOR) in ("grpo_vectorized", "gdpo"):
+        why = "verl passes it only to grpo: these advantages are divided by the group's standard deviation"
+        other = (f"{ESTIMATOR}=grpo",) if context.get(ESTIMATOR) != "gdpo" else ()
+        yield warning(f"{kept}=False with {ESTIMATOR}={context.get(ESTIMATOR)}", why, *other)
+
+
+def _without_its_switch(context: Context) -> Iterator[Problem]:
+    """Yields settings of READ_BESIDE whose switch the launch does not mention: where it does, its author knows."""
+    for row in READ_BESIDE:
+        switch = context.get(row.switch)
+        if row.switch in context.given or (switch in row.values if row.values else switch is not None):
+            continue
+        names = [name for name in sorted(context.given) if re.fullmatch(row.settings, name)]
+        if found := ", ".join(f"{name}={context.get(name)}" for name in names if _is_changed(context, name)):
+            values = " or ".join(map(str, row.values)) or "a method"
+            why = f"verl reads it only with {row.switch}={values} ({row.source})"
+            yield warning(f"{found} has no effect", why)
+
+
+def _is_changed(context: Context, name: str) -> bool:
+    """Returns True if a setting has another value than verl's default."""
+    value, groups = context.get(name), [one for one in context.overrides if key_of(one) in GROUPS]
+    return value is not None and value != value_of(_defaults(tuple(groups)), name)
+
+
+@cache
+def _defaults(groups: tuple[str, ...]) -> Any:
+    """Returns the config that these config groups alone give."""
+    return compose(list(groups)).config or OmegaConf.create()
+
+
+def _unused_penalty(context: Context) -> Iterator[Problem]:
+    """Yields the penalty on long answers if its reward manager does not read it, or no answer is long enough for it."""
+    buffer, limit = f"{REWARD_ARGUMENTS}.overlong_buffer_cfg", f"{REWARD_ARGUMENTS}.max_resp_len"
+    manager, longest = str(context.get(MANAGER)), context.get("data.max_response_length", 0)
+    if not context.get(f"{buffer}.enable"):
+        return
+    begins = context.get(limit, longest) - context.get(f"{buffer}.len", 0)
+    if manager in known_names(MANAGER) - {"dapo"}:
+        why = f"{MANAGER}={manager} does not read it, and long answers get no penalty; dapo reads it"
+        yield warning(f"{buffer}.enable=True has no effect", why)
+    elif manager == "dapo" and begins >= longest > 0 and context.get(limit) is not None:
+        found = f"{limit}={context.get(limit)} with {buffer}.len={context.get(f'{buffer}.len')} has no effect"
+        why = f"the penalty begins above {begins} tokens, and answers end at data.max_response_length={longest}"
+        yield warning(found, why, f"++{limit}={longest}")
+
+
+def without_reader(config: DictConfig, settings: Collection[str]) -> list[str]:
+    """Returns those of the settings of verl's own that no code of trainer V1 names, by an attribute, a key or an
+    interpolation.
+
+    A node none of whose settings is named is handed on whole, to code that reads them.
+    """
+    leaves = {name: name.split(".") for name in sorted(settings) if _is_leaf(config, name)}
+    nodes = {name: value_of(config, ".".join(parts[:-1])) for name, parts in leaves.items()}
+    beside = {str(word) for node in nodes.values() for word in node}
+    read = named_in_verl(frozenset(beside))
+    return [
+        name
+        for name, parts in leaves.items()
+        if parts[-1] not in read and read & {str(word) for word in nodes[name]} and value_of(config, name) is not None
+    ]
+
+
+def _is_leaf(config: DictConfig, name: str) -> bool:
+    """Returns True if a setting is one of verl's, with a value that is known, and not an argument of other code."""
+    above, _, leaf = name.rpartition(".")
+    node = value_of(config, above) if above else None
+    free = any(FREE.fullmatch(part) for part in name.split("."))
+    return (
+        OmegaConf.is_dict(node)
+        and leaf in node
+        and not OmegaConf.is_config(node.get(leaf))
+        and not free
+        and not is_unknown(config, name)
+    )
+
+
+@cache
+def named_in_verl(words: frozenset[str]) -> frozenset[str]:
+    """Returns those of the words that verl's sources read as an attribute or a key, or its configs by interpolation;
+    all of them if verl is not installed."""
+    if (folder := package_folder("verl")) is None:
+        return words
+    texts = (
+        OLD_TRAINER.sub("", file.read_text(encoding="utf-8"))
+        for file in folder.rglob("*.py")
+        if not ELSEWHERE.search(file.relative_to(folder).as_posix())
+    )
+    either = "|".join(sorted(words, key=len, reverse=True))
+    used, above = re.compile(rf"""(?:\.|["'])({either})\b"""), re.compile(rf"\$\{{[^}}]*\b({either})\b")
+    configs = (file.read_text(encoding="utf-8") for file in folder.glob("trainer/config/**/*.yaml"))
+    found = {word for text in texts for word in used.findall(text)}
+    return frozenset(found | {word for text in configs for word in above.findall(text)})
