@@ -3,16 +3,13 @@
     python tools/cases.py add SET FOLDER     make the value files of SET (field, lab, stack) from cases in FOLDER
     python tools/cases.py judge              write the report's judgement of each case; `git diff` shows what changed
     python tools/cases.py table              how many of each set are judged correctly, by aspect
-    python tools/cases.py causes             the table of all causes
-    python tools/cases.py findings           the table of all findings
-    python tools/cases.py guide              docs/field-guide.md, from the symptoms in tests/cases/field.json
     python tools/cases.py noise              the table of false alarms in docs/report.md; two minutes
 
 A value file is a CSV with a column for the step and one for each metric whose name the report knows, five digits each.
 A case in FOLDER is a folder with its files and `case.json`: id, source, framework, model, kind, files, and `expect`,
 what a report must and must not say. `add` keeps the words for the guide that an index has: `symptom` (it begins with
 the metric that shows the problem first), `cause` ("sound" for none) and `helped`. A value file keeps the names that the
-run logged, so that the table of names is tried too. docs/diagnosis.md has the first three tables.
+run logged, so that the table of names is tried too. `set_counts` and `guide` are parts of docs/ (tools/pages.py).
 """
 
 import argparse
@@ -30,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import table
 
-from verl_ext.diagnosis.causes import CAUSES, WORDS
-from verl_ext.diagnosis.findings.registry import RULES
 from verl_ext.diagnosis.judge import judge
 from verl_ext.diagnosis.names import aliases_of, quantity_of
 from verl_ext.diagnosis.series import Readings, Series
@@ -159,13 +155,11 @@ def frozen() -> dict[str, dict[str, Any]]:
     return found
 
 
-def table() -> str:
+def set_counts() -> str:
     """Returns the counts of each set as a table in Markdown, from the frozen judgements."""
     said = frozen()
-    lines = [
-        "| set | cases | all right | learning | engines | state | first cause | of them named | accused wrongly |",
-        "|---" * 9 + "|",
-    ]
+    titles = ("set", "cases", "all right", "learning", "engines", "state", "first cause", "of them named")
+    rows = [(*titles, "accused wrongly")]
     for which in SETS:
         counts: Counter[tuple[str, bool]] = Counter()
         for known in (known for each, _, known in cases() if each == which):
@@ -180,57 +174,12 @@ def table() -> str:
             for each in ("all", "learning", "engines", "state", "cause")
         ]
         accused = f"{counts['accused', False]} of {of['accused']}" if of.get("accused") else ""
-        lines.append(f"| {' | '.join((which, str(of['all']), *right, str(counts['named', True]), accused))} |")
-    return "\n".join(lines) + "\n"
-
-
-def causes_table() -> str:
-    lines = ["| id | cause | check | try | shown by |", "|---" * 5 + "|"]
-    for cause in CAUSES.values():
-        tries = dict.fromkeys(filter(None, (cause.override, cause.moe_override)))
-        signs = (
-            f"`{name}`: {', '.join(levels)}"
-            for name, words in cause.shows.items()
-            if (levels := [level for level, word in words.items() if WORDS[word] > 0])
-        )
-        cells = (f"`{cause.name}`", cause.title, cause.check, "<br>".join(f"`{each}`" for each in tries))
-        lines.append(_row(*cells, "; ".join(signs)))
-    return "\n".join(lines) + "\n"
-
-
-def findings_table() -> str:
-    lines = ["| finding | what it shows | reported at | other levels | from |", "|---" * 5 + "|"]
-    for rule in sorted(RULES.values(), key=lambda rule: rule.look.__module__):
-        told = [level for level in rule.levels if level not in rule.usual]
-        said = " ".join((rule.look.__doc__ or "").split("\n\n")[0].split())
-        needs = ", ".join(f"`{name}`" for name in rule.needs)
-        lines.append(_row(f"`{rule.name}`", said, ", ".join(told), ", ".join(rule.usual), needs))
-    return "\n".join(lines) + "\n"
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-GUIDE = """# Field guide
-
-What went wrong in other people's runs, in numbers. Search this page for a metric that moved in your run, by the name
-that your trainer logs. `python tools/cases.py guide` makes the page from the runs of
-[tests/cases/field.json](../tests/cases/field.json). [What is wrong with my run?](diagnosis.md) has the words of the
-report, and how many of these runs it judges correctly.
-
-- **Cause** is what the owner found. "Not known" if nobody did; what somebody only suspects is marked.
-- **The report says** the state of the learning, that of the engines ([the verdict](report.md#the-verdict)), and the
-  [causes](diagnosis.md#all-causes). Two forms of one run may be judged differently.
-- **What helped** is empty if nobody has said so.
-- "Owner's file" is a log as it was published. The other runs were typed from a table, or rebuilt from values in a
-  report: their noise is not real. A source without an address was found without one.
-- k3, k1 and \\|log k\\| compare the engines ([glossary](glossary.md)).
-"""
+        rows.append((which, str(of["all"]), *right, str(counts["named", True]), accused))
+    return table(rows)
 
 
 def guide() -> str:
-    """Returns the page of symptoms: those of one metric together, the sound runs last.
+    """Returns the sections of docs/field-guide.md, the symptoms: those of one metric together, the sound runs last.
 
     Cases with the same symptom are one run in several forms, and share a row.
     """
@@ -242,7 +191,7 @@ def guide() -> str:
             causes = ", ".join(f"`{name}`" for name in judged["causes"]) or "no cause"
             says = f"{judged['learning']}, {judged['engines']}; {causes}"
             rows.setdefault(known["symptom"], []).append((known, says))
-    sections: dict[str, list[str]] = {}
+    sections: dict[str, list[tuple[str, ...]]] = {}
     for symptom, found in rows.items():
         first, sources = found[0][0], dict.fromkeys(_source(known) for known, _ in found)
         told = dict.fromkeys(says for _, says in found)
@@ -250,15 +199,15 @@ def guide() -> str:
         sound = first["cause"] == "sound"
         name = "" if sound else quantity.name if quantity is not None else _first_metric(symptom)
         cells = (symptom, " / ".join(told)) if sound else (symptom, first["cause"], " / ".join(told), first["helped"])
-        sections.setdefault(name, []).append(_row(*cells, "<br>".join(sources)))
-    lines = [GUIDE]
+        sections.setdefault(name, []).append((*cells, "<br>".join(sources)))
+    parts = []
     for name in sorted(filter(None, sections)):
         others = [f"`{alias.name}`" for alias in aliases_of(name) if not alias.is_family and alias.name != name]
-        lines += [f"## {name}\n", *([f"Also logged as {', '.join(others)}.\n"] if others else [])]
-        lines += ["| symptom | cause | the report says | what helped | source |", "|---" * 5 + "|", *sections[name], ""]
-    lines += ["## Sound runs\n", "What is normal, also where it looks odd.\n"]
-    lines += ["| what it looks like | the report says | source |", "|---" * 3 + "|", *sections[""]]
-    return "\n".join(lines) + "\n"
+        parts += [f"## {name}", *([f"Also logged as {', '.join(others)}."] if others else [])]
+        parts.append(table([("symptom", "cause", "the report says", "what helped", "source"), *sections[name]]))
+    parts += ["## Sound runs", "What is normal, also where it looks odd."]
+    parts.append(table([("what it looks like", "the report says", "source"), *sections[""]]))
+    return "\n\n".join(parts)
 
 
 def _first_metric(symptom: str) -> str:
@@ -299,6 +248,7 @@ def noise() -> str:
     The noise of a reward has a deviation of 0.1 and is correlated between neighbours by rho; k3 has a noise of 0.3 in
     its logarithm.
     """
+    learning, engines = ("learns", "weak", "flat", "falling", "collapsed"), ("close", "apart", "growing", "broken")
     random, rewards, gaps = np.random.default_rng(0), [], []
     for (name, course), rho in product(COURSES.items(), (0.0, 0.5, 0.8)):
         made = [
@@ -306,17 +256,15 @@ def noise() -> str:
             for steps in LENGTHS
         ]
         states = [Counter(judge(_made("critic/score/mean", each)).learning.state for each in runs) for runs in made]
-        rewards.append(_row(name, f"{rho:g}", *_shares(states, "learns", "weak", "flat", "falling", "collapsed")))
+        rewards.append((name, f"{rho:g}", *_shares(states, *learning)))
     for (name, (level, rate)), rho in product(GAPS.items(), (0.0, 0.8)):
         made = [
             [level * np.exp(rate * np.arange(steps) + _correlated(random, steps, rho, 0.3)) for _ in range(RUNS)]
             for steps in LENGTHS
         ]
         states = [Counter(judge(_made("vllm_kl/k3", each)).engines.state for each in runs) for runs in made]
-        gaps.append(_row(name, f"{rho:g}", *_shares(states, "close", "apart", "growing", "broken")))
-    lines = ["| reward | rho | learns | weak | flat | falling | collapsed |", "|---" * 7 + "|", *rewards, ""]
-    lines += ["| k3 | rho | close | apart | growing | broken |", "|---" * 6 + "|", *gaps]
-    return "\n".join(lines) + "\n"
+        gaps.append((name, f"{rho:g}", *_shares(states, *engines)))
+    return "\n\n".join((table([("reward", "rho", *learning), *rewards]), table([("k3", "rho", *engines), *gaps])))
 
 
 def _shares(counts: list[Counter[str]], *states: str) -> Iterator[str]:
@@ -338,7 +286,7 @@ def _correlated(random: np.random.Generator, steps: int, rho: float, deviation: 
     return deviation * found
 
 
-PRINTED = {"table": table, "causes": causes_table, "findings": findings_table, "guide": guide, "noise": noise}
+PRINTED = {"table": set_counts, "noise": noise}
 
 
 def main() -> int:
@@ -357,7 +305,7 @@ def main() -> int:
         case "judge":
             freeze(again=True)
         case name:
-            print(PRINTED[name](), end="")
+            print(PRINTED[name]())
     return 0
 
 

@@ -1,17 +1,13 @@
-"""Rewrites the parts of docs/plan.md that follow from the code: `python tools/plan_page.py docs/plan.md`.
-
-Tables, and a sample of the command's output, are between the comments <!-- NAME --> and <!-- /NAME -->.
-"""
+"""The tables of docs/plan.md, and its sample of the command's output; `python tools/pages.py` writes them."""
 
 import contextlib
 import csv
 import io
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
+from pages import table
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import compose
@@ -53,7 +49,7 @@ def _config(given: list[str]) -> DictConfig:
     return composed.config
 
 
-def agreement_table() -> list[list[str]]:
+def agreement_table() -> str:
     """Tabulates the time that router agreement adds to a step: for all trajectories and a share of them, with verl's
     number of storage units and with TransferQueue's."""
     rows = [["model", "GPUs", "step, s", "storage units", "all trajectories", f"a share of {SMALL_SHARE}"]]
@@ -66,10 +62,10 @@ def agreement_table() -> list[list[str]]:
                     seconds = with_units.with_usage(agreement_share=share).seconds_of(costs.AGREEMENT)
                     cells.append(f"{seconds:.2f} s, {plan.share(seconds):.2%}")
                 rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", str(units), *cells])
-    return rows
+    return table(rows)
 
 
-def sync_check_table() -> list[list[str]]:
+def sync_check_table() -> str:
     """Tabulates the seconds of a checked weight sync, and their share of the time if the sync of each Nth step is
     checked."""
     counts = (1, 10, 50)
@@ -80,10 +76,10 @@ def sync_check_table() -> list[list[str]]:
             seconds = costs.checked_sync_seconds(plan.sizes)
             shares = (f"{plan.share(seconds / every):.2%}" for every in counts)
             rows.append([model, f"{plan.sizes.gpus:,}", f"{plan.step:,.0f}", f"{seconds:.1f}", *shares])
-    return rows
+    return table(rows)
 
 
-def one_pass_table() -> list[list[str]]:
+def one_pass_table() -> str:
     """Tabulates a step of recipes with one update a batch, with and without compute_log_prob."""
     rows = [["model", "GPUs", "old log-probs, s", "update, s", "step, s", "without, s", "ratio"]]
     for model, recipe in (RECIPES | {"GLM-4.5-Air": "glm45_air_megatron"}).items():
@@ -95,7 +91,7 @@ def one_pass_table() -> list[list[str]]:
         seconds = (stages["old log-probs"], stages["update"], with_it.step, without.step)
         ratio = without.step / with_it.step
         rows.append([model, f"{with_it.sizes.gpus:,}", *(f"{each:,.0f}" for each in seconds), f"{ratio:.2f}"])
-    return rows
+    return table(rows)
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ def comparisons() -> list[Comparison]:
     return found
 
 
-def runs_table() -> list[list[str]]:
+def runs_table() -> str:
     rows = [["run", "run with", "mean response", "generation", "old log-probs", "update", "step", "share", "half"]]
     for one in comparisons():
         run, cells = one.run, []
@@ -207,10 +203,10 @@ def runs_table() -> list[list[str]]:
                 "fit" if one.fitted else "test",
             ]
         )
-    return rows
+    return table(rows)
 
 
-def judged_table() -> list[list[str]]:
+def judged_table() -> str:
     """Tabulates, for both halves: runs within a factor of 1.6, and the largest error of a share."""
     rows = [["half", *(f"{stage}, within 1.6" for stage in STAGES), "shares within 12 points", "does not fit"]]
     for half, fitted in (("fit", True), ("test", False)):
@@ -223,40 +219,22 @@ def judged_table() -> list[list[str]]:
         errors = [max(map(abs, one.share_errors.values())) for one in ones if one.share_errors]
         cells.append(f"{sum(error <= 12 for error in errors)} of {len(errors)}")
         rows.append([half, *cells, str(sum(not one.fits for one in ones))])
-    return rows
+    return table(rows)
 
 
-def rates_table() -> list[list[str]]:
-    return [
+def rates_table() -> str:
+    rows = [
         ["", "writes", "reads"],
         ["a client, GB/s", f"{costs.CLIENT_PUT}", f"{costs.CLIENT_GET}"],
         ["a storage unit, GB/s", f"{costs.UNIT_PUT}", f"{costs.UNIT_GET}"],
         ["a row of a field, us of a client", f"{costs.VALUE_PUT_US:g}", f"{costs.VALUE_GET_US:g}"],
     ]
+    return table(rows)
 
 
-def parts() -> dict[str, str]:
-    """Returns name -> Markdown."""
-    found = {model: plans(recipe) for model, recipe in RECIPES.items()}
-    made = {"rates": rates_table(), "agreement": agreement_table(), "runs": runs_table(), "judged": judged_table()}
-    made["sync check"], made["one pass"] = sync_check_table(), one_pass_table()
-    made |= {f"sizes {model}": scale_table(sizes) for model, sizes in found.items()}
-    return {"sample": sample_output()} | {name: markdown(rows) for name, rows in made.items()}
+def small_sizes() -> str:
+    return table(scale_table(plans(RECIPES["30B"])))
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    header, *body = rows
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *body))
-
-
-def main(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    for name, part in parts().items():
-        before, start, rest = text.partition(f"<!-- {name} -->\n")
-        _, end, after = rest.partition(f"<!-- /{name} -->")
-        text = f"{before}{start}{part}\n{end}{after}" if end else text
-    path.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def large_sizes() -> str:
+    return table(scale_table(plans(RECIPES["235B"])))

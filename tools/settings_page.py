@@ -1,8 +1,8 @@
-"""The page of all settings: `python tools/settings_page.py > docs/settings.md`.
+"""The tables of docs/settings.md, which `python tools/pages.py` writes.
 
 The names and defaults are those of the dataclasses' fields, the meanings their `Attributes:`. A method that has no
 dataclass documents its settings under `Args:` of its function. `docs/NAME.md` in a docstring becomes a link.
-`python tools/settings_page.py my_module` imports my_module first, and lists the methods that it registers too.
+`python tools/settings_page.py my_module` imports my_module first, and prints them with the methods that it registers.
 """
 
 import inspect
@@ -14,6 +14,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from pages import table
+
 from verl_ext.base.methods import Method
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
@@ -24,22 +26,6 @@ from verl_ext.features.stability import RULE_NEEDS, RULE_SETTINGS, default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
 from verl_ext.guard.rules import SIDES, Rule
 
-HEAD = """# Settings
-
-Every setting of the plugin, with its default. `stability=NAME` chooses a preset, a file of
-[configs/stability](../configs/stability). You can override each setting on the command line
-(`stability.icepop.beta=3`) or in your own config (`--config-path`, `--config-name`). [methods.md](methods.md) explains
-the methods. Everything is off by default; then verl's own entry point runs unchanged.
-
-Values are checked before Ray starts. If a value is out of range, or no feature uses it, the run stops with a one-line
-error that names the setting and the remedy: `stability.icepop.alpha=6 must be below beta=5`. A setting whose default is
-`-` must be given.
-
-`python tools/settings_page.py` generates this page from the dataclasses in
-[verl_ext/features](../verl_ext/features), [verl_ext/core](../verl_ext/core) and [verl_ext/guard](../verl_ext/guard),
-and a test compares them. `python tools/settings_page.py my_module` adds the settings of your own methods. Their
-meanings are read from `Attributes:` in the docstring of the settings' dataclass, or from `Args:` in the function's
-docstring."""
 COLUMNS = ("setting", "default", "meaning")
 NO_DEFAULT = "-"
 # The parts of the `stability` node that have a section of their own, which begins with the dataclass's docstring.
@@ -91,13 +77,13 @@ VERLS = (
 )
 
 
-def page() -> str:
+def sections() -> str:
+    """Returns a section with a table for each part of the settings."""
     described, node, parts = meanings(StabilityConfig), default_node(), get_type_hints(Switches)
     chosen = [Row(f"stability.{name}", _shown(node[name]), described[name]) for name in ("correction", "filters")]
     rules = Row("stability.guard.rules", _shown(node["guard"]["rules"]), described["rules"])
     bare = ", ".join(f"`{name}`" for name, method in BATCH_FILTERS.items() if not fields(method.settings))
-    sections = (
-        HEAD,
+    found = (
         section(
             "What is measured, and the batch",
             "",
@@ -115,7 +101,7 @@ def page() -> str:
         ),
         section("Guard", introduction(GuardSettings), [rules, *rows("stability.guard", GuardSettings)]),
         "Each rule, `stability.guard.rules.NAME`, has a signal, one bound and an action:",
-        table(rule_rows()),
+        rows_table(rule_rows()),
         *(
             section(title, introduction(parts[name]), rows(f"stability.{name}", parts[name]))
             for name, title in SECTIONS.items()
@@ -133,11 +119,15 @@ def page() -> str:
         ),
         section("Settings of verl", "The plugin extends these settings of verl.", VERLS),
     )
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(found)
 
 
 def section(title: str, text: str, found: Iterable[Row]) -> str:
-    return "\n\n".join(filter(None, (f"## {title}", linked(text), table(found))))
+    return "\n\n".join(filter(None, (f"## {title}", linked(text), rows_table(found))))
+
+
+def rows_table(found: Iterable[Row]) -> str:
+    return table([COLUMNS, *((f"`{row.setting}`", row.default, linked(row.meaning)) for row in found)])
 
 
 def method_rows(prefix: str, methods: Mapping[str, Method]) -> Iterator[Row]:
@@ -203,14 +193,6 @@ def linked(text: str) -> str:
     return re.sub(r"\b(verl_ext/[\w/]+\.py)", r"[\1](../\1)", text)
 
 
-def table(found: Iterable[Row]) -> str:
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for row in found:
-        meaning = linked(row.meaning).replace("|", "\\|")
-        lines.append(f"| `{row.setting}` | {row.default} | {meaning} |")
-    return "\n".join(lines)
-
-
 def _default(one: Field) -> str:
     if one.default_factory is not MISSING:
         return _shown(one.default_factory())
@@ -227,4 +209,4 @@ def _shown(value: Any) -> str:
 if __name__ == "__main__":
     for module in sys.argv[1:]:
         import_module(module)
-    print(page(), end="")
+    print(sections())

@@ -1,8 +1,5 @@
 """MkDocs loads this file as a hook (mkdocs.yml): it adds the pages outside docs/ and fixes links.
 
-`python tools/site_pages.py` makes the tables of docs/ anew, between `<!-- made by tools.MODULE.FUNCTION -->` and
-`<!-- end -->`.
-
 On a code host, a page links to any file of the repository, relative to its own folder. The site has docs/ at its top
 and the other pages in their folders below it: docs/guard.md becomes guard.md, recipes/slurm/README.md keeps its name. A
 link to a file that is no page goes to the repository's web address, `repo_url` of mkdocs.yml. Without an address, only
@@ -11,9 +8,7 @@ the link's text is kept.
 
 import posixpath
 import re
-import sys
 from collections.abc import Collection
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +20,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 BRANCH = "HEAD"
 FENCE = re.compile(r"^(```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
-MADE = re.compile(r"^(<!-- made by (tools\.\w+)\.(\w+) -->\n\n).*?(?=^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?![a-z]+:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
@@ -47,11 +41,6 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
     name = page.file.src_uri
     pages = {file.src_uri for file in files}
     return linked(markdown, name if name in outside() else f"docs/{name}", pages, config.repo_url)
-
-
-def filled(markdown: str) -> str:
-    """Returns a page's text with its tables made anew."""
-    return MADE.sub(lambda found: f"{found[1]}{getattr(import_module(found[2]), found[3])()}\n", markdown)
 
 
 def linked(markdown: str, origin: str, pages: Collection[str], address: str | None) -> str:
@@ -86,11 +75,3 @@ def linked(markdown: str, origin: str, pages: Collection[str], address: str | No
 
 def site_path(path: str) -> str:
     return path.removeprefix("docs/")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    for file in sorted((ROOT / "docs").glob("*.md")):
-        old = file.read_text(encoding="utf-8")
-        if (new := filled(old)) != old:
-            file.write_text(new, encoding="utf-8")

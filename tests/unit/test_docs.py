@@ -95,7 +95,7 @@ def test_the_settings_page_has_every_setting_with_its_default():
     settings = leaves(default_node(), "stability") | leaves(corrections, "stability", none="-")
     settings |= leaves(filters, "stability.filters", none="-")
     settings |= leaves(defaults(SyncCheckSettings), "stability.sync_check")  # null by default
-    assert dict(rows) == settings, "python tools/settings_page.py > docs/settings.md"
+    assert dict(rows) == settings, "python tools/pages.py"
     assert len(rows) == len(dict(rows))
 
 

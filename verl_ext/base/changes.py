@@ -1,8 +1,8 @@
 """Every place where foreign code is changed or calls ours, in one table; `cpu.changes` adds the places of CPU runs.
 
 The table is plain data, so that the doctor and the tools read it without verl, vLLM or torch. `patching.patch` and
-`wrap` take the name of a change. `python tools/upstream_page.py > docs/upstream.md` writes the page, `python
-tools/needs.py` compares the needs with the sources of a verl version.
+`wrap` take the name of a change. `python tools/pages.py` writes it into docs/upstream.md, `python tools/needs.py`
+compares the needs with the sources of a verl version.
 
 A need is one line about a dotted name that must exist in verl:
 

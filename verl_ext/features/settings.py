@@ -1,7 +1,7 @@
 """The settings of the `stability` node, as frozen dataclasses that validate themselves.
 
 Their defaults are only here; a method's settings are next to its function in `core`. `features.stability` reads the
-node. `python tools/settings_page.py > docs/settings.md` writes the page of all settings.
+node. `python tools/pages.py` writes them into docs/settings.md.
 """
 
 import json

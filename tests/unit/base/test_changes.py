@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests import ROOT
-from tools.upstream_page import page
 from verl_ext.base import changes
 from verl_ext.base.changes import CHANGES
 from verl_ext.cpu import changes as cpu
@@ -48,10 +47,6 @@ def test_nothing_but_the_two_helpers_sets_an_attribute_by_its_name():
 def test_the_test_that_would_notice_exists(change):
     file, _, test = change.test.partition("::")
     assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8")
-
-
-def test_the_page_is_current():
-    assert (ROOT / "docs" / "upstream.md").read_text() == page(), "python tools/upstream_page.py > docs/upstream.md"
 
 
 def test_the_table_is_read_without_what_it_changes():

@@ -17,8 +17,6 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from recipes.make_assets import build_tokenizer
-from tests import ROOT
-from tools.doctor_page import table
 from verl_ext.base.errors import Problem, errors_of
 from verl_ext.cli import main
 from verl_ext.doctor.checks import CHECKS, Context, run_checks
@@ -201,11 +199,6 @@ def test_verls_validation_waits_for_our_errors(findings):
 
 def test_each_check_says_where_its_claim_was_read():
     assert all("Source:" in check.__doc__ for check in CHECKS.values())
-
-
-def test_the_table_of_the_page_is_that_of_the_docstrings():
-    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert f"<!-- checks -->\n{table()}<!-- /checks -->" in page, "python tools/doctor_page.py docs/doctor.md"
 
 
 @pytest.mark.filterwarnings("ignore:Disabled critic")
