@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from measuring import alternating
+from measuring import alternating, print_times, ratio
 from torch import Tensor
 
 from verl_ext.core.checksums import TensorRecorder, checksum
@@ -62,19 +62,22 @@ def bench(given: str, arguments: argparse.Namespace) -> None:
         "copy": lambda: [tensor.clone() for tensor in tensors],
     }
     times = alternating(calls, arguments.repeats, arguments.device)
-    median = {name: statistics.median(spent) for name, spent in times.items()}
     total = sum(tensor.nbytes for tensor in tensors) / 1e9
-    print(f"\n{count} tensors, {total:.3f} GB\n{'':<26}{'s':>9}{'GB/s':>9}{'ms a tensor':>13}{'over ours':>11}")
-    for name, seconds in median.items():
-        each, over = 1000 * seconds / len(tensors), seconds / median[OURS]
-        print(f"{name:<26}{seconds:>9.3f}{total / seconds:>9.3f}{each:>13.3f}{over:>11.2f}")
+    print(f"\n{count} tensors, {total:.3f} GB")
+    medians = {name: statistics.median(spent) for name, spent in times.items()}
+    columns = {
+        "GB/s": {name: f"{total / spent:.3f}" for name, spent in medians.items()},
+        "ms a tensor": {name: f"{1000 * spent / len(tensors):.3f}" for name, spent in medians.items()},
+        "over ours": {name: f"{ratio(times, name, OURS):.2f}" for name in times},
+    }
+    print_times(times, columns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", default=["231x1", "4000x0.004"], help="tensors x GB (%(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--sets", nargs="+", default=["231x1", "4000x0.004"], help="tensors x GB (%(default)s)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

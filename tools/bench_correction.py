@@ -20,17 +20,14 @@ a weight out) over the time, as a share of --peak-gb-s.
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 os.environ.setdefault("VERL_PLATFORM", "nvidia" if torch.cuda.is_available() else "cpu")  # before verl is imported
 
-from measuring import RETURN_FREED, added_bytes, alternating, kibibytes
+from measuring import added_bytes, alternating, available_bytes, in_own_process, print_times, ratio
 
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
@@ -122,75 +119,52 @@ class Batch:
         return int((~torch.isclose(ours, theirs, rtol=1e-5, atol=0)).sum())
 
 
-def print_memory(size: str, name: str, device: str) -> None:
-    """Prints what one call adds at its peak, in streams; it is the whole output of a process of its own."""
+def streams_added(size: str, name: str, device: str) -> float:
+    """Returns what one call adds at its peak; for a process of its own."""
     Batch("8x64", device).calls()[name]()  # whatever is set up once
     batch = Batch(size, device)
-    call = batch.calls()[name]
-    print(added_bytes(call, device) / (4 * batch.elements))
-
-
-def memory(size: str, name: str, arguments: argparse.Namespace) -> float:
-    options = ["--sizes", size, "--threads", str(arguments.threads), "--device", arguments.device]
-    done = subprocess.run(
-        [sys.executable, __file__, *options, "--memory-of", name],
-        env=os.environ | RETURN_FREED,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return float(done.stdout.split()[-1])
-
-
-def available() -> int:
-    """Returns the bytes of memory that can be taken without swapping."""
-    return kibibytes(Path("/proc/meminfo"), "MemAvailable") * 1024
+    return added_bytes(batch.calls()[name], device) / (4 * batch.elements)
 
 
 def bench(size: str, arguments: argparse.Namespace) -> None:
     B, T = map(int, size.split("x"))
-    needed = STREAMS_NEEDED * 4 * B * T
-    if needed > available():
-        print(f"{size}: left out, {available() / 2**30:.1f} GiB are free and it takes up to {needed / 2**30:.1f}")
+    needed, free = STREAMS_NEEDED * 4 * B * T, available_bytes()
+    if needed > free:
+        print(f"{size}: left out, {free / 2**30:.1f} GiB are free and it takes up to {needed / 2**30:.1f}")
         return
     batch = Batch(size, arguments.device)
     names = list(batch.calls())
-    added = {name: memory(size, name, arguments) for name in names}
+    added = {name: f"{in_own_process(streams_added, size, name, arguments.device):.2f}" for name in names}
     source = batch.packed_infer
     target = torch.empty_like(source)
     calls = batch.calls() | {"copy": lambda: target.copy_(source)}
     times = alternating(calls, arguments.repeats, arguments.device)
-    median = {name: statistics.median(spent) for name, spent in times.items()}
     print(
         f"\n{size}: {len(source):,} of {batch.elements:,} tokens valid ({len(source) / batch.elements:.0%}); "
-        f"weights differ on {batch.differing()}; one copy {median['copy'] * 1000:.3f} ms"
+        f"weights differ on {batch.differing()}"
     )
-    on_gpu = arguments.device != "cpu"
-    print(f"{'':<26}{'median, ms':>12}{'best, ms':>12}{'ratio':>9}{'x copy':>9}{'memory':>9}{'of peak' * on_gpu:>9}")
-    for name in names:
-        ratio = f"{median[names[0]] / median[name]:.2f}" if name != names[0] else ""
-        share = BYTES_PER_TOKEN * len(source) / median[name] / (arguments.peak_gb_s * 1e9)
-        print(
-            f"{name:<26}{median[name] * 1000:>12.2f}{min(times[name]) * 1000:>12.2f}{ratio:>9}"
-            f"{median[name] / median['copy']:>9.1f}{added[name]:>9.2f}{f'{share:.1%}' * on_gpu:>9}"
-        )
+    columns = {
+        "ratio": {name: f"{ratio(times, names[0], name):.2f}" for name in names[1:]},
+        "x copy": {name: f"{ratio(times, name, 'copy'):.1f}" for name in names},
+        "memory": added,
+    }
+    if arguments.device != "cpu":
+        fastest = BYTES_PER_TOKEN * len(source) / (arguments.peak_gb_s * 1e9)
+        columns["of peak"] = {name: f"{fastest / statistics.median(times[name]):.1%}" for name in names}
+    print_times(times, columns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=SIZES, help="trajectories x tokens (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="trajectories x tokens (default: %(default)s)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--peak-gb-s", type=float, default=4800, help="memory bandwidth (default: %(default)s, an H200)"
     )
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # set by this script for its own subprocesses
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.memory_of:
-        print_memory(arguments.sizes[0], arguments.memory_of, arguments.device)
-        return
     print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.repeats} repeats")
     for size in arguments.sizes:
         bench(size, arguments)

@@ -20,15 +20,10 @@ returns freed tensors at once; on a GPU, it is from torch's own counter.
 """
 
 import argparse
-import os
-import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measuring import RETURN_FREED, added_bytes, alternating
+from measuring import added_bytes, alternating, available_bytes, in_own_process, print_times, ratio
 from torch import Tensor
 
 from verl_ext.core.routing import blockwise_overlap, refused_rows
@@ -57,14 +52,6 @@ def random_sets(size: str, device: str) -> tuple[Tensor, Tensor]:
     return train, infer
 
 
-def available(device: str) -> int:
-    """Returns the bytes of memory that can be taken."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info()[0]
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1]) * 1024
-
-
 def plain(train: Tensor, infer: Tensor) -> Tensor:
     return (train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)
 
@@ -88,7 +75,9 @@ def overlap_calls(
     """Returns every way to the same result, the plain one first; on a CPU, the Triton kernel only if interpreted."""
     _, L, K = train.shape
     reverse = infer.flip(-1)
-    tokens = available(device) // 2 // (L * (K * K + K + 2 * 8))  # bools of both comparisons, int64 sums and result
+    tokens = (
+        available_bytes(device) // 2 // (L * (K * K + K + 2 * 8))
+    )  # bools of both comparisons, int64 sums and result
     calls = {
         "plain" if tokens >= len(train) else "plain, in blocks": lambda: plain_in_blocks(train, infer, tokens),
         "one id at a time": lambda: one_id_at_a_time(train, infer),
@@ -102,25 +91,11 @@ def overlap_calls(
     return calls
 
 
-def print_memory(size: str, name: str, device: str) -> None:
-    """Prints the bytes that one call adds at its peak; it is the whole output of a process of its own."""
+def megabytes_added(size: str, name: str, device: str) -> float:
+    """Returns what one call adds at its peak; for a process of its own."""
     warm_up = random_sets("64x" + size.split("x", 1)[1], device)
     overlap_calls(*warm_up, device)[name]()  # whatever is set up once
-    call = overlap_calls(*random_sets(size, device), device)[name]
-    print(added_bytes(call, device))
-
-
-def memory(size: str, name: str, device: str, threads: int) -> float:
-    """Returns the megabytes that one call adds, measured in a process of its own."""
-    options = ["--sizes", size, "--threads", str(threads), "--devices", device, "--memory-of", name]
-    done = subprocess.run(
-        [sys.executable, __file__, *options],
-        env=os.environ | RETURN_FREED,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout.split()[-1]) / 1e6
+    return added_bytes(overlap_calls(*random_sets(size, device), device)[name], device) / 1e6
 
 
 def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None:
@@ -128,7 +103,7 @@ def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None
     ours = ["ours", "ours, reversed"]
     if device != "cpu":
         ours.append("ours, Triton")
-    added = {name: f"{memory(size, name, device, arguments.threads):.1f}" for name in ours}
+    added = {name: f"{in_own_process(megabytes_added, size, name, device):.1f}" for name in ours}
     train, infer = random_sets(size, device)
     target = torch.empty_like(train)
     calls = overlap_calls(train, infer, device)
@@ -142,33 +117,24 @@ def bench_overlap(size: str, device: str, arguments: argparse.Namespace) -> None
     calls["refused rows"] = lambda: refused_rows(infer, E, offsets)
     calls["copy"] = lambda: target.copy_(train)
     times = alternating(calls, arguments.repeats, device, warm_up=0)
-    median = {name: statistics.median(spent) for name, spent in times.items()}
     print(
         f"\n{size}, {str(train.dtype).removeprefix('torch.')}, {device}: {N * L * K / 1e6:,.1f} million ids, "
         f"{train.nbytes / 1e6:,.1f} MB per tensor, {N * L / 1e6:,.1f} MB of result; all results equal"
     )
-    print(f"{'':<18}{'median, ms':>12}{'best, ms':>12}{'ratio':>9}{'x copy':>9}{'memory':>9}")
-    for name in calls:
-        ratio = f"{median[reference] / median[name]:.1f}" if name in others else ""
-        print(
-            f"{name:<18}{median[name] * 1000:>12.3f}{min(times[name]) * 1000:>12.3f}{ratio:>9}"
-            f"{median[name] / median['copy']:>9.1f}{added.get(name, ''):>9}"
-        )
+    compared = {name: f"{ratio(times, reference, name):.1f}" for name in others}
+    copies = {name: f"{ratio(times, name, 'copy'):.1f}" for name in times}
+    print_times(times, {"ratio": compared, "x copy": copies, "memory": added})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=SIZES, help="TOKENSxLAYERSxEXPERTSxTOPK (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="timed calls of each (default: %(default)s)")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="TOKENSxLAYERSxEXPERTSxTOPK (default: %(default)s)")
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--devices", nargs="+", default=devices, help="(default: those here, %(default)s)")
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)  # set by this script for its own subprocesses
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.memory_of:
-        print_memory(arguments.sizes[0], arguments.memory_of, arguments.devices[0])
-        return
     print(f"torch {torch.__version__}, {arguments.threads} thread(s), {arguments.repeats} repeats")
     for device in arguments.devices:
         for size in arguments.sizes:

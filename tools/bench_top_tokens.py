@@ -15,17 +15,17 @@ in the memory that is added to that of the logits.
 
 import argparse
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measuring import added_bytes, alternating
+from measuring import added_bytes, alternating, print_times, ratio
 
 KS = (32, 128)
 
@@ -87,13 +87,12 @@ def bench_rollout(arguments: argparse.Namespace) -> None:
         for k in KS:
             calls[f"{k} top tokens"] = lambda k=k: generate(k, True)  # type: ignore[misc]
         calls[f"logprobs={KS[0]}, dictionaries"] = lambda: generate(KS[0], False)
-        times = {name: statistics.median(spent) for name, spent in alternating(calls, arguments.repeats).items()}
-    first = next(iter(times.values()))
-    tokens = arguments.prompts * arguments.tokens
+        times = alternating(calls, arguments.repeats)
     print(f"{arguments.prompts} prompts x {arguments.tokens} tokens, vocabulary {arguments.vocabulary}")
-    for name, spent in times.items():
-        more = (spent - first) / tokens * 1e6
-        print(f"{name:28s} {spent:7.3f} s   ratio {spent / first:5.2f}   {more:+7.1f} us per token")
+    first, *_ = (medians := {name: median(spent) for name, spent in times.items()})
+    tokens = arguments.prompts * arguments.tokens
+    more = {name: f"{(spent - medians[first]) / tokens * 1e6:+.1f}" for name, spent in medians.items()}
+    print_times(times, {"ratio": {name: f"{ratio(times, name, first):.2f}" for name in times}, "us per token": more})
 
 
 def bench_read(arguments: argparse.Namespace) -> None:
@@ -117,13 +116,14 @@ def bench_read(arguments: argparse.Namespace) -> None:
     for k in KS:
         calls[f"{k} top tokens"] = lambda k=k: backward(log_probs_at(logits, ids[:, : 1 + k]))  # type: ignore[misc]
         calls[f"log_softmax, {k}"] = lambda k=k: backward(plain(k))  # type: ignore[misc]
-    times = {name: statistics.median(spent) for name, spent in alternating(calls, arguments.repeats, device).items()}
-    first, size = next(iter(times.values())), logits.nbytes
-    print(f"logits [{rows}, {vocabulary}] in float32, forward and backward, {device}")
-    for name, spent in times.items():
+    times = alternating(calls, arguments.repeats, device)
+    first, *_ = calls
+    added = {}
+    for name, call in calls.items():
         logits.grad = None
-        added = added_bytes(calls[name], device) / size
-        print(f"{name:28s} {spent * 1e3:8.1f} ms   ratio {spent / first:5.2f}   {added:5.2f} x the logits added")
+        added[name] = f"{added_bytes(call, device) / logits.nbytes:.2f}"
+    print(f"logits [{rows}, {vocabulary}] in float32, forward and backward, {device}; memory: added, x the logits")
+    print_times(times, {"ratio": {name: f"{ratio(times, name, first):.2f}" for name in times}, "memory": added})
 
 
 def main() -> None:

@@ -1,13 +1,21 @@
-"""Measures time and memory for the benchmarks, on a CPU and on a GPU."""
+"""Measures time and memory for the benchmarks, on a CPU and on a GPU, and prints them."""
 
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
 
 import torch
+from rich.console import Console
 
-# For a process whose memory is measured: freed tensors go back to the system at once.
-RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+from verl_ext.base.printable import number_table, print_number_table
+
+RETURN_FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # environment: freed tensors go back to the system at once
 
 
 def seconds(call: Callable[[], object], device: str = "cpu") -> float:
@@ -38,6 +46,24 @@ def alternating(
     return times
 
 
+def print_times(times: Mapping[str, Sequence[float]], columns: Mapping[str, Mapping[str, str]]) -> None:
+    """Prints the median and the shortest time of each call.
+
+    Args:
+        columns: further columns, title -> call -> cell.
+    """
+    table = number_table("", "median, ms", "best, ms", *columns)
+    for name, spent in times.items():
+        milliseconds = (f"{1000 * each:,.3f}" for each in (median(spent), min(spent)))
+        table.add_row(name, *milliseconds, *(cells.get(name, "") for cells in columns.values()))
+    print_number_table(Console(width=120), table)
+
+
+def ratio(times: Mapping[str, Sequence[float]], one: str, other: str) -> float:
+    """Returns the median of one call over that of another."""
+    return median(times[one]) / median(times[other])
+
+
 def added_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     """Returns the memory that one call adds at its peak: to the resident set of this process, or by torch's count on a
     GPU."""
@@ -50,6 +76,21 @@ def added_bytes(call: Callable[[], object], device: str = "cpu") -> int:
     before = torch.cuda.memory_allocated()
     call()
     return torch.cuda.max_memory_allocated() - before
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function of a script returns in a process of its own, in which `added_bytes` sees only its call:
+    the allocator returns freed tensors at once."""
+    environment = RETURN_FREED | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def available_bytes(device: str = "cpu") -> int:
+    """Returns the memory that can be taken; on a CPU, without swapping."""
+    if device == "cpu":
+        return kibibytes(Path("/proc/meminfo"), "MemAvailable") * 1024
+    return torch.cuda.mem_get_info()[0]
 
 
 def kibibytes(file: Path, field: str) -> int:
