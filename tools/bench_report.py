@@ -19,11 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+from measuring import alternating, print_times, ratio
 
 from verl_ext.base.names import BUCKETS
 
 LAYERS = 48
+READING = "only pandas.read_json"
 PANDAS = "import sys, pandas; pandas.read_json(sys.argv[1], lines=True)"
 DRAWN = (
     *("critic/score/mean", "val-core/math/acc/mean@1", "vllm_kl/k1", "vllm_kl/k3", "vllm_kl/prob_diff_max"),
@@ -97,12 +101,6 @@ def time_console(repeats: int) -> None:
     print(f"memory: {memory['run']:.0f} MiB; for half of the file {memory['half']:.0f} MiB")
 
 
-def seconds(command: list[str]) -> float:
-    start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
@@ -120,19 +118,18 @@ def main() -> None:
         print(f"{arguments.steps} steps x {arguments.metrics} metrics, {file.stat().st_size / 1e6:.0f} MB")
         commands = {
             "verl-ext report": verl_ext,
-            "  with PNG files": [*verl_ext, "--pictures"],
-            "  only text": [*verl_ext, "--no-page"],
-            "only pandas.read_json": [sys.executable, "-c", PANDAS, str(file)],
+            "with PNG files": [*verl_ext, "--pictures"],
+            "only text": [*verl_ext, "--no-page"],
+            READING: [sys.executable, "-c", PANDAS, str(file)],
         }
-        times: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(arguments.repeats):
-            for name, command in commands.items():
-                times[name].append(seconds(command))
+        calls = {
+            name: partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+            for name, command in commands.items()
+        }
+        times = alternating(calls, arguments.repeats, warm_up=0)
         page = (out / "report.html").stat().st_size
-    for name, taken in times.items():
-        print(f"{name:24} {statistics.median(taken):6.2f} s (best {min(taken):.2f})")
-    ratio = statistics.median(times["verl-ext report"]) / statistics.median(times["only pandas.read_json"])
-    print(f"the report takes {ratio:.1f} times what pandas takes to read; the page has {page / 1e6:.1f} MB")
+    print_times(times, {"ratio": {name: f"{ratio(times, name, READING):.1f}" for name in times}})
+    print(f"the page has {page / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from pages import table
 from rich.console import Console
 
 from verl_ext.diagnosis.causes import CAUSES
@@ -71,7 +72,8 @@ class Planted:
     Attributes:
         cause: its name in `verl_ext.diagnosis`; "" for a sound run.
         regime: the lab's regime; "" for none.
-        development, held_out: overrides of each severity, separated by blanks; drawn in turn.
+        development, held_out: overrides of each severity, separated by blanks; drawn in turn. A setting without a dot
+            is one of the regime's.
         always: overrides of all of its runs.
     """
 
@@ -83,111 +85,66 @@ class Planted:
 
     def overrides(self, which: str, number: int) -> tuple[str, ...]:
         severities = self.development if which == "development" else self.held_out
-        return (*self.always, *severities[number % len(severities)].split())
+        drawn = severities[number % len(severities)].split()
+        whole = (one if "." in one.partition("=")[0] else f"lab.{self.regime}.{one}" for one in drawn)
+        return (*self.always, *whole)
 
 
 def each(setting: str, *values: object) -> tuple[str, ...]:
     return tuple(f"{setting}={value}" for value in values)
 
 
+TASK, ENTROPY = "lab.task.name", "actor_rollout_ref.actor.entropy_coeff"
+NOISY = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "lab.grader.noise=0.2")
 PLANTED: dict[str, Planted] = {
     "sound": Planted("", ""),
-    "sound_noisy": Planted(
-        "",
-        "",
-        always=("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "lab.grader.noise=0.2"),
-    ),
+    "sound_noisy": Planted("", "", always=NOISY),
     "two_precisions": Planted("two_precisions", "bf16"),
     "quantized": Planted(
         "quantized",
         "quantized",
-        (*each("lab.quantized.format", "fp4", "fp8", "int4"), "lab.quantized.router=false"),
-        ("lab.quantized.group=16", "lab.quantized.format=fp8 lab.quantized.router=false", "lab.quantized.format=int4"),
+        (*each("format", "fp4", "fp8", "int4"), "router=false"),
+        ("group=16", "format=fp8 router=false", "format=int4"),
     ),
-    "old_weights": Planted("old_weights", "stale", each("lab.stale.lag", 8, 32), each("lab.stale.lag", 6, 12, 24, 48)),
-    "lost_sync": Planted(
-        "lost_sync",
-        "missed_sync",
-        each("lab.missed_sync.update", 0, 30, 60),
-        each("lab.missed_sync.update", 0, 20, 45, 75),
-    ),
+    "old_weights": Planted("old_weights", "stale", each("lag", 8, 32), each("lag", 6, 12, 24, 48)),
+    "lost_sync": Planted("lost_sync", "missed_sync", each("update", 0, 30, 60), each("update", 0, 20, 45, 75)),
     "partial_sync": Planted(
         "partial_sync",
         "partial_sync",
-        ("lab.partial_sync.layers=1", "lab.partial_sync.layers=-1 lab.partial_sync.names=up+down"),
-        (
-            "lab.partial_sync.layers=2",
-            "lab.partial_sync.layers=1 lab.partial_sync.names=up+down+router",
-            "lab.partial_sync.layers=-1 lab.partial_sync.names=qkv+out",
-        ),
+        ("layers=1", "layers=-1 names=up+down"),
+        ("layers=2", "layers=1 names=up+down+router", "layers=-1 names=qkv+out"),
     ),
     "scaled_update": Planted(
-        "scaled_update",
-        "scaled_update",
-        each("lab.scaled_update.scale", 2.0, 0.5),
-        each("lab.scaled_update.scale", 1.5, 0.3, 3.0, 0.6),
+        "scaled_update", "scaled_update", each("scale", 2.0, 0.5), each("scale", 1.5, 0.3, 3.0, 0.6)
     ),
     "router_dtype": Planted("two_precisions", "router_dtype"),  # metrics do not show which part has another dtype
-    "router_bias": Planted(
-        "router_bias",
-        "router_bias",
-        each("lab.router_bias.scale", 0.5, 1.0),
-        each("lab.router_bias.scale", 0.3, 0.7, 1.5),
-    ),
+    "router_bias": Planted("router_bias", "router_bias", each("scale", 0.5, 1.0), each("scale", 0.3, 0.7, 1.5)),
     "wrong_weights": Planted(
         "wrong_weights",
         "wrong_weights",
-        ("", "lab.wrong_weights.layer=1", "lab.wrong_weights.kind=neighbour"),
-        ("", "lab.wrong_weights.layer=1", "lab.wrong_weights.layer=1 lab.wrong_weights.kind=neighbour"),
+        ("", "layer=1", "kind=neighbour"),
+        ("", "layer=1", "layer=1 kind=neighbour"),
     ),
     "temperature": Planted(
-        "temperature",
-        "wrong_temperature",
-        each("lab.wrong_temperature.temperature", 1.3, 0.8),
-        each("lab.wrong_temperature.temperature", 1.15, 0.7, 1.5, 0.9),
+        "temperature", "wrong_temperature", each("temperature", 1.3, 0.8), each("temperature", 1.15, 0.7, 1.5, 0.9)
     ),
     "truncated": Planted(
-        "truncated",
-        "truncated",
-        ("", "lab.truncated.top_p=1.0 lab.truncated.top_k=2"),
-        ("lab.truncated.top_p=0.95", "lab.truncated.top_p=0.8", "lab.truncated.top_p=1.0 lab.truncated.top_k=3"),
+        "truncated", "truncated", ("", "top_p=1.0 top_k=2"), (*each("top_p", 0.95, 0.8), "top_p=1.0 top_k=3")
     ),
     "raw_log_probs": Planted(
-        "raw_log_probs",
-        "raw_log_probs",
-        each("lab.raw_log_probs.temperature", 1.3, 0.8),
-        each("lab.raw_log_probs.temperature", 1.15, 0.7, 1.5, 0.9),
+        "raw_log_probs", "raw_log_probs", each("temperature", 1.3, 0.8), each("temperature", 1.15, 0.7, 1.5, 0.9)
     ),
     "leak": Planted("leak", "packed_leak"),
-    "positions": Planted(
-        "positions", "positions_off", each("lab.positions_off.places", 1), each("lab.positions_off.places", 1, 2)
-    ),
-    "respelled": Planted(
-        "respelled",
-        "respelled",
-        each("lab.respelled.share", 0.01, 0.003),
-        each("lab.respelled.share", 0.005, 0.02, 0.002),
-    ),
+    "positions": Planted("positions", "positions_off", each("places", 1), each("places", 1, 2)),
+    "respelled": Planted("respelled", "respelled", each("share", 0.01, 0.003), each("share", 0.005, 0.02, 0.002)),
     "wrong_routes": Planted("wrong_routes", "misrouted", always=(REPLAY,)),
-    "experts_dead": Planted(
-        "experts_dead",
-        "router_collapse",
-        each("lab.router_collapse.rate", 0.05, 0.03),
-        each("lab.router_collapse.rate", 0.1, 0.04, 0.06),
-    ),
+    "experts_dead": Planted("experts_dead", "router_collapse", each("rate", 0.05, 0.03), each("rate", 0.1, 0.04, 0.06)),
     "learning_rate": Planted("learning_rate", "", each(LR, "1.0e-2"), each(LR, "2.0e-2", "7.0e-3", "1.2e-2")),
     "entropy_collapse": Planted(
         "entropy_collapse",
         "",
-        (
-            "lab.task.name=prefix_sums actor_rollout_ref.actor.entropy_coeff=-10",
-            "lab.task.name=prefix_sums actor_rollout_ref.actor.entropy_coeff=-30",
-        ),
-        tuple(
-            f"lab.task.name={task} actor_rollout_ref.actor.entropy_coeff={coefficient}"
-            for coefficient in (-15, -50)
-            for task in ("prefix_sums", "sort")
-        ),
+        each(f"{TASK}=prefix_sums {ENTROPY}", -10, -30),
+        tuple(f"{TASK}={task} {ENTROPY}={factor}" for factor in (-15, -50) for task in ("prefix_sums", "sort")),
         # A model that knows the answers only gets better by being certain. On `reverse`, even a little warm-up leads to
         # that: its reward rises to 1, and nothing is wrong.
         ("lab.warm_up.reward=0.15",),
@@ -315,8 +272,8 @@ def print_tables(which: str, out: Path) -> None:
         name: [judge_run(folder, planted) for folder in folders_of(name, which, out)]
         for name, planted in PLANTED.items()
     }
-    print("| planted | runs | first | with rounding besides | first two | otherwise | reported after ", end="")
-    print("| verl's metrics only |\n" + "|---" * 8 + "|")
+    titles = ("planted", "runs", "first", "with rounding besides", "first two", "otherwise", "reported after")
+    rows = [(*titles, "verl's metrics only")]
     for name, judged in runs.items():
         cause = PLANTED[name].cause
         wrong = Counter(
@@ -328,15 +285,16 @@ def print_tables(which: str, out: Path) -> None:
         rounding = [is_right(cause, run.found, 1) for run in judged if run.rounds]
         row = (
             name,
-            len(judged),
-            first,
+            str(len(judged)),
+            str(first),
             f"{sum(rounding)} of {len(rounding)}" if rounding else "",
-            two,
+            str(two),
             ", ".join(f"{other} {count}" for other, count in wrong.items()),
             f"{median(delays):.0f} steps" if delays else "",
-            sum(is_right(cause, run.plain, 1) for run in judged),
+            str(sum(is_right(cause, run.plain, 1) for run in judged)),
         )
-        print(f"| {' | '.join(map(str, row))} |")
+        rows.append(row)
+    print(table(rows))
     faulty = [(PLANTED[name].cause, run) for name in runs if PLANTED[name].cause for run in runs[name]]
     sound = [run for name in runs if not PLANTED[name].cause for run in runs[name]]
     if faulty:
@@ -391,9 +349,8 @@ def ask(which: str, out: Path) -> None:
             runs, settings = runs + 1, settings + len(asked)
             for title, metrics in (("verl's own", plain(whole)), ("and those asked for", known), ("all", whole)):
                 right[title] += is_right(planted.cause, causes_named(metrics, planted), 1)
-    print("| metrics | cause first, or none named in a sound run |\n|---|---|")
-    for title, count in right.items():
-        print(f"| {title} | {count} of {runs} ({count / runs:.1%}) |")
+    shares = ((title, f"{count} of {runs} ({count / runs:.1%})") for title, count in right.items())
+    print(table([("metrics", "cause first, or none named in a sound run"), *shares]))
     print(f"\n{settings / runs:.1f} settings are asked for in a run.")
 
 

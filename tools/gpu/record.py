@@ -2,7 +2,7 @@
 
 import json
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
@@ -53,6 +53,18 @@ class Record:
     ) -> None:
         """Records a measured quantity, with every repeat; `at_most` is the aim, if there is one."""
         self._write(kind="figure", name=name, repeats=[*repeats], unit=unit, at_most=at_most, note=note)
+
+    def times(self, spent: Mapping[str, Sequence[float]]) -> None:
+        """Records the seconds of each call, in milliseconds."""
+        for name, every in spent.items():
+            self.figure(name, [1000 * s for s in every], "ms")
+
+    def ratio(
+        self, spent: Mapping[str, Sequence[float]], one: str, other: str, *, at_most: float | None = None
+    ) -> None:
+        """Records the seconds of a call over those of another, repeat by repeat."""
+        ratios = [a / b for a, b in zip(spent[one], spent[other], strict=True)]
+        self.figure(f"{one} / {other}", ratios, TIMES, at_most=at_most)
 
     def note(self, text: str) -> None:
         """Records what a reader of the figures has to know: stand-ins that were used, what was left out and why."""

@@ -19,7 +19,7 @@ from torch import nn
 from verl.workers.config import EngineConfig, TrainingWorkerConfig
 
 from gpu.models import build, config_of, router_of, weights_by_hand
-from gpu.record import TIMES, Place, Record
+from gpu.record import Place, Record
 from gpu.verl_engine import (
     PROMPT,
     RESPONSE,
@@ -150,15 +150,10 @@ def times(record: Record, place: Place, engines: Engines, family: str) -> None:
     updates = {"update": lambda: update(engine, plain), "update, R3": lambda: update(engine, asks)}
     spent = before | alternating(forward, place.repeats, place.device)
     spent |= alternating(updates, max(2, place.repeats // 2), place.device)
-    for name, every in spent.items():
-        record.figure(name, [1000 * s for s in every], "ms")
-    for name, base, aim in (
-        ("log-probs, captured", "log-probs", AIM),
-        ("log-probs, R3", "log-probs", None),
-        ("update, R3", "update", None),
-    ):
-        ratios = [a / b for a, b in zip(spent[name], spent[base], strict=True)]
-        record.figure(f"{name} / {base}", ratios, TIMES, at_most=None if place.tiny else aim)
+    record.times(spent)
+    record.ratio(spent, "log-probs, captured", "log-probs", at_most=None if place.tiny else AIM)
+    record.ratio(spent, "log-probs, R3", "log-probs")
+    record.ratio(spent, "update, R3", "update")
     if place.device != "cpu":
         for name, call in (forward | updates).items():
             record.figure(f"{name}: memory added", [added_bytes(call, place.device) / 1e9], "GB")

@@ -9,7 +9,7 @@ from measuring import added_bytes, alternating
 
 from gpu import without_ray
 from gpu.bandwidth import share_of_peak
-from gpu.record import TIMES, Place, Record
+from gpu.record import Place, Record
 from verl_ext.core.measure import measure
 
 SIZES, TINY = ("256x2048", "1024x8192", "4096x8192"), ("8x64",)
@@ -41,12 +41,10 @@ def bench(record: Record, place: Place, size: str, with_verl: bool) -> None:
     calls["copy"] = lambda: target.copy_(batch.packed_infer)
     times = alternating(calls, place.repeats, place.device)
     tokens = len(batch.packed_infer)
-    for name, spent in times.items():
-        record.figure(name, [1000 * s for s in spent], "ms")
+    record.times(times)
     for reference in {EAGER, VERL} & set(calls):
         for name in NAMES[:2]:
-            ratios = [a / b for a, b in zip(times[reference], times[name], strict=True)]
-            record.figure(f"{reference} / {name}", ratios, TIMES)
+            record.ratio(times, reference, name)
     for name in NAMES:
         share_of_peak(record, f"{name}: share of peak bandwidth", BYTES_PER_TOKEN * tokens, times[name])
     if place.device != "cpu":

@@ -4,7 +4,7 @@ from bench_routing import SIZES, overlap_calls, random_sets
 from measuring import added_bytes, alternating
 
 from gpu.bandwidth import cache_bytes, share_of_peak
-from gpu.record import TIMES, Place, Record
+from gpu.record import Place, Record
 
 TINY = ("64x3x16x4", "43x2x512x10")
 KERNEL = "ours, Triton"
@@ -28,12 +28,9 @@ def bench(record: Record, place: Place, size: str) -> None:
     target = train.clone()
     calls["copy"] = lambda: target.copy_(train)
     times = alternating(calls, place.repeats, place.device)
-    for name, spent in times.items():
-        record.figure(name, [1000 * s for s in spent], "ms")
+    record.times(times)
     for name in others:
-        record.figure(
-            f"{reference} / {name}", [a / b for a, b in zip(times[reference], times[name], strict=True)], TIMES
-        )
+        record.ratio(times, reference, name)
     moved = train.nbytes + infer.nbytes + train.shape[0] * train.shape[1]
     if moved > 2 * cache_bytes(place):
         share_of_peak(record, f"{KERNEL}: share of peak bandwidth", moved, times[KERNEL])

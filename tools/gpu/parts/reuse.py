@@ -43,10 +43,8 @@ def bench(record: Record, place: Place) -> None:
     record.check("gradients of one pass = of two", same, f"{worst:.2g} apart")
 
     spent = alternating({"two passes": steps.two_passes, "one pass": steps.one_pass}, place.repeats, place.device)
-    for name, every in spent.items():
-        record.figure(name, [1000 * s for s in every], "ms")
-    ratios = [one / two for one, two in zip(spent["one pass"], spent["two passes"], strict=True)]
-    record.figure("one pass / two passes", ratios, TIMES, at_most=None if place.tiny else AIM)
+    record.times(spent)
+    record.ratio(spent, "one pass", "two passes", at_most=None if place.tiny else AIM)
     if place.device != "cpu":
         added = {name: added_bytes(call, place.device) for name, call in steps.updates.items()}
         for name, count in added.items():

@@ -26,6 +26,7 @@ def run(record: Record, place: Place) -> None:
         wrong = [name for name, tensor in several if int(checksum(tensor)) != int(checksum(tensor.cpu()))]
         record.check("checksums = a CPU's", not wrong, ", ".join(wrong))
         size = sum(tensor.nbytes for tensor in weights.values())
-        (spent,) = alternating({"all weights": record_all}, place.repeats, place.device).values()
-        record.figure(f"checksums and sums of {size / 1e9:.2f} GB", [1000 * s for s in spent], "ms")
-        share_of_peak(record, "share of peak bandwidth, reading each weight twice", 2 * size, spent)
+        name = f"checksums and sums of {size / 1e9:.2f} GB"
+        spent = alternating({name: record_all}, place.repeats, place.device)
+        record.times(spent)
+        share_of_peak(record, "share of peak bandwidth, reading each weight twice", 2 * size, spent[name])
