@@ -15,6 +15,9 @@ from typing import Any, Generic, NoReturn, TypeVar, get_args, get_type_hints
 from verl_ext.base.errors import ConfigError, Problem, Problems, SettingError, require_choice
 
 OF_YOUR_OWN = "name the module that registers your own in stability.plugins (verl-ext lab: --plugins)"
+Rule = tuple[Callable[[Any], bool], str]  # whether a setting may have a value, and the rule in words
+ABOVE_0: Rule = (lambda value: value > 0, "must be above 0")
+SHARE: Rule = (lambda value: 0 < value < 1, "must be between 0 and 1")
 KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
 
 
@@ -70,19 +73,19 @@ def choose(method: M, given: Mapping[str, Any] | None, where: str) -> Configured
     return ConfiguredMethod(method, build(method.settings, given, where))
 
 
-def settings_of(function: Callable[..., Any], *besides: str, check: Callable[[Any], None] | None = None) -> type:
+def settings_of(function: Callable[..., Any], *besides: str, rules: Mapping[str, Rule] | None = None) -> type:
     """Builds the settings dataclass of a function that has none: its keyword-only arguments, with types and defaults.
 
     Args:
         besides: keyword-only arguments that are not settings.
-        check: called with the settings; raises SettingError (`require`) for a value that is not allowed.
+        rules: what must hold of the values (`require_rules`).
     """
     arguments = inspect.signature(function).parameters.values()
     kept = [one for one in arguments if one.kind is one.KEYWORD_ONLY and one.name not in besides]
     return make_dataclass(
         "".join(part.title() for part in function.__name__.split("_")),
         [(argument.name, _kind(argument.annotation), _default(argument.default)) for argument in kept],
-        namespace={"__post_init__": check} if check else {},
+        namespace={"__post_init__": lambda settings: require_rules(settings, rules or {})},
         frozen=True,
         kw_only=True,
     )
@@ -197,9 +200,22 @@ def require(settings: Any, name: str, holds: bool, rule: str, **remedy: Any) -> 
         raise SettingError(name, f"={_shown(getattr(settings, name))} {rule}", **remedy)
 
 
+def require_rules(settings: Any, rules: Mapping[str, Rule]) -> None:
+    """Requires the rule of each setting, by name; for a `__post_init__`."""
+    for name, (holds, rule) in rules.items():
+        require(settings, name, holds(getattr(settings, name)), rule)
+
+
 def require_one_of(settings: Any, name: str, choices: tuple[str, ...]) -> None:
-    holds = getattr(settings, name) in choices
-    require(settings, name, holds, f"is not known; choose one of: {', '.join(choices)}")
+    require_rules(settings, {name: one_of(*choices)})
+
+
+def at_least(least: int) -> Rule:
+    return lambda value: value >= least, f"must be at least {least}"
+
+
+def one_of(*choices: str) -> Rule:
+    return lambda value: value in choices, f"is not known; choose one of: {', '.join(choices)}"
 
 
 def _shown(value: Any) -> str:

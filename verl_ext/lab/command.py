@@ -83,7 +83,17 @@ def run_lab(arguments: argparse.Namespace) -> int:
     from verl_ext.features.stability import import_plugins
 
     import_plugins("--plugins", arguments.plugins)
-    return _list_names() if arguments.list else _run_experiment(arguments)
+    if arguments.list:
+        return _list_names()
+    from rich.console import Console
+
+    from verl_ext.lab.grid import cells_of, run_missing
+
+    cells = cells_of(_checked_arms(arguments), arguments.seeds)
+    out = arguments.out or Path(".lab") / arguments.regime
+    result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
+    _show_result(arguments, cells, out, result)
+    return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -116,19 +126,6 @@ def _list_names() -> int:
     console.print("regimes (join several by +)", table, sep="\n")
     print_text(console, f"variants: {', '.join(variants())}")
     return 0
-
-
-def _run_experiment(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from verl_ext.lab.grid import cells_of, run_missing
-
-    arms = _checked_arms(arguments)
-    cells = cells_of(arms, arguments.seeds)
-    out = arguments.out or Path(".lab") / arguments.regime
-    result = run_missing(cells, out, arguments.jobs, Console(stderr=True))
-    _show_result(arguments, cells, out, result)
-    return INTERRUPTED if result.interrupted else SOME_FAILED if result.failed else 0
 
 
 def _checked_arms(arguments: argparse.Namespace) -> "list[Arm]":

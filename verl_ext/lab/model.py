@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl_ext.base.methods import require, require_one_of
+from verl_ext.base.methods import at_least, one_of, require, require_rules
 from verl_ext.core.top_tokens import TopTokens
 from verl_ext.lab.tasks import END
 
@@ -56,11 +56,10 @@ class ModelSettings:
     top_groups: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "expert_hidden", "groups"):
-            require(self, name, getattr(self, name) >= 1, "must be at least 1")
+        require_rules(self, dict.fromkeys(("layers", "hidden", "heads", "expert_hidden", "groups"), at_least(1)))
         require(self, "heads", self.hidden % self.heads == 0, f"must divide hidden={self.hidden}")
         require(self, "top_k", 1 <= self.top_k <= self.experts, f"must be from 1 to experts={self.experts}")
-        require_one_of(self, "router", ROUTERS)
+        require_rules(self, {"router": one_of(*ROUTERS)})
         require(self, "groups", self.experts % self.groups == 0, f"must divide experts={self.experts}")
         require(self, "groups", self.groups == 1 or self.router == "sigmoid", "needs router=sigmoid")
         room = self.top_groups * self.experts // self.groups

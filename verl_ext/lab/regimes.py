@@ -12,21 +12,19 @@ from typing import Any
 import torch
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import ConfiguredMethod, Method, Registry, require, settings_of
+from verl_ext.base.methods import (
+    ABOVE_0,
+    SHARE,
+    ConfiguredMethod,
+    Method,
+    Registry,
+    Rule,
+    at_least,
+    one_of,
+    settings_of,
+)
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
 from verl_ext.lab.model import ATTENTION, EXPERTS, FLOAT32_BITS, HEAD, ROUTER, ModelSettings, RolloutEngine, Weights
-
-Rule = tuple[Callable[[Any], bool], str]  # whether a setting may have a value, and the rule in words
-ABOVE_0: Rule = (lambda value: value > 0, "must be above 0")
-SHARE: Rule = (lambda value: 0 < value < 1, "must be between 0 and 1")
-
-
-def at_least(least: int) -> Rule:
-    return lambda value: value >= least, f"must be at least {least}"
-
-
-def one_of(*choices: str) -> Rule:
-    return lambda value: value in choices, f"is not known; choose one of: {', '.join(choices)}"
 
 
 class History:
@@ -92,12 +90,8 @@ def register_regime(
         rules: what must hold of the value of a setting, by its name.
     """
 
-    def check(settings: Any) -> None:
-        for setting, (holds, rule) in (rules or {}).items():
-            require(settings, setting, holds(getattr(settings, setting)), rule)
-
     def register(function: Callable) -> Callable:
-        REGIMES.add(Regime(name, function, settings_of(function, check=check), stands_for, **traits))
+        REGIMES.add(Regime(name, function, settings_of(function, rules=rules), stands_for, **traits))
         return function
 
     return register

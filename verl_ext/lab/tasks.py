@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_ext.base.methods import require, require_one_of
+from verl_ext.base.methods import at_least, one_of, require, require_rules
 
 BASE = 10
 ASK, END = 10, 11  # tokens after the ten digits
@@ -66,9 +66,7 @@ class TaskSettings:
     answer: int = 0
 
     def __post_init__(self) -> None:
-        require_one_of(self, "name", tuple(TASKS))
-        require(self, "digits", self.digits >= 1, "must be at least 1")
-        require(self, "answer", self.answer >= 0, "must be at least 0")
+        require_rules(self, {"name": one_of(*TASKS), "digits": at_least(1), "answer": at_least(0)})
 
     def repeated(self, digits: Tensor) -> Tensor:
         """Returns [B, m] digits for an answer of m digits, from the prompt's [B, digits]."""

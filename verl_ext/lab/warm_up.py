@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ext.base.errors import ConfigError
-from verl_ext.base.methods import require
+from verl_ext.base.methods import SHARE, require_rules
 from verl_ext.lab.model import ModelSettings, RolloutEngine, Routing, forward, init_weights, sample_responses
 from verl_ext.lab.tasks import VOCABULARY, GraderSettings, TaskSettings, draw, rewards
 from verl_ext.report.files import written_whole
@@ -36,7 +36,7 @@ class WarmUpSettings:
     most_steps: int = 5000
 
     def __post_init__(self) -> None:
-        require(self, "reward", 0 < self.reward < 1, "must be between 0 and 1")
+        require_rules(self, {"reward": SHARE})
 
 
 @dataclass(frozen=True)

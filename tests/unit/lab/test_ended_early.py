@@ -16,9 +16,11 @@ STOPPING = (*SMALL, "stability.batch_skip.threshold=1e-7", f"stability.guard.sto
 
 def test_what_the_guard_ended_is_neither_survivor_nor_compared(tmp_path, capsys):
     grid = arms.arms_of("stale", ["none"], {}, STOPPING, steps=STEPS)
+    told = {}
     for cell in cells_of(grid, [0, 1]):  # in this process: the command then finds every run done
-        arms.run_arm(cell.arm, cell.seed, cell.begin(tmp_path), lambda step: None)
+        arms.run_arm(cell.arm, cell.seed, cell.begin(tmp_path), told.setdefault(str(cell), []).append)
         cell.mark_done(tmp_path, 1.0)
+    assert len(list((tmp_path / arms.WARM_UPS).iterdir())) == 2  # one for each seed
     words = ["lab", "stale", "--variants", "none", "--steps", str(STEPS), "--seeds", "2", "--out", str(tmp_path)]
     assert main([*words, *STOPPING]) == 0
     captured = capsys.readouterr()
@@ -31,6 +33,9 @@ def test_what_the_guard_ended_is_neither_survivor_nor_compared(tmp_path, capsys)
     for seed in ("0", "1"):  # by the raw files
         folder = tmp_path / "none" / f"seed{seed}"
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for line in (folder / "metrics.guard.jsonl").read_text().splitlines()]
+        assert events[-1]["action"] == "stop" and rows[-1]["data"]["guard/skips"] == REFUSED
+        assert [row["step"] for row in rows] == told[f"none, seed {seed}"]
         assert "the guard stopped the run" in (folder / "console.log").read_text()
         steps[seed] = rows[-1]["step"]
         rewards.append(sum(row["data"]["critic/score/mean"] for row in rows[-20:]) / 20)

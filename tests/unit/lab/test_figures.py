@@ -32,6 +32,10 @@ def runs_of(name: str, seeds: int, steps: int = 120) -> list:
 RUNS = {name: runs_of(name, seeds=3) for name in NAMES}
 
 
+def drawn(key: str, runs) -> dict:
+    return spec_of(seeds_chart(PANEL[key], runs, variant_styles(list(runs))))
+
+
 @given(arrays(np.float64, (3, 7), elements=st.one_of(st.floats(1e-6, 1e3), st.just(0.0), st.just(NAN))), st.booleans())
 def test_the_line_is_the_mean_of_the_seeds_and_the_band_reaches_to_both_ends(values, log):
     middle, low, high = seed_spread(values, log=log)
@@ -55,20 +59,19 @@ def test_every_panel_draws_a_line_a_variant_and_a_band():
         "entropy",
         "grad_norm",
     }
-    for key, panel in PANEL.items():
-        chart = spec_of(seeds_chart(panel, RUNS, variant_styles(NAMES)))
+    for key in PANEL:
+        chart = drawn(key, RUNS)
         assert len(json.dumps(chart, allow_nan=False)) < 1_000_000
-        drawn = ["icepop"] if key == "dropped" else list(NAMES)
+        names = ["icepop"] if key == "dropped" else list(NAMES)
         lines = [layer for layer in chart["layer"] if "color" in layer["encoding"]]
-        assert lines[0]["encoding"]["color"]["scale"]["domain"] == drawn, key
+        assert lines[0]["encoding"]["color"]["scale"]["domain"] == names, key
         areas = [layer for layer in chart["layer"] if layer["mark"]["type"] == "area"]
-        assert len(areas) == len(drawn), key
+        assert len(areas) == len(names), key
 
 
 def test_single_seeds_are_drawn_where_they_are_few():
     def thin(runs) -> int:
-        chart = spec_of(seeds_chart(PANEL["reward"], runs, variant_styles(list(runs))))
-        return sum(layer["mark"].get("opacity") == 0.35 for layer in chart["layer"])
+        return sum(layer["mark"].get("opacity") == 0.35 for layer in drawn("reward", runs)["layer"])
 
     assert thin(RUNS) == 15
     assert thin(RUNS | {"mis": RUNS["tis"]}) == 0
@@ -76,21 +79,17 @@ def test_single_seeds_are_drawn_where_they_are_few():
 
 
 def test_a_seed_that_stopped_early_ends_there_and_zeros_have_no_place_on_a_logarithmic_axis():
-    short = {"none": [RUNS["none"][0], *runs_of("none", seeds=1, steps=30)]}
-    assert seeds_chart(PANEL["reward"], short, variant_styles(["none"])) is not None
+    assert drawn("reward", {"none": [RUNS["none"][0], *runs_of("none", seeds=1, steps=30)]})
     zeros = make({"vllm_kl/k3": [0.0] * 50, "critic/score/mean": [0.5] * 50})
-    alone = spec_of(seeds_chart(PANEL["vllm_kl"], {"exact": [zeros, zeros]}, variant_styles(["exact"])))
+    alone = drawn("vllm_kl", {"exact": [zeros, zeros]})
     assert "log" not in json.dumps(alone), "nothing is above 0: the axis is linear"
-    chart = seeds_chart(
-        PANEL["vllm_kl"], {"exact": [zeros, zeros], "none": RUNS["none"]}, variant_styles(["exact", "none"])
-    )
-    assert '"domain": ["none"]' in json.dumps(spec_of(chart))
+    both = drawn("vllm_kl", {"exact": [zeros, zeros], "none": RUNS["none"]})
+    assert '"domain": ["none"]' in json.dumps(both)
 
 
 def test_the_line_and_the_band_end_where_the_first_run_did():
     runs = {"none": [*runs_of("none", seeds=2), *runs_of("none", seeds=1, steps=40)]}
-    chart = spec_of(seeds_chart(PANEL["reward"], runs, variant_styles(["none"])))
-    ends = {}
+    chart, ends = drawn("reward", runs), {}
     for layer in chart["layer"]:
         kind = "seed" if layer["mark"].get("opacity") == 0.35 else layer["mark"]["type"]
         ends.setdefault(kind, set()).add(max(row["step"] for row in chart["datasets"][layer["data"]["name"]]))
@@ -101,8 +100,7 @@ def test_variants_beyond_the_colours_are_told_apart_by_dashes_in_the_legend_too(
     names = ["exact", "none", *(f"v{number}" for number in range(12))]
     found = variant_styles(names)
     assert len(set(found.values())) == len(names)
-    runs = {name: RUNS["tis"][:2] for name in names}
-    lines = [layer for layer in spec_of(seeds_chart(PANEL["reward"], runs, found))["layer"]]
+    lines = drawn("reward", {name: RUNS["tis"][:2] for name in names})["layer"]
     dashes = next(layer["encoding"]["strokeDash"] for layer in lines if "strokeDash" in layer["encoding"])
     assert dashes["scale"]["domain"] == names and len({str(dash) for dash in dashes["scale"]["range"]}) == 3
 
