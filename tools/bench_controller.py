@@ -15,7 +15,7 @@ import argparse
 import logging
 import statistics
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
-from measuring import added_bytes, kibibytes
+from measuring import added_bytes, kibibytes, seconds
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -135,42 +135,35 @@ def run_of(filters: bool) -> StabilityRun:
     return StabilityRun(OmegaConf.create(config), stability_config(settings))
 
 
-def one_batch(run: StabilityRun, batch: KVBatchMeta) -> dict[str, float]:
-    """Returns the step's metrics of a batch, judged and settled with advantages that are there already."""
+def one_batch(run: StabilityRun, batch: KVBatchMeta) -> None:
+    """Measures, judges and settles a batch, with advantages that are there already."""
     metrics: dict[str, float] = {}
     run.guard.begin(run.guard.step + 1)
     run.measure(batch, metrics, TOKENIZER)
     run.settle(batch, metrics, TOKENIZER)
     assert metrics["guard/skipped"] == 0
-    return metrics
 
 
-def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int, dict[str, float]]:
-    """Returns seconds, bytes added at the peak, and metrics."""
+def measured(run: StabilityRun, trajectories: int, at_once: int) -> tuple[float, int]:
+    """Returns seconds, and bytes added at the peak."""
     batches.BLOCK_TOKENS = at_once
     tags = [{"response_len": LENGTH}] * trajectories
     batch = KVBatchMeta(keys=[name(i) for i in range(trajectories)], tags=tags, partition_id="train")
-    found: list[Any] = []
-
-    def call() -> None:
-        start = time.perf_counter()
-        metrics = one_batch(run, batch)
-        found.extend((time.perf_counter() - start, metrics))
-
-    added = added_bytes(call)
-    return found[0], added, found[1]
+    spent: list[float] = []
+    added = added_bytes(lambda: spent.append(seconds(partial(one_batch, run, batch))))
+    return spent[0], added
 
 
 def of_size(run: StabilityRun, size: int, at_once: int, repeats: int) -> tuple[float, int, int]:
     """Returns the median of the seconds, and the bytes added and in total, at the peak."""
     found, resident = [], 0
     for _ in range(repeats if size <= 64 else 1):
-        found.append(measured(run, size * 2**20 // LENGTH, at_once)[:2])
+        found.append(measured(run, size * 2**20 // LENGTH, at_once))
         resident = max(resident, kibibytes(Path("/proc/self/status"), "VmHWM") * 1024)
-    seconds, added = statistics.median(one[0] for one in found), max(one[1] for one in found)
+    spent, added = statistics.median(one[0] for one in found), max(one[1] for one in found)
     how = "at once" if at_once == NEVER else "in blocks"
-    print(f"{size} M tokens {how}: {seconds:.2f} s, {added / 1e6:,.0f} MB added", file=sys.stderr, flush=True)
-    return seconds, added, resident
+    print(f"{size} M tokens {how}: {spent:.2f} s, {added / 1e6:,.0f} MB added", file=sys.stderr, flush=True)
+    return spent, added, resident
 
 
 def main() -> None:
@@ -201,12 +194,12 @@ def main() -> None:
         columns = ("tokens, M", "trajectories", "s", "ns per token", "MB added", "MB in all")
         title = f"the controller, in blocks of {block:,} tokens, and at once"
         table = Table(*columns, "at once: s", "MB added", "ratio, s", title=title, title_justify="left")
-        for size, (seconds, added, resident) in ours.items():
-            cells = [f"{size}", f"{size * 2**20 // LENGTH:,}", f"{seconds:.2f}", f"{seconds * 1e9 / size / 2**20:.0f}"]
+        for size, (spent, added, resident) in ours.items():
+            cells = [f"{size}", f"{size * 2**20 // LENGTH:,}", f"{spent:.2f}", f"{spent * 1e9 / size / 2**20:.0f}"]
             cells += [f"{added / 1e6:,.0f}", f"{resident / 1e6:,.0f}"]
             if size in others:
                 other, more, _ = others[size]
-                cells += [f"{other:.2f}", f"{more / 1e6:,.0f}", f"{seconds / other:.2f}"]
+                cells += [f"{other:.2f}", f"{more / 1e6:,.0f}", f"{spent / other:.2f}"]
             table.add_row(*cells)
         Console(width=140).print(table)
         tq.close()

@@ -15,16 +15,11 @@ in the memory that is added to that of the logits.
 
 import argparse
 import os
-import sys
 import tempfile
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from measuring import added_bytes, alternating, print_times, ratio
 
 KS = (32, 128)

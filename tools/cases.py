@@ -132,11 +132,6 @@ def aspects(expect: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, boo
     return found
 
 
-def is_right(expect: dict[str, Any], said: dict[str, Any]) -> bool:
-    """Returns True if the frozen part of a judgement agrees with all that is known of the run."""
-    return all(aspects(expect, said).values())
-
-
 def freeze(again: bool) -> None:
     """Writes the report's judgement of each case, by set and case, one line each.
 

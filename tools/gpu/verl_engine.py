@@ -1,19 +1,17 @@
-"""verl's FSDP2 engine on one rank, around a model that is built on the device instead of read from a disk; a stand-in
-for it where it cannot be built; and the batches that both read."""
+"""verl's FSDP2 engine on one rank, around a model that is built on the device instead of read from a disk, and the
+batches that it reads."""
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 from gpu import attention
@@ -110,26 +108,6 @@ def make_batch(
     defaults = {"calculate_entropy": True, "use_remove_padding": True, "temperature": 1.0, "global_batch_size": count}
     tu.assign_non_tensor(data, **defaults | settings)
     return data
-
-
-class PlainEngine:
-    """verl's forward_step on packed tokens, without what FSDP adds."""
-
-    def __init__(self, module: nn.Module):
-        self.module = module.eval()
-        self.model_config = SimpleNamespace(hf_config=module.config)
-
-    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
-        ids, positions = (micro_batch[name].values().unsqueeze(0) for name in ("input_ids", "position_ids"))
-        logits = self.module(ids, position_ids=positions, use_cache=False).logits[0]
-        log_probs = logits.log_softmax(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        taken = log_probs.gather(1, ids[0].roll(-1).unsqueeze(1)).squeeze(1)
-        output = {"log_probs": torch.nested.nested_tensor_from_jagged(taken, micro_batch["input_ids"].offsets())}
-        loss, metrics = 0.0, {}
-        if loss_function is not None:
-            loss, metrics = loss_function(model_output=output, data=micro_batch, dp_group=None)
-        return loss, {"model_output": output | {"entropy": entropy}, "metrics": metrics}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -67,12 +67,16 @@ def of_a_step(run, number=1):
 def all_tokens(batch, scored):
     """Returns the fields that the loss reads, where every token has advantage 1."""
     l_old = scored.log_probs.detach()
-    return loss_fields(l_old, torch.ones_like(l_old), batch.sampled.mask.clone(), scored.entropy)
+    fields = {"old_log_probs": l_old, "advantages": torch.ones_like(l_old), "entropy": scored.entropy}
+    return fields | {"response_mask": batch.sampled.mask.clone()}
 
 
-def loss_fields(l_old, advantages, mask, entropy, **others):
-    named = {"old_log_probs": l_old, "advantages": advantages, "response_mask": mask, "entropy": entropy}
-    return named | others
+def weights_of(run):
+    return {name: value.detach().clone() for name, value in run.policy.weights.items()}
+
+
+def has_weights(run, weights):
+    return all(torch.equal(run.policy.weights[name], value) for name, value in weights.items())
 
 
 def gradient(run, batch, scored, fields):
@@ -92,7 +96,7 @@ def test_the_gradient_is_that_of_the_weighted_clipped_objective(training):
     l_old, mask = scored.log_probs.detach(), batch.sampled.mask
     weights = torch.rand(mask.shape)
     advantages = run.advantages(batch, refused=False)
-    fields = loss_fields(l_old, advantages, mask, scored.entropy, rollout_is_weights=weights)
+    fields = all_tokens(batch, scored) | {"advantages": advantages, "rollout_is_weights": weights}
     rewards = batch.rewards.double().view(8, 8)
     A = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
     expected = -(weights * A * mask) / mask.sum()
@@ -214,11 +218,11 @@ def test_bypass_measures_and_masks_in_the_update_what_the_trainer_would_have(tra
 
 def test_a_batch_that_bypass_refuses_leaves_the_weights(training):
     run = training("stale", "bypass", "stability.batch_skip.threshold=1e-7", steps=1)
-    before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+    before = weights_of(run)
     metrics = run.step(2)
     assert metrics["vllm_kl/k3"] > 1e-7 and metrics["guard/skipped"] == 1 and metrics["guard/skips"] > 0
     assert "actor/grad_norm" not in metrics and "actor/pg_loss" in metrics
-    assert all(torch.equal(run.policy.weights[name], value) for name, value in before.items())
+    assert has_weights(run, before)
 
 
 @pytest.mark.parametrize("name", [name for name in arms.variants() if name not in ("dapo",)])
@@ -258,11 +262,11 @@ def test_a_rollback_brings_weights_and_optimizer_back(training):
     for step in range(1, 8):
         if run.step(step)["guard/rollbacks"]:
             break
-        weights[step] = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+        weights[step] = weights_of(run)
         moments[step] = [value["exp_avg"].clone() for value in run.policy.optimizer.state.values()]
     back = step - 2  # the last whose weights were measured, and found good
     assert back >= 3
-    assert all(torch.equal(run.policy.weights[name], value) for name, value in weights[back].items())
+    assert has_weights(run, weights[back])
     now = [value["exp_avg"] for value in run.policy.optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(now, moments[back], strict=True))
 
@@ -362,12 +366,11 @@ LIMITS = "stability.guard.mini_batch"
 )
 def test_mini_batches_past_a_limit_are_refused(training, limit, refused):
     run = training("stale+bf16", "none", UPDATES, f"{LIMITS}.{limit}")
-    before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+    before = weights_of(run)
     metrics = run.step(1)
     assert metrics["actor/gate/refused"] == refused
     assert ("actor/grad_norm" in metrics) == (refused < 1)
-    moved = any(not torch.equal(run.policy.weights[name], before[name]) for name in before)
-    assert moved == (refused < 1)
+    assert has_weights(run, before) == (refused == 1)
 
 
 def test_a_mini_batch_without_a_token_takes_no_step(training):
@@ -397,13 +400,13 @@ def test_the_guard_takes_an_update_back_and_lowers_the_learning_rate(training):
     )
     again = "stability.guard.after_update.trajectories=8"
     run = training("stale", "none", f"stability.guard.rules={rules}", again)
-    before = {name: value.detach().clone() for name, value in run.policy.weights.items()}
+    before = weights_of(run)
     run.metrics = [run.step(number) for number in range(1, 4)]
     assert [step["guard/undos"] for step in run.metrics] == [1, 2, 3], "no step leaves the policy as it was"
     assert [step["guard/lr_scale"] for step in run.metrics] == [0.5] * 3
     moved = [step["actor/after_update/policy_kl"] for step in run.metrics]
     assert all(0 < value < 1 for value in moved)
-    assert all(torch.equal(run.policy.weights[name], before[name]) for name in before)
+    assert has_weights(run, before)
 
 
 @pytest.mark.parametrize(("threshold", "taken"), [("null", 1), ("1e-7", 0)])

@@ -7,7 +7,6 @@ replaced.
 """
 
 import gc
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,18 +17,9 @@ from tensordict import TensorDict
 from torch import nn
 from verl.workers.config import EngineConfig, TrainingWorkerConfig
 
-from gpu.models import build, config_of, router_of, weights_by_hand
+from gpu.models import config_of, router_of, weights_by_hand
 from gpu.record import Place, Record
-from gpu.verl_engine import (
-    PROMPT,
-    RESPONSE,
-    TINY_TOKENS,
-    TOKENS,
-    PlainEngine,
-    make_batch,
-    one_rank,
-    verl_engine,
-)
+from gpu.verl_engine import PROMPT, RESPONSE, TINY_TOKENS, TOKENS, make_batch, one_rank, verl_engine
 from verl_ext.routing.hooked import HookedRouting
 
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -38,44 +28,15 @@ AIM = 1.03  # of a forward pass with capture, over one without
 
 
 def run(record: Record, place: Place) -> None:
+    record.note("through verl's FSDP2 engine, one rank; attention by torch, among rows of one length")
     with one_rank():
-        engines = Engines(record, place)
         for family in FAMILIES:
             for of_family in (times, gradients):
                 with record.trying(family):
-                    of_family(record, place, engines, family)
+                    of_family(record, place, family)
                 gc.collect()  # the engine and its hooks hold each other, and gigabytes
                 if place.device != "cpu":
                     torch.cuda.empty_cache()
-
-
-class Engines:
-    """verl's engines if they can be built here, else PlainEngine; the same for all families."""
-
-    def __init__(self, record: Record, place: Place):
-        self.record, self.device = record, place.device
-        self.verls: bool | None = None  # not tried yet
-
-    def __call__(self, config: Any, dtype: torch.dtype) -> Any:
-        if self.verls is None:
-            self._try()
-        return (verl_engine if self.verls else _plain_engine)(config, dtype, self.device)
-
-    def _try(self) -> None:
-        """Builds verl's engine on a tiny model: an error there comes from the installed packages."""
-        try:
-            verl_engine(config_of(FAMILIES[0], tiny=True), torch.float32, self.device)
-        except Exception:
-            self.verls = False
-            why = traceback.format_exc(limit=-3)
-            self.record.note(f"through the adapter's own entry: verl's FSDP2 engine cannot be built here:\n{why}")
-        else:
-            self.verls = True
-            self.record.note("through verl's FSDP2 engine, one rank; attention by torch, among rows of one length")
-
-
-def _plain_engine(config: Any, dtype: torch.dtype, device: str) -> PlainEngine:
-    return PlainEngine(build(config, dtype, device))
 
 
 def attach(engine: Any) -> HookedRouting:
@@ -120,9 +81,9 @@ def log_probs(engine: Any, data: Any) -> Any:
     return engine.forward_step(data, loss_function=None, forward_only=True)[1]["model_output"]
 
 
-def times(record: Record, place: Place, engines: Engines, family: str) -> None:
+def times(record: Record, place: Place, family: str) -> None:
     config = config_of(family, tiny=place.tiny)
-    engine = engines(config, torch.float32 if place.tiny else torch.bfloat16)
+    engine = verl_engine(config, torch.float32 if place.tiny else torch.bfloat16, place.device)
     millions = sum(parameter.numel() for parameter in engine.module.parameters()) / 1e6
     tokens = TINY_TOKENS if place.tiny else TOKENS
     record.note(
@@ -176,7 +137,7 @@ def check_capture(
     record.check("with R3 all experts are the rollout's", forced == 1.0, f"{forced:.6f}")
 
 
-def gradients(record: Record, place: Place, engines: Engines, family: str) -> None:
+def gradients(record: Record, place: Place, family: str) -> None:
     """Checks an update with replay against one whose experts get the replayed ids by hand, with weights by the
     paper."""
     cases = [("float32", torch.float32, "eager", 1e-4)]
@@ -184,7 +145,7 @@ def gradients(record: Record, place: Place, engines: Engines, family: str) -> No
         cases.append(("bfloat16, grouped", torch.bfloat16, "grouped_mm", 0.05))
     for name, dtype, experts, tolerance in cases:
         config = config_of(family, tiny=True, experts=experts)
-        engine = engines(config, dtype)
+        engine = verl_engine(config, dtype, place.device)
         adapter = attach(engine)
         data = make_batch(TINY_TOKENS, config.vocab_size, place.device, enable_routing_replay=True)
         data["routed_experts"] = rollout_routes(adapter, engine, data)
