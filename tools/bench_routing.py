@@ -8,10 +8,9 @@ the worst case of `blockwise_overlap`, which looks for sets that are equal in or
 the reverse order.
 
 plain: `(train.unsqueeze(-1) == infer.unsqueeze(-2)).any(-1).sum(-1)`, in blocks of tokens if its temporaries do not fit
-half of the free memory. one id at a time: K comparisons of [tokens, layers, K], an earlier version of ours. ours:
-`blockwise_overlap`, plain torch on any device; on a GPU also `fused_overlap`, the Triton kernel. All results are
-checked to be equal before anything is timed. Calls alternate, so that a machine that slows down favours none. "refused
-rows" is not a comparison, but the check of each id of the rollout before it (core/routing.py).
+half of the free memory. ours: `blockwise_overlap`, plain torch on any device; on a GPU also `fused_overlap`, the Triton
+kernel. All results are checked to be equal before anything is timed. Calls alternate, so that a machine that slows down
+favours none. "refused rows" is not a comparison, but the check of each id of the rollout before it (core/routing.py).
 
 ratio: median of the plain comparison over this one's. x copy: this one's median over that of one `copy_` of an id
 tensor. memory: the most that a call adds, in MB, with its result (a byte per token and layer). On a CPU, it is the peak
@@ -62,13 +61,6 @@ def plain_in_blocks(train: Tensor, infer: Tensor, tokens: int) -> Tensor:
     return torch.cat([plain(*pair) for pair in zip(train.split(tokens), infer.split(tokens), strict=True)])
 
 
-def one_id_at_a_time(train: Tensor, infer: Tensor) -> Tensor:
-    overlap = torch.zeros(train.shape[:2], dtype=torch.long, device=train.device)
-    for j in range(infer.shape[-1]):
-        overlap += (train == infer[..., j : j + 1]).any(-1)
-    return overlap
-
-
 def overlap_calls(
     train: Tensor, infer: Tensor, device: str, *, interpreted: bool = False
 ) -> dict[str, Callable[[], Tensor]]:
@@ -80,7 +72,6 @@ def overlap_calls(
     )  # bools of both comparisons, int64 sums and result
     calls = {
         "plain" if tokens >= len(train) else "plain, in blocks": lambda: plain_in_blocks(train, infer, tokens),
-        "one id at a time": lambda: one_id_at_a_time(train, infer),
         "ours": lambda: blockwise_overlap(train, infer),
         "ours, reversed": lambda: blockwise_overlap(train, reverse),
     }
