@@ -271,11 +271,9 @@ def script_json(value: object) -> Markup:
     Invisible characters are escaped, so that the page's source shows them.
     """
     text = orjson.dumps(value).decode().replace("<", r"\u003c")
-    return Markup(text if text.isprintable() else BEYOND_ASCII.sub(_escape, text))
-
-
-def _escape(found: re.Match) -> str:
-    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+    if text.isprintable():
+        return Markup(text)
+    return Markup(BEYOND_ASCII.sub(lambda each: each[0] if each[0].isprintable() else json.dumps(each[0])[1:-1], text))
 
 
 def asset(name: str) -> Markup:

@@ -117,11 +117,6 @@ class Run:
         """Returns the finite values of a quantity, under the first of its names that has any."""
         return next((finite for series in self._named(name) if (finite := series.finite()).steps.size), None)
 
-    def last_value(self, name: str) -> float | None:
-        """Returns the last finite value of a quantity."""
-        series = self.get(name)
-        return None if series is None else float(series.values[-1])
-
     def logged(self, name: str) -> Series | None:
         """Returns the series of `get`, including values that are not finite; of the first name, if none is finite."""
         named = list(self._named(name))

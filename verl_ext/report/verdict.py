@@ -216,9 +216,12 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     state: State = "stopped" if stopped is not None else _word(run, found)
     question, settle = (_open_question(found), _settling(found)) if run.of_verl else (None, None)
     steps = tuple(next_steps(run, found, state, question, settle) if run.of_verl else steps_elsewhere(run, found))
+    alarm = ""
     if lately:  # then there is one remedy, or none
         remedies = [step for step in steps if not step.only_measures]
         steps = tuple(remedies[:1]) if found.learning.state == "collapsed" or found.first is not None else ()
+        act = "" if lately[-1] == stopped else f": {lately[-1].text}"  # the sentence already reports a stop
+        alarm = f"Deal with this first, before you tune anything{act}. {AFTER_ALARM}"
     return RunVerdict(
         state,
         _sentence(run, found, state, sentence_of(stopped.text) if stopped is not None else ""),
@@ -228,7 +231,7 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         found.suspects,
         measure=question.sentence if question is not None else "",
         settle=settle.sentence if settle is not None else "",
-        alarm=_alarm("" if lately[-1] == stopped else f": {lately[-1].text}") if lately else "",
+        alarm=alarm,
         steps=steps,
         of_verl=run.of_verl,
     )
@@ -238,11 +241,6 @@ def _refusals(run: Run, found: Judgement) -> list[Finding]:
     """Returns the guard's refusals of updates in the last steps, one of a kind, the last one last."""
     acts = [act for action in REFUSING if (act := found.findings.get(f"guard_{action}")) is not None]
     return sorted((act for act in acts if (act.step or 0) > run.steps[-1] - ALARM_STEPS), key=lambda act: act.step or 0)
-
-
-def _alarm(act: str) -> str:
-    """Returns the text before any advice; `act` is "" if the verdict's sentence already reports what the guard did."""
-    return f"Deal with this first, before you tune anything{act}. {AFTER_ALARM}"
 
 
 def _open_question(found: Judgement) -> OpenQuestion | None:

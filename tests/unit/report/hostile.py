@@ -1,6 +1,5 @@
 """Files as a crash, another program or an attacker may leave them, and the results that a report of them may have."""
 
-import io
 import json
 import struct
 import unicodedata
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
-from rich.console import Console
 
+from tests.unit.report.shown import printed
 from verl_ext.base.names import BUCKETS
 from verl_ext.report import page
 from verl_ext.report.comparison import ComparisonTable, compare_runs
@@ -96,13 +95,17 @@ def harmless(text: str) -> bool:
     }
 
 
+def one_line(capsys) -> str:
+    """Returns the line in which a command said why it failed."""
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("verl-ext ") and harmless(said)
+    return said
+
+
 def _on_screen(screen) -> None:
     for encoding in ("utf-8", "ascii"):
-        file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-        Console(file=file, width=80).print(screen)
-        file.flush()
-        shown = file.buffer.getvalue().decode(encoding)
-        assert harmless(shown) and len(shown) < 50_000
+        said = printed(screen, encoding=encoding)
+        assert harmless(said) and len(said) < 50_000
 
 
 def record(content: bytes) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.examples import slow_cases
 from tests.support.signals import heeds_ctrl_c
+from tests.unit.report.hostile import one_line
 from tests.unit.report.made_runs import full, make, write
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.base import errors
@@ -33,12 +34,6 @@ def out(tmp_path):
 
 def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def one_line(capsys) -> str:
-    captured = capsys.readouterr()
-    assert captured.err.count("\n") == 1 and captured.err.startswith("verl-ext ")
-    return captured.err
 
 
 def test_report_says_a_verdict_and_a_table_and_writes_the_page_and_the_figures(file, out, capsys):

@@ -1,4 +1,3 @@
-import io
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -6,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.report.shown import printed
 from verl_ext.diagnosis.noise import CAVEAT
 from verl_ext.diagnosis.series import Series
 from verl_ext.report.comparison import Comparison, ComparisonTable, MetricCell, compare_runs
@@ -28,15 +28,6 @@ def noise(seed: int, level: float = 0.0, scatter: float = 1.0, steps: int = STEP
 def cells(comparison: Comparison, metric: str) -> tuple[MetricCell, ...]:
     (found,) = [cells for each, cells in comparison.rows if each.name == metric]
     return found
-
-
-def printed(comparison: Comparison, width: int = 100, encoding: str = "utf-8") -> str:
-    from rich.console import Console
-
-    raw = io.BytesIO()
-    console = Console(width=width, file=io.TextIOWrapper(raw, encoding=encoding, write_through=True))
-    console.print(ComparisonTable(comparison))
-    return raw.getvalue().decode(encoding)
 
 
 def full(name: str, seed: int, shift: float = 0.0) -> Run:
@@ -240,7 +231,7 @@ def test_a_run_that_begins_after_another_ends_is_refused():
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_table_fits_a_hundred_columns_uncut(count, encoding):
     runs = [full(f"qwen3-30b-a3b_icepop_experiment_{index}_µ", 100 * index, shift=index) for index in range(count)]
-    text = printed(compare_runs(runs), encoding=encoding)
+    text = printed(ComparisonTable(compare_runs(runs)), 100, encoding)
     assert max(map(len, text.splitlines())) <= 100 and "…" not in text
     flat = "".join(text.split())
     for part in ("router/any_layer_", "+0.", "worse", "better", "gsm8k/acc/", "(Holm)", "prob_diff_"):
@@ -256,7 +247,7 @@ def test_engines_that_agree_exactly_are_below_the_floor_of_the_logarithm(values)
     comparison = compare_runs([exact, usual])
     value, other = cells(comparison, "vllm_kl/k3")
     assert value.value == "below 1e-12" and other.value.startswith("1.")
-    assert "below 1e-12" in printed(comparison)
+    assert "below 1e-12" in printed(ComparisonTable(comparison), 100)
 
 
 def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_points():
@@ -276,7 +267,7 @@ def test_a_log_metric_gives_its_error_in_percent_and_a_share_its_change_in_point
 @pytest.mark.parametrize("count", [2, 6, 20])
 def test_numbers_are_whole_at_every_width(count, width):
     comparison = compare_runs([full(f"r{index}", index) for index in range(count)])
-    said = printed(comparison, width=width)
+    said = printed(ComparisonTable(comparison), width)
     words = set(said.split())
     first = [cells[index].value.split()[0] for _, cells in comparison.rows for index in range(count)]
     assert all(value.rstrip("%") in {word.rstrip("%s") for word in words} for value in first)

@@ -10,7 +10,6 @@ from verl_ext.cli import main
 from verl_ext.report import folder
 from verl_ext.report.page import libraries
 
-REWARD = make({"critic/score/mean": [0.1, 0.2, 0.3]})
 USERS = ("figures/entropy.png", "report.png", "trajectories.html")
 
 

@@ -1,13 +1,12 @@
 """Reports as a user reads them, kept as text. VERL_EXT_RENEW_GOLDEN=1 writes them again; read the difference."""
 
-import io
 import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests import ROOT
+from tests.unit.report.shown import printed
 from verl_ext.report.load import read_run
 from verl_ext.report.sources import form_rows
 from verl_ext.report.terminal import Dashboard
@@ -28,9 +27,8 @@ RUNS = {
 
 def report(path: Path) -> str:
     run = read_run(path)
-    console = Console(width=100, file=io.StringIO(), color_system=None)
-    console.print(Dashboard(run, judge_run(run)))
-    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+    text = printed(Dashboard(run, judge_run(run)), 100, color_system=None)
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
 def table_of_forms() -> str:

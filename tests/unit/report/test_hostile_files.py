@@ -107,42 +107,21 @@ def test_an_export_of_wandb(header, rows, garbage):
 
 # What the readers of texts and documents look for, so that chance finds the ways into them.
 FRAGMENTS = (
-    *(
-        "step:3 - a/b:1 - c:2\n",
-        "{'loss': 0.1, 'reward': nan}\n",
-        '{"step": 3, "reward": 0.5}',
-        "rollout 3: {'a/b': 1}",
-    ),
-    *("| Step | Reward |\n", "|---|---|\n", "| 3 | 0.5 |\n", "│ reward │ 0.5 │ x │ 1 │\n", "Step\tLoss\n", "3\t0.5\n"),
-    *("=== Step 3/9 ===\n", "Epoch 1/1 Step 3/9 Train step 3/99\n", "  • Reward: 50%\n", "Validation Results:\n"),
-    *("Step 3 | Reward 0.5 | Loss: 1e-4\n", "rewards: tensor([1., nan])  time: 7.2s\n", "Sample 1 | Reward: 1\n"),
-    *(
-        "2025-11-26T18:13:33.1Z stdout F ",
-        "Nov 26 18:13:33 node x[1]: ",
-        "(W pid=7) ",
-        "[rank0]:",
-        "trainer-1  | ",
-        "\r",
-    ),
-    *(
-        "Traceback (most recent call last):\n",
-        "ValueError: x\n",
-        "Killed\n",
-        "Aborted (core dumped)\n",
-        "Signal 9 (SIG",
-    ),
-    *("  what():  x\n", "exit code 137\n", "exitcode  : -6\n", " 3%|# | 3/99 [0:1<0:1, 1s/it]\n", "logging_steps=7\n"),
-    *("step,reward\n3,0.5\n", "<table><tr><th>Step</th><th>reward</th></tr><tr><td>3</td><td>1</td></tr></table>"),
-    *(
-        '{"cells": [{"cell_type": "code", "outputs": [',
-        '"ename": "E", "output_type": "error"',
-        "]}]}",
-        '"log_history": [',
-    ),
-    *("Iter 3: Train loss 0.1, Reward 0.5, KL 0.1\n", "[run]  3/9 | reward=0.5\n", " Step Reward\n", "    3   50%\n"),
-    *("epoch: 0|step: 3|x: 1\n", "3;0,5\n", "Step;Reward\n", " 3% 3/99 [0:1<0:1, 1s/it]\n", "lr=1e-6, "),
-    *("{'reward': 1, 'global_step/max_steps': '3/9'}\n", "╒═══╤═══╕\n", '"data": {"text/html": ["<table><tr><th>Step'),
-    *('{"reward": {"1": 0.5}, "kl": [1, 2]}', '[{"step": 1, "reward": 2}]', "[[", "{", "}", "]", ",", ": "),
+    *("step:3 - a/b:1 - c:2\n", "{'loss': 0.1, 'reward': nan}\n", '{"step": 3, "reward": 0.5}'),
+    *("rollout 3: {'a/b': 1}", "| Step | Reward |\n", "|---|---|\n", "| 3 | 0.5 |\n", "│ reward │ 0.5 │ x │ 1 │\n"),
+    *("Step\tLoss\n", "3\t0.5\n", "=== Step 3/9 ===\n", "Epoch 1/1 Step 3/9 Train step 3/99\n", "  • Reward: 50%\n"),
+    *("Validation Results:\n", "Step 3 | Reward 0.5 | Loss: 1e-4\n", "rewards: tensor([1., nan])  time: 7.2s\n"),
+    *("Sample 1 | Reward: 1\n", "2025-11-26T18:13:33.1Z stdout F ", "Nov 26 18:13:33 node x[1]: ", "(W pid=7) "),
+    *("[rank0]:", "trainer-1  | ", "\r", "Traceback (most recent call last):\n", "ValueError: x\n", "Killed\n"),
+    *("Aborted (core dumped)\n", "Signal 9 (SIG", "  what():  x\n", "exit code 137\n", "exitcode  : -6\n"),
+    *(" 3%|# | 3/99 [0:1<0:1, 1s/it]\n", "logging_steps=7\n", "step,reward\n3,0.5\n"),
+    "<table><tr><th>Step</th><th>reward</th></tr><tr><td>3</td><td>1</td></tr></table>",
+    *('{"cells": [{"cell_type": "code", "outputs": [', '"ename": "E", "output_type": "error"', "]}]}"),
+    *('"log_history": [', "Iter 3: Train loss 0.1, Reward 0.5, KL 0.1\n", "[run]  3/9 | reward=0.5\n"),
+    *(" Step Reward\n", "    3   50%\n", "epoch: 0|step: 3|x: 1\n", "3;0,5\n", "Step;Reward\n"),
+    *(" 3% 3/99 [0:1<0:1, 1s/it]\n", "lr=1e-6, ", "{'reward': 1, 'global_step/max_steps': '3/9'}\n", "╒═══╤═══╕\n"),
+    *('"data": {"text/html": ["<table><tr><th>Step', '{"reward": {"1": 0.5}, "kl": [1, 2]}'),
+    *('[{"step": 1, "reward": 2}]', "[[", "{", "}", "]", ",", ": "),
 )
 texts = st.lists(st.sampled_from(FRAGMENTS) | words | st.builds(str, numbers), max_size=30).map("".join)
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.unit.report.hostile import OBEYED, harmless, header, look, record
+from tests.unit.report.hostile import OBEYED, harmless, header, look, one_line, record
 from tests.unit.report.made_runs import event, make, write
 from tests.unit.report.made_trajectories import dump, line
 from verl_ext.base.arguments import INTERRUPTED
@@ -26,12 +26,6 @@ NASTY = f"val-core/a{OBEYED}b/mean@1"
 def log(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def one_line(capsys) -> str:
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("verl-ext ") and harmless(said)
-    return said
 
 
 def test_control_characters_in_names_reach_neither_figure_nor_page_nor_terminal(file, out, capsys):

@@ -43,36 +43,27 @@ def test_a_column_of_text_names_the_runs_if_steps_repeat(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows",
+    ("header", "rows", "found"),
     [
-        ["1,first,0.1", "2,first,0.2", "2,second,0.3", "3,second,0.4"],  # resumed: the second has no first step
-        ["1,a,0.1", "1,a,0.2", "2,b,0.3", "3,b,0.4"],  # a step repeats within a name
-        ["1,a,0.1", "2,b,0.3", "3,a,0.4"],  # no step repeats
-        ["1,7,0.1", "1,8,0.2", "2,7,0.3", "3,8,0.4"],  # numbers are a metric
+        # A column that does not name runs: the second has no first step, as it was resumed; a step repeats within a
+        # name; no step repeats; numbers are a metric.
+        ("step,run,a", "1,first,0.1 2,first,0.2 2,second,0.3 3,second,0.4", {1: 0.1, 2: 0.3, 3: 0.4}),
+        ("step,run,a", "1,a,0.1 1,a,0.2 2,b,0.3 3,b,0.4", {1: 0.2, 2: 0.3, 3: 0.4}),
+        ("step,run,a", "1,a,0.1 2,b,0.3 3,a,0.4", {1: 0.1, 2: 0.3, 3: 0.4}),
+        ("step,run,a", "1,7,0.1 1,8,0.2 2,7,0.3 3,8,0.4", {1: 0.2, 2: 0.3, 3: 0.4}),
+        ("training/global_step,_step,a", "7,1,0.5", {7: 0.5}),  # W&B's own step counts calls of its logger
+        (
+            "Step,a",
+            '1,NaN 2,Infinity 3,-Infinity 4,true 5,False 6,text 7,"[1,2]" 8, 9,2',
+            {1: math.nan, 2: math.inf, 3: -math.inf, 4: 1, 5: 0, 9: 2},
+        ),
+        ("Step,b,a", "3,,3 0,,0 2,,2 2,5, 2,,9 1,,1", {0: 0, 1: 1, 2: 9, 3: 3}),  # merged, and put in order
     ],
 )
-def test_a_column_that_does_not_name_runs(tmp_path, rows):
-    assert values(read_run(write(tmp_path, "step,run,a", *rows)), "a")[3] == 0.4
-
-
-def test_the_first_of_several_step_columns_counts(tmp_path):
-    run = read_run(write(tmp_path, "training/global_step,_step,a", "7,1,0.5"))
-    assert values(run, "a") == {7: 0.5}, "W&B's own step counts calls of its logger"
-
-
-def test_cells_that_are_no_finite_number(tmp_path):
-    cells = ("NaN", "Infinity", "-Infinity", "true", "False", '"some text"', '"[1, 2]"', "")
-    run = read_run(write(tmp_path, "Step,a", *(f"{step},{cell}" for step, cell in enumerate(cells, start=1)), "9,2"))
-    expected = {1: math.nan, 2: math.inf, 3: -math.inf, 4: 1, 5: 0, 9: 2}
-    assert values(run, "a") == pytest.approx(expected, nan_ok=True)
-    assert run.steps.tolist() == [1, 2, 3, 4, 5, 9]
-
-
-def test_rows_of_one_step_are_merged_and_rows_put_in_order(tmp_path):
-    run = read_run(write(tmp_path, "Step,a,b", "3,3,", "0,0,", "2,2,", "2,,5", "2,9,", "1,1,"))
-    assert values(run, "a") == {0: 0, 1: 1, 2: 9, 3: 3}
-    assert values(run, "b") == {2: 5}
-    assert run.notes == ()
+def test_the_cells_of_a_history(tmp_path, header, rows, found):
+    run = read_run(write(tmp_path, header, *rows.split(" ")))
+    assert values(run, "a") == pytest.approx(found, nan_ok=True)
+    assert run.steps.tolist() == list(found) and run.notes == ()
 
 
 def test_a_row_without_a_step_and_a_short_one_are_told_but_not_a_cut_last_one(tmp_path):

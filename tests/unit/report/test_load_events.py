@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.made_files import noted
+from tests.unit.report.made_files import noted, train, write
 from verl_ext.guard.state import Event
 from verl_ext.report.load import Reader, read_run
 
 
-def metrics(folder: Path, *steps: int, name: str = "run") -> Path:
-    file = folder / f"{name}.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "data": {"a": step}}) + "\n" for step in steps))
-    return file
+def metrics(folder: Path, *steps: int) -> Path:
+    return write(folder / "run.jsonl", train(*steps))
 
 
 def event(step: int, rule: str = "gap", **changes) -> str:
@@ -59,22 +57,30 @@ def test_a_broken_line_is_left_out_and_told_but_not_a_cut_last_one(tmp_path, bro
     noted(run, "line 2 of run.guard.jsonl")
 
 
-def test_decisions_that_a_resumed_run_abandoned_are_left_out(tmp_path):
-    guard(tmp_path, event(2), event(5), event(6), event(8), event(5), event(7))
-    assert steps(read_run(metrics(tmp_path, *range(1, 9), *range(5, 9)))) == [2, 5, 5, 7]
+RESUMED, TWO_RUNS = (*range(1, 9), *range(5, 9)), (1, 2, 3, 4, 1, 2, 3)
 
 
-def test_decisions_of_steps_whose_metrics_were_abandoned_are_left_out(tmp_path):
-    guard(tmp_path, event(2), event(7))
-    assert steps(read_run(metrics(tmp_path, *range(1, 9), 5, 6))) == [2]
+@pytest.mark.parametrize(
+    ("logged", "decided", "which", "left"),
+    [
+        (RESUMED, (2, 5, 6, 8, 5, 7), None, [2, 5, 5, 7]),
+        (RESUMED[:-2], (2, 7), None, [2]),  # nothing has been logged for step 7 since
+        (TWO_RUNS, (2, 4, 2, 3), None, [2, 3]),  # each run has its part
+        (TWO_RUNS, (2, 4, 2, 3), 1, [2, 4]),
+        (TWO_RUNS, (2, 3), None, [2, 3]),  # a log that does not tell the runs apart is the last run's
+        (TWO_RUNS, (2, 3), 1, []),
+    ],
+)
+def test_decisions_of_another_run_or_of_abandoned_steps_are_left_out(tmp_path, logged, decided, which, left):
+    guard(tmp_path, *map(event, decided))
+    assert steps(read_run(metrics(tmp_path, *logged), which=which)) == left
 
 
 def test_decisions_on_rows_that_a_resumed_run_overwrote_are_left_out(tmp_path):
     """The resumed run decided nothing in these steps, so that only the values show which rows were judged."""
     rows = [(step, 0.9 if step == 7 else math.nan if step == 8 else 0.01) for step in range(1, 9)]
     rows += [(step, 0.01) for step in range(5, 13)]
-    file = tmp_path / "run.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "data": {"vllm_kl/k3": k3}}) + "\n" for step, k3 in rows))
+    file = write(tmp_path / "run.jsonl", [(step, {"vllm_kl/k3": k3}) for step, k3 in rows])
     named = event(6, "diagnosis", signal="", value=None, action="warn")
     guard(tmp_path, event(2, value=0.01), named, event(7, value=0.9), event(12, value=0.01))
     assert steps(read_run(file)) == [2, 12]
@@ -82,20 +88,6 @@ def test_decisions_on_rows_that_a_resumed_run_overwrote_are_left_out(tmp_path):
     assert steps(read_run(file)) == [9]
     guard(tmp_path, event(6, value=0.01), named)  # as the valid row has it
     assert steps(read_run(file)) == [6, 6]
-
-
-def test_each_run_of_a_file_has_its_part_of_the_log(tmp_path):
-    file = metrics(tmp_path, 1, 2, 3, 4, 1, 2, 3)
-    guard(tmp_path, event(2), event(4), event(2), event(3))
-    assert steps(read_run(file)) == [2, 3]
-    assert steps(read_run(file, which=1)) == [2, 4]
-
-
-def test_a_log_that_does_not_tell_the_runs_apart_is_the_last_runs(tmp_path):
-    file = metrics(tmp_path, 1, 2, 3, 4, 1, 2, 3)
-    guard(tmp_path, event(2), event(3))
-    assert steps(read_run(file)) == [2, 3]
-    assert read_run(file, which=1).events == ()
 
 
 def test_decisions_of_later_steps_than_the_metrics_are_another_runs(tmp_path):

@@ -1,9 +1,11 @@
 """Stores of many runs, W&B's and both of MLflow's: which processes are one run, and which run is read."""
 
+import sys
+
 import pytest
 
 from tests.unit.report.made_files import noted, train, values
-from tests.unit.report.made_stores import mlflow_database, mlflow_rows, mlflow_run, wandb_run
+from tests.unit.report.made_stores import mlflow_database, mlflow_rows, mlflow_run, wandb_file, wandb_run
 from verl_ext.report.load import Reader, read_run
 from verl_ext.report.run import ReportError
 
@@ -50,6 +52,21 @@ def test_a_store_without_a_step_is_told_and_looked_at_again(store):
     assert values(first) == {1: 1} and reader.refresh() is first
     add(train(1, 2), started=3, run="last")
     assert values(reader.refresh()) == {1: 1, 2: 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "package", "said"),
+    [
+        ("run-abc.wandb", wandb_file([]), "wandb.proto.wandb_internal_pb2", "this is W&B's file; .* pip install wandb"),
+        ("events.out.tfevents.1.host", b"", "tensorboard.compat.proto", "pip install tensorboard"),
+    ],
+)
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch, name, content, package, said):
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ReportError, match=said) as error:
+        read_run(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_many_runs_are_not_all_listed(store):

@@ -1,6 +1,5 @@
 import math
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -156,11 +155,3 @@ def test_refresh_reads_on_with_new_files_and_starts_over(tmp_path):
         file.unlink()
     write(tmp_path, [7], time=1)
     assert values(reader.refresh()) == {7: 7}
-
-
-def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
-    write(tmp_path, [1])
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
-    with pytest.raises(ReportError, match="pip install tensorboard"):
-        read_run(tmp_path)

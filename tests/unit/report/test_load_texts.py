@@ -202,6 +202,17 @@ SAMPLES = {
     "JSON in a log": ("run.log", many('[12:00] {{"step": {0}, "a": {{"b": 1}}, "reward": {1}, "kl": 0}}\n'), "reward"),
     "flat JSON lines": ("run.log", many('{{"step": {0}, "reward": {1}}}\n').rstrip(), "reward"),
     "nested JSON lines": ("run.jsonl", many('{{"iteration": {0}, "train": {{"reward": {1}}}}}\n'), "train/reward"),
+    "colours": (
+        "run.log",
+        many("\x1b[3{0}mstep\x1b[0m: {0} | \x1b[32mreward\x1b[0m: \x1b[1m{1}\x1b[0m\n"),
+        "reward",
+    ),
+    "a config before JSON lines": (
+        "run.jsonl",
+        '{"event": "config", "lr": 1e-06, "steps": 9}\n' + many('{{"event": "step", "step": {0}, "reward": {1}}}\n'),
+        "reward",
+    ),
+    "decimal commas": ("run.csv", "Step;reward\n1;0,25\n2;0,5\n3;0,75\n", "reward"),
     "TSV": ("run.tsv", "step\treward\n1\t0.25\n2\t0.5\n3\t0.75\n", "reward"),
     "CSV without its ending": ("table.txt", "global_step,reward\n1,0.25\n2,0.5\n3,0.75\n", "reward"),
 }  # fmt: skip
@@ -328,17 +339,14 @@ def test_a_cut_line_keeps_its_whole_numbers_only(tmp_path):
     assert 4 not in values(run, "actor/lr"), "1e-06 was cut to 1e-0"
 
 
-def test_a_log_that_begins_in_the_middle_of_a_line(tmp_path):
-    assert read_run(log(tmp_path, "ean:0.5 - x:1\n" + many(VERL, first=40))).steps.tolist() == [40, 41, 42]
-
-
 @pytest.mark.parametrize(("second", "steps"), [(3, [1, 2, 3, 4]), (1, [1, 2])], ids=["resumed", "from the start"])
 def test_a_job_that_was_started_again_in_the_same_file(tmp_path, second, steps):
     begun = many(VERL, (0.1, 0.2, 0.3)) + "RuntimeError: NCCL error\nslurmstepd: requeue\n"
-    run = read_run(log(tmp_path, begun + many(VERL, (0.5, 0.6), first=second)))
-    assert run.steps.tolist() == steps
-    ended = [(event.step, "NCCL" in event.reason) for event in run.events]
-    assert ended == ([(3, True)] if second == 3 else []), "the end belongs to the run before"
+    file = log(tmp_path, begun + many(VERL, (0.5, 0.6), first=second))
+    assert read_run(file).steps.tolist() == steps
+    first = read_run(file) if second == 3 else read_run(file, which=1)
+    assert [(event.step, "NCCL" in event.reason) for event in first.events] == [(3, True)]
+    assert second == 3 or read_run(file).events == (), "the end belongs to the run before"
 
 
 def test_several_logs_of_one_run_in_any_order(tmp_path):
@@ -537,18 +545,6 @@ def test_slimes_rollouts_belong_to_the_first_step_on_them(tmp_path):
     assert list(values(run, "train/loss")) == list(range(6))
 
 
-def test_dictionaries_that_are_no_metrics_are_not_counted(tmp_path):
-    other = (
-        "config: {'lr': 0.1, 'seed': 3}\nWORLD INFO DICT: {'localhost': 2}\n{'train_runtime': 9.0, 'train_loss': 0.5}\n"
-    )
-    assert read_run(log(tmp_path, other + many(TRL) + other)).steps.tolist() == [1, 2, 3]
-
-
-def test_trl_that_was_started_again_counts_from_its_epoch(tmp_path):
-    run = read_run(log(tmp_path, many(TRL, (0.1, 0.2, 0.3, 0.4)) + many(TRL, (0.8, 0.9), first=3)))
-    assert values(run, "reward") == {1: 0.1, 2: 0.2, 3: 0.8, 4: 0.9}
-
-
 def test_nothing_in_a_log_is_evaluated(tmp_path):
     harm = "{'loss': __import__('os').system('touch " + str(tmp_path / "harm") + "'), 'reward': 0.5}\n"
     read_run(log(tmp_path, many(TRL) + harm))
@@ -591,35 +587,75 @@ def test_the_log_shows_how_many_steps_a_row_of_trl_has(tmp_path, before):
     assert values(run, "reward") == {10: 0.25, 20: 0.5, 30: 0.75} and "10 steps a row" in run.notes[0]
 
 
-def test_a_bar_that_runs_ahead_of_buffered_rows_does_not_count_them_too_often(tmp_path):
-    run = read_run(log(tmp_path, " 50%|# | 2/3 [0:1<0:1, 1s/it]\n" + many(TRL)))
-    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
+OTHERS = "config: {'lr': 0.1, 'seed': 3}\nWORLD INFO: {'localhost': 2}\n{'train_runtime': 9.0, 'train_loss': 0.5}\n"
+BETWEEN = "{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.25}\n", "{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.5}\n"
+READ = {  # text, name, its values by step
+    "its brace was not copied": ("'loss': 0.5, 'reward': 0.25, 'kl': 0.1, 'epoch': 0.0}\n", "reward", {1: 0.25}),
+    "cut in the middle": (
+        '{"step": 24, ... "env/all/reward/total": -0.5, "env/all/format": 0.0, }\n',
+        "env/all/reward/total",
+        {24: -0.5},
+    ),
+    "a table of one row": ("| step | reward |\n|---|---|\n| 7 | 0.5 |\n", "reward", {7: 0.5}),
+    "a table of ranges": (
+        "| step | reward |\n|---|---|\n| Steps 1\u201320 (early) | ~0.5 |\n| 21-40 | 0.75 |\n",
+        "reward",
+        {20: 0.5, 40: 0.75},
+    ),
+    "a percentage is a share": (many("Step {0} | Reward: {1} | Entropy: 50%\n", (0, 1)), "Entropy", {1: 0.5, 2: 0.5}),
+    "a log that begins in the middle of a line": ("ean:0.5 - x:1\n" + VERL.format(40, 0.5), "timing_s/step", {40: 2.5}),
+    "a prompt that speaks of steps": (
+        VERL.format(5, 0.5) + "(TaskRunner pid=1) step:1 - add the numbers. step:2 - multiply: 3\n",
+        "critic/score/mean",
+        {5: 0.5},
+    ),
+    "TRL that was started again counts from its epoch": (
+        many(TRL, (0.1, 0.2, 0.3, 0.4)) + many(TRL, (0.8, 0.9), first=3),
+        "reward",
+        {1: 0.1, 2: 0.2, 3: 0.8, 4: 0.9},
+    ),
+    "a bar runs ahead of buffered rows": (
+        " 50%|# | 2/3 [0:1<0:1, 1s/it]\n" + many(TRL),
+        "reward",
+        {1: 0.25, 2: 0.5, 3: 0.75},
+    ),
+    "dictionaries that are no metrics": (OTHERS + many(TRL) + OTHERS, "reward", {1: 0.25, 2: 0.5, 3: 0.75}),
+    "an evaluation beside an update": (
+        many("{{'reward': {1}, 'kl': 0.01, 'eval_reward': 0.9}}\n", (0.1, 0.2)),
+        "reward",
+        {1: 0.1, 2: 0.2},
+    ),
+    "a printed sample between rows": (
+        "{'total_score': 1.0, 'mean_accuracy': 0.0}\n".join(["", *BETWEEN]),
+        "reward",
+        {1: 0.25, 2: 0.5},
+    ),
+    "a printed config between rows": (
+        "{'learning_rate': 1e-6,\n 'reward': 1.0,\n 'kl': 0.04}\n".join(["", *BETWEEN]),
+        "reward",
+        {1: 0.25, 2: 0.5},
+    ),
+    "the step in front of a dictionary": (
+        many("Iteration {0}/9 | {{'reward': {1}, 'kl': np.float64(0.5), 'ok': True}}\n", (0.1, 0.2), first=4),
+        "kl",
+        {4: 0.5, 5: 0.5},
+    ),
+    "the difference of two metrics": (
+        many("x - rollout {0}: {{'rollout/log_probs': -0.5, 'rollout/rollout_log_probs': -0.25, 'a': {1}}}\n", (1, 2)),
+        "vllm_kl/k1",
+        {1: 0.25, 2: 0.25},
+    ),
+    "the ratio of two counts": (
+        many('{{"step": {0}, "reward": 0.5, "groups_skipped": {1}, "groups_total": 8}}\n', (0, 1), first=0),
+        "filter/zero_variance/dropped_trajectories",
+        {0: 0, 1: 1 / 8},
+    ),
+}
 
 
-def test_rows_in_colours(tmp_path):
-    text = many("[3{0}mstep[0m: {0} | [32mreward[0m: [1m{1}[0m\n").replace("[", "\x1b[")
-    assert values(read_run(log(tmp_path, text)), "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "pairs"),
-    [
-        ("'loss': 0.5, 'reward': 0.25, 'kl': 0.1, 'epoch': 0.0}\n", "reward", {1: 0.25}),  # its brace was not copied
-        (
-            '{"step": 24, ... "env/all/reward/total": -0.5, "env/all/format": 0.0, }\n',
-            "env/all/reward/total",
-            {24: -0.5},
-        ),
-        ("| step | reward |\n|---|---|\n| 7 | 0.5 |\n", "reward", {7: 0.5}),
-        (
-            "| step | reward |\n|---|---|\n| Steps 1\u201320 (early) | ~0.5 |\n| 21-40 | 0.75 |\n",
-            "reward",
-            {20: 0.5, 40: 0.75},
-        ),
-    ],
-)
-def test_a_few_numbers_as_people_quote_them(tmp_path, text, name, pairs):
-    assert values(read_run(log(tmp_path, text)), name) == pairs
+@pytest.mark.parametrize(("text", "name", "found"), READ.values(), ids=READ)
+def test_a_metric_is_read_at_its_steps(tmp_path, text, name, found):
+    assert dict(read_run(log(tmp_path, text)).get(name).pairs()) == found
 
 
 def test_bars_of_openrlhf_are_rows(tmp_path):
@@ -632,26 +668,6 @@ def test_bars_of_openrlhf_are_rows(tmp_path):
     run = read_run(log(tmp_path, f"{text}\n"))
     assert run.get("critic/score/mean").pairs() == [(1, 0.25), (2, 0.5)]
     assert run.get("actor/pg_loss").at(1) == pytest.approx(-0.2) and run.get("response_length/mean").at(2) == 7280
-
-
-def test_a_ratio_of_two_counts_is_a_quantity(tmp_path):
-    rows = "".join(
-        f'{{"step": {step}, "reward": 0.5, "groups_skipped": {step}, "groups_total": 8}}\n' for step in (0, 1, 2)
-    )
-    run = read_run(log(tmp_path, rows, "run.jsonl"))
-    assert run.get("filter/zero_variance/dropped_trajectories").pairs() == [(0, 0), (1, 1 / 8), (2, 1 / 4)]
-
-
-def test_rewards_of_printed_answers_are_no_steps(tmp_path):
-    for line in ("****** trajectory idx={}, reward=0.3 ******\n", "Time: 2.{}s | Total Reward: 0.5 | Answers: 3\n"):
-        with pytest.raises(ReportError, match="no line has a step"):
-            read_run(log(tmp_path, "".join(map(line.format, range(9)))))
-
-
-def test_a_config_may_come_before_json_lines(tmp_path):
-    rows = "".join(f'{{"event": "step", "step": {step}, "reward": 0.5}}\n' for step in (0, 1))
-    run = read_run(log(tmp_path, '{"event": "config", "lr": 1e-06, "num_steps": 20}\n' + rows, "run.jsonl"))
-    assert values(run, "reward") == {0: 0.5, 1: 0.5}
 
 
 SAMPLED = (
@@ -707,13 +723,6 @@ def test_a_metric_that_may_matter_and_is_not_read_is_named(tmp_path):
     assert "my_kl" in note and "speed" not in note and "names.toml" in note
 
 
-def test_a_quantity_that_is_the_difference_of_two_metrics(tmp_path):
-    rows = "".join(
-        many("x - rollout {0}: {{'rollout/log_probs': -0.5, 'rollout/rollout_log_probs': -0.25, 'a/b': {1}}}\n")
-    )
-    assert read_run(log(tmp_path, rows)).get("vllm_kl/k1").pairs() == [(step, 0.25) for step in (1, 2, 3)]
-
-
 def test_the_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(many(VERL).encode())))
     run = read_run("-")
@@ -734,6 +743,11 @@ def test_the_standard_input(monkeypatch):
         (b'{"cells": [{"cell_type": "code"}]}', "a notebook, and no table and no line in it has metrics"),
         (b"name,score,team\nx,1,2\n", "no column is the step"),
         (b"hello\nworld\n", "no line has a step"),
+        (b"".join(b"****** trajectory idx=%d, reward=0.3 ******\n" % n for n in range(9)), "no line has a step"),
+        (b"".join(b"Time: 2.%ds | Total Reward: 0.5 | Answers: 3\n" % n for n in range(9)), "no line has a step"),
+        (b"lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n", "no line has a step"),  # a config
+        (b"Run config: K=8 lr=5.0e-06 T=0.8\nLR schedule: lr=5.0e-06 warmup=6\n", "no line has a step"),
+        (b"Training Progress:  33%|# | 33/99 [0:9<9:9, 66.8s/it]\nbye\n", r"no line has a step .*ends at 33 of 99"),
     ],
 )
 def test_a_file_that_nothing_reads_is_described_in_one_line(tmp_path, content, said):
@@ -789,26 +803,6 @@ def test_the_ways_to_write_a_line_of_pairs(tmp_path, line):
     assert reward.pairs() == [(1, 0.25), (2, 0.5), (3, 0.75)] and loss.at(3) == 0.1
 
 
-def test_a_percentage_is_a_share(tmp_path):
-    run = read_run(log(tmp_path, many("Step {0} | Reward: {1} | Entropy: 50%\n")))
-    assert values(run, "Entropy")[1] == 0.5
-
-
-def test_a_config_is_no_run(tmp_path):
-    with pytest.raises(ReportError, match="no line has a step"):
-        read_run(log(tmp_path, "lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n", "config.yaml"))
-
-
-def test_a_learning_rate_is_no_metric_of_a_step(tmp_path):
-    with pytest.raises(ReportError, match="no line has a step"):
-        read_run(log(tmp_path, "Run config: K=8 lr=5.0e-06 T=0.8\nLR schedule: lr=5.0e-06 warmup=6\n"))
-
-
-def test_a_prompt_that_speaks_of_steps_is_no_row(tmp_path):
-    prompt = "(TaskRunner pid=1) step:1 - add the numbers. step:2 - multiply: 3\n"
-    assert read_run(log(tmp_path, many(VERL, first=5) + prompt)).steps.tolist() == [5, 6, 7]
-
-
 def test_every_name_of_a_validation_is_shown(tmp_path):
     names = {alias.name: 0.5 for alias in aliases_of(VALIDATION) if not alias.is_family}
     assert "eval_reward" in names
@@ -839,11 +833,6 @@ def test_a_folder_of_trl_has_the_last_state(tmp_path):
             "trainer_state.json",
         )
     assert read_run(tmp_path).sources == (tmp_path / "checkpoint-10" / "trainer_state.json",)
-
-
-def test_decimal_commas(tmp_path):
-    run = read_run(log(tmp_path, "Step;reward\n1;0,25\n2;0,5\n3;0,75\n", "run.csv"))
-    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75}
 
 
 def test_a_run_that_died_before_its_first_step_is_reported(tmp_path):
@@ -914,22 +903,10 @@ def test_a_log_that_ends_before_its_bar_does_or_with_it_is_noted(tmp_path, behin
     assert [noted in note for note in notes] == [True] * bool(noted)
 
 
-def test_a_log_with_a_bar_alone_is_refused_with_its_last_count(tmp_path):
-    with pytest.raises(ReportError, match=r"no line has a step .*ends at 33 of 99"):
-        read_run(log(tmp_path, "Training Progress:  33%|# | 33/99 [0:9<9:9, 66.8s/it]\nbye\n"))
-
-
 def test_updates_that_a_loss_scaler_skipped_are_counted(tmp_path):
     told = "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 8\nGradient overflow.  Skipping step, x\n"
     (note,) = read_run(log(tmp_path, many(VERL, (0.1,)) + told + many(VERL, (0.2,), first=2) + told)).notes
     assert "overflowed: 4" in note
-
-
-def test_the_words_in_front_of_a_dictionary_have_its_step(tmp_path):
-    run = read_run(
-        log(tmp_path, many("Iteration {0}/9 | {{'reward': {1}, 'kl': np.float64(0.5), 'ok': True}}\n", first=4))
-    )
-    assert values(run, "reward") == {4: 0.25, 5: 0.5, 6: 0.75} and values(run, "kl")[6] == 0.5
 
 
 def test_an_object_within_a_row_is_no_row_of_its_own(tmp_path):
@@ -974,17 +951,3 @@ def test_a_format_of_ones_own_is_tried_before_ours(tmp_path, monkeypatch):
 
     run = read_run(log(tmp_path, many(VERL)))
     assert values(run, "my/metric") == {1: 1, 2: 2, 3: 3}
-
-
-def test_an_update_may_log_an_evaluation_beside_it(tmp_path):
-    rows = [f"{{'reward': 0.{step}, 'kl': 0.01, 'eval_reward': 0.9}}\n" for step in range(1, 5)]
-    assert read_run(log(tmp_path, "".join(rows))).metrics["reward"].steps.tolist() == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "between",
-    ["{'total_score': 1.0, 'mean_accuracy': 0.0}\n", "{'learning_rate': 1e-6,\n 'reward': 1.0,\n 'kl': 0.04}\n"],
-)
-def test_a_printed_sample_or_config_is_no_row_between_others(tmp_path, between):
-    rows = [f"{{'loss': 0.1, 'grad_norm': 0.2, 'reward': 0.{step}}}\n" for step in range(1, 5)]
-    assert read_run(log(tmp_path, between.join(["", *rows]))).metrics["reward"].steps.tolist() == [1, 2, 3, 4]

@@ -139,16 +139,6 @@ def test_a_record_that_is_not_utf_8_is_left_out_and_told(tmp_path):
     noted(run, "run-x.wandb .*: 1;")
 
 
-def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
-    file = wandb_run(tmp_path, train(1))
-    monkeypatch.setitem(sys.modules, "wandb.proto.wandb_internal_pb2", None)
-    with pytest.raises(
-        ReportError, match=r"run-abc\.wandb: this is W&B's file; to read it, pip install wandb"
-    ) as error:
-        read_run(file)
-    assert "\n" not in str(error.value)
-
-
 def test_json_lines_go_before_wandb_and_wandb_before_tensorboard(tmp_path):
     file = wandb_run(tmp_path / "wandb", train(1))
     (tmp_path / "tensorboard_log").mkdir()

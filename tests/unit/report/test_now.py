@@ -1,16 +1,15 @@
 """A metric has one value now in the whole report, the median of its last five readings, and each number says what it
 is of."""
 
-import io
 import json
 import re
 from statistics import median
 
 import pytest
-from rich.console import Console
 
 from tests import ROOT
 from tests.unit.report.made_runs import event, full, make
+from tests.unit.report.shown import printed
 from verl_ext.report.figures.panels import PANELS
 from verl_ext.report.load import read_run
 from verl_ext.report.run import Run
@@ -28,10 +27,8 @@ def recorded(file) -> Run:
     return make({name: values for name, values in json.loads(file.read_text()).items() if name != "what"})
 
 
-def printed(run: Run) -> str:
-    console = Console(width=200, file=io.StringIO())
-    console.print(Dashboard(run, judge_run(run)))
-    return console.file.getvalue()
+def report(run: Run) -> str:
+    return printed(Dashboard(run, judge_run(run)), 200)
 
 
 def said(run: Run) -> list[str]:
@@ -94,8 +91,8 @@ def test_every_kind_of_trouble_says_what_its_numbers_are_of(metrics):
 def test_the_reasons_of_a_cause_say_what_their_numbers_are_of():
     """They are means over more readings than the numbers of the table."""
     run = full()
-    assert judge_run(run).suspects and REASONS in " ".join(printed(run).split())
-    assert REASONS not in printed(make({REWARD: [0.2 + 0.01 * step for step in range(40)]}))
+    assert judge_run(run).suspects and REASONS in " ".join(report(run).split())
+    assert REASONS not in report(make({REWARD: [0.2 + 0.01 * step for step in range(40)]}))
 
 
 def test_one_odd_reading_moves_no_number_of_now():
@@ -123,7 +120,7 @@ def test_shares_of_skipped_updates_are_summed_and_never_counted_as_whole(pattern
     told = {fact.name: fact.text for fact in verdict.facts}
     numbers = [float(found[1]) for text in told.values() for found in re.finditer(r"([\d.]+) % of the updates", text)]
     assert numbers == [share] and ("hardly learns" in told["updates_skipped"]) == (share > 50)
-    (note,) = [line for line in printed(run).splitlines() if "guard/skipped" in line]
+    (note,) = [line for line in report(run).splitlines() if "guard/skipped" in line]
     assert f" {share:g} % " in note and " 40 steps" in note
 
 

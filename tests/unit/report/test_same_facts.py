@@ -1,18 +1,17 @@
 """Terminal, page and JSON say the same, from one verdict; the terminal may shorten reasons."""
 
 import html
-import io
 import re
 from dataclasses import replace
 from functools import cache
 from itertools import product
 
 import pytest
-from rich.console import Console
 
 from tests import ROOT
 from tests.unit.report.hostile import OBEYED, harmless
 from tests.unit.report.made_runs import event, full, make
+from tests.unit.report.shown import printed
 from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.diagnosis.findings.registry import Finding
 from verl_ext.diagnosis.rank import Evidence, Suspect
@@ -23,6 +22,9 @@ from verl_ext.report.verdict import NextStep, judge_run
 
 FIELD = sorted((ROOT / "tests" / "cases" / "field").glob("*.csv"))
 RECIPES = sorted((ROOT / "recipes" / "collapse" / "runs").glob("*/*/seed0"))
+EACH_RUN = pytest.mark.parametrize(
+    "path", [*FIELD, *RECIPES], ids=lambda path: path.stem if path.suffix else path.parent.name
+)
 STOPPED = make({"critic/score/mean": [0.6] * 60 + [0.19] * 60, "vllm_kl/k3": [0.3] * 120}, [event(120, "stop", "why")])
 
 
@@ -30,12 +32,6 @@ STOPPED = make({"critic/score/mean": [0.6] * 60 + [0.19] * 60, "vllm_kl/k3": [0.
 def known(path):
     run = read_run(path)
     return run, judge_run(run)
-
-
-def printed(run, verdict, width=LINE_WIDTH) -> str:
-    console = Console(width=width, file=io.StringIO())
-    console.print(Dashboard(run, verdict))
-    return console.file.getvalue()
 
 
 def flat(text: str) -> str:
@@ -55,10 +51,10 @@ def paged(tmp_path, monkeypatch):
     return written
 
 
-@pytest.mark.parametrize("path", [*FIELD, *RECIPES], ids=lambda path: path.stem if path.suffix else path.parent.name)
+@EACH_RUN
 def test_every_fact_cause_and_step_is_in_all_three(path, paged):
     run, verdict = known(path)
-    shown = {"terminal": flat(printed(run, verdict, width=10_000)), "page": paged(run, verdict)}
+    shown = {"terminal": flat(printed(Dashboard(run, verdict), 10_000)), "page": paged(run, verdict)}
     said = verdict.as_json(run)
     assert [(each["id"], each["text"], each["step"]) for each in said["findings"]] == [
         (fact.name, fact.text, fact.step) for fact in verdict.facts
@@ -80,10 +76,10 @@ def test_every_fact_cause_and_step_is_in_all_three(path, paged):
     assert not verdict.settle or any(f"`{step.do}`" in verdict.settle for step in verdict.steps) or verdict.alarm
 
 
-@pytest.mark.parametrize("path", [*FIELD, *RECIPES], ids=lambda path: path.stem if path.suffix else path.parent.name)
+@EACH_RUN
 def test_the_terminal_says_no_fact_twice(path):
     run, verdict = known(path)
-    above, _, _ = printed(run, verdict, width=10_000).partition("first ")
+    above, _, _ = printed(Dashboard(run, verdict), 10_000).partition("first ")
     lines = [line.strip(" -") for line in above.splitlines() if line.startswith(" - ")]
     assert len(lines) == len(set(lines))
     for fact in verdict.other_facts:
@@ -94,13 +90,13 @@ def test_the_terminal_says_no_fact_twice(path):
 def lines_of_causes(run, verdict) -> list[int]:
     """The number of lines that each cause takes on a terminal; a blank line ends the causes."""
     starts = tuple(f" {label}: " for label, _ in verdict.labelled())
-    heading = [line.rstrip() for line in printed(run, verdict).splitlines()]
+    heading = [line.rstrip() for line in printed(Dashboard(run, verdict)).splitlines()]
     heading = heading[: heading.index("")] if "" in heading else heading
     places = [place for place, line in enumerate(heading) if starts and line.startswith(starts)]
     return [end - place for place, end in zip(places, [*places[1:], len(heading)], strict=False)]
 
 
-@pytest.mark.parametrize("path", [*FIELD, *RECIPES], ids=lambda path: path.stem if path.suffix else path.parent.name)
+@EACH_RUN
 def test_a_cause_takes_at_most_four_lines(path):
     run, verdict = known(path)
     counts = lines_of_causes(run, verdict)
@@ -120,7 +116,7 @@ def test_every_cause_takes_at_most_four_lines_with_any_evidence(name):
         suspect = Suspect(CAUSES[name], tuple(signs))
         verdict = replace(judge_run(run), suspects=(suspect,), facts=(), steps=())
         (count,) = lines_of_causes(run, verdict)
-        text = printed(run, verdict)
+        text = printed(Dashboard(run, verdict))
         assert 2 < count <= MOST_CAUSE_LINES, text
         assert CAUSES[name].title in flat(text) and f"+ step 12: {reasons[0][:40]}" in flat(text)
         assert max(map(len, text.splitlines())) <= LINE_WIDTH
@@ -128,14 +124,14 @@ def test_every_cause_takes_at_most_four_lines_with_any_evidence(name):
 
 def test_a_run_that_the_guard_stopped_is_told_once():
     verdict = judge_run(STOPPED)
-    text = flat(printed(STOPPED, verdict, width=10_000).partition("first ")[0])
+    text = flat(printed(Dashboard(STOPPED, verdict), 10_000).partition("first ")[0])
     assert text.count("The guard stopped the run in step 120") == 1 and "Do this first" not in text
 
 
 def test_an_alarm_is_told_before_what_to_do():
     run = replace(STOPPED, events=(event(120, "skip", "why"),))
     verdict = judge_run(run)
-    text = flat(printed(run, verdict, width=10_000))
+    text = flat(printed(Dashboard(run, verdict), 10_000))
     assert 0 < text.index(verdict.alarm) < text.index(f"{verdict.first_heading} {verdict.first.do}")
     assert verdict.first_heading.startswith("After that")
 
@@ -155,9 +151,6 @@ def test_hostile_texts_are_printable_everywhere(encoding, paged):
         alarm=f"e {OBEYED}",
         steps=(NextStep(f"f={OBEYED}", f"g {OBEYED}"), NextStep(f"h={OBEYED}", f"i {OBEYED}")),
     )
-    raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    Console(width=LINE_WIDTH, file=file).print(Dashboard(run, verdict))
-    shown = raw.getvalue().decode(encoding)
+    shown = printed(Dashboard(run, verdict), encoding=encoding)
     assert harmless(shown) and "\\x1b" in shown
     assert harmless(paged(run, verdict))

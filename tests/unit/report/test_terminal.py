@@ -1,4 +1,3 @@
-import io
 from dataclasses import replace
 from typing import get_args
 
@@ -6,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.unit.report.made_runs import NAN, make
+from tests.unit.report.shown import printed
 from verl_ext.base.printable import wrap_name
 from verl_ext.diagnosis.findings.registry import Finding
 from verl_ext.diagnosis.judge import Judged
@@ -63,13 +63,8 @@ def full(steps: int = 8) -> Run:
     )
 
 
-def printed(run: Run, encoding: str = "utf-8", width: int = 80, **console) -> str:
-    from rich.console import Console
-
-    raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
-    Console(width=width, file=file, **console).print(Dashboard(run, VERDICT))
-    return raw.getvalue().decode(encoding)
+def screen(run: Run, **console) -> str:
+    return printed(Dashboard(run, VERDICT), **console)
 
 
 def test_first_now_and_worst():
@@ -187,7 +182,7 @@ def test_a_sparkline_spans_the_run_not_the_metric():
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_the_dashboard_fits_eighty_columns_uncut(encoding):
     run = replace(full(), name="qwen3_µ-run", notes=("a note — with a dash",))
-    text = printed(run, encoding)
+    text = screen(run, encoding=encoding)
     assert max(map(len, text.splitlines())) <= 80 and "…" not in text
     flat = " ".join(text.split())
     assert all(
@@ -200,12 +195,12 @@ def test_the_dashboard_fits_eighty_columns_uncut(encoding):
 
 def test_the_heading_has_the_colour_of_the_state():
     assert COLOURS.keys() == set(get_args(State))
-    heading = printed(full(), force_terminal=True, color_system="standard").splitlines()[0]
+    heading = screen(full(), force_terminal=True, color_system="standard").splitlines()[0]
     assert "run, step 8: drifting" in heading and ";33m" in heading
 
 
 def test_markup_in_names_is_text():
-    assert "[red]x[/red]" in printed(replace(full(), name="[red]x[/red]"))
+    assert "[red]x[/red]" in screen(replace(full(), name="[red]x[/red]"))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +228,7 @@ def test_names_break_behind_their_marks():
 
 @pytest.mark.parametrize("width", [30, 45, 60, 80, 250])
 def test_numbers_are_whole_at_every_width_and_sparklines_go_first(width):
-    lines = printed(full(), width=width).splitlines()
+    lines = screen(full(), width=width).splitlines()
     assert all(len(line) <= width for line in lines)
     said = {word for line in lines for word in line.split()}
     now = {format_value(row.now, row.unit).split()[0] for row in dashboard_rows(full())}

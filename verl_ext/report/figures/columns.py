@@ -6,6 +6,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from verl_ext.diagnosis.series import Series
 from verl_ext.report.figures.charts import (
     BLUE,
     CIVIDIS,
@@ -104,35 +105,34 @@ def layer_chart(name: str, short: str, sound: float, axis_format: str) -> Callab
     return chart
 
 
+def _timed(run: Run) -> tuple[Series, dict[str, Series]] | None:
+    """Returns the time of each step, and that of its stages by name; None if no stage was timed."""
+    step = run.get(STEP_TIME)
+    found = ((name, run.get(f"timing_s/{stage}")) for stage, (name, _) in STAGES.items())
+    stages = {name: series for name, series in found if series is not None}
+    return (step, stages) if step is not None and stages else None
+
+
 def stage_seconds(run: Run) -> dict[str, float]:
     """Returns the mean seconds of a step by stage, the rest of the step last; {} if none was timed."""
-    step = run.get(STEP_TIME)
-    if step is None:
+    if (timed := _timed(run)) is None:
         return {}
-    found = {
-        name: float(series.values.sum()) / len(step.steps)
-        for stage, (name, _) in STAGES.items()
-        if (series := run.get(f"timing_s/{stage}")) is not None
-    }
-    rest = float(step.values.mean()) - sum(found.values())
-    return {**found, OTHER_STAGE[0]: max(rest, 0.0)} if found else {}
+    step, stages = timed
+    found = {name: float(series.values.sum()) / len(step.steps) for name, series in stages.items()}
+    return {**found, OTHER_STAGE[0]: max(float(step.values.mean()) - sum(found.values()), 0.0)}
 
 
 def share_chart(run: Run) -> alt.LayerChart | None:
     """Draws the stages as shares of a step; None if no stage was timed. In asynchronous modes they overlap, and can add
     up to more than a step."""
-    step = run.get(STEP_TIME)
-    if step is None or not any(run.get(f"timing_s/{stage}") for stage in STAGES):
+    if (timed := _timed(run)) is None:
         return None
+    step, stages = timed
     edges = step_edges(step.steps, TIME_COLUMNS)
     count, total = interval_sums(step, edges)
-    left = total.copy()
-    parts = {}
-    for stage, (name, _) in STAGES.items():
-        if (series := run.get(f"timing_s/{stage}")) is not None:
-            parts[name] = interval_sums(series, edges)[1]  # a step without an update counts as 0 seconds
-            left -= parts[name]
-    parts[OTHER_STAGE[0]] = np.maximum(left, 0.0)
+    # A step without an update counts as 0 seconds.
+    parts = {name: interval_sums(series, edges)[1] for name, series in stages.items()}
+    parts[OTHER_STAGE[0]] = np.maximum(total - sum(parts.values()), 0.0)
     colours = dict([*STAGES.values(), OTHER_STAGE])
     values = [
         {

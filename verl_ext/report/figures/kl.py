@@ -80,8 +80,8 @@ def _hollow_points(k1: Series) -> list[alt.Chart]:
 
 def _thresholds(run: Run, first: int, last: int) -> list[alt.Chart]:
     levels = {"boundary": boundary_of(run.readings)}
-    if (skip := run.last_value("guard/threshold")) is not None:
-        levels["skip threshold"] = skip
+    if (skip := run.get("guard/threshold")) is not None:
+        levels["skip threshold"] = float(skip.values[-1])
     if len(set(levels.values())) < len(levels):
         levels = {"skip threshold = boundary": levels["boundary"]}
     names = {f"{label} {value:g}": value for label, value in levels.items()}

@@ -10,7 +10,6 @@ from verl_ext.guard.state import Event
 from verl_ext.report.run import ENDED
 from verl_ext.report.sources.lines import bars_in, front_before, plain, split_front
 from verl_ext.report.sources.numbers import SUMMARY, step_counts
-from verl_ext.report.sources.table import FIRST_STEPS
 
 ERROR_CHARACTERS = 200  # characters of the error
 KEPT_BYTES = 4 << 20  # bytes behind the last row
@@ -418,24 +417,28 @@ class Ends:
     was started again. So only the text that follows such a row is examined. An error that later steps followed HANDLED
     times, without a restart, or that a worker went on after as often, is one that the run goes on with, such as an
     answer's that a reward cannot read.
+
+    Attributes:
+        tail: what follows the last newline, if it has no row.
     """
 
     def __init__(self) -> None:
-        self._run = 1  # counted as table.py does
+        self.tail = b""
+        self._rows = 0
         self._step: int | None = None
-        self._found: tuple[tuple[int, int, str], ...] = ()  # (run, step, how it ended)
+        self._found: tuple[tuple[int, int, str], ...] = ()  # (rows before it, step, how it ended)
         self._behind: list[bytes] = []  # the text after the last row
         self._size = 0
         self._survived: Counter[tuple[str, str]] = Counter()  # as for `Search`
 
     def row(self, step: int, validates: bool = False) -> None:
         """Notes a row of a step. A row that only validates may belong to the step before it."""
+        behind = b"".join(self._behind)
         if self._step is not None and (step < self._step or (step == self._step and not validates)):
-            self._found = (*self._found, *self._look())
-            self._run += step <= FIRST_STEPS and step < self._step
-        elif TRACEBACK.encode() in (text := RESTARTED.split(b"".join(self._behind))[-1]):
+            self._found = (*self._found, *self._look(behind))
+        elif TRACEBACK.encode() in (text := RESTARTED.split(behind)[-1]):
             Search(text, self._survived).run_goes_on()
-        self._step = step
+        self._rows, self._step = self._rows + 1, step
         if self._size:
             self._behind, self._size = [], 0
 
@@ -448,47 +451,46 @@ class Ends:
             self._behind = [kept[: KEPT_BYTES // 2], b"\n", kept[-KEPT_BYTES // 2 :]]
             self._size = KEPT_BYTES + 1
 
-    def events(self, run: int, runs: int, tail: bytes = b"") -> tuple[Event, ...]:
-        """Returns the ends of one of the log's runs; of the last one, if the table counts them differently.
+    @property
+    def _text(self) -> bytes:
+        """What was printed behind the last row."""
+        return b"".join([*self._behind, self.tail])
 
-        Args:
-            tail: what follows the last newline, if it has no row.
-        """
-        number = run if runs == self._run else self._run - (runs - run)
+    def events(self, rows: range) -> tuple[Event, ...]:
+        """Returns the ends that are behind one of these rows; with no rows, the end of a log without any."""
         return tuple(
             Event(step, ENDED, "", None, None, ENDED, how)
-            for of, step, how in (*self._found, *self._look(tail))
-            if of == number
+            for before, step, how in (*self._found, *self._look(self._text))
+            if before - 1 in rows or not (before or rows)
         )
 
-    def trainer(self, tail: bytes = b"") -> str:
+    def trainer(self) -> str:
         """Returns the trainer whose code is in most frames behind the last row; "" if none is known."""
-        found = Counter(OF_PACKAGE.findall(b"".join([*self._behind, tail])))
+        found = Counter(OF_PACKAGE.findall(self._text))
         return PACKAGES[found.most_common(1)[0][0].decode()] if found else ""
 
-    def notes(self, every: int, tail: bytes = b"") -> tuple[str, ...]:
+    def notes(self, every: int) -> tuple[str, ...]:
         """Returns a note on the log's end, if it shows one, and no error: the run finished, or the log ends before the
         bar of its steps does.
 
         Args:
             every: steps from one row to the next: a bar that is further from the last row counts something else.
         """
-        text = b"".join([*self._behind, tail])
+        text = self._text
         shown = progress(text)
         at, total = shown or (0, 0)
         finished = SUMMARY.encode() in text or (shown is not None and at == total == self._step)
         ends_early = self._step is not None and at != total and 0 <= at - self._step <= every
-        if not (finished or ends_early) or self._look(tail):
+        if not (finished or ends_early) or self._look(text):
             return ()
         return ("the run finished" if finished else f"the log ends at step {at} of {total}, and without an error",)
 
-    def _look(self, tail: bytes = b"") -> tuple[tuple[int, int, str], ...]:
-        """Returns how the process of the last row ended, if it did."""
-        text = b"".join([*self._behind, tail])
+    def _look(self, text: bytes) -> tuple[tuple[int, int, str], ...]:
+        """Returns how the process of the last row ended, if it did, by the text behind it."""
         if (error := Search(text, self._survived.copy(), whole=self._step is None).root()) is None:
             return ()
         phase = f" in {error.phase}" if error.phase else ""
-        return ((self._run, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.said}"),)
+        return ((self._rows, self._step or 0, f"ended{_when(self._step, text)}{phase} by {error.said}"),)
 
 
 def progress(text: bytes) -> tuple[int, int] | None:

@@ -103,6 +103,7 @@ class TableRun:
     Attributes:
         gone: steps that were logged, but are not valid any more (see the module).
         overwritten: the readings of abandoned rows.
+        rows: numbers of its rows in the table, from 0, abandoned ones included.
     """
 
     steps: np.ndarray
@@ -110,6 +111,7 @@ class TableRun:
     gone: np.ndarray
     overwritten: dict[str, Series]
     notes: tuple[str, ...]
+    rows: range
     number: int  # of this run, from 1
     runs: int  # number of runs in the table
 
@@ -117,7 +119,7 @@ class TableRun:
     def before_the_first_step(cls) -> "TableRun":
         """Returns a run that ended before it logged anything: step 0 without metrics."""
         none: np.ndarray = np.zeros(0, dtype=np.int64)
-        return cls(np.zeros(1, dtype=np.int64), {}, none, {}, (), 1, 1)
+        return cls(np.zeros(1, dtype=np.int64), {}, none, {}, (), range(0), 1, 1)
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class MetricTable:
         abandoned[:first] = abandoned[last:] = False  # rows of other runs
         overwritten = self._series(steps, abandoned, np.unique(steps[abandoned])) if abandoned.any() else {}
         metrics = self._series(steps, keep, run_steps)
-        return TableRun(run_steps, metrics, gone, overwritten, tuple(notes), number, runs)
+        return TableRun(run_steps, metrics, gone, overwritten, tuple(notes), range(first, last), number, runs)
 
     def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
         """Returns the units, and the unit of each row."""

@@ -150,7 +150,7 @@ class TextSource:
 
     def _start_over(self) -> None:
         self._table = MetricTable(rows_are_units=True)
-        self._ends, self._tail = Ends(), b""
+        self._ends = Ends()
         self._overflows = 0  # updates that a loss scaler skipped
         self._read = self._form()
         self._epochs: list[float] = []  # of the rows without a step, in TRL's epochs
@@ -209,7 +209,7 @@ class TextSource:
         would be counted twice, is taken for good."""
         counted, tail_length = len(self._epochs), len(tail)
         tail = without_colours(tail)
-        self._tail = b"" if self._add_row(tail) else tail
+        self._ends.tail = b"" if self._add_row(tail) else tail
         return tail_length if len(self._epochs) != counted else 0
 
     def _add_row(self, line: bytes) -> bool:
@@ -247,7 +247,7 @@ class TextSource:
         return len(self._epochs)
 
     def run(self, which: Which) -> TableRun:
-        if not len(self._table) and self._ends.events(1, 1, self._tail):
+        if not len(self._table) and self._ends.events(range(0)):
             return TableRun.before_the_first_step()
         empty = f"no row of {self._form.title} in this file yet; has the run finished its first step?"
         if self._form.document:
@@ -258,14 +258,14 @@ class TextSource:
 
     def events(self, part: TableRun) -> tuple[Event, ...]:
         """Returns how the processes of one run ended, if they ended by an error."""
-        return self._ends.events(part.number, part.runs, self._tail)
+        return self._ends.events(part.rows)
 
     def trainer(self) -> str:
         """Returns the trainer in whose code the log ends, by the frames of a traceback; "" if none is known."""
-        return self._ends.trainer(self._tail)
+        return self._ends.trainer()
 
     def notes(self) -> tuple[str, ...]:
-        every, notes = self._every, list(self._ends.notes(self._every, self._tail))
+        every, notes = self._every, list(self._ends.notes(self._every))
         notes += getattr(self._read, "notes", list)()
         if self._overflows:
             notes.append(f"updates that the log says were skipped, because a gradient overflowed: {self._overflows}")

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator
 
+from verl_ext.report.sources.numbers import WRAPPED
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
 STEP = re.compile(r"step:(\d{1,15}) - ")  # begins with plain letters, so that it is searched for fast
 STEP_BYTES = re.compile(STEP.pattern.encode())
-NUMBER = re.compile(r"(?:[A-Za-z_][\w.]*\()?([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+|inf|nan))\b")
+NUMBER = re.compile(rf"{WRAPPED}\b")
 SCALED = re.compile(r"(.+)\((\d+e-?\d+)\)")  # actor/lr(1e-4):0.010, before verl 0.2
 
 
