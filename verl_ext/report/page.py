@@ -25,7 +25,6 @@ from markupsafe import Markup
 from verl_ext import __version__
 from verl_ext.base.metrics import Metric
 from verl_ext.base.printable import printable
-from verl_ext.diagnosis.series import Series
 from verl_ext.guard.state import Event
 from verl_ext.report.clocks import page_clocks
 from verl_ext.report.comparison import Comparison, MetricCell
@@ -55,7 +54,6 @@ GENERATOR, HEAD_BYTES = b'name="generator" content="verl_ext', 2000  # the mark 
 SECTIONS = ("verdict", "comparison", "variants", "trajectories", "guard", "said", "tables", "metrics", "clocks")
 # Readings of all metrics together that a page has (some 10 bytes each), and of one metric at most and at least.
 ALL_READINGS, MOST_READINGS, FEWEST_READINGS = 36_000, 300, 20
-NO_READINGS = Series(np.empty(0, np.int64), np.empty(0))
 MOST_TITLE = 4  # lines of a comparison that its title names
 MOST_DECISIONS, MOST_OPEN = 100, 10  # decisions on the page; more than MOST_OPEN are folded
 TEMPLATES = Path(__file__).parent / "templates"
@@ -211,14 +209,14 @@ def all_metrics(lines: Lines) -> dict[str, Any]:
     runs = [(line, run) for line, own in lines.items() for run in own]
     most = min(max(ALL_READINGS // max(sum(len(run.metrics) for _, run in runs), 1), FEWEST_READINGS), MOST_READINGS)
     found: dict[str, list[Any]] = {}
-    for name in sorted({name for _, run in runs for name in run.metrics}):
-        for number, (_, run) in enumerate(runs):
-            finite = run.metrics[name].finite() if name in run.metrics else NO_READINGS
+    for number, (_, run) in enumerate(runs):
+        for name, series in run.metrics.items():
+            finite = series.finite()
             if (kept := thin_readings(finite, most)).steps.size:
                 values = [float(f"{value:.5g}") for value in kept.values]
                 steps = np.diff(kept.steps, prepend=0).tolist()
                 found.setdefault(name, []).append([number, steps, values, len(kept.steps) < len(finite.steps)])
-    return {"runs": [(line, run.name) for line, run in runs], "metrics": found}
+    return {"runs": [(line, run.name) for line, run in runs], "metrics": dict(sorted(found.items()))}
 
 
 def _decisions(events: Sequence[Event]) -> dict[str, Any] | None:

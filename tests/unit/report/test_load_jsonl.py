@@ -63,17 +63,21 @@ def test_a_broken_line_is_left_out_and_told(tmp_path, broken):
     noted(read_run(file), "2 lines of run.jsonl.*line 2")
 
 
-@pytest.mark.parametrize("half", ['{"step": 2, "data": {"a": 2, "tex', '{"step": 2, "data": {"a": 2, "ü', "\0\0\0"])
-def test_the_line_that_a_resumed_run_wrote_behind_half_a_line_is_read(tmp_path, half):
-    run = read_run(write(tmp_path / "run.jsonl", train(1), half + line(2, a=9) + line(3, a=3)))
-    assert values(run) == {1: 1, 2: 9, 3: 3}
-    assert len(run.notes) == 1
-
-
-def test_a_record_that_stands_behind_a_whole_one_is_read(tmp_path):
-    run = read_run(write(tmp_path / "run.jsonl", train(1), line(2, a=2).rstrip() + line(3, a=3)))
-    assert values(run) == {1: 1, 2: 2, 3: 3}
-    assert run.notes == ()
+@pytest.mark.parametrize(
+    ("behind", "found", "notes"),
+    [
+        # A resumed run wrote a line behind half a line.
+        ('{"step": 2, "data": {"a": 2, "tex' + line(2, a=9) + line(3, a=3), {1: 1, 2: 9, 3: 3}, 1),
+        ('{"step": 2, "data": {"a": 2, "ü' + line(2, a=9) + line(3, a=3), {1: 1, 2: 9, 3: 3}, 1),
+        ("\0\0\0" + line(2, a=9) + line(3, a=3), {1: 1, 2: 9, 3: 3}, 1),
+        (line(2, a=2).rstrip() + line(3, a=3), {1: 1, 2: 2, 3: 3}, 0),  # behind a whole one
+        (line(2, b=5, a=2) + line(2, c=5, a=3) + line(3, a=1), {1: 1, 2: 3, 3: 1}, 0),  # the later value counts
+    ],
+)
+def test_every_record_of_a_line_is_read_and_those_of_a_step_are_merged(tmp_path, behind, found, notes):
+    run = read_run(write(tmp_path / "run.jsonl", train(1), behind))
+    assert values(run) == found and len(run.notes) == notes
+    assert all(values(run, name) == {2: 5} for name in run.metrics.keys() - {"a"})
 
 
 @pytest.mark.parametrize("content", ["", "\n", '{"step": 1, "da'])
@@ -90,15 +94,6 @@ def test_a_file_of_which_no_line_can_be_read_is_refused(tmp_path):
     with pytest.raises(ReportError, match=r"other\.jsonl: no line is a JSON object with a step ") as error:
         read_run(file)
     assert "\n" not in str(error.value)
-
-
-def test_the_lines_of_one_step_are_merged_and_the_later_value_stands(tmp_path):
-    rows = [(1, {"a": 1}), (2, {"val-core/x": 5, "a": 2}), (2, {"b": 5, "a": 3}), (3, {"a": 1})]
-    run = read_run(write(tmp_path / "run.jsonl", rows))
-    assert values(run) == {1: 1, 2: 3, 3: 1}
-    assert values(run, "b") == {2: 5}
-    assert values(run, "val-core/x") == {2: 5}
-    assert run.notes == ()
 
 
 @pytest.mark.parametrize("nan", ["null", "NaN"])

@@ -296,10 +296,9 @@ def step_edges(steps: np.ndarray, most: int) -> np.ndarray:
 
 def drawable(series: Series, log: bool) -> Series:
     """Returns the readings that an axis can show: finite ones, above 0 on a logarithmic axis."""
-    keep = np.isfinite(series.values)
-    if log:
-        keep &= series.values > 0
-    return Series(series.steps[keep], series.values[keep])
+    series = series.finite()
+    above = series.values > (0 if log else -np.inf)
+    return Series(series.steps[above], series.values[above])
 
 
 def _strokes(rows: alt.InlineData, lines: Sequence[Line], **mark: Any) -> alt.Chart | None:

@@ -136,16 +136,19 @@ def _validation_chart(run: Run) -> alt.LayerChart | None:
     return line_chart(lines_of(run, curves), run.span)
 
 
-def _buckets(axis: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str) -> tuple[tuple[str, str, str], ...]:
-    """Returns the curves of k3 of each bucket, and of the metrics in `others`, label=metric."""
-    buckets = [(f"{K3}/{axis}/{name}", name, colour) for name, colour in zip(BUCKETS[axis], colours, strict=True)]
-    return (*buckets, *((metric, label, INK) for label, metric in others.items()))
-
-
-def _bucket_overlay(axis: str, title: str) -> DrawAll:
-    return overlay.profile_overlay(
-        lambda run: overlay.end_values(run.parts(K3, f"{axis}/")), title, "~e", order=BUCKETS[axis], type="log"
-    )
+def _bucket_figure(axis: str, places: str, colours: Sequence[str] = BUCKET_COLOURS, **others: str) -> dict[str, Any]:
+    """Returns what the panels of k3 by buckets have in common: curves of each bucket, and of the metrics in `others`,
+    label=metric; and in a comparison, the ends of the runs over the `places`."""
+    names = BUCKETS[axis]
+    curves = [(f"{K3}/{axis}/{name}", name, colour) for name, colour in zip(names, colours, strict=True)]
+    return {
+        "curves": (*curves, *((metric, label, INK) for label, metric in others.items())),
+        "log": True,
+        "unit": "nats per token",
+        "draw_all": overlay.profile_overlay(
+            lambda run: overlay.end_values(run.parts(K3, f"{axis}/")), places, "~e", order=names, type="log"
+        ),
+    }
 
 
 def _layer_overlay(metric: str, axis_format: str) -> DrawAll:
@@ -260,10 +263,7 @@ PANELS = (
         "tokens climbs, the engines compute different functions.",
         missing="No log-probabilities of the rollout were compared, or stability.breakdown is off.",
         override=ours.GAP.override,
-        curves=_buckets("prob"),
-        log=True,
-        unit="nats per token",
-        draw_all=_bucket_overlay("prob", "probability of the token"),
+        **_bucket_figure("prob", "probability of the token"),
     ),
     Panel(
         "by_position",
@@ -272,10 +272,7 @@ PANELS = (
         "along the sequence.",
         "Shorter responses or a sequence mask (stability=geo_mask) help first.",
         "All responses are in one bucket (the first ends at 256 tokens), or stability.metrics was off.",
-        curves=_buckets("position"),
-        log=True,
-        unit="nats per token",
-        draw_all=_bucket_overlay("position", "position in the response"),
+        **_bucket_figure("position", "position in the response"),
     ),
     Panel(
         "by_lag",
@@ -285,10 +282,9 @@ PANELS = (
         "rollout follows.",
         "Then try stability=opsm.",
         "No rollout was older than the policy, or its age was not logged (only the asynchronous modes have it).",
-        curves=_buckets("lag", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"),
-        log=True,
-        unit="nats per token",
-        draw_all=_bucket_overlay("lag", "weight versions behind the policy"),
+        **_bucket_figure(
+            "lag", "weight versions behind the policy", (*BUCKET_COLOURS, PURPLE, MUTED), engines="vllm_kl/engine/k3"
+        ),
     ),
     Panel(
         "by_replica",
@@ -297,10 +293,7 @@ PANELS = (
         "line far above the others is a server that computes something else.",
         missing="The rollout has one server, or stability.breakdown is off.",
         override=ours.GAP.override,
-        curves=_buckets("replica", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
-        log=True,
-        unit="nats per token",
-        draw_all=_bucket_overlay("replica", "server of the rollout"),
+        **_bucket_figure("replica", "server of the rollout", [*islice(cycle(LINE_COLOURS), len(BUCKETS["replica"]))]),
     ),
     Panel(
         "router_agreement",

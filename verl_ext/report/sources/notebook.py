@@ -9,7 +9,7 @@ from verl_ext.report.run import ReportError
 from verl_ext.report.sources.cells import html_tables, rows_of_the_run
 from verl_ext.report.sources.ends import TRACEBACK
 from verl_ext.report.sources.table import Row
-from verl_ext.report.sources.text import FORMATS, register_format, rows_in
+from verl_ext.report.sources.text import format_of_text, register_format, rows_in
 
 
 @register_format(
@@ -33,24 +33,17 @@ class Notebook:
         except (ValueError, RecursionError, AttributeError) as error:
             raise ReportError(f"this is not a whole notebook ({error})") from None
         tables: list[list[Row]] = []
-        errors: list[str] = []  # what each table's cell has printed
+        behind: list[bytes] = []  # what each table's cell has printed
         for printed, html in _outputs(cells):
-            found = _printed_tables(printed) + list(html_tables(html))
+            said = printed.encode("utf-8", errors="replace")
+            form = format_of_text(said)
+            found = [*([list(rows_in(said, form()))] if form else []), *html_tables(html)]
             tables += found
-            errors += [printed] * len(found)
+            behind += [said] * len(found)
         rows = list(rows_of_the_run(tables))
         last = next((at for at in reversed(range(len(tables))) if rows and tables[at][-1] is rows[-1]), None)
-        self.after = b"" if last is None else errors[last].encode("utf-8", errors="replace")
+        self.after = b"" if last is None else behind[last]
         yield from rows
-
-
-def _printed_tables(printed: str) -> list[list[Row]]:
-    """Returns the rows of a printed text, in the first of the line formats that finds enough of them."""
-    text = printed.encode("utf-8", errors="replace")
-    for form in (form for form in FORMATS if not form.document):
-        if len(rows := list(rows_in(text, form()))) >= form.fewest:
-            return [rows]
-    return []
 
 
 def _outputs(cells: Any) -> Iterator[tuple[str, str]]:

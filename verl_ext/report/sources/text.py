@@ -90,8 +90,7 @@ def detect_format(path: Path) -> type[Format] | None:
         block = file.read(READ_BYTES)
         if found := next((each for each in FORMATS if each.document and each().sniff(block)), None):
             return found
-        left = [each for each in FORMATS if not each.document]
-        rest = b""
+        left, rest = _log_formats(), b""
         while block:
             lines, newline, rest = (rest + block).rpartition(b"\n")
             found, left = _first_that_sniffs(left, lines if newline else b"", found)
@@ -99,6 +98,15 @@ def detect_format(path: Path) -> type[Format] | None:
             block = file.read(READ_BYTES) if left else b""
         found, _ = _first_that_sniffs(left, rest, found)
         return found
+
+
+def format_of_text(text: bytes) -> type[Format] | None:
+    """Returns the format of a whole log; None if no format finds a row in it."""
+    return _first_that_sniffs(_log_formats(), text, None)[0]
+
+
+def _log_formats() -> list[type[Format]]:
+    return [each for each in FORMATS if not each.document]
 
 
 def _first_that_sniffs(
