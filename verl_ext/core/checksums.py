@@ -148,28 +148,18 @@ def digest(tensors: Iterable[SentTensor]) -> int:
     return total % 2**64
 
 
-MISSING, EXTRA, TWICE, SHAPE, DTYPE, BITS, SWAPPED, STALE, UNWRITTEN = (
-    "missing",
-    "extra",
-    "twice",
-    "shape",
-    "dtype",
-    "bits",
-    "swapped",
-    "stale",
-    "unwritten",
-)
-CAUSES = {  # the usual cause of each, as a clause
-    MISSING: "a filter of names or a bucket lost it on the way",
-    EXTRA: "it is left over from another sync, or two names were mixed up",
-    TWICE: "two pipeline ranks export the same layer, or a shared tensor is sent under one name twice",
-    SHAPE: "a buffer was cut with the sizes of another rank, or an old conversion was used",
-    DTYPE: "a cast on the way: a router's bias in bfloat16 chooses other experts",
-    BITS: "a buffer was used again before it was read, or a kernel changed it on the way",
-    SWAPPED: "names and buffers got out of step, such as experts numbered per rank",
-    STALE: "a buffer or a cache of the sync before was sent again",
-    UNWRITTEN: "the weight was not sent, or under a name that the engine's loader skips",
+CAUSES = {  # kind of a fault -> its usual cause, as a clause
+    "missing": "a filter of names or a bucket lost it on the way",
+    "extra": "it is left over from another sync, or two names were mixed up",
+    "twice": "two pipeline ranks export the same layer, or a shared tensor is sent under one name twice",
+    "shape": "a buffer was cut with the sizes of another rank, or an old conversion was used",
+    "dtype": "a cast on the way: a router's bias in bfloat16 chooses other experts",
+    "bits": "a buffer was used again before it was read, or a kernel changed it on the way",
+    "swapped": "names and buffers got out of step, such as experts numbered per rank",
+    "stale": "a buffer or a cache of the sync before was sent again",
+    "unwritten": "the weight was not sent, or under a name that the engine's loader skips",
 }
+MISSING, EXTRA, TWICE, SHAPE, DTYPE, BITS, SWAPPED, STALE, UNWRITTEN = CAUSES
 
 
 @dataclass(frozen=True)
