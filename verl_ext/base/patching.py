@@ -83,6 +83,25 @@ def apply_all(*patches: Callable[[], Undo]) -> Undo:
     return undo
 
 
+def once(apply: Callable[[], Undo]) -> Callable[[], Undo]:
+    """Decorates a function that changes foreign code: until it is undone, a second call only returns the same undo."""
+    applied: list[Undo] = []
+
+    @functools.wraps(apply)
+    def called() -> Undo:
+        if not applied:
+            undo_all = apply()
+
+            def undo() -> None:
+                undo_all()
+                applied.clear()
+
+            applied.append(undo)
+        return applied[0]
+
+    return called
+
+
 def expect(change: str, owner: Any, name: str, parameters: str | None = None) -> Any:
     """Returns `owner.name`, which must exist and take the parameters, if these are given.
 

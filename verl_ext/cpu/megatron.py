@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from verl_ext.base.patching import Undo, apply_all, expect, moved, patch, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, moved, once, patch, wrap
 from verl_ext.cpu.hollow import Finder, Torch
 from verl_ext.cpu.patches import register_engines
+from verl_ext.cpu.platform import stand_ins
 
 CORE = "megatron.core"
 # In these modules of megatron-core 0.16.1, tensors are made with device="cuda".
@@ -41,8 +42,6 @@ MAKE_ON_CUDA = (
 )
 # Packages that Megatron-Bridge 0.3 imports at the top of its modules, without checking that they are installed.
 CUDA_PACKAGES = ("transformer_engine", "causal_conv1d", "mamba_ssm", "nvidia_resiliency_ext")
-
-_undo: Undo | None = None
 
 
 def allow_float32(engine_config: Any) -> Undo:
@@ -74,23 +73,14 @@ def _installed_first(build: Callable[..., None], engine: Any, *args: Any, **kwar
     build(engine, *args, **kwargs)
 
 
+@once
 def adapt_megatron() -> Undo:
     """Applies everything below, or nothing if one part does not fit. A second call applies nothing."""
-    global _undo
-    if _undo is None:
-        changes = [compile_nothing, call_no_cuda, make_on_cpu, split_on_cpu, keep_random_state, name_types_as_cuda]
-        changes += [step_each_parameter, copy_for_offload, build_of_torch]
-        if importlib.util.find_spec("megatron.bridge"):
-            changes += [import_bridge, read_rope_parameters, refuse_unknown_overrides, scatter_dense]
-        undo_all = apply_all(*changes)
-
-        def undo() -> None:
-            global _undo
-            undo_all()
-            _undo = None
-
-        _undo = undo
-    return _undo
+    changes = [compile_nothing, call_no_cuda, make_on_cpu, split_on_cpu, keep_random_state, name_types_as_cuda]
+    changes += [step_each_parameter, copy_for_offload, build_of_torch]
+    if importlib.util.find_spec("megatron.bridge"):
+        changes += [import_bridge, read_rope_parameters, refuse_unknown_overrides, scatter_dense]
+    return apply_all(*changes)
 
 
 def compile_nothing() -> Undo:
@@ -102,23 +92,6 @@ def compile_nothing() -> Undo:
 # torch.cuda
 
 
-class Nothing:
-    """A stream or an event on a device where everything runs in order."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __enter__(self) -> "Nothing":
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-    def __getattr__(self, name: str) -> Callable[..., "Nothing"]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Nothing
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
-
-
 def _itself(module_or_tensor: Any, *args: Any, **kwargs: Any) -> Any:
     return module_or_tensor
 
@@ -126,21 +99,8 @@ def _itself(module_or_tensor: Any, *args: Any, **kwargs: Any) -> Any:
 def call_no_cuda() -> Undo:
     """Replaces functions of torch.cuda, which megatron-core, mbridge and verl call by name; its random state is the
     CPU's here."""
-    classes = {name: type(name, (Nothing,), {}) for name in ("Stream", "Event")}
-    # One object per name: torch.compile's table of torch's functions does not take the same object twice.
-    streams = {name: partial(Nothing) for name in ("stream", "current_stream", "default_stream")}
-    waits = {
-        name: partial(_nothing) for name in ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
-    }
-    state = {
-        "current_device": lambda: torch.device("cpu"),
-        "get_rng_state": lambda *args: torch.get_rng_state(),
-        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-    }
-    functions = [partial(_call, name, value) for name, value in (classes | streams | waits | state).items()]
     return apply_all(
-        *functions,
+        *(partial(_call, name, value) for name, value in stand_ins().items()),
         lambda: patch("call_no_cuda", nn.Module, "cuda", _itself),
         lambda: patch("call_no_cuda", torch.Tensor, "cuda", _itself),
         lambda: patch("call_no_cuda", torch.Tensor, "pin_memory", _itself),

@@ -1,8 +1,9 @@
 """The `cpu` platform of verl 0.9.1, chosen with VERL_PLATFORM=cpu."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -18,23 +19,19 @@ from verl_ext.cpu import (
 ENGINES = "verl.workers.engine"
 
 
-class NullStream:
-    """A stream on a device that has none: everything is already in order."""
+class Nothing:
+    """A stream or an event on a device where everything runs in order."""
 
-    def __enter__(self) -> "NullStream":
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __enter__(self) -> "Nothing":
         return self
 
     def __exit__(self, *error: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait_stream(self, stream: object) -> None: ...
-    def wait_event(self, event: object) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., "Nothing"]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing
 
-
-class NullEvent:
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
     def query(self) -> bool:
         return True
 
@@ -50,37 +47,39 @@ def _resident_bytes(*args: Any) -> int:
     return psutil.Process().memory_info().rss
 
 
+def stand_ins() -> dict[str, Any]:
+    """Returns functions of torch.cuda by name: streams and events, waits, random state, and the current device.
+
+    Each name has an object of its own, because torch.compile's table of torch's functions does not take one twice.
+    """
+    waits = ("synchronize", "empty_cache", "set_device", "reset_peak_memory_stats")
+    return {
+        **{name: type(name, (Nothing,), {}) for name in ("Stream", "Event")},
+        **{name: partial(Nothing) for name in ("stream", "current_stream", "default_stream")},
+        **{name: partial(_do_nothing) for name in waits},
+        "current_device": lambda: torch.device("cpu"),
+        "get_rng_state": lambda *args: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+    }
+
+
 def cpu_device_module() -> types.ModuleType:
     """Returns a stand-in for torch.cuda with the functions that verl calls on `get_torch_device()`."""
     module = types.ModuleType("verl_ext.cpu.device")
     memory = psutil.virtual_memory
-    members: dict[str, Any] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: torch.device("cpu"),
-        "get_device_name": lambda *args: "cpu",
-        "set_device": _do_nothing,
-        "synchronize": _do_nothing,
-        "empty_cache": _do_nothing,
-        "ipc_collect": _do_nothing,
-        "reset_peak_memory_stats": _do_nothing,
-        "set_per_process_memory_fraction": _do_nothing,
-        "Stream": lambda *args, **kwargs: NullStream(),
-        "stream": lambda stream: NullStream(),
-        "current_stream": lambda *args: NullStream(),
-        "default_stream": lambda *args: NullStream(),
-        "Event": NullEvent,
-        "get_rng_state": lambda *args: torch.get_rng_state(),
-        "set_rng_state": lambda state, *args: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
-        "mem_get_info": lambda *args: (memory().available, memory().total),
-        "memory_allocated": _resident_bytes,
-        "memory_reserved": _resident_bytes,
-        "max_memory_allocated": _resident_bytes,
-        "max_memory_reserved": _resident_bytes,
-    }
-    module.__dict__.update(members)
+    sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    vars(module).update(
+        stand_ins(),
+        is_available=lambda: True,
+        device_count=lambda: 1,
+        get_device_name=lambda *args: "cpu",
+        ipc_collect=_do_nothing,
+        set_per_process_memory_fraction=_do_nothing,
+        manual_seed_all=torch.manual_seed,
+        mem_get_info=lambda *args: (memory().available, memory().total),
+        **dict.fromkeys(sizes, _resident_bytes),
+    )
     return module
 
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from verl_ext.base.patching import Undo, apply_all, expect, expect_lookup, patch, wrap
+from verl_ext.base.patching import Undo, apply_all, expect, expect_lookup, once, patch, wrap
 
 LAYERS = "vllm.model_executor.layers"
 WRAPPER = "vllm.lora.punica_wrapper.punica_cpu"
@@ -44,8 +44,6 @@ RUNNER = "vllm.v1.worker.cpu_model_runner"
 CONNECTOR = "vllm.distributed.aux_output_connector.worker"  # of 0.31
 LOOK_MS = 50  # the longest that a reader of a queue sleeps
 HELD = "_verl_ext_aux_output"  # attribute of the model runner: the connector
-
-_undo: Undo | None = None
 
 
 def keep_linear_weights() -> Undo:
@@ -396,20 +394,15 @@ def sleep_in_queues(queues: Any) -> Undo:
 
 def adapt_vllm() -> Undo:
     """Applies all patches, or none if one does not fit. A second call applies nothing and returns the same undo."""
-    global _undo
     # Before the first patch: if `plugins.vllm` waits for this import, the import installs all of it at once.
     with suppress(ImportError):
         importlib.import_module(RUNNER)
-    if _undo is None:
-        undo_all = apply_all(keep_linear_weights, score_prompts_of_loras, keep_moe_weights, capture_routed_experts)
+    return _apply_patches()
 
-        def undo() -> None:
-            global _undo
-            undo_all()
-            _undo = None
 
-        _undo = undo
-    return _undo
+@once
+def _apply_patches() -> Undo:
+    return apply_all(keep_linear_weights, score_prompts_of_loras, keep_moe_weights, capture_routed_experts)
 
 
 def on_import(_module: object) -> None:
