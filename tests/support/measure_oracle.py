@@ -1,6 +1,7 @@
 """`measure` in plain Python floats, written from the formulas; and the batches that it is compared on.
 
-A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy) that float32 holds exactly.
+A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, entropy) that float32 holds exactly. The
+agreement of its tokens, one after another, is NaN for a token that was not compared; float64 holds each 1 - agreement.
 """
 
 import bisect
@@ -129,7 +130,16 @@ def by_row(tokens):
     return [[t for t in tokens if t["row"] == row] for row in {t["row"] for t in tokens}]
 
 
-def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=None):
+def pearson(xs, ys):
+    if len(set(xs)) < 2 or len(set(ys)) < 2:
+        return None
+    x_mean, y_mean = mean(xs), mean(ys)
+    xs, ys = [x - x_mean for x in xs], [y - y_mean for y in ys]
+    x_norm, y_norm = (math.sqrt(math.fsum(v * v for v in values)) for values in (xs, ys))
+    return math.fsum(x * y for x, y in zip(xs, ys, strict=True)) / x_norm / y_norm
+
+
+def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=None, agreement=None):
     tokens, of_sequences = records(batch, corrections or {})
     if not tokens:
         return {}
@@ -179,27 +189,46 @@ def oracle(batch, corrections, with_entropy, breakdown=True, lag=None, replica=N
             metrics[f"correction/{name}/low"] = mean(low for _, low, _ in every)
             metrics[f"correction/{name}/high"] = mean(high for _, _, high in every)
         measures |= {f"correction/dropped_{side}": lambda t, side=side: t[side] for side in ("low", "high")}
+    agreed = {t["place"]: agreement[t["place"]] for t in tokens} if agreement else {}
+    gap = {
+        t["place"]: abs(t["x"]) for t in tokens if not math.isnan(agreed.get(t["place"], math.nan))
+    }  # where compared
+
+    def add_bucket(name, inside, of):
+        metrics[f"vllm_kl/share/{name}"] = len(inside) / len(tokens)
+        metrics.update({f"{measure}/{name}": mean(map(measures[measure], inside)) for measure in of})
+        if known := [agreed[t["place"]] for t in inside if t["place"] in gap]:
+            metrics[f"router/agreement/{name}"] = mean(known)
+
     for axis, (edges, names) in AXES.items():
         used = {bisect.bisect_right(edges, t[axis]) for t in tokens}
         if not breakdown or len(used) < 2 or (axis == "entropy" and not with_entropy):
             continue
         for bucket in used:
-            inside = [t for t in tokens if bisect.bisect_right(edges, t[axis]) == bucket]
-            metrics[f"vllm_kl/share/{axis}/{names[bucket]}"] = len(inside) / len(tokens)
-            metrics |= {f"{name}/{axis}/{names[bucket]}": mean(map(of, inside)) for name, of in measures.items()}
+            add_bucket(
+                f"{axis}/{names[bucket]}",
+                [t for t in tokens if bisect.bisect_right(edges, t[axis]) == bucket],
+                measures,
+            )
+    measures["vllm_kl/log_ratio_abs_mean"] = lambda t: abs(t["x"])
     by_lag = {}
     for t in tokens if lag else ():
         by_lag.setdefault(bucket_of_lag(t["left"], *lag[t["row"]]), []).append(t)
-    measures["vllm_kl/log_ratio_abs_mean"] = lambda t: abs(t["x"])
-    if replica and len({replica[t["row"]] for t in tokens}) > 1:
-        for bucket in {replica[t["row"]] for t in tokens}:
-            inside = [t for t in tokens if replica[t["row"]] == bucket]
-            metrics[f"vllm_kl/share/replica/{bucket:02d}"] = len(inside) / len(tokens)
-            for name in ("vllm_kl/k3", "vllm_kl/log_ratio_abs_mean"):
-                metrics[f"{name}/replica/{bucket:02d}"] = mean(map(measures[name], inside))
     for bucket, inside in by_lag.items():
-        metrics[f"vllm_kl/share/lag/{bucket}"] = len(inside) / len(tokens)
-        metrics |= {f"{name}/lag/{bucket}": mean(map(of, inside)) for name, of in measures.items()}
+        add_bucket(f"lag/{bucket}", inside, measures)
+    if replica and len(used := {replica[t["row"]] for t in tokens}) > 1:
+        for bucket in used:
+            inside = [t for t in tokens if replica[t["row"]] == bucket]
+            add_bucket(f"replica/{bucket:02d}", inside, ("vllm_kl/k3", "vllm_kl/log_ratio_abs_mean"))
+    correlation = pearson([1 - agreed[place] for place in gap], [*gap.values()])
+    if correlation is not None:
+        metrics["router/disagreement_gap_correlation"] = correlation
+    for name, inside in (
+        ("equal", [gap[place] for place in gap if agreed[place] == 1]),
+        ("differs", [gap[place] for place in gap if agreed[place] < 1]),
+    ):
+        if inside:
+            metrics[f"router/gap_{name}"] = mean(inside)
     return metrics
 
 
@@ -208,14 +237,15 @@ def lag_of(ages):
     return Lag(*torch.tensor(ages, dtype=torch.long).reshape(len(ages), len(ages[0]) if ages else 2).T)
 
 
-def pack(batch, with_entropy=True, dtype=torch.float32, lag=None, replica=None):
+def pack(batch, with_entropy=True, dtype=torch.float32, lag=None, replica=None, agreement=None):
     tokens = [token for trajectory in batch for token in trajectory]
     infer, old, entropy = (torch.tensor([token[i] for token in tokens], dtype=dtype) for i in (0, 1, 3))
     mask = torch.tensor([m for _, _, m, _ in tokens], dtype=torch.bool)
     offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
     found = lag_of(lag) if lag is not None else None
     places = {} if replica is None else {"replica": torch.tensor(replica, dtype=torch.long)}
-    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None, lag=found, buckets=places)
+    agreed = None if agreement is None else torch.tensor(agreement, dtype=dtype)
+    return Tokens(infer, old, mask, offsets, entropy if with_entropy else None, agreed, lag=found, buckets=places)
 
 
 def random_batch(rows, longest, seed=0):
@@ -229,3 +259,9 @@ def random_batch(rows, longest, seed=0):
         entropy = torch.rand(length, generator=generator) * 3
         batch.append([*zip(infer.tolist(), old.tolist(), mask.tolist(), entropy.tolist(), strict=True)])
     return batch
+
+
+def random_agreement(batch):
+    """The agreement of the batch's tokens: 1 for small log-ratios, which are most, and lower the larger one is."""
+    gaps = [abs(old - infer) for row in batch for infer, old, *_ in row]
+    return torch.tensor([1 - round(40 * max(gap - 0.3, 0.0)) / 384 for gap in gaps]).tolist()

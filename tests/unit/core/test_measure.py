@@ -5,6 +5,7 @@ A batch is a list of trajectories, a trajectory a list of (l_infer, l_old, m, en
 
 import math
 from dataclasses import replace
+from itertools import cycle, islice
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support import measure_oracle
 from tests.support.examples import at_most
-from tests.support.measure_oracle import CHOICES, oracle, pack, random_batch, records
+from tests.support.measure_oracle import CHOICES, oracle, pack, random_agreement, random_batch, records
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.measure import measure
 from verl_ext.core.tokens import Tokens
@@ -81,12 +82,16 @@ def test_measure_equals_the_oracle(corrections, batch, with_entropy, breakdown):
     ages=st.lists(st.tuples(st.integers(0, 12), st.sampled_from([0, 0, 1]), st.integers(0, 6)), min_size=5, max_size=5),
     corrections=st.sampled_from(CHOICES[:4]),
     breakdown=st.booleans(),
+    compared=st.sampled_from([None, [1.0], [0.5, math.nan, 1.0]]),
     block=st.sampled_from([None, 3]),
 )
-def test_by_lag_and_server_equals_the_oracle_whatever_else_is_broken_down(batch, ages, corrections, breakdown, block):
+def test_by_lag_and_server_equals_the_oracle_whatever_else_is_broken_down(
+    batch, ages, corrections, breakdown, compared, block
+):
     by = {
         "lag": [(newest, newest + span, fresh) for newest, span, fresh in ages[: len(batch)]],
         "replica": [newest % 3 for newest, *_ in ages[: len(batch)]],
+        "agreement": compared and [*islice(cycle(compared), sum(map(len, batch)))],
     }
     found = measure(pack(batch, **by), corrections, breakdown=breakdown, block=block)
     assert_same(found.metrics, oracle(batch, corrections, with_entropy=True, breakdown=breakdown, **by))
@@ -101,12 +106,16 @@ def test_every_correction_is_compared_with_the_oracle():
     assert chosen == before, "an entry in CHOICES of tests/support/measure_oracle.py, and its formula there"
 
 
-@pytest.mark.parametrize("block", [None, 1000])
+@pytest.mark.parametrize("block", [None, 1, 1000])
 def test_long_trajectories_of_many_turns_equal_the_oracle(block):
     batch = random_batch(rows=8, longest=5000)
-    found = measure(pack(batch), EVERY, block=block)
-    assert_same(found.metrics, oracle(batch, EVERY, with_entropy=True))
-    assert {"vllm_kl/k1/position/4096-16384", "vllm_kl/k1/turn/07-"} <= found.metrics.keys()
+    agreement = random_agreement(batch)
+    found = measure(pack(batch, agreement=agreement), EVERY, block=block).metrics
+    assert_same(found, oracle(batch, EVERY, with_entropy=True, agreement=agreement))
+    for measured in ("vllm_kl/k1", "router/agreement"):
+        assert {f"{measured}/position/4096-16384", f"{measured}/turn/07-"} <= found.keys()
+    assert found["router/disagreement_gap_correlation"] > 0.3
+    assert found["router/gap_differs"] > 2 * found["router/gap_equal"]
 
 
 @FEW
@@ -145,7 +154,8 @@ def test_what_stands_outside_the_mask_has_no_effect(batch, odd, corrections):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_inputs_of_any_dtype_are_read_in_float64_and_left_alone(dtype):
-    tokens = pack(random_batch(rows=5, longest=50), dtype=dtype)
+    batch = random_batch(rows=5, longest=50)
+    tokens = pack(batch, dtype=dtype, agreement=random_agreement(batch))
     before = {name: value.clone() for name, value in tokens.per_token().items()}
     found = measure(tokens, EVERY)
     for name, value in tokens.per_token().items():
