@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import f_oneway
 
@@ -21,8 +21,6 @@ from verl_ext.core.advantages import (
     quantile_baseline_advantages,
     quantile_baselines,
 )
-
-RELAXED = settings(deadline=None)  # the cores are shared
 
 REWARD = st.sampled_from([0.0, 1.0, -1.0, 0.1, 0.3]) | st.floats(-100, 100, width=32)
 SESSIONS = st.lists(st.tuples(REWARD, st.integers(0, 4)), min_size=1, max_size=30)
@@ -48,7 +46,6 @@ def std(rewards):
     return statistics.stdev(rewards) if len(rewards) > 1 else 0.0
 
 
-@RELAXED
 @given(SESSIONS, LEVELS, st.booleans())
 def test_qae_equals_the_papers_equation_3(sessions, k, norm):
     groups = by_group(sessions)
@@ -59,7 +56,6 @@ def test_qae_equals_the_papers_equation_3(sessions, k, norm):
     assert found.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@RELAXED
 @given(st.integers(1, 64), st.integers(0, 64), LEVELS)
 def test_a_binary_baseline_is_the_threshold_of_equation_4(size, successes, k):
     successes = min(successes, size)
@@ -70,7 +66,6 @@ def test_a_binary_baseline_is_the_threshold_of_equation_4(size, successes, k):
     assert found.tolist() == [expected] * size
 
 
-@RELAXED
 @given(SESSIONS, st.sampled_from([0.0, 0.3, 1.0]), st.booleans())
 def test_grpo_positive_equals_the_formula(sessions, scale, norm):
     groups = by_group(sessions)
@@ -95,7 +90,6 @@ def test_equal_rewards_have_an_advantage_of_exactly_zero(reward, size):
     assert grpo_positive_advantages(rewards, groups, negative_scale=1.0).tolist() == [0.0] * size
 
 
-@RELAXED
 @given(SESSIONS, st.randoms())
 def test_the_order_of_the_sessions_does_not_matter(sessions, random):
     order = list(range(len(sessions)))
@@ -152,7 +146,6 @@ def keys_of(sessions):
     return [f"prompt_{group}_{place}_0" for place, (_, group) in enumerate(sessions)]
 
 
-@RELAXED
 @given(SESSIONS)
 def test_the_prompt_effect_is_f_of_a_one_way_analysis_of_variance(sessions):
     rewards, _ = columns(sessions)

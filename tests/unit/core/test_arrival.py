@@ -7,9 +7,10 @@ from statistics import median
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import at_most
 from verl_ext.core.arrival import (
     FEWEST_PROMPTS,
     FEWEST_TOKENS,
@@ -69,7 +70,7 @@ def by_hand(train, infer, of):
 
 
 @given(st.floats(0, 1), st.floats(1e-3, 1), st.floats(0, 0.3), st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
+@at_most(25)
 def test_it_is_the_formula(share, moved, rounding, seed):
     given = scores(share, moved, rounding, seed, count=64)
     of = torch.randint(PROMPTS, (64,), generator=torch.Generator().manual_seed(seed))
@@ -103,7 +104,6 @@ def test_an_update_below_the_gap_of_the_engines_is_not_judged(moved):
 
 
 @given(st.floats(1e-4, 1), st.floats(0, 1), st.integers(0, 10_000))
-@settings(max_examples=100, deadline=None)
 def test_no_false_alarm_whatever_moves_and_rounds(moved, rounding, seed):
     assert not found_in(scores(1.0, moved, rounding, seed, count=256)).missing
 

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import at_most
 from verl_ext.core import routing
 from verl_ext.core.routing import OUT_OF_RANGE, REPEATED, STUCK, STUCK_TOKENS, known_rows, refused_rows
 
@@ -63,7 +64,7 @@ def draw(lengths, layers, top_k, dtype, seed, experts=EXPERTS):
     st.integers(0, 2**31),
     st.sampled_from([1, 7, 2**16]),
 )
-@settings(deadline=None, max_examples=60)
+@at_most(60)
 def test_each_row_is_refused_for_the_first_reason_that_holds(lengths, layers, top_k, dtype, seed, pairs):
     routes, offsets = draw(lengths, layers, top_k, dtype, seed)
     with pytest.MonkeyPatch.context() as patched:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.core import checksums
@@ -78,7 +78,6 @@ def test_bytes_that_change_places_between_blocks_are_seen(first, second):
 
 
 @given(tensors, st.data())
-@settings(deadline=None)
 def test_where_it_lies_in_memory_does_not_matter(tensor, data):
     """Neither strides nor an offset that is not a multiple of eight bytes."""
     order = data.draw(st.permutations(range(tensor.ndim)))
@@ -90,7 +89,6 @@ def test_where_it_lies_in_memory_does_not_matter(tensor, data):
 
 
 @given(tensors, st.data())
-@settings(deadline=None)
 def test_swapped_elements_and_a_flipped_bit_are_seen(tensor, data):
     flat = tensor.reshape(-1).view(torch.uint8)
     if tensor.numel() < 2:

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.examples import at_most
 from verl_ext.core.fake_quant import FORMATS, fake_quantized
 
-RELAXED = settings(deadline=None, max_examples=60)  # the cores are shared
+FEW = at_most(60)
 E4M3 = [0.0, *(m / 8 * 2**-6 for m in range(1, 8))] + [
     (1 + m / 8) * 2 ** (e - 7)
     for e in range(1, 16)
@@ -56,7 +57,7 @@ def test_the_formats_are_those_of_the_grids():
     assert {name: largest for name, (largest, _) in FORMATS.items()} == {n: max(g) for n, g in GRIDS.items()}
 
 
-@RELAXED
+@FEW
 @given(case=weights(), name=formats)
 def test_every_value_is_the_nearest_of_its_grid(case, name):
     weight, group = case
@@ -83,7 +84,7 @@ def test_ties_go_to_even(name, sign):
     assert fake_quantized(row, name, "channel").tolist() == expected
 
 
-@RELAXED
+@FEW
 @given(case=weights(), name=formats)
 def test_a_second_rounding_changes_nothing(case, name):
     weight, group = case
@@ -91,7 +92,7 @@ def test_a_second_rounding_changes_nothing(case, name):
     assert torch.equal(fake_quantized(once, name, group), once)
 
 
-@RELAXED
+@FEW
 @given(case=weights(), name=formats)
 def test_signs_and_the_largest_value_of_each_group_stay(case, name):
     weight, group = case
@@ -101,7 +102,7 @@ def test_signs_and_the_largest_value_of_each_group_stay(case, name):
         assert max(map(abs, before)) == max(map(abs, after))
 
 
-@RELAXED
+@FEW
 @given(case=weights(dtypes=(torch.float32, torch.bfloat16)), name=formats, power=st.integers(-20, 20))
 def test_a_power_of_two_goes_through(case, name, power):
     weight, group = case
@@ -110,7 +111,7 @@ def test_a_power_of_two_goes_through(case, name, power):
     )
 
 
-@RELAXED
+@FEW
 @given(case=weights(), name=formats)
 def test_experts_and_rows_do_not_see_each_other(case, name):
     weight, group = case

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import verl_ext.core.filters  # noqa: F401 (registers them)
@@ -20,8 +20,6 @@ from tests.support.filter_oracles import (
 from verl_ext.base.errors import BatchError, ConfigError
 from verl_ext.core.filters import apply_filters, get_batch_filter, merge_tallies
 from verl_ext.core.tokens import Lag
-
-RELAXED = settings(deadline=None)  # the cores are shared
 
 
 def keep(name, batch, **settings):
@@ -57,7 +55,6 @@ ROWS = st.lists(st.lists(TOKEN, max_size=5), min_size=1, max_size=6)
 # --- one filter at a time -------------------------------------------------------------------------------------------
 
 
-@RELAXED
 @given(ROWS)
 def test_overlong_drops_full_responses_without_an_end_token_of_the_model(rows):
     assert kept_rows("overlong", make_batch(rows)) == overlong_rows(rows)
@@ -72,7 +69,6 @@ def test_overlong_knows_several_end_tokens_and_none():
 SESSION = st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 12))  # uid, session, index
 
 
-@RELAXED
 @given(st.dictionaries(SESSION, st.sampled_from([0.0, 0.1, 1.0]), min_size=1, max_size=12))
 def test_zero_variance_drops_groups_whose_final_rewards_are_equal(outputs):
     keys = [f"{uid}_x_{session}_{index}" for uid, session, index in outputs]  # a uid with an underscore
@@ -94,7 +90,6 @@ def test_a_reward_that_is_not_finite_names_the_tensor(value):
         keep("zero_variance", batch)
 
 
-@RELAXED
 @given(ROWS, st.sampled_from([0.0, 0.25, 0.3, 1.0]))
 def test_low_agreement_and_low_probability_drop_below_the_threshold(rows, threshold):
     batch = make_batch(rows)
@@ -112,13 +107,11 @@ def test_low_probability_of_half_precision_is_not_rounded_to_the_threshold(dtype
     assert keep("low_probability", batch, threshold=threshold) == expected
 
 
-@RELAXED
 @given(ROWS, st.sampled_from([0.0, 0.25, 0.3, 1.0]))
 def test_off_policy_negative_is_deepseeks_equation_9_at_l_theta_equal_to_l_old(rows, delta):
     assert keep("off_policy_negative", make_batch(rows), delta=delta) == off_policy_negative_tokens(rows, delta)
 
 
-@RELAXED
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)), min_size=1), st.integers(0, 6))
 def test_too_stale_drops_trajectories_whose_oldest_token_is_too_old(rows, versions):
     batch = make_batch([[{}] * length for _, _, length in rows])
@@ -189,7 +182,6 @@ CHAIN = [
 ]
 
 
-@RELAXED
 @given(ROWS, st.permutations(CHAIN))
 def test_shares_add_up_and_the_scale_is_rows_over_rows_kept(rows, chain):
     batch = make_batch(rows)
@@ -262,7 +254,6 @@ def test_retokenization_passes_over_what_is_dropped_already():
 SPELLED = st.fixed_dictionaries({"id": st.sampled_from([0, 1, EOS]), "m": st.integers(0, 1)})  # id 0 drifts
 
 
-@RELAXED
 @given(st.lists(st.lists(st.lists(SPELLED, max_size=5), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_the_tallies_of_blocks_are_that_of_the_whole_batch(blocks):
     """A filter sees only the trajectories that the former ones left tokens; the others do not count in its metrics."""

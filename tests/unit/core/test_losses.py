@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
@@ -18,7 +18,6 @@ EPSILON, TINY = torch.finfo(torch.float64).eps, torch.finfo(torch.float32).tiny
 
 
 @given(batches(), st.sampled_from([math.nan, math.inf, -math.inf]))
-@settings(deadline=None)
 def test_what_stands_outside_the_mask_is_in_no_term_and_no_gradient(batch, odd):
     *inputs, mask = tensors(batch)
     found = []
@@ -36,7 +35,6 @@ def test_what_stands_outside_the_mask_is_in_no_term_and_no_gradient(batch, odd):
 
 @pytest.mark.parametrize("gate", ["action", "response"])
 @given(batches())
-@settings(deadline=None)
 def test_llds_penalty_and_gradient_equal_the_oracle(gate, batch):
     _, l_old, l_theta, advantages, mask = tensors(batch)
     l_theta.requires_grad_()
@@ -65,7 +63,6 @@ def kl_and_gradient(theta, ref, sampled):
 
 
 @given(LOG_PROB, LOG_PROB, LOG_PROB)
-@settings(deadline=None)
 def test_unbiased_kl_and_gradient_equal_the_oracle(theta, ref, sampled):
     value, gradient = kl_and_gradient(*(torch.tensor([[x]]) for x in (theta, ref, sampled)))
     expected = kl_oracle(theta, ref, sampled)

@@ -8,14 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import profile
 
 from verl_ext.core import routing
 from verl_ext.core.routing import expert_overlap
 
-RELAXED = settings(deadline=None)  # the cores are shared
 U8, I16, I32, I64 = torch.uint8, torch.int16, torch.int32, torch.int64
 LAYOUTS = {
     "contiguous": lambda ids: ids,
@@ -45,7 +44,6 @@ def plain_overlap(train_NLK, infer_NLK):
     return (train_NLK.unsqueeze(-1) == infer_NLK.unsqueeze(-2)).any(-1).sum(-1)
 
 
-@RELAXED
 @given(
     N=st.integers(0, 9),
     L=st.integers(0, 5),

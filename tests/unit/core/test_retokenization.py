@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ext.core.filters import first_drift
@@ -25,7 +25,6 @@ def encode(text):
     return ids
 
 
-@settings(deadline=None)  # the cores are shared
 @given(st.lists(st.tuples(st.sampled_from(list(WORDS)), st.booleans()), max_size=12))
 def test_this_tokenizer_drifts_at_an_a_before_a_b_of_its_turn(tokens):
     pairs = pairwise(tokens)

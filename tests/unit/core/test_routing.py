@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.route_sum import route_sum
@@ -122,7 +122,6 @@ seeds = st.integers(0, 2**31)
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 4), seeds, st.integers(1, 20), st.sampled_from([1.0, 0.6, 0.3]))
-@settings(deadline=None)
 def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top_k, seed, block, share):
     drawn = draw(lengths, layers, top_k, seed, share)
     per_token, sums = computed(drawn, top_k, block=block)
@@ -136,7 +135,6 @@ def test_metrics_equal_their_definitions_whatever_the_block(lengths, layers, top
 
 
 @given(lengths, st.integers(1, 3), seeds)
-@settings(deadline=None)
 def test_sums_are_of_each_trajectory_and_survive_the_way(lengths, layers, seed):
     drawn = draw(lengths, layers, 2, seed)
     _, sums = computed(drawn, 2)

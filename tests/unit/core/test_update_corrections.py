@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.loss_oracles import batches, m2po_oracle, mean, opsm_oracle, random_batch, tensors
@@ -14,7 +14,6 @@ from verl_ext.core.loss_batch import LossBatch
 
 
 @given(batches(), st.sampled_from([-0.5, 0.0, 0.1, 30.0]))
-@settings(deadline=None)
 def test_opsm_equals_the_oracle_and_its_parts_add_up(batch, delta):
     l_infer, l_old, l_theta, advantages, mask = tensors(batch)
     total = sum(sequence_divergence(l_infer, l_old, l_theta, mask))
@@ -72,7 +71,6 @@ def m2po_of(l_infer, l_theta, advantages, mask, threshold):
 
 
 @given(batches(), st.sampled_from([1e-4, 0.04, 1.0, 50.0, 1e6]))
-@settings(deadline=None)
 def test_m2po_keeps_what_the_papers_loop_keeps(batch, threshold):
     l_infer, _, l_theta, advantages, mask = tensors(batch)
     found = m2po_of(l_infer, l_theta, advantages, mask, threshold)
