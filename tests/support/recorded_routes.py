@@ -11,6 +11,7 @@ from verl.workers.config import (
     VeOmniEngineConfig,
 )
 
+from tests.support.micro_batches import nested
 from tests.support.route_sum import route_sum
 from verl_ext.core.routing import RouterSums
 
@@ -18,10 +19,6 @@ LAYERS, EXPERTS, TOP_K = 4, 8, 2
 MOE = [1, 2, 3]  # the first layer is dense
 LENGTHS = [(4, 3), (2, 5), (1, 1), (3, 4)]  # prompt and response length of each trajectory
 SEED = 1
-
-
-def nested(rows):
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def sequences():

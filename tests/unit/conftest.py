@@ -1,8 +1,19 @@
 """Fixtures of several rooms' tests."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
+
+
+@pytest.fixture
+def no_waiting(monkeypatch) -> None:
+    """verl's client asks again at once after an interruption."""
+
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(asyncio, "sleep", at_once)
 
 
 @pytest.fixture

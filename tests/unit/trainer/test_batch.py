@@ -4,13 +4,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tests.support.store import nested
 from verl_ext.base.names import BUCKETS
 from verl_ext.core.tokens import Lag, jagged
 from verl_ext.trainer.batch import lag_of, response_tokens
-
-
-def nested(*rows):
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
 def batch(**fields):

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from tests.support.store import nested
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.methods import build
 from verl_ext.features.settings import SyncCanarySettings
@@ -20,10 +21,6 @@ RESPONSES = [list(range(20)), [4, 5], [6], [8, 9, 10, 11]]
 MASK = [[1] * 20, [1, 1], [1], [1, 0, 1, 1]]  # the last has a tool's token in it
 
 
-def nested(rows):
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
-
-
 class Store:
     """TransferQueue: rows by partition and key."""
 
@@ -32,7 +29,7 @@ class Store:
 
     def kv_batch_get(self, keys, partition_id, select_fields):
         rows = [self.rows[partition_id, key] for key in keys]
-        fields = {name: nested([row[name].tolist() for row in rows]) for name in select_fields if name in rows[0]}
+        fields = {name: nested(*[row[name].tolist() for row in rows]) for name in select_fields if name in rows[0]}
         return TensorDict(fields, batch_size=len(keys))
 
     def kv_batch_put(self, keys, partition_id, fields, tags=None):
@@ -90,10 +87,10 @@ def store(monkeypatch):
 def put(store, keys, prompts, responses, mask, padding=()):
     sampled = [value([*prompt, *response])[len(prompt) :] for prompt, response in zip(prompts, responses, strict=True)]
     fields = {
-        "prompts": nested(prompts),
-        "responses": nested(responses),
-        "response_mask": nested(mask),
-        "rollout_log_probs": nested(sampled),
+        "prompts": nested(*prompts),
+        "responses": nested(*responses),
+        "response_mask": nested(*mask),
+        "rollout_log_probs": nested(*sampled),
     }
     tags = [{"is_padding": number in padding} for number in range(len(keys))]
     return store.kv_batch_put(keys, "train", TensorDict(fields, batch_size=len(keys)), tags)

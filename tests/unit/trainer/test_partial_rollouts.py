@@ -24,7 +24,7 @@ def answer(asked, version, ids, stop):
     )
 
 
-def test_each_token_keeps_the_log_prob_and_the_experts_of_the_weights_that_sampled_it(monkeypatch):
+def test_each_token_keeps_the_log_prob_and_the_experts_of_the_weights_that_sampled_it(monkeypatch, no_waiting):
     parts = iter([(1, (1, 2), "aborted"), (2, (), "aborted"), (3, (3, 4, 5), "completed")])
     asked = []
 
@@ -32,11 +32,7 @@ def test_each_token_keeps_the_log_prob_and_the_experts_of_the_weights_that_sampl
         asked.append(list(prompt_ids))
         return answer(prompt_ids, *next(parts))
 
-    async def at_once(seconds):
-        pass
-
     monkeypatch.setattr(LLMServerClient, "generate", generate)
-    monkeypatch.setattr(asyncio, "sleep", at_once)  # before it asks again
     client = object.__new__(FullyAsyncLLMServerClient)
     client.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"response_length": 16}}})
     found = asyncio.run(client.generate("one", prompt_ids=PROMPT, sampling_params={}))

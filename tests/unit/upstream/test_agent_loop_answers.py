@@ -69,21 +69,13 @@ def test_several_servers_of_a_trajectory_are_none():
     assert facts(client_of(Server(*["completed"] * 2)), calls=2)[0] == server_number("one:1")
 
 
-@pytest.fixture
-def at_once(monkeypatch):
-    async def wait(seconds):
-        pass
-
-    monkeypatch.setattr(asyncio, "sleep", wait)
-
-
 @pytest.mark.parametrize(("versions", "fresh"), [([3, 3, 3], 3), ([3, 4, 4], 2), ([3, 4, 6], 1), ([None] * 3, 0)])
-def test_the_tokens_of_the_newest_weights_are_counted_over_interruptions(at_once, versions, fresh):
+def test_the_tokens_of_the_newest_weights_are_counted_over_interruptions(no_waiting, versions, fresh):
     server = Server("aborted", "aborted", "completed", versions=versions)
     assert facts(client_of(server, FullyAsyncLLMServerClient))[-1] == fresh
 
 
-def test_an_answer_that_a_weight_sync_moves_to_another_server_has_none(at_once):
+def test_an_answer_that_a_weight_sync_moves_to_another_server_has_none(no_waiting):
     client = client_of(Server("aborted", "completed"), FullyAsyncLLMServerClient, addresses=("a:1", "b:2"))
     assert facts(client)[0] == 0
 

@@ -1,6 +1,5 @@
 """Top tokens pass through verl's own client, agent loop worker and AgentLoopOutput; vLLM: see test_vllm_engine.py."""
 
-import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -101,17 +100,12 @@ def test_verls_server_client_and_agent_loop_bring_the_top_tokens(client_and_loop
     assert [asked[1]["extra_args"] for asked in server.asked] == [{agent_loop.TOP_TOKENS_ASKED: K}] * 2
 
 
-def test_a_response_that_a_weight_sync_interrupts_has_the_top_tokens_of_both_parts(client_and_loop):
-    async def at_once(seconds):
-        pass
-
+def test_a_response_that_a_weight_sync_interrupts_has_the_top_tokens_of_both_parts(client_and_loop, no_waiting):
     server = Server(((1, 2), "aborted"), ((3,), "completed"))
     client = client_of(server, FullyAsyncLLMServerClient)
 
     async def loop(sampling_params, **_):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(asyncio, "sleep", at_once)
-            found = await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
+        found = await client.generate("a", prompt_ids=PROMPT, sampling_params=sampling_params)
         return [output(found.token_ids, [1, 1, 1])]
 
     assert_top_tokens(run(loop)[0], [1, 2, 3])

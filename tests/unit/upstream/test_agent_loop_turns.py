@@ -280,14 +280,6 @@ def test_rows_that_are_held_do_not_travel():
     assert server.sent == [4, 3, 2]
 
 
-@pytest.fixture
-def no_waiting(monkeypatch):
-    async def at_once(seconds):
-        pass
-
-    monkeypatch.setattr(asyncio, "sleep", at_once)
-
-
 def test_a_response_that_a_weight_sync_interrupts_has_a_sum_though_verl_copies_its_rows(no_waiting):
     server = vLLMHttpServer(((1, 2), "aborted"), ((), "aborted"), ((3,), "aborted"), done(4, 5))
     fields = written(server, [7, 8], kind=FullyAsyncLLMServerClient)

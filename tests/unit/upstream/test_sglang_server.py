@@ -190,7 +190,7 @@ def test_retractions_are_verls_preemptions(module):
     assert generated(module, Manager(), PROMPT).num_preempted == 0  # aborted in the queue, before it ran
 
 
-def test_a_part_that_an_abort_ends_in_the_queue_brings_no_tokens_without_their_experts(module, monkeypatch):
+def test_a_part_that_an_abort_ends_in_the_queue_brings_no_tokens_without_their_experts(module, no_waiting):
     """A response has three parts, through verl's client. SGLang lost the second part's experts with its cache."""
     routes = ids(rows=8)
 
@@ -205,10 +205,6 @@ def test_a_part_that_an_abort_ends_in_the_queue_brings_no_tokens_without_their_e
 
     answers = iter([((8, 9), "abort", True), ((20, 21), "abort", False), ((10, 11), "", True)])
 
-    async def at_once(seconds):
-        pass
-
-    monkeypatch.setattr(asyncio, "sleep", at_once)
     made = server(module, Interrupted(), response_length=16)
     client = client_of(SimpleNamespace(generate=SimpleNamespace(remote=made.generate)), FullyAsyncLLMServerClient)
     output = asyncio.run(client.generate("a", prompt_ids=PROMPT, sampling_params={"logprobs": True}))

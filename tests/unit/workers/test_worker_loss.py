@@ -361,15 +361,21 @@ def test_log_ratios_of_a_hundred_stay_finite(gap, make_batch, actor_config):
     assert batch.take_gradients().isfinite().all()
 
 
-def test_the_inputs_reach_a_registered_loss_padded(make_batch, actor_config, monkeypatch):
-    seen = []
+@pytest.fixture
+def seen(monkeypatch):
+    """The batches that the policy loss `test_reader` is given."""
     monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
+    found = []
 
     @register_policy_loss("test_reader")
     def reader(**call):
-        seen.append(current_batch())
+        found.append(current_batch())
         return apply_base("vanilla", **call)
 
+    return found
+
+
+def test_the_inputs_reach_a_registered_loss_padded(make_batch, actor_config, seen):
     batch = make_batch(0)
     run(build(actor_config(PolicyLossConfig(loss_mode="test_reader"))), [batch.whole()])
     mask = batch.padded("response_mask")
@@ -384,15 +390,8 @@ def test_the_inputs_reach_a_registered_loss_padded(make_batch, actor_config, mon
         current_batch()
 
 
-def test_k_is_the_engines_ratio_and_zero_where_it_is_nan(make_batch, actor_config, monkeypatch):
-    batch, seen = make_batch(0), []
-    monkeypatch.setattr(core_algos, "POLICY_LOSS_REGISTRY", dict(core_algos.POLICY_LOSS_REGISTRY))
-
-    @register_policy_loss("test_reader")
-    def reader(**call):
-        seen.append(current_batch())
-        return apply_base("vanilla", **call)
-
+def test_k_is_the_engines_ratio_and_zero_where_it_is_nan(make_batch, actor_config, seen):
+    batch = make_batch(0)
     pairs = [(-1.0, -0.5, math.exp(0.5)), (-2.0, -2.0, 1.0), (math.nan, -1.0, 0.0)]
     limit = 20.0  # of the log-ratio
     pairs += [(-1.0, -31.0, math.exp(-limit)), (-math.inf, -1.0, math.exp(limit)), (-1.0, -math.inf, math.exp(-limit))]
