@@ -63,6 +63,8 @@ def test_in_bypass_mode_a_batch_that_the_workers_refused_counts_as_skipped_with_
     assert not trainer.stability_run.guard.state.updated
     assert "actor/gate/refused" not in metrics, "the guard would report its mini-batches as well"
     assert f"verl_ext: step 7: update skipped: {said}" in capsys.readouterr().out
+    trainer.stability_run.judge_first_pass(dict(by_workers))
+    assert trainer.stability_run.guard.state.skips == 1, "once"
 
 
 def test_in_bypass_mode_what_is_there_before_the_update_refuses_it_there(bypassed, capsys):

@@ -8,11 +8,13 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.support.examples import at_most
+from tests.unit.trainer.test_checkpoints import saved
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.rules import Rule
 from verl_ext.trainer.checkpoints import (
     SIZES_FILE,
     STATE_FILE,
+    TRACKER_FILE,
     CheckpointError,
     damage,
     folder_of,
@@ -22,7 +24,6 @@ from verl_ext.trainer.checkpoints import (
     save_state,
 )
 
-TRACKER = "latest_checkpointed_iteration.txt"
 RULES = (
     Rule("kl", "vllm_kl/k3", 0.5, action="tighten"),
     Rule("reward", "critic/score/mean", 3.0, side="below", action="rollback", zscore_window=8),
@@ -58,16 +59,7 @@ STATE = used_guard().state_dict()
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Checkpoints of steps 2 and 4, the last one the latest."""
-    root = tmp_path_factory.mktemp("checkpoints")
-    for step in (2, 4):
-        folder = folder_of(root, step)
-        save_state(folder, STATE)
-        (folder / "actor").mkdir()
-        (folder / "actor" / "model.pt").write_bytes(b"x" * 10)
-        save_sizes(folder)
-    (root / TRACKER).write_text("4")
-    return root
+    return saved(tmp_path_factory.mktemp("checkpoints"), (2, 4), STATE)
 
 
 @pytest.fixture
@@ -78,7 +70,7 @@ def last(root):
     yield folder
     for name, content in kept.items():
         (folder / name).write_bytes(content)
-    (root / TRACKER).write_text("4")
+    (root / TRACKER_FILE).write_text("4")
 
 
 DEEP = "[" * 100_000
@@ -134,7 +126,7 @@ def test_an_entry_of_the_state_that_does_not_fit_is_named(last, entry, value, sa
     ("sizes", "said"),
     [
         ({"actor/model.pt": "10"}, "has a size that is not a whole number"),
-        ({"actor/model.pt": 11}, "actor/model.pt has 10 bytes, but 11 were saved"),
+        ({"actor/model.pt": 11}, "actor/model.pt has 1000 bytes, but 11 were saved"),
         ({"a\x1b]0;title\x07\nb": 1}, r"a\x1b]0;title\x07\nb is missing"),
     ],
 )
@@ -187,15 +179,15 @@ def test_a_state_that_is_taken_is_taken_whole(root):
 @at_most(50)
 def test_any_tracker_leaves_a_checkpoint_to_resume_from(root, content):
     assume(content.decode(errors="replace").strip() not in ("0", "1"))  # before the first
-    (root / TRACKER).write_bytes(content)
+    (root / TRACKER_FILE).write_bytes(content)
     assert newest_whole(root) in (folder_of(root, 2), folder_of(root, 4))
-    (root / TRACKER).write_text("4")
+    (root / TRACKER_FILE).write_text("4")
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\xff", "²".encode()])
 def test_a_tracker_that_names_nothing_without_a_checkpoint_is_an_error_with_its_remedy(tmp_path, content):
-    (tmp_path / TRACKER).write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"{TRACKER} names no step.*delete it to start from the beginning"):
+    (tmp_path / TRACKER_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{TRACKER_FILE} names no step.*delete it to start from the beginning"):
         newest_whole(tmp_path)
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl_ext.base.errors import BatchError
 from verl_ext.core.filters import FilterBatch
 from verl_ext.core.mismatch import sums_by_sign
 from verl_ext.core.tokens import Lag, Tokens
@@ -47,7 +46,7 @@ class Whole:
 def decided():
     """decided(settings, log_k, due=...) -> the decision in step 7 on a response whose tokens have these log k."""
 
-    def run(settings, log_k, *, due=None, bypass=False, lag=None, our_loss=True):
+    def run(settings, log_k, *, due=None, lag=None, our_loss=True):
         stability = stability_config(settings)
         guard = build_guard(stability)
         guard.begin(7)
@@ -57,7 +56,7 @@ def decided():
         mask, offsets = torch.ones(len(log_k), dtype=torch.bool), torch.tensor([0, len(log_k)])
         batch = Whole(Tokens(l_infer, l_infer + torch.tensor(log_k), mask, offsets, lag=lag))
         masks = bool(stability.filters) or stability.denominator == "kept"
-        on = {Need.MEASURED_IN_UPDATE: bypass, Need.LOSS_MASK: masks, Need.OUR_LOSS: our_loss}
+        on = {Need.LOSS_MASK: masks, Need.OUR_LOSS: our_loss}
         needs = frozenset(need for need, is_on in on.items() if is_on)
         features = RunFeatures(OmegaConf.create(), stability, (Demand("all", needs),))
         step, metrics = Step(features, guard, actions), dict(SIGNALS)
@@ -102,42 +101,11 @@ def test_a_rule_that_fires_narrows_the_band_of_the_batch_that_it_fires_at(decide
     assert wide == pytest.approx([1.35, 1.105], rel=1e-3) and narrow == pytest.approx([0, 1.105], rel=1e-3)
 
 
-def test_weights_are_computed_once_and_the_masks_go_by_them(decided):
-    result = decided({"correction": "icepop", "denominator": "kept"}, [2.0, 0.0])
-    weights, masks = result.batch.put_fields
-    assert weights.keys() == {"rollout_is_weights"} and weights["rollout_is_weights"].tolist() == [0.0, 1.0]
-    assert masks.keys() == {"response_mask"} and masks["response_mask"].tolist() == [False, True]
-    assert result.metrics["filter/kept_tokens"] == 0.5
-
-
 def test_only_the_corrections_weights_go_to_the_loss_and_the_lag_where_it_is_read(decided):
     lag = Lag(torch.tensor([2]), torch.tensor([2]))
     (fields,) = decided({"correction": "icepop"}, [0.0, 0.0], lag=lag).batch.put_fields
     assert fields["version_lag"].tolist() == [2, 2] and fields["rollout_is_weights"].tolist() == [1, 1]
     assert decided({"metrics": True}, [0.0, 0.0], lag=lag, our_loss=False).batch.put_fields == []
-
-
-def test_values_that_are_not_finite_refuse_the_batch_by_the_name_of_their_field(decided):
-    refused = decided({"correction": "icepop"}, [float("nan"), 0.0, float("-inf")]).outcome.refused
-    assert refused.reason == "old_log_probs has 2 non-finite values"
-
-
-def test_in_bypass_mode_a_batch_is_judged_once_more_with_what_the_workers_measured(decided):
-    result = decided({"correction": "icepop", "batch_skip": {"threshold": 0.1}}, [0.0], bypass=True)
-    assert "vllm_kl/k3" not in result.metrics and "guard/skipped" not in result.metrics
-    counts = {"tokens": 1, "kept": 1, "non_finite": 0, "refused": 1.0}
-    metrics = {"actor/vllm_kl/k3": 0.2, **{f"actor/first_pass/{name}": value for name, value in counts.items()}}
-    result.step.judge_first_pass(metrics)
-    assert metrics["guard/skipped"] == 1 and metrics["vllm_kl/k3"] == 0.2 and result.guard.state.skips == 1
-    result.step.judge_first_pass(metrics)
-    assert result.guard.state.skips == 1, "once"
-
-
-def test_a_batch_without_a_generated_token_names_the_tensor(decided):
-    with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
-        decided({"metrics": True}, [])
-    with pytest.raises(BatchError, match="response_mask is 0 everywhere"):
-        decided({"metrics": True}, [], bypass=True)
 
 
 def test_it_knows_nothing_of_verl_ray_or_the_queue():
