@@ -3,6 +3,8 @@
 import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
+from verl_ext.base.names import ROLLOUT_ROUTES
+
 PROMPT, RESPONSE = 4, 5  # tokens
 
 
@@ -18,3 +20,13 @@ def output(rows):
         metrics=AgentLoopMetrics(),
         extra_fields={"teacher_ids": torch.arange(3), "other": 1},
     )
+
+
+def assert_same_but_routes(found, expected):
+    """Compares the fields that two outputs write."""
+    assert found.keys() == expected.keys()
+    for name in found.keys() - {ROLLOUT_ROUTES}:
+        if torch.is_tensor(expected[name]):
+            assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), name
+        else:
+            assert found[name] == expected[name], name

@@ -17,7 +17,7 @@ from tests.support.examples import at_most
 from tests.support.measure_oracle import CHOICES, oracle, pack, random_agreement, random_batch, records
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.measure import measure
-from verl_ext.core.tokens import Tokens
+from verl_ext.core.tokens import Tokens, segment_sums, total
 
 REL = 1e-5  # k and the weights are float32, and so are their sums
 # A difference of numbers of size 1 to 100 keeps some 1e-16 of their size, whatever is left of it. The deviation is the
@@ -162,3 +162,16 @@ def test_inputs_of_any_dtype_are_read_in_float64_and_left_alone(dtype):
         torch.testing.assert_close(value, before[name], rtol=0, atol=0, equal_nan=True)
     doubled = {name: value.double() for name, value in before.items() if name != "mask"}
     assert found.metrics == measure(replace(tokens, **doubled), EVERY).metrics
+
+
+PAST_FLOAT32 = 2**24 + 3  # tokens; 2**24 + 1 is not a float32
+
+
+def test_more_tokens_are_counted_than_float32_holds():
+    ones = torch.ones(PAST_FLOAT32)
+    assert total(ones).item() == PAST_FLOAT32
+    assert segment_sums(ones, torch.tensor([0, PAST_FLOAT32 - 1, 1])).tolist() == [0, PAST_FLOAT32 - 1, 1]
+
+
+def test_the_total_of_nothing_is_zero():
+    assert total(torch.ones(0)).item() == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from verl.experimental.agent_loop import agent_loop as verls_agent_loop
 
 from tests.support.agent_loop_worker import asked_for, changed
-from tests.support.agent_outputs import PROMPT, RESPONSE, output
+from tests.support.agent_outputs import PROMPT, RESPONSE, assert_same_but_routes, output
 from verl_ext.base.names import ROLLOUT_ROUTES
 from verl_ext.upstream import agent_loop
 from verl_ext.upstream.agent_loop import Systematic
@@ -48,15 +48,10 @@ def test_what_is_left_out_is_empty_and_all_else_is_verls(hooked, dtype):
     hooked(False)
     found = output(some_rows(dtype)).as_dict()
     whole = without_a_share(some_rows(dtype))
-    assert found.keys() == whole.keys()
-    for name, value in whole.items():
-        if name == ROLLOUT_ROUTES:
-            assert found[name].shape == (0, LAYERS, TOP_K) and found[name].dtype == value.dtype
-            assert found[name].untyped_storage().nbytes() == 0, "of a larger tensor, which would stay"
-        elif torch.is_tensor(value):
-            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-        else:
-            assert found[name] == value, name
+    assert_same_but_routes(found, whole)
+    routes = found[ROLLOUT_ROUTES]
+    assert routes.shape == (0, LAYERS, TOP_K) and routes.dtype == whole[ROLLOUT_ROUTES].dtype
+    assert routes.untyped_storage().nbytes() == 0, "of a larger tensor, which would stay"
 
 
 def test_what_is_sampled_is_as_without_a_share(hooked):
