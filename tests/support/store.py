@@ -67,27 +67,37 @@ def compute_advantage(batch, advantages, rejected=None):
 
 
 class Rows(Installed):
-    """TransferQueue by trajectory: key -> field -> [r].
+    """TransferQueue by trajectory.
 
     Attributes:
+        rows: key -> field -> [r], of the partition "train"; `of` has those of any.
         most: tokens whose log-probabilities were read at once.
     """
 
     def __init__(self, rows):
         self.rows, self.most = rows, 0
+        self._partitions = {"train": rows}
+
+    def of(self, partition):
+        return self._partitions.setdefault(partition, {})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
-        there = [name for name in select_fields if name in self.rows[keys[0]]]
-        rows = {name: [self.rows[key][name] for key in keys] for name in there}
+        found = [self.of(partition_id)[key] for key in keys]
+        rows = {name: [row[name] for row in found] for name in select_fields if name in found[0]}
         self.most = max(self.most, sum(map(len, rows.get("old_log_probs", []))))
         fields = {name: torch.nested.as_nested_tensor(found, layout=torch.jagged) for name, found in rows.items()}
         return TensorDict(fields, batch_size=len(keys))
 
-    def kv_batch_put(self, keys, partition_id, fields):
+    def kv_batch_put(self, keys, partition_id, fields, tags=None):
         for name, field in fields.items():
             for key, row in zip(keys, field.unbind(), strict=True):
-                self.rows[key][name] = row
-        return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id)
+                self.of(partition_id).setdefault(key, {})[name] = row
+        names = list(fields.keys())
+        return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id, fields=names)
+
+    def kv_clear(self, keys, partition_id):
+        for key in keys:
+            del self.of(partition_id)[key]
 
 
 def made_batch(lengths, group, seed, *, added=()):

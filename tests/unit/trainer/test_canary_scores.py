@@ -5,42 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
-from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from tests.support.store import nested
+from tests.support.store import Rows, nested
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.base.methods import build
 from verl_ext.features.settings import SyncCanarySettings
-from verl_ext.trainer import canary_scores, queue
+from verl_ext.trainer import canary_scores
 from verl_ext.trainer.canary_scores import PARTITION, CanaryTrajectories, has_other_inputs
 from verl_ext.trainer.sync_canary import CanaryRun
 
 PROMPTS = [[7, 8], [9], [5, 6, 7], [4]]
 RESPONSES = [list(range(20)), [4, 5], [6], [8, 9, 10, 11]]
 MASK = [[1] * 20, [1, 1], [1], [1, 0, 1, 1]]  # the last has a tool's token in it
-
-
-class Store:
-    """TransferQueue: rows by partition and key."""
-
-    def __init__(self):
-        self.rows = {}
-
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        rows = [self.rows[partition_id, key] for key in keys]
-        fields = {name: nested(*[row[name].tolist() for row in rows]) for name in select_fields if name in rows[0]}
-        return TensorDict(fields, batch_size=len(keys))
-
-    def kv_batch_put(self, keys, partition_id, fields, tags=None):
-        for number, key in enumerate(keys):
-            row = self.rows.setdefault((partition_id, key), {})
-            row.update({name: values.unbind()[number] for name, values in fields.items()})
-        return KVBatchMeta(keys=keys, tags=tags, partition_id=partition_id, fields=list(fields.keys()))
-
-    def kv_clear(self, keys, partition_id):
-        for key in keys:
-            del self.rows[partition_id, key]
 
 
 def value(ids):
@@ -58,7 +35,7 @@ class Workers:
     def compute_log_prob(self, batch):
         self.asked.append(batch)
         for key in batch.keys:
-            row = self.store.rows[batch.partition_id, key]
+            row = self.store.of(batch.partition_id)[key]
             ids = [*row["prompts"].tolist(), *row["responses"].tolist()]
             row["log_probs"] = torch.tensor([*value(ids)[1:], 0.0]) + self.moved * torch.arange(len(ids))
 
@@ -77,8 +54,7 @@ class Server:
 
 @pytest.fixture
 def store(monkeypatch):
-    store = Store()
-    monkeypatch.setattr(queue, "tq", store)
+    store = Rows({}).install(monkeypatch)
     monkeypatch.setattr(canary_scores, "tq", store)
     monkeypatch.setattr("ray.get", lambda answers, timeout: answers)
     return store
@@ -197,7 +173,7 @@ def test_the_canary_waits_for_a_batch_with_enough_prompts(store, batch, capsys):
         run.after_update(1, workers)
         assert run.waits and not run.after_sync(1, [Server()]).events and run.metrics == {}
     assert capsys.readouterr().out.count("on; this one has answers to 2") == 1
-    assert not any(partition == PARTITION for partition, _ in store.rows)
+    assert not store.of(PARTITION)
     four = put(store, [f"v{number}_0_0" for number in range(4)], PROMPTS, [[1, 2, 3]] * 4, [[1] * 3] * 4)
     run.choose(four, workers, multiple=1)
     assert not run.waits and not workers.asked

@@ -6,16 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from recipes.make_assets import build_tokenizer
+from tests.support.store import Rows
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.names import older_part
 from verl_ext.core.tokens import Tokens
 from verl_ext.features.settings import TrajectoryDump
 from verl_ext.features.stability import stability_config
-from verl_ext.trainer import queue, trajectories
+from verl_ext.trainer import trajectories
 from verl_ext.trainer.trajectories import (
     Dump,
     ShownTrajectory,
@@ -141,15 +141,7 @@ def written(tmp_path, monkeypatch):
             for row, part in enumerate(parts)
         }
 
-        class Store:
-            def kv_batch_get(self, keys, partition_id, select_fields):
-                fields = {
-                    name: torch.nested.as_nested_tensor([stored[key][name] for key in keys], layout=torch.jagged)
-                    for name in select_fields
-                }
-                return TensorDict(fields, batch_size=len(keys))
-
-        monkeypatch.setattr(queue, "tq", Store())
+        Rows(stored).install(monkeypatch)
         batch = KVBatchMeta(keys=list(stored), tags=tags or [{}] * rows, partition_id="train", fields=[])
         log = TrajectoryLog(tmp_path / "run.trajectories.jsonl", settings, resumed=0)
         about = {"step": 3, "skipped": ""} | about
