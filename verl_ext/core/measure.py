@@ -310,8 +310,8 @@ def split_gap(tokens: Tokens, l_version: Sequence[Tensor]) -> dict[str, float]:
     """
     then = torch.cat(list(l_version))
     mask = tokens.mask & tokens.l_infer.isfinite() & tokens.l_old.isfinite() & then.isfinite()
-    if tokens.lag is not None:
-        mask &= tokens.lag.buckets(tokens.mask, tokens.offsets) < len(LAG_EDGES)
+    if (bucket := tokens.lag_buckets()) is not None:
+        mask &= bucket < len(LAG_EDGES)
     whole = measure(Tokens(tokens.l_infer, tokens.l_old, mask, tokens.offsets), breakdown=False).metrics
     engine = measure(Tokens(tokens.l_infer, then, mask, tokens.offsets), breakdown=False).metrics
     if not whole:

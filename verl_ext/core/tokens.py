@@ -31,23 +31,6 @@ class Lag:
     oldest: Tensor
     fresh: Tensor | None = None
 
-    def buckets(self, mask: Tensor, offsets: Tensor) -> Tensor:
-        """Returns [N] int64, each token's place in `BUCKETS["lag"]`: by its lag; the last one for the older tokens of a
-        trajectory that spans versions, or for all of them where `fresh` is not known.
-
-        Args:
-            mask, offsets: as in `Tokens`.
-        """
-        place = torch.bucketize(self.newest, torch.tensor(LAG_EDGES[1:], device=self.newest.device), right=True)
-        spans = self.newest != self.oldest
-        lengths = offsets.diff().to(spans.device)
-        if self.fresh is None or not bool(spans.any()):
-            return torch.where(spans, len(LAG_EDGES), place).repeat_interleave(lengths)
-        generated = torch.cat([mask.new_zeros(1, dtype=torch.long), mask.cumsum(0)])
-        still_B = generated[offsets[1:]] - self.fresh.to(mask.device)  # generated tokens up to the first fresh one
-        old_N = generated[1:] <= still_B.repeat_interleave(lengths)
-        return torch.where(old_N & spans.repeat_interleave(lengths), len(LAG_EDGES), place.repeat_interleave(lengths))
-
     def of_rows(self, rows: Sequence[int]) -> Lag:
         """Returns the lag of some trajectories, in this order."""
         places = list(rows)
@@ -204,8 +187,22 @@ class Tokens:
         return {name: value for name, value in named.items() if value is not None}
 
     def lag_buckets(self) -> Tensor | None:
-        """Returns [N] int64, the tokens' places in `BUCKETS["lag"]`; None where no rollout is older than the policy."""
-        return self.lag_bucket if self.lag is None else self.lag.buckets(self.mask, self.offsets)
+        """Returns [N] int64, the tokens' places in `BUCKETS["lag"]`; None where no rollout is older than the policy.
+
+        A trajectory's tokens are in the bucket of its lag. If it spans versions, the last bucket has its older tokens,
+        or all of them where `Lag.fresh` is not known.
+        """
+        if (lag := self.lag) is None:
+            return self.lag_bucket
+        place = torch.bucketize(lag.newest, torch.tensor(LAG_EDGES[1:], device=lag.newest.device), right=True)
+        spans = lag.newest != lag.oldest
+        lengths = self.offsets.diff().to(spans.device)
+        if lag.fresh is None or not bool(spans.any()):
+            return torch.where(spans, len(LAG_EDGES), place).repeat_interleave(lengths)
+        generated = torch.cat([self.mask.new_zeros(1, dtype=torch.long), self.mask.cumsum(0)])
+        still_B = generated[self.offsets[1:]] - lag.fresh.to(self.mask.device)  # generated up to the first fresh one
+        old_N = generated[1:] <= still_B.repeat_interleave(lengths)
+        return torch.where(old_N & spans.repeat_interleave(lengths), len(LAG_EDGES), place.repeat_interleave(lengths))
 
     def row_of_token(self) -> Tensor:
         """Returns [N] int64, the trajectory of each token."""

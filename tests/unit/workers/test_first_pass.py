@@ -41,8 +41,8 @@ def padded(batch, width=40):
 
 def sent(ages, mask):
     """The field of the lag as the workers get it: each trajectory's bucket on its tokens, 0 elsewhere."""
-    B, T = mask.shape
-    return lag_of(ages).buckets(mask.flatten(), torch.arange(0, B * T + 1, T)).view(B, T) * mask
+    nothing = torch.zeros(mask.shape)
+    return replace(Tokens.from_padded(nothing, nothing, mask), lag=lag_of(ages)).lag_buckets().view(mask.shape) * mask
 
 
 def weighed(one, batch, ages=None):
