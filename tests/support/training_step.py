@@ -106,26 +106,11 @@ def rows(store, field):
 def router_sums(*differing):
     """Returns the sums of one trajectory per row, two layers. Of its two tokens, `differing` differ in one of two
     experts of layer 1."""
-    n = torch.tensor([[2.0]])
-    rows = []
-    for d in torch.tensor(differing, dtype=torch.float32).view(-1, 1, 1):
-        by_layer = [torch.cat([n, n - share * d], 1) for share in (0.5, 1.0)]
-        first, zero = torch.cat([0 * d, d], 1), torch.zeros(1, 1)
-        rows.append(
-            RouterSums(
-                agree=by_layer[0],
-                exact=by_layer[1],
-                first=first,
-                own=by_layer[0],
-                margin_equal=zero,
-                margin_differs=zero,
-                tokens=n,
-                unknown=zero,
-                left_out=zero,
-                refused=zero.expand(1, 3),
-            ).pack()[0]
-        )
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    sums, differ = RouterSums.zeros(len(differing), 2), torch.tensor(differing, dtype=torch.float64)
+    sums.tokens[:], sums.first[:, 1] = 2, differ
+    for by_layer, share in ((sums.agree, 0.5), (sums.own, 0.5), (sums.exact, 1.0)):
+        by_layer[:, 0], by_layer[:, 1] = 2, 2 - share * differ
+    return nested(*sums.pack().tolist())
 
 
 OLD = [{"min_global_steps": 6, "max_global_steps": 6}, {"min_global_steps": 4, "max_global_steps": 4}]  # in step 7

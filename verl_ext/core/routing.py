@@ -120,6 +120,10 @@ class RouterSums:
     left_out: Tensor
     refused: Tensor
 
+    @classmethod
+    def zeros(cls, rows: int, layers: int, device: torch.device | None = None) -> "RouterSums":
+        return cls.unpack(torch.zeros(rows, 4 * layers + 5 + len(REASONS), dtype=torch.float64, device=device))
+
     def pack(self) -> Tensor:
         """Returns [B, 4 L + 5 + R], the form that the workers send to the controller."""
         return torch.cat(list(vars(self).values()), dim=1)
@@ -164,9 +168,8 @@ def agreement(
     """
     rows, layers = len(offsets) - 1, overlap_NL.shape[1]
     per_token = torch.ones(len(overlap_NL), device=overlap_NL.device)
-    packed = torch.zeros(rows, 4 * layers + 5 + len(REASONS), dtype=torch.float64, device=overlap_NL.device)
-    sums = RouterSums.unpack(packed)
-    codes_R = torch.arange(1, 1 + len(REASONS), device=packed.device)
+    sums = RouterSums.zeros(rows, layers, overlap_NL.device)
+    codes_R = torch.arange(1, 1 + len(REASONS), device=overlap_NL.device)
     for part, of in blocks(offsets, block):
         lengths = offsets[of.start : of.stop + 1].diff()
         row_n = torch.repeat_interleave(lengths, output_size=part.stop - part.start)
@@ -202,7 +205,7 @@ def agreement(
         sums.unknown[of].index_add_(0, row_n, without_n1.double())
         differs_n = counts_n & ~exact_nL.all(1)
         first_n = exact_nL[differs_n].to(torch.uint8).argmin(1)  # of equal values, the first
-        ones = packed.new_ones(len(first_n))
+        ones = sums.first.new_ones(len(first_n))
         sums.first[of].index_put_((row_n[differs_n], first_n), ones, accumulate=True)
         if margin_NL is not None:
             margin_nL = torch.where(counts_n1, margin_NL[part].double(), 0.0)  # NaN * 0 is NaN

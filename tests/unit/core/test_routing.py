@@ -191,20 +191,10 @@ def test_sums_over_long_trajectories_keep_their_digits():
 def sums_of(agree, tokens, left_out):
     """Returns the packed sums of trajectories with these sums over two layers, some of them left out."""
     agree, tokens = (torch.tensor(values, dtype=torch.float64).unsqueeze(1) for values in (agree, tokens))
-    here = ~torch.tensor(left_out).unsqueeze(1)
-    by_layer = torch.cat([agree - 0.25, agree + 0.25], 1) * here
-    zero = torch.zeros_like(tokens)
-    rest = {"margin_equal": zero, "margin_differs": zero, "unknown": zero}
-    sums = RouterSums(
-        agree=by_layer,
-        exact=by_layer,
-        first=0 * by_layer,
-        own=by_layer,
-        tokens=tokens * here,
-        left_out=tokens * ~here,
-        refused=zero.expand(-1, len(REASONS)),
-        **rest,
-    )
+    here, sums = ~torch.tensor(left_out).unsqueeze(1), RouterSums.zeros(len(agree), 2)
+    for by_layer in (sums.agree, sums.exact, sums.own):
+        by_layer[:] = torch.cat([agree - 0.25, agree + 0.25], 1) * here
+    sums.tokens[:], sums.left_out[:] = tokens * here, tokens * ~here
     return sums.pack()
 
 

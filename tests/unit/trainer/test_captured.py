@@ -1,7 +1,5 @@
 """Reports of routing that cannot be right, and the runs that stop for it."""
 
-from dataclasses import fields
-
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -44,8 +42,7 @@ def test_a_share_of_which_nothing_is_left_out_stops_the_run(share, processes, tr
 
 def test_rows_that_fill_a_batch_do_not_count_as_compared():
     """One of four trajectories was left out, and verl added one without a generated token."""
-    shape = {"agree": 2, "exact": 2, "first": 2, "own": 2, "refused": len(REASONS)}
-    sums = RouterSums(**{each.name: torch.zeros(4, shape.get(each.name, 1)) for each in fields(RouterSums)})
+    sums = RouterSums.zeros(4, layers=2)
     sums.tokens[0], sums.unknown[1], sums.left_out[2] = 5.0, 3.0, 4.0
     found = RouteCounts.from_sums(sums.pack())
     assert (found.accepted, found.unknown, found.compared, found.left_out) == (5, 3, 2, 1)

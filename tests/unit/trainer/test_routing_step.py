@@ -7,7 +7,7 @@ from tensordict import NonTensorStack
 from tests.support.store import nested
 from tests.support.training_step import COLUMNS, READ, ran, router_sums
 from verl_ext.base.errors import BatchError, HookError
-from verl_ext.core.routing import RouterSums
+from verl_ext.core.routing import REPEATED, RouterSums
 
 
 def test_routing_is_not_sent_to_stages_that_do_not_read_it(step, capsys):
@@ -89,11 +89,11 @@ def test_a_rollout_that_returns_no_top_tokens_is_an_error(step):
 
 
 def refused_sums(believed, repeated):
-    n = torch.tensor([[float(believed)]])
-    by_layer, zero, refused = n.expand(1, 2), torch.zeros(1, 1), torch.tensor([[0.0, repeated, 0.0]])
-    sums = RouterSums(by_layer, by_layer, 0 * by_layer, by_layer, zero, zero, n, zero, zero, refused)
-    row = sums.pack()[0]
-    return torch.nested.as_nested_tensor([row, row], layout=torch.jagged)
+    sums = RouterSums.zeros(2, 2)
+    for values in (sums.tokens, sums.agree, sums.exact, sums.own):
+        values[:] = believed
+    sums.refused[:, REPEATED - 1] = repeated
+    return nested(*sums.pack().tolist())
 
 
 def test_refused_routing_is_told_and_counted_and_a_rule_can_act_on_it(step, capsys):
