@@ -93,6 +93,13 @@ def loop_of(server, prompts, kind=LLMServerClient, arguments=MappingProxyType({}
     return loop
 
 
+def fields_of(prompt, response, rows):
+    """Returns the batch's fields of an agent loop's output."""
+    settings = {"response_mask": [1] * len(response), "metrics": verls_agent_loop.AgentLoopMetrics()}
+    output = verls_agent_loop.AgentLoopOutput(prompt_ids=prompt, response_ids=response, routed_experts=rows, **settings)
+    return output.as_dict()
+
+
 def written(server, *prompts, keep=None, change=lambda rows: rows, kind=LLMServerClient, **arguments):
     """Returns the batch's fields of a trajectory that ends with the last of these calls, cut to `keep` tokens."""
 
@@ -100,10 +107,7 @@ def written(server, *prompts, keep=None, change=lambda rows: rows, kind=LLMServe
         prompt, (*_, last) = prompts[-1], outputs
         response = last.token_ids[: None if keep is None else max(0, keep - len(prompt))]
         rows = change(last.routed_experts)[: len(prompt) + len(response)]
-        settings = {"response_mask": [1] * len(response), "metrics": verls_agent_loop.AgentLoopMetrics()}
-        return verls_agent_loop.AgentLoopOutput(
-            prompt_ids=prompt, response_ids=response, routed_experts=rows, **settings
-        ).as_dict()
+        return fields_of(prompt, response, rows)
 
     return run_in_worker(loop_of(server, prompts, kind, arguments), write)
 
@@ -242,11 +246,7 @@ def written_by(attempts, *, at_once=False, change=lambda rows: rows):
         rows = answer.routed_experts[: len(prompt) + len(response)]
         total = route_sum(rows, [*prompt, *response])
         rows = change(rows.copy() if attempts.copied else rows)
-        settings = {"response_mask": [1] * len(response), "metrics": verls_agent_loop.AgentLoopMetrics()}
-        output = verls_agent_loop.AgentLoopOutput(
-            prompt_ids=prompt, response_ids=response, routed_experts=rows, **settings
-        )
-        return output.as_dict(), total
+        return fields_of(prompt, response, rows), total
 
     server = vLLMHttpServer(*(done(*call.answer) for call in calls), routed=routed)
     return run_in_worker(loop, write)

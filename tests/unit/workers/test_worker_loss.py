@@ -14,6 +14,7 @@ from verl.workers.utils.losses import ppo_loss
 
 from tests.support.closeness import close
 from tests.support.loss_oracles import m2po_oracle
+from tests.unit.workers.test_base_losses import gradient
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.loss_batch import LossChange
@@ -180,21 +181,10 @@ def test_opsm_masks_the_gradient_of_every_base_loss(base, weighted, make_batch, 
     _, metrics = run(build(config, corrections=OPSM), [batch.whole()])
     found = batch.take_gradients()
 
-    leaf = batch.padded("log_prob").requires_grad_()
     info = {"dp_size": 1, "batch_num_tokens": int(batch.padded("response_mask").sum()), "global_batch_size": 4}
     config.global_batch_info.update(info)
-    loss, _ = apply_base(
-        base,
-        mask * weights,
-        old_log_prob=batch.padded("old_log_probs"),
-        log_prob=leaf,
-        advantages=batch.padded("advantages"),
-        response_mask=batch.padded("response_mask").bool(),
-        loss_agg_mode="token-mean",
-        config=config,
-    )
-    loss.backward()
-    expected = torch.cat([row[: len(own)] for row, own in zip(leaf.grad, batch.leaves, strict=True)])
+    _, padded = gradient(base, batch, mask * weights, config)
+    expected = torch.cat([row[: len(own)] for row, own in zip(padded, batch.leaves, strict=True)])
     close(found, expected)
     assert metrics["actor/opsm/dropped"].aggregate() == pytest.approx(
         1 - (mask * batch.padded("response_mask")).sum().item() / info["batch_num_tokens"]
