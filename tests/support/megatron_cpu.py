@@ -19,6 +19,7 @@ from tests.support.recorded_routes import (
     sequences,
     worker_config,
 )
+from verl_ext.cpu.platform import stand_ins
 from verl_ext.routing.megatron import RecordedRouting
 
 
@@ -30,25 +31,14 @@ class OnCPU(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Stream:
-    """A stream or event that does nothing."""
-
-    def __init__(self, *args, **kwargs): ...
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: Stream()
-
-
 def put_on_cpu(patch):
     """Patches what megatron-core 0.16.1 calls on torch.cuda, and what it uses of Transformer Engine without a check."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
     from verl.workers.engine.megatron import transformer_impl
 
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    for name in ("Stream", "Event", "current_stream"):
-        patch.setattr(torch.cuda, name, Stream)
-    patch.setattr(torch.cuda, "synchronize", lambda *args: None)
-    patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    for name, stand_in in stand_ins().items():
+        patch.setattr(torch.cuda, name, stand_in)
     patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     patch.setattr(CudaRNGStatesTracker, "fork", lambda self, *args: contextlib.nullcontext())
     patch.setattr(transformer_impl, "set_random_seed", torch.manual_seed)
