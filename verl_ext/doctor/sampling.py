@@ -127,8 +127,8 @@ def one_answer_for_all(context: Context) -> Iterable[Problem]:
 
 @check("validation", needs="config")
 def validation(context: Context) -> Iterable[Problem]:
-    """Several answers per validation prompt, or `do_sample`, at temperature 0, which is greedy. A note: validation of
-    weights that do not change, whose scores still differ.
+    """Several answers per validation prompt, or `do_sample`, at temperature 0, which is greedy; `do_sample=False` above
+    it, which samples. A note: validation of weights that do not change, whose scores still differ.
 
     Source: v1/agent_loop_tq.py applies val_kwargs.temperature, 0 by default, whatever val_kwargs.do_sample is. verl
     issues 4121 and 6802: the engines' kernels round by the batch, so that greedy answers differ between validations.
@@ -136,6 +136,10 @@ def validation(context: Context) -> Iterable[Problem]:
     kwargs = f"{ROLLOUT}.val_kwargs"
     several, temperature = context.get(f"{kwargs}.n", 1), context.get(f"{kwargs}.temperature", 0)
     validates = context.get("trainer.test_freq", -1) > 0 or context.get("trainer.val_before_train")
+    greedy = f"{kwargs}.do_sample" in context.given and context.get(f"{kwargs}.do_sample") is False
+    if temperature != 0 and validates and greedy and context.get("trainer.use_v1"):
+        why = "trainer V1 samples at this temperature, whatever do_sample is"
+        yield warning(f"val_kwargs.do_sample=False with temperature={temperature}", why, f"{kwargs}.temperature=0")
     if temperature != 0 or not validates:
         return
     if several > 1 or context.get(f"{kwargs}.do_sample"):

@@ -69,9 +69,9 @@ READ_BESIDE = (
     Beside("reward.reward_model.model_path", "reward.reward_model.enable", (True,), "v1/trainer_base.py"),
     Beside("trainer.v1.separate_async..*", MODE, ("separate_async",), "v1/trainer_separate_async.py"),
     Beside("trainer.v1.colocate_async..*", MODE, ("colocate_async",), "v1/trainer_colocate_async.py"),
-    Beside(f"{ROLLOUT}.val_kwargs.do_sample", V1, (False,), "ray_trainer.py; V1 samples in validation"),
     Beside("critic.ppo_(micro_batch_size_per_gpu|max_token_len_per_gpu)", V1, (False,), "workers/critic"),
 )
+HANDED_ON = ("lora", "turbo_config")  # nodes that verl gives to Megatron-Bridge and FSDP-Turbo as they are
 # Files that trainer V1 does not use, and the class of the old trainer in a file that it does use.
 ELSEWHERE = re.compile(
     r"experimental/(fully_async_policy|one_step_off_policy|separation)/|/(main_(ppo_v0|eval|generation)|\w*sft\w*)"
@@ -126,9 +126,11 @@ def _without_its_switch(context: Context) -> Iterator[Problem]:
 
 
 def _is_changed(context: Context, name: str) -> bool:
-    """Returns True if a setting has another value than verl's default."""
+    """Returns True if verl has a setting, and with another value than the launch."""
     value, groups = context.get(name), [one for one in context.overrides if key_of(one) in GROUPS]
-    return value is not None and value != value_of(_defaults(tuple(groups)), name)
+    defaults = _defaults(tuple(groups))
+    above, _, leaf = name.rpartition(".")
+    return value is not None and leaf in (value_of(defaults, above) or ()) and value != value_of(defaults, name)
 
 
 @cache
@@ -174,7 +176,7 @@ def _is_leaf(config: DictConfig, name: str) -> bool:
     """Returns True if a setting is one of verl's, with a value that is known, and not an argument of other code."""
     above, _, leaf = name.rpartition(".")
     node = value_of(config, above) if above else None
-    free = any(FREE.fullmatch(part) for part in name.split("."))
+    free = any(FREE.fullmatch(part) or part in HANDED_ON for part in name.split("."))
     return (
         OmegaConf.is_dict(node)
         and leaf in node

@@ -11,6 +11,7 @@ MODEL = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"
 POOL = "reward.reward_model.enable=true reward.reward_model.enable_resource_pool=true"
 SEPARATE = f"trainer.v1.trainer_mode=separate_async {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=8"
 SPLIT = f"{ROLLOUT}.disaggregation.enabled=true"
+VALIDATES = f"trainer.test_freq=5 {ROLLOUT}.val_kwargs.temperature=0.6"
 FULL = f"{LAYERS}.recompute_granularity=full"
 
 # check, overrides, level or None for nothing, what must be in it
@@ -53,9 +54,13 @@ CASES = [
     ("unread settings", f"{ACTOR}.kl_loss_coef=0.01 {ACTOR}.use_kl_loss=True", None, ""),
     ("unread settings", f"{ACTOR}.kl_loss_coef=0.01 {ACTOR}.use_kl_loss=False", None, ""),  # its author knows
     ("unread settings", "algorithm.kl_ctrl.kl_coef=0.01", "warning", "use_kl_in_reward"),
-    ("unread settings", f"{ROLLOUT}.val_kwargs.do_sample=True", "warning", "do_sample"),
+    ("unread settings", f"{ACTOR}.use_prefix_grouper=True", "warning", "use_prefix_grouper"),
+    ("unread settings", "+actor_rollout_ref.model.lora.rank_of_mine=3 actor_rollout_ref.model.lora.alpha=8", None, ""),
+    ("validation", f"{VALIDATES} {ROLLOUT}.val_kwargs.do_sample=False", "warning", "0.6"),
+    ("validation", f"{VALIDATES} {ROLLOUT}.val_kwargs.do_sample=True", None, ""),
+    ("validation", VALIDATES, None, ""),
     ("unread settings", "critic.ppo_micro_batch_size_per_gpu=2 algorithm.adv_estimator=gae", "warning", "critic"),
-    ("unread settings", "+algorithm.rollout_correction.rollout_is_threshold=4", "warning", "rollout_is"),
+    ("unread settings", "algorithm.rollout_correction.rollout_is_threshold=4", "warning", "rollout_is"),
     ("unread settings", f"{ACTOR}.optim.lr=3e-6 data.max_prompt_length=77 {ROLLOUT}.temperature=0.7", None, ""),
 ]
 
@@ -63,7 +68,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "overrides", "level", "said"), CASES)
 def test_it_is_told_and_its_twin_is_not(findings, name, overrides, level, said):
     found = [one for one in findings(name, *overrides.split()) if one.level != "ok"]
-    assert {one.level for one in found} == ({level} if level else set())
+    assert {one.level for one in found} == ({level} if level else set()), found
     assert said in " ".join(f"{one.found} {one.why}" for one in found)
 
 
