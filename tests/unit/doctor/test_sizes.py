@@ -117,14 +117,6 @@ def test_files_that_are_not_here_are_errors(findings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "gpu", "levels"), [("cuda", None, ["note"]), ("cuda", "H100", []), ("cpu", None, [])]
-)
-def test_a_run_on_gpus_that_are_not_here(findings, device, gpu, levels):
-    found = findings("gpu", f"trainer.device={device}", gpu=gpu and named(gpu))
-    assert [finding.level for finding in found] == levels
-
-
-@pytest.mark.parametrize(
     ("model", "level"), [("Qwen3-Next-80B-A3B-Instruct", "error"), ("Qwen3.6-27B", "ok"), ("Qwen3.5-35B-A3B", "ok")]
 )
 @pytest.mark.parametrize("ulysses", [1, 2])
