@@ -22,7 +22,6 @@ from verl_ext.diagnosis.causes import CAUSES
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.verl_config import (
     ACTOR,
-    CORRECTION,
     MODE,
     MODEL,
     ROLLOUT,
@@ -128,6 +127,11 @@ class Context:
         value = value_of(self.config, key) if self.config is not None else None
         return default if value is None else value
 
+    def number(self, key: str) -> float | None:
+        """Returns a setting that is a number; None for another value, which other checks report."""
+        value = self.get(key)
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
     @property
     def given(self) -> set[str]:
         """The settings of the command line."""
@@ -144,11 +148,6 @@ class Context:
         asked = self.get(setting, ())
         names = [asked] if isinstance(asked, str) else asked if OmegaConf.is_config(asked) else ()
         return [str(name) for name in names if name != "none"]
-
-    @property
-    def verls_corrections(self) -> list[str]:
-        """Those of verl's rollout corrections that are on, by the names of their settings."""
-        return [name for name in ("rollout_is", "rollout_rs") if self.get(f"{CORRECTION}.{name}")]
 
     def engine_argument(self, name: str) -> tuple[str, Any]:
         """Returns the setting that decides an argument of the rollout engine, and its value.

@@ -5,25 +5,19 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from verl_ext.doctor import installation  # noqa: F401 (registers checks: first in the table)
+from verl_ext.doctor import installation  # noqa: F401 (registers checks, in the order of the table)
+
+# isort: split
+from verl_ext.doctor import engine, experts, hooks, precision, sampling  # noqa: F401 (as above)
 
 # isort: split
 from verl_ext.base.errors import Problem, errors_of
-from verl_ext.doctor import (  # noqa: F401 (as above)
-    engine,
-    experts,
-    hooks,
-    objective,
-    outcome,
-    precision,
-    refusals,
-    sampling,
-    sizes,
-    training,
-    unread,
-    weight_sync,
-    zero_mismatch,
-)
+from verl_ext.doctor import objective, outcome, sizes, training, unread, weight_sync, zero_mismatch  # noqa: F401
+
+# isort: split
+from verl_ext.doctor import refusals  # noqa: F401 (last: it repeats nothing that another check has said)
+
+# isort: split
 from verl_ext.doctor.checks import (
     Context,
     fixes,

@@ -11,7 +11,6 @@ from verl_ext.base.errors import Problem
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.precision import BFLOAT16, DTYPES, corrected, dtype_name
-from verl_ext.doctor.sampling import CORRECTION
 from verl_ext.doctor.training import updates_of_a_batch
 from verl_ext.features.losses import LOSSES
 from verl_ext.features.verl_config import (
@@ -27,6 +26,7 @@ from verl_ext.features.verl_config import (
     needs_reference,
     refers_to_actor,
     replay_mode,
+    verls_corrections,
 )
 from verl_ext.launch.names import MANAGER
 from verl_ext.launch.refused import is_plain, new_place, replacement
@@ -186,7 +186,7 @@ def loss_aggregation(context: Context) -> Iterable[Problem]:
     if not _uses_gspo(context):
         return
     if context.has_experts and not (
-        corrected(context) or context.verls_corrections or replay_mode(context.config) == "R3"
+        corrected(context) or verls_corrections(context.config) or replay_mode(context.config) == "R3"
     ):
         why = "its ratio leaves out the gap between rollout and training, which is largest with experts"
         yield warning(
@@ -220,9 +220,9 @@ def loss_settings(context: Context) -> Iterable[Problem]:
     if context.get(f"{ACTOR}.use_kl_loss") and context.get(kind) in ("kl", "k1"):
         why = "as a loss, its expected gradient is 0: it does not keep the policy near the reference"
         yield warning(f"{kind}={context.get(kind)}", why, f"{kind}=low_var_kl")
-    asked, silent = context.verls_corrections, f"{ROLLOUT}.calculate_log_probs"
+    asked, silent = verls_corrections(context.config), f"{ROLLOUT}.calculate_log_probs"
     if not context.get(silent) and (asked or context.get(BYPASS)):
-        names = ", ".join([f"{CORRECTION}.{name}" for name in asked] or [BYPASS])
+        names = ", ".join(asked or [BYPASS])
         level = error if context.get(BYPASS) else warning
         why = "the correction needs the rollout's log-probs; verl leaves the correction out, and bypass mode fails"
         yield level(f"{names} with {silent}=False", why, f"{silent}=True")
@@ -278,12 +278,12 @@ def trust_region(context: Context) -> Iterable[Problem]:
     mode = context.get(MODE, "sync")
     if mode == "sync":
         return
-    loss = context.get(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    loss = context.get(LOSS_MODE, "vanilla")
     bounds = context.methods("stability.correction")
     filters = (name for name in context.methods("stability.filters") if name in BATCH_FILTERS)
     bounds += [name for name in filters if BATCH_FILTERS[name].needs_l_old or BATCH_FILTERS[name].needs_lag]
     bounds += [loss] if loss in LOSSES and {"k", "l_infer"} & set(LOSSES[loss].reads) else []
-    bounds += [f"rollout_correction.{one}" for one in context.verls_corrections]
+    bounds += [one.removeprefix("algorithm.") for one in verls_corrections(context.config)]
     bounds += ["bypass mode"] if context.get(BYPASS) else []
     if bounds:
         yield ok(f"{mode}, with old rollouts bounded by {', '.join(bounds)}")

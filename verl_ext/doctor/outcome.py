@@ -47,14 +47,14 @@ def trained_adapter(context: Context) -> Iterable[Problem]:
     """
     read = lora_rank_key(context.config)
     for key in dict.fromkeys(LORA_RANKS.values()):
-        rank = _number_of(context, key)
+        rank = context.number(key)
         if key != read and rank and rank > 0 and not (read and context.get(read)):
             why = f"{context.strategy} reads {read or 'none'}: all weights are trained, at a LoRA's learning rate"
             moved = [f"{read}={rank:g}"] if read else []
             yield error(f"{key}={rank:g} is not read", why, *moved, f"{key}=0")
     if not trains_lora(context.config):
         return
-    if (rate := _number_of(context, RATE)) is not None and rate <= FULL_RATE:
+    if (rate := context.number(RATE)) is not None and rate <= FULL_RATE:
         why = "that is a rate for all weights, with which an adapter hardly moves; about ten times as much is usual"
         yield warning(f"a LoRA with {RATE}={rate:g}", why, f"{RATE}={10 * rate:g}")
     sent_whole = context.get(f"{MODEL}.lora.merge") or context.get(f"{MODEL}.exclude_modules")
@@ -81,7 +81,7 @@ def checkpoints(context: Context) -> Iterable[Problem]:
     if context.get(ASYNCHRONOUS) and not context.on_megatron:
         why = "a restart begins again at step 0"
         yield warning(f"{ASYNCHRONOUS}=True on {context.strategy}", why, f"{ASYNCHRONOUS}=False")
-    if (often := _number_of(context, FREQUENCY)) is not None and often <= 0:
+    if (often := context.number(FREQUENCY)) is not None and often <= 0:
         yield note(f"{FREQUENCY}={often:g}", "nothing is saved, not even after the last step")
     loaded, weights = context.get(LOADED, ["model"]), {"model", "hf_model"} if context.on_megatron else {"model"}
     if not weights & set(loaded) and context.get("trainer.resume_mode") != "disable":
@@ -99,8 +99,8 @@ def room_for_an_answer(context: Context) -> Iterable[Problem]:
     turns and tool responses together (verl issue 3619); agent_loop.py keeps `prompt_ids[-prompt_length:]`, and nothing
     reads `truncation` of utils/dataset/rl_dataset.py (verl issue 3948).
     """
-    room = _number_of(context, "data.max_response_length") or 0
-    longest = _number_of(context, f"{TOOLS}.max_tool_response_length") or 0
+    room = context.number("data.max_response_length") or 0
+    longest = context.number(f"{TOOLS}.max_tool_response_length") or 0
     if _has_tools(context) and longest >= CHARACTERS * room > 0:
         why = f"that is the whole answer, of at most {room} tokens with all its turns: it ends without a result"
         fits = f"{TOOLS}.max_tool_response_length={room}"
@@ -139,12 +139,6 @@ def _has_tools(context: Context) -> bool:
     """Returns True if verl's own loop has tools; another loop need not read their settings."""
     own = context.get(f"{ROLLOUT}.agent.default_agent_loop") in ("tool_agent", "single_turn_agent", None)
     return own and any(context.get(f"{TOOLS}.{name}") for name in ("tool_config_path", "function_tool_path"))
-
-
-def _number_of(context: Context, key: str) -> float | None:
-    """Returns a setting that is a number; None for another value, of which other rules tell."""
-    value = context.get(key)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _model(context: Context) -> str:

@@ -8,8 +8,8 @@ from verl_ext.features.feature import Need
 from verl_ext.features.float32_head import ARGUMENTS as HEADS
 from verl_ext.features.float32_head import SETTING as BOTH_HEADS
 from verl_ext.features.guard import published_level
-from verl_ext.features.losses import LOSSES
-from verl_ext.features.verl_config import ACTOR, BYPASS, ROLLOUT, model_json, rollout_format
+from verl_ext.features.losses import LOSS, reads_k
+from verl_ext.features.verl_config import ACTOR, BYPASS, CORRECTION, ROLLOUT, model_json, rollout_format
 from verl_ext.guard.levels import OWN_FACTOR, OWN_READINGS
 from verl_ext.launch.families import FLOAT32_ROUTERS
 from verl_ext.launch.packages import LAYERS
@@ -290,6 +290,5 @@ def fake_quantization(context: Context) -> Iterable[Problem]:
 def corrected(context: Context) -> bool:
     """Returns True if any method weights the loss by the ratio of the engines."""
     ours = context.methods("stability.correction")
-    loss = context.get(f"{ACTOR}.policy_loss.loss_mode")
-    reads_k = loss in LOSSES and "k" in LOSSES[loss].reads
-    return bool(ours or reads_k or "rollout_is" in context.verls_corrections or context.get(BYPASS))
+    by_loss = reads_k(context.get(f"{LOSS}.loss_mode", ""))
+    return bool(ours or by_loss or context.get(f"{CORRECTION}.rollout_is") or context.get(BYPASS))

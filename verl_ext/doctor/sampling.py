@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from verl_ext.base.errors import Problem
-from verl_ext.doctor.checks import CORRECTION, Context, check, note, ok, warning
+from verl_ext.doctor.checks import Context, check, note, ok, warning
 from verl_ext.doctor.precision import BOTH_HEADS, FLOAT32, has_float32_head, training_dtype
 from verl_ext.doctor.zero_mismatch import SWITCHES
 from verl_ext.features.feature import Need
 from verl_ext.features.mismatch import RAW, RAW_SETTING, raw_log_probs
 from verl_ext.features.top_tokens import USUAL_TOP_K, truncation_problems
-from verl_ext.features.verl_config import ACTOR, MODEL, ROLLOUT, needs_reference, truncates
+from verl_ext.features.verl_config import ACTOR, BYPASS, CORRECTION, MODEL, ROLLOUT, needs_reference, truncates
 
 USUAL = {"rollout_is": None, "rollout_rs": None, "loss_type": "ppo_clip"}
 DETERMINISM = f"{ROLLOUT}.full_determinism"
@@ -165,7 +165,7 @@ def bypass_mode(context: Context) -> Iterable[Problem]:
     Source: verl issue 4912. In verl 0.9.1, `_compute_advantage` of trainer V1 skips the correction in bypass mode;
     only the loss `compute_policy_loss_bypass_mode` applies it, from `policy_loss.rollout_correction`.
     """
-    if not context.get(f"{CORRECTION}.bypass_mode"):
+    if not context.get(BYPASS):
         return
     asked = {name: context.get(f"{CORRECTION}.{name}") for name in USUAL}
     ignored = [f"{name}={value}" for name, value in asked.items() if value != USUAL[name]]

@@ -11,7 +11,7 @@ from packaging.version import Version
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.precision import BFLOAT16, FSDP, dtype_name
-from verl_ext.features.verl_config import ACTOR, BYPASS, MODEL, ROLLOUT, needs_critic, trains_lora
+from verl_ext.features.verl_config import ACTOR, BYPASS, DROPOUTS, MODEL, ROLLOUT, needs_critic, trains_lora
 from verl_ext.launch.families import BIASED, OVERLAPPED, RECURRENT
 from verl_ext.launch.names import unknown_names
 from verl_ext.launch.packages import ATTENTION, LAYERS, MEGATRON
@@ -24,24 +24,22 @@ BALANCING, BIAS_RATE = f"{LAYERS}.moe_router_load_balancing_type", f"{LAYERS}.mo
 ADAPTED, DROPPED = "0.1.12", "5.9"  # VeOmni that works without an argument, transformers that dropped the argument
 OVERLAP = f"{MEGATRON}.override_ddp_config.overlap_param_gather"
 PACKED = f"{MODEL}.use_remove_padding"
-LORA_DROPOUT = f"{MODEL}.lora.dropout"
 USUAL_BETAS = [0.9, 0.999]
 FORCED = "a switch for benchmarks: the routers choose experts without reading the token"
 DROPS = "the update drops a part of the model, but the pass that computes l_old does not"
-# Settings of Megatron's layers that act in training passes only -> what they do, and the value that switches them off.
+# Settings that act in training passes only -> what they do, and the value that switches them off.
 TRAINING_ONLY = {
-    "moe_router_force_load_balancing": (FORCED, "null"),
-    "moe_router_force_biased": (FORCED, "null"),
-    "moe_expert_capacity_factor": (
+    f"{LAYERS}.moe_router_force_load_balancing": (FORCED, "null"),
+    f"{LAYERS}.moe_router_force_biased": (FORCED, "null"),
+    f"{LAYERS}.moe_expert_capacity_factor": (
         "tokens above an expert's capacity skip the expert in training, but not in the rollout",
         "null",
     ),
-    "moe_z_loss_coeff": (
+    f"{LAYERS}.moe_z_loss_coeff": (
         "the z-loss trains the routers with every token of every pass, prompts included, whatever the advantage",
         "null",
     ),
-    "hidden_dropout": (DROPS, "0.0"),
-    "attention_dropout": (DROPS, "0.0"),
+    **dict.fromkeys(DROPOUTS, (DROPS, "0.0")),
 }
 
 
@@ -290,11 +288,10 @@ def training_alone(context: Context) -> Iterable[Problem]:
     their expert. verl scores in eval mode, and updates in train mode, with dropout. NeMo-RL PR 4086: with the overlap,
     weights are gathered in the next forward pass, after verl has sent them to the rollout.
     """
-    for name, (why, off) in TRAINING_ONLY.items():
-        if value := context.get(f"{LAYERS}.{name}"):
-            yield warning(f"{name}={value}", why, f"++{LAYERS}.{name}={off}")
-    if trains_lora(context.config) and (share := context.get(LORA_DROPOUT)):
-        yield warning(f"{LORA_DROPOUT}={share}", DROPS, f"++{LORA_DROPOUT}=0.0")
+    for setting, (why, off) in TRAINING_ONLY.items():
+        acts = setting.startswith(LAYERS) or trains_lora(context.config)  # else a dropout of the LoRA
+        if acts and (value := context.get(setting)):
+            yield warning(f"{setting.removeprefix(f'{LAYERS}.')}={value}", why, f"++{setting}={off}")
     if context.get(OVERLAP):
         why = "verl sends the weights before they are gathered: each rank has only its own part of the new weights"
         yield warning("overlap_param_gather=true", f"{why} (NeMo-RL PR 4086)", f"++{OVERLAP}=false")

@@ -15,13 +15,20 @@ from verl_ext.base.errors import Problem
 from verl_ext.features.bypass import ENTROPY, Mode, idle_without_pass, missing_pass_problems
 from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.losses import foreign_loss
-from verl_ext.features.verl_config import ACTOR, BYPASS, CORRECTION, MODEL, bypasses, needs_critic, trainer_mode
+from verl_ext.features.verl_config import (
+    ACTOR,
+    BYPASS,
+    CORRECTION,
+    DROPOUTS,
+    bypasses,
+    needs_critic,
+    trainer_mode,
+    verls_corrections,
+)
 
 SETTING = "stability.reuse_log_probs"
 OFF = f"{SETTING}=off"
 REUSED = Mode(f"with {SETTING}=on", OFF)
-LAYERS = f"{ACTOR}.megatron.override_transformer_config"
-DROPOUTS = (f"{MODEL}.lora.dropout", f"{LAYERS}.hidden_dropout", f"{LAYERS}.attention_dropout")
 READS_L_OLD = ("optimal_token_baseline", "tir_optimal_token_baseline")  # verl's estimators
 
 
@@ -61,9 +68,8 @@ def obstacles(run: RunFeatures) -> Iterator[Problem]:
         yield REUSED.forbidden("algorithm.use_kl_in_reward=True", "needs l_old in the reward")
     if algorithm.adv_estimator in READS_L_OLD:
         yield REUSED.forbidden(f"algorithm.adv_estimator={algorithm.adv_estimator}", "needs l_old in the advantages")
-    for name in ("rollout_is", "rollout_rs"):
-        if value := OmegaConf.select(config, f"{CORRECTION}.{name}"):
-            yield REUSED.forbidden(f"{CORRECTION}.{name}={value}", "needs l_old before the update")
+    for setting, value in verls_corrections(config).items():
+        yield REUSED.forbidden(f"{setting}={value}", "needs l_old before the update")
     for setting in DROPOUTS:
         if share := OmegaConf.select(config, setting):
             yield REUSED.forbidden(f"{setting}={share}", "drops a part of the model in the update only")

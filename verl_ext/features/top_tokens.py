@@ -26,6 +26,7 @@ from verl_ext.features.verl_config import (
     rollout_name,
     top_k,
     truncates,
+    verls_corrections,
 )
 
 FUSED = f"{MODEL}.use_fused_kernels"
@@ -187,10 +188,8 @@ def _centered_weights_problems(run: RunFeatures) -> Iterator[Problem]:
                 f"stability.filters.{one.name}",
                 otherwise="leave the filter out, or set stability.score_centering=false",
             )
-    for name in ("rollout_is", "rollout_rs"):
-        setting = f"algorithm.rollout_correction.{name}"
-        if value := OmegaConf.select(run.config, setting):
-            yield _uncentered("does not know verl's own weights", f"{setting}={value}", f"{setting}=null")
+    for setting, value in verls_corrections(run.config).items():
+        yield _uncentered("does not know verl's own weights", f"{setting}={value}", f"{setting}=null")
 
 
 def _uncentered(why: str, what: str, *fix: str, otherwise: str = "set stability.score_centering=false") -> Problem:

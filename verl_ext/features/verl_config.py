@@ -37,6 +37,11 @@ HYBRID = "actor_rollout_ref.hybrid_engine"
 REWARD_ARGUMENTS = "reward.reward_kwargs"
 RUNTIME = "ray_kwargs.ray_init.runtime_env.env_vars"  # the workers' environment
 MERGE_LORA = f"++{MODEL}.lora.merge=true"
+# Settings with which an update drops a part of the model, but compute_log_prob and the rollout do not.
+DROPOUTS = (
+    *(f"{ACTOR}.megatron.override_transformer_config.{part}_dropout" for part in ("hidden", "attention")),
+    f"{MODEL}.lora.dropout",
+)
 # Training engine -> the setting of a LoRA's rank.
 LORA_RANKS = {"fsdp": f"{MODEL}.lora_rank", "fsdp2": f"{MODEL}.lora_rank", "megatron": f"{MODEL}.lora.rank"}
 # Text that Hydra's override grammar (hydra/grammar/OverrideLexer.g4, 1.3) reads as a string without quotes, unless it
@@ -143,6 +148,12 @@ def bypasses(config: DictConfig) -> bool:
     still that of `policy_loss.loss_mode`, so r = exp(l_theta - l_infer), which is k in the first pass of the update.
     """
     return bool(OmegaConf.select(config, BYPASS))
+
+
+def verls_corrections(config: DictConfig) -> dict[str, Any]:
+    """Returns setting -> value of those of verl's rollout corrections that are on."""
+    found = {name: value_of(config, name) for name in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs")}
+    return {name: value for name, value in found.items() if value}
 
 
 def ignores_advantages(config: DictConfig) -> bool:
