@@ -8,7 +8,7 @@ from verl_ext.base.errors import ConfigError, errors_of
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.settings import StabilityConfig
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import problems_of
+from verl_ext.features.table import problems_of, read_features
 from verl_ext.launch.models import ModelShape
 from verl_ext.launch.sizes import size_problems
 
@@ -19,6 +19,11 @@ def read_settings(node: Any) -> StabilityConfig:
     if problems := [*stability.problems()]:
         raise ConfigError.of(problems)
     return stability
+
+
+def features_of(config: DictConfig, *, read_model: bool = True) -> RunFeatures:
+    """Returns the features that a config switches on, before it is fitted."""
+    return read_features(config, stability_config(config.stability), read_model=read_model)
 
 
 def check_run(run: RunFeatures) -> None:

@@ -2,7 +2,9 @@ import pytest
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from recipes.make_assets import build_tokenizer
+from tests.support.problems import check_run, features_of
 from verl_ext.base.errors import ConfigError
+from verl_ext.features.table import apply_engine_settings
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +16,20 @@ def models(tmp_path_factory):
         build_tokenizer().save_pretrained(folder / name)
     LlamaConfig().save_pretrained(folder / "no_tokenizer")
     return folder
+
+
+@pytest.fixture
+def checked(compose, models):
+    """checked(*overrides, model="moe") -> the config of a run with vLLM that passes, as verl gets it."""
+
+    def run(*overrides, model="moe"):
+        given = (f"actor_rollout_ref.model.path={models}/{model}", "actor_rollout_ref.rollout.name=vllm")
+        config = compose(*given, *overrides)
+        check_run(features_of(config))
+        apply_engine_settings(features_of(config))
+        return config
+
+    return run
 
 
 @pytest.fixture(scope="session")

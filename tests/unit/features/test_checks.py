@@ -6,13 +6,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support.fixing import assert_fixed, assert_refused
-from tests.support.problems import check_run
+from tests.support.problems import check_run, features_of
 from verl_ext.base.errors import ConfigError, errors_of
 from verl_ext.core.losses import Llds
 from verl_ext.features import rescoring
 from verl_ext.features.feature import RunFeatures
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, loss_settings, read_features
+from verl_ext.features.table import apply_engine_settings, loss_settings
 from verl_ext.features.verl_config import BYPASS, check_folder
 from verl_ext.launch.files import file_problems
 from verl_ext.upstream.agent_loop import VARIABLE, Extras, parse_extras
@@ -20,7 +20,7 @@ from verl_ext.upstream.agent_loop import VARIABLE, Extras, parse_extras
 
 def check(compose, *overrides):
     config = compose(*overrides)
-    check_run(read_features(config, stability_config(config.stability)))
+    check_run(features_of(config))
     return config
 
 
@@ -257,7 +257,7 @@ def test_a_model_folder_without_a_config_is_named(compose, overrides, tmp_path):
 def test_routing_of_an_moe_is_asked_of_the_rollout(compose, models):
     config = check(compose, *ROUTING, f"actor_rollout_ref.model.path={models}/moe")
     assert not config.actor_rollout_ref.rollout.enable_rollout_routing_replay
-    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    apply_engine_settings(features_of(config))
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
 
@@ -273,7 +273,7 @@ def test_a_missing_tokenizer_is_named(compose, models):
 def test_float32_head_becomes_the_rollouts_argument(compose, models, engine, argument, value):
     model = f"actor_rollout_ref.model.path={models}/moe"
     config = check(compose, "stability.float32_head=true", f"actor_rollout_ref.rollout.name={engine}", model)
-    run = read_features(config, stability_config(config.stability))
+    run = features_of(config)
     apply_engine_settings(run)
     assert OmegaConf.select(config, f"actor_rollout_ref.rollout.engine_kwargs.{engine}.{argument}") == value
     assert loss_settings(run)["float32_head"] is True
@@ -287,13 +287,13 @@ def test_cascade_attention_becomes_vllms_argument(compose, models, setting, disa
         "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.model.path={models}/moe",
     )
-    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    apply_engine_settings(features_of(config))
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn is disabled
 
 
 def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
     config = compose("stability=deepseek_v32", "stability.opsm.delta=0.2", "stability.kl_denominator=old")
-    settings = loss_settings(read_features(config, stability_config(config.stability)))
+    settings = loss_settings(features_of(config))
     gate = {"vllm_kl": None, "policy_kl": None, "grad_norm": None}
     opsm = {"delta": 0.2, "stale_only": False}
     nothing = {"undo": False, "after_update": 0}
@@ -302,7 +302,7 @@ def test_the_workers_loss_is_told_of_opsm_and_of_the_kl(compose):
 
 def test_nothing_is_set_where_nothing_is_asked_for(compose):
     config, untouched = compose("stability=icepop"), compose("stability=icepop")
-    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    apply_engine_settings(features_of(config))
     environment = config.ray_kwargs.ray_init.runtime_env
     assert Extras(**parse_extras(environment.env_vars[VARIABLE])) == Extras(answers=True)
     OmegaConf.update(untouched, "ray_kwargs.ray_init.runtime_env.env_vars", environment.env_vars, force_add=True)
@@ -314,8 +314,8 @@ def test_loss_mode_alone_names_the_loss(compose):
 
     given = ("stability=none", f"{LOSS}.loss_mode=llds", f"{LOSS}.coef=0.5")
     config = compose(*given, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1")
-    check_run(read_features(config, stability_config(config.stability), read_model=False))
-    apply_engine_settings(read_features(config, stability_config(config.stability)))
+    check_run(features_of(config, read_model=False))
+    apply_engine_settings(features_of(config))
     built = omega_conf_to_dataclass(config.actor_rollout_ref.actor).policy_loss
     assert (built.loss_mode, built.base, built.settings) == ("llds", "vanilla", Llds(coef=0.5))
 
@@ -324,5 +324,5 @@ def test_every_worker_imports_the_plugins_by_verls_own_setting(compose):
     external = "actor_rollout_ref.model.external_lib"
     for given, expected in ([], ["json"]), ([f"{external}=csv"], ["csv", "json"]), ([f"{external}=[json]"], ["json"]):
         config = compose("stability=icepop", "stability.plugins=[json]", *given)
-        apply_engine_settings(read_features(config, stability_config(config.stability)))
+        apply_engine_settings(features_of(config))
         assert config.actor_rollout_ref.model.external_lib == expected

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tests.support.problems import features_of
 from verl_ext.features.feature import Need
 from verl_ext.features.guard import AFTER_RULE
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import read_features, table_lines
+from verl_ext.features.table import table_lines
 from verl_ext.launch.compose import stability_choices
 
 ACTOR = "actor_rollout_ref.actor"
@@ -21,7 +21,7 @@ def asked(compose):
 
     def run(*overrides):
         config = compose(*overrides)
-        return read_features(config, stability_config(config.stability))
+        return features_of(config)
 
     return run
 

@@ -4,12 +4,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests import ROOT
-from tests.support.problems import read_settings
+from tests.support.problems import features_of, read_settings
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.fit import fit_run
 from verl_ext.features.guard import published_level
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, read_features
+from verl_ext.features.table import apply_engine_settings
 from verl_ext.guard.rules import Rule, describe
 
 
@@ -208,7 +208,7 @@ def run_of(compose, tmp_path):
     def run(model, *overrides):
         (tmp_path / "config.json").write_text(json.dumps(model))
         config = compose(f"actor_rollout_ref.model.path={tmp_path}", "stability=icepop", *overrides)
-        return read_features(config, stability_config(config.stability))
+        return features_of(config)
 
     return run
 

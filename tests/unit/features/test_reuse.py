@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.problems import features_of
 from verl_ext.features.feature import Need
 from verl_ext.features.fit import fit_run
 from verl_ext.features.reuse import measured_late, obstacles, reuses
 from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, loss_settings, read_features, table_lines
+from verl_ext.features.table import apply_engine_settings, loss_settings, table_lines
 
 ONE_STEP = (
     *("actor_rollout_ref.rollout.name=vllm", "data.train_batch_size=64"),
@@ -23,7 +24,7 @@ SEPARATE = "trainer.v1.trainer_mode=separate_async"
 def run_of(compose):
     def run(*overrides):
         config = compose(*ONE_STEP, *overrides)
-        return read_features(config, stability_config(config.stability), read_model=False)
+        return features_of(config, read_model=False)
 
     return run
 

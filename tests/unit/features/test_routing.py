@@ -10,7 +10,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from recipes.make_assets import build_tokenizer
 from tests.support.fixing import assert_fixed, assert_refused
-from tests.support.problems import check_run
+from tests.support.problems import features_of
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.corrections import CORRECTIONS, register_correction
 from verl_ext.core.loss_batch import LossChange
@@ -18,8 +18,7 @@ from verl_ext.core.losses import register_loss
 from verl_ext.features.feature import Need
 from verl_ext.features.losses import LOSS, LOSSES
 from verl_ext.features.routing import replayed_field
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, read_features, table_lines
+from verl_ext.features.table import table_lines
 from verl_ext.features.verl_config import replay_mode, verls_replay_setting
 from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
@@ -32,23 +31,7 @@ AGREEMENT = ("stability=none", "stability.router_agreement=true", "model_engine=
 
 
 def compares(config):
-    return Need.COMPARED_ROUTERS in read_features(config, stability_config(config.stability)).needs
-
-
-@pytest.fixture
-def checked(compose, models):
-    """checked("stability=none", ...) -> the config after check_run and apply_engine_settings."""
-
-    def run(*overrides, model="moe"):
-        config = compose(
-            f"actor_rollout_ref.model.path={models}/{model}", "actor_rollout_ref.rollout.name=vllm", *overrides
-        )
-        assert read_features(config, stability_config(config.stability)).demands
-        check_run(read_features(config, stability_config(config.stability)))
-        apply_engine_settings(read_features(config, stability_config(config.stability)))
-        return config
-
-    return run
+    return Need.COMPARED_ROUTERS in features_of(config).needs
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
@@ -76,7 +59,7 @@ def test_the_presets_replay_and_compare_on_each_engine(checked, preset, mode, en
     assert replay_mode(config) == mode
     assert OmegaConf.select(config, verls_replay_setting(config)) == mode
     assert compares(config)
-    lines = {line.name: line.setting for line in table_lines(read_features(config, stability_config(config.stability)))}
+    lines = {line.name: line.setting for line in table_lines(features_of(config))}
     assert lines["routing replay"].startswith(mode)
     assert config.actor_rollout_ref.rollout.enable_rollout_routing_replay
 
@@ -129,7 +112,7 @@ LOAD_BALANCE = "actor_rollout_ref.rollout.moe_load_balance_metrics_interval"
 def test_a_share_is_asked_for_in_every_process_and_named(checked, engine):
     config = checked(*SHARE, f"model_engine={engine}")
     assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 0.25
-    (feature,) = table_lines(read_features(config, stability_config(config.stability)))
+    (feature,) = table_lines(features_of(config))
     assert feature.setting == "compute_log_prob, share 0.25"
     assert parse_extras(checked(*SHARE[:2]).ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["share"] == 1
 

@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from tests.support.examples import slow_cases
-from tests.support.problems import check_run
+from tests.support.problems import check_run, features_of
 from verl_ext.base import methods
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.advantages import ESTIMATORS
@@ -152,7 +152,7 @@ def effects(config):
 
 def given_to_verl(config):
     config = copy.deepcopy(config)
-    apply_engine_settings(read_features(config, stability_config(config.stability), read_model=False))
+    apply_engine_settings(features_of(config, read_model=False))
     return {name: OmegaConf.to_container(config[name]) for name in ("actor_rollout_ref", "algorithm")}
 
 

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.examples import slow_cases
-from tests.support.problems import check_run, check_sizes
+from tests.support.problems import check_run, check_sizes, features_of
 from verl_ext.base.errors import ConfigError
 from verl_ext.features.fit import fit_run
 from verl_ext.features.mismatch import RAW, RAW_SETTING
 from verl_ext.features.routing import sglang_model_problems
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, read_features
+from verl_ext.features.table import apply_engine_settings
 from verl_ext.features.verl_config import SGLANG_ARGUMENTS as ARGUMENTS
 from verl_ext.launch import sizes
 from verl_ext.launch.compose import stability_choices
@@ -28,17 +27,9 @@ VERLS_OWN = ("stability.metrics=true", "model_engine=megatron", f"{ROLLOUT}.enab
 
 
 @pytest.fixture
-def checked(compose, models):
+def checked(checked):
     """checked("stability=icepop", ...) -> the config of a run with SGLang, as verl gets it."""
-
-    def run(*overrides, model="moe"):
-        config = compose(f"actor_rollout_ref.model.path={models}/{model}", SGLANG, *overrides)
-        stability = stability_config(config.stability)
-        check_run(read_features(config, stability))
-        apply_engine_settings(read_features(config, stability))
-        return config
-
-    return run
+    return partial(checked, SGLANG)
 
 
 @pytest.mark.parametrize("name", slow_cases(sorted(stability_choices())))
@@ -55,7 +46,7 @@ def test_every_preset_runs_with_sglang(compose, models, name):
 @pytest.mark.parametrize("recipe", slow_cases(["qwen3_30b_a3b", "qwen3_30b_a3b_async", "qwen3_30b_a3b_megatron"]))
 def test_a_recipe_takes_sglang_by_one_override(compose, recipe):
     config = compose(f"recipe={recipe}", "stability=icepop", "stability.router_agreement=true", SGLANG)
-    check_run(read_features(config, stability_config(config.stability), read_model=False))
+    check_run(features_of(config, read_model=False))
     check_sizes(config, None)
 
 

@@ -5,12 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.problems import check_run
+from tests.support.problems import check_run, features_of
 from verl_ext.base.errors import ConfigError, HookError
 from verl_ext.features.feature import Engines
-from verl_ext.features.stability import stability_config
 from verl_ext.features.sync_check import LAYOUTS
-from verl_ext.features.table import read_features, table_lines, verify
+from verl_ext.features.table import table_lines, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync, classes_of_workers
 from verl_ext.upstream import engine_calls
 from verl_ext.upstream.sync_record import Recorded
@@ -26,7 +25,7 @@ def asked(compose):
 
     def asked(*overrides):
         config = compose("actor_rollout_ref.actor.strategy=fsdp2", "algorithm.adv_estimator=grpo", *overrides)
-        return read_features(config, stability_config(config.stability), read_model=False)
+        return features_of(config, read_model=False)
 
     return asked
 

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.problems import features_of
 from verl_ext.base.errors import HookError
 from verl_ext.features.feature import Engines
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import StartupRow, print_table, read_features, verify
+from verl_ext.features.table import StartupRow, print_table, verify
 from verl_ext.trainer.trainers import StabilityTrainerSync
 from verl_ext.upstream import engine_calls, sglang_server
 
@@ -54,7 +54,7 @@ LOSS_ASKED_FOR = [
 @pytest.mark.parametrize(("overrides", "report", "said"), LOSS_ASKED_FOR)
 def test_a_rank_whose_loss_lacks_something_stops_the_run(compose, overrides, report, said):
     config = compose("actor_rollout_ref.rollout.name=vllm", *overrides.split())
-    active, ranks = read_features(config, stability_config(config.stability)), [TOLD | report, TOLD | report]
+    active, ranks = features_of(config), [TOLD | report, TOLD | report]
     engines = Engines(SimpleNamespace(configure_loss=lambda settings: ranks), [])
     assert verify(active, StabilityTrainerSync, engines)
     ranks[1] = TOLD
@@ -66,7 +66,7 @@ def test_a_rank_whose_loss_lacks_something_stops_the_run(compose, overrides, rep
 def test_braces_in_the_experiments_name_are_no_place(compose):
     name = ("stability.trajectories.per_step=2", "trainer.experiment_name='a {0} b'")
     config = compose("actor_rollout_ref.rollout.name=vllm", *name)
-    rows = verify(read_features(config, stability_config(config.stability)), StabilityTrainerSync, Engines(None, []))
+    rows = verify(features_of(config), StabilityTrainerSync, Engines(None, []))
     assert any("a {0} b" in row.where for row in rows)
 
 
@@ -77,7 +77,7 @@ def routing_of(compose):
     def rows(*overrides, hooks=(("Router", 4), ("Router", 4))):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
         workers = SimpleNamespace(routing_hooks=lambda: list(hooks), configure_loss=lambda settings: [TOLD, TOLD])
-        active = read_features(config, stability_config(config.stability))
+        active = features_of(config)
         return [(row.name, row.setting) for row in verify(active, StabilityTrainerSync, Engines(workers, []))]
 
     return rows
@@ -112,7 +112,7 @@ def servers_of(compose, monkeypatch):
 
     def start(*decoding):
         monkeypatch.setattr(sglang_server, "decodes_routing", lambda server: server)
-        active = read_features(config, stability_config(config.stability))
+        active = features_of(config)
         managers = [SimpleNamespace(server_handles=[server]) for server in decoding]
         return verify(active, StabilityTrainerSync, Engines(workers, managers))
 
@@ -133,7 +133,7 @@ def rounding_of(compose, monkeypatch):
         "stability.fake_quantization.format=fp4",
         "stability.fake_quantization.router=true",
     )
-    active = read_features(config, stability_config(config.stability))
+    active = features_of(config)
     settings = asdict(active.stability.fake_quantization)
 
     def row(*rounded, settings=settings):
@@ -174,7 +174,7 @@ def adapter_of(compose, monkeypatch):
 
     def where(*reports, overrides=(lora, canary)):
         config = compose("actor_rollout_ref.rollout.name=vllm", *overrides)
-        active = read_features(config, stability_config(config.stability))
+        active = features_of(config)
         monkeypatch.setattr(engine_calls, "call", lambda server, function: reports)
         engines = Engines(None, [SimpleNamespace(server_handles=["server"])])
         return verify(active, StabilityTrainerSync, engines)[-1].where

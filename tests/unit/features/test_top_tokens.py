@@ -5,10 +5,9 @@ from functools import partial
 import pytest
 
 from tests.support.fixing import assert_refused
-from tests.support.problems import check_run
+from tests.support.problems import features_of
 from verl_ext.features.feature import Need
-from verl_ext.features.stability import stability_config
-from verl_ext.features.table import apply_engine_settings, loss_settings, read_features, table_lines
+from verl_ext.features.table import loss_settings, table_lines
 from verl_ext.upstream.agent_loop import VARIABLE, parse_extras
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,22 +21,6 @@ ASKED = f"stability=icepop {K}=32"
 KEPT = f"stability=icepop {ROLLOUT}.top_p=0.9 {ROLLOUT}.top_k=64"
 TIGHTEN = "stability.guard.rules={r:{signal:vllm_kl/k3,above:1,action:tighten}}"
 CENTERED = f"stability=score_centering data.train_batch_size=64 {ACTOR}.ppo_mini_batch_size=64"
-
-
-@pytest.fixture
-def check(compose, models):
-    """check("override override", ...) -> the config, checked and set."""
-
-    def run(*overrides):
-        config = compose(
-            f"actor_rollout_ref.model.path={models}/moe", f"{ROLLOUT}.name=vllm", *" ".join(overrides).split()
-        )
-        stability = stability_config(config.stability)
-        check_run(read_features(config, stability))
-        apply_engine_settings(read_features(config, stability))
-        return config
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -105,8 +88,8 @@ def check(compose, models):
         ),
     ],
 )
-def test_what_cannot_work_names_the_remedy(check, overrides, message):
-    error = assert_refused(partial(check, overrides), message)
+def test_what_cannot_work_names_the_remedy(checked, overrides, message):
+    error = assert_refused(partial(checked, *overrides.split()), message)
     assert len(error.problems) == 1
 
 
@@ -121,40 +104,39 @@ def test_what_cannot_work_names_the_remedy(check, overrides, message):
         (f"{CENTERED} stability.correction=tis", 128, {"corrections": {"tis": {"cap": 2.0, "floor": 0.0}}}),
     ],
 )
-def test_what_needs_top_tokens_turns_them_on(check, overrides, k, use):
-    config = check(overrides)
-    stability = stability_config(config.stability)
-    run = read_features(config, stability)
+def test_what_needs_top_tokens_turns_them_on(checked, overrides, k, use):
+    config = checked(*overrides.split())
+    run = features_of(config)
     (line,) = [one for one in table_lines(run) if one.name == "sampler's top tokens"]
     assert line.setting.split()[0] == str(k) and {Need.TOP_TOKENS, Need.MEASURED_BATCHES, Need.OUR_LOSS} <= run.needs
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == k
     assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["top_tokens"] == k
-    assert use.items() <= loss_settings(read_features(config, stability))["top_tokens"].items()
+    assert use.items() <= loss_settings(run)["top_tokens"].items()
 
 
 @pytest.mark.parametrize(("overrides", "k"), [(ASKED, 32), (KEPT, 64), (CENTERED, 128)])
-def test_sglang_is_asked_for_them_too_and_has_no_limit(check, overrides, k):
-    config = check(overrides, SGLANG)
+def test_sglang_is_asked_for_them_too_and_has_no_limit(checked, overrides, k):
+    config = checked(*overrides.split(), SGLANG)
     assert parse_extras(config.ray_kwargs.ray_init.runtime_env.env_vars[VARIABLE])["top_tokens"] == k
     assert "max_logprobs" not in str(config.actor_rollout_ref.rollout.engine_kwargs)
-    settings = loss_settings(read_features(config, stability_config(config.stability)))
+    settings = loss_settings(features_of(config))
     assert settings["top_tokens"]["truncated"] is (overrides == KEPT)
 
 
-def test_raw_log_probs_of_sglang_need_none(check):
+def test_raw_log_probs_of_sglang_need_none(checked):
     """They stay as SGLang returns them, over all tokens, as vLLM's do; the doctor warns."""
-    config = check("stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
-    assert Need.TOP_TOKENS not in read_features(config, stability_config(config.stability)).needs
+    config = checked("stability=icepop", SGLANG, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.logprobs_mode=raw_logprobs")
+    assert Need.TOP_TOKENS not in features_of(config).needs
 
 
-def test_where_nothing_needs_it_there_is_none(check, compose):
-    config = check("stability=icepop")
-    assert Need.TOP_TOKENS not in read_features(config, stability_config(config.stability)).needs
+def test_where_nothing_needs_it_there_is_none(checked, compose):
+    config = checked("stability=icepop")
+    assert Need.TOP_TOKENS not in features_of(config).needs
     assert "max_logprobs" not in (config.actor_rollout_ref.rollout.engine_kwargs.get("vllm") or {})
     assert "top_tokens:0" in str(config.ray_kwargs)
     plain = compose("stability=none", f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.name=vllm")
-    assert read_features(plain, stability_config(plain.stability)).demands == ()  # the run is verl's own
+    assert features_of(plain).demands == ()  # the run is verl's own
 
 
-def test_more_than_vllm_is_asked_for_is_left_to_the_user(check):
-    assert check(ASKED, f"+{MAX}=-1").actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == -1
+def test_more_than_vllm_is_asked_for_is_left_to_the_user(checked):
+    assert checked(*ASKED.split(), f"+{MAX}=-1").actor_rollout_ref.rollout.engine_kwargs.vllm.max_logprobs == -1
