@@ -1,12 +1,12 @@
 """The collapse of a run that trains, and the metrics that moved before its reward fell."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from verl_ext.diagnosis.growth import scatter
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
+from verl_ext.diagnosis.series import Readings, Series
 from verl_ext.diagnosis.statistics import DEVIATIONS, STAYS, STRETCH, dead_since, leaves, level_means
 
 BEFORE = 64  # readings before the fall; a series is taken to be calm in the earlier half of these
@@ -15,8 +15,6 @@ HARMLESS_GAP = 1e-3  # k3 below this is harmless: a hundredth of the boundary
 SIGNAL_WORDS = {K3: "k3", GRADIENT: "the gradient norm", ENTROPY: "the entropy", LENGTH: "the response length"}
 RISES_ONLY = (K3, GRADIENT)
 RECORDED = (REWARD, *SIGNAL_WORDS)
-
-Pairs = Sequence[tuple[int, float]]  # (step, value), finite, with ascending steps
 
 
 @dataclass(frozen=True)
@@ -74,38 +72,38 @@ class Collapse:
         return f"{fell} {first}{then}."
 
 
-def find_collapse(series: Mapping[str, Pairs]) -> Collapse | None:
+def find_collapse(run: Readings) -> Collapse | None:
     """Returns the collapse of a reward that is dead at its last reading (`statistics.dead_since`); None if it is not.
 
     Args:
-        series: name of a metric -> its readings; those of RECORDED that were logged.
+        run: the readings of RECORDED that were logged.
     """
-    reward = series.get(REWARD, ())
-    found = dead_since(np.array([value for _, value in reward]))
-    if found is None:
+    reward = run.get(REWARD)
+    found = None if reward is None else dead_since(reward.values)
+    if reward is None or found is None:
         return None
     best, began, until = found
-    step, now = reward[began][0], [value for _, value in reward[-STAYS:]]
-    return Collapse(best, sum(now) / STAYS, step, what_moved(series, step, reward[until][0]))
+    step, now = int(reward.steps[began]), float(reward.values[-STAYS:].mean())
+    return Collapse(best, now, step, moves_before(run, step, int(reward.steps[until])))
 
 
-def what_moved(series: Mapping[str, Pairs], began: int, until: int) -> tuple[Move, ...]:
+def moves_before(run: Readings, began: int, until: int) -> tuple[Move, ...]:
     """Returns the series other than the reward that left their calm before `until`, the earliest first.
 
     A series leaves its calm at the first reading that begins a move: of STRETCH readings from there, all but one lie on
     the same side of the calm level, by more than DEVIATIONS times the scatter of the calm readings.
 
     Args:
-        series: name of a metric -> its readings; those of RECORDED that were logged.
         began, until: the step in which the reward began to fall, and the step in which it had fallen.
     """
-    found = (_move(name, series.get(name, ()), began, until) for name in SIGNAL_WORDS)
+    logged = ((name, run.get(name)) for name in SIGNAL_WORDS)
+    found = (_move(name, series, began, until) for name, series in logged if series is not None)
     return tuple(sorted((move for move in found if move is not None), key=lambda move: move.step))
 
 
-def _move(name: str, readings: Pairs, began: int, until: int) -> Move | None:
-    """Returns the move of one series, if it left its calm before `until`; the arguments are those of `what_moved`."""
-    steps, values = (np.array(column) for column in zip(*readings, strict=True)) if readings else (np.empty(0),) * 2
+def _move(name: str, series: Series, began: int, until: int) -> Move | None:
+    """Returns the move of one series, if it left its calm before `until`; the steps are those of `moves_before`."""
+    steps, values = series.steps, series.values
     last = int(np.searchsorted(steps, began, side="right"))
     start = max(last - BEFORE, 0)
     calm = values[start:][: max((last - start) // 2, STRETCH)]

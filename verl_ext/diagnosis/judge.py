@@ -187,8 +187,7 @@ class RunningDiagnosis:
     """
 
     def __init__(self) -> None:
-        self._first: dict[str, list[tuple[int, float]]] = {}
-        self._last: dict[str, list[tuple[int, float]]] = {}
+        self._readings: dict[str, list[tuple[int, float]]] = {}
         self._seen: list[str] = []
         self.reported = ""
         known_causes()  # an unusable file must be found before the run has trained
@@ -203,13 +202,9 @@ class RunningDiagnosis:
         for name, logged in by_quantity(numbers).items():
             values = {each: float(alias.convert(numbers[each])) for each, alias in logged.items()}
             value = next((each for each in values.values() if math.isfinite(each)), next(iter(values.values())))
-            first = self._first.setdefault(name, [])
-            if len(first) < FIRST_KEPT:
-                first.append((step, value))
-            else:
-                last = self._last.setdefault(name, [])
-                last.append((step, value))
-                del last[:-LAST_KEPT]
+            readings = self._readings.setdefault(name, [])
+            readings.append((step, value))
+            del readings[FIRST_KEPT:-LAST_KEPT]
         if step % LOOK_EVERY:
             return None
         found = self.look()
@@ -222,7 +217,9 @@ class RunningDiagnosis:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all readings so far, in plain numbers, lists and dicts."""
-        return {"first": self._first, "last": self._last, "seen": self._seen, "reported": self.reported}
+        first = {name: readings[:FIRST_KEPT] for name, readings in self._readings.items()}
+        last = {name: readings[FIRST_KEPT:] for name, readings in self._readings.items() if readings[FIRST_KEPT:]}
+        return {"first": first, "last": last, "seen": self._seen, "reported": self.reported}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` returned. Raises ValueError if this is no such state."""
@@ -232,11 +229,11 @@ class RunningDiagnosis:
                 for part in ("first", "last")
             )
             seen, reported = [str(name) for name in saved["seen"]], str(saved["reported"])
-            self._first, self._last, self._seen, self.reported = first, last, seen, reported
+            self._readings = {name: readings + last.get(name, []) for name, readings in first.items()}
+            self._seen, self.reported = seen, reported
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no readings of a run: {error!r}") from error
 
     def look(self) -> Suspect | None:
         """Returns the cause that all readings so far point to; None if there is none, or it is harmless rounding."""
-        pairs = {name: [*first, *self._last.get(name, ())] for name, first in self._first.items()}
-        return judge(Readings.of_pairs(pairs)).first
+        return judge(Readings.of_pairs(self._readings)).first

@@ -16,6 +16,7 @@ from verl_ext.base.names import BUCKETS
 from verl_ext.diagnosis.collapse import RECORDED, STRETCH, find_collapse
 from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_enough, spread
 from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD, engines_names
+from verl_ext.diagnosis.series import Readings
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
 # Jumps are looked for in the mean |log k|, to which all tokens contribute alike; a single token can move k3.
@@ -136,7 +137,7 @@ def _collapse_events(state: GuardState, step: int, old_rollouts: bool) -> tuple[
     """Reports once that the reward has collapsed, and once that the run has regained half of the reward that it
     lost."""
     if not state.collapsed:
-        found = find_collapse(state.record)
+        found = find_collapse(Readings.of_pairs(state.record))
         if found is None:
             return ()
         state.collapsed, state.recovers_at = True, (found.best + found.now) / 2

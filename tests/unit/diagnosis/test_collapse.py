@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests import ROOT
-from verl_ext.diagnosis.collapse import STAYS, STRETCH, find_collapse, what_moved
+from verl_ext.diagnosis.collapse import STAYS, STRETCH, find_collapse, moves_before
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K3, LENGTH, REWARD
+from verl_ext.diagnosis.series import Readings
 
 DATA = ROOT / "tests" / "support" / "data"
 CALM, FALLEN = 60, 70  # readings before the fall of `FALL`, and before its end
@@ -16,11 +17,13 @@ CALM, FALLEN = 60, 70  # readings before the fall of `FALL`, and before its end
 def series(**values):
     """Turns lists of values into readings that start at step 1."""
     names = {"reward": REWARD, "k3": K3, "gradient": GRADIENT, "entropy": ENTROPY, "length": LENGTH}
-    return {names[key]: [(step, float(value)) for step, value in enumerate(each, 1)] for key, each in values.items()}
+    return Readings.of_pairs({names[key]: enumerate(each, 1) for key, each in values.items()})
 
 
-def until(found, last):
-    return {name: [reading for reading in readings if reading[0] <= last] for name, readings in found.items()}
+def until(run, last):
+    return Readings.of_pairs(
+        {name: [each for each in run.get(name).pairs() if each[0] <= last] for name in run.names()}
+    )
 
 
 def noise(size, seed=0):
@@ -114,19 +117,19 @@ def test_a_gap_that_did_not_grow_before_is_not_to_blame(k3):
     ],
 )
 def test_which_moves_count(name, before, after, moves):
-    found = what_moved(series(**{name: [before] * 40 + [after] * 60}), CALM, FALLEN)
+    found = moves_before(series(**{name: [before] * 40 + [after] * 60}), CALM, FALLEN)
     assert [(move.step, move.before, round(move.after, 9)) for move in found] == [(41, before, after)] * moves
 
 
 def test_what_is_logged_only_now_and_then_counts_if_it_is_seen_often_enough():
-    gradient = series(gradient=[0.6] * 50 + [2.5] * 54)[GRADIENT]
-    assert [move.step for move in what_moved({GRADIENT: gradient[::2]}, CALM + 1, FALLEN)] == [51]
-    assert what_moved({GRADIENT: gradient[::2][:6]}, CALM + 1, FALLEN) == ()
+    gradient = series(gradient=[0.6] * 50 + [2.5] * 54).get(GRADIENT).pairs()
+    assert [move.step for move in moves_before(Readings.of_pairs({GRADIENT: gradient[::2]}), CALM + 1, FALLEN)] == [51]
+    assert moves_before(Readings.of_pairs({GRADIENT: gradient[::2][:6]}), CALM + 1, FALLEN) == ()
 
 
 def recorded(name):
     found = json.loads((DATA / f"{name}.json").read_text())
-    return {key: list(enumerate(values, 1)) for key, values in found.items() if key != "what"}
+    return Readings.of_pairs({key: enumerate(values, 1) for key, values in found.items() if key != "what"})
 
 
 @pytest.mark.parametrize(
@@ -147,8 +150,8 @@ def test_recorded_runs_that_died_of_their_learning_rate(name, by, began, moves):
 
 def test_a_recorded_noisy_run_that_learns_is_not_dead():
     run = recorded("noisy_lr_3e-3")
-    assert np.abs(np.diff([value for _, value in run[REWARD]])).max() > 0.2
-    assert not any(find_collapse(until(run, last)) for last in range(1, len(run[REWARD]) + 1, 4))
+    assert np.abs(np.diff(run.get(REWARD).values)).max() > 0.2
+    assert not any(find_collapse(until(run, last)) for last in range(1, len(run.get(REWARD).steps) + 1, 4))
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.8])

@@ -369,9 +369,8 @@ def test_memory_is_bounded_and_keeps_the_beginning():
     steps = FIRST_KEPT + LAST_KEPT + 1000
     for step in range(1, steps + 1):
         diagnosis.add(LOOK_EVERY * step + 1, {"actor/entropy": float(step), "mine": 1.0})  # never at a look
-    pairs = {name: [*first, *diagnosis._last[name]] for name, first in diagnosis._first.items()}
-    assert {len(found) for found in pairs.values()} == {FIRST_KEPT + LAST_KEPT}
-    kept = [value for _, value in pairs["actor/entropy"]]
+    assert {len(found) for found in diagnosis._readings.values()} == {FIRST_KEPT + LAST_KEPT}
+    kept = [value for _, value in diagnosis._readings["actor/entropy"]]
     assert kept == [*range(1, FIRST_KEPT + 1), *range(steps - LAST_KEPT + 1, steps + 1)]
 
 
@@ -399,7 +398,7 @@ def test_names_of_other_frameworks_are_the_same_quantity():
     diagnosis = RunningDiagnosis()
     diagnosis.add(1, {"rollout_corr/k3_kl": 0.5, "vllm_kl/k3": NAN})
     diagnosis.add(2, {"rollout_corr/k3_kl": 0.5, "vllm_kl/k3": 0.25})
-    assert diagnosis._first == {"vllm_kl/k3": [(1, 0.5), (2, 0.25)]}
+    assert diagnosis._readings == {"vllm_kl/k3": [(1, 0.5), (2, 0.25)]}
 
 
 def test_a_run_and_its_log_name_the_same_cause():

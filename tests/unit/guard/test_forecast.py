@@ -10,6 +10,7 @@ from tests import ROOT
 from verl_ext.diagnosis.collapse import STAYS, find_collapse
 from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, HORIZON
 from verl_ext.diagnosis.names import GRADIENT, K3, LOG_RATIO, REWARD
+from verl_ext.diagnosis.series import Readings
 from verl_ext.guard.forecast import AGE_IN_IT, MIXED, engines_part, engines_value, holds_age, owner_clause, place_clause
 from verl_ext.guard.guard import Guard
 
@@ -219,7 +220,7 @@ def test_a_dead_run_is_said_once_in_the_reports_words():
     metrics, events = walk(Guard(), death())
     (event,) = events
     assert (event.step, event.rule, event.action, event.signal) == (40 + STAYS, "collapse", "warn", REWARD)
-    found = find_collapse({name: list(enumerate(values, 1)) for name, values in death().items()})
+    found = find_collapse(Readings.of_pairs({name: enumerate(values, 1) for name, values in death().items()}))
     assert event.reason == f"{found} {found.remedy}"
     assert "the gradient norm (0.6 to 2.5, from step 31)" in event.reason
     assert [step["guard/collapsed"] for step in metrics] == [0.0] * (39 + STAYS) + [1.0] * 21

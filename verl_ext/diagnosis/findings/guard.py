@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from verl_ext.diagnosis.collapse import RECORDED, SIGNAL_WORDS, Move, what_moved
+from verl_ext.diagnosis.collapse import SIGNAL_WORDS, Move, moves_before
 from verl_ext.diagnosis.findings.gap import STALENESS, Gap, gap_of
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import reward_course
@@ -335,11 +335,6 @@ def fell_at(run: Readings) -> int | None:
     """Returns the step at which the reward fell; None if it did not."""
     course = reward_course(run)
     return course.step if course is not None and (course.collapsed or course.falls) else None
-
-
-def moves_before(run: Readings, began: int, until: int) -> tuple[Move, ...]:
-    """Returns what else moved before the reward had fallen, as `collapse.what_moved`."""
-    return what_moved({name: each.pairs() for name in RECORDED if (each := run.get(name)) is not None}, began, until)
 
 
 @cached_per_run
