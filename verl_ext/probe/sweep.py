@@ -2,10 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from verl_ext.base.errors import ConfigError, require_choice
@@ -34,8 +35,6 @@ LAYERS = "layers"  # a sweep within one start
 LAUNCH = "the launch as it is"
 SENSITIVE = 2.0  # times what a layer raises k3 by in the mean
 
-Fits = Callable[[Any], bool]
-
 
 @dataclass(frozen=True)
 class SettingChange:
@@ -44,18 +43,21 @@ class SettingChange:
     Attributes:
         name: the name of the change in tables and folders; a change for another engine may have the same name.
         overrides: given after the launch's own.
-        differs: returns True if the launch does not have these values yet.
         rollout: the only rollout engine that knows the setting; "" for any.
         megatron: whether only Megatron knows the setting (True), or only the other training engines (False).
         device: "gpu" or "cpu" if the setting is only for this device; "" for any.
+        sets: the setting and the value by which the launch shows that it has the change already; those of the first
+            override by default.
+        splits: whether it splits over two GPUs what is on one: the value is 1, and their number is even.
     """
 
     name: str
     overrides: tuple[str, ...]
-    differs: Fits = lambda config: True
     rollout: str = ""
     megatron: bool | None = None
     device: str = ""
+    sets: tuple[str, Any] = ("", None)
+    splits: bool = False
 
     def fits(self, config: Any) -> bool:
         """Returns True if the launch does not have these values yet, and its engines and device know the setting."""
@@ -66,79 +68,62 @@ class SettingChange:
             and self.differs(config)
         )
 
-
-def _setting_is(setting: str, *values: Any) -> Fits:
-    return lambda config: OmegaConf.select(config, setting) in values
-
-
-def _setting_is_not(setting: str, value: Any) -> Fits:
-    return lambda config: OmegaConf.select(config, setting) != value
-
-
-def _setting_above_1(setting: str) -> Fits:
-    return lambda config: OmegaConf.select(config, setting) > 1
-
-
-def _could_be_2(setting: str) -> Fits:
-    return lambda config: OmegaConf.select(config, setting) == 1 and config.trainer.n_gpus_per_node % 2 == 0
+    def differs(self, config: Any) -> bool:
+        """Returns True if the launch has another value, or none and the override adds one."""
+        override = self.overrides[0]
+        setting, value = self.sets if self.sets[0] else (key_of(override), yaml.safe_load(override.partition("=")[2]))
+        now = OmegaConf.select(config, setting)
+        if self.splits:
+            return bool(now == 1 and config.trainer.n_gpus_per_node % 2 == 0)
+        return now != value and (now is not None or override.startswith("++"))
 
 
 WHOLE_TOKENS = 1 << 16  # tokens per pass, more than any answer has
 MEGATRON_DTYPE, ROLLOUT_DTYPE = f"{ACTOR}.megatron.dtype", f"{ROLLOUT}.dtype"
 NO_RADIX_CACHE, CHUNK = f"{SGLANG_ARGUMENTS}.disable_radix_cache", f"{SGLANG_ARGUMENTS}.chunked_prefill_size"
+FP32, FP16 = (ROLLOUT_DTYPE, "float32"), (ROLLOUT_DTYPE, "float16")
 CHANGES = (
-    SettingChange("fp32", ("precision=fp32",), _setting_is_not(ROLLOUT_DTYPE, "float32"), megatron=False),
-    SettingChange("fp16", ("precision=fp16",), _setting_is_not(ROLLOUT_DTYPE, "float16"), megatron=False),
-    SettingChange(  # verl refuses it on GPUs
-        "fp32",
-        (f"{MEGATRON_DTYPE}=float32", f"{ROLLOUT_DTYPE}=float32"),
-        _setting_is_not(ROLLOUT_DTYPE, "float32"),
-        megatron=True,
-        device="cpu",
+    SettingChange("fp32", ("precision=fp32",), megatron=False, sets=FP32),
+    SettingChange("fp16", ("precision=fp16",), megatron=False, sets=FP16),
+    # verl refuses it on GPUs.
+    SettingChange(
+        "fp32", (f"{MEGATRON_DTYPE}=float32", f"{ROLLOUT_DTYPE}=float32"), megatron=True, device="cpu", sets=FP32
     ),
-    SettingChange("fp16", ("precision=fp16_megatron",), _setting_is_not(ROLLOUT_DTYPE, "float16"), megatron=True),
-    SettingChange("eager", (f"{EAGER}=true",), _setting_is(EAGER, False)),
-    SettingChange("graphs", (f"{EAGER}=false",), _setting_is(EAGER, True), device="gpu"),
-    SettingChange("whole_prefill", (f"{CHUNKED}=false",), _setting_is(CHUNKED, True), "vllm"),
-    SettingChange("no_prefix_cache", (f"{CACHED}=false",), _setting_is(CACHED, True), "vllm"),
+    SettingChange("fp16", ("precision=fp16_megatron",), megatron=True, sets=FP16),
+    SettingChange("eager", (f"{EAGER}=true",)),
+    SettingChange("graphs", (f"{EAGER}=false",), device="gpu"),
+    SettingChange("whole_prefill", (f"{CHUNKED}=false",), "vllm"),
+    SettingChange("no_prefix_cache", (f"{CACHED}=false",), "vllm"),
     # verl does not pass CHUNKED and CACHED to SGLang. Without chunks (-1), SGLang 0.5.12 has room for the experts of
     # only as many tokens per pass as it allows requests, and its scheduler fails (state_capturer/routed_experts.py).
-    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE_TOKENS}",), _setting_is_not(CHUNK, WHOLE_TOKENS), "sglang"),
-    SettingChange("no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), _setting_is_not(NO_RADIX_CACHE, True), "sglang"),
+    SettingChange("whole_prefill", (f"++{CHUNK}={WHOLE_TOKENS}",), "sglang"),
+    SettingChange("no_prefix_cache", (f"++{NO_RADIX_CACHE}=true",), "sglang"),
     SettingChange(
         "no_cascade",
         ("stability.cascade_attention=off",),
-        _setting_is_not("stability.cascade_attention", "off"),
         "vllm",
         device="gpu",
+        sets=("stability.cascade_attention", "off"),
     ),
-    SettingChange("one_at_a_time", (f"{SEQUENCES}=1",), _setting_above_1(SEQUENCES)),
-    SettingChange("tensor_parallel_1", (f"{TENSOR}=1",), _setting_above_1(TENSOR)),
-    SettingChange("tensor_parallel_2", (f"{TENSOR}=2",), _could_be_2(TENSOR)),
+    SettingChange("one_at_a_time", (f"{SEQUENCES}=1",)),
+    SettingChange("tensor_parallel_1", (f"{TENSOR}=1",)),
+    SettingChange("tensor_parallel_2", (f"{TENSOR}=2",), splits=True),
     *(
-        SettingChange(f"training_{short}_{size}", (f"{ACTOR}.megatron.{name}={size}",), differs, megatron=True)
+        SettingChange(f"training_{short}_{size}", (f"{ACTOR}.megatron.{name}={size}",), megatron=True, splits=size == 2)
         for short, name in (
             ("tp", "tensor_model_parallel_size"),
             ("ep", "expert_model_parallel_size"),
             ("cp", "context_parallel_size"),
         )
-        for size, differs in (
-            (1, _setting_above_1(f"{ACTOR}.megatron.{name}")),
-            (2, _could_be_2(f"{ACTOR}.megatron.{name}")),
-        )
+        for size in (1, 2)
     ),
-    SettingChange("no_quantization", (f"{QUANTIZED}=null",), _setting_is_not(QUANTIZED, None)),
-    SettingChange("no_speculation", (f"{DRAFTS}=false",), _setting_is(DRAFTS, True)),
+    SettingChange("no_quantization", (f"{QUANTIZED}=null",)),
+    SettingChange("no_speculation", (f"{DRAFTS}=false",)),
     *(
-        SettingChange(
-            f"attention_{name.lower()}", (f"++{BACKEND}={name}",), _setting_is_not(BACKEND, name), "vllm", device="gpu"
-        )
+        SettingChange(f"attention_{name.lower()}", (f"++{BACKEND}={name}",), "vllm", device="gpu")
         for name in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     ),
-    *(
-        SettingChange(f"training_{name}", (f"++{ATTENTION}={name}",), _setting_is_not(ATTENTION, name), megatron=False)
-        for name in ("sdpa", "eager")
-    ),
+    *(SettingChange(f"training_{name}", (f"++{ATTENTION}={name}",), megatron=False) for name in ("sdpa", "eager")),
 )
 NAMES = tuple(dict.fromkeys(change.name for change in CHANGES))
 
