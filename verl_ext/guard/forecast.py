@@ -64,8 +64,8 @@ def foresee(
         metrics |= {"guard/steps_to_boundary": growth.steps, "guard/growth_rate": growth.rate}
         metrics |= {name: value for name, value in interval.items() if math.isfinite(value)}
     if mask:
-        share = (step, signals[mask]) if mask in signals else None
-        metrics["guard/mask_blind"] = float(_is_mask_blind(state, share, boundary.window, of_all))
+        state.dropped = _append(state.dropped, step, signals.get(mask), boundary.window)
+        metrics["guard/mask_blind"] = float(_is_mask_blind(state, of_all))
     events = _jump_events(state, step, signals) if LOG_RATIO in signals else ()
     if REWARD in signals:
         remember(state, step, signals)
@@ -83,21 +83,17 @@ def _append(readings: list[tuple[int, float]], step: int, value: float | None, w
 
 def remember(state: GuardState, step: int, signals: Mapping[str, float]) -> None:
     """Records the signals of a step that show how a collapse came about: finite values, each signal once per step."""
-    for name in RECORDED:
-        readings = state.record.get(name, [])
-        if name in signals and (not readings or readings[-1][0] < step):
-            state.record[name] = [*readings, (step, signals[name])][-REMEMBERED:]
+    for name in filter(signals.__contains__, RECORDED):
+        state.record[name] = _append(state.record.get(name, []), step, signals[name], REMEMBERED)
 
 
-def _is_mask_blind(state: GuardState, dropped: tuple[int, float] | None, window: int, growth: Growth | None) -> bool:
+def _is_mask_blind(state: GuardState, growth: Growth | None) -> bool:
     """Returns True from the step at which the gap surely grows and the mask surely drops fewer tokens, until a trend
     turns.
 
     KPop's authors saw this with IcePop's fixed band before training became unstable (ringtech.notion.site/kpop,
     figure 1).
     """
-    if dropped is not None and (not state.dropped or state.dropped[-1][0] < dropped[0]):
-        state.dropped = [*state.dropped, dropped][-window:]
     share = estimate_growth(state.dropped, 1.0)
     if growth is None or share is None:
         state.mask_blind = False

@@ -11,6 +11,7 @@ from verl_ext.diagnosis.series import (
     FIRST_READINGS,
     NOW_READINGS,
     Readings,
+    Series,
     beginning_of,
     holds_from,
     now_of,
@@ -68,16 +69,19 @@ def gradient_grew(run: Readings) -> Seen:
 def gradient_spike(run: Readings) -> Seen:
     """Single gradients have many times the usual norm."""
     series = run.need(GRADIENT, fewest=4)
-    sizes = np.abs(series.values)
-    past, usual = spikes(sizes, SPIKE)
+    past, usual = spikes(np.abs(series.values), SPIKE)
     past[:2] = False  # an optimizer that warms up may begin with large gradients
     if not past.any():
         return "none", f"no gradient is more than {SPIKE:g} times the usual norm of {usual:.2g}"
-    at = int(np.argmax(np.where(past, sizes, 0)))
-    count = int(past.sum())
-    more = f"; {count} steps are over {SPIKE:g} times the median" if count > 1 else ""
-    text = f"the gradient's norm was {sizes[at]:.3g} in step {series.steps[at]}, its median is {usual:.2g}{more}"
-    return "spike", text, int(series.steps[at])
+    return "spike", *_largest_spike("the gradient's norm", series, past, usual, SPIKE)
+
+
+def _largest_spike(name: str, series: Series, past: np.ndarray, usual: float, times: float) -> tuple[str, int]:
+    """Returns the largest of the readings that are `past`, in words, and its step."""
+    at, count = int(np.argmax(np.where(past, np.abs(series.values), 0))), int(past.sum())
+    text = f"{name} was {series.values[at]:.3g} in step {series.steps[at]}, its median is {usual:.2g}"
+    more = f"; {count} steps are over {times:g} times the median" if count > 1 else ""
+    return text + more, int(series.steps[at])
 
 
 @finding("gradient_zero", "zero lost | some", needs=(GRADIENT,))
@@ -118,10 +122,7 @@ def reference_kl_spiked(run: Readings) -> Seen:
     past, usual = spikes(np.abs(series.values), REFERENCE_SPIKE, least=RUNAWAY)
     if not past.any():
         return "calm", "the KL to the reference has no spikes"
-    at, count = int(np.argmax(np.where(past, series.values, 0))), int(past.sum())
-    text = f"the KL to the reference was {series.values[at]:.3g} in step {series.steps[at]}, its median is {usual:.2g}"
-    more = f"; {count} steps are over {REFERENCE_SPIKE:g} times the median" if count > 1 else ""
-    return "spiked", text + more, int(series.steps[at])
+    return "spiked", *_largest_spike("the KL to the reference", series, past, usual, REFERENCE_SPIKE)
 
 
 @finding("self_gap", "from_start | small", needs=(STRIDE,))

@@ -23,7 +23,6 @@ from verl_ext.diagnosis.probed import (
     UPDATE,
     Pair,
     Probe,
-    Stage,
 )
 from verl_ext.diagnosis.series import Readings, require_logged
 
@@ -331,10 +330,10 @@ AFTER = {SYNC: "a sync of the same weights", UPDATE: "an update and its sync"}
 @finding("probe_sync", "widens moves not_finite not_known | same")
 def probe_sync(run: Readings) -> Seen:
     """Whether a sync of the same weights changes what the rollout computes."""
-    stage = _stage(run, SYNC)
-    if stage.numbers is None:
-        return _not_known(stage)
-    before, after, rollout_moved, _ = stage.numbers
+    return _after(run, SYNC, _of_sync)
+
+
+def _of_sync(before: float, after: float, rollout_moved: float, train_moved: float) -> tuple[str, str]:
     if _widens(before, after):
         text = f"a weight sync widens the gap: k3 was {before:.1e} and is {after:.1e}"
         return "widens", f"{text}; it sends weights other than those that the rollout had"
@@ -346,10 +345,10 @@ def probe_sync(run: Readings) -> Seen:
 @finding("probe_update", "lost part widens nothing not_finite not_known | arrives")
 def probe_update(run: Readings) -> Seen:
     """Whether an update and its sync move the rollout as far as training, as far as the gap does not hide it."""
-    stage = _stage(run, UPDATE)
-    if stage.numbers is None:
-        return _not_known(stage)
-    before, after, rollout_moved, train_moved = stage.numbers
+    return _after(run, UPDATE, _of_update)
+
+
+def _of_update(before: float, after: float, rollout_moved: float, train_moved: float) -> tuple[str, str]:
     if train_moved == 0:
         return "nothing", "the update changed nothing: its learning rate is 0, or its gradients are"
     moved = f"training moved by {train_moved:.1e} nats per token, the rollout by {rollout_moved:.1e}"
@@ -361,12 +360,11 @@ def probe_update(run: Readings) -> Seen:
     return ("widens" if WHOLE_SHARE[0] < arrived < WHOLE_SHARE[1] else "part"), text
 
 
-def _stage(run: Readings, name: str) -> Stage:
-    return require_logged(next((each for each in require_logged(run.probe).stages if each.name == name), None))
-
-
-def _not_known(stage: Stage) -> tuple[str, str]:
-    """Returns the level and the clause of a stage whose numbers are not known."""
+def _after(run: Readings, name: str, judge: Callable[[float, float, float, float], tuple[str, str]]) -> Seen:
+    """Judges the numbers of a stage; says so if they are not known."""
+    stage = require_logged(next((each for each in require_logged(run.probe).stages if each.name == name), None))
+    if stage.numbers is not None:
+        return judge(*stage.numbers)
     counts = {PREFILL: stage.rollout_not_finite, TRAIN: stage.train_not_finite}
     if words := not_finite_words(counts, stage.tokens):
         return "not_finite", f"after {AFTER[stage.name]}, {words}"
