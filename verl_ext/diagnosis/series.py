@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -155,13 +155,11 @@ class Readings:
 
     def joined(self, *names: str) -> np.ndarray:
         """Returns [steps, 1 + names]: the steps at which all these metrics are finite, and their readings."""
-        series = [self._finite.get(name) for name in names]
-        if any(found is None for found in series):
+        series = [self._finite[name] for name in names if name in self._finite]
+        if len(series) < len(names):
             return np.empty((0, 1 + len(names)))
-        common = series[0].steps  # type: ignore[union-attr]
-        for found in series[1:]:
-            common = np.intersect1d(common, found.steps, assume_unique=True)  # type: ignore[union-attr]
-        columns = [found.values[np.searchsorted(found.steps, common)] for found in series]  # type: ignore[union-attr]
+        common: np.ndarray = reduce(np.intersect1d, (found.steps for found in series))
+        columns = [found.values[np.searchsorted(found.steps, common)] for found in series]
         return np.column_stack([common.astype(np.float64), *columns])
 
 

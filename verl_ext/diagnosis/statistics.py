@@ -20,11 +20,12 @@ guard's, which may stop a run that trains.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl_ext.diagnosis.growth import FLOOR, LARGEST_AUTOCORRELATION, scatter
+from verl_ext.diagnosis.growth import FLOOR, LARGEST_AUTOCORRELATION, scatter, spread
 from verl_ext.diagnosis.series import NOW_READINGS, Series, beginning_label, beginning_of, now_label, now_of
 
 ENOUGH = 32  # from so many readings on, stretches show the correlation of neighbours
@@ -48,6 +49,7 @@ DEVIATIONS = 3.0  # that readings leave a calm level by
 
 JUMP_BEFORE, JUMP_LASTS = 8, 3  # readings with which a jump is compared, and for which it lasts
 SURE_JUMP = 2.0  # times the multiple of a jump that is asked for, if fewer than JUMP_LASTS readings are before it
+JUMP_NOW, JUMP_DEVIATIONS = 5.0, 6.0  # times the median, and robust deviations above it, of a jump in the last reading
 SPIKES_SHARE = 0.25  # share of the readings that may be spikes
 
 
@@ -375,6 +377,15 @@ def largest_jump(heights: np.ndarray, times: float, floor: float) -> int | None:
         if now > max(before.max(), asked * usual, floor, asked**0.5 * float(before[-1])):  # no ramp over many readings
             jumps[i] = now / usual
     return max(jumps, key=jumps.__getitem__, default=None)
+
+
+def jump_bound(before: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the median of the last JUMP_BEFORE readings, and the height past which the next one has jumped; None for
+    too few readings. Whether a jump lasts is not known yet: it must be beyond the scatter of the readings too."""
+    if len(before) < JUMP_LASTS:
+        return None
+    usual, deviation = spread(before[-JUMP_BEFORE:])
+    return usual, max(JUMP_NOW * usual, usual + JUMP_DEVIATIONS * deviation)
 
 
 def spikes(sizes: np.ndarray, times: float, least: float = 0.0) -> tuple[np.ndarray, float]:

@@ -13,16 +13,13 @@ import math
 from collections.abc import Mapping
 
 from verl_ext.base.names import BUCKETS
-from verl_ext.diagnosis.collapse import RECORDED, STRETCH, find_collapse
-from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_enough, spread
+from verl_ext.diagnosis.collapse import RECORDED, find_collapse
+from verl_ext.diagnosis.growth import HORIZON, Growth, estimate_growth, is_seen_enough
 from verl_ext.diagnosis.names import K3, LOG_RATIO, REWARD, engines_names
 from verl_ext.diagnosis.series import Readings
+from verl_ext.diagnosis.statistics import JUMP_BEFORE, STRETCH, jump_bound
 from verl_ext.guard.state import Boundary, Decision, Event, GuardState
 
-# Jumps are looked for in the mean |log k|, to which all tokens contribute alike; a single token can move k3.
-JUMP = 5.0  # a gap of this many times its median, in one step, is a jump
-JUMP_DEVIATIONS = 6.0  # and this many robust standard deviations above it
-JUMP_FEWEST, JUMP_WINDOW = 3, 8  # readings before a jump can be reported; latest readings that it is compared with
 REMEMBERED = 512  # readings in which a collapse is looked for
 ENGINES = "vllm_kl/"  # begins the name of every metric of the gap
 BY_LAG = "vllm_kl/share/lag/"  # shares of the batch by age: logged if rollouts can be older than the policy
@@ -107,17 +104,17 @@ def _is_mask_blind(state: GuardState, growth: Growth | None) -> bool:
 def _jump_events(state: GuardState, step: int, signals: Mapping[str, float]) -> tuple[Event, ...]:
     """Warns of a mismatch that is suddenly far above its earlier level. In a collapse it grows instead of jumping.
 
-    Judges the engines' part if the batch shows it, because the gap of an older rollout is larger too.
+    Judges the mean |log k|, to which all tokens contribute alike; a single token can move k3. Judges the engines' part
+    if the batch shows it, because the gap of an older rollout is larger too.
     """
     name, gap, before = LOG_RATIO, signals[LOG_RATIO], state.gaps
-    state.gaps = [*before, gap][-JUMP_WINDOW:]
+    state.gaps = [*before, gap][-JUMP_BEFORE:]
     if part := engines_part(LOG_RATIO, signals):
         (name, gap), before = part, state.gaps_alone
-        state.gaps_alone = [*before, gap][-JUMP_WINDOW:]
-    if len(before) < JUMP_FEWEST:
+        state.gaps_alone = [*before, gap][-JUMP_BEFORE:]
+    if (judged := jump_bound(before)) is None:
         return ()
-    usual, deviation = spread(before)
-    bound = max(JUMP * usual, usual + JUMP_DEVIATIONS * deviation)
+    usual, bound = judged
     was, state.jumped = state.jumped, gap > bound
     if was or not state.jumped:
         return ()

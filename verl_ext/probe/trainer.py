@@ -69,15 +69,10 @@ class ProbeTrainer(StabilityTrainerSync):
         """Yields the measurements so far, after each of its parts."""
         found = self.probe(batch)
         yield found
-        for batches in self.batches():
-            found["batches"] = batches
-            yield found
-        for layers in self.layers():
-            found["layers"] = layers
-            yield found
-        for stages in self.stages(batch):
-            found["stages"] = stages
-            yield found
+        for name, parts in (("batches", self.batches()), ("layers", self.layers()), ("stages", self.stages(batch))):
+            for part in parts:
+                found[name] = part
+                yield found
 
     def sampled(self) -> KVBatchMeta:
         """Samples one answer to each of the next prompts."""

@@ -5,7 +5,7 @@ import numpy as np
 from verl_ext.diagnosis.findings.registry import Seen, finding
 from verl_ext.diagnosis.findings.reward import reward_course
 from verl_ext.diagnosis.names import ENTROPY, LENGTH, REWARD, REWARD_MAX
-from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of, require_logged
+from verl_ext.diagnosis.series import Readings, Series, beginning_of, now_of, require_logged, step_from
 from verl_ext.diagnosis.statistics import FEWEST, level_medians
 
 GONE, LOW = 0.2, 0.35  # shares of the entropy at the start
@@ -21,7 +21,7 @@ def entropy_gone(run: Readings) -> Seen:
     share = now / start
     text = f"the entropy is {share:.0%} of what it was ({start:.2g} to {now:.2g})"
     if share < GONE:
-        return "gone", text, _first_below(series, GONE * start)
+        return "gone", text, step_from(series, series.values < GONE * start, 1.0)
     return "low" if share < LOW else "kept", text
 
 
@@ -87,8 +87,3 @@ def _start_and_now(run: Readings) -> tuple[Series, float, float]:
 
 def _few(series: Series) -> int:
     return min(5, max(len(series.values) // 8, 1))
-
-
-def _first_below(series: Series, bound: float) -> int:
-    above = np.flatnonzero(series.values >= bound)
-    return int(series.steps[min(int(above[-1]) + 1 if above.size else 0, len(series.steps) - 1)])
