@@ -108,17 +108,6 @@ LEARNING = {  # what the run logs -> state, and the first and the last step at w
 }
 
 
-@pytest.mark.parametrize(("metrics", "state", "steps"), LEARNING.values(), ids=LEARNING)
-def test_the_state_of_the_learning(metrics, state, steps):
-    found = learning(metrics)
-    assert found.state == state
-    assert found.text and "\n" not in found.text and "nan" not in found.text
-    if steps is None:
-        assert found.step is None
-    else:
-        assert steps[0] <= found.step <= steps[1]
-
-
 @pytest.mark.parametrize(("now", "state"), [(0.8, "flat"), (0.76, "flat"), (0.68, "falling")])
 def test_a_fall_by_more_than_noise_is_not_called_noise(now, state):
     found = learning(reward(np.where(AT <= STEPS / 2, 0.8, now) + NOISE))
@@ -172,11 +161,14 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize(("metrics", "state", "steps"), ENGINES.values(), ids=ENGINES)
-def test_the_state_of_the_engines(metrics, state, steps):
-    found = engines(metrics)
+EITHER = [(judged, *case) for judged, cases in ((learning, LEARNING), (engines, ENGINES)) for case in cases.values()]
+
+
+@pytest.mark.parametrize(("judged", "metrics", "state", "steps"), EITHER, ids=[*LEARNING, *ENGINES])
+def test_the_state_of_the_learning_and_of_the_engines(judged, metrics, state, steps):
+    found = judged(metrics)
     assert found.state == state
-    assert found.text and "\n" not in found.text
+    assert found.text and "\n" not in found.text and "nan" not in found.text
     if steps is None:
         assert found.step is None
     else:

@@ -257,6 +257,15 @@ VALIDATION = "val-core/**/mean@*"
         ("rollout/tito_session_mismatch_rate/v1/assistant_text", None),
         ("mismatch_kl", "vllm_kl/k3"),  # the console of prime-rl
         ("something", None),
+        ("Mismatch KL", "vllm_kl/k3"),  # in any spelling
+        ("mismatch-kl", "vllm_kl/k3"),
+        ("Reward", REWARD),
+        ("Train/Reward", REWARD),
+        ("completions / mean_length", "response_length/mean"),
+        ("seq_len (tok/sample)", "seq_len/mean"),
+        ("Val-Core/GSM8K/acc/mean@1", VALIDATION),
+        ("grpo_actor/behave_approx_kl/avg", K1),  # AReaL, with and without update/
+        ("Rewarding", None),
     ],
 )
 def test_a_logged_name_is_looked_up(logged_name, canonical):
@@ -278,25 +287,6 @@ def test_a_metric_outside_the_table_has_its_own_name_and_setting():
     assert aliases_of("rollout_corr/kl") == (Alias("rollout_corr/kl"),)  # an alias is not canonical
     assert setting_for("router/own_agreement") == ours.ROUTING.override
     assert quantity_of("router/own_agreement") is None
-
-
-@pytest.mark.parametrize(
-    ("logged_name", "canonical"),
-    [
-        ("Mismatch KL", "vllm_kl/k3"),
-        ("mismatch-kl", "vllm_kl/k3"),
-        ("Reward", REWARD),
-        ("Train/Reward", REWARD),
-        ("completions / mean_length", "response_length/mean"),
-        ("seq_len (tok/sample)", "seq_len/mean"),
-        ("Val-Core/GSM8K/acc/mean@1", VALIDATION),
-        ("grpo_actor/behave_approx_kl/avg", K1),  # AReaL, with and without update/
-        ("Rewarding", None),
-    ],
-)
-def test_a_name_is_the_same_in_any_spelling(logged_name, canonical):
-    found = quantity_of(logged_name)
-    assert (found and found.name) == canonical
 
 
 def test_the_series_of_the_run_is_one_that_most_steps_have():

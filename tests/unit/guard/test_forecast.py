@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.support.guarding import guarded_step
 from verl_ext.diagnosis.collapse import STAYS, find_collapse
 from verl_ext.diagnosis.growth import FEWEST_FOR_GROWTH, HORIZON
 from verl_ext.diagnosis.names import GRADIENT, K3, LOG_RATIO, REWARD
@@ -19,23 +20,14 @@ DROPPED = "correction/dropped"
 
 
 def recorded(name):
-    return json.loads((DATA / f"{name}.json").read_text())
+    found = json.loads((DATA / f"{name}.json").read_text())
+    return {key: values for key, values in found.items() if key != "what"}
 
 
 @pytest.mark.parametrize(("name", "steps"), [("stable_lr_1e-3", []), ("stable_lr_1e-2", []), ("frozen_rollout", [13])])
 def test_a_recorded_run_is_suspected_only_of_a_lost_sync(name, steps):
     """In the third, no weight sync reaches the rollout from step 9 on. Single tokens move k3 tenfold in the others."""
-    assert suspicions(recorded(name)) == steps
-
-
-def suspicions(run):
-    guard = Guard()
-    found = []
-    for step in range(1, 1 + len(run["vllm_kl/k3"])):
-        guard.begin(step)
-        _, decision = guard.foresee({name: values[step - 1] for name, values in run.items() if name != "what"})
-        found += [event.step for event in decision.events]
-    return found
+    assert [event.step for event in walk(Guard(), recorded(name))[1]] == steps
 
 
 FRESH, OLD = {"vllm_kl/share/lag/0": 1.0}, {"vllm_kl/share/lag/0": 0.4, "vllm_kl/share/lag/2": 0.6}
@@ -148,18 +140,14 @@ def test_whose_gap_a_signal_is(signal, more, said):
 
 
 def walk(guard, signals, first=1):
-    """The metrics and the events of each step; `signals` are lists, or functions of the step."""
+    """The metrics of each step, and all events; `signals` are lists."""
     metrics, events = [], []
-    length = max(len(values) for values in signals.values())
-    for index in range(length):
-        guard.begin(first + index)
+    for index in range(max(map(len, signals.values()))):
         now = {name: values[index] for name, values in signals.items() if index < len(values)}
         late = {GRADIENT: now.pop(GRADIENT, 1.0)}
-        seen, decision = guard.foresee(now)
-        early = guard.judge(now | seen)
-        guard.count(early.refusal is not None)
+        seen, decided = guarded_step(guard, first + index, now, late)
         metrics.append(seen)
-        events += [*decision.events, *early.events, *guard.judge_late(now | seen | late).events, *guard.close().events]
+        events += decided
     return metrics, events
 
 
@@ -271,11 +259,8 @@ def test_a_resumed_run_says_it_at_the_same_step():
 
 
 def test_a_recorded_collapse_is_warned_of_and_noise_is_not():
-    runs = {name: json.loads((DATA / f"{name}.json").read_text()) for name in ("collapsed_lr_1e-2", "noisy_lr_3e-3")}
-    for run in runs.values():
-        del run["what"]
-    rules = {name: [event.rule for event in walk(Guard(), run)[1]] for name, run in runs.items()}
-    assert rules == {"collapsed_lr_1e-2": ["collapse"], "noisy_lr_3e-3": []}
+    for name, rules in (("collapsed_lr_1e-2", ["collapse"]), ("noisy_lr_3e-3", [])):
+        assert [event.rule for event in walk(Guard(), recorded(name))[1]] == rules
 
 
 def test_a_step_without_a_reward_is_no_reading():

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.guarding import guarded_step
 from verl_ext.base.errors import ConfigError
 from verl_ext.diagnosis.names import LOG_RATIO
 from verl_ext.guard.guard import REFUSED, Guard, Limit
@@ -16,15 +17,10 @@ SKIP = Rule("batch_skip", "vllm_kl/k3", 0.1, action="skip", setting="stability.b
 
 
 def run_step(guard, step, early=None, late=None):
-    """Runs one step as the trainer does; returns the decided actions, in order."""
-    guard.begin(step)
+    """Runs one step; returns the decided actions, in order."""
     early = {"vllm_kl/k3": 1e-4} if early is None else early
-    foreseen, jump = guard.foresee(early)
-    before = guard.judge(early | foreseen)
-    guard.count(before.refusal is not None)
-    after = guard.judge_late(early | foreseen | ({"actor/grad_norm": 1.0} if late is None else late))
-    decisions = (jump, before, after, guard.close())
-    return [event.action for decision in decisions for event in decision.events]
+    _, events = guarded_step(guard, step, early, {"actor/grad_norm": 1.0} if late is None else late)
+    return [event.action for event in events]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.guarding import guarded_step
 from verl_ext.base.errors import ConfigError
 from verl_ext.guard.guard import Guard
 from verl_ext.guard.rules import LowerLr, LrState, Rule, hold_rate, lower_rate, lr_scale
@@ -59,9 +60,7 @@ def test_a_guard_remembers_the_rate_over_a_restart():
     guard = Guard(rules, lower_lr=LowerLr(hold=2))
     events_by_step = []
     for step, length in enumerate([5, 10, 10, 10, 5, 5, 5], start=1):
-        guard.begin(step)
-        guard.count(False)
-        events = [*guard.judge_late({"response_length/mean": length}).events, *guard.close().events]
+        _, events = guarded_step(guard, step, {}, {"response_length/mean": length})
         events_by_step.append([(event.action, event.reason.rpartition(": ")[2]) for event in events])
         resumed = Guard(rules, lower_lr=LowerLr(hold=2))
         resumed.load_state_dict(guard.state_dict())

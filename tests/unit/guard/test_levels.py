@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.support.guarding import guarded_step
 from verl_ext.diagnosis.levels import LEVELS, published
 from verl_ext.guard import levels
 from verl_ext.guard.guard import Guard
@@ -17,15 +18,9 @@ K3 = "vllm_kl/k3"
 
 def steps(guard, values):
     """Feeds one k3 a step, and returns (step, action) of all events."""
-    found = []
-    for step, k3 in enumerate(values, 1):
-        guard.begin(step)
-        signals = k3 if isinstance(k3, dict) else {K3: k3}
-        found += [(event.step, event.action) for event in guard.judge(signals).events]
-        guard.count(refused=False)
-        guard.judge_late({})
-        guard.close()
-    return found
+    signals = [k3 if isinstance(k3, dict) else {K3: k3} for k3 in values]
+    events = [event for step, early in enumerate(signals, 1) for event in guarded_step(guard, step, early, {})[1]]
+    return [(event.step, event.action) for event in events]
 
 
 @pytest.mark.parametrize("rate", ["1e-3", "1e-2"])
