@@ -3,7 +3,7 @@
 import copy
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from itertools import pairwise
 from typing import Any, get_args, get_origin, get_type_hints
@@ -14,15 +14,20 @@ from verl_ext.diagnosis.names import K3
 from verl_ext.guard.rules import REFUSING, LrState, RuleState
 
 LARGEST = 2**63 - 1  # a whole number in a saved state
-NAMES = {
-    int: "a whole number",
-    float: "a finite number",
-    bool: "true or false",
-    str: "text",
-    list: "a list",
-    tuple: "a pair",
-    dict: "a mapping",
+# Type of an entry of a saved state -> its name in messages, and whether a value from JSON fits it.
+KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("a whole number", lambda value: _is_number(value, int) and 0 <= value <= LARGEST),
+    float: ("a finite number", lambda value: _is_number(value, int | float) and abs(value) <= sys.float_info.max),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    str: ("text", lambda value: isinstance(value, str)),
+    list: ("a list", lambda value: isinstance(value, list | tuple)),
+    tuple: ("a pair", lambda value: isinstance(value, list | tuple)),
+    dict: ("a mapping", lambda value: isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
 }
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -175,8 +180,9 @@ def _restore(kind: Any, value: Any, path: str = "") -> Any:
     where = path or "the state"
     hints = get_type_hints(kind) if is_dataclass(kind) else None
     outer, inner = dict if hints else get_origin(kind) or kind, get_args(kind)
-    if not _fits(outer, value) or (outer is tuple and len(value) != len(inner)):
-        raise ValueError(f"{where} is not {NAMES[outer]}")
+    name, fits = KINDS[outer]
+    if not fits(value) or (outer is tuple and len(value) != len(inner)):
+        raise ValueError(f"{where} is not {name}")
     if hints:
         if unknown := [key for key in value if key not in hints]:
             raise ValueError(f"{where} has an unknown entry {unknown[0]}")
@@ -188,17 +194,3 @@ def _restore(kind: Any, value: Any, path: str = "") -> Any:
     if outer is dict:
         return {key: _restore(inner[1], each, f"{path}.{key}") for key, each in value.items()}
     return value
-
-
-def _fits(kind: type, value: Any) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is int:
-        return isinstance(value, int) and 0 <= value <= LARGEST
-    if kind is float:
-        return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # neither NaN nor infinite
-    if kind in (list, tuple):
-        return isinstance(value, list | tuple)
-    if kind is dict:
-        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    return isinstance(value, kind)
