@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from tests.unit.probe.test_readings import PLACES, pairs_of
-from verl_ext import cli
 from verl_ext.launch.command_line import compose
-from verl_ext.probe import engines
 from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.readings import compare_readings
 
@@ -28,23 +26,14 @@ FOUND = {
 
 
 @pytest.fixture
-def probe(tmp_path, monkeypatch, files):
+def probe(tmp_path, run_probe):
     """probe(*arguments, says=lines, found=FOUND) -> exit code; the commands that were run are in probe.ran."""
-    ran = []
 
     def run(*arguments, says=(), found=FOUND):
         written = "" if found is None else f"open({str(tmp_path / 'probe.json')!r}, 'w').write({json.dumps(found)!r})"
-        script = "\n".join([*(f"print({line!r}, flush=True)" for line in says), written])
+        return run_probe("\n".join([*(f"print({line!r}, flush=True)" for line in says), written]), *arguments)
 
-        def follow(given, console, tell):
-            ran.append(given)
-            return followed([sys.executable, "-c", script], console, tell)
-
-        monkeypatch.setattr(engines, "follow_engines", follow)
-        return cli.main(["probe", "--out", str(tmp_path), *files, *arguments])
-
-    followed = engines.follow_engines
-    run.ran = ran
+    run.ran = run_probe.ran
     return run
 
 

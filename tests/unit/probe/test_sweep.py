@@ -1,18 +1,14 @@
 """`verl-ext probe --sweep`, with a stand-in for the process that starts the engines."""
 
 import json
-import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.probe.test_command import FOUND
-from verl_ext import cli
 from verl_ext.base.errors import ConfigError
 from verl_ext.launch.command_line import compose
-from verl_ext.probe import engines
 from verl_ext.probe.overrides import probe_overrides
 from verl_ext.probe.sweep import (
     CHANGES,
@@ -32,6 +28,7 @@ LAUNCH = ["recipe=cpu_smoke", "precision=bf16"]
 CHANGED = {"rollout.max_num_seqs=1": {"k3": 2e-3}, "precision=fp32": {"k3": 1e-8}}  # of the first pair
 SCRIPT = """
 import json, pathlib, signal, sys
+print("verl_ext: probe: sampling", flush=True)
 overrides = sys.argv[1:]
 found, pairs = json.loads({found!r}), {pairs!r}
 found["pairs"][0] |= next((v for key, v in pairs.items() if any(key in o for o in overrides)), {{}})
@@ -44,25 +41,14 @@ pathlib.Path(out.partition("=")[2]).write_text(json.dumps(found))
 
 
 @pytest.fixture
-def sweep(tmp_path, monkeypatch, files):
-    """sweep(*arguments, fails=False) -> exit code; the overrides of each process that was started in sweep.ran."""
-    ran = []
-    real = engines.follow_engines
+def sweep(run_probe):
+    """sweep(*arguments, fails=False) -> exit code; the commands that were run are in sweep.ran."""
 
     def run(*arguments, fails=False, interrupted=None):
         script = SCRIPT.format(found=json.dumps(FOUND), pairs=CHANGED, fails=fails)
+        return run_probe(script, "--no-page", *arguments, interrupted=interrupted)
 
-        def follow(command, console, tell):
-            ran.append(command[3:])
-            if len(ran) == interrupted:
-                signal.raise_signal(signal.SIGINT)
-            tell("sampling")
-            return real([sys.executable, "-c", script, *command[3:]], console, tell)
-
-        monkeypatch.setattr(engines, "follow_engines", follow)
-        return cli.main(["probe", "--out", str(tmp_path), "--no-page", *files, *arguments])
-
-    run.ran = ran
+    run.ran = run_probe.ran
     return run
 
 

@@ -5,7 +5,6 @@ A file gives, for its cause, how often each level of a finding is seen, as a wor
 file, and how a package adds its own.
 """
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,11 +17,7 @@ from typing import Any
 from verl_ext.base.errors import UserError
 from verl_ext.diagnosis.findings.probe import FP32, PROBE_SHOWS
 from verl_ext.diagnosis.findings.registry import RULES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from verl_ext.diagnosis.names import tomllib
 
 FOLDER = Path(__file__).parent
 ENTRY_POINTS = "verl_ext.causes"  # each names a package; its *.toml are causes, and it may register findings
