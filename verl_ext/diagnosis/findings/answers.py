@@ -83,13 +83,13 @@ def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen
     return "few", text
 
 
-@finding("answers_loop", "many some | few", family="loops", needs=(LOOPS,))
+@finding("answers_loop", "many some | few", needs=(LOOPS,))
 def answers_loop(run: Readings) -> Seen:
     """Answers end in a loop of the same few tokens."""
     return _share_seen(run.need(LOOPS), {"many": MANY_LOOP, "some": SOME_LOOP}, "end in a loop")
 
 
-@finding("answers_empty", "many some | few", family="empty", needs=(EMPTY,))
+@finding("answers_empty", "many some | few", needs=(EMPTY,))
 def answers_empty(run: Readings) -> Seen:
     """Answers have no token. An answer that the model itself ends has at least an end token."""
     return _share_seen(run.need(EMPTY), {"many": MANY_EMPTY, "some": SOME_EMPTY}, "have no token")
@@ -106,7 +106,7 @@ def cut_began(run: Readings) -> Seen:
     return "at_once" if start >= MOST_CUT * now else "later", text
 
 
-@finding("cut_and_low", "| yes no", family="cut_low", needs=(CUT, REWARD))
+@finding("cut_and_low", "| yes no", needs=(CUT, REWARD))
 def cut_and_low(run: Readings) -> Seen:
     """Most answers are cut, and the reward is low: they are cut before they have given the result.
 
@@ -179,7 +179,7 @@ def length_collapsed(run: Readings) -> Seen:
     return "no", f"answers are {now / max(first, 1e-9):.2g} times as long as at the start"
 
 
-@finding("reward_pays_length", "| yes no", family="length_pays", needs=(LENGTH, REWARD, CUT))
+@finding("reward_pays_length", "| yes no", needs=(LENGTH, REWARD, CUT))
 def reward_pays_length(run: Readings) -> Seen:
     """Answers grow to the limit, and the reward follows their length step by step."""
     both = run.joined(LENGTH, REWARD)

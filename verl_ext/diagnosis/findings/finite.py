@@ -6,7 +6,7 @@ import numpy as np
 
 from verl_ext.diagnosis.findings.gap import REFERENCE
 from verl_ext.diagnosis.findings.registry import OF_BATCH, Seen, finding
-from verl_ext.diagnosis.findings.reward import parts_of_reward
+from verl_ext.diagnosis.findings.reward import SPREADS, parts_of_reward
 from verl_ext.diagnosis.names import ENTROPY, GRADIENT, K1, K3, LOG_RATIO, PROB_DIFF, REWARD
 from verl_ext.diagnosis.series import LEVEL_READINGS, NOW_READINGS, Readings, Series, step_from
 from verl_ext.diagnosis.statistics import SURE, course_of
@@ -14,7 +14,6 @@ from verl_ext.diagnosis.statistics import SURE, course_of
 UPDATE = (GRADIENT, "actor/pg_loss", "actor/loss")
 CRITIC = ("critic/grad_norm", "critic/vf_loss")
 GRADIENTS = (GRADIENT, "critic/grad_norm")
-SPREADS = ("reward_std",)
 TRAINING = (*UPDATE, ENTROPY, REFERENCE, "actor/ppo_kl", *CRITIC)
 GAP = (K3, K1, LOG_RATIO, PROB_DIFF)
 FILLED = "vllm_kl/filled"
@@ -41,16 +40,12 @@ KINDS = {
     ),
     "late": re.compile(r"(?i)time(?:d ?|-)?out|deadline exceeded"),
 }
-MEMORY_USED = (
-    "perf/max_memory_allocated_gb",
-    "perf/max_memory_reserved_gb",
-    "perf/cpu_memory_used_gb",
-)
+MEMORY_USED = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
 MEMORY_GREW = 0.1  # share of the memory in use at the end
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
-@finding("not_finite", "training reward spread reference rollout once | no", family="finite", check=OF_BATCH)
+@finding("not_finite", "training reward spread reference rollout once | no", check=OF_BATCH)
 def numbers_finite(run: Readings) -> Seen:
     """Metrics are NaN or infinite: training's own, the reward, its deviation in a group, or only the metrics that
     compare training with the reference or the rollout."""
@@ -75,7 +70,7 @@ def numbers_finite(run: Readings) -> Seen:
     return ("no", "all numbers are finite") if logged else None
 
 
-@finding("log_probs_filled", "some | none", family="filled", needs=(FILLED,))
+@finding("log_probs_filled", "some | none", needs=(FILLED,))
 def log_probs_filled(run: Readings) -> Seen:
     """Responses have filler values instead of missing log-probabilities."""
     series = run.need(FILLED)
@@ -113,7 +108,7 @@ def _earliest(steps: dict[str, int]) -> tuple[str, int]:
     return min(steps.items(), key=lambda each: each[1])
 
 
-@finding("correction_on", "on", family="correction", subsumed_by=("tokens_dropped",))
+@finding("correction_on", "on", subsumed_by=("tokens_dropped",))
 def correction_on(run: Readings) -> Seen:
     """A correction weighs tokens or sequences by the gap."""
     for name in CORRECTIONS:
@@ -126,7 +121,7 @@ def correction_on(run: Readings) -> Seen:
     return None
 
 
-@finding("run_ended", "| memory hang not_finite connection late user error", family="ended")
+@finding("run_ended", "| memory hang not_finite connection late user error")
 def run_ended(run: Readings) -> Seen:
     """An error ended the run: no memory left, a collective that timed out, a number that is none, a connection that
     broke, a request that took too long, or another one; or its user stopped it."""

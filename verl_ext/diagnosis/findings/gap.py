@@ -42,9 +42,8 @@ NOISE_ERRORS = 4.0  # standard errors that the noise of a mean stays below
 FROZEN, MOVED = 0.2, 0.05
 LEANING = 0.07  # share of the gap to one side; raw log-probs leave 0.09 to 0.57 in the lab
 ALIKE = 1.5  # k1 / sqrt(2 k3) of a step, at most; a temperature of 1.5 leaves up to 1.5 for unlikely tokens
-ONE_WAY = (
-    0.1  # k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely
-)
+# k3 below which rounding acts in both directions; above it, rounding also makes sampled tokens less likely.
+ONE_WAY = 0.1
 JUMP, GREW, SPIKE = 10.0, 3.0, 10.0  # times the k3 before
 MOSTLY, FEWEST_SHARES = 0.5, 3  # share of k3 from which it is mostly the engines'; steps that show it
 DIPPED = 0.1  # a jump has not stayed if a larger share of the readings since is below GREW times the level before
@@ -300,7 +299,7 @@ def _jump_of(gap: Gap) -> int | None:
     return largest_jump(gap.heights, JUMP, floor=BELOW * gap.measure.apart**gap.measure.power)
 
 
-@finding("gap_jumped", "at_first_sync later later_and_grows passed | no", family="gap_moves", needs=(K3,))
+@finding("gap_jumped", "at_first_sync later later_and_grows passed | no", needs=(K3,))
 def gap_jumped(run: Readings) -> Seen:
     """The gap rose to a multiple from one step to the next, and stayed there for some steps or for good."""
     gap = require_logged(gap_of(run))
@@ -336,9 +335,10 @@ def gap_grew(run: Readings) -> Seen:
     growth = estimate_growth(window, max(apart, 1e-9))
     grows = growth is not None and growth.low > 0
     stays = levels[-1] > GREW * min(levels[: max(len(levels) // 2, 1)])
-    grew = (
-        now > GREW * calm and (grows or stays) if now > apart else now > max(GREW_BELOW * calm, BELOW * apart) and grows
-    )
+    if now > apart:
+        grew = now > GREW * calm and (grows or stays)
+    else:
+        grew = now > max(GREW_BELOW * calm, BELOW * apart) and grows
     if not grew:
         return "steady", text
     middle = (calm * now) ** 0.5
@@ -377,7 +377,7 @@ def in_errors(values: np.ndarray) -> float | None:
     return float(values.mean()) / error if scatters else 0.0
 
 
-@finding("mean_of_k", "far_above | above one unclear below a_little_below far_below", family="mass", needs=(K1, K3))
+@finding("mean_of_k", "far_above | above one unclear below a_little_below far_below", needs=(K1, K3))
 def mean_of_k(run: Readings) -> Seen:
     """Whether k averages 1, as it does if the tokens were sampled from the distribution of l_infer."""
     k1, k3 = run.need(K1), run.need(K3)
@@ -407,10 +407,9 @@ def gap_scaled(run: Readings) -> Seen:
     sizes = [abs(now_of(series)) for name in (LOG_RATIO, K1) if (series := run.get(name)) is not None]
     if correlation is None or not sizes:
         return None
-    text = (
-        f"log-probs differ by {max(sizes):.2g}, and the probabilities have a correlation of {now_of(correlation):.3g}"
-    )
-    return ("scaled" if max(sizes) > SCALED and now_of(correlation) > IN_STEP else "no"), text
+    size, now = max(sizes), now_of(correlation)
+    text = f"log-probs differ by {size:.2g}, and the probabilities have a correlation of {now:.3g}"
+    return ("scaled" if size > SCALED and now > IN_STEP else "no"), text
 
 
 @finding("gap_at_rest", "grows | no", needs=(RATE, LOG_RATIO))
@@ -426,7 +425,7 @@ def gap_at_rest(run: Readings) -> Seen:
     return "grows", f"{gap.name} went from {course.moved}, at a learning rate of 0"
 
 
-@finding("k1_sign", "| negative a_little_negative none positive", family="sign", needs=(K1, LOG_RATIO))
+@finding("k1_sign", "| negative a_little_negative none positive", needs=(K1, LOG_RATIO))
 def k1_sign(run: Readings) -> Seen:
     """The sign of k1, which estimates a KL: a KL is not negative."""
     sign = in_errors(run.values(K1)[-4 * LEVEL_READINGS :])
@@ -450,7 +449,7 @@ def leaning(run: Readings) -> float | None:
     return float(np.clip(k1.mean() / size.mean(), -1, 1))
 
 
-@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", family="side", needs=(K1, LOG_RATIO))
+@finding("gap_side", "| one_side one_side_of_a_large_gap most more both", needs=(K1, LOG_RATIO))
 def gap_side(run: Readings) -> Seen:
     """The side of the gap: sampled tokens are less likely in training, or more likely."""
     side, k3 = leaning(run), run.late(K3)
@@ -503,7 +502,7 @@ def gap_by_probability(run: Readings) -> Seen:
     return "even", "tokens of one probability move to either side"
 
 
-@finding("gap_tokens", "| few many", family="tokens", needs=(LOG_RATIO,))
+@finding("gap_tokens", "| few many", needs=(LOG_RATIO,))
 def gap_tokens(run: Readings) -> Seen:
     """Whether a few tokens make the gap: k3 over the square of the mean |log k| is 0.5 to 5 if many do."""
     size, k3 = run.late(LOG_RATIO), run.late(K3)
@@ -517,7 +516,6 @@ def gap_tokens(run: Readings) -> Seen:
 @finding(
     "gap_trajectories",
     "whole | few some most all",
-    family="trajectories",
     needs=("vllm_kl/sequence_gap_mean", "vllm_kl/sequence_gap_max"),
 )
 def gap_trajectories(run: Readings) -> Seen:
@@ -536,7 +534,7 @@ def gap_trajectories(run: Readings) -> Seen:
     return level, f"{level} trajectories make it: the largest gap is {ratio:.1f} times the mean"
 
 
-@finding("tokens_drifted", "some | none", family="drift", needs=("filter/retokenization_drift/drifted",))
+@finding("tokens_drifted", "some | none", needs=("filter/retokenization_drift/drifted",))
 def tokens_drifted(run: Readings) -> Seen:
     """Whether trajectories encode to other tokens than the sampled ones."""
     drifted = require_logged(run.late("filter/retokenization_drift/drifted"))
@@ -552,7 +550,7 @@ def engines_share(run: Readings) -> float | None:
     return _median(lately) if len(lately) >= FEWEST_SHARES else None
 
 
-@finding("rollout_age", "| always_old old beside new", family="age", needs=(STALENESS,))
+@finding("rollout_age", "| always_old old beside new", needs=(STALENESS,))
 def rollout_age(run: Readings) -> Seen:
     """How many versions the rollouts are behind the policy, and whether the gap is there without that."""
     staleness = require_logged(run.late(STALENESS))

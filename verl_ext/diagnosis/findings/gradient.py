@@ -102,7 +102,7 @@ def gradient_zero(run: Readings) -> Seen:
     return "zero", text, step
 
 
-@finding("reference_kl_grew", "grew | near", family="reference", needs=(REFERENCE,))
+@finding("reference_kl_grew", "grew | near", needs=(REFERENCE,))
 def reference_kl_grew(run: Readings) -> Seen:
     """The policy runs away from the reference model."""
     series = run.need(REFERENCE, fewest=FEWEST_KL)
@@ -146,12 +146,8 @@ def self_gap(run: Readings) -> Seen:
     text = f"ppo_kl was {first:.2g} in the first steps"
     if clipped is not None:
         text += f", with {beginning_of(clipped, FIRST_READINGS):.1%} of the tokens clipped"
-    if (
-        rate is not None
-        and rate.values[0] == 0 < rate.values.max()
-        and series.steps[0] == rate.steps[0]
-        and sizes[0] > AT_REST
-    ):
+    warms_up = rate is not None and rate.values[0] == 0 < rate.values.max() and series.steps[0] == rate.steps[0]
+    if warms_up and sizes[0] > AT_REST:
         return "from_start", f"ppo_kl was {sizes[0]:.2g} in step {series.steps[0]}, at a learning rate of 0", None
     steady = usual / 2 < first < usual * 2 and np.quantile(sizes, 0.9) < 2 * usual
     known = len(sizes) >= FEWEST_KL and series.steps[0] <= FIRST_READINGS

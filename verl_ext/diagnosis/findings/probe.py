@@ -269,7 +269,7 @@ def probe_start(run: Readings) -> Seen:
     return ("choice" if start.endswith(".experts") and replay == "closes" else "layer"), text
 
 
-@finding("probe_first_layer", "| attention behind", family="probe_first_layer")
+@finding("probe_first_layer", "| attention behind")
 def probe_first_layer(run: Readings) -> Seen:
     """Whether the states of a layer that differs come apart in the first attention already, where positions enter."""
     seen = require_logged(probe_start(run))

@@ -104,9 +104,7 @@ def logged_spread(run: Readings) -> np.ndarray:
             return np.column_stack([bounds[:, 0], bounds[:, 1] - bounds[:, 2]])
     for name in SPREADS:
         if len(deviations := run.joined(name, REWARD)):
-            small = (
-                deviations[:, 1] <= SMALL * np.abs(deviations[:, 2]) if name == SPREADS[0] else deviations[:, 1] <= 0
-            )
+            small = deviations[:, 1] <= (SMALL * np.abs(deviations[:, 2]) if name == SPREADS[0] else 0)
             return np.column_stack([deviations[:, 0], np.where(small, 0.0, deviations[:, 1])])
     return np.empty((0, 2))
 
@@ -153,7 +151,6 @@ def fall_came_back(run: Readings) -> Seen:
 @finding(
     "reward_flat",
     "flat | fell at_ceiling rose_little rose",
-    family="reward_rise",
     needs=(REWARD,),
     subsumed_by=("learning.flat", "learning.dead"),
 )
@@ -206,7 +203,6 @@ def reward_gain(run: Readings) -> Seen:
 @finding(
     "validation_fell",
     "fell | rose holds",
-    family="validation",
     check="answers of the validation now and at its best; whether training rewards what it does not count",
 )
 def validation_fell(run: Readings) -> Seen:
@@ -319,9 +315,8 @@ def reward_part(run: Readings) -> Seen:
         return None  # weighted, or no parts of it
     courses = {name: found for name in parts if (found := statistics.course_of(run.get(name))) is not None}
     # A penalty that grows is no such part.
-    fallen = {
-        name: each for name, each in courses.items() if each.falls and each.rise.errors <= -SURE and each.best > 0
-    }
+    lost = (name for name, each in courses.items() if each.falls and each.rise.errors <= -SURE and each.best > 0)
+    fallen = {name: courses[name] for name in lost}
     if not fallen:
         return "holds", "no part of the reward falls"
     name = max(fallen, key=lambda each: fallen[each].best - fallen[each].now)
@@ -369,7 +364,7 @@ def advantages(run: Readings) -> Seen:
     return "zero" if most < SAME else "some", f"the largest advantage is {most:.2g}"
 
 
-@finding("prompts_matter", "no | unclear yes", family="prompts", needs=(PROMPT_EFFECT,))
+@finding("prompts_matter", "no | unclear yes", needs=(PROMPT_EFFECT,))
 def prompts_matter(run: Readings) -> Seen:
     """Whether rewards depend on the prompt. They do not if the grader cannot separate right answers from wrong ones.
 

@@ -78,7 +78,7 @@ def per_choice(run: Readings) -> float | None:
     return None if not share or share < 1e-5 or k3 is None else k3 / share
 
 
-@finding("routers_differ", "| not_at_all in_ties a_little in_part much", family="routers", needs=(AGREEMENT,))
+@finding("routers_differ", "| not_at_all in_ties a_little in_part much", needs=(AGREEMENT,))
 def routers_differ(run: Readings) -> Seen:
     """How many experts the routers of the two engines choose differently."""
     share = differ(run)
@@ -90,12 +90,7 @@ def routers_differ(run: Readings) -> Seen:
     return ("in_ties", f"{text}, as near ties do") if share > 0 else ("not_at_all", "routers agree exactly")
 
 
-@finding(
-    "routers_depth",
-    "| many_at_first as_many_at_first deeper much_deeper",
-    family="depth",
-    needs=(LAYERS + "00", LAYERS + "01"),
-)
+@finding("routers_depth", "| many_at_first as_many_at_first deeper much_deeper", needs=(LAYERS + "00", LAYERS + "01"))
 def routers_depth(run: Readings) -> Seen:
     """Whether routers differ already in the first layer, or more in deeper layers."""
     layers = by_layer(run)
@@ -140,7 +135,7 @@ def routers_agree(run: Readings) -> Seen:
     return "everywhere", f"{text}: what differs comes after the last router (head, temperature, top-p, log-prob mode)"
 
 
-@finding("gap_per_choice", "| small usual large", family="per_choice", needs=(AGREEMENT, K3))
+@finding("gap_per_choice", "| small usual large", needs=(AGREEMENT, K3))
 def gap_per_choice(run: Readings) -> Seen:
     """How large the gap is compared with the disagreement of the routers."""
     ratio = per_choice(run)
@@ -206,8 +201,6 @@ def replay(run: Readings) -> Seen:
     if not replayed(run):
         return "none", "no experts are replayed"
     if share > 0.3:
-        return (
-            "other_experts",
-            f"{share:.0%} of the replayed experts are not those that the training router would choose",
-        )
+        text = f"{share:.0%} of the replayed experts are not those that the training router would choose"
+        return "other_experts", text
     return "own_experts", f"{1 - share:.0%} of the replayed experts are those of the training router"

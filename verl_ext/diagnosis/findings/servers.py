@@ -52,11 +52,8 @@ def server_differs(run: Readings) -> Seen:
     # It begins at the step from which the sum of (ratio minus half of the excess) is largest.
     after = np.cumsum((furthest.ratios.values - furthest.level / 2)[::-1])[::-1]
     step = int(furthest.ratios.steps[after.argmax()])
-    return (
-        "one",
-        f"k3 of {furthest.where} is {np.exp(furthest.level):,.1f} times that of the others since step {step}",
-        step,
-    )
+    text = f"k3 of {furthest.where} is {np.exp(furthest.level):,.1f} times that of the others since step {step}"
+    return "one", text, step
 
 
 def _by_server(run: Readings, axis: str) -> dict[str, Series]:

@@ -7,16 +7,13 @@ from verl_ext.diagnosis.names import LOG_RATIO
 from verl_ext.diagnosis.series import FIRST_READINGS, Readings
 from verl_ext.diagnosis.statistics import SURE, level_error
 
-OFTEN = (
-    0.1  # share of the checks that find more than a whole update; a single one can, if many tokens change their experts
-)
-SAME = (
-    0.05  # spread of the tokens' shares over their median: up to 0.05 for multiplied updates, 0.054 and more for parts
-)
+# Share of the checks that find more than a whole update; a single one can, if many tokens change their experts.
+OFTEN = 0.1
+# Spread of the tokens' shares over their median: up to 0.05 for multiplied updates, 0.054 and more for parts.
+SAME = 0.05
 HIDDEN = 2.0  # spread of the tokens' shares in nats, over the engines' gap: below it, the gap explains the spread
-STILL = (
-    0.01  # movement of the rollout's scores over training's: in the lab 0 after a lost sync, 0.1 after a partial one
-)
+# Movement of the rollout's scores over training's: in the lab 0 after a lost sync, 0.1 after a partial one.
+STILL = 0.01
 REST = 0.03  # share of all updates that stays missing: in the lab 0.03 to 0.1 without a tensor
 FINE = 0.01, 12.0  # a smaller share that is seen too: from 0.01 on, if it is this many times the first gap
 CHECKS, MOST_CHECKS = 10, 200  # that a judgement needs, and that a line is drawn through
@@ -27,9 +24,7 @@ ROUNDING, REMAINDER = "sync/rounding", "sync/apart"
 WRONG = "sync/wrong_tensors"
 
 
-@finding(
-    "updates_arrived", "multiplied part scattered none nothing_moves | all unclear", family="sync", needs=(LOW, HIGH)
-)
+@finding("updates_arrived", "multiplied part scattered none nothing_moves | all unclear", needs=(LOW, HIGH))
 def updates_arrived(run: Readings) -> Seen:
     """The share of the last updates that arrived: the median of the last three checks."""
     checks = run.joined(LOW, HIGH)[:, 1:]
@@ -87,7 +82,7 @@ def _is_still(run: Readings) -> bool:
     return bool(len(followed)) and float(np.median(followed)) < STILL
 
 
-@finding("tensors_wrong", "some | none", family="sync_tensors", needs=(WRONG,))
+@finding("tensors_wrong", "some | none", needs=(WRONG,))
 def tensors_wrong(run: Readings) -> Seen:
     """Whether the checked syncs wrote every tensor as it was sent; a sync that is not checked may still be wrong."""
     wrong = run.need(WRONG)
@@ -97,9 +92,7 @@ def tensors_wrong(run: Readings) -> Seen:
     return "some", f"{most} tensors were wrong in the rollout after a weight sync, in {bad.sum()} of {len(bad)}", first
 
 
-@finding(
-    "updates_missing", "each_update stays | fades", family="sync_missing", needs=(ROUNDING, REMAINDER, MIDDLE, MOVED)
-)
+@finding("updates_missing", "each_update stays | fades", needs=(ROUNDING, REMAINDER, MIDDLE, MOVED))
 def updates_missing(run: Readings) -> Seen:
     """Whether a share of all updates never arrives, although it may be too small for a single check.
 
@@ -108,10 +101,8 @@ def updates_missing(run: Readings) -> Seen:
     """
     lacks, rest = missing_per_update(run), missing_in_total(run)
     if lacks:
-        return (
-            "each_update",
-            f"the middle token got {1 - lacks:.0%} of an update, in checks where rounding hides nothing",
-        )
+        text = f"the middle token got {1 - lacks:.0%} of an update, in checks where rounding hides nothing"
+        return "each_update", text
     if rest:
         return "stays", f"{rest:.0%} of all updates so far is missing in the rollout, more than rounding explains"
     if rest is None:
@@ -156,7 +147,7 @@ def missing_in_total(run: Readings) -> float | None:
     return rest if rest > max(least, 2 * slope * rounding_now) else 0.0
 
 
-@finding("shares_alike", "| alike hidden different", family="sync_shares", needs=("sync/arrived_spread", MOVED))
+@finding("shares_alike", "| alike hidden different", needs=("sync/arrived_spread", MOVED))
 def shares_alike(run: Readings) -> Seen:
     """Whether all tokens got the same share of the first updates, or the engines' own gap hides it."""
     shares = run.joined(MIDDLE, "sync/arrived_spread")[:2, 1:]
@@ -166,11 +157,7 @@ def shares_alike(run: Readings) -> Seen:
         return "alike", "all tokens got the same share of the first updates"
     checks = run.joined("sync/arrived_spread", MOVED)[:FIRST_READINGS]
     gap = run.get(LOG_RATIO)
-    if (
-        len(checks)
-        and gap is not None
-        and gap.steps[0] <= 1
-        and (checks[:, 1] * checks[:, 2]).min() < HIDDEN * gap.values[0]
-    ):
+    at_first = float(gap.values[0]) if gap is not None and gap.steps[0] <= 1 else 0.0
+    if len(checks) and (checks[:, 1] * checks[:, 2]).min() < HIDDEN * at_first:
         return "hidden", "the engines' own gap hides which share of the first updates tokens got"
     return "different", "tokens got different shares of the first updates"
