@@ -48,15 +48,12 @@ FELL = line(0.1, 0.8, 20) + [0.05] * 20  # in step 21
 LOST = line(0.1, 0.8, 20) + wave(0.4, 0.01, 20)
 BROKE = {REWARD: wave(0.6, 0.01, 20) + wave(0.1, 0.01, 20), LENGTH: wave(500, 5, 20) + wave(90, 5, 20)}
 BROKE |= {GRADIENT: wave(0.3, 0.01, 40)}
+TURNED_CONSTANT = {REWARD: [0.5] * 8 + [0.0] * 12, REWARD_MAX: [1.0] * 8 + [0.0] * 12, REWARD_MIN: [0.0] * 20}
 CASES = [
     ("reward_constant.constant", 1, zeroes_and_ones([0.0] * 10, 0.0)),
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10}),  # no spread is logged
     ("reward_constant.constant", 1, {REWARD: [0.5] * 10, SPREADS[0]: [0.01] * 10}),
-    (
-        "reward_constant.constant",
-        9,
-        {REWARD: [0.5] * 8 + [0.0] * 12, REWARD_MAX: [1.0] * 8 + [0.0] * 12, REWARD_MIN: [0.0] * 20},
-    ),
+    ("reward_constant.constant", 9, TURNED_CONSTANT),
     ("reward_constant.varies", None, {REWARD: [0.5] * 10, SPREADS[0]: [0.4] * 10}),
     ("reward_constant.varies", None, zeroes_and_ones([0.5] * 10)),
     (

@@ -77,6 +77,7 @@ def middles(share, *, moved=1.0, noise=0.05, gap=0.01):
 EVEN = {f"vllm_kl/{k}/prob/{name}": 0.01 for k in ("k1", "k3") for name in BUCKETS["prob"]}
 RISING = np.linspace(0.02, 1.0, COUNT).tolist()
 NOISE = {SPREAD: [1e-3 / moved for moved in RISING], MOVED: RISING}  # the same in nats
+ENDED = [0.98] * 10 + [0.0] * 10 + [0.98] * 10  # a loss that has ended, by the middle token
 CASES = [
     ("routers_differ.not_at_all", differing(0.0)),
     ("routers_differ.in_ties", differing(0.005)),
@@ -137,10 +138,8 @@ CASES = [
     ("updates_arrived.nothing_moves", arrived(0.0, 0.06) | NOISE | {FOLLOWED: 0.0}),
     ("updates_arrived.none", arrived(0.0, 0.06) | NOISE | {FOLLOWED: 0.5}),
     ("updates_arrived.all", arrived(0.9, 1.1)),
-    (
-        "updates_arrived.all",
-        arrived(0.9, 1.1) | {LOW: [0.9] * 20 + [1.2] + [0.9] * 9},
-    ),  # more than an update in one look of many
+    # More than an update in one look of many.
+    ("updates_arrived.all", arrived(0.9, 1.1) | {LOW: [0.9] * 20 + [1.2] + [0.9] * 9}),
     ("updates_arrived.unclear", arrived(0.5, 2.5)),
     ("updates_arrived.unclear", arrived(0.5, 1.2)),
     ("updates_missing.stays", missing(0.07, rounding=0.5)),
@@ -151,18 +150,13 @@ CASES = [
     ("updates_missing.fades", missing(0.0, rounding=0.0)),
     ("updates_missing.fades", missing([0.0] * 10 + [0.5] * 10 + [0.0] * 10, rounding=0.5)),  # a loss that has ended
     ("updates_missing.each_update", middles(0.86)),
-    (
-        "updates_missing.each_update",
-        middles(0.86) | {LOG_RATIO: [0.01] * 3 + [0.5] * 27},
-    ),  # it is the first gap that counts
+    # It is the first gap that counts.
+    ("updates_missing.each_update", middles(0.86) | {LOG_RATIO: [0.01] * 3 + [0.5] * 27}),
     ("updates_missing.each_update", middles(0.86) | {MIDDLE: [0.0] * 10 + [0.86] * 20}),
     ("updates_missing.each_update", middles(0.86) | missing(0.0, rounding=0.5)),  # too small for the sum of all updates
     ("updates_missing.fades", middles(0.98) | missing(0.0, rounding=0.5)),
     ("updates_missing.fades", middles(0.86, noise=0.4) | missing(0.0, rounding=0.5)),
-    (
-        "updates_missing.fades",
-        missing(0.0, rounding=0.5) | middles(0.98) | {MIDDLE: [0.98] * 10 + [0.0] * 10 + [0.98] * 10},
-    ),  # a loss that has ended
+    ("updates_missing.fades", missing(0.0, rounding=0.5) | middles(0.98) | {MIDDLE: ENDED}),
     ("tensors_wrong.some", {WRONG: [0.0] * 10 + [2.0] * 20}),
     ("tensors_wrong.none", {WRONG: 0.0}),
     ("shares_alike.alike", arrived(0.45, 0.55, spread=0.01)),

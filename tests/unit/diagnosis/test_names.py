@@ -163,10 +163,8 @@ def test_the_policys_own_movement_has_one_sign():
     old = np.log(np.array([0.5, 0.2, 0.7]))
     theta = old - 0.1
     for name, logged in (
-        (
-            "train/ppo_kl",
-            old - theta,
-        ),  # slime, miles: old_log_probs - log_probs; OpenRLHF: -(log_probs - old_log_probs)
+        # slime, miles: old_log_probs - log_probs; OpenRLHF: -(log_probs - old_log_probs)
+        ("train/ppo_kl", old - theta),
         ("ppo_actor/update/approx_kl/avg", theta - old),  # AReaL: logprobs - proximal_logprobs
     ):
         assert quantity_of(name).name == "actor/ppo_kl"
