@@ -4,6 +4,8 @@ The files of verl are those of 0.9.1.
 """
 
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, error, note, warning
@@ -88,6 +90,41 @@ def checkpoints(context: Context) -> Iterable[Problem]:
         why = "a restart goes on at the step of the checkpoint with the weights of the start"
         chosen = LOADED if list(loaded) != list(context.get(SAVED, loaded)) else SAVED
         yield warning(f"{LOADED} has no model", why, f"{chosen}=[model,optimizer,extra]")
+
+
+@check("length of the run", needs="config")
+def length_of_the_run(context: Context) -> Iterable[Problem]:
+    """`total_training_steps` that the epochs do not reach, so that the last step, its checkpoint and its validation
+    never come (verl PR 7516); fewer steps than one. The number of prompts is that of data.train_max_samples, or of the
+    data's parquet files if they are here.
+
+    Source: `_init_dataloader` and `fit` of v1/trainer_base.py: an epoch has as many steps as whole batches, and
+    `is_last_step` is true at total_training_steps only.
+    """
+    prompts, batch = _prompts(context), context.number("data.train_batch_size")
+    epochs, steps = context.number("trainer.total_epochs"), context.number("trainer.total_training_steps")
+    if prompts is None or not batch or batch < 1 or epochs is None:
+        return
+    reached = prompts // int(batch) * int(epochs)
+    if steps is not None and reached < steps:
+        why = f"{prompts} prompts make {reached} steps, and the last one, its checkpoint and its validation never come"
+        fix = f"trainer.total_training_steps={reached}" if reached else "trainer.total_training_steps=null"
+        yield warning(f"trainer.total_training_steps={steps:g} with total_epochs={epochs:g}", why, fix)
+
+
+def _prompts(context: Context) -> int | None:
+    """Returns the number of training prompts; None if it is not known."""
+    files = context.get("data.train_files", ())
+    paths = [Path(str(file)).expanduser() for file in ([files] if isinstance(files, str) else files)]
+    rows = None
+    if paths and all(path.suffix == ".parquet" and path.is_file() for path in paths):
+        with suppress(ImportError, OSError, ValueError):  # pyarrow's errors are ValueErrors
+            from pyarrow.parquet import read_metadata
+
+            rows = sum(read_metadata(path).num_rows for path in paths)
+    at_most = context.number("data.train_max_samples")
+    known = [int(one) for one in (rows, at_most) if one is not None and one >= 0]
+    return min(known, default=None)
 
 
 @check("room for an answer", needs="config")

@@ -7,7 +7,7 @@ undecided return is not followed. So each error found would be raised if the fun
 import ast
 import builtins
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,13 +70,14 @@ WARNS = ("warn", "warning")
 OF_TEXT = ("endswith", "lower", "lstrip", "rstrip", "split", "startswith", "strip", "upper")
 
 
-def refusals(
-    classes: Iterable[ast.ClassDef], method: str, attributes: Mapping[str, Any], settings: Mapping[str, str]
+def refused_by(
+    classes: Iterable[ast.ClassDef], called: Sequence[str], attributes: Mapping[str, Any], settings: Mapping[str, str]
 ) -> list[Refusal]:
-    """Returns the errors that a method would raise.
+    """Returns the errors that methods would raise which are called one after the other.
 
     Args:
         classes: the class and its bases, the class first.
+        called: the methods.
         attributes: the known attributes of `self` and arguments of the method, by name.
         settings: the settings whose values these are, by name; "" for the whole config.
     """
@@ -88,7 +89,8 @@ def refusals(
         methods, Facts(attributes), {**settings, **{f"self.{name}": one for name, one in settings.items()}}
     )
     with suppress(StopError):
-        reader.call(method, 0)
+        for method in called if methods else ():
+            reader.call(method, 0)
     return reader.found
 
 
@@ -107,6 +109,7 @@ class _Reader:
     Attributes:
         methods: name -> its definitions in the class and in its bases.
         settings: the setting that a name has, or an attribute of `self`.
+        written: setting -> the value that a method has given it.
         conditions: what had to be true to come here.
     """
 
@@ -117,6 +120,7 @@ class _Reader:
     conditions: list[ast.expr] = field(default_factory=list)
     stack: list[tuple[str, int]] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
 
     def call(self, method: str, base: int) -> None:
         """Follows a method of the class, or of its base with this number."""
@@ -193,6 +197,8 @@ class _Reader:
                 self.names[name], self.settings[name] = value, setting
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 self.this[name], self.settings[f"self.{name}"] = value, setting
+            case ast.Attribute() if (place := self.setting(target)) is not None:
+                self.written[place] = value
             case ast.Tuple(elts=targets):
                 for one in targets:
                     self.store(one, UNKNOWN, None)
@@ -226,6 +232,8 @@ class _Reader:
 
     def value(self, node: ast.expr) -> Any:
         """Returns the value of an expression."""
+        if self.written and (place := self.setting(node)) in self.written:
+            return self.written[place]
         match node:
             case ast.Constant(value=value):
                 return value
@@ -291,7 +299,7 @@ class _Reader:
                 return self.apply(PURE[name], *args)
             case ast.Call(func=ast.Name(id="isinstance"), args=[one, ast.Name(id=name)]) if name in TYPES:
                 return self.apply(lambda value: isinstance(value, TYPES[name]), one)
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=name), *_]):
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
                 return member(self.value(owner), name)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="OmegaConf"), attr="select"), args=[owner, key]):
                 return self.apply(OmegaConf.select, owner, key)

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import CHECKS, Context, check, error, warning
-from verl_ext.doctor.reached import Refusal, refusals
+from verl_ext.doctor.reached import Refusal, refused_by
 from verl_ext.features.verl_config import ACTOR, MODE, MODEL, ROLLOUT
 from verl_ext.launch.names import similar
 from verl_ext.launch.packages import LAYERS, MEGATRON, package_folder, source
@@ -40,7 +40,7 @@ class Part:
 
     Attributes:
         path: its file.
-        methods: those that run at the start or in the first step.
+        methods: those that run at the start or in the first step, in their order.
         settings: attributes of `self` and arguments of the methods -> the settings that they are.
         known: attributes and arguments whose values are always these.
         used: returns whether the run has the part.
@@ -65,9 +65,9 @@ def _splits(engine: str, context: Context) -> bool:
 WHOLE = {"config": ""}
 OF_ROLLOUT = {"config": ROLLOUT, "rollout_config": ROLLOUT}
 TRAINER = "trainer/ppo/v1/trainer_base.py"
-AT_ITS_START = ("_build_replay_buffer", "_resolve_filter_groups_metric", "_init_resource_pool_mgr", "_next_train_batch")
+AT_ITS_START = ("_init_dataloader", "_build_replay_buffer", "_init_resource_pool_mgr", "_next_train_batch")
 PARTS = (
-    Part(TRAINER, "PPOTrainer", AT_ITS_START, WHOLE, _with(V1, True), {"num_prompts": None}),
+    Part(TRAINER, "PPOTrainer", AT_ITS_START, WHOLE | {"trainer_mode": MODE}, _with(V1, True), {"num_prompts": None}),
     Part(
         "trainer/ppo/v1/trainer_separate_async.py",
         "PPOTrainerSeparateAsync",
@@ -131,7 +131,7 @@ PARTS = (
 )
 
 
-@check("refusals", needs="config", after=("names", "sizes", "verl's settings"))
+@check("refusals", needs="engine", after=("names", "sizes", "verl's settings"))
 def refused_parts(context: Context) -> Iterable[Problem]:
     """What the classes of verl that the run builds refuse or warn of: trainer, workers, engines, servers, transfer of
     the weights. What another check has said of the same settings is not repeated.
@@ -143,9 +143,8 @@ def refused_parts(context: Context) -> Iterable[Problem]:
             continue
         values = {name: context.get(setting) if setting else context.config for name, setting in part.settings.items()}
         known = {name: value for name, value in values.items() if value is not None} | dict(part.known)
-        classes = _classes("verl", part.path, part.name)
-        for method in part.methods:
-            yield from _problems(context, "verl", part.name, refusals(classes, method, known, part.settings))
+        classes = _classes_in("verl", part.path, part.name)
+        yield from _problems(context, "verl", part.name, refused_by(classes, part.methods, known, part.settings))
 
 
 def _problems(context: Context, package: str, name: str, found: Iterable[Refusal]) -> Iterator[Problem]:
@@ -164,7 +163,7 @@ def _problems(context: Context, package: str, name: str, found: Iterable[Refusal
 
 
 @cache
-def _classes(package: str, path: str, *names: str) -> tuple[ast.ClassDef, ...]:
+def _classes_in(package: str, path: str, *names: str) -> tuple[ast.ClassDef, ...]:
     """Returns classes of a file in their order; none if the package is not installed."""
     text = source(package_folder(package), path)
     classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
@@ -172,7 +171,7 @@ def _classes(package: str, path: str, *names: str) -> tuple[ast.ClassDef, ...]:
 
 
 @check("Megatron's layers", needs="on_megatron", after=("sizes",))
-def megatron_layers(context: Context) -> Iterable[Problem]:
+def refused_layers(context: Context) -> Iterable[Problem]:
     """What megatron-core's `TransformerConfig` refuses of the model, the parallel sizes and
     `override_transformer_config`, and settings there that it does not have. What another check has said of the same
     settings is not repeated.
@@ -181,29 +180,29 @@ def megatron_layers(context: Context) -> Iterable[Problem]:
     transformer_impl.py of verl 0.9.1. A field that a bridge sets for some models is not known.
     """
     configs = (
-        *_classes("megatron.core", "transformer/transformer_config.py", "TransformerConfig"),
-        *_classes("megatron.core", "model_parallel_config.py", "ModelParallelConfig"),
+        *_classes_in("megatron.core", "transformer/transformer_config.py", "TransformerConfig"),
+        *_classes_in("megatron.core", "model_parallel_config.py", "ModelParallelConfig"),
     )
     if len(configs) < 2:
         return
     layers = {str(name): context.get(f"{LAYERS}.{name}") for name in context.get(LAYERS, {})}
-    defaults = _defaults(configs)
+    defaults = _field_defaults(configs)
     set_by_bridges = _set_by_bridges()
     fields = {ast.unparse(node.target) for one in configs for node in one.body if isinstance(node, ast.AnnAssign)}
     patched = context.get("trainer.device") == "npu"  # MindSpeed adds settings
-    for name in () if patched else sorted(layers.keys() - fields - set_by_bridges):
-        near = similar(name, fields)
-        why = "neither megatron-core nor a bridge has such a setting" + (
-            f"; similar: {', '.join(near)}" if near else ""
-        )
-        yield warning(f"{LAYERS}.{name}", why, f"~{LAYERS}.{name}")
+    if strange := () if patched else sorted(layers.keys() - fields - set_by_bridges):
+        near = [one for name in strange for one in similar(name, fields)]
+        why = "neither megatron-core nor a bridge has such a setting"
+        why += f"; similar: {', '.join(near)}" if near else ""
+        names = [f"{LAYERS}.{name}" for name in strange]
+        yield warning(", ".join(names), why, *(f"~{name}" for name in names))
     places = {name: f"{MEGATRON}.{name}" for name in SIZES} | {name: f"{LAYERS}.{name}" for name in layers}
     facts = {name: value for name, value in defaults.items() if name not in set_by_bridges}
     facts |= _of_model(context) | BY_VERL | {name: context.get(places[name]) for name in places}
     if facts["tensor_model_parallel_size"] == 1:
         facts["sequence_parallel"] = False  # McoreEngineConfig
     facts = {name: value for name, value in facts.items() if value is not None or name in defaults}
-    found = refusals(configs, "__post_init__", facts, places)
+    found = refused_by(configs, ("__post_init__",), facts, places)
     yield from _problems(context, "megatron-core", "TransformerConfig", (each for each in found if each.stops))
 
 
@@ -215,7 +214,7 @@ def _of_model(context: Context) -> dict[str, int]:
     return {"num_layers": shape.layers, "hidden_size": shape.hidden, "num_attention_heads": shape.heads, **experts}
 
 
-def _defaults(classes: Iterable[ast.ClassDef]) -> dict[str, Any]:
+def _field_defaults(classes: Iterable[ast.ClassDef]) -> dict[str, Any]:
     """Returns field -> its default, of dataclasses; without those that are no plain value."""
     fields = [node for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
     return {

@@ -128,13 +128,13 @@ def _without_its_switch(context: Context) -> Iterator[Problem]:
 def _is_changed(context: Context, name: str) -> bool:
     """Returns True if verl has a setting, and with another value than the launch."""
     value, groups = context.get(name), [one for one in context.overrides if key_of(one) in GROUPS]
-    defaults = _defaults(tuple(groups))
+    defaults = _defaults_of_verl(tuple(groups))
     above, _, leaf = name.rpartition(".")
     return value is not None and leaf in (value_of(defaults, above) or ()) and value != value_of(defaults, name)
 
 
 @cache
-def _defaults(groups: tuple[str, ...]) -> Any:
+def _defaults_of_verl(groups: tuple[str, ...]) -> Any:
     """Returns the config that these config groups alone give."""
     return compose(list(groups)).config or OmegaConf.create()
 
@@ -177,13 +177,9 @@ def _is_leaf(config: DictConfig, name: str) -> bool:
     above, _, leaf = name.rpartition(".")
     node = value_of(config, above) if above else None
     free = any(FREE.fullmatch(part) or part in HANDED_ON for part in name.split("."))
-    return (
-        OmegaConf.is_dict(node)
-        and leaf in node
-        and not OmegaConf.is_config(node.get(leaf))
-        and not free
-        and not is_unknown(config, name)
-    )
+    if not isinstance(node, DictConfig) or leaf not in node or free or is_unknown(config, name):
+        return False
+    return not OmegaConf.is_config(value_of(config, name))
 
 
 @cache

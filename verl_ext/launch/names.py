@@ -141,7 +141,7 @@ TABLE = (
         "experimental/agent_loop/tool_parser.py",
         r'ToolParser\.register\("[\w-]+"\)',
         used=lambda config: value_of(config, f"{AGENT}.default_agent_loop") == "tool_agent",
-        opened_by=(*LOOPS, f"{ROLLOUT}.multi_turn.function_tool_path", f"{ROLLOUT}.multi_turn.tool_config_path"),
+        opened_by=(*LOOPS, f"{ROLLOUT}.multi_turn.function_tool_path"),
     ),
     Names(
         f"{ENGINE}.backend",

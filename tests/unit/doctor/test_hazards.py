@@ -86,6 +86,12 @@ OVERLONG, LIMIT = "+reward.reward_kwargs.overlong_buffer_cfg", "+reward.reward_k
 DAPO = f"reward.reward_manager.name=dapo {OVERLONG}.enable=True"
 GROUPS = "algorithm.filter_groups.enable=True algorithm.filter_groups.metric"
 GENERATED = "algorithm.filter_groups.max_num_gen_batches=10"
+FIFTEEN, TWO_HUNDRED = "data.train_max_samples=2000 data.train_batch_size=128", "trainer.total_training_steps=200"
+POOL = " ".join(
+    f"reward.reward_model.{one}" for one in ("enable=true", "enable_resource_pool=true", "n_gpus_per_node=8")
+)
+FULL = f"{MEGATRON} {LAYERS}.recompute_granularity=full"
+DEEPEP = f"{MEGATRON} {SMALL} {LAYERS}.moe_enable_deepep=true"
 GDPO = f"{ESTIMATOR}=gdpo +algorithm.gdpo_reward_keys=[a]"
 DISTILLED = "distillation.distillation_loss"
 DISTILS = f"distillation.enabled=True {DISTILLED}.loss_mode=forward_kl_topk {DISTILLED}.use_policy_gradient"
@@ -443,21 +449,40 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{OPTIM}.lr=0 {RUNTIME}.VLLM_BATCH_INVARIANT='1'",
             f"{OPTIM}.lr=0 trainer.val_before_train=False",
             f"trainer.val_before_train=False trainer.test_freq=-1 {ROLLOUT}.val_kwargs.do_sample=True",
+            f"{ROLLOUT}.val_kwargs.temperature=0.6",
+            f"{ROLLOUT}.val_kwargs.temperature=0.6 {ROLLOUT}.val_kwargs.do_sample=True",
         ],
         "note": [f"{OPTIM}.lr=0"],
-        "warning": [f"{ROLLOUT}.val_kwargs.n=4", f"{ROLLOUT}.val_kwargs.do_sample=True"],
+        "warning": [
+            f"{ROLLOUT}.val_kwargs.n=4",
+            f"{ROLLOUT}.val_kwargs.do_sample=True",
+            f"{ROLLOUT}.val_kwargs.temperature=0.6 {ROLLOUT}.val_kwargs.do_sample=False",  # verl issue 1352
+        ],
     },
     "unread settings": {
         "": [
-            GENERATED,  # without filter_groups nothing is filtered
+            "actor_rollout_ref.nccl_timeout=600",  # verl's default
+            "trainer.balance_batch=False trainer.use_v1=False",
+            f"{FSDP}.offload_policy=True {ACTOR}.strategy=fsdp2",
+            f"{ACTOR}.kl_loss_coef=0.01 {ACTOR}.use_kl_loss=True",
+            f"{ACTOR}.kl_loss_coef=0.01 {ACTOR}.use_kl_loss=False",  # its author knows
+            f"{MODEL}.lora.alpha=8",  # handed on whole
+            f"{OPTIM}.lr=3e-6 data.max_prompt_length=77 {ROLLOUT}.temperature=0.7",
             f"{OVERLONG}.enable=True reward.reward_manager.name=dapo",
             f"{OVERLONG}.enable=True reward.reward_manager.name=my_own",
             f"{OVERLONG}.enable=False",
             f"{DAPO} {OVERLONG}.len=64 {LIMIT}=512 data.max_response_length=449",
             f"{FSDP}.strategy=fsdp2 {ACTOR}.strategy=fsdp2",
         ],
-        "note": [f"algorithm.filter_groups.enable=True {GENERATED}"],
         "warning": [
+            "actor_rollout_ref.nccl_timeout=1200",  # verl issue 5354 and its likes
+            "trainer.balance_batch=False",
+            f"{ROLLOUT}.multi_stage_wake_up=True",
+            f"{FSDP}.offload_policy=True",  # verl PR 1026
+            f"{ACTOR}.kl_loss_coef=0.01",
+            "algorithm.kl_ctrl.kl_coef=0.01",
+            "algorithm.rollout_correction.rollout_is_threshold=4",
+            f"critic.ppo_micro_batch_size_per_gpu=2 {ESTIMATOR}=gae",  # verl issue 7462
             f"{ACTOR}.grad_clip=0.5",
             f"{ROLLOUT}.over_sample_rate=0.1",
             f"{OVERLONG}.enable=True",
@@ -465,6 +490,49 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"+{ROLLOUT}.repetition_penalty=1.1",
             f"{FSDP}.strategy=fsdp2",
             f"algorithm.norm_adv_by_std_in_grpo=False {ESTIMATOR}=grpo_vectorized",
+        ],
+    },
+    "length of the run": {
+        "": [
+            f"{FIFTEEN} trainer.total_epochs=14 {TWO_HUNDRED}",
+            f"{FIFTEEN} trainer.total_epochs=1",
+            f"data.train_batch_size=128 trainer.total_epochs=1 {TWO_HUNDRED}",  # how many are there?
+        ],
+        "warning": [  # verl PR 7516
+            (f"{FIFTEEN} trainer.total_epochs=1 {TWO_HUNDRED}", "trainer.total_training_steps=15"),
+        ],
+    },
+    "refusals": {
+        "": [
+            f"{POOL} reward.reward_model.nnodes=1",
+            "data.train_batch_size=8 data.gen_batch_size=4",
+            GENERATED,  # without filter_groups nothing is filtered
+        ],
+        "warning": [  # V1 itself warns of it
+            f"{GROUPS}=acc {GENERATED}",
+            "data.train_batch_size=8 data.gen_batch_size=3 trainer.v1.trainer_mode=colocate_async",
+        ],
+        "error": [
+            POOL,  # verl issue 5342: no nodes by default
+            f"{ROLLOUT}.disaggregation.enabled=true {ROLLOUT}.data_parallel_size=2",
+            "data.train_batch_size=8 data.gen_batch_size=3",
+        ],
+    },
+    "Megatron's layers": {
+        "": [
+            MEGATRON,
+            f"{FULL} {LAYERS}.recompute_method=uniform {LAYERS}.recompute_num_layers=1",
+            f"{MEGATRON} {LAYERS}.recompute_granularity=selective",
+            f"{DEEPEP} {LAYERS}.moe_token_dispatcher_type=flex",
+            f"{MEGATRON} {LAYERS}.moe_permute_fuson=true trainer.device=npu",  # MindSpeed adds settings
+            f"{MEGATRON} {LAYERS}.moe_permute_fusion=true",
+        ],
+        "warning": [f"{MEGATRON} {LAYERS}.moe_permute_fuson=true"],
+        "error": [
+            FULL,
+            f"{FULL} {LAYERS}.recompute_method=uniform",
+            f"{MEGATRON} {LAYERS}.recompute_granularity=selective {LAYERS}.recompute_num_layers=1",  # verl PR 2693
+            DEEPEP,  # verl issue 3364
         ],
     },
     "old trainer": {"note": ["trainer.use_v1=False"]},
@@ -563,10 +631,6 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"{TOOLS} {MODEL}.path=THUDM/glm-4-9b-chat",
         ],
         "warning": [f"{TOOLS} {CODER}", f"{TOOLS} {TURNS}.max_assistant_turns=1"],
-    },
-    "recomputation": {
-        "": [f"{MEGATRON} {LAYERS}.recompute_granularity=selective"],
-        "error": [f"{MEGATRON} {LAYERS}.recompute_granularity=full"],
     },
     "terms": {
         "": [

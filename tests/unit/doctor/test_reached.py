@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from verl_ext.doctor.reached import refusals
+from verl_ext.doctor.reached import refused_by
 
 CONFIG = {"n": 4, "mode": "sync", "off": None, "sizes": {"batch": 6, "mini": 4}, "names": ["a", "b"], "needed": "???"}
 
@@ -18,7 +18,7 @@ def followed(body, config=CONFIG, bases=(), method="__init__", **known):
     texts = [f"class C:\n    def __init__(self, config, other=None):\n{indent(dedent(body), ' ' * 8)}", *bases]
     classes = [node for text in texts for node in ast.parse(dedent(text)).body if isinstance(node, ast.ClassDef)]
     values = {"config": OmegaConf.create(config), **known}
-    return [(one.said, one.settings, one.stops) for one in refusals(classes, method, values, {"config": ""})]
+    return [(one.said, one.settings, one.stops) for one in refused_by(classes, (method,), values, {"config": ""})]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,8 @@ def test_what_is_decided_is_told(body, said, settings):
         "assert config.n > 'text'",
         "self.check = config.n\nself.reset()\nif self.limit: raise ValueError",
         "if config.n == 8: raise ValueError('eight')",
+        "with open_dict(config):\n    config.n = 8\nassert config.n == 8",
+        "if unknown(): config.sizes.batch = 8\nassert config.get('sizes').batch == 8",
     ],
 )
 def test_what_is_not_decided_is_no_error(body):

@@ -122,8 +122,8 @@ def cut_and_low(run: Readings) -> Seen:
     top = float(best.max()) if best.size else max(1.0, float(series.values.max()))
     low = now - bottom < 0.25 * max(top - bottom, 1e-9) or top <= bottom
     text = f"{share_now(cut):.0%} of the answers are cut at the limit, and the reward is {now:.2g}"
-    long = course is not None and len(series.values) >= 2 * LEVEL_READINGS  # else no reward has risen yet
-    stands = long and course.rise.errors < LIKELY and not at_ceiling(run, course)
+    long = len(series.values) >= 2 * LEVEL_READINGS  # in a short run, no reward has risen yet
+    stands = course is not None and long and course.rise.errors < LIKELY and not at_ceiling(run, course)
     if not low and stands and run.get(SURELY_CUT) is not None:
         low, text = True, f"{share_now(cut):.0%} of the answers are cut, and the reward ({now:.2g}) does not rise"
     return ("yes" if low and share_now(cut) >= MOST_CUT else "no"), text
