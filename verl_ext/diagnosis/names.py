@@ -52,6 +52,7 @@ OTHER_WORDS = {
     *("train", "training", "rollout", "rollouts", "mean", "avg", "average", "all", "overall", "total", "batch", "of"),
     *("share", "fraction", "rate", "percentage", "percent", "pct", "answers", "examples", "episode", "episodic"),
 }
+BESIDE = re.compile(r"^(?:mean|avg|average)_|_(?:mean|avg|average)$")
 MOSTLY = 0.5  # a name that is logged at fewer of the steps than this is not the run's series
 
 
@@ -192,10 +193,40 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
             found.setdefault(name, {})[name] = Alias(name)
         else:
             found.setdefault(quantity.name, {})[name] = alias
+    for name in (
+        [name for name in found if name in logged and not _readings_of(name)]
+        if not found.keys().isdisjoint(_canonical_names())
+        else ()
+    ):
+        if (end := _by_end(name)) is not None and end[0].name not in found:
+            del found[name]
+            found[end[0].name] = {name: end[1]}
     if REWARD not in found and (reward := _reward_by_words(logged)) is not None:
         del found[reward]
         found[REWARD] = {reward: Alias(reward, by_words=True)}
     return {canonical: _preferred(canonical, names, logged) for canonical, names in found.items()}
+
+
+@lru_cache(maxsize=1 << 16)
+def _by_end(logged_name: str) -> tuple[Quantity, Alias] | None:
+    """Returns what a name measures that is in the table but for what stands before it or `mean` beside it, such as
+    `clipped_ratio` and `mean KL`; None if several quantities have such names, or if it is no mean."""
+    name = normal(logged_name)
+    found = _ends().get(name) or _exact_names().get(BESIDE.sub("", name), ())
+    return found[0] if len({quantity.name for quantity, _ in found}) == 1 and not PART.search(name) else None
+
+
+@cache
+def _ends() -> Mapping[str, list[tuple[Quantity, Alias]]]:
+    """Returns the last parts of each name of the table that have several words."""
+    found: dict[str, list[tuple[Quantity, Alias]]] = {}
+    for quantity in quantities():
+        for alias in (each for each in quantity.aliases if not each.is_family):
+            parts = normal(alias.name).split("/")
+            for end in ("/".join(parts[begin:]) for begin in range(1, len(parts))):
+                if re.search("[/_]", end):
+                    found.setdefault(end, []).append((quantity, alias))
+    return found
 
 
 def _reward_by_words(logged: Mapping[str, Any]) -> str | None:

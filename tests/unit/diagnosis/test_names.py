@@ -406,3 +406,22 @@ def test_an_alias_has_the_prefixes_of_its_frameworks():
     (quantity,) = read_table(table)
     assert [alias.name for alias in quantity.aliases] == ["a/b", "x", "train/x", "y"]
     assert (quantity.setting, [alias.scale for alias in quantity.aliases]) == ("c=1", [1, 1, 1, -1])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("clipped_ratio", "answers/cut"),  # TRL's, as people write it in a table
+        ("mean_length", "response_length/mean"),
+        ("Mean KL", "actor/kl_loss"),
+        ("num_tokens", "num_tokens"),  # of the whole run
+        ("length_std", "length_std"),
+        ("ratio", "ratio"),
+    ],
+)
+def test_the_end_of_a_known_name_is_known_beside_another_known_name(name, expected):
+    series = [0.5, 0.5]
+    assert expected in by_quantity({name: series, "grad_norm": series})
+    assert name in by_quantity({name: series, "what": series})  # alone, it may be anything's
+    exact = "completions/clipped_ratio"
+    assert by_quantity({exact: series, "clipped_ratio": series, "grad_norm": series})["clipped_ratio"]

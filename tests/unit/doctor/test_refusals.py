@@ -1,5 +1,8 @@
 """What the sources of verl and megatron-core say about settings; test_hazards.py has the launches."""
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from verl_ext.doctor.unread import named_in_verl
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -27,3 +30,12 @@ def test_a_misspelt_setting_of_the_layers_gets_the_similar_one(findings):
 def test_a_name_is_read_as_an_attribute_a_key_or_by_interpolation():
     words = frozenset({"nccl_timeout", "ppo_mini_batch_size", "train_batch_size", "no_such_word"})
     assert named_in_verl(words) == {"ppo_mini_batch_size", "train_batch_size"}
+
+
+def test_the_prompts_of_the_datas_own_files_are_counted(findings, tmp_path):
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 40}), file)
+    given = ["data.train_batch_size=8", "trainer.total_epochs=1", f"data.train_files={file}"]
+    assert not findings("length of the run", *given, "trainer.total_training_steps=5")
+    (found,) = findings("length of the run", *given, "trainer.total_training_steps=6")
+    assert found.fix == ("trainer.total_training_steps=5",)
