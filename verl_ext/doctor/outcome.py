@@ -5,6 +5,7 @@ The files of verl are those of 0.9.1.
 
 from collections.abc import Iterable
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 
 from verl_ext.base.errors import Problem
@@ -95,7 +96,7 @@ def checkpoints(context: Context) -> Iterable[Problem]:
 @check("length of the run", needs="config")
 def length_of_the_run(context: Context) -> Iterable[Problem]:
     """`total_training_steps` that the epochs do not reach, so that the last step, its checkpoint and its validation
-    never come (verl PR 7516); fewer steps than one. The number of prompts is that of data.train_max_samples, or of the
+    never come (verl PR 7516). The number of prompts is that of data.train_max_samples, or of the
     data's parquet files if they are here.
 
     Source: `_init_dataloader` and `fit` of v1/trainer_base.py: an epoch has as many steps as whole batches, and
@@ -105,11 +106,12 @@ def length_of_the_run(context: Context) -> Iterable[Problem]:
     epochs, steps = context.number("trainer.total_epochs"), context.number("trainer.total_training_steps")
     if prompts is None or not batch or batch < 1 or epochs is None:
         return
-    reached = prompts // int(batch) * int(epochs)
-    if steps is not None and reached < steps:
-        why = f"{prompts} prompts make {reached} steps, and the last one, its checkpoint and its validation never come"
-        fix = f"trainer.total_training_steps={reached}" if reached else "trainer.total_training_steps=null"
-        yield warning(f"trainer.total_training_steps={steps:g} with total_epochs={epochs:g}", why, fix)
+    of_an_epoch = prompts // int(batch)
+    if steps is not None and of_an_epoch and of_an_epoch * epochs < steps:
+        made = f"{prompts} prompts make {of_an_epoch * epochs:g} steps"
+        why = f"{made}, and the last one, its checkpoint and its validation never come"
+        found = f"trainer.total_training_steps={steps:g} with total_epochs={epochs:g}"
+        yield warning(found, why, f"trainer.total_epochs={ceil(steps / of_an_epoch)}")
 
 
 def _prompts(context: Context) -> int | None:

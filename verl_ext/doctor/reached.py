@@ -31,12 +31,14 @@ class Refusal:
         method: where that is.
         said: its text, with "..." for what is not known.
         settings: those that its conditions read.
+        mends: a setting and the value with which the last condition would be another one; None if it shows none.
     """
 
     method: str
     said: str
     settings: tuple[str, ...]
     stops: bool = True
+    mends: tuple[str, Any] | None = None
 
 
 class _Unknown:
@@ -159,10 +161,13 @@ class _Reader:
                     self.block(body if truth else orelse, test)
             case ast.Assert(test=test, msg=said):
                 if self.truth(test) is False:
-                    self.refuse(self.value(said) if said else f"assert {ast.unparse(test)}", [test])
+                    self.refuse(
+                        self.value(said) if said else f"assert {ast.unparse(test)}", [test], mends=self.mend(test, True)
+                    )
             case ast.Raise(exc=error):
                 said = error.args[0] if isinstance(error, ast.Call) and error.args else None
-                self.refuse(self.value(said) if said else ast.unparse(node), [])
+                mends = self.mend(self.conditions[-1], False) if self.conditions else None
+                self.refuse(self.value(said) if said else ast.unparse(node), [], mends=mends)
                 raise StopError
             case ast.Return():
                 raise ReturnError
@@ -175,11 +180,30 @@ class _Reader:
             case _:
                 self.skip(node)
 
-    def refuse(self, said: Any, conditions: list[ast.expr], stops: bool = True) -> None:
+    def refuse(
+        self, said: Any, conditions: list[ast.expr], stops: bool = True, mends: tuple[str, Any] | None = None
+    ) -> None:
         nodes = (each for condition in [*self.conditions, *conditions] for each in ast.walk(condition))
         read = dict.fromkeys(filter(None, (self.setting(each) for each in nodes if isinstance(each, ast.expr))))
         settings = tuple(one for one in read if not any(other.startswith(f"{one}.") for other in read))
-        self.found.append(Refusal(self.stack[-1][0], str(said), settings, stops))
+        self.found.append(Refusal(self.stack[-1][0], str(said), settings, stops, mends))
+
+    def mend(self, test: ast.expr, wanted: bool) -> tuple[str, Any] | None:
+        """Returns a setting and the value with which a test is true, or false, if it compares that one with a value."""
+        match test:
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return self.mend(operand, not wanted)
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                setting, bound = self.setting(left), self.value(right)
+                if not setting or not isinstance(bound, bool | int | str):
+                    return None
+                if isinstance(op, (ast.Eq, ast.GtE) if wanted else (ast.NotEq, ast.Lt)):
+                    return setting, bound
+                if isinstance(op, ast.Gt if wanted else ast.LtE) and isinstance(bound, int):
+                    return setting, bound + 1
+            case _ if isinstance(self.value(test), bool) and (setting := self.setting(test)):
+                return setting, wanted
+        return None
 
     def skip(self, node: ast.AST) -> None:
         """Forgets what a statement may change, or if it may return what all of its method may change."""

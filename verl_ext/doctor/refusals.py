@@ -17,6 +17,7 @@ from verl_ext.doctor.reached import Refusal, refused_by
 from verl_ext.features.verl_config import ACTOR, MODE, MODEL, ROLLOUT
 from verl_ext.launch.names import similar
 from verl_ext.launch.packages import LAYERS, MEGATRON, package_folder, source
+from verl_ext.launch.refused import is_plain
 
 ARP, OPTIM, NAME = "actor_rollout_ref", f"{ACTOR}.optim", f"{ROLLOUT}.name"
 V1 = "trainer.use_v1"
@@ -154,12 +155,25 @@ def _problems(context: Context, package: str, name: str, found: Iterable[Refusal
         known = {word for one in said if each.stops <= (one.level == "error") for word in (one.found, *one.fix)}
         if any(setting.rpartition(".")[2] in text for setting in each.settings for text in known):
             continue
-        values = ", ".join(f"{setting}={context.get(setting)}" for setting in each.settings)
+        values = ", ".join(f"{name}={context.get(name)}" for name in each.settings if _is_in_config(context, name))
         where = f"{package}'s {name}.{each.method}"
         if each.stops:
-            yield error(values or each.said, f"{where} stops: {each.said}" if values else f"{where} stops")
+            why = f"{where} stops: {each.said}" if values else f"{where} stops"
+            yield error(values or each.said, why, *_fix(context, each.mends))
         elif set(each.settings) & context.given:
             yield warning(values, f"{where} warns: {each.said}")
+
+
+def _fix(context: Context, mends: tuple[str, Any] | None) -> Iterator[str]:
+    """Yields the override that sets a setting to a value."""
+    if mends is not None and is_plain(mends[1]):
+        plus = "" if _is_in_config(context, mends[0]) else "++"
+        yield f"{plus}{mends[0]}={str(mends[1]).lower() if isinstance(mends[1], bool) else mends[1]}"
+
+
+def _is_in_config(context: Context, name: str) -> bool:
+    above, _, leaf = name.rpartition(".")
+    return leaf in context.get(above, ())
 
 
 @cache
@@ -196,9 +210,10 @@ def refused_layers(context: Context) -> Iterable[Problem]:
         why += f"; similar: {', '.join(near)}" if near else ""
         names = [f"{LAYERS}.{name}" for name in strange]
         yield warning(", ".join(names), why, *(f"~{name}" for name in names))
-    places = {name: f"{MEGATRON}.{name}" for name in SIZES} | {name: f"{LAYERS}.{name}" for name in layers}
+    given = {name: context.get(f"{MEGATRON}.{name}") for name in SIZES} | layers
+    places = {name: f"{MEGATRON if name in SIZES else LAYERS}.{name}" for name in (*given, *BY_VERL)}
     facts = {name: value for name, value in defaults.items() if name not in set_by_bridges}
-    facts |= _of_model(context) | BY_VERL | {name: context.get(places[name]) for name in places}
+    facts |= _of_model(context) | BY_VERL | given
     if facts["tensor_model_parallel_size"] == 1:
         facts["sequence_parallel"] = False  # McoreEngineConfig
     facts = {name: value for name, value in facts.items() if value is not None or name in defaults}

@@ -499,7 +499,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             f"data.train_batch_size=128 trainer.total_epochs=1 {TWO_HUNDRED}",  # how many are there?
         ],
         "warning": [  # verl PR 7516
-            (f"{FIFTEEN} trainer.total_epochs=1 {TWO_HUNDRED}", "trainer.total_training_steps=15"),
+            (f"{FIFTEEN} trainer.total_epochs=1 {TWO_HUNDRED}", "trainer.total_epochs=14"),
         ],
     },
     "refusals": {
@@ -513,8 +513,11 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             "data.train_batch_size=8 data.gen_batch_size=3 trainer.v1.trainer_mode=colocate_async",
         ],
         "error": [
-            POOL,  # verl issue 5342: no nodes by default
-            f"{ROLLOUT}.disaggregation.enabled=true {ROLLOUT}.data_parallel_size=2",
+            (POOL, "reward.reward_model.nnodes=1"),  # verl issue 5342: no nodes by default
+            (
+                f"{ROLLOUT}.disaggregation.enabled=true {ROLLOUT}.data_parallel_size=2",
+                f"{ROLLOUT}.data_parallel_size=1",
+            ),
             "data.train_batch_size=8 data.gen_batch_size=3",
         ],
     },
@@ -532,7 +535,7 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             FULL,
             f"{FULL} {LAYERS}.recompute_method=uniform",
             f"{MEGATRON} {LAYERS}.recompute_granularity=selective {LAYERS}.recompute_num_layers=1",  # verl PR 2693
-            DEEPEP,  # verl issue 3364
+            (DEEPEP, f"+{LAYERS}.moe_token_dispatcher_type=flex"),  # verl issue 3364
         ],
     },
     "old trainer": {"note": ["trainer.use_v1=False"]},

@@ -76,6 +76,28 @@ def test_what_is_not_decided_is_no_error(body):
     assert followed(body, bases=["class B:\n    def reset(self): self.limit = unknown()"]) == []
 
 
+@pytest.mark.parametrize(
+    ("body", "mends"),
+    [
+        ("assert config.n == 8", ("n", 8)),
+        ("assert config.n >= 8", ("n", 8)),
+        ("assert config.n > 8", ("n", 9)),
+        ("if config.n != 8: raise ValueError", ("n", 8)),
+        ("if config.n <= 4: raise ValueError", ("n", 5)),
+        ("if config.mode:\n    if config.n < 8: raise ValueError", ("n", 8)),
+        ("assert not config.on", ("on", False)),
+        ("if config.on: raise ValueError", ("on", False)),
+        ("assert config.n != 4", None),  # which other one?
+        ("assert config.mode in ('async',)", None),
+        ("assert config.n == config.sizes.batch", ("n", 6)),
+    ],
+)
+def test_what_would_mend_it_is_told(body, mends):
+    (node,) = ast.parse(f"class C:\n    def __init__(self, config):\n{indent(body, ' ' * 8)}").body
+    (found,) = refused_by([node], ["__init__"], {"config": OmegaConf.create(CONFIG | {"on": True})}, {"config": ""})
+    assert found.mends == mends
+
+
 def test_methods_of_the_class_and_of_its_bases_are_followed():
     base = """
         class B:

@@ -38,4 +38,4 @@ def test_the_prompts_of_the_datas_own_files_are_counted(findings, tmp_path):
     given = ["data.train_batch_size=8", "trainer.total_epochs=1", f"data.train_files={file}"]
     assert not findings("length of the run", *given, "trainer.total_training_steps=5")
     (found,) = findings("length of the run", *given, "trainer.total_training_steps=6")
-    assert found.fix == ("trainer.total_training_steps=5",)
+    assert found.fix == ("trainer.total_epochs=2",)
