@@ -208,9 +208,7 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     """
     found = judge(run.readings, causes, partial(may_ask, run))
     if not run.of_verl:
-        own = [replace(each.cause, check=run.in_own_names(each.cause.check)) for each in found.suspects]
-        suspects = tuple(replace(each, cause=cause) for each, cause in zip(found.suspects, own, strict=True))
-        found = replace(found, suspects=suspects)
+        found = _in_own_names(run, found)
     lately = _refusals(run, found)
     stopped = next((act for act in lately if act.name == "guard_stop" and (act.step or 0) >= run.steps[-1]), None)
     state: State = "stopped" if stopped is not None else _word(run, found)
@@ -235,6 +233,20 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
         steps=steps,
         of_verl=run.of_verl,
     )
+
+
+def _in_own_names(run: Run, found: Judgement) -> Judgement:
+    """Returns a judgement whose texts have the names that the run gives its metrics."""
+    say = run.in_own_names
+    findings = {name: replace(each, text=say(each.text)) for name, each in found.findings.items()}
+
+    def said(suspect: Suspect) -> Suspect:
+        evidence = tuple(replace(each, finding=findings[each.finding.name]) for each in suspect.evidence)
+        return replace(suspect, cause=replace(suspect.cause, check=say(suspect.cause.check)), evidence=evidence)
+
+    learning, engines = (replace(each, text=say(each.text)) for each in (found.learning, found.engines))
+    suspects = tuple(map(said, found.suspects))
+    return replace(found, learning=learning, engines=engines, findings=findings, suspects=suspects)
 
 
 def _refusals(run: Run, found: Judgement) -> list[Finding]:
