@@ -208,7 +208,7 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     """
     found = judge(run.readings, causes, partial(may_ask, run))
     if not run.of_verl:
-        found = _in_own_names(run, found)
+        found = _worded_by(run, found)
     lately = _refusals(run, found)
     stopped = next((act for act in lately if act.name == "guard_stop" and (act.step or 0) >= run.steps[-1]), None)
     state: State = "stopped" if stopped is not None else _word(run, found)
@@ -235,7 +235,7 @@ def judge_run(run: Run, causes: Iterable[Cause] = ()) -> RunVerdict:
     )
 
 
-def _in_own_names(run: Run, found: Judgement) -> Judgement:
+def _worded_by(run: Run, found: Judgement) -> Judgement:
     """Returns a judgement whose texts have the names that the run gives its metrics."""
     say = run.in_own_names
     findings = {name: replace(each, text=say(each.text)) for name, each in found.findings.items()}
