@@ -134,8 +134,9 @@ def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) ->
     in the learning with at least LEAST points come first.
     """
     close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
+    marks = {each.mark for each in found.values()}
     judged = [
-        Suspect(cause, evidence_of(cause, found), harmless=close and cause.harmless_if_close, moe=moe)
+        Suspect(cause.seen_with(marks), evidence_of(cause, found), close and cause.harmless_if_close, moe)
         for cause in causes
     ]
     judged = [suspect for suspect in judged if all(each.points > WORDS["never"] for each in suspect.evidence)]

@@ -172,6 +172,12 @@ def test_our_causes_are_named_by_their_points_whatever_is_found(levels):
 # ------------------------------------------------------------------------------------------------- harmless rounding
 
 
+def test_what_to_check_depends_on_what_is_seen():
+    ended = {level: name_causes(logged(), found(run_ended=level), CAUSES.values())[0][0] for level in ("error", "late")}
+    assert {suspect.cause.name for suspect in ended.values()} == {"ended_by_error"}
+    assert ended["late"].cause.check == CAUSES["ended_by_error"].check_if["run_ended.late"] != ended["error"].cause.check
+
+
 def test_what_a_sure_cause_explains_is_no_evidence_for_others():
     """A batch without a signal is no cause if all answers are cut."""
     cut = replace(cause("cut", about="learning", cut_and_low={"yes": "always"}), explains=("groups_dead.all",))

@@ -5,8 +5,8 @@ A file gives, for its cause, how often each level of a finding is seen, as a wor
 file, and how a package adds its own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module, metadata
 from itertools import combinations
@@ -52,6 +52,7 @@ class Cause:
             evidence for other causes.
         alike: causes that no finding can separate from it.
         elsewhere: trainer, as in names.toml -> its own setting to try.
+        check_if: level of a finding, as `finding.level` -> what to look at instead of `check` if it is seen.
         shows: finding -> level -> a word of WORDS.
     """
 
@@ -69,6 +70,7 @@ class Cause:
     explains: tuple[str, ...] = ()
     alike: tuple[str, ...] = ()
     elsewhere: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
+    check_if: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
     shows: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
     @property
@@ -88,6 +90,11 @@ class Cause:
         """Returns the check for this cause, and the override to try."""
         override = self.override_for(moe)
         return f"check {self.check}" + (f"; try {override}" if override else "")
+
+    def seen_with(self, marks: Collection[str]) -> "Cause":
+        """Returns the cause with the check for these levels of findings."""
+        check = next((check for mark, check in self.check_if.items() if mark in marks), self.check)
+        return replace(self, check=check) if check != self.check else self
 
     def points(self, finding: str, level: str) -> float:
         """Returns the points of a level for this cause; 0 for a level that the cause does not list."""
@@ -119,19 +126,21 @@ def read_cause(file: Path) -> Cause:
 
 
 def _cause_of(name: str, entry: dict[str, Any]) -> Cause:
-    shows, elsewhere = entry.pop("shows", {}), entry.pop("elsewhere", {})
-    if not isinstance(elsewhere, dict) or not all(isinstance(each, str) for each in elsewhere.values()):
-        raise CauseError("elsewhere must be a table, trainer = setting")
+    shows, texts = entry.pop("shows", {}), {key: entry.pop(key, {}) for key in ("elsewhere", "check_if")}
+    for key, table in texts.items():
+        if not isinstance(table, dict) or not all(isinstance(each, str) for each in table.values()):
+            raise CauseError(f"{key} must be a table of texts")
     given = dict(_field(key, value) for key, value in entry.items())
     for key in ("title", "about", "check"):
         if not given.get(key):
             raise CauseError(f"{key} is missing")
     _check_shows(shows)
-    cause = Cause(name, shows=shows, elsewhere=elsewhere, **given)
+    cause = Cause(name, shows=shows, **texts, **given)
     if cause.about not in SUBJECTS:
         raise CauseError(f"about is {cause.about!r}; it must be one of {', '.join(SUBJECTS)}")
     known_marks = {f"{rule.name}.{level}" for rule in RULES.values() for level in rule.levels}
-    for key, marks in (("only_with", cause.only_with), ("explains", cause.explains)):
+    marked = {"only_with": cause.only_with, "explains": cause.explains, "check_if": tuple(cause.check_if)}
+    for key, marks in marked.items():
         if strange := [mark for mark in marks if mark not in known_marks]:
             raise CauseError(f"{key} lists {strange[0]}, which is no finding.level")
     if _most_points(cause) < LEAST:
