@@ -198,7 +198,12 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
         if not found.keys().isdisjoint(_canonical_names())
         else ()
     ):
-        if (end := _by_end(name)) is not None and end[0].name not in found:
+        end = _by_end(name)
+        if (
+            end is not None
+            and end[0].name not in found
+            and end[1].can_be(getattr(logged[name], "values", logged[name]))
+        ):
             del found[name]
             found[end[0].name] = {name: end[1]}
     if REWARD not in found and (reward := _reward_by_words(logged)) is not None:
@@ -221,8 +226,11 @@ def _ends() -> Mapping[str, list[tuple[Quantity, Alias]]]:
     """Returns the last parts of each name of the table that have several words."""
     found: dict[str, list[tuple[Quantity, Alias]]] = {}
     for quantity in quantities():
-        for alias in (each for each in quantity.aliases if not each.is_family):
-            parts = normal(alias.name).split("/")
+        # Of another trainer's name, and with its unit: a count may have the name of our share.
+        for alias in (
+            each for each in quantity.aliases if each.frameworks and not each.is_family and " " not in each.name
+        ):
+            parts = normal(alias.name).split("/") if alias.convert(2.0) == 2.0 else []
             for end in ("/".join(parts[begin:]) for begin in range(1, len(parts))):
                 if re.search("[/_]", end):
                     found.setdefault(end, []).append((quantity, alias))

@@ -102,6 +102,8 @@ def length_of_the_run(context: Context) -> Iterable[Problem]:
     Source: `_init_dataloader` and `fit` of v1/trainer_base.py: an epoch has as many steps as whole batches, and
     `is_last_step` is true at total_training_steps only.
     """
+    if context.get("trainer.val_only") or context.get("data.custom_cls.path"):  # whose length is its own
+        return
     prompts, batch = _prompts(context), context.number("data.train_batch_size")
     epochs, steps = context.number("trainer.total_epochs"), context.number("trainer.total_training_steps")
     if prompts is None or not batch or batch < 1 or epochs is None:
@@ -111,7 +113,8 @@ def length_of_the_run(context: Context) -> Iterable[Problem]:
         made = f"{prompts} prompts make {of_an_epoch * epochs:g} steps"
         why = f"{made}, and the last one, its checkpoint and its validation never come"
         found = f"trainer.total_training_steps={steps:g} with total_epochs={epochs:g}"
-        yield warning(found, why, f"trainer.total_epochs={ceil(steps / of_an_epoch)}")
+        given = "trainer.total_epochs" in context.given  # then nobody knows which of the two was meant
+        yield warning(found, why, *([] if given else [f"trainer.total_epochs={ceil(steps / of_an_epoch)}"]))
 
 
 def _prompts(context: Context) -> int | None:

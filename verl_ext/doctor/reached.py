@@ -1,12 +1,14 @@
 """Follows a function of verl or an engine through its source, as far as settings decide, to the error that it raises.
 
 Nothing is executed. What the settings do not decide is UNKNOWN, and so is all that is made of it; what follows an
-undecided return is not followed. So each error found would be raised if the function is called.
+undecided return is not followed. So each error found is raised if the function comes to it: each assert is judged as
+if those before it held.
 """
 
 import ast
 import builtins
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,6 +71,7 @@ PURE = {name: getattr(builtins, name) for name in ("abs", "bool", "float", "int"
 TYPES = {name: getattr(builtins, name) for name in ("bool", "float", "int", "list", "str", "tuple")}
 SAME = ("omega_conf_to_dataclass",)  # functions that return what they are given
 WARNS = ("warn", "warning")
+CHANGING = ("append", "clear", "extend", "insert", "pop", "remove", "setdefault", "sort", "update")
 OF_TEXT = ("endswith", "lower", "lstrip", "rstrip", "split", "startswith", "strip", "upper")
 
 
@@ -112,35 +115,46 @@ class _Reader:
         methods: name -> its definitions in the class and in its bases.
         settings: the setting that a name has, or an attribute of `self`.
         written: setting -> the value that a method has given it.
-        conditions: what had to be true to come here.
+        conditions: what had to be true, or false, to come here.
     """
 
     methods: Mapping[str, list[Method]]
     this: Facts
     settings: dict[str, str | None]
     found: list[Refusal] = field(default_factory=list)
-    conditions: list[ast.expr] = field(default_factory=list)
+    conditions: list[tuple[ast.expr, bool]] = field(default_factory=list)
     stack: list[tuple[str, int]] = field(default_factory=list)
     names: dict[str, Any] = field(default_factory=dict)
     written: dict[str, Any] = field(default_factory=dict)
 
-    def call(self, method: str, base: int) -> None:
-        """Follows a method of the class, or of its base with this number."""
+    def call(self, method: str, base: int, given: ast.Call | None = None) -> None:
+        """Follows a method of the class, or of its base with this number.
+
+        Args:
+            given: the call; without one, arguments have the values of the attributes with their names.
+        """
         if len(self.stack) == DEEPEST:
             raise StopError
-        node, outer = self.methods[method][base], self.names
-        arguments = (each.arg for each in node.args.args)
-        self.names = {"self": self.this} | {name: self.this.get(name, UNKNOWN) for name in arguments if name != "self"}
+        node, outer = self.methods[method][base], (self.names, self.settings, self.conditions)
+        names = [each.arg for each in (*node.args.args, *node.args.kwonlyargs) if each.arg != "self"]
+        values: dict[str, Any] = {name: self.this.get(name, UNKNOWN) for name in names}
+        if given is not None:
+            passed = dict(zip(names, given.args, strict=False)) | {each.arg: each.value for each in given.keywords}
+            values = {name: self.value(passed[name]) if name in passed else UNKNOWN for name in names}
+            places = {name: self.setting(passed[name]) if name in passed else None for name in names}
+            self.settings = {name: one for name, one in self.settings.items() if name.startswith("self.")} | places
+        self.names, self.conditions = {"self": self.this} | values, [*self.conditions]
         self.stack.append((method, base))
         try:
             self.block(node.body)
         except ReturnError:
             pass
         finally:
-            self.names = outer
+            of_self = {name: one for name, one in self.settings.items() if name.startswith("self.")}
+            self.names, self.settings, self.conditions = outer[0], outer[1] | of_self, outer[2]
             self.stack.pop()
 
-    def block(self, statements: Iterable[ast.stmt], condition: ast.expr | None = None) -> None:
+    def block(self, statements: Iterable[ast.stmt], condition: tuple[ast.expr, bool] | None = None) -> None:
         self.conditions += [condition] if condition else []
         for statement in statements:
             self.statement(statement)
@@ -158,7 +172,7 @@ class _Reader:
                 if truth is UNKNOWN:
                     self.skip(node)
                 else:
-                    self.block(body if truth else orelse, test)
+                    self.block(body if truth else orelse, (test, truth))
             case ast.Assert(test=test, msg=said):
                 if self.truth(test) is False:
                     self.refuse(
@@ -166,7 +180,7 @@ class _Reader:
                     )
             case ast.Raise(exc=error):
                 said = error.args[0] if isinstance(error, ast.Call) and error.args else None
-                mends = self.mend(self.conditions[-1], False) if self.conditions else None
+                mends = self.mend(self.conditions[-1][0], not self.conditions[-1][1]) if self.conditions else None
                 self.refuse(self.value(said) if said else ast.unparse(node), [], mends=mends)
                 raise StopError
             case ast.Return():
@@ -183,7 +197,8 @@ class _Reader:
     def refuse(
         self, said: Any, conditions: list[ast.expr], stops: bool = True, mends: tuple[str, Any] | None = None
     ) -> None:
-        nodes = (each for condition in [*self.conditions, *conditions] for each in ast.walk(condition))
+        tests = [*(test for test, _ in self.conditions), *conditions]
+        nodes = (each for test in tests for each in ast.walk(test))
         read = dict.fromkeys(filter(None, (self.setting(each) for each in nodes if isinstance(each, ast.expr))))
         settings = tuple(one for one in read if not any(other.startswith(f"{one}.") for other in read))
         self.found.append(Refusal(self.stack[-1][0], str(said), settings, stops, mends))
@@ -210,7 +225,7 @@ class _Reader:
         method, base = self.stack[-1]
         may_return = any(isinstance(each, ast.Return) for each in ast.walk(node))
         for each in ast.walk(self.methods[method][base] if may_return else node):
-            if isinstance(each, ast.Name | ast.Attribute) and isinstance(each.ctx, ast.Store):
+            if isinstance(each, ast.Name | ast.Attribute | ast.Subscript) and isinstance(each.ctx, ast.Store):
                 self.store(each, UNKNOWN, None)
         if may_return:
             raise ReturnError
@@ -221,8 +236,10 @@ class _Reader:
                 self.names[name], self.settings[name] = value, setting
             case ast.Attribute(value=ast.Name(id="self"), attr=name):
                 self.this[name], self.settings[f"self.{name}"] = value, setting
-            case ast.Attribute() if (place := self.setting(target)) is not None:
+            case ast.Attribute() | ast.Subscript() if (place := self.setting(target)) is not None:
                 self.written[place] = value
+            case ast.Subscript(value=ast.Name(id=name)):
+                self.names[name] = UNKNOWN
             case ast.Tuple(elts=targets):
                 for one in targets:
                     self.store(one, UNKNOWN, None)
@@ -318,7 +335,9 @@ class _Reader:
                 return self.value(one)
             case ast.Call(func=ast.Attribute(attr=name), args=[said, *values]) if name in WARNS and self.conditions:
                 text, of = self.value(said), tuple(map(self.value, values))
-                self.refuse(text % of if isinstance(text, str) and text.count("%") == len(of) else text, [], False)
+                if of and isinstance(text, str):
+                    text = re.sub("%[ds]", "{}", text).format(*of) if text.count("%") == len(of) else text
+                self.refuse(text, [], False)
             case ast.Call(func=ast.Name(id=name), args=args) if name in PURE and name not in self.names:
                 return self.apply(PURE[name], *args)
             case ast.Call(func=ast.Name(id="isinstance"), args=[one, ast.Name(id=name)]) if name in TYPES:
@@ -331,11 +350,13 @@ class _Reader:
                 absent = self.value(default[0]) if default else None
                 return member(self.value(owner), self.value(key), absent)
             case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)) if name in self.methods:
-                self.call(name, 0)
+                self.call(name, 0, node)
             case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name)):
                 base = self.stack[-1][1] + 1
                 if name == self.stack[-1][0] and base < len(self.methods[name]):
-                    self.call(name, base)
+                    self.call(name, base, node)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=changes)) if changes in CHANGING:
+                self.names[name] = UNKNOWN
             case ast.Call(func=ast.Attribute(value=owner, attr=name), args=args) if name in OF_TEXT:
                 text = self.value(owner)
                 return self.apply(getattr(text, name), *args) if isinstance(text, str) else UNKNOWN
@@ -345,13 +366,18 @@ class _Reader:
 def member(owner: Any, name: Any, absent: Any = UNKNOWN) -> Any:
     """Returns an attribute or an entry; `absent` if a mapping lacks it, UNKNOWN if that is not known."""
     if isinstance(owner, Facts):
-        return owner.get(name, UNKNOWN)
+        return as_verl_has_it(owner.get(name, UNKNOWN))
     try:
         if OmegaConf.is_dict(owner) or isinstance(owner, Mapping):
-            return owner.get(name, absent)
+            return as_verl_has_it(owner.get(name, absent))
         return owner[name] if isinstance(owner, list | tuple | str) and isinstance(name, int) else UNKNOWN
     except (OmegaConfBaseException, IndexError):
         return UNKNOWN
+
+
+def as_verl_has_it(value: Any) -> Any:
+    """Returns a list of a config as the list that verl makes of it."""
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
 
 
 def _written(value: Any) -> str:

@@ -6,14 +6,14 @@ check has said of the same settings is not repeated.
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import CHECKS, Context, check, error, warning
-from verl_ext.doctor.reached import Refusal, refused_by
+from verl_ext.doctor.reached import Refusal, as_verl_has_it, refused_by
 from verl_ext.features.verl_config import ACTOR, MODE, MODEL, ROLLOUT
 from verl_ext.launch.names import similar
 from verl_ext.launch.packages import LAYERS, MEGATRON, package_folder, source
@@ -22,8 +22,10 @@ from verl_ext.launch.refused import is_plain
 ARP, OPTIM, NAME = "actor_rollout_ref", f"{ACTOR}.optim", f"{ROLLOUT}.name"
 V1 = "trainer.use_v1"
 CHECK = "refusals"
+CONFIGS = "transformer/transformer_config.py"
 BY_VERL = {"moe_token_dispatcher_type": "alltoall", "variable_seq_lengths": True}  # and by mbridge
-ASSIGNED = re.compile(r"""(\w+)(?:["']\])? ?=(?!=)|["'](\w+)["']:""")  # an argument, an attribute or a key
+# An argument, an attribute, a field or a key.
+ASSIGNED = re.compile(r"""(\w+)(?:["']\])?(?:: [^=\n]+)? ?=(?!=)|["'](\w+)["']:|^    (\w+): """, re.MULTILINE)
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -152,8 +154,9 @@ def _problems(context: Context, package: str, name: str, found: Iterable[Refusal
     """Yields what no other check has said: of a refusal, the errors; of a warning, everything."""
     for each in found:
         said = [one for check in CHECKS if check != CHECK for one in context.found.get(check, ()) if one.level != "ok"]
-        known = {word for one in said if each.stops <= (one.level == "error") for word in (one.found, *one.fix)}
-        if any(setting.rpartition(".")[2] in text for setting in each.settings for text in known):
+        known = {text for one in said if each.stops <= (one.level == "error") for text in (one.found, *one.fix)}
+        words = {word for text in known for word in re.findall(r"\w+", text)}
+        if any(setting.rpartition(".")[2] in words for setting in each.settings):
             continue
         values = ", ".join(f"{name}={context.get(name)}" for name in each.settings if _is_in_config(context, name))
         where = f"{package}'s {name}.{each.method}"
@@ -165,8 +168,9 @@ def _problems(context: Context, package: str, name: str, found: Iterable[Refusal
 
 
 def _fix(context: Context, mends: tuple[str, Any] | None) -> Iterator[str]:
-    """Yields the override that sets a setting to a value."""
-    if mends is not None and is_plain(mends[1]):
+    """Yields the override that sets a setting to a value, unless the launch sets it, or it would change the layout."""
+    changes_more = mends is not None and (mends[0] in context.given or mends[0].endswith("_parallel_size"))
+    if mends is not None and not changes_more and is_plain(mends[1]):
         plus = "" if _is_in_config(context, mends[0]) else "++"
         yield f"{plus}{mends[0]}={str(mends[1]).lower() if isinstance(mends[1], bool) else mends[1]}"
 
@@ -193,16 +197,18 @@ def refused_layers(context: Context) -> Iterable[Problem]:
     Source: `__post_init__` of TransformerConfig and ModelParallelConfig, as installed; workers/engine/megatron/
     transformer_impl.py of verl 0.9.1. A field that a bridge sets for some models is not known.
     """
-    configs = (
-        *_classes_in("megatron.core", "transformer/transformer_config.py", "TransformerConfig"),
+    configs: Sequence[ast.ClassDef] = (
+        *_classes_in("megatron.core", CONFIGS, "MLATransformerConfig", "TransformerConfig"),
         *_classes_in("megatron.core", "model_parallel_config.py", "ModelParallelConfig"),
     )
-    if len(configs) < 2:
-        return
-    layers = {str(name): context.get(f"{LAYERS}.{name}") for name in context.get(LAYERS, {})}
-    defaults = _field_defaults(configs)
     set_by_bridges = _set_by_bridges()
-    fields = {ast.unparse(node.target) for one in configs for node in one.body if isinstance(node, ast.AnnAssign)}
+    if len(configs) < 3 or not set_by_bridges:
+        return
+    latent, *configs = configs
+    layers = {str(name): as_verl_has_it(context.get(f"{LAYERS}.{name}")) for name in context.get(LAYERS, {})}
+    defaults = _field_defaults(configs)
+    nodes = (node for one in (latent, *configs) for node in one.body)
+    fields = {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
     patched = context.get("trainer.device") == "npu"  # MindSpeed adds settings
     if strange := () if patched else sorted(layers.keys() - fields - set_by_bridges):
         near = [one for name in strange for one in similar(name, fields)]
@@ -239,8 +245,9 @@ def _field_defaults(classes: Iterable[ast.ClassDef]) -> dict[str, Any]:
 
 @cache
 def _set_by_bridges() -> frozenset[str]:
-    """Returns what mbridge, Megatron-Bridge or verl assign where they make the settings of a model's layers."""
-    roots = (("megatron.bridge", "models"), ("mbridge", "."), ("verl", "models/mcore"))
+    """Returns what mbridge or Megatron-Bridge assign where they make the settings of a model's layers; nothing without
+    them."""
+    roots = (("megatron.bridge", "models"), ("mbridge", "."))
     folders = [folder / path for package, path in roots if (folder := package_folder(package))]
     texts = (file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("*.py"))
     return frozenset(name for text in texts for found in ASSIGNED.findall(text) for name in found)

@@ -101,6 +101,23 @@ def repeated_passes(context: Context) -> Iterable[Problem]:
         yield note(f"{theirs}={before}, {ours}={update}", f"{why}; equal sizes avoid it (verl issue 6280)")
 
 
+@check("recomputation", needs="on_megatron")
+def recomputation(context: Context) -> Iterable[Problem]:
+    """Whole layers that are recomputed, without a method or a number of layers.
+
+    Source: `__post_init__` of megatron-core's TransformerConfig raises a ValueError when the actor is built; verl's
+    defaults of both are null (trainer/config/engine/megatron.yaml).
+    """
+    method, layers = (f"{LAYERS}.recompute_{name}" for name in ("method", "num_layers"))
+    if context.get(f"{LAYERS}.recompute_granularity") != "full":
+        return
+    missing = {method: "uniform", layers: 1}
+    missing = {name: value for name, value in missing.items() if context.get(name) is None}
+    if missing:
+        fix = (f"++{name}={value}" for name, value in missing.items())
+        yield error(f"recompute_granularity=full without {' and '.join(missing)}", "megatron-core stops there", *fix)
+
+
 def updates_of_a_batch(context: Context) -> int:
     """Returns the optimizer steps between two computations of l_old, or in separate_async between two weight syncs; 0
     if a size is not known.

@@ -69,9 +69,10 @@ READ_BESIDE = (
     Beside("reward.reward_model.model_path", "reward.reward_model.enable", (True,), "v1/trainer_base.py"),
     Beside("trainer.v1.separate_async..*", MODE, ("separate_async",), "v1/trainer_separate_async.py"),
     Beside("trainer.v1.colocate_async..*", MODE, ("colocate_async",), "v1/trainer_colocate_async.py"),
-    Beside("critic.ppo_(micro_batch_size_per_gpu|max_token_len_per_gpu)", V1, (False,), "workers/critic"),
+    Beside("critic.ppo_max_token_len_per_gpu", V1, (False,), "V1 takes ppo_infer_max_token_len_per_gpu"),
 )
-HANDED_ON = ("lora", "turbo_config")  # nodes that verl gives to Megatron-Bridge and FSDP-Turbo as they are
+# Nodes that verl gives to other code as they are, or whose settings it reads by a pattern of their names.
+HANDED_ON = ("lora", "turbo_config", "transfer_queue", "worker_nsight_options", "controller_nsight_options", "veomni")
 # Files that trainer V1 does not use, and the class of the old trainer in a file that it does use.
 ELSEWHERE = re.compile(
     r"experimental/(fully_async_policy|one_step_off_policy|separation)/|/(main_(ppo_v0|eval|generation)|\w*sft\w*)"
@@ -120,8 +121,8 @@ def _without_its_switch(context: Context) -> Iterator[Problem]:
             continue
         names = [name for name in sorted(context.given) if re.fullmatch(row.settings, name)]
         if found := ", ".join(f"{name}={context.get(name)}" for name in names if _is_changed(context, name)):
-            values = " or ".join(map(str, row.values)) or "a method"
-            why = f"verl reads it only with {row.switch}={values} ({row.source})"
+            on = f"with {row.switch}={' or '.join(map(str, row.values))}" if row.values else f"if {row.switch} is set"
+            why = f"verl reads it only {on} ({row.source})"
             yield warning(f"{found} has no effect", why)
 
 

@@ -125,6 +125,9 @@ CASES = [
     ("not_finite.once", 40, {GRADIENT: [0.5] * 39 + [INF]}),  # a loss scaler's
     ("not_finite.training", 40, {GRADIENT: [0.5] * 39 + [INF], LOSS: [0.0] * 39 + [NAN]}),  # pasted up to there
     ("not_finite.once", 39, {LOSS: [0.0] * 38 + [NAN, 0.0]}),
+    ("not_finite.training", 40, {LOSS: [0.0] * 39 + [NAN]}),  # no gradient tells more
+    ("not_finite.once", 40, {LOSS: [0.0] * 39 + [NAN], GRADIENT: [0.5] * 40}),  # the update was finite
+    ("not_finite.once", 40, {K3: [1e-4] * 39 + [INF], GRADIENT: [0.5] * 40}),
     ("not_finite.spread", 1, {REWARD: [0.25], "reward_std": [NAN], GRADIENT: [NAN]}),  # groups of one answer
     ("not_finite.training", 1, {REWARD: [0.25] * 3, "reward_std": [0.1, 0.1, NAN], GRADIENT: [NAN] * 3}),
     ("not_finite.no", None, {GRADIENT: [0.5] * 40}),
@@ -171,6 +174,8 @@ ENDINGS = [
     ("run_ended.late", "ended with TimeoutError: the grader timed out"),
     ("run_ended.late", "ended by ray.exceptions.RayTaskError(TimeoutError): ray::Manager.generate()"),
     ("run_ended.late", "ended in the rollout by httpx.ReadTimeout"),
+    ("run_ended.error", "ended by wandb.errors.CommError: Run initialization has timed out after 90.0 sec"),
+    ("run_ended.error", "ended by RuntimeError: CUDA error: the launch timed out and was terminated"),
     ("run_ended.connection", "ended by a broken connection between processes: mlx5: got completion with error"),
     ("run_ended.connection", "ended in the reward by requests.exceptions.ConnectionError: HTTPConnectionPool"),
     ("run_ended.connection", "ended by torch.distributed.DistBackendError: NCCL error: unhandled system error"),

@@ -417,6 +417,9 @@ def test_an_alias_has_the_prefixes_of_its_frameworks():
         ("num_tokens", "num_tokens"),  # of the whole run
         ("length_std", "length_std"),
         ("ratio", "ratio"),
+        ("groups_total", "groups_total"),  # of a ratio in the table
+        ("dropped_trajectories", "dropped_trajectories"),  # a count, not our share
+        ("effective_batch_size", "effective_batch_size"),
     ],
 )
 def test_the_end_of_a_known_name_is_known_beside_another_known_name(name, expected):

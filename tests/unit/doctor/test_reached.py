@@ -13,6 +13,15 @@ from verl_ext.doctor.reached import refused_by
 CONFIG = {"n": 4, "mode": "sync", "off": None, "sizes": {"batch": 6, "mini": 4}, "names": ["a", "b"], "needed": "???"}
 
 
+BASE = """
+    class B:
+        def reset(self): self.limit = unknown()
+        def check(self, config): assert config.n == 8
+        def maybe(self, config):
+            if config.mode: return
+"""
+
+
 def followed(body, config=CONFIG, bases=(), method="__init__", **known):
     """Returns (text, settings, whether it stops) of what a method with this body refuses."""
     texts = [f"class C:\n    def __init__(self, config, other=None):\n{indent(dedent(body), ' ' * 8)}", *bases]
@@ -70,10 +79,14 @@ def test_what_is_decided_is_told(body, said, settings):
         "if config.n == 8: raise ValueError('eight')",
         "with open_dict(config):\n    config.n = 8\nassert config.n == 8",
         "if unknown(): config.sizes.batch = 8\nassert config.get('sizes').batch == 8",
+        "config['n'] = 8\nassert config.n == 8",
+        "sizes = config.sizes\nsizes.update(batch=8)\nassert sizes.batch == 8",
+        "names = config.names\nassert isinstance(names, list)",
+        "self.check(other)",
     ],
 )
 def test_what_is_not_decided_is_no_error(body):
-    assert followed(body, bases=["class B:\n    def reset(self): self.limit = unknown()"]) == []
+    assert followed(body, bases=[BASE]) == []
 
 
 @pytest.mark.parametrize(
@@ -90,11 +103,14 @@ def test_what_is_not_decided_is_no_error(body):
         ("assert config.n != 4", None),  # which other one?
         ("assert config.mode in ('async',)", None),
         ("assert config.n == config.sizes.batch", ("n", 6)),
+        ("if config.n < 5: raise ValueError", ("n", 5)),
+        ("if config.n >= 8: pass\nelse: raise ValueError", ("n", 8)),
+        ("self.maybe(config)\nraise ValueError", None),  # what a method returns at is no condition here
     ],
 )
 def test_what_would_mend_it_is_told(body, mends):
-    (node,) = ast.parse(f"class C:\n    def __init__(self, config):\n{indent(body, ' ' * 8)}").body
-    (found,) = refused_by([node], ["__init__"], {"config": OmegaConf.create(CONFIG | {"on": True})}, {"config": ""})
+    nodes = ast.parse(f"class C:\n    def __init__(self, config):\n{indent(body, ' ' * 8)}\n{dedent(BASE)}").body
+    (found,) = refused_by(nodes, ["__init__"], {"config": OmegaConf.create(CONFIG | {"on": True})}, {"config": ""})
     assert found.mends == mends
 
 
@@ -115,7 +131,7 @@ def test_methods_of_the_class_and_of_its_bases_are_followed():
 
 
 def test_a_warning_is_told_behind_a_condition_and_stops_nothing():
-    body = "logger.warning('always')\nif config.n: logger.warning('%s is ignored', config.n)\nassert not config.n, 'n'"
+    body = "logger.warning('always')\nif config.n: logger.warning('%d is ignored', config.n)\nassert not config.n, 'n'"
     assert [(said, stops) for said, _, stops in followed(body)] == [("4 is ignored", False), ("n", True)]
 
 

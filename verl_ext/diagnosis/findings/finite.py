@@ -38,7 +38,10 @@ KINDS = {
         r"(?i)a broken connection|connection (?:was |is )?(?:reset|refused|closed|aborted)|connect(?:ion)?error"
         r"|unhandled system error|remote (?:process exited|error)|network is unreachable|no route to host"
     ),
-    "late": re.compile(r"(?i)time(?:d ?|-)?out|deadline exceeded"),
+    "late": re.compile(
+        r"(?i)(?=.*(?:time(?:d ?|-)?out|deadline exceeded))"
+        r"(?=.*(?:request|response|read ?time|http|generat|rollout|tool|grader|sandbox|reward))"
+    ),
 }
 MEMORY_USED = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
 MEMORY_GREW = 0.1  # share of the memory in use at the end
@@ -88,11 +91,15 @@ def lost_gap(run: Readings) -> tuple[str, int] | None:
 
 def _lost(run: Readings, names: tuple[str, ...]) -> tuple[str, int] | None:
     """Returns the first of these metrics that was lost, and the step: since then it is mostly not finite. In the last
-    step, an infinite gradient of a run that goes on may be a loss scaler's."""
+    step alone, it counts if the run ended there, or the update had no finite gradient; such a gradient alone may be a
+    loss scaler's."""
+    gradient = run.logged(GRADIENT)
+    spoiled = run.ending is not None or gradient is None or not np.isfinite(gradient.values[-1])
     steps = {
         name: step_from(series, wrong, OFTEN)
         for name, (series, wrong) in _bad(run, names).items()
-        if wrong[-NOW_READINGS:].mean() > OFTEN or (wrong[-1] and (run.ending is not None or name not in GRADIENTS))
+        if wrong[-NOW_READINGS:].mean() > OFTEN
+        or (wrong[-1] and spoiled and (run.ending is not None or name not in GRADIENTS))
     }
     return _earliest(steps) if steps else None
 
