@@ -193,19 +193,12 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
             found.setdefault(name, {})[name] = Alias(name)
         else:
             found.setdefault(quantity.name, {})[name] = alias
-    for name in (
-        [name for name in found if name in logged and not _readings_of(name)]
-        if not found.keys().isdisjoint(_canonical_names())
-        else ()
-    ):
-        end = _by_end(name)
-        if (
-            end is not None
-            and end[0].name not in found
-            and end[1].can_be(getattr(logged[name], "values", logged[name]))
-        ):
+    alone = found.keys().isdisjoint(_canonical_names())
+    for name in () if alone else [name for name in found if name in logged and not _readings_of(name)]:
+        quantity, alias = _by_end(name) or (None, None)
+        if quantity is not None and alias is not None and quantity.name not in found:
             del found[name]
-            found[end[0].name] = {name: end[1]}
+            found[quantity.name] = {name: alias}
     if REWARD not in found and (reward := _reward_by_words(logged)) is not None:
         del found[reward]
         found[REWARD] = {reward: Alias(reward, by_words=True)}
@@ -221,16 +214,19 @@ def _by_end(logged_name: str) -> tuple[Quantity, Alias] | None:
     return found[0] if len({quantity.name for quantity, _ in found}) == 1 and not PART.search(name) else None
 
 
+def _can_be_cut(alias: Alias) -> bool:
+    """Returns True for another trainer's name of the quantity itself: a count may have the name of a share of ours."""
+    is_it = (alias.scale, alias.offset, alias.log) == (1.0, 0.0, False)
+    return bool(alias.frameworks) and not alias.is_family and " " not in alias.name and is_it
+
+
 @cache
 def _ends() -> Mapping[str, list[tuple[Quantity, Alias]]]:
     """Returns the last parts of each name of the table that have several words."""
     found: dict[str, list[tuple[Quantity, Alias]]] = {}
     for quantity in quantities():
-        # Of another trainer's name, and with its unit: a count may have the name of our share.
-        for alias in (
-            each for each in quantity.aliases if each.frameworks and not each.is_family and " " not in each.name
-        ):
-            parts = normal(alias.name).split("/") if alias.convert(2.0) == 2.0 else []
+        for alias in filter(_can_be_cut, quantity.aliases):
+            parts = normal(alias.name).split("/")
             for end in ("/".join(parts[begin:]) for begin in range(1, len(parts))):
                 if re.search("[/_]", end):
                     found.setdefault(end, []).append((quantity, alias))
