@@ -107,7 +107,8 @@ def name_causes(
         causes: those to choose from.
         may_ask: tells whether the question may be for a setting.
     """
-    judged, marks = _judged(found, is_moe(run), causes), {each.mark for each in found.values()}
+    marks = {each.mark for each in found.values()}
+    judged = _judged(found, marks, is_moe(run), causes)
     ranked = [suspect for suspect in judged if _is_seen(suspect.cause, marks)]
     possible = [each for each in judged if each in ranked or _may_be(run, found, each.cause, may_ask)]
     question = _question(run, found, possible, may_ask)
@@ -127,20 +128,19 @@ def name_causes(
     return [replace(named[0], question=question), *named[1:]], question
 
 
-def _judged(found: Mapping[str, Finding], moe: bool, causes: Iterable[Cause]) -> list[Suspect]:
+def _judged(found: Mapping[str, Finding], marks: set[str], moe: bool, causes: Iterable[Cause]) -> list[Suspect]:
     """Returns the causes that nothing rules out, the one with the most points first.
 
     Rounding of a harmless size explains a gap, but no falling reward. If it is the likeliest cause of the gap, causes
     in the learning with at least LEAST points come first.
     """
     close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
-    marks = {each.mark for each in found.values()}
     judged = [
         Suspect(cause.seen_with(marks), evidence_of(cause, found), close and cause.harmless_if_close, moe)
         for cause in causes
     ]
     judged = [suspect for suspect in judged if all(each.points > WORDS["never"] for each in suspect.evidence)]
-    judged = _unexplained(judged, found)
+    judged = _unexplained(judged, found, marks)
     judged.sort(key=lambda suspect: -suspect.points)
     of_gap = next((suspect for suspect in judged if suspect.cause.of_gap), None)
     if of_gap is not None and of_gap.harmless:
@@ -153,10 +153,9 @@ def _is_seen(cause: Cause, marks: set[str]) -> bool:
     return not cause.only_with or bool(marks & set(cause.only_with))
 
 
-def _unexplained(judged: list[Suspect], found: Mapping[str, Finding]) -> list[Suspect]:
+def _unexplained(judged: list[Suspect], found: Mapping[str, Finding], marks: set[str]) -> list[Suspect]:
     """Returns the suspects without the evidence that follows from another one: that a batch has no signal is no cause
     if all answers are cut."""
-    marks = {each.mark for each in found.values()}
     sure = [each.cause for each in judged if each.points >= LEAST and _is_seen(each.cause, marks)]
     of = {mark: cause for cause in sure for mark in cause.explains}
 

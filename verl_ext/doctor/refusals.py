@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 from verl_ext.base.errors import Problem
-from verl_ext.doctor.checks import CHECKS, Context, check, error, warning
+from verl_ext.doctor.checks import Context, check, error, warning
 from verl_ext.doctor.reached import Refusal, as_verl_has_it, refused_by
 from verl_ext.features.verl_config import ACTOR, MODE, MODEL, ROLLOUT
 from verl_ext.launch.names import similar
@@ -150,13 +150,14 @@ def refused_parts(context: Context) -> Iterable[Problem]:
         yield from _problems(context, "verl", part.name, refused_by(classes, part.methods, known, part.settings))
 
 
-def _problems(context: Context, package: str, name: str, found: Iterable[Refusal]) -> Iterator[Problem]:
+def _problems(context: Context, package: str, name: str, found: Sequence[Refusal]) -> Iterator[Problem]:
     """Yields what no other check has said: of a refusal, the errors; of a warning, everything."""
+    if not found:
+        return
+    said = [one for rule, those in context.found.items() if rule != CHECK for one in those if one.level != "ok"]
+    of_errors, of_all = _words_of(one for one in said if one.level == "error"), _words_of(said)
     for each in found:
-        said = [one for check in CHECKS if check != CHECK for one in context.found.get(check, ()) if one.level != "ok"]
-        known = {text for one in said if each.stops <= (one.level == "error") for text in (one.found, *one.fix)}
-        words = {word for text in known for word in re.findall(r"\w+", text)}
-        if any(setting.rpartition(".")[2] in words for setting in each.settings):
+        if not (of_errors if each.stops else of_all).isdisjoint(name.rpartition(".")[2] for name in each.settings):
             continue
         values = ", ".join(f"{name}={context.get(name)}" for name in each.settings if _is_in_config(context, name))
         where = f"{package}'s {name}.{each.method}"
@@ -165,6 +166,11 @@ def _problems(context: Context, package: str, name: str, found: Iterable[Refusal
             yield error(values or each.said, why, *_fix(context, each.mends))
         elif set(each.settings) & context.given:
             yield warning(values, f"{where} warns: {each.said}")
+
+
+def _words_of(said: Iterable[Problem]) -> set[str]:
+    """Returns the words of findings and of their fixes."""
+    return {word for one in said for text in (one.found, *one.fix) for word in re.findall(r"\w+", text)}
 
 
 def _fix(context: Context, mends: tuple[str, Any] | None) -> Iterator[str]:
@@ -224,7 +230,7 @@ def refused_layers(context: Context) -> Iterable[Problem]:
         facts["sequence_parallel"] = False  # McoreEngineConfig
     facts = {name: value for name, value in facts.items() if value is not None or name in defaults}
     found = refused_by(configs, ("__post_init__",), facts, places)
-    yield from _problems(context, "megatron-core", "TransformerConfig", (each for each in found if each.stops))
+    yield from _problems(context, "megatron-core", "TransformerConfig", [each for each in found if each.stops])
 
 
 def _of_model(context: Context) -> dict[str, int]:

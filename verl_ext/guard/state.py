@@ -16,10 +16,10 @@ from verl_ext.guard.rules import REFUSING, LrState, RuleState
 LARGEST = 2**63 - 1  # a whole number in a saved state
 # Type of an entry of a saved state -> its name in messages, and whether a value from JSON fits it.
 KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    int: ("a whole number", lambda value: _is_of(value, int) and 0 <= value <= LARGEST),
+    int: ("a whole number", lambda value: _is_kind(value, int) and 0 <= value <= LARGEST),
     float: (
         "a finite number",
-        lambda value: _is_of(value, int | float) and abs(value) <= sys.float_info.max,
+        lambda value: _is_kind(value, int | float) and abs(value) <= sys.float_info.max,
     ),
     bool: ("true or false", lambda value: isinstance(value, bool)),
     str: ("text", lambda value: isinstance(value, str)),
@@ -29,7 +29,7 @@ KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _is_of(value: Any, kind: Any) -> bool:
+def _is_kind(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
