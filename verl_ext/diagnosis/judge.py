@@ -109,6 +109,8 @@ def judge_learning(run: Readings, found: Mapping[str, Finding]) -> Judged:
     possible = {"reward_constant.constant": True, "gradient_zero.zero": ended, "gradient_zero.lost": stands}
     possible["groups_dead.all"] = stands
     dead = next((marks[mark] for mark, counts in possible.items() if counts and mark in marks), None)
+    if reward.is_solved(run):  # then there is nothing left to learn
+        dead = None
     if dead is not None and "validation_fell.rose" not in marks:
         return Judged("dead", f"{before}nothing can be learnt, because {dead.text}", dead.step)
     if course.falls:

@@ -22,6 +22,7 @@ from verl_ext.report.run import Run
 
 ROUTED_GAP = 2.0  # routing drives the gap if it is this many times larger where experts differ
 SELDOM = 0.1  # share of the last steps that a batch skip may refuse
+MOST_CHECKS = 3
 PROBE = "verl-ext probe"
 METRICS, ROUTERS = GAP.override, ROUTING.override
 RESCORING = "stability.rescoring.every=10 stability.rescoring.versions=8"
@@ -51,6 +52,7 @@ INCLUDES = {
     "stability=r3": {ROUTERS},
     "stability=moe": {"stability=r3", "stability=tis", "stability.correction=tis", "stability=opsm", ROUTERS},
 }
+CORRECTED = ("correction_on.on", "correction_on.far")
 NO_CHANGE = ("trainer.resume", SKIP_OFF, ONLY_WEIGHTS)  # words of a step that change no method
 # Beginnings of the marks of findings whose step does not begin a decline: it is that of the best value, of a passing
 # event, of what followed from the decline, or of what is judged below (`moves_before`).
@@ -214,11 +216,17 @@ def _all_steps(
 
 
 def _checks(found: Judgement) -> Iterator[NextStep]:
-    """Yields what to look at for each finding with a check, the earliest first, if no cause is named."""
-    if not found.suspects:
-        for each in notable(found.findings):
-            if each.name in RULES and (check := RULES[each.name].check):
-                yield NextStep(f"check {check}", f"nothing explains why {each.text}", in_words=True)
+    """Yields what to look at for the first MOST_CHECKS findings with a check that no named cause explains."""
+    signs = (sign.finding.name for each in found.suspects for sign in each.evidence if sign.points > 0)
+    explained = {RULES[name].family for name in signs if name in RULES}
+    follows = {mark for each in found.suspects for mark in each.cause.explains}
+    unexplained = [
+        (each, rule.check)
+        for each in notable(found.findings)
+        if (rule := RULES.get(each.name)) and rule.check and rule.family not in explained and each.mark not in follows
+    ]
+    for each, check in unexplained[:MOST_CHECKS]:
+        yield NextStep(f"check {check}", f"nothing explains why {each.text}", in_words=True)
 
 
 def _is_lost(found: Judgement) -> bool:
@@ -274,7 +282,7 @@ def _of_cause(run: Run, found: Judgement, suspect: Suspect) -> Iterator[NextStep
         yield NextStep(PROBE, "shows which tensor is not finite, and in which engine")
     elif cause.name == "answers_cut" and (longer := _twice_the_longest(run)):
         yield NextStep(f"data.max_response_length={longer}", "lets answers end by themselves")
-    elif suspect.override and not (cause.a_correction_helps and found.has("correction_on.on")):
+    elif suspect.override and not (cause.a_correction_helps and found.has(*CORRECTED)):
         why = cause.why or f"{cause.title[:1].lower()}{cause.title[1:]}"
         replays = "stability=r3" in suspect.override.split() and suspect.override != cause.override
         yield NextStep(
@@ -303,7 +311,7 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
         return
     if found.first is None and found.engines.state != "close":
         yield COMPARE
-    corrected = found.has("correction_on.on")
+    corrected = found.has(*CORRECTED)
     if found.moe and _routing_drives(run, found) and not found.has("replay.own_experts", "replay.other_experts"):
         yield NextStep(
             "stability=r3 stability.correction=tis",
@@ -381,7 +389,8 @@ def steps_elsewhere(run: Run, found: Judgement) -> Iterator[NextStep]:
         setting = cause.elsewhere.get(run.trainer, "")
         for word in (word for word in values if word in setting):
             setting = setting.replace(word, values[word]) if values[word] else ""  # nobody knows what to write there
-        yield NextStep(setting or f"check {cause.check}", cause.title, in_words=not setting)
+        checked = f"; first check {cause.check}" if setting else ""
+        yield NextStep(setting or f"check {cause.check}", f"{cause.title}{checked}", in_words=not setting)
     yield from _checks(found)
     if not causes and found.engines.state in ("apart", "growing", "broken"):
         both = "compare both engines' log-probabilities of the same tokens at the same weights: dtype, sampling, sync"

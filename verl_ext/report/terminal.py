@@ -69,6 +69,9 @@ ROWS = (  # in the order of the table
     "actor/entropy",
     "response_length/mean",
     "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "actor/kl_loss",
     "timing_s/step",
 )
 PARTS = ("correction/dropped_low", "correction/dropped_high", "router/agreement/error")  # parts of a row above them

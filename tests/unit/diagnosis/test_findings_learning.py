@@ -96,6 +96,9 @@ CASES = [
     ("self_gap.from_start", None, {STRIDE: [0.05, 0.06] * 10, CLIPPED: [0.2] * 20}),
     ("self_gap.from_start", None, {STRIDE: [0.002] * 20, RATE: [0.0] + [1e-6] * 19}),  # in a warm-up
     ("self_gap.small", None, {STRIDE: [1e-3] * 20}),
+    ("self_gap.first", 1, {STRIDE: [0.2]}),
+    ("clipped.many", None, {CLIPPED: [0.4, 0.5]}),
+    ("clipped.few", None, {CLIPPED: [0.15] * 10}),  # GSPO
     ("self_gap.from_start", None, {SELF_GAP: [0.04] * 20, STRIDE: [0.0] * 20}),
     ("self_gap.small", None, {SELF_GAP: [1e-6] * 20, STRIDE: [0.05, 0.06] * 10}),  # it moves within a step
     ("memory_grew.grew", None, {MEMORY_USED[0]: line(40, 60)}),
@@ -103,7 +106,9 @@ CASES = [
     ("gradient_zero.some", None, {GRADIENT: then(0.5, 0.0, at=37)}),
     ("reference_kl_grew.grew", 21, {REFERENCE: then(0.01, 8.0)}),
     ("reference_kl_grew.near", None, {REFERENCE: line(0.0, 0.8)}),
-    ("reference_kl_grew.near", None, {REFERENCE: [8.0] * 10}),  # another reference from the start
+    ("reference_kl_grew.at_once", 1, {REFERENCE: [8.0] * 10}),  # another reference from the start
+    ("reference_kl_grew.at_once", 1, {REFERENCE: [0.6]}),
+    ("reference_kl_grew.grew", 21, {REFERENCE: [0.2, *then(0.2, 8.0)[1:]]}),
     ("stride.far", 25, {STRIDE: then(0.001, 0.2)}),
     ("stride.near", None, {STRIDE: [0.004] * 10}),
     ("stride.near", None, {STRIDE: then(0.06, 0.2)}),  # bypass mode: steady from the first step
@@ -133,6 +138,7 @@ CASES = [
     ("not_finite.no", None, {GRADIENT: [0.5] * 40}),
     ("correction_on.on", None, {DROPPED: [0.01] * 10}),
     ("correction_on.on", None, {WEIGHT: [0.98] * 10}),
+    ("correction_on.far", None, {WEIGHT: [0.5] * 10}),
     ("answers_loop.many", 21, {LOOPS: then(0.0, 0.4)}),
     ("answers_loop.some", 21, {LOOPS: then(0.0, 0.1)}),
     ("answers_loop.few", None, {LOOPS: [0.01] * 10}),

@@ -66,7 +66,14 @@ def share_now(series: Series) -> float:
     return float(series.values[-LEVEL_READINGS:].mean())
 
 
-@finding("answers_cut", "most many | few", family="cut", needs=(CUT,), subsumed_by=("cut_and_low",))
+@finding(
+    "answers_cut",
+    "most many | few",
+    family="cut",
+    needs=(CUT,),
+    subsumed_by=("cut_and_low",),
+    check="a few answers to their end: whether the model ever ends one; the limit against its usual length",
+)
 def answers_cut(run: Readings) -> Seen:
     """Answers are cut at the length limit, before they have given the result."""
     return _share_seen(require_logged(cut_share(run)), {"most": MOST_CUT, "many": MANY_CUT}, "are cut at the limit")
@@ -83,13 +90,15 @@ def _share_seen(series: Series, limits: Mapping[str, float], words: str) -> Seen
     return "few", text
 
 
-@finding("answers_loop", "many some | few", needs=(LOOPS,))
+@finding(
+    "answers_loop", "many some | few", needs=(LOOPS,), check="the looping answers; the sampling's temperature and top_p"
+)
 def answers_loop(run: Readings) -> Seen:
     """Answers end in a loop of the same few tokens."""
     return _share_seen(run.need(LOOPS), {"many": MANY_LOOP, "some": SOME_LOOP}, "end in a loop")
 
 
-@finding("answers_empty", "many some | few", needs=(EMPTY,))
+@finding("answers_empty", "many some | few", needs=(EMPTY,), check="the rollout's log: which requests were aborted")
 def answers_empty(run: Readings) -> Seen:
     """Answers have no token. An answer that the model itself ends has at least an end token."""
     return _share_seen(run.need(EMPTY), {"many": MANY_EMPTY, "some": SOME_EMPTY}, "have no token")

@@ -14,7 +14,13 @@ LARGEST_ENTROPY = 13.0  # nats: the logarithm of a vocabulary of 440,000 tokens
 FLAT_ENTROPY = 1.0  # nats per token: an entropy that has risen above this is that of no language
 
 
-@finding("entropy_gone", "gone | low kept", family="entropy", needs=(ENTROPY,))
+@finding(
+    "entropy_gone",
+    "gone | low kept",
+    family="entropy",
+    needs=(ENTROPY,),
+    check="whether answers to one prompt are alike; the clip's upper bound, and a term that keeps the entropy",
+)
 def entropy_gone(run: Readings) -> Seen:
     """The entropy is a small part of what it was: answers become alike."""
     series, start, now = _start_and_now(run)
@@ -36,7 +42,13 @@ def sure_of_wrong(run: Readings) -> Seen:
     return ("yes" if share < GONE and reward < most / 2 else "no"), text
 
 
-@finding("entropy_exploded", "exploded | rose steady", family="entropy", needs=(ENTROPY,))
+@finding(
+    "entropy_exploded",
+    "exploded | rose steady",
+    family="entropy",
+    needs=(ENTROPY,),
+    check="whether answers are still text; the weights of the entropy's and the KL's terms",
+)
 def entropy_exploded(run: Readings) -> Seen:
     """The entropy has grown to a multiple: answers become noise."""
     series, start, now = _start_and_now(run)

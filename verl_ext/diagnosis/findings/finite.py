@@ -45,6 +45,7 @@ KINDS = {
 }
 MEMORY_USED = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb", "perf/cpu_memory_used_gb")
 MEMORY_GREW = 0.1  # share of the memory in use at the end
+USUAL_WEIGHT = 0.8, 1.25  # mean of the importance weights, whose expectation is 1; a cut lowers it a little
 CORRECTIONS = ("correction/dropped", "correction/weight_mean", "rollout_corr/rollout_is_mean")
 
 
@@ -115,16 +116,23 @@ def _earliest(steps: dict[str, int]) -> tuple[str, int]:
     return min(steps.items(), key=lambda each: each[1])
 
 
-@finding("correction_on", "on", subsumed_by=("tokens_dropped",))
+@finding(
+    "correction_on",
+    "on far",
+    subsumed_by=("tokens_dropped",),
+    check="whether the weights are products over whole answers; log k by token shows a gap of the engines",
+)
 def correction_on(run: Readings) -> Seen:
-    """A correction weighs tokens or sequences by the gap."""
+    """A correction weighs tokens or sequences by the gap; the mean weight may be far from 1, its expectation."""
     for name in CORRECTIONS:
         if (series := run.get(name)) is None:
             continue
         if name == "correction/dropped":
             return "on", f"a correction is on, and drops {series.values.mean():.2g} of the tokens"
         if np.abs(series.values - 1).max() > 1e-9 and series.values.any():
-            return "on", f"a correction is on, with a mean weight of {float(np.median(series.values[-5:])):.2g}"
+            mean = float(np.median(series.values[-5:]))
+            level = "on" if USUAL_WEIGHT[0] <= mean <= USUAL_WEIGHT[1] else "far"
+            return level, f"a correction is on, with a mean weight of {mean:.2g}"
     return None
 
 

@@ -31,6 +31,8 @@ RUNAWAY = 3.0  # nats per token from the reference; published sound runs stay be
 HIGH_RATE = 2e-4  # also for a LoRA; published sound runs have 1e-7 to 1e-4
 NOTHING = 1e-6
 FEWEST_KL = 5  # readings
+APART_AT_FIRST = 0.1  # KL to the reference in the first step, where the policy is the reference; 0 but for rounding
+MANY_CLIPPED = 0.3  # share of the tokens; GSPO's narrow clip takes half of that
 
 
 @finding(
@@ -52,7 +54,13 @@ def gradient_large(run: Readings) -> Seen:
     return ("absurd" if now > ABSURD else "large"), f"{text} (first past {LARGE:g} in step {step})", step
 
 
-@finding("gradient_grew", "grew | steady", family="gradient", needs=(GRADIENT,))
+@finding(
+    "gradient_grew",
+    "grew | steady",
+    family="gradient",
+    needs=(GRADIENT,),
+    check="the learning rate, and the batches in which it began to grow",
+)
 def gradient_grew(run: Readings) -> Seen:
     """The gradient's norm has grown to a multiple of its level before, and stays there."""
     series = run.need(GRADIENT, fewest=8)
@@ -84,7 +92,12 @@ def _largest_spike(name: str, series: Series, past: np.ndarray, usual: float, ti
     return text + more, int(series.steps[at])
 
 
-@finding("gradient_zero", "zero lost | some", needs=(GRADIENT,))
+@finding(
+    "gradient_zero",
+    "zero lost | some",
+    needs=(GRADIENT,),
+    check="whether answers to one prompt get different rewards, and the mask of the loss",
+)
 def gradient_zero(run: Readings) -> Seen:
     """The gradient is exactly 0, step after step: nothing is learnt. It is lost if rewards spread all the same: then
     fewer than 3 readings show it, if they are all."""
@@ -102,17 +115,25 @@ def gradient_zero(run: Readings) -> Seen:
     return "zero", text, step
 
 
-@finding("reference_kl_grew", "grew | near", needs=(REFERENCE,))
+@finding(
+    "reference_kl_grew",
+    "grew at_once | near",
+    needs=(REFERENCE,),
+    check="whether the reference has the run's own checkpoint, adapter, template and dtype; dropout",
+)
 def reference_kl_grew(run: Readings) -> Seen:
-    """The policy runs away from the reference model."""
-    series = run.need(REFERENCE, fewest=FEWEST_KL)
+    """The policy runs away from the reference model, or differs from it in the first step already."""
+    series = run.need(REFERENCE)
     width = max(len(series.values) // 8, 1)
     start, now = beginning_of(series, width), now_of(series, max(width, 3))
     text = f"the KL to the reference went from {start:.2g} to {now:.2g}"
-    if now < RUNAWAY or now < GREW * max(start, NOTHING):
-        return "near", text
-    step = int(series.steps[int(np.argmax(series.values > RUNAWAY))])
-    return "grew", f"{text} (first past {RUNAWAY:g} in step {step})", step
+    if len(series.steps) >= FEWEST_KL and now >= RUNAWAY and now >= GREW * max(start, NOTHING):
+        step = int(series.steps[int(np.argmax(series.values > RUNAWAY))])
+        return "grew", f"{text} (first past {RUNAWAY:g} in step {step})", step
+    first, step = float(series.values[0]), int(series.steps[0])
+    if step <= 1 and abs(first) > APART_AT_FIRST:
+        return "at_once", f"the KL to the reference was {first:.2g} in the first step", step
+    return ("near", text) if len(series.steps) >= FEWEST_KL else None
 
 
 @finding("reference_kl_spiked", "spiked | calm", needs=(REFERENCE,), check=OF_BATCH)
@@ -125,11 +146,16 @@ def reference_kl_spiked(run: Readings) -> Seen:
     return "spiked", *_largest_spike("the KL to the reference", series, past, usual, REFERENCE_SPIKE)
 
 
-@finding("self_gap", "from_start | small", needs=(STRIDE,))
+@finding(
+    "self_gap",
+    "from_start first | small",
+    needs=(STRIDE,),
+    check="both passes on one batch: temperature, dtype, dropout, packing, and the micro-batches",
+)
 def self_gap(run: Readings) -> Seen:
     """The policy of the update differs from that of the old log-probabilities before it has moved: in the first
     mini-batch, by more than two engines differ in sound runs. Where that is not logged: in a step with a learning rate
-    of 0, or from the first step on and as much in every step.
+    of 0, or from the first step on and as much in every step; of fewer steps, the first one is told.
 
     In bypass mode the old log-probabilities are the rollout's, and the difference is the gap of the engines.
     """
@@ -150,11 +176,28 @@ def self_gap(run: Readings) -> Seen:
     if warms_up and sizes[0] > AT_REST:
         return "from_start", f"ppo_kl was {sizes[0]:.2g} in step {series.steps[0]}, at a learning rate of 0", None
     steady = usual / 2 < first < usual * 2 and np.quantile(sizes, 0.9) < 2 * usual
+    if len(sizes) < FEWEST_KL and series.steps[0] <= 1 and sizes[0] > FAR:
+        return "first", f"ppo_kl was {sizes[0]:.2g} in the first step", int(series.steps[0])
     known = len(sizes) >= FEWEST_KL and series.steps[0] <= FIRST_READINGS
     return ("from_start", f"{text}, as in all later ones") if known and steady and usual > AT_ONCE else ("small", text)
 
 
-@finding("stride", "far | near", needs=(STRIDE,))
+@finding(
+    "clipped",
+    "many | few",
+    needs=(CLIPPED,),
+    subsumed_by=("self_gap",),
+    check="the age of the rollouts, the updates of a batch, and the clip's bounds",
+)
+def tokens_clipped(run: Readings) -> Seen:
+    """The clip of the loss takes a large part of the tokens out of the update."""
+    share = float(np.median(run.need(CLIPPED).values))
+    return "many" if share > MANY_CLIPPED else "few", f"{share:.0%} of the tokens are clipped (median)"
+
+
+@finding(
+    "stride", "far | near", needs=(STRIDE,), check="the learning rate, the updates of a batch, and the clip's bounds"
+)
 def stride(run: Readings) -> Seen:
     """The policy moves far within a step, by the KL that verl logs in its updates.
 

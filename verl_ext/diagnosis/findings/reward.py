@@ -48,6 +48,7 @@ MOSTLY = 0.8  # share of the steps since a reward is constant
 NEARLY = 0.01  # of the range of the mean reward, by which it may still move
 SOLVED = 0.8  # rate of success from which groups are alike because they are right
 ALL_DEAD, MOST_DEAD, SOME_DEAD = 0.98, 0.6, 0.2  # shares of the groups, or of the steps
+LARGEST_ADVANTAGE = 100.0  # of a group of 10,000 answers
 OTHERS = (GRADIENT, ENTROPY, REFERENCE, K3, LOG_RATIO, PROB_DIFF)  # move if the policy or an engine changes
 SUDDEN, STANDS = 5.0, 1.5  # noises of a change within one step; factor by which a series stands
 FEWEST_OTHERS = 2
@@ -61,27 +62,27 @@ def reward_course(run: Readings) -> Course | None:
 
 @finding(
     "reward_constant",
-    "constant | varies",
+    "constant | solved varies",
     family="reward_spread",
     needs=(REWARD_MAX, REWARD_MIN),
     subsumed_by=("learning.dead",),
 )
 def reward_constant(run: Readings) -> Seen:
-    """All answers get the same reward, below the highest one seen, so that nothing can be learnt from it."""
+    """All answers get the same reward, and it is not the best one, so that nothing can be learnt from it."""
     series, rows = run.get(REWARD), rows_of_spread(run)
     if series is None or not len(rows):
         return None
-    values, top = series.values, run.values(REWARD_MAX)
+    values = series.values
     scale = SAME * max(float(np.abs(values).max()), SAME)
     same = rows[:, 1] <= scale
     # One step with other answers may move the mean a little, but not as a success does.
     away = np.abs(values - values[-1]) > max(NEARLY * float(np.ptp(values)), scale)
     last = int(series.steps[away][-1]) if away.any() else -1
     began = max(holds_from(same, MOSTLY), int(np.searchsorted(rows[:, 0], last, side="right")))
-    risen = values[-1] - values[: max(len(values) // 4, 1)].mean() > scale
-    if began > len(same) / 2 or (risen and top.size and now_of(series) >= top.max() - scale):
+    if began > len(same) / 2:
         return "varies", "answers get different rewards"
-    return "constant", f"all answers of a step get a reward of {values[-1]:.3g}", int(rows[began, 0])
+    text = f"all answers of a step get a reward of {values[-1]:.3g}"
+    return ("solved", f"{text}, the best one") if is_solved(run) else ("constant", text, int(rows[began, 0]))
 
 
 def rows_of_spread(run: Readings) -> np.ndarray:
@@ -180,6 +181,22 @@ def at_ceiling(run: Readings, course: Course) -> bool:
     return bool(0 <= values.min() <= values.max() <= 1 and course.now > SURE_CEILING)
 
 
+@cached_per_run
+def is_solved(run: Readings) -> bool:
+    """Returns True if nearly all answers get the best reward: the highest one that any answer got, while answers get
+    different ones; else 1, if none is above it, or the highest one after a rise."""
+    series, most, least = run.get(REWARD), run.values(REWARD_MAX), run.late(REWARD_MIN)
+    if series is None:
+        return False
+    now, highest = now_of(series), float(np.concatenate([most, series.values]).max())
+    if most.size and least is not None and now_of(run.need(REWARD_MAX)) > least:
+        return (now - least) / (highest - least) > SOLVED
+    if highest <= 1:
+        return now > (SURE_CEILING if most.size else SOLVED)
+    early = float(series.values[: max(len(series.values) // 4, 1)].mean())
+    return now >= CEILING * highest and now - early > SAME * highest
+
+
 @finding("reward_gain", "| nothing stopped_low little much", needs=(REWARD, REWARD_MAX))
 def reward_gain(run: Readings) -> Seen:
     """How much of the possible gain, up to the reward of the best answers, was made."""
@@ -202,28 +219,30 @@ def reward_gain(run: Readings) -> Seen:
 
 @finding(
     "validation_fell",
-    "fell | rose holds",
+    "fell lower | rose holds",
     check="answers of the validation now and at its best; whether training rewards what it does not count",
 )
 def validation_fell(run: Readings) -> Seen:
     """The score of a validation set is far below its best. Of a set whose mean is logged, the best of n answers and
-    the majority's do not count: they scatter far more."""
+    the majority's do not count: they scatter far more. Two scores show a loss, and no fall."""
     known = ((name, quantity_of(name)) for name in run.names())
     names = [name for name, quantity in known if quantity is not None and quantity.name == VALIDATION]
     means = {name.rpartition("/")[0] for name in names if "/mean@" in name}
     names = [name for name in names if not (OF_SEVERAL.search(name) and OF_SEVERAL.split(name)[0] in means)]
-    scores = {name: series for name in names if len((series := run.need(name)).steps) >= 3}
-    falls, rises = [], []
+    scores = {name: series for name in names if len((series := run.need(name)).steps) >= 2}
+    falls, lower, rises = [], [], []
     for name, series in scores.items():
         values, at = series.values, int(series.values.argmax())
         best, now = float(values[at]), float(values[-2:].mean() if len(values) - at > 2 else values[-1])
-        least = max(0.15 * abs(best), SURE * statistics.difference_noise(values))
+        noise = statistics.difference_noise(values) if len(values) > 2 else 0.0
+        least = max(0.15 * abs(best), SURE * noise)
         if best - now > least and best > 0:
             peak = int(series.steps[at])
-            falls.append((best - now, f"{name} was best in step {peak}, at {best:.3g}, and is {now:.3g} now", peak))
-        elif now - values[0] > least:
+            text = f"{name} was best in step {peak}, at {best:.3g}, and is {now:.3g} now"
+            (falls if len(values) > 2 else lower).append((best - now, text, peak))
+        elif now - values[0] > least and len(values) > 2:
             rises.append((now - values[0], f"{name} rose from {values[0]:.3g} to {now:.3g}", None))
-    for level, found in (("fell", falls), ("rose", rises)):
+    for level, found in (("fell", falls), ("rose", rises), ("lower", lower)):
         if found:
             _, text, step = max(found)
             return level, text, step
@@ -258,23 +277,15 @@ def has_signal(run: Readings) -> bool:
     family="reward_spread",
     needs=(DEAD_GROUPS,),
     subsumed_by=("reward_constant", "learning.dead"),
+    check="the prompts, which may be too hard or too easy, and the grader on a few answers",
 )
 def groups_dead(run: Readings) -> Seen:
     """Groups, or whole steps, have no spread, so that they teach nothing."""
     share, text = require_logged(without_signal(run))
-    course = reward_course(run)
-    if course is not None and share >= SOME_DEAD and _is_solved(run, course):
+    if share >= SOME_DEAD and is_solved(run):
         return "solved", f"{text}, because nearly all are right"
     bounds = {"all": ALL_DEAD, "most": MOST_DEAD, "some": SOME_DEAD}
     return next((level for level, bound in bounds.items() if share >= bound), "few"), text
-
-
-def _is_solved(run: Readings, course: Course) -> bool:
-    """Returns True if nearly all answers get the best reward; rewards are taken to be 0 to 1 if they may be."""
-    most, least, values = run.late(REWARD_MAX), run.late(REWARD_MIN), course.series.values
-    if most is None or least is None or most <= least:
-        return at_ceiling(run, course) or (values.min() >= 0 and values.max() <= 1 and course.now > SOLVED)
-    return (course.now - least) / (most - least) > SOLVED
 
 
 @finding(
@@ -357,11 +368,19 @@ def group_size(run: Readings) -> Seen:
     return "enough", f"at a rate of success of {rate:.2f}, {share:.0%} of the groups have no spread"
 
 
-@finding("advantages", "zero | some", family="reward_spread", needs=(ADVANTAGE_MAX,), subsumed_by=("reward_constant",))
+@finding(
+    "advantages",
+    "zero huge | some",
+    family="reward_spread",
+    needs=(ADVANTAGE_MAX,),
+    subsumed_by=("reward_constant",),
+    check="what divides the advantages: the deviation of a group of nearly equal rewards is nearly 0",
+)
 def advantages(run: Readings) -> Seen:
-    """All advantages are 0."""
+    """All advantages are 0, or one is larger than a group can have: of n answers, at most sqrt(n - 1)."""
     most = require_logged(run.late(ADVANTAGE_MAX))
-    return "zero" if most < SAME else "some", f"the largest advantage is {most:.2g}"
+    level = "zero" if most < SAME else "huge" if most > LARGEST_ADVANTAGE else "some"
+    return level, f"the largest advantage is {most:.2g}"
 
 
 @finding("prompts_matter", "no | unclear yes", needs=(PROMPT_EFFECT,))
