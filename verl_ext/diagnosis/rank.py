@@ -99,8 +99,8 @@ def name_causes(
     """Returns the causes with at least LEAST points, the likeliest first, and the question that would decide between
     the first two, even if no cause has LEAST.
 
-    The second one needs only SECOND points: it is shown as the alternative. No cause is named after harmless rounding,
-    because the run may be sound.
+    The second one needs only SECOND points if it is about the same: it is shown as the alternative. No cause is named
+    after harmless rounding, because the run may be sound.
 
     Args:
         found: the findings of the run, by name.
@@ -117,7 +117,7 @@ def name_causes(
     named = [
         suspect
         for place, suspect in enumerate(ranked)
-        if suspect.points >= (SECOND if place == 1 and not suspect.harmless else LEAST)
+        if suspect.points >= LEAST or (place == 1 and suspect.points >= SECOND and _is_alternative(suspect, ranked[0]))
     ]
     others = [suspect for suspect in named if suspect.cause.about != "run"]  # the report shows anyway what ended a run
     named = others if others and others[0].points >= LEAST else named
@@ -135,6 +135,7 @@ def _judged(found: Mapping[str, Finding], marks: set[str], moe: bool, causes: It
     in the learning with at least LEAST points come first.
     """
     close = (level := found.get("gap_level")) is not None and level.level in ("close", "none")
+    close = close and "gap_grew.grew" not in marks  # rounding does not grow
     judged = [
         Suspect(cause.seen_with(marks), evidence_of(cause, found), close and cause.harmless_if_close, moe)
         for cause in causes
@@ -146,6 +147,11 @@ def _judged(found: Mapping[str, Finding], marks: set[str], moe: bool, causes: It
     if of_gap is not None and of_gap.harmless:
         judged.sort(key=lambda suspect: suspect.cause.of_gap or suspect.points < LEAST)
     return judged
+
+
+def _is_alternative(suspect: Suspect, first: Suspect) -> bool:
+    """Returns True if a cause would explain the same as the first: of the gap, or of the learning."""
+    return suspect.cause.about == first.cause.about and not suspect.harmless
 
 
 def _is_seen(cause: Cause, marks: set[str]) -> bool:

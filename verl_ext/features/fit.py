@@ -2,7 +2,7 @@
 
 A problem has the overrides that leave out what cannot work (`Problem.leave_out`). If a preset, a recipe or a config
 file asked for that, they are applied, and `stability.left_out` keeps the reason for the start-up table. If the user
-wrote it under `stability.` on the command line, the run is refused.
+wrote it on the command line, the run is refused.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from verl_ext.features.stability import stability_config
 from verl_ext.features.table import problems_of, read_features
 from verl_ext.features.verl_config import key_of, parse_override
 
-OURS = "stability."
+MEASURED = "actor_rollout_ref.rollout.calculate_log_probs"  # what all features need, whatever the user wrote
 
 
 class Fit(NamedTuple):
@@ -89,10 +89,9 @@ def _keys(overrides: Iterable[str]) -> set[str]:
 
 
 def _is_written(key: str, written: Iterable[str]) -> bool:
-    """Returns True if the user wrote this setting of ours, one that contains it, or one inside it."""
-    return key.startswith(OURS) and any(
-        other.startswith(OURS) and (f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}."))
-        for other in written
+    """Returns True if the user wrote this setting, one that contains it, or one inside it."""
+    return key != MEASURED and any(
+        "." in other and (f"{other}.".startswith(f"{key}.") or f"{key}.".startswith(f"{other}.")) for other in written
     )
 
 

@@ -38,6 +38,7 @@ RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # th
 BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
 WITHOUT_RATIO = ("gpg",)  # verl's losses without l_old: -log pi_theta A
 UNBIASED = "unbiased"  # our value of actor.kl_loss_type
+VERLS_KL = (f"{ACTOR}.kl_loss_type=low_var_kl",)  # leaves it out
 
 
 def chosen_loss(policy_loss: Mapping[str, Any]) -> ConfiguredMethod[Loss]:
@@ -106,7 +107,7 @@ def needs(run: RunFeatures) -> Iterator[Demand]:
         measured = {Need.MEASURED_BATCHES} if reads_k(name) else set()
         yield Demand(f"{LOSS}.loss_mode={name}", needed | measured)
     if uses_unbiased_kl(run.config):
-        yield Demand(f"{ACTOR}.kl_loss_type={UNBIASED}", needed)
+        yield Demand(f"{ACTOR}.kl_loss_type={UNBIASED}", needed, VERLS_KL)
 
 
 def problems(run: RunFeatures) -> Iterator[Problem]:
@@ -236,7 +237,9 @@ def _kl_problems(run: RunFeatures) -> Iterator[Problem]:
     actor = run.config.actor_rollout_ref.actor
     if actor.get("kl_loss_type") == UNBIASED and not actor.get("use_kl_loss"):
         yield Problem(
-            f"{ACTOR}.kl_loss_type={UNBIASED} does nothing without a KL loss", fix=(f"{ACTOR}.use_kl_loss=true",)
+            f"{ACTOR}.kl_loss_type={UNBIASED} does nothing without a KL loss",
+            fix=(f"{ACTOR}.use_kl_loss=true",),
+            leave_out=VERLS_KL,
         )
 
 

@@ -427,7 +427,9 @@ def overlong_problems(config: DictConfig) -> Iterator[Problem]:
     if length is None or length <= 0 or (most is not None and length > most):
         yield Problem(
             f"{buffer}.len={length} must be above 0 and at most {limit}={most}: it is the number of tokens before the "
-            "limit over which the penalty grows"
+            "limit over which the penalty grows",
+            # DAPO has 4096 of 20480 tokens.
+            leave_out=(f"{buffer}.len={most // 5}",) if isinstance(most, int) and most >= 5 else (),
         )
 
 

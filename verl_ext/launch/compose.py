@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -59,10 +59,10 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     Hydra adds a group or setting that a config lacks only with a plus sign: `+stability=icepop`. The sign is put before
     our groups if the primary config does not list them in its defaults. It is also put before settings that a node may
     lack: FSDP_REPLAY, the settings of our policy losses, and those of `stability`, where a user's own method has new
-    ones; and before a setting that a later override deletes, which may be one that verl does not have. Of one of our
-    groups, the last choice counts, so that a script's own can be changed: Hydra takes no second one. A relative
-    --config-path is read from the folder of verl's entry point, as verl does. Flags come last, because argparse takes
-    the overrides only from one place.
+    ones; before a setting that a later override deletes, which may be one that verl does not have; and before one that
+    both the user and a chosen file of our groups add. Of one of our groups, the last choice counts, so that a script's
+    own can be changed: Hydra takes no second one. A relative --config-path is read from the folder of verl's entry
+    point, as verl does. Flags come last, because argparse takes the overrides only from one place.
 
     Raises:
         ConfigError: `stability=` names no file of the group, or the primary config is not YAML.
@@ -82,6 +82,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
             if folder.parts[-3:] == VERL_CONFIGS.parts[-3:] and not folder.is_dir():
                 folder = VERL_CONFIGS  # verl's own configs, on another machine
             flags[at + (not equals) : at + 1 + (not equals)] = [f"{start}={folder}" if equals else str(folder)]
+    added = {key for argument in arguments for key in _settings_of(*argument.lstrip("+").partition("=")[::2])}
     listed = _groups_in_defaults(folder / f"{name.removesuffix('.yaml')}.yaml")
     for index, argument in enumerate(arguments):
         group, _, choice = argument.partition("=")
@@ -90,11 +91,25 @@ def prepare(arguments: Sequence[str]) -> list[str]:
         if group in OUR_GROUPS and group not in listed:
             arguments[index] = f"+{argument}"
         taken_back = f"~{group}" in arguments[index:]  # Hydra would stop here, before it deletes
-        if group.lstrip("+") in MAY_LACK or group.startswith("stability.") or taken_back:
+        known = group.lstrip("+") in MAY_LACK or (group.startswith("+") and group.lstrip("+") in added)
+        if known or group.startswith("stability.") or taken_back:
             arguments[index] = f"++{argument.lstrip('+')}"
     if "stability" not in listed and not any(argument.startswith("+stability=") for argument in arguments):
         arguments.insert(0, "+stability=none")
     return [*arguments, *flags]
+
+
+def _settings_of(group: str, choice: str) -> Iterator[str]:
+    """Yields the settings of verl's own in a file of our groups; none if there is no such file."""
+    file = files(CONFIG_MODULE) / group / f"{choice}.yaml"
+    if group not in OUR_GROUPS or not file.is_file():
+        return
+    nodes = list(yaml.safe_load(file.read_text(encoding="utf-8")).items())
+    for name, node in nodes:  # grows
+        if isinstance(node, dict):
+            nodes += [(f"{name}.{key}", value) for key, value in node.items()]
+        elif "." in name:
+            yield name
 
 
 def split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -216,7 +216,10 @@ def _all_steps(
 
 
 def _checks(found: Judgement) -> Iterator[NextStep]:
-    """Yields what to look at for the first MOST_CHECKS findings with a check that no named cause explains."""
+    """Yields what to look at for the first MOST_CHECKS findings with a check that neither a named cause nor a gap that
+    grew explains."""
+    if found.engines.state in ("growing", "broken"):
+        return
     signs = (sign.finding.name for each in found.suspects for sign in each.evidence if sign.points > 0)
     explained = {RULES[name].family for name in signs if name in RULES}
     follows = {mark for each in found.suspects for mark in each.cause.explains}
@@ -256,12 +259,13 @@ def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
         yield _lower_memory(run)
     first = found.first
     gap_matters = found.engines.state in ("apart", "growing") or state == "past the boundary"
+    if _drifted(found) and _moved_first(run, found):
+        yield from _of_gap(run, found)
     if first is not None:
         yield from _of_cause(run, found, first)
         if first.cause.of_gap and not first.cause.a_correction_helps:
             return  # a correction does not repair a fault
-    # Engines that were sound, and came apart little by little, are not broken.
-    if found.engines.state == "broken" and (not found.has("gap_grew.grew") or found.has(*JUMPED)):
+    if found.engines.state == "broken" and not _drifted(found):
         if first is None:
             yield COMPARE
         return
@@ -309,7 +313,8 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
     if age_drives(run.readings):
         yield from _of_age(run, found)
         return
-    if found.first is None and found.engines.state != "close":
+    compares = found.first is None and found.engines.state != "close"
+    if compares and not _drifted(found):
         yield COMPARE
     corrected = found.has(*CORRECTED)
     if found.moe and _routing_drives(run, found) and not found.has("replay.own_experts", "replay.other_experts"):
@@ -322,6 +327,20 @@ def _of_gap(run: Run, found: Judgement) -> Iterator[NextStep]:
     elif not corrected:
         why = "bounds the weight of the tokens on which the engines differ"
         yield _preset("stability=tis", why, run, found)
+    if compares and _drifted(found):
+        yield COMPARE
+
+
+def _drifted(found: Judgement) -> bool:
+    """Returns True if engines that were sound came apart little by little: then nothing is broken."""
+    return found.has("gap_grew.grew") and not found.has(*JUMPED)
+
+
+def _moved_first(run: Run, found: Judgement) -> bool:
+    """Returns True if k3 left its calm before the reward fell, and before anything else that is logged did."""
+    began = found.learning.step
+    moves = () if began is None else moves_before(run.readings, began, began)
+    return bool(moves) and moves[0].signal == K3
 
 
 def _routing_drives(run: Run, found: Judgement) -> bool:

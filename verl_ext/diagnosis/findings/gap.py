@@ -31,7 +31,7 @@ K2 = "optim/kl_sample_train_v2"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 LEVEL = "guard/level"
 RATE, REFERENCE = "actor/lr", "actor/kl_loss"
-THE_GAP = "the gap"
+DISAGREEMENT = "the routers' disagreement"
 STALENESS = "training/off_policy/trajectory_staleness/mean"
 LARGE = 0.01  # k3 that rounding stays below in most sound runs; `sound_level` has the models with more
 UNRELATED = 0.7  # nats of |log k| before any update, which no rounding leaves
@@ -86,6 +86,7 @@ MEASURES = (
 )
 
 
+WORDS = {each.name: each.words for each in MEASURES}
 SIZES = ("broken", "apart", "close", "none")  # of a gap, the worst first
 
 
@@ -222,15 +223,15 @@ def gap_started(run: Readings) -> Seen:
     began = require_logged(beginning(run))
     size, share = began
     floor = BELOW * gap.measure.apart**gap.measure.power
-    jump = largest_jump(gap.heights, JUMP, floor) if size == THE_GAP else None
+    jump = largest_jump(gap.heights, JUMP, floor) if size != DISAGREEMENT else None
     with_first = jump is not None and jump <= FIRST_READINGS
     if share >= FROZEN and not with_first:
-        left = "as large as now" if share == 1 else f"{share:.0%} of it"
-        return "at_once", f"{size} was there before the weights moved, {left}"
+        left = "as large as now" if share == 1 else f"{share:.0%} of what it is now"
+        return "at_once", f"{size} was {left} before the weights moved"
     most, mean = run.late("vllm_kl/sequence_gap_max"), run.late("vllm_kl/sequence_gap_mean")
     if most is not None and mean and most > RARE * mean:
         return None  # so few trajectories have the gap that the first steps may have had none of them
-    text = f"{size} came with the updates: in the first steps it was {share:.1%} of what it is"
+    text = f"{size} came with the updates: in the first steps it was {share:.1%} of what it is now"
     if share > MOVED and not with_first:
         return "in_part", text
     # A run that comes apart takes longer than one step.
@@ -247,18 +248,18 @@ def beginning(run: Readings) -> tuple[str, float] | None:
     depend on that. It is used if it is now larger than rounding leaves. If it began at the level of rounding, the
     smaller of the two shares is used.
     """
-    gap = None
+    gap, size = None, ""
     for name, power in ((LOG_RATIO, 1.0), (PROB_DIFF, 1.0), (K3, 0.5), (K1, 0.5)):
         if (series := run.get(name)) is not None:
-            gap = _share_at_first(np.column_stack([series.steps, np.abs(series.values)]), run, power)
+            gap, size = _share_at_first(np.column_stack([series.steps, np.abs(series.values)]), run, power), WORDS[name]
             break
     own = run.get("router/own_agreement") or run.get("router/agreement")
     if own is not None and 1 - float(own.values[-LEVEL_READINGS:].mean()) > ROUNDED:
         disagreement = np.column_stack([own.steps, 1 - own.values])
         share = _share_at_first(disagreement, run)
         if share is not None and (gap is None or gap >= share or disagreement[0, 1] > ROUNDED):
-            return "the routers' disagreement", share
-    return None if gap is None else (THE_GAP, gap)
+            return DISAGREEMENT, share
+    return None if gap is None else (size, gap)
 
 
 def _share_at_first(readings: np.ndarray, run: Readings, power: float = 1.0) -> float | None:
