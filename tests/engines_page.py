@@ -27,7 +27,6 @@ from tests.support.launches import launches
 from tests.support.problems import check_run
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import Method
-from verl_ext.base.names import DEVIATION
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
@@ -203,8 +202,7 @@ def _losses() -> Iterator[Row]:
 
     for name, loss in LOSSES.items():
         overrides = (f"{LOSS}.loss_mode={name}", *_overrides(loss, LOSS))
-        same_code = DEVIATION not in loss.reads  # which each engine records itself
-        yield Row(f"`{name}`", overrides, chooses(name, corrected=False), group="ours", same_code=same_code)
+        yield Row(f"`{name}`", overrides, chooses(name, corrected=False), group="ours", same_code=True)
     for name in BASES:
         if name == "geo_mean_weighted":  # what the workers compute for geo_mean
             continue

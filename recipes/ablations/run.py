@@ -76,10 +76,10 @@ FAMILIES = {
     "truncated": Family("truncated", "none,tis,icepop,mis"),
     # How large a gap is before runs without a correction come apart, and what that depends on.
     "boundary": Family("stale", "exact", tuple(f"lag_{lag}=lab.stale.lag={lag}" for lag in LAGS), seeds="40,41,42"),
-    # Four updates per step: only then does l_theta differ from l_old, on which llds_loss, r2 and router_shift depend.
+    # Four updates per step: only then does l_theta differ from l_old, on which llds_loss and r2 depend.
     "updates": Family(
         "stale",
-        "none,opsm,r2,r3,llds_loss,router_shift_loss",
+        "none,opsm,r2,r3,llds_loss",
         overrides=(f"{BATCH}=16", f"{MINI_BATCH}=4", "lab.stale.lag=4"),
     ),
 }

@@ -15,7 +15,6 @@ from tests.support.megatron_cpu import (
     sequence_routes,
     verls_patch,
 )
-from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -62,9 +61,6 @@ def rank_main(rank, store):
         top_tokens = list(sampler_top_tokens(logits_of, sequences(), LENGTHS))
         read = {cut: reference_reading(logits_of, top_tokens, cut, sequences(), LENGTHS) for cut in (True, False)}
         weights = {name: value.clone() for name, value in weights.items() if torch.is_tensor(value)}
-        old = sequence_scores(alone)
-        move_routers(alone)
-        current = sequence_scores(alone)
         mpu.destroy_model_parallel()
         for name, parallel in PARALLEL.items():
             engine = build_engine("disabled", parallel)
@@ -88,7 +84,6 @@ def rank_main(rank, store):
                     close(torch.stack(list(output[TOP_TOKEN_SUMS].unbind())), sums)
             if "pipeline_model_parallel_size" not in parallel:  # refused
                 check_update(engine, "disabled", rollout)
-                check_shift(engine, old, current)
             check_r3(parallel, weights, rank, rollout)
             if engine.is_mp_src_rank_with_outputs():
                 print(f"checked: {name}", flush=True)

@@ -80,7 +80,6 @@ GEO_MASK = ("stability=geo_mask", *NARROW_GEO, f"{LOSS}.loss_mode=dppo_tv")
 SEQ_MASK_TIS = ("stability=seq_mask_tis", *NARROW_GEO, f"{LOSS}.loss_mode=dppo_kl")
 M2PO = ("stability=m2po", "stability.m2po.threshold=1e-8", f"{LOSS}.loss_mode=dro", f"{LOSS}.dro_beta=0.1")
 DPPO = ("stability=dppo_tv", "stability.router_agreement=false")
-SHIFT = ("stability=router_shift_loss",)
 LOW_AGREEMENT = ("stability=none", "stability.filters={low_agreement:{threshold:1.0}}")
 # The untrained model gives each of its 100 tokens some 0.01, half of them less: luck cannot make it drop none or all.
 FILTERS = ("stability=filters", "stability.filters.low_probability.threshold=0.01")
@@ -113,7 +112,6 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         ICEPOP_LOSS,
         ("stability=opsm_loss", f"{LOSS}.delta=0.0"),
         ("stability=llds_loss",),
-        SHIFT,
         GSPO,
         ("stability=gspo",),
         ("stability=clip_cov",),
@@ -123,7 +121,7 @@ SCHEDULES: dict[str, list[tuple[str, ...]]] = {  # the overrides of each step
         LOW_AGREEMENT,
         NOTHING_LEFT,
     ],
-    "megatron": [BYPASS_NARROW, BYPASS_REFUSED, REUSED, ICEPOP, GATED, COMPOSED, ICEPOP_LOSS, SHIFT, GSPO],
+    "megatron": [BYPASS_NARROW, BYPASS_REFUSED, REUSED, ICEPOP, GATED, COMPOSED, ICEPOP_LOSS, GSPO],
     "sglang": [FILTERS, ICEPOP, LOW_AGREEMENT],
 }
 # A method of ours that no entry names takes a step with the settings of its preset.

@@ -34,7 +34,6 @@ from tests.stack.switching import (
     REUSED_ROUTED,
     SCHEDULES,
     SEQ_MASK_TIS,
-    SHIFT,
     TIS,
     TIS_SEQUENCE,
 )
@@ -268,11 +267,6 @@ def test_our_losses_report_what_they_did(step_of):
 @ON_FSDP2
 def test_llds_penalises_some_tokens(step_of):
     assert 0 < step_of("stability=llds_loss")["actor/llds/penalised"] < 1
-
-
-@runs_with(SHIFT)
-def test_how_far_routers_shift_scales_the_ratio(step_of):
-    assert 0.9 < step_of(*SHIFT)["actor/router_shift/factor"] < 1
 
 
 @ON_FSDP2

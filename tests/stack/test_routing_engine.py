@@ -11,9 +11,8 @@ from recipes.make_assets import build_tokenizer
 from tests.support.closeness import close
 from tests.support.routing_families import FAMILIES, TOP_K, build, moe_layers
 from tests.support.routing_ranks import LENGTHS, Case, rank_main, rollout_routes, sequence_routes, sequences
-from tests.support.shift_ranks import sequence_scores
 from tests.support.top_token_ranks import reference_reading, response_values, sampler_top_tokens, sequence_logits
-from verl_ext.base.names import SHIFT_EXPERTS, SHIFT_SCORES, TOP_TOKEN_SUMS
+from verl_ext.base.names import TOP_TOKEN_SUMS
 from verl_ext.core.routing import RouterSums
 from verl_ext.routing.recorder import joined_passes
 
@@ -45,8 +44,6 @@ TOP_TOKENS = {
     "top tokens checkpointing": Case("deepseek_v3", top_tokens=True, checkpointing=True),
 }
 TOP_TOKENS_ULYSSES = {"top tokens ulysses": Case(top_tokens=True, ranks=2)}
-SHIFT = {"shift": Case(shift=True), "shift padded": Case(shift=True, packed=False)}
-SHIFT_ULYSSES = {"shift ulysses": Case(shift=True, ranks=2)}
 MICRO_BATCHES = [(0, 1), (2, 3)]
 
 
@@ -69,8 +66,8 @@ def spawned(cases, ranks, folders, folder):
 @pytest.fixture(scope="module")
 def ran(quick_ranks, folders, tmp_path_factory):
     """Case -> what each rank found."""
-    one = spawned(CASES | TOP_TOKENS | SHIFT, 1, folders, tmp_path_factory.mktemp("one"))
-    two = spawned(ULYSSES | TOP_TOKENS_ULYSSES | SHIFT_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
+    one = spawned(CASES | TOP_TOKENS, 1, folders, tmp_path_factory.mktemp("one"))
+    two = spawned(ULYSSES | TOP_TOKENS_ULYSSES, 2, folders, tmp_path_factory.mktemp("two"))
     return {name: [rank[name] for rank in ranks] for ranks in (one, two) for name in ranks[0]}
 
 
@@ -224,20 +221,3 @@ def test_top_tokens_are_read_in_every_layout(ran, name, truncated):
     close(gradient / gradient.norm(), expected / expected.norm(), rtol=1e-4)
     whole = response_values(ran[name][0][False]["entropy"])
     assert (response_values(ran[name][0][True]["entropy"]) < whole).sum() >= len(whole) - 1  # of few tokens, of all
-
-
-FLOAT16 = 1e-3  # of a log-probability: twice the rounding of float16
-
-
-@pytest.mark.parametrize("name", SHIFT | SHIFT_ULYSSES)
-def test_the_shift_of_the_routers_is_that_of_each_sequence_by_itself(ran, name):
-    old, now = (sequence_scores("qwen3_moe", turned) for turned in (False, True))
-    chosen = [scores.topk(TOP_K).indices for scores in old]
-    expected = [(n - o).abs().gather(2, ids).mean((1, 2)) for n, o, ids in zip(now, old, chosen, strict=True)]
-    assert torch.cat(expected).mean() > 0.1, "routers that moved"
-    for found in ran[name]:  # each rank gets the whole of it
-        rows = zip(found[SHIFT_EXPERTS].unbind(), found[SHIFT_SCORES].unbind(), old, chosen, strict=True)
-        for experts, scores, of_sequence, ids in rows:
-            assert experts.sort(-1)[0].tolist() == ids.sort(-1)[0].tolist()
-            close(scores, of_sequence.gather(2, experts.long()), FLOAT16)
-        close(found["deviation"], torch.cat(expected), FLOAT16, scale=float(torch.cat(old).abs().max()))

@@ -45,8 +45,7 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         "stability.trajectories.per_step=2",
         "stability.cascade_attention=off",
         "stability.float32_head=true",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=router_shift",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # in the second update, routers are no longer the old ones
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",  # in the second update, the routers have moved
         "stability.sync_check={every:1}",
         CANARY,
     )
@@ -58,7 +57,6 @@ def test_router_agreement_replay_and_the_canary(train, tmp_path):
         assert_load_is_of(step, 8)
         assert step["sync/wrong_tensors"] == 0
         assert step["router/unknown"] == step["router/invalid"] == 0
-        assert 0.9 < step["actor/router_shift/factor"] < 1
         # verl takes VeOmni's log-probabilities in bfloat16, the model's dtype, and the top tokens are read in float32.
         assert step["vllm_kl/head_missing"] == 0 and 0 < step["vllm_kl/head"] < step["vllm_kl/k3"]
         assert step["sync/moved"] > 1e-3 and 0.5 < step["sync/arrived_low"] < step["sync/arrived_high"] < 1.5

@@ -12,9 +12,9 @@ def loss_batch(seed, rows=3, length=7):
     return old, new, torch.randn(rows, length), mask, torch.exp(torch.randn(rows, length) * 1.5)
 
 
-def clipped(leaf, old, advantages, low=0.2, high=0.28, dual=3.0, factor=1.0):
-    """Per token min(r A, clip(r) A), with PPO's dual clip for A < 0; r times `factor` where RSPO has one."""
-    ratio = torch.exp(leaf - old) * factor
+def clipped(leaf, old, advantages, low=0.2, high=0.28, dual=3.0):
+    """Per token min(r A, clip(r) A), with PPO's dual clip for A < 0."""
+    ratio = torch.exp(leaf - old)
     objective = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
     return torch.where(advantages < 0, torch.maximum(objective, dual * advantages), objective)
 
@@ -42,9 +42,3 @@ def llds_loss_oracle(leaf, old, advantages, mask, coef):
     gate = fall.detach().sum(1, keepdim=True) > 0
     penalty = (fall.clamp(min=0) * gate).sum() / mask.sum()
     return -clipped(leaf, old.double(), advantages.double())[mask].sum() / mask.sum() + coef * penalty, penalty
-
-
-def router_shift_loss_oracle(leaf, old, advantages, mask, deviation, floor):
-    """(loss, factor of each token), RSPO."""
-    factor = torch.exp(-deviation.double()).clamp(min=floor)
-    return -clipped(leaf, old.double(), advantages.double(), factor=factor)[mask].sum() / mask.sum(), factor

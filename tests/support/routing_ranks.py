@@ -23,8 +23,7 @@ class Case:
 
     Attributes:
         mode: router_replay.mode.
-        top_tokens, shift: the top tokens are read, see top_token_ranks.py, or the shift of the routers, see
-            shift_ranks.py, and nothing else is done.
+        top_tokens: the top tokens are read, see top_token_ranks.py, and nothing else is done.
         planted: (trajectory, response token, decoder layer) whose first expert the rollout has differently.
         left_out: trajectories whose routing did not travel.
     """
@@ -37,7 +36,6 @@ class Case:
     lora: str | list[str] | None = None  # its target modules
     bucket: int = 0  # of pad_to_length
     top_tokens: bool = False
-    shift: bool = False
     planted: list[tuple[int, int, int]] = field(default_factory=list)
     left_out: tuple[int, ...] = ()
 
@@ -107,12 +105,9 @@ def make_worker(case, folder):
 def rank_main(rank, ranks, cases, folders, address, results):
     """Run every case one after another, and leave what came of them in results/RANK.pt."""
     join_ranks(rank, ranks, address)
-    from tests.support.shift_ranks import run_shift
     from tests.support.top_token_ranks import run_top_tokens
 
-    runs = {
-        name: run_top_tokens if case.top_tokens else run_shift if case.shift else run for name, case in cases.items()
-    }
+    runs = {name: run_top_tokens if case.top_tokens else run for name, case in cases.items()}
     torch.save({name: runs[name](case, folders[case.family]) for name, case in cases.items()}, f"{results}/{rank}.pt")
     dist.destroy_process_group()
 

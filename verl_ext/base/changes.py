@@ -216,24 +216,6 @@ TABLE = add_changes(
         ),
     ),
     Change(
-        name="shift_recorder",
-        target="`forward_step` of the actor's FSDP or Megatron engine; `routing` of megatron-core's routers",
-        why="the old policy's router scores are recorded, and the current router is compared with them in the update",
-        when="`policy_loss.loss_mode=router_shift`",
-        file="routing/router_shift.py",
-        test="tests/stack/test_methods.py::test_our_losses_report_what_they_did",
-        without="choose another policy_loss.loss_mode",
-        needs=(
-            f"{ENGINE}.fsdp.transformer_impl.FSDPEngineWithLMHead.forward_step"
-            "(self, micro_batch, loss_function, forward_only): model_output",
-            f"{WORKER}.ActorRolloutRefWorker.compute_log_prob(self, data)",
-            f"{TRAINER}._compute_old_log_prob: calculate_entropy",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.forward_step"
-            "(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
-            f"{ENGINE}.megatron.transformer_impl.MegatronEngineWithLMHead.postprocess_micro_batch_func: model_output",
-        ),
-    ),
-    Change(
         name="hooked_routing",
         target="`forward_step` of the actor's FSDP or VeOmni engine",
         why="routing is recorded and compared in compute_log_prob or the update, and replayed; verl replays on VeOmni, "

@@ -41,8 +41,6 @@ AGREEMENT = "router_agreement"  # share of a token's experts that both engines c
 ROUTER_SUMS = "router_sums"  # [B, *], a trajectory's sums by layer, for the metrics
 TOP_TOKEN_SUMS = "top_token_sums"  # [B, *], a trajectory's sums over its top tokens, for the metrics
 OLD_ROUTES = "old_routed_experts"  # [B, n, L, K], the experts that this pass used, for R2
-SHIFT_EXPERTS = "router_experts"  # [B, r, L, K], for the loss router_shift: the experts that the router chose,
-SHIFT_SCORES = "router_scores"  # and their log-probabilities
 
 # From the trainer: verl's names.
 ADVANTAGES = "advantages"
@@ -52,8 +50,6 @@ REF_LOG_PROBS = "ref_log_prob"
 # From the trainer: ours.
 LAG = "version_lag"  # [B, r] int64, a trajectory's bucket of `core.tokens.Lag` on each of its tokens
 
-# Within a worker's update.
-DEVIATION = "router_deviation"  # the input of the loss router_shift
 # Not fields: arguments of the update.
 OWN_ROUTES = "own_routes"  # true: routers choose in this pass, although the run replays routing
 FILTER_SCALE = "filter_scale"  # a number: trajectories with tokens over trajectories that the filters kept

@@ -25,7 +25,6 @@ FIELDS = {
     "k": names.ROLLOUT_LOG_PROBS,
     "entropy": names.ENTROPY,
     "router_agreement": names.AGREEMENT,
-    "router_deviation": names.DEVIATION,
     "lag": names.LAG,
 }
 MAY_LACK = ("lag",)  # no trajectory of synchronous training has one
@@ -43,7 +42,6 @@ class LossBatch:
         k: the mismatch ratio exp(l_old - l_infer), 0 where it is not a number.
         entropy: the training policy's before the update, in nats.
         router_agreement: share of a token's experts that both engines chose, mean over layers.
-        router_deviation: |log r_theta - log r_old| of the router, mean over experts and layers.
         lag: int, the trajectory's bucket of `Lag`; None in synchronous training, even if a method reads it.
     """
 
@@ -55,7 +53,6 @@ class LossBatch:
     l_infer: Tensor | None = None
     entropy: Tensor | None = None
     router_agreement: Tensor | None = None
-    router_deviation: Tensor | None = None
     lag: Tensor | None = None
 
     def require(self, name: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""The policy losses and their parts: penalties, a KL estimate, a factor from the router's shift.
+"""The policy losses and their parts: penalties, a KL estimate.
 
-Shape legend: B trajectories, T response tokens (padded), N tokens, L MoE layers, K experts per token.
+Shape legend: B trajectories, T response tokens (padded).
 Notation of CONTRIBUTING.md; `mask` is m, bool or 0/1. A tensor carries a gradient only if its description says so.
 
 Small values are differences of large numbers here (x - log x - 1 is (log x)^2 / 2 near x = 1, and a mean over 30,000
@@ -214,60 +214,3 @@ def unbiased_kl(l_theta: Tensor, l_ref: Tensor, l_sampled: Tensor, mask: Tensor)
     # the other remains, 1e8 times too large and of the wrong sign.
     slope = ratio * (fixed - ref)
     return (ratio * (torch.expm1(log_x) - log_x) + slope * (theta - fixed)).float()
-
-
-@no_grad
-def router_deviation(old_NK: Tensor, current_NK: Tensor) -> Tensor:
-    """Returns [N] float32, mean over K of |log r_theta(e) - log r_old(e)| in one layer (RSPO, arXiv 2510.23027).
-
-    Args:
-        old_NK, current_NK: log-probabilities, over all experts, of the K experts that the old router chose.
-    """
-    return (current_NK.float() - old_NK.float()).abs().mean(-1)
-
-
-@no_grad
-def router_shift_factor(deviation: Tensor, floor: float) -> Tensor:
-    """Returns max(exp(-deviation), floor), float32: the detached factor on a token's importance ratio.
-
-    RSPO ("Towards Stable and Effective Reinforcement Learning for Mixture-of-Experts", arXiv 2510.23027): gamma =
-    exp(-1/L sum_l 1/K sum_k |log r_theta - log r_old|), over the experts that were active under the old policy.
-    Version 2 and the ACL 2026 text multiply it into the ratio before clipping; version 1 after it. NaN gives the floor.
-
-    Args:
-        deviation: `router_deviation` averaged over the layers, any shape.
-        floor: gamma_min in [0, 1].
-    """
-    return deviation.float().neg().exp().clamp(min=floor).nan_to_num(nan=floor)
-
-
-@dataclass(frozen=True)
-class RouterShift:
-    """The bound of the factor on the ratio.
-
-    The paper's gamma_min is 0.8, on GMPO, which clips the logarithm of a token's ratio at 0.4 (arXiv 2507.20673). So
-    the factor alone never clips a token there. verl clips at 0.2, half as far, and a floor of 0.8 is exactly 1 - 0.2:
-    rounding would decide which tokens with A < 0 keep their gradient. The default is as far inside verl's clip as the
-    paper's is inside GMPO's: 0.8 ** (0.2 / 0.4).
-
-    Attributes:
-        floor: the smallest factor on a token's ratio, the paper's gamma_min, between 0 and 1. At `1 - clip_ratio_low`,
-            rounding decides which tokens are clipped.
-    """
-
-    floor: float = 0.89
-
-    def __post_init__(self) -> None:
-        require(self, "floor", 0 <= self.floor <= 1, "must be between 0 and 1")
-
-
-@register_loss("router_shift", RouterShift, reads=("router_deviation",), rescales=True)
-def router_shift(batch: LossBatch, *, floor: float) -> LossChange:
-    """Multiplies each token's ratio by its `router_shift_factor`; with `geo_mean` as the base it is the paper's method.
-
-    Metrics: factor, its mean; floored, the share of tokens at the floor.
-    """
-    factor = router_shift_factor(batch.require("router_deviation"), floor)
-    metrics = {"factor": masked_mean(factor, batch.mask), "floored": masked_share(factor <= floor, batch.mask)}
-    # A floor of 0 lets the factor be 0, whose logarithm the base's clamp of the log-ratio then bounds.
-    return LossChange(log_factor=factor.clamp(min=torch.finfo(factor.dtype).tiny).log(), metrics=metrics)

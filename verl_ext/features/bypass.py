@@ -118,10 +118,6 @@ def missing_pass_problems(run: RunFeatures, mode: Mode) -> Iterator[Problem]:
                 otherwise=f"leave it out{same}",
                 leave_out=stability.without_filter(chosen.name),
             )
-    if (name := loss_mode(config)) in LOSSES and "router_deviation" in LOSSES[name].reads:
-        yield mode.forbidden(
-            f"{LOSS}.loss_mode={name}", "compares with the routers of compute_log_prob, which does not run"
-        )
     for rule in stability.rules:
         where, late = f"stability.guard.rules.{rule.name}", rule.signal.startswith("guard/")
         if rule.action == "skip" and (late or rule.signal == "actor/entropy"):
@@ -150,7 +146,7 @@ def _loss_problems(config: DictConfig) -> Iterator[Problem]:
             "reads a ratio that is known only in the update",
             otherwise=f"start from stability={name}, which masks there" if name in CORRECTIONS else "",
         )
-    elif method.needs_l_old and "router_deviation" not in method.reads:
+    elif method.needs_l_old:
         yield IN_BYPASS.forbidden(
             asked, "compares with the training engine's log-probs before the update, which are the rollout's"
         )

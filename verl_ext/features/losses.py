@@ -4,7 +4,6 @@ A loss's settings are flat in verl's `actor.policy_loss`, next to `loss_mode` an
 a launch and doctor can check the settings without it. Written for verl 0.9.1.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -16,8 +15,8 @@ from verl_ext.base.methods import ConfiguredMethod, choose, defaults, described
 from verl_ext.core.losses import LOSSES, Loss
 from verl_ext.features.feature import Demand, Feature, Idle, Need, RunFeatures, TableLine
 from verl_ext.features.settings import AGREEMENT, EVERY_AGREEMENT
-from verl_ext.features.verl_config import ACTOR, age_problems, hf_config_of, strategy_of, trusts_code
-from verl_ext.routing.engines import ENGINES, HOOKED
+from verl_ext.features.verl_config import ACTOR, age_problems, strategy_of
+from verl_ext.routing.engines import ENGINES
 
 LOSS = f"{ACTOR}.policy_loss"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
@@ -172,65 +171,6 @@ def _own_loss_problems(run: RunFeatures, name: str, target: str, node: Mapping[s
         yield Problem(f"{asked} needs the routers' agreement", fix=(AGREEMENT,))
     if "router_agreement" in reads and stability.router_agreement_share < 1:
         yield Problem(f"{asked} {stability.needs_every_agreement}", fix=(EVERY_AGREEMENT,))
-    if "router_deviation" in reads:
-        yield from _floor_problems(run.config, getattr(chosen.settings, "floor", 0.0))
-        yield from _router_shift_problems(run, asked)
-
-
-def _floor_problems(config: DictConfig, floor: float) -> Iterator[Problem]:
-    """Yields a floor at the edge of the clip, where rounding decides which tokens with A < 0 keep their gradient."""
-    actor = config.actor_rollout_ref.actor
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    geometric = base_of(OmegaConf.select(config, LOSS)) == "geo_mean"  # clips the logarithm
-    edge = math.exp(-low) if geometric else 1 - low
-    if math.isclose(floor, edge, rel_tol=1e-4):
-        yield Problem(
-            f"{LOSS}.floor={floor:g} is where {ACTOR}.clip_ratio_low={low:g} clips: rounding would decide which tokens "
-            "keep their gradient",
-            fix=(f"{LOSS}.floor={edge**0.5:.3g}",),
-        )
-
-
-def _router_shift_problems(run: RunFeatures, asked: str) -> Iterator[Problem]:
-    """Yields engines whose router shift cannot be read: each rank needs the scores of all routers, for whole sequences.
-
-    A model's routers are probed, which raises HookError.
-    """
-    actor, otherwise = run.config.actor_rollout_ref.actor, "choose another loss_mode"
-    if actor.strategy == "megatron":
-        yield from _megatron_shift_problems(run.config, asked, otherwise)
-        return
-    if actor.strategy not in HOOKED:
-        known = ", ".join((*HOOKED, "megatron"))
-        yield Problem(
-            f"{asked} has no adapter for {ACTOR}.strategy={actor.strategy} (it has: {known})", otherwise=otherwise
-        )
-        return
-    model = run.config.actor_rollout_ref.model
-    if run.read_model and (hf_config := hf_config_of(model)) is not None:
-        from verl_ext.routing.choices import probe_choices
-        from verl_ext.routing.router_shift import check_outputs
-
-        probe_choices(hf_config, check_outputs, trust_remote_code=trusts_code(model))
-
-
-def _megatron_shift_problems(config: DictConfig, asked: str, otherwise: str) -> Iterator[Problem]:
-    """Yields settings of Megatron under which the loss cannot have all scores. With a pipeline, for example, the loss
-    is on the last stage and the routers on every stage."""
-    megatron = f"{ACTOR}.megatron"
-    required = {
-        f"{megatron}.pipeline_model_parallel_size": (1, "cannot gather the routers' scores over"),
-        f"{megatron}.dynamic_context_parallel": (False, "cannot gather the routers' scores over"),
-        f"{megatron}.pad_to_length": (False, "does not find the tokens with"),
-        f"{megatron}.override_transformer_config.moe_expert_capacity_factor": (None, "compares dropped experts with"),
-    }
-    for setting, (usual, why) in required.items():
-        if (value := OmegaConf.select(config, setting)) not in (usual, None):
-            fix = f"{setting}={'null' if usual is None else str(usual).lower()}"
-            yield Problem(f"{asked} {why} {setting}={value}", fix=(fix,), otherwise=otherwise)
-    packed = "actor_rollout_ref.model.use_remove_padding"
-    if not OmegaConf.select(config, packed):
-        yield Problem(f"{asked} needs packed tokens on Megatron", fix=(f"{packed}=true",), otherwise=otherwise)
 
 
 def _kl_problems(run: RunFeatures) -> Iterator[Problem]:
@@ -259,22 +199,14 @@ def loss_settings(run: RunFeatures) -> dict[str, Any]:
 
 def lines(run: RunFeatures) -> Iterator[TableLine]:
     if (name := loss_mode(run.config)) in LOSSES:
-        node, method = OmegaConf.select(run.config, LOSS), LOSSES[name]
-        settings = {key: node.get(key, usual) for key, usual in defaults(method.settings).items()}
+        node = OmegaConf.select(run.config, LOSS)
+        settings = {key: node.get(key, usual) for key, usual in defaults(LOSSES[name].settings).items()}
         yield TableLine(
             "policy loss",
             described(name, {"base": base_of(node), **settings}),
             "{loss}",
             in_loss=lambda found: found["policy_loss"]["loss_mode"] == name,
         )
-        if "router_deviation" in method.reads:
-            yield TableLine(
-                "router shift",
-                "compute_log_prob, update_actor",
-                "{routers}",
-                in_loss=lambda found: bool(found["router_shift"]),
-                proof=lambda engines: f"{engines.losses[0]['router_shift']} routers",
-            )
     if uses_unbiased_kl(run.config):
         setting = f"{UNBIASED}, over l_{run.stability.kl_denominator}"
         yield TableLine("KL to the reference", setting, "{loss}", in_loss=lambda found: found["kl"] == setting)

@@ -25,7 +25,6 @@ from verl.workers.config import FSDPActorConfig
 from verl.workers.config.optimizer import build_optimizer
 
 from verl_ext.base import names
-from verl_ext.core.losses import router_deviation
 from verl_ext.core.top_tokens import Reading, TopTokens, centering, read, weights_of
 from verl_ext.lab.model import ModelSettings, Routing, Weights, forward
 from verl_ext.workers.top_tokens import CENTERING, TopTokenUse
@@ -111,10 +110,6 @@ class LabEngine:
         if self.use is not None and self.use.centers and scores.reading is not None and top is not None:
             term = centering(scores.reading, top, weights_of(self.use.corrections), truncated=self.use.truncated)
             output[CENTERING] = pack(term.view_as(scores.log_probs), prompts.shape[1])
-        if names.SHIFT_EXPERTS in data.keys():  # noqa: SIM118
-            before, now = data[names.SHIFT_SCORES], scores.routing.scores_of(data[names.SHIFT_EXPERTS])
-            deviation = router_deviation(before.flatten(0, 2), now.flatten(0, 2))
-            data[names.DEVIATION] = deviation.view(before.shape[:3]).mean(-1)  # over the layers (RSPO)
         tokens = int(data[names.RESPONSE_MASK].sum())
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(data))
         loss, metrics = loss_function(model_output=output, data=data)

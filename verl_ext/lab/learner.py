@@ -30,7 +30,6 @@ from verl_ext.core.routing import agreement, expert_overlap
 from verl_ext.core.tokens import Lag, Tokens
 from verl_ext.core.top_tokens import divergence, top_token_metrics, top_token_sums
 from verl_ext.features.feature import RunFeatures
-from verl_ext.features.losses import LOSSES
 from verl_ext.features.table import loss_settings
 from verl_ext.features.verl_config import replay_mode
 from verl_ext.lab.engine import LabEngine, Scores, equal_rows, score, split
@@ -150,9 +149,7 @@ class Learner:
         use = replace(settings.top_tokens or TopTokenUse(), truncated=True) if knows_kept else settings.top_tokens
         self.engine = LabEngine(model, weights, actor, use)
         self.gate = Gate(self)
-        active = install_loss(self.gate, actor, settings)
-        ours = LOSSES.get(active["policy_loss"]["loss_mode"])
-        self._reads_deviation = ours is not None and "router_deviation" in ours.reads
+        install_loss(self.gate, actor, settings)
         self._replay_mode = replay_mode(config)
         size = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
         self._sizes = {"mini_batch_size": size, "epochs": actor.ppo_epochs}
@@ -185,7 +182,7 @@ class Learner:
         Prompts and responses are jagged with rows of one length, because verl reads their lengths from them. The other
         fields are padded: the losses would pad jagged ones first.
         """
-        sampled, routing, T = batch.sampled, batch.scored.routing, batch.sampled.mask.shape[1]
+        sampled = batch.sampled
         tensors: dict[str, Any] = {
             names.PROMPTS: equal_rows(batch.prompts),
             names.RESPONSES: equal_rows(sampled.responses),
@@ -194,14 +191,11 @@ class Learner:
             names.RESPONSE_MASK: batch.fields[names.RESPONSE_MASK].long(),
         }
         if self._replay_mode == "R2":
-            tensors[names.OLD_ROUTES] = routing.stacked()
+            tensors[names.OLD_ROUTES] = batch.scored.routing.stacked()
         if self._replay_mode == "R3":
             tensors[names.ROLLOUT_ROUTES] = sampled.experts
-        if self._reads_deviation:
-            tensors[names.SHIFT_EXPERTS] = routing.stacked()[:, -T:]
-            tensors[names.SHIFT_SCORES] = routing.scores_of(tensors[names.SHIFT_EXPERTS])
         if sampled.top_tokens is not None:
-            rows = (len(batch.keys), T, -1)
+            rows = (*sampled.mask.shape, -1)
             tensors[names.TOP_TOKEN_IDS] = sampled.top_tokens.ids.view(rows)
             tensors[names.TOP_TOKEN_LOG_PROBS] = sampled.top_tokens.log_q.view(rows)
         settings = {name: NonTensorData(value) for name, value in {**self._sizes, **asked}.items()}

@@ -136,11 +136,6 @@ class Routing:
         """Returns the experts, [B, S, L, K]."""
         return torch.stack(self.experts, 2)
 
-    def scores_of(self, experts: Tensor) -> Tensor:
-        """Returns the log-probabilities, over all experts, of these experts [B, T, L, K] of the last T tokens."""
-        logits = torch.stack([layer.detach()[:, -experts.shape[1] :] for layer in self.logits], 2)
-        return logits.log_softmax(-1).gather(-1, experts)
-
 
 class Cache:
     """The keys and values of the tokens so far, in every layer, with room for `positions` tokens."""

@@ -6,6 +6,5 @@ hooked.py        the adapter for FSDP, FSDP2 and VeOmni: records, compares, repl
 megatron.py      the adapter for Megatron, on which verl itself records and replays
 recorder.py      hooks that record a model's states on the way from tokens to logits, in any engine
 layers.py        the layers of a model in each training engine, for recorders of states
-router_shift.py  the movement of the current routers from the old ones, for the loss router_shift
 outputs.py       the places of tokens in a forward pass, and the outputs for the controller: agreement per token, sums
 """

@@ -166,13 +166,10 @@ def check_replayable(hf_config: Any) -> None:
         )
 
 
-def probe_choices(
-    hf_config: Any, read: Callable[[ChoicePoint, Any], Any] | None = None, *, trust_remote_code: bool = False
-) -> None:
+def probe_choices(hf_config: Any, *, trust_remote_code: bool = False) -> None:
     """Checks, on a model without weights, that each kind of router of this architecture chooses by one top-k.
 
     Args:
-        read: called with each choice point and its output; may raise HookError.
         trust_remote_code: allow a model to run code of its own; without a value, transformers asks on the terminal.
 
     Raises:
@@ -193,15 +190,13 @@ def probe_choices(
                 WITHOUT_ROUTING,
             ) from error
         for point in {(type(p.module), p.method): p for p in find_choices(model)}.values():
-            seen, output = _run_on_meta(point, experts, top_k, hidden, model.dtype)
+            seen = _run_on_meta(point, experts, top_k, hidden, model.dtype)
             if seen != 1:
                 raise _unreadable(point, f"takes {seen} top-{top_k} of {experts} experts instead of one")
-            if read is not None:
-                read(point, output)
 
 
-def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> tuple[int, Any]:
-    """Calls a choice point on two tokens; returns how often it chooses, and its output."""
+def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtype: torch.dtype) -> int:
+    """Calls a choice point on two tokens; returns how often it chooses."""
     method = getattr(point.module, point.method)
     widths = {"hidden_states": hidden, "router_logits": experts}
     names = [p.name for p in inspect.signature(method).parameters.values() if p.default is p.empty]
@@ -216,8 +211,8 @@ def _run_on_meta(point: ChoicePoint, experts: int, top_k: int, hidden: int, dtyp
         arguments = [torch.empty(*(shape if n in widths else ()), widths.get(n, experts), dtype=dtype) for n in names]
         try:
             with ExpertTopK(experts, top_k, keep):
-                output = method(*arguments)
-            return len(seen), output
+                method(*arguments)
+            return len(seen)
         except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             failure = error
     raise _unreadable(point, f"does not run on two tokens by itself ({failure})") from failure

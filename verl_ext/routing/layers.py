@@ -101,8 +101,8 @@ def _gather_tokens_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
     from megatron.core import parallel_state as mpu
 
     def gather_tokens(rows_nd: Tensor) -> Tensor:
-        if config.sequence_parallel:
-            rows_nd = joined_over(rows_nd, mpu.get_tensor_model_parallel_group())
+        if config.sequence_parallel and mpu.get_tensor_model_parallel_world_size() > 1:
+            rows_nd = torch.cat(_of_all_ranks(rows_nd, mpu.get_tensor_model_parallel_group()))
         if mpu.get_context_parallel_world_size() > 1:
             rows_nd = unsplit(_of_all_ranks(rows_nd, mpu.get_context_parallel_group()))
         return rows_nd
@@ -110,13 +110,8 @@ def _gather_tokens_of_megatron(config: Any) -> Callable[[Tensor], Tensor]:
     return gather_tokens
 
 
-def joined_over(rows_nd: Tensor, group: Any) -> Tensor:
-    """Returns the rows of all ranks of the group one after another; for a single rank, its argument. All ranks have
-    equally many rows; no gradient passes."""
-    return rows_nd if dist.get_world_size(group) == 1 else torch.cat(_of_all_ranks(rows_nd, group))
-
-
 def _of_all_ranks(rows_nd: Tensor, group: Any) -> list[Tensor]:
+    """Returns each rank's rows. All ranks of the group have equally many; no gradient passes."""
     parts = [torch.empty_like(rows_nd) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, rows_nd.contiguous(), group)
     return parts

@@ -95,8 +95,8 @@ class RowLayout:
         if rows * ranks < expected or (not self.packed and rows != expected):
             raise HookError(
                 f"the routers saw {rows} tokens on each of {ranks} rank(s) for a micro-batch of {expected}: this "
-                "engine splits sequences in a way that stability.router_agreement, router_replay and the loss "
-                "router_shift do not know; unset them"
+                "engine splits sequences in a way that stability.router_agreement and router_replay do not know; "
+                "unset them"
             )
 
 

@@ -18,8 +18,6 @@ from verl_ext.base.names import (
     RESPONSE_MASK,
     ROLLOUT_ROUTES,
     ROUTER_SUMS,
-    SHIFT_EXPERTS,
-    SHIFT_SCORES,
     TOP_TOKEN_IDS,
     TOP_TOKEN_LOG_PROBS,
     TOP_TOKEN_SUMS,
@@ -28,10 +26,9 @@ from verl_ext.features.feature import Need, RunFeatures
 from verl_ext.features.routing import replayed_field
 from verl_ext.features.verl_config import passes_at_once
 
-SHIFT_FIELDS = (SHIFT_EXPERTS, SHIFT_SCORES)  # the loss router_shift compares the current router with these
 TOP_TOKEN_FIELDS = (TOP_TOKEN_IDS, TOP_TOKEN_LOG_PROBS)
 MODEL_INPUTS = "multi_modal_inputs"  # images and the like: the only field without numbers that workers read
-HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *SHIFT_FIELDS, *TOP_TOKEN_FIELDS, TOP_TOKEN_SUMS)
+HEAVY_FIELDS = (ROLLOUT_ROUTES, OLD_ROUTES, ROUTER_SUMS, *TOP_TOKEN_FIELDS, TOP_TOKEN_SUMS)
 
 
 def get_fields(batch: KVBatchMeta, names: Sequence[str] | None) -> TensorDict:
@@ -140,7 +137,7 @@ class WorkerFields:
 
     def update_batch(self, batch: KVBatchMeta, features: RunFeatures, *, late: bool) -> KVBatchMeta:
         top_tokens = TOP_TOKEN_FIELDS if Need.TOP_TOKENS_IN_UPDATE in features.needs else ()
-        read = {replayed_field(features.config), *SHIFT_FIELDS, *top_tokens}
+        read = {replayed_field(features.config), *top_tokens}
         if late and Need.COMPARED_ROUTERS in features.needs:
             read.add(ROLLOUT_ROUTES)
         return drop_heavy_fields(batch, read, self._unread)

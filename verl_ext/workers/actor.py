@@ -23,11 +23,9 @@ from verl_ext.base.errors import HookError
 from verl_ext.base.names import OWN_ROUTES
 from verl_ext.base.patching import Undo, wrap
 from verl_ext.core.checksums import SentTensor
-from verl_ext.features.losses import LOSSES
 from verl_ext.routing.engines import ENGINES, HOOKED
 from verl_ext.routing.outputs import check_captured
 from verl_ext.routing.recorder import Passes
-from verl_ext.routing.router_shift import MegatronShiftRecorder, ShiftRecorder
 from verl_ext.upstream.fake_quantization import SentRounding
 from verl_ext.upstream.sync_record import Recorded, SentRecord
 from verl_ext.workers.float32_head import compute_in_float32
@@ -74,7 +72,6 @@ class LossMixin:
     actor: Any
     config: Any
     loss_fn: partial
-    shift: ShiftRecorder | None = None
     gate: Gate | None = None
     top_tokens: TopTokenReader | None = None
     float32_heads: int | None = None
@@ -89,13 +86,12 @@ class LossMixin:
         Args:
             settings: fields of LossSettings; features that are left out are off.
 
-        Returns the active settings on this rank: those of `install_loss`; `router_shift`, the number of hooked routers,
-        or None; `top_tokens`, whether the sampler's top tokens are read; `float32_heads`, the number of heads on this
-        rank that compute in float32, or None.
+        Returns the active settings on this rank: those of `install_loss`; `top_tokens`, whether the sampler's top
+        tokens are read; `float32_heads`, the number of heads on this rank that compute in float32, or None.
 
         Raises:
             ConfigError: a setting cannot work.
-            HookError: verl's loss is not ppo_loss (distillation), or router_shift finds no router.
+            HookError: verl's loss is not ppo_loss (distillation).
         """
         if self.loss_fn.func is not ppo_loss:
             raise HookError(
@@ -105,13 +101,6 @@ class LossMixin:
         if self.gate is None:
             self.gate = Gate(self.actor)
         active = install_loss(self.gate, self.loss_fn.keywords["config"], wanted)
-        ours = LOSSES.get(active["policy_loss"]["loss_mode"])
-        shifts = ours is not None and "router_deviation" in ours.reads
-        if shifts and self.shift is None:
-            megatron = self.actor.engine.engine_config.strategy == "megatron"
-            self.shift = (MegatronShiftRecorder if megatron else ShiftRecorder)(self.actor.engine)
-        if self.shift is not None:
-            self.shift.enabled = shifts
         if wanted.top_tokens is not None and self.top_tokens is None:
             self.top_tokens = TopTokenReader(self.actor.engine)
         if self.top_tokens is not None:
@@ -120,12 +109,7 @@ class LossMixin:
             without_entropy_gradient(self.actor.engine)
         if wanted.float32_head and self.float32_heads is None:
             self.float32_heads = compute_in_float32(self.actor.engine)
-        routers = len(self.shift.routers) if shifts and self.shift else None
-        return active | {
-            "router_shift": routers,
-            "top_tokens": wanted.top_tokens is not None,
-            "float32_heads": self.float32_heads,
-        }
+        return active | {"top_tokens": wanted.top_tokens is not None, "float32_heads": self.float32_heads}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_back(self, after: int) -> int | None:

@@ -70,7 +70,7 @@ def keys(node, prefix=""):
 def settings(compose):
     """Returns the settings of some runs, one per line."""
     replay = "actor_rollout_ref.actor.fsdp_config.router_replay.mode=R3"  # which verl's FSDP config leaves out
-    losses = ([f"stability={name}_loss"] for name in ("icepop", "opsm", "router_shift"))
+    losses = ([f"stability={name}_loss"] for name in ("icepop", "opsm"))
     runs = ([replay], ["model_engine=megatron"], *losses)
     verls_own = "+trainer.remove_previous_ckpt_in_save=false"  # which verl reads and its config leaves out
     return "\n".join({key for run in runs for key in keys(OmegaConf.to_container(compose(*run, verls_own)))})

@@ -13,7 +13,7 @@ from verl_ext.base.metrics import METRICS, OURS, comes_late, find, is_rare, near
 
 LOGGED = Path(__file__).with_name("logged_metrics.txt").read_text().split()  # by runs of tests/stack
 GAP = "\0"  # what an f-string computes
-OURS_IN_UPDATE = "gate|icepop|opsm|m2po|llds|router_shift|clipped_share|clipped_probability"
+OURS_IN_UPDATE = "gate|icepop|opsm|m2po|llds|clipped_share|clipped_probability"
 NAME = re.compile(rf"({'|'.join(OURS)}|actor/({OURS_IN_UPDATE})/)[\w./{GAP}-]*[\w{GAP}]")
 
 

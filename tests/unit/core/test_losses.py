@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.closeness import close
-from tests.support.loss_oracles import batches, kl_oracle, llds_oracle, mean, random_batch, tensors
+from tests.support.loss_oracles import batches, kl_oracle, llds_oracle, random_batch, tensors
 from verl_ext.core.corrections import opsm_mask, sequence_divergence
-from verl_ext.core.losses import llds_penalty, router_deviation, router_shift_factor, unbiased_kl
+from verl_ext.core.losses import llds_penalty, unbiased_kl
 
 LOG_PROB = st.floats(-100, 0, width=32, allow_subnormal=False)
 SEEDS = range(4)
@@ -113,21 +113,6 @@ def test_half_precision_enters_without_losing_more(dtype):
     found = unbiased_kl(theta, ref, sampled, mask)
     assert found.dtype == torch.float32
     assert torch.equal(found, unbiased_kl(theta.double(), ref.double(), sampled.double(), mask))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_router_shift_factor_equals_the_oracle(seed):
-    torch.manual_seed(seed)
-    old, current = torch.randn(2, 7, 3, 2, dtype=torch.double)
-    deviation = sum(router_deviation(old[:, layer], current[:, layer]) for layer in range(3)) / 3
-    factor = router_shift_factor(deviation, 0.3)
-    for n in range(7):
-        gap = mean([mean([abs(current[n, i, k] - old[n, i, k]).item() for k in range(2)]) for i in range(3)])
-        assert factor[n].item() == pytest.approx(max(math.exp(-gap), 0.3), rel=1e-5)
-
-
-def test_router_shift_factor_of_equal_and_of_broken_routers():
-    assert router_shift_factor(torch.tensor([0.0, math.inf, math.nan]), 0.8).tolist() == pytest.approx([1, 0.8, 0.8])
 
 
 @pytest.mark.parametrize("seed", SEEDS)

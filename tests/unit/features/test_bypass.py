@@ -59,7 +59,6 @@ def rule(signal, action):
         ("stability=opsm_loss stability.correction=tis", "loss_mode=opsm already has"),
         ("stability=icepop_loss", "set .*bypass_mode=False, or start from stability=icepop"),
         ("stability=llds_loss", "compares with the training engine's log-probs .*; set .*bypass_mode=False"),
-        ("stability=router_shift_loss", "compares with the routers of compute_log_prob"),
         (f"stability=icepop {LOSS}.loss_mode=bypass_mode", "cannot weight .*loss_mode=bypass_mode"),
         ("stability=icepop stability.denominator=kept", "set .*bypass_mode=False, or .* stability.denominator=full"),
         (f"stability=icepop {AGREEMENT}=true {PIPELINE}", f"on .*strategy=megatron.*set {AGREEMENT}=false"),

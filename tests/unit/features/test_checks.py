@@ -39,7 +39,7 @@ MEGATRON_FSDP, PIPELINE = f"{ACTOR}.megatron.use_megatron_fsdp", "pipeline_model
 ENGINES = "is for actor_rollout_ref.actor.strategy=fsdp2, megatron and veomni, and this run has fsdp"
 AGREEMENT = "stability=none stability.router_agreement=true"
 HEAD = "stability=none stability.float32_head=true"
-SHIFT, ROUNDED, CANARY = "stability=router_shift_loss", "stability.fake_quantization", "stability.sync_canary"
+ROUNDED, CANARY = "stability.fake_quantization", "stability.sync_canary"
 PROCESSED = "logprobs_mode=processed_logprobs"
 MODE, SCORED_AGAIN = "trainer.v1.trainer_mode", "stability=none stability.rescoring.every=5"
 GAP = "the gap is not measured"
@@ -86,14 +86,6 @@ REFUSED = [
     ),
     (f"stability=opsm_loss {LOSS}.delta=null", f"{LOSS}.delta must be given"),
     (f"stability=llds_loss {LOSS}.base=nothing", f"{LOSS}.base=nothing cannot be built upon"),
-    (f"{SHIFT} {MEGATRON} {ACTOR}.megatron.{PIPELINE}=2", f"set {ACTOR}.megatron.{PIPELINE}=1"),
-    (f"{SHIFT} {MEGATRON} {MODEL}.use_remove_padding=false", f"set {MODEL}.use_remove_padding=true"),
-    (f"{SHIFT} {LOSS}.floor=0.8", f"set {LOSS}.floor=0.894"),
-    (f"{SHIFT} {LOSS}.base=geo_mean {ACTOR}.clip_ratio_low=0.4 {LOSS}.floor=0.67032", f"set {LOSS}.floor=0.819"),
-    (
-        f"{SHIFT} model_engine=torchtitan",
-        f"no adapter for {ACTOR}.strategy=torchtitan (it has: fsdp, fsdp2, veomni, megatron)",
-    ),
     (f"stability=none {ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=unbiased {NO_LOG_PROBS}", f"set {LOG_PROBS}"),
     (f"stability=none {ACTOR}.kl_loss_type=unbiased", f"set {ACTOR}.use_kl_loss=true"),
     (
@@ -156,7 +148,10 @@ REFUSED = [
     ),
     ("stability=none stability.guard.stop_after=5", f"{GAP}; set stability.guard.stop_after=10"),
     ("stability=none stability.guard.level=0.05", f"{GAP}; set stability.guard.level=null"),
-    (f"{SHIFT} {NOT_MEASURED} stability.guard.boundary.window=9", f"guard.boundary.window=9 has no effect: {GAP}"),
+    (
+        f"stability=llds_loss {NOT_MEASURED} stability.guard.boundary.window=9",
+        f"guard.boundary.window=9 has no effect: {GAP}",
+    ),
     ("stability=none stability.guard.slow_step_s=5", "no feature of stability.* is on; set"),
     ("stability=none stability.plugins=[json]", "no feature of stability.* is on; set stability.plugins=[]"),
     ("stability=none stability.kl_denominator=old", "acts only with the unbiased KL"),

@@ -71,11 +71,6 @@ def test_nothing_is_on_by_default(asked):
             {*MEASURED, Need.OUR_LOSS},
         ),
         (
-            f"stability=router_shift_loss {UNMEASURED}",
-            "policy loss, router shift, old log-probs",
-            {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},
-        ),
-        (
             f"{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=unbiased",
             "KL to the reference",
             {Need.ROLLOUT_LOG_PROBS, Need.OUR_LOSS},

@@ -57,7 +57,6 @@ OBSTACLES = {
     "denominator=kept": ["stability.correction=icepop", "stability.denominator=kept"],
     "per_step": ["stability.trajectories.per_step=2"],
     "off_policy_negative": ["stability.filters={off_policy_negative:{delta:0.1}}"],
-    "router_shift": ["stability=router_shift_loss"],
     "action=skip": ["stability.guard.rules={r:{signal:actor/entropy,above:1,action:skip}}"],
     "distillation": ["distillation.enabled=true"],
 }
@@ -113,7 +112,7 @@ def test_the_weights_are_whole_where_the_ratio_is_one(run_of):
     ("preset", "on"),
     [
         *((preset, True) for preset in ("none", "icepop", "tis", "opsm", "moe", "r3")),
-        *((preset, False) for preset in ("r2", "router_shift_loss", "score_centering")),
+        *((preset, False) for preset in ("r2", "score_centering")),
     ],
 )
 def test_what_verls_trainer_then_does_is_set_before_it_starts(compose, preset, on):

@@ -61,7 +61,7 @@ FURTHER = {
 }
 # Presets that have the settings which the others lack; with FURTHER, every setting acts in one.
 COVERING = ("tis", "tis_sequence", "mis", "geo_mask", "m2po", "deepseek_v32", "r3", "icepop_loss", "opsm_loss")
-COVERING += ("llds_loss", "router_shift_loss", "qae", "grpo_positive", "score_centering", "zero_mismatch")
+COVERING += ("llds_loss", "qae", "grpo_positive", "score_centering", "zero_mismatch")
 VALUES = {
     "stability.correction": ("kpop", "ipo"),
     "stability.filters": (["zero_variance"],),

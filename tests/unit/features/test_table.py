@@ -29,7 +29,6 @@ TOLD = {
     "corrections": {},
     "kl": None,
     "mini_batch": {},
-    "router_shift": None,
     "first_pass": False,
 }
 BYPASS = "stability=icepop algorithm.rollout_correction.bypass_mode=true"
@@ -42,11 +41,6 @@ LOSS_ASKED_FOR = [
         f"{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=unbiased",
         {"kl": "unbiased, over l_infer"},
         "KL to the reference (unbiased, over l_infer)",
-    ),
-    (
-        "stability=router_shift_loss",
-        {"policy_loss": {"loss_mode": "router_shift"}, "router_shift": 4},
-        "(router_shift, base vanilla",
     ),
 ]
 

@@ -9,7 +9,6 @@ import torch
 
 from tests.support.routing_families import FAMILIES, build, noise
 from tests.support.routing_ranks import sequence_routes, sequences
-from tests.unit.routing.test_router_shift import TOP_K, build_model, micro_batch, sequence_scores
 
 SEEDS = range(3)
 
@@ -27,16 +26,3 @@ def test_every_family_chooses_by_a_margin(family):
     for seed in SEEDS:
         with noise(model, seed=seed):
             assert torch.equal(routes(), expected)
-
-
-def test_the_model_of_the_router_shift_does_and_so_do_its_experts_among_each_other():
-    model = build_model()
-
-    def ranked():
-        rows = micro_batch()["input_ids"].unbind()
-        return torch.cat([sequence_scores(model, row, prompt=1).topk(TOP_K).indices for row in rows])
-
-    expected = ranked()
-    for seed in SEEDS:
-        with noise(model, seed=seed):
-            assert torch.equal(ranked(), expected)

@@ -19,7 +19,6 @@ from tests.support.megatron_cpu import (
     top_k_router,
     verls_patch,
 )
-from tests.support.megatron_shift import check_shift, move_routers, sequence_scores
 from tests.support.recorded_routes import (
     EXPERTS,
     LAYERS,
@@ -58,13 +57,6 @@ def one_rank(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(one_rank):
     return build_engine("disabled")
-
-
-def test_how_far_the_routers_shift_is_that_of_each_sequence_by_itself(one_rank):
-    alone = build_engine("disabled")
-    old = sequence_scores(alone)
-    move_routers(alone)
-    check_shift(build_engine("disabled"), old, sequence_scores(alone))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -75,7 +75,7 @@ class Worker(LossMixin):
 def test_configure_loss_installs_the_loss_and_can_be_called_again(make_batch, actor_config):
     worker = Worker(partial(ppo_loss, config=actor_config()))
     active = worker.configure_loss({"corrections": {"opsm": {"delta": 0.1}}})
-    assert active["corrections"] == {"opsm": {"delta": 0.1, "stale_only": False}} and active["router_shift"] is None
+    assert active["corrections"] == {"opsm": {"delta": 0.1, "stale_only": False}}
     assert worker.actor.loss_fn.func is worker_loss
     model_output, data = make_batch(0).whole()
     assert "actor/opsm/dropped" in worker.actor.loss_fn(model_output=model_output, data=data)[1]

@@ -1,4 +1,4 @@
-"""The registered losses `icepop`, `opsm`, `llds` and `router_shift`, against the papers written out in float64."""
+"""The registered losses `icepop`, `opsm` and `llds`, against the papers written out in float64."""
 
 from dataclasses import fields
 
@@ -13,11 +13,9 @@ from tests.support.policy_loss_oracles import (
     llds_loss_oracle,
     loss_batch,
     opsm_loss_oracle,
-    router_shift_loss_oracle,
 )
 from verl_ext.base.errors import ConfigError
 from verl_ext.core.loss_batch import LossBatch
-from verl_ext.core.losses import RouterShift
 from verl_ext.features.losses import BASES, LOSSES, VERLS_SETTINGS
 from verl_ext.workers.loss_config import build_loss_config
 from verl_ext.workers.losses import provide
@@ -120,34 +118,6 @@ def test_llds_loss_and_gradient_equal_the_oracle(seed):
     expected, penalty = llds_loss_oracle(leaf, old, advantages, mask, 0.5)
     metrics = check("llds", expected, leaf, (old, new, advantages, mask), coef=0.5, gate="response")
     close(metrics["actor/llds/penalty"], penalty)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_router_shift_loss_and_gradient_equal_the_oracle(seed):
-    old, new, advantages, mask, _ = loss_batch(seed)
-    deviation = torch.rand(3, 7) * 0.4
-    leaf = new.detach().double().requires_grad_()
-    expected, factor = router_shift_loss_oracle(leaf, old, advantages, mask, deviation, RouterShift().floor)
-    with provide(LossBatch(new, old, advantages, mask, router_deviation=deviation)):
-        metrics = check("router_shift", expected, leaf, (old, new, advantages, mask))
-    close(metrics["actor/ppo_kl"], (old - new)[mask].mean(), scale=(old - new).abs().max().item())
-    close(metrics["actor/router_shift/factor"], factor[mask].mean())
-
-
-@pytest.mark.parametrize("base", ["vanilla", "geo_mean"])
-@pytest.mark.parametrize("to", [-1.0, 0.0, 1.0])  # where one unit in the last place moves l_theta
-def test_rounding_does_not_decide_which_tokens_at_the_floor_get_a_gradient(base, to):
-    """Tokens with A < 0 whose routers have moved far and whose probability has not, under verl's clip of 0.2."""
-    torch.manual_seed(0)
-    old = -torch.rand(4, 250) * 3
-    new = torch.nextafter(old, old + to).requires_grad_()
-    mask, advantages = torch.ones_like(old).bool(), -torch.ones_like(old)
-    with provide(LossBatch(new, old, advantages, mask, router_deviation=torch.full_like(old, 5.0))):
-        loss, metrics = get_policy_loss_fn("router_shift")(
-            old, new, advantages, mask, config=actor_config("router_shift", base=base)
-        )
-    loss.backward()
-    assert metrics["actor/router_shift/floored"] == 1 and bool((new.grad != 0).all())
 
 
 def test_a_loss_under_plain_verl_names_the_entry_point():

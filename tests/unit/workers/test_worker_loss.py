@@ -439,8 +439,7 @@ def test_what_is_active_is_returned_and_verls_config_left_alone(actor_config):
         ({"policy_loss": {"loss_mode": "llds", "base": "llds"}}, "base=llds cannot be built upon"),
         ({"policy_loss": {"loss_mode": "llds", "base": "bypass_mode"}}, "base=bypass_mode cannot be built upon"),
         ({"policy_loss": {"loss_mode": "opsm"}}, r"policy_loss.delta must be given"),
-        ({"policy_loss": {"loss_mode": "router_shift", "base": "dro"}}, "base=dro has no ratio"),
-        ({"policy_loss": {"loss_mode": "router_shift", "floor": 2}}, "floor=2 must be between 0 and 1"),
+        ({"policy_loss": {"loss_mode": "llds", "coef": -1}}, "coef=-1 must be at least 0"),
     ],
 )
 def test_settings_that_cannot_work_name_themselves(settings, message, actor_config):

@@ -507,8 +507,6 @@ UPDATE = Section(
             "mean of max(0, l_old - l_theta) over all tokens, with 0 for tokens that are not penalised",
             NATS,
         ),
-        after("actor/router_shift/factor", "mean of RSPO's factor on the ratio"),
-        after("actor/router_shift/floored", "tokens at the factor's floor", "share"),
         after("actor/filter_scale", "factor on sequence means, if filters dropped whole responses"),
         after("actor/router_own_agreement", "`router/own_agreement` of the update's own pass", "share", "higher"),
     ),

@@ -101,13 +101,6 @@ def test_unbiased_kl(seed):
     close(leaf.grad.flatten(), gradient)
 
 
-@each_seed
-def test_router_shift(seed):
-    old, current = torch.randn(2, 7, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    factor = losses.router_shift_factor(losses.router_deviation(old.to(DEVICE), current.to(DEVICE)), 0.3)
-    close(factor, (-(current - old).abs().mean(1)).exp().clamp(min=0.3))
-
-
 def random_rows(seed):
     """Draws rows for `filter_oracles.make_batch`, with values whose sums are exact."""
     generator = torch.Generator().manual_seed(seed)
@@ -156,7 +149,6 @@ LOSS_SETTINGS = {
     "icepop": {"alpha": 0.5, "beta": 5.0},
     "opsm": {"delta": 0.1},
     "llds": {"coef": 0.5, "gate": "response"},
-    "router_shift": {"floor": 0.85},
 }
 
 
@@ -176,7 +168,6 @@ def test_a_policy_loss(seed, mode):
 
     old, new, advantages, mask, k = oracles.loss_batch(seed)
     l_infer = old + torch.tensor([[0.6], [-0.6], [0.1]])
-    deviation = torch.rand(old.shape, generator=torch.Generator().manual_seed(seed)) * 0.4
     leaf = new.detach().double().requires_grad_()
     if mode == "icepop":
         expected, gradient = oracles.icepop_loss_oracle(old, new, advantages, mask, k, 0.5, 5.0)
@@ -184,13 +175,11 @@ def test_a_policy_loss(seed, mode):
         expected = {
             "opsm": lambda: oracles.opsm_loss_oracle(leaf, old, advantages, mask, l_infer, 0.1),
             "llds": lambda: oracles.llds_loss_oracle(leaf, old, advantages, mask, 0.5),
-            "router_shift": lambda: oracles.router_shift_loss_oracle(leaf, old, advantages, mask, deviation, 0.85),
         }[mode]()[0]
         (gradient,) = torch.autograd.grad(expected, leaf)
 
     theta = new.detach().to(DEVICE).requires_grad_()
     tensors = {"l_old": old, "advantages": advantages, "mask": mask, "l_infer": l_infer, "k": k}
-    tensors |= {"router_deviation": deviation}
     batch = LossBatch(theta, **{name: tensor.to(DEVICE) for name, tensor in tensors.items()})
     config = FSDPActorConfig(
         strategy="fsdp2",
