@@ -20,7 +20,7 @@ from verl_ext.base.methods import Method
 from verl_ext.core.advantages import ESTIMATORS
 from verl_ext.core.corrections import CORRECTIONS
 from verl_ext.core.filters import BATCH_FILTERS
-from verl_ext.features.losses import BASES, LOSS, LOSSES, RATIO_BASES, UNBIASED
+from verl_ext.features.losses import BASES, LOSS, LOSSES, UNBIASED
 from verl_ext.features.settings import GuardSettings, StabilityConfig, Switches
 from verl_ext.features.stability import RULE_NEEDS, RULE_SETTINGS, default_node
 from verl_ext.features.verl_config import FSDP_REPLAY
@@ -46,8 +46,7 @@ class Row(NamedTuple):
 BASE = Row(
     f"{LOSS}.base",
     "vanilla",
-    f"verl's loss that it changes: {', '.join(BASES)}, or your own loss under verl's decorator. A loss that rescales "
-    f"the ratio needs one of: {', '.join(RATIO_BASES)}.",
+    f"verl's loss that it changes: {', '.join(BASES)}, or your own loss under verl's decorator.",
 )
 VERLS = (
     Row(

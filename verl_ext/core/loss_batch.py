@@ -83,13 +83,11 @@ class LossChange:
 
     Attributes:
         weight: [B, T], multiplied into the tokens' weights; always detached.
-        log_factor: [B, T], added to the log-ratio before the base clips; detached too.
         term: [B, T] with gradient, whose mean over all response tokens is added to the loss, in every loss_agg_mode.
         metrics: of this micro-batch, logged as `actor/<name>/<metric>`.
     """
 
     weight: Tensor | None = None
-    log_factor: Tensor | None = None
     term: Tensor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -106,7 +104,7 @@ def call_method(chosen: ConfiguredMethod, batch: LossBatch, gives: Collection[st
     if not isinstance(found, LossChange):
         raise MethodError(f"{chosen.name} gives a {type(found).__name__}, which is not a LossChange")
     expected = tuple(batch.mask.shape)
-    for name in ("weight", "log_factor", "term"):
+    for name in ("weight", "term"):
         if (tensor := getattr(found, name)) is None:
             continue
         if name not in gives:

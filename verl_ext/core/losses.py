@@ -33,17 +33,11 @@ class Loss(Method):
 
     Attributes:
         reads: optional fields of LossBatch.
-        rescales: whether it returns a log_factor, so that the base must have a ratio.
         needs_l_old: whether l_old must be the training engine's own; in bypass mode it is the rollout's.
     """
 
     reads: tuple[str, ...] = ()
-    rescales: bool = False
     needs_l_old: bool = False
-
-    @property
-    def gives(self) -> tuple[str, ...]:
-        return ("weight", "term", "log_factor") if self.rescales else ("weight", "term")
 
 
 LOSSES: Registry[Loss] = Registry("policy loss")

@@ -33,8 +33,10 @@ VERLS_SETTINGS = (
     "dro_beta",
     "rollout_correction",
 )
-RATIO_BASES = ("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov")  # they use l_old only in the ratio
-BASES = (*RATIO_BASES, "dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov")
+BASES = (
+    *("vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov"),
+    *("dppo_kl", "dppo_tv", "dro", "geo_mean_weighted", "gpg", "kl_cov"),
+)
 WITHOUT_RATIO = ("gpg",)  # verl's losses without l_old: -log pi_theta A
 UNBIASED = "unbiased"  # our value of actor.kl_loss_type
 VERLS_KL = (f"{ACTOR}.kl_loss_type=low_var_kl",)  # leaves it out
@@ -44,13 +46,10 @@ def chosen_loss(policy_loss: Mapping[str, Any]) -> ConfiguredMethod[Loss]:
     """Returns our loss that `loss_mode` names, with its validated settings.
 
     Raises:
-        ConfigError: a setting is unknown, missing or out of range, or the loss cannot build upon `base`.
+        ConfigError: a setting is unknown, missing or out of range.
     """
-    method, base = LOSSES[policy_loss["loss_mode"]], base_of(policy_loss)
-    if method.rescales and base not in RATIO_BASES:
-        raise ConfigError(f"{LOSS}.base={base} has no ratio to rescale; choose one of: {RATIO_BASES}")
     own = {name: value for name, value in policy_loss.items() if name not in (*VERLS_SETTINGS, "base")}
-    return choose(method, own, LOSS)
+    return choose(LOSSES[policy_loss["loss_mode"]], own, LOSS)
 
 
 def reads_k(loss_mode: str) -> bool:

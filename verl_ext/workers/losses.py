@@ -18,7 +18,7 @@ from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, register_p
 
 from verl_ext.base.errors import ConfigError
 from verl_ext.base.methods import ConfiguredMethod
-from verl_ext.core.loss_batch import LossBatch, call_method, masked_mean
+from verl_ext.core.loss_batch import LossBatch, call_method
 from verl_ext.features.losses import LOSSES
 from verl_ext.workers import loss_config
 
@@ -84,12 +84,9 @@ def changed_loss(
         batch, weight = replace(batch, k=_ratio_of_plain_verl(name, rollout_is_weights)), None
     elif method.reads:
         batch = replace(current_batch(), l_theta=log_prob, l_old=old_log_prob, advantages=advantages, mask=mask)
-    changed = call_method(ConfiguredMethod(method, ours.settings), batch, method.gives)
+    changed = call_method(ConfiguredMethod(method, ours.settings), batch, gives=("weight", "term"))
     if changed.weight is not None:
         weight = changed.weight.detach() if weight is None else changed.weight.detach() * weight
-    if changed.log_factor is not None:
-        # log(ratio * factor) = log_prob - (old_log_prob - log(factor)): every base sees it, and clips the product.
-        old_log_prob = old_log_prob - changed.log_factor.detach()
     loss, metrics = apply_base(
         ours.base,
         weight,
@@ -100,8 +97,6 @@ def changed_loss(
         loss_agg_mode=loss_agg_mode,
         config=config,
     )
-    if changed.log_factor is not None:  # from the unscaled ratio, as without the factor
-        metrics["actor/ppo_kl"] += masked_mean(changed.log_factor, mask)
     if changed.term is not None:
         info = config.global_batch_info
         loss = loss + agg_loss(loss_mat=changed.term, loss_mask=batch.mask, loss_agg_mode="token-mean", **info)

@@ -36,7 +36,7 @@ from verl_ext.base.names import (
 )
 from verl_ext.core.corrections import CORRECTIONS, Correction, check_range
 from verl_ext.core.loss_batch import FIELDS, LossBatch, call_method
-from verl_ext.core.losses import LOSSES, clip_sides, unbiased_kl
+from verl_ext.core.losses import clip_sides, unbiased_kl
 from verl_ext.core.mismatch import mismatch_ratio
 from verl_ext.core.tokens import row_matrix
 from verl_ext.features.losses import UNBIASED
@@ -274,9 +274,8 @@ def _check_weight(name: str, weight: Tensor, batch: LossBatch) -> None:
 
 def _clips_tokens(policy_loss: PolicyLossConfig) -> bool:
     """Returns whether the loss is PPO's, whose clip bounds a token's own ratio."""
-    if isinstance(policy_loss, ComposedLossConfig):
-        return policy_loss.base == "vanilla" and not LOSSES[policy_loss.loss_mode].rescales
-    return policy_loss.loss_mode == "vanilla"
+    composed = isinstance(policy_loss, ComposedLossConfig)
+    return (policy_loss.base if composed else policy_loss.loss_mode) == "vanilla"
 
 
 def _padded_copy(data: TensorDict) -> tuple[TensorDict, dict[str, Any]]:

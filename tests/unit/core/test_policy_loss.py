@@ -20,10 +20,9 @@ def registries():
         yield
 
 
-def changed(function, **traits):
-    register_loss("mine", **traits)(function)
-    method = LOSSES["mine"]
-    return call_method(choose(method, None, "policy_loss"), BATCH, method.gives)
+def changed(function, gives=("weight", "term")):
+    register_loss("mine")(function)
+    return call_method(choose(LOSSES["mine"], None, "policy_loss"), BATCH, gives)
 
 
 def test_what_is_not_registered_to_be_read_is_not_there():
@@ -31,10 +30,10 @@ def test_what_is_not_registered_to_be_read_is_not_there():
         changed(lambda batch: LossChange(weight=batch.require("l_infer")))
 
 
-@pytest.mark.parametrize("name", ["weight", "log_factor", "term"])
+@pytest.mark.parametrize("name", ["weight", "term"])
 def test_a_tensor_of_another_shape_is_refused(name):
     with pytest.raises(ValueError, match=rf"mine gives a {name} of shape \(2,\) where \(2, 4\) is expected"):
-        changed(lambda batch: LossChange(**{name: torch.zeros(2)}), rescales=True)
+        changed(lambda batch: LossChange(**{name: torch.zeros(2)}))
 
 
 def test_what_is_no_change_is_refused():
@@ -42,14 +41,9 @@ def test_what_is_no_change_is_refused():
         changed(lambda batch: batch.l_old)
 
 
-def test_a_factor_has_to_be_registered():
-    def scaled(batch):
-        return LossChange(log_factor=torch.zeros(2, 4))
-
-    with pytest.raises(ValueError, match="mine gives a log_factor; it is registered to give weight and term"):
-        changed(scaled)
-    del LOSSES["mine"]
-    assert changed(scaled, rescales=True).log_factor.shape == (2, 4)
+def test_what_may_only_weigh_adds_no_term():
+    with pytest.raises(ValueError, match="mine gives a term; it is registered to give weight"):
+        changed(lambda batch: LossChange(term=torch.zeros(2, 4)), gives=("weight",))
 
 
 def test_what_there_is_not_cannot_be_read():
