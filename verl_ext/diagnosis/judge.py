@@ -164,7 +164,7 @@ def judge_engines(run: Readings, found: Mapping[str, Finding]) -> Judged:
         for measure in gap.MEASURES:
             if run.logged(measure.name) is not None:
                 return Judged("broken", f"{measure.name} was never a number")
-        return Judged("unmeasured", "nothing in the log compares the engines")
+        return Judged("unmeasured", "no metric that the report knows compares the engines")
     grew = next((marks[mark] for mark in GROWS if mark in marks), None)
     if level.level == "broken":
         return Judged("broken", level.text, grew.step if grew is not None else None)

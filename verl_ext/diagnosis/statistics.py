@@ -290,7 +290,7 @@ class Rise:
         """`text`, with what the noise allows to say of it. Only this test may call a difference noise."""
         if abs(self.errors) >= SURE:
             return f"{self.text}, more than noise (+- {self.error:.2g})"
-        return f"{self.text}{', which noise may be' if abs(self.errors) >= LIKELY else ': no more than noise'}"
+        return f"{self.text}{', which may be noise' if abs(self.errors) >= LIKELY else ': no more than noise'}"
 
 
 def _mean_label(side: str, count: int) -> str:

@@ -52,6 +52,7 @@ INCLUDES = {
     "stability=r3": {ROUTERS},
     "stability=moe": {"stability=r3", "stability=tis", "stability.correction=tis", "stability=opsm", ROUTERS},
 }
+WRONG_LOSS = ("gradient_large.large", "gradient_large.absurd")  # its scale comes before everything else
 CORRECTED = ("correction_on.on", "correction_on.far")
 NO_CHANGE = ("trainer.resume", SKIP_OFF, ONLY_WEIGHTS)  # words of a step that change no method
 # Beginnings of the marks of findings whose step does not begin a decline: it is that of the best value, of a passing
@@ -271,7 +272,7 @@ def _remedies(run: Run, found: Judgement, state: str) -> Iterator[NextStep]:
         return
     if gap_matters or found.engines.state == "broken":
         yield from _of_gap(run, found)
-    elif found.learning.state in ("falling", "collapsed", "unstable") and first is None:
+    elif found.learning.state in ("falling", "collapsed", "unstable") and first is None and not found.has(*WRONG_LOSS):
         yield from _lower_rate(run)
         yield REFERENCE
 

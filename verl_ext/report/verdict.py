@@ -10,7 +10,7 @@ they have said already. The first of these that holds decides the word:
     drifting            the reward falls or the metrics of the learning blow up; the gap grows, or would cross the
                         boundary; more than 5 % of the tokens are dropped, or fewer and fewer while the gap grows; or
                         the guard lately rolled back
-    suspect             a cause other than harmless rounding is named, the gap is larger than rounding leaves, or it
+    suspect             a cause other than harmless rounding is named, the gap is larger than rounding makes it, or it
                         arises after the last router
     flat                the reward does not move
     not enough data     too few readings of the reward; or no reward was logged, and the gap too seldom
@@ -51,7 +51,7 @@ WRONG = ("gradient_large.absurd", "not_finite.reference")  # whatever the reward
 AFTER_ROUTERS = "routers_agree.everywhere"  # a gap that rounding does not make, however small it is
 AGREES = "probe_gap.none"  # a probe of a sound launch shows the same
 # State of the engines -> what its level means.
-ROUNDING = {"close": "no more than rounding leaves", "apart": "more than rounding leaves"}
+ROUNDING = {"close": "as small as rounding makes it", "apart": "larger than rounding makes it"}
 # Findings past a limit, and signs of a run on its way there.
 LIMITS = (
     "past_boundary.engines",

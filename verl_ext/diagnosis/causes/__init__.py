@@ -262,7 +262,7 @@ def settling_of(first: Cause, second: Cause | None = None) -> Settling | None:
         return Settling("verl-ext probe --sweep fp32" if sweeps else "verl-ext probe", f"shows {'; '.join(shown)}")
     if checks := [check for cause in (first, second) if cause is not None for check in cause.doctor]:
         named = " and ".join(f'"{check}"' for check in checks)
-        return Settling("verl-ext doctor", f"shows it at {named}")
+        return Settling("verl-ext doctor", f"shows it in its row {named}")
     return None
 
 

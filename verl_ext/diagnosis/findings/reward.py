@@ -258,7 +258,7 @@ def without_signal(run: Readings) -> tuple[float, str] | None:
         rows = rewards
     steps = float((rows[-LEVEL_READINGS:] <= SAME).mean()) if len(rows) else 0.0
     if groups is not None and groups >= steps:
-        return groups, f"{groups:.0%} of the groups have answers of one reward only"
+        return groups, f"in {groups:.0%} of the groups, all answers get one reward"
     return (steps, f"in {steps:.0%} of the last steps, all answers get one reward") if len(rows) else None
 
 
