@@ -39,7 +39,7 @@ SEPARATORS = str.maketrans(" .-", "___")
 UNIT = re.compile(r"(?<=\w)\s*[(\[][^()\[\]]*[)\]]$")  # "seq_len (tok/sample)"
 EVERYTHING = (-math.inf, math.inf)
 TELLING = re.compile(
-    r"log_?p|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage|correct|success|solve|accura"
+    r"log_?p|eos(?:_|$)|kl(?:_|/|$)|mismatch|ratio(?!n)|prob|reward|score|entropy|grad|nan|advantage|correct|success|solve|accura"
 )
 # What is no mean of a batch: settings, times, one of several rewards, and other parts of a distribution.
 PART = re.compile(
@@ -74,6 +74,7 @@ class Alias:
         log: the quantity is the logarithm of what is logged.
         range: what the quantity can be; a name whose median is outside measures something else.
         exceptions: names and families within this family that measure something else.
+        not_with: a quantity that a run does not log if this name is an alias.
         by_words: the name is not in the table, and its words say what it is.
     """
 
@@ -84,6 +85,7 @@ class Alias:
     log: bool = False
     range: tuple[float, float] = EVERYTHING
     exceptions: tuple[str, ...] = ()
+    not_with: str = ""
     by_words: bool = False
 
     @property
@@ -184,9 +186,10 @@ def by_quantity(logged: Mapping[str, Any]) -> dict[str, dict[str, Alias]]:
         logged: the readings of each metric, a number or a series.
     """
     found: dict[str, dict[str, Alias]] = {}
+    everything = {quantity.name for name in logged for quantity, _ in _readings_of(name)}
     for name, series in logged.items():
         values = getattr(series, "values", series)
-        readings = _readings_of(name)
+        readings = [each for each in _readings_of(name) if each[1].not_with not in everything]
         fitting = (each for each in readings if each[1].range == EVERYTHING or each[1].can_be(values))
         quantity, alias = next(fitting, (None, None))
         if quantity is None or alias is None or alias.by_words or quantity.aliases[0].is_family:
@@ -339,6 +342,7 @@ def _aliases(name: str, value: str | Mapping[str, Any], prefixes: Mapping[str, l
         log=bool(entry.get("log")),
         range=tuple(entry.get("range", EVERYTHING)),
         exceptions=tuple(entry.get("but", ())),
+        not_with=entry.get("not_with", ""),
     )
     for prefix in dict.fromkeys(prefix for each in frameworks for prefix in prefixes.get(each, [""])):
         yield replace(alias, name=prefix + name)

@@ -28,6 +28,8 @@ from verl_ext.report.sources.text import TextSource
 
 STANDARD_INPUT = Path("-")
 MOST_NAMES = 6
+OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+FEWEST_OF_PAIRS = 2
 MOST_PASTE = 4 << 20  # bytes
 KEPT_NAME = "standard input"  # the file that it is kept in, which names the run
 
@@ -195,8 +197,15 @@ def _combined(metrics: Mapping[str, Series]) -> dict[str, Series]:
 def _notes_on_names(metrics: Mapping[str, Series]) -> list[str]:
     """Returns notes on the reward, if it is taken by its words, and on metrics that the report does not know, and that
     look as if they mattered."""
-    rewards = by_quantity(metrics).get(REWARD, {})
+    known = by_quantity(metrics)
+    rewards = known.get(REWARD, {})
     notes = [f"{name} is taken for the reward, by its words" for name, alias in rewards.items() if alias.by_words]
+    if len(paired := [name for canonical in OF_PAIRS for name in known.get(canonical, ())]) >= FEWEST_OF_PAIRS:
+        notes.append(
+            f"a run on preferred and rejected answers (DPO, KTO), by {', '.join(paired[:FEWEST_OF_PAIRS])}: it has no "
+            "rollout and no reward of one. Its gradient is judged, and whether all numbers are finite; not its margins "
+            "and log-probabilities"
+        )
     if names := [name for name in unread_names(metrics) if name not in rewards]:
         unknown = listed(names, MOST_NAMES)
         remedy = "rename a column to a name of names.toml"

@@ -248,7 +248,7 @@ VALIDATION = "val-core/**/mean@*"
         ("train/ess_ratio", None),  # miles: of the policy's ratio
         ("train/tis_abs", None),  # slime: mean |k - 1|
         ("policy_kl_error", None),  # NeMo-RL: the other direction
-        ("sampling/importance_sampling_ratio/max", None),
+        ("sampling/importance_sampling_ratio/max", "correction/weight_max"),
         ("rollout_correction/chi2_seq", None),  # ms-swift: of the geometric mean, unlike verl's
         ("actor/rollout_corr/k3_kl", "actor/gate/vllm_kl"),  # verl's bypass mode: against l_theta
         ("rollout/tito_session_mismatch_rate/v1", "filter/retokenization_drift/drifted"),
@@ -394,7 +394,10 @@ def test_an_alias_has_one_conversion_and_no_unknown_key():
             if written == "setting":
                 continue
             alias = {"in": value} if isinstance(value, str) else value
-            assert "in" in alias and alias.keys() <= {"in", "scale", "offset", "log", "range", "but"}, (name, written)
+            assert "in" in alias and alias.keys() <= {"in", "scale", "offset", "log", "range", "but", "not_with"}, (
+                name,
+                written,
+            )
             conversion = (alias.get("scale", 1), alias.get("offset", 0), alias.get("log", False))
             for framework in alias["in"].split(", "):
                 for prefix in prefixes.get(framework, [""]):
