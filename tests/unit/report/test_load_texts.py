@@ -62,6 +62,7 @@ SAMPLES = {
     "verl": ("run.log", many(VERL), "critic/score/mean"),
     "TRL": ("run.log", many(TRL), "reward"),
     "TRL, numbers as texts": ("run.out", many(TRL_TEXTS), "reward"),
+    "TRL, aligned": ("run.log", many("{{'loss':    1.46,  'grad_norm' : {0}.50,   'reward':  {1}}}\n"), "reward"),
     "slime": ("run.txt", many(SLIME), "train/ppo_kl"),
     "pairs": ("run.log", many(PAIRS), "Reward"),
     "tensors": ("run.log", many(TENSORS), "critic/score/mean"),
@@ -596,6 +597,44 @@ READ = {  # text, name, its values by step
         "env/all/reward/total",
         {24: -0.5},
     ),
+    "steps in words, and a name in a code span": (
+        "| Phase | Typical `gen_kl_error` | Max `reward` |\n|---|---|---|\n| Steps 1\u201320 (early) | ~0.45 | 1 |\n"
+        "| Steps 21\u201362 (late) | ~0.25 | 1 |\n",
+        "gen_kl_error",
+        {20: 0.45, 62: 0.25},
+    ),
+    "a step's name with more in its header": (
+        "| train_step x | reward |\n|---|---|\n| 1-10 | 0.5 |\n",
+        "reward",
+        {10: 0.5},
+    ),
+    "whole numbers at equal distances": (
+        "| at | reward |\n|---|---|\n" + many("| {0} | {1} |\n", (0.1, 0.2, 0.3, 0.4, 0.5)),
+        "reward",
+        {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.4, 5: 0.5},
+    ),
+    "a table below a heading for a validation": (
+        "## val accuracy (test_freq=25)\n| step | accuracy |\n|---|---|\n| 0 (start) | 77% |\n| 25 | **80%** |\n",
+        "validation/accuracy",
+        {0: 0.77, 25: 0.8},
+    ),
+    "a table whose last cells are torn": (
+        "| step | reward | kl |\n|---|---|---|\n| 1 | 0.25 | 0.1 |\n| 2 | 0.5 | 0.",
+        "kl",
+        {1: 0.1},
+    ),
+    "two tables of one run": (
+        "| step | reward |\n|---|---|\n| 1 | 0.25 |\n| 2 | 0.5 |\n\n"
+        "| step | kl |\n|---|---|\n| 1 | 0.1 |\n| 2 | 0.2 |\n",
+        "reward",
+        {1: 0.25, 2: 0.5},
+    ),
+    "only a torn row": (
+        '{"loss": 0.5, "reward": 0.25, "kl": 0.1, "x/y": 0.5, "le\nngth": 3.0, "entropy": 0.',
+        "kl",
+        {1: 0.1},
+    ),
+    "torn before a number": ("{'loss': 0.5, 'reward': 0.25, 'kl': 0.1", "reward", {1: 0.25}),
     "a table of one row": ("| step | reward |\n|---|---|\n| 7 | 0.5 |\n", "reward", {7: 0.5}),
     "a table of ranges": (
         "| step | reward |\n|---|---|\n| Steps 1\u201320 (early) | ~0.5 |\n| 21-40 | 0.75 |\n",
@@ -698,13 +737,14 @@ def test_a_row_that_is_torn_is_counted_and_an_evaluation_is_one_as_a_whole(tmp_p
     file = log(tmp_path, text.rstrip())
     reader = Reader(file)
     run = reader.refresh()
-    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.8} and run.get("response_length/mean") is None
-    assert values(run, "eval_completions/mean_length") == {3: 40.0}
-    assert [note for note in run.notes if note.endswith("left out: 2")]
+    assert values(run, "reward") == {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.7, 5: 0.8, 6: 0.7}
+    assert values(run, "eval_completions/mean_length") == {4: 40.0} and run.get("response_length/mean") is None
+    assert [note for note in run.notes if note.endswith("the rest counts: 2")]
     with file.open("a") as more:
         more.write("tions/mean_length': 30.0}\n" + many(TRL, (0.9,), first=5))
-    assert values(reader.refresh(), "reward")[5] == 0.7, "the rest of it was still to be written"
-    assert [note for note in reader.refresh().notes if note.endswith("left out: 1")]
+    run = reader.refresh()
+    assert run.get("response_length/mean").pairs() == [(6, 30.0)], "the rest of it was still to be written"
+    assert values(run, "reward")[7] == 0.9 and [note for note in run.notes if note.endswith("the rest counts: 1")]
 
 
 def test_the_error_of_the_cell_that_trained_ends_the_run(tmp_path):
@@ -721,6 +761,14 @@ def test_a_metric_that_may_matter_and_is_not_read_is_named(tmp_path):
     rows = "".join(f'{{"step": {step}, "reward": 0.5, "my_kl": 0.1, "speed": 3}}\n' for step in (1, 2))
     (note,) = read_run(log(tmp_path, rows, "run.jsonl")).notes
     assert "my_kl" in note and "speed" not in note and "names.toml" in note
+
+
+def test_a_run_on_preferred_answers_is_named_and_its_kl_is_no_drift(tmp_path):
+    line = "{{'loss': 0.4, 'rewards/chosen': 1.2, 'rewards/rejected': 0.3, 'logps/chosen': -20.0, 'kl': {1}}}\n"
+    run = read_run(log(tmp_path, many(line)))
+    assert run.get("actor/kl_loss") is None and values(run, "kl")[3] == 0.75
+    assert [note for note in run.notes if "preferred and rejected" in note] and "not read" not in " ".join(run.notes)
+    assert read_run(log(tmp_path, many(TRL.replace("'epoch'", "'kl': 0.1, 'epoch'")), "x.log")).get("actor/kl_loss")
 
 
 def test_the_standard_input(monkeypatch):
@@ -745,7 +793,11 @@ def test_the_standard_input(monkeypatch):
         (b"hello\nworld\n", "no line has a step"),
         (b"".join(b"****** trajectory idx=%d, reward=0.3 ******\n" % n for n in range(9)), "no line has a step"),
         (b"".join(b"Time: 2.%ds | Total Reward: 0.5 | Answers: 3\n" % n for n in range(9)), "no line has a step"),
-        (b"lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n", "no line has a step"),  # a config
+        (
+            b"lr: 0.1\nreward: 0.5\nentropy: 0.01\nkl: 0.1\n",
+            "no line has a step .*: lr, reward, entropy, kl",
+        ),  # a config
+        (b"| seed | reward |\n|---|---|\n| 1 | 0.5 |\n| 2 | 0.6 |\n", "no line has a step .*one: reward"),
         (b"Run config: K=8 lr=5.0e-06 T=0.8\nLR schedule: lr=5.0e-06 warmup=6\n", "no line has a step"),
         (b"Training Progress:  33%|# | 33/99 [0:9<9:9, 66.8s/it]\nbye\n", r"no line has a step .*ends at 33 of 99"),
     ],

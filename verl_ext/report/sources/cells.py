@@ -12,27 +12,43 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import unescape
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
-from verl_ext.diagnosis.names import REWARD, normal, quantity_of
+from verl_ext.diagnosis.names import PART, REWARD, is_by_words, normal, quantity_of
 from verl_ext.report.run import ReportError
-from verl_ext.report.sources.numbers import BOX, DECORATION, SUMMARY, number_of, numbers_of, row_of, split_cells
+from verl_ext.report.sources.numbers import (
+    BOX,
+    DECORATION,
+    NAME,
+    SUMMARY,
+    is_heading,
+    named_numbers,
+    number_of,
+    numbers_of,
+    row_of,
+    section_of,
+    split_cells,
+)
 from verl_ext.report.sources.table import Row, flat, known_readings, step_name, whole_step
 from verl_ext.report.sources.text import register_format
 
 COUNTS = ("", "index", "unnamed:_0", "x", "#")  # a first column that counts the rows
 BLANKS = re.compile(r"\s+")  # aligned columns whose names are single words, as pandas prints them
 SEPARATORS = (BOX, *(re.compile(each) for each in (r"\t", ";", ",", r"\s{2,}")), BLANKS)
+STEPS_NAME = re.compile(r"(?i)(?:^|[\W_])(?:step|iteration)s?(?=$|[\W\d_])")  # in a header, or beside the number
 # What may stand beside a step: its name, the beginning of a range, a remark in parentheses.
 BESIDE_STEP = re.compile(r"(?i)^(?:global[ _]?)?steps?\s*(?=\d)|^\d+\s?[-\u2013\u2014]\s?(?=\d)|(?<=\d)\s+\([^()]*\)$")
+FEWEST_EVEN = 5  # steps of a column without such a word, at equal distances: a sweep has fewer, or doubles
 DEEPEST = 4  # levels of a JSON document
 MOST_CELLS = 500
 EDGE, PAD = rb"[|\t,;]|\xe2\x94[\x82\x83]|\xe2\x95\x91", rb"[ *`]{0,40}"  # a bound, so that blanks take linear time
 HEADER = re.compile(
     rb"(?im)(?:^|\s|%b)%b(?:global[ _])?(?:step|iter|iteration|update|rollout)s?%b(?:%b|\s\s|\r?$)"
-    rb"|^ {0,40}(?:step|iter|iteration) +[a-z]" % (EDGE, PAD, PAD, EDGE)
+    rb"|^ {0,40}(?:step|iter|iteration) +[a-z]|^ {0,3}(?:#|(?:\||\xe2\x94[\x82\x83]) {0,40}[`*a-z])"
+    % (EDGE, PAD, PAD, EDGE)
 )
+CODE = re.compile("`([^`]+)`")
 HTML_CELL = re.compile(r"(?is)<t[hd]\b[^<>]*>(.*?)(?=</?t[hdr]\b|</table|$)")
 TAG = re.compile(r"<[^<>]*>")
 NUMBERS = re.compile(rb"(?m)\d%%?%b(?:%b|\s|\r?$)" % (PAD, EDGE))
@@ -41,19 +57,20 @@ NUMBERS = re.compile(rb"(?m)\d%%?%b(?:%b|\s|\r?$)" % (PAD, EDGE))
 class Columns:
     """The columns of a table: which has the step, and which have metrics.
 
+    Args:
+        rows: its first rows, by which the first column may be the step's where no header says so.
+
     Attributes:
         step: the number of the step's column, from 0; None if none has it.
         metrics: (number, name) of each other column with a name.
     """
 
-    def __init__(self, header: Sequence[str]):
-        names = [name.strip(DECORATION + "\ufeff") for name in header]
-        counted = 0 if names and normal(names[0]) in COUNTS else None
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]] = ()):
+        names = _names_in(header)
+        counted = 0 if names and (normal(names[0]) in COUNTS or _are_steps_of_a_run(header[0], rows)) else None
         self.step = names.index(name) if (name := step_name(names)) is not None else counted
         self.width = len(header)
-        self.metrics = [
-            (at, name.strip(DECORATION)) for at, name in enumerate(header) if at != self.step and name.strip()
-        ]
+        self.metrics = [(at, name) for at, name in enumerate(names) if at != self.step and name]
 
     def step_of(self, cells: Sequence[str], count: int | None = None) -> int | None:
         """Returns the step of a row; `count` if no column has it, None if the row has another number of cells."""
@@ -61,41 +78,102 @@ class Columns:
             return None
         if self.step is None:
             return count
-        cell = BESIDE_STEP.sub("", BESIDE_STEP.sub("", cells[self.step].strip(DECORATION)))  # of 1-20, the end
-        return whole_step(cell if (number := number_of(cell)) is None else number)
+        return _step_in(cells[self.step])
 
     def values(self, cells: Sequence[str]) -> dict[str, object]:
         return {name: value for at, name in self.metrics if (value := number_of(cells[at])) is not None}
 
 
+def _step_in(cell: str) -> int | None:
+    cell = BESIDE_STEP.sub("", BESIDE_STEP.sub("", cell.strip(DECORATION)))  # of 1-20, the end
+    return whole_step(cell if (number := number_of(cell)) is None else number)
+
+
+def _names_in(header: Sequence[str]) -> list[str]:
+    """Returns the columns' names: a code span is the name in a header such as "Typical `gen_kl_error`"."""
+    whole = [cell.replace("`", "").strip(DECORATION + "\ufeff") for cell in header]
+    code = [CODE.findall(cell) for cell in header]
+    names = [
+        each[0] if len(each) == 1 and not PART.search(normal(name)) else name
+        for each, name in zip(code, whole, strict=True)
+    ]
+    return names if len({*names}) == len(names) else whole
+
+
+def known_names(text: str) -> list[str]:
+    """Returns the names in a text that a quantity of the table has: in front of a number, quoted, or in a table."""
+    lines = text.splitlines()
+    names = [name for line in lines for name in (*named_numbers(line), *re.findall(NAME, line))]
+    names += [name for line in lines if BOX.search(line) for name in _names_in(split_cells(line, BOX))]
+    return [name for name in dict.fromkeys(names) if quantity_of(name) is not None and not is_by_words(name)]
+
+
+def _are_steps_of_a_run(name: str, rows: Sequence[Sequence[str]]) -> bool:
+    """Returns True for a column of whole numbers that rise, and that are steps by a word or by equal distances."""
+    steps = [_step_in(row[0]) if row else None for row in rows]
+    distances = {two - one for one, two in pairwise(steps) if one is not None and two is not None}
+    if not steps or None in steps or min(distances, default=1) <= 0:
+        return False
+    by_word = STEPS_NAME.search(name) is not None or all(STEPS_NAME.search(row[0]) for row in rows)
+    return by_word or (len(distances) == 1 and len(steps) >= FEWEST_EVEN)
+
+
 @register_format(
     "a table in a text (Markdown, rich, psql, aligned columns)",
-    remarks="`| Step | Reward |`: a header with the step, and rows of as many cells",
+    remarks="`| Step | Reward |`: a header, and rows of as many cells. The step's column has a name of the step, or is "
+    "the first and has `Steps 1-20 (early)`, ..., or five whole numbers at equal distances. Below a heading such as "
+    "`## val accuracy`, the names are a validation's",
     order=5,
 )
 class TextTable:
     def __init__(self) -> None:
         self._columns: Columns | None = None
         self._separator = BOX
+        self._header: list[str] = []  # of a table whose step's column is not known yet
+        self._held: list[list[str]] = []  # its rows so far
+        self._section = ""  # of the tables below a heading for a validation
 
     def sniff(self, text: bytes) -> bool:
         return HEADER.search(text) is not None or (self._columns is not None and NUMBERS.search(text) is not None)
 
     def rows(self, text: str) -> Iterator[Row]:
-        if self._columns is not None:
-            cells = split_cells(text, self._separator)
-            if len(cells) == self._columns.width + 1:  # pandas prints an index without a name
-                cells = cells[1:]
-            if (step := self._columns.step_of(cells)) is not None:
-                if values := self._columns.values(cells):
-                    yield step, values
+        if is_heading(text):
+            self._section = section_of(text)
+            return
+        if (columns := self._columns) is not None:
+            cells = self._cells(text, columns.width)
+            is_row = len(cells) == columns.width and bool(columns.values(cells))
+            rows = [*self._held, cells] if columns.step is None and is_row else [cells]
+            if columns.step is None and is_row:
+                columns = Columns(self._header, rows)
+                # A line without a newline is given again. A table whose first rows have no step has none.
+                self._held = rows if columns.step is None and text.endswith("\n") else self._held
+                self._columns = columns if columns.step is not None or len(rows) < FEWEST_EVEN else None
+            if columns.step_of(cells) is not None:
+                for row in rows:
+                    if (step := columns.step_of(row)) is not None and (values := columns.values(row)):
+                        yield step, {self._section + name: value for name, value in values.items()}
                 return
+        self._take_header(text)
+
+    def _cells(self, text: str, width: int) -> list[str]:
+        """Returns the cells of a line; of one that may be cut, because it has no newline, without the last one."""
+        cells = split_cells(text, self._separator)
+        if len(cells) == width + 1:  # pandas prints an index without a name
+            cells = cells[1:]
+        if not text.endswith("\n") and not BOX.match(text.rstrip()[-1:]):
+            missing = width - len(cells) if self._separator is BOX else 0
+            cells = [*cells[:-1], *[""] * (missing + 1)]
+        return cells
+
+    def _take_header(self, text: str) -> None:
         for separator in SEPARATORS if self._columns is None else SEPARATORS[:-1]:
             header = split_cells(text, separator)
             if 1 < len(header) < MOST_CELLS and all(number_of(cell) is None for cell in header):
                 columns = Columns(header)
-                if columns.step is not None and any(quantity_of(name) for _, name in columns.metrics):
-                    self._columns, self._separator = columns, separator
+                known = any(quantity_of(name) or quantity_of(self._section + name) for _, name in columns.metrics)
+                if known and (columns.step is not None or separator is BOX):
+                    self._columns, self._separator, self._header, self._held = columns, separator, header, []
                     return
 
 
@@ -169,6 +247,6 @@ def html_tables(html: str) -> Iterator[list[Row]]:
     for table in re.split("(?i)<table", html)[1:]:
         lines = (HTML_CELL.findall(line) for line in re.split("(?i)<tr", table))
         header, *rows = [[unescape(TAG.sub("", cell)).strip() for cell in line] for line in lines if line] or [[]]
-        columns = Columns(header)
+        columns = Columns(header, rows[:FEWEST_EVEN])
         if found := [(step, columns.values(row)) for row in rows if (step := columns.step_of(row)) is not None]:
             yield list(found)

@@ -12,11 +12,24 @@ from collections.abc import Collection, Iterator, Mapping
 
 from verl_ext.diagnosis.names import is_by_words, quantity_of
 from verl_ext.report.sources.lines import BAR, bars_in
-from verl_ext.report.sources.numbers import DICTIONARY, ENTRY, NAME, SUMMARY, dictionaries_in, row_of, step_counts
+from verl_ext.report.sources.numbers import (
+    COLON,
+    DICTIONARY,
+    ENTRY,
+    NAME,
+    SUMMARY,
+    dictionaries_in,
+    numbers_of,
+    row_of,
+    step_counts,
+)
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
+HAS_NAME = re.compile(rf"""["']{COLON}""")
+NUMBERED = re.compile(rf"{NAME}(?=[-+.\d])")
 LIKELY = re.compile(rf"(?m)(?:\{{|^[ \t]*){NAME}[\"'\d.+{{n-]".encode())
+END_OF_NAME = re.compile(rb"[\w./@ -]{1,200}[\"']\s?:")  # of a line that was broken within it
 OF_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d{1,12}): $")
 EVERY = re.compile(r"logging_steps['\"]?\s?[:= ]\s?(\d{1,6})\b")
 MOST_LINES = 20  # of a dictionary
@@ -39,8 +52,8 @@ class PrintedDicts:
         self._bar = (0, 0)  # total and count of the longest bar; it runs ahead where the output is buffered
         self._trained: int | None = None  # the last optimizer step, where these are logged apart
         self._open = ""  # lines of a dictionary that is not closed yet
-        self._torn = 0  # rows that were never closed
-        self._is_cut = False  # whether the text so far ends within a row
+        self._cut = ""  # the same with a last line that has no newline yet
+        self._torn = 0  # rows that were never closed, or of which no number could be read
 
     @property
     def total(self) -> int:
@@ -48,7 +61,8 @@ class PrintedDicts:
         return 0 if self._is_set else self._bar[0]
 
     def sniff(self, text: bytes) -> bool:
-        return LIKELY.search(text) is not None or (not self._counted and UNIT.search(text) is not None)
+        goes_on = bool(self._open) and END_OF_NAME.match(text) is not None
+        return goes_on or LIKELY.search(text) is not None or (not self._counted and UNIT.search(text) is not None)
 
     def rows(self, text: str) -> Iterator[Row]:
         if not self._counted:
@@ -56,39 +70,45 @@ class PrintedDicts:
                 self.every, self._is_set = int(found[1]) or self.every, self._is_set or int(found[1]) > 0
             bars = (bar for bar in bars_in(text) if not bar.title.strip())
             self._bar = max([self._bar, *((bar.total, bar.at) for bar in bars)])
-        whole = self._whole(text)
-        joined = len(whole) > len(text)
-        for words, record in dictionaries_in(whole):
-            if SUMMARY in record or not _are_metrics(record) or (joined and _is_config(record)):
-                continue
-            step, values = row_of(record)
-            if (step := self._step(words, step)) is None and _evaluates(values):
-                values = {f"eval_{name.removeprefix('eval_')}": value for name, value in values.items()}
-            if step is None and not self._counted:
-                self._counted = True
-                self.every = max(self.every, self._bar[1])
-            yield step, values
+        # A line without a newline is given again, so that only the end of the dictionary is taken from it.
+        is_whole, begins = text.endswith("\n"), DICTIONARY.search(text) is not None
+        goes_on = not begins and ("}" in text[:2] or HAS_NAME.search(text) is not None)
+        joined = bool(self._open) and goes_on and self._open.count("\n") < MOST_LINES
+        if joined:
+            text = self._open + text
+        elif is_whole or begins or "}" in text:
+            yield from (torn := self.torn())
+            self._torn += len(torn)
+        else:
+            return
+        end = text.rfind("}") + 1
+        self._cut = text[end:] if DICTIONARY.search(text, end) else ""
+        if is_whole or not self._cut:
+            self._open = self._cut
+        rows = [(words, each) for words, each in dictionaries_in(text) if _are_metrics(each) and SUMMARY not in each]
+        for words, record in rows:
+            if not (joined and _is_config(record)):
+                yield self._row(words, record)
+        self._torn += is_whole and not rows and _is_row(NUMBERED.findall(text, 0, end))
+
+    def torn(self) -> list[Row]:
+        """Returns the row within which the text so far ends, if it does: what stands before its last comma, because its
+        last number may be cut too."""
+        record = numbers_of(dict(ENTRY.findall(self._cut, 0, self._cut.rfind(",") + 1)))
+        return [self._row(DICTIONARY.split(self._cut)[0], record)] if _is_row(record) else []
 
     def notes(self) -> list[str]:
-        torn = self._torn + self._is_cut
-        return [f"rows of which a part is missing, and which are left out: {torn}"] if torn else []
+        torn = self._torn + len(self.torn())
+        return [f"rows of which a part is missing, so that only the rest counts: {torn}"] if torn else []
 
-    def _whole(self, text: str) -> str:
-        """Returns a line behind the lines before it, if these have the beginning of a dictionary.
-
-        A line without a newline is given again, so that only the end of the dictionary is taken from it.
-        """
-        goes_on = "}" in text[:2] or ENTRY.search(text) is not None
-        if DICTIONARY.search(text) or not goes_on or self._open.count("\n") >= MOST_LINES:
-            self._torn += self._is_cut and text.endswith("\n")
-        else:
-            text = self._open + text
-        rest = text[text.rfind("}") + 1 :]
-        is_open = DICTIONARY.search(rest) is not None
-        self._is_cut = is_open and _are_metrics(dict(ENTRY.findall(rest)))
-        if text.endswith("\n") or not is_open:
-            self._open = rest if is_open else ""
-        return text
+    def _row(self, words: str, record: Mapping[str, float]) -> Row:
+        step, values = row_of(record)
+        if (step := self._step(words, step)) is None and _evaluates(values):
+            values = {f"eval_{name.removeprefix('eval_')}": value for name, value in values.items()}
+        if step is None and not self._counted:
+            self._counted = True
+            self.every = max(self.every, self._bar[1])
+        return step, values
 
     def _step(self, words: str, own: int | None) -> int | None:
         """Returns the step that the words in front of a dictionary give it; else its own."""
@@ -112,6 +132,13 @@ def _is_config(names: Collection[str]) -> bool:
 
 def _are_metrics(values: Mapping[str, object]) -> bool:
     """Returns True for a row of metrics, False for a printed config, which may have a learning rate."""
-    if any("/" in name or name.startswith("eval_") for name in values):
-        return True
-    return sum(quantity_of(name) is not None and not is_by_words(name) for name in values) > 1
+    return any("/" in name or name.startswith("eval_") for name in values) or _known_names(values) > 1
+
+
+def _is_row(names: Collection[str]) -> bool:
+    """Returns True for names that only a row of metrics has, though a part of it is missing."""
+    return _known_names(names) > 1 and SUMMARY not in names and not _is_config(names)
+
+
+def _known_names(names: Collection[str]) -> int:
+    return sum(quantity_of(name) is not None and not is_by_words(name) for name in names)

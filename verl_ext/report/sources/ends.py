@@ -431,8 +431,12 @@ class Ends:
         self._size = 0
         self._survived: Counter[tuple[str, str]] = Counter()  # as for `Search`
 
-    def row(self, step: int, validates: bool = False) -> None:
-        """Notes a row of a step. A row that only validates may belong to the step before it."""
+    def row(self, step: int, validates: bool = False, torn: bool = False) -> None:
+        """Notes a row of a step. A row that only validates may belong to the step before it; what was printed so far is
+        behind a row that is torn."""
+        if torn:
+            self._rows, self._step = self._rows + 1, step
+            return
         behind = b"".join(self._behind)
         if self._step is not None and (step < self._step or (step == self._step and not validates)):
             self._found = (*self._found, *self._look(behind))

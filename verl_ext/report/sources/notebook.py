@@ -9,7 +9,7 @@ from verl_ext.report.run import ReportError
 from verl_ext.report.sources.cells import html_tables, rows_of_the_run
 from verl_ext.report.sources.ends import TRACEBACK
 from verl_ext.report.sources.table import Row
-from verl_ext.report.sources.text import format_of_text, register_format, rows_in
+from verl_ext.report.sources.text import all_rows, format_of_text, register_format
 
 
 @register_format(
@@ -37,7 +37,7 @@ class Notebook:
         for printed, html in _outputs(cells):
             said = printed.encode("utf-8", errors="replace")
             form = format_of_text(said)
-            found = [*([list(rows_in(said, form()))] if form else []), *html_tables(html)]
+            found = [*([list(all_rows(said, form()))] if form else []), *html_tables(html)]
             tables += found
             behind += [said] * len(found)
         rows = list(rows_of_the_run(tables))

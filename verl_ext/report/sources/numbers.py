@@ -38,10 +38,14 @@ STEP = re.compile(
 # A word in front makes it another count: `Micro Step 3/8`, `best step 12`, `total steps: 100`.
 OTHER_COUNT = re.compile(r"(?i)\b(?:micro|mini|sub|inner|best|last|max|total|eval|per|of|every)[ _-]?$")
 SUMMARY = "train_runtime"  # TRL's totals of the run, in its last entry
-NAME = r"""["'][\w./@ -]{1,200}["']\s?:\s?"""
+COLON = r"\s{0,40}:\s{0,40}"  # aligned numbers have many blanks; a bound, so that these take linear time
+NAME = rf"""["']([\w./@ -]{{1,200}})["']{COLON}"""
 DICTIONARY = re.compile(rf"\{{{NAME}")
-ENTRY = re.compile(rf"""["']([^"'\n]{{1,200}})["']\s?:\s?["']?{WRAPPED[:-1]}(?:/\d+)?)(?=["'\s,)}}\]])""")
+ENTRY = re.compile(rf"""["']([^"'\n]{{1,200}})["']{COLON}["']?{WRAPPED[:-1]}(?:/\d+)?)(?=["'\s,)}}\]])""")
 FEWEST_BARE = 3  # names of a dictionary whose beginning is cut off
+# What is below a heading belongs to it: `## val accuracy`, `=== Validation results: ===`.
+SECTION = re.compile(r" {0,3}#{1,6}\s|[^\d:=]{3,60}:\s*$")
+VALIDATION = re.compile(r"(?i)\b(?:valid|val\b|eval|test)")
 LONGEST_DICTIONARY = 1 << 20  # characters
 MOST_BROKEN = 100  # dictionaries that cannot be read, after which the rest of a line is left out
 DECODER = json.JSONDecoder()
@@ -99,10 +103,19 @@ def _tensor_values(name: str, values: list[float]) -> dict[str, float]:
     return {f"{start}/mean": sum(values) / len(values), f"{start}/max": max(values), f"{start}/min": min(values)}
 
 
+def is_heading(line: str) -> bool:
+    return any(map(SECTION.match, (line, line.strip(" |=-#*"))))
+
+
+def section_of(heading: str) -> str:
+    """Returns what a heading puts in front of the names below it."""
+    return "validation/" if VALIDATION.search(heading) else ""
+
+
 def dictionaries_in(text: str) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the words in front of each dictionary or JSON object of a line, and its numbers by name.
 
-    One that is cut is left out, because its last number may be cut too. Nothing is evaluated.
+    One that is cut is left out. Nothing is evaluated.
     """
     if len(re.findall(NAME, text)) >= FEWEST_BARE and text.lstrip()[:1] in "'\"":
         text = "{" + text

@@ -19,7 +19,16 @@ from typing import TypeAlias
 
 from verl_ext.diagnosis.names import is_by_words, quantity_of
 from verl_ext.report.sources.lines import BAR
-from verl_ext.report.sources.numbers import BOX, NUMBER, STEP, box_as_pairs, named_numbers, step_counts
+from verl_ext.report.sources.numbers import (
+    BOX,
+    NUMBER,
+    STEP,
+    box_as_pairs,
+    is_heading,
+    named_numbers,
+    section_of,
+    step_counts,
+)
 from verl_ext.report.sources.table import Row
 from verl_ext.report.sources.text import register_format
 
@@ -33,8 +42,6 @@ SAMPLE = re.compile(
 # What may be in front of a heading's step: an epoch, or anything after a line of `===`.
 HEADING = re.compile(r"(?i)[\W_]*(?:epoch[ :]*\d+(?:\s?/\s?\d+)?)?[\W_]*$|\s*[=*#~-]{3}.{0,60}$")
 DIGITS = re.compile(r"\d+")
-SECTION = re.compile(r"[^\d:=]{3,60}:\s*$")
-VALIDATION = re.compile(r"(?i)\b(?:valid|eval|test)")
 YAML = re.compile(rf"( *)([A-Za-z][\w/@.-]*):(?: +({NUMBER}))?\s*$")  # a name above others, or a name with its number
 BULLET = re.compile("(?:^|\\s)[-*]\\s|\\s*[\u2022\u25aa\u25b8\u2192]\\s*")
 LIKELY = re.compile(
@@ -92,16 +99,14 @@ class Pairs:
             own, step = counts[0], int(counts[0][1])
             values = named_numbers(f"{line[: own.start()]} | {line[own.end() :]}")
             above = self._once() if self._behind_a_metric else {}
-            self._section = ""
             known = _has_a_metric(values)
+            self._section = "" if known else section_of(line)
             if known or HEADING.match(line[: min(each.start() for each in counts)]):
                 yield from self._begin(step, values, above, heading=not known)
                 if known:
                     yield step, values
             elif self._step is None or self._shape:
                 yield from self._comes_again(shape, step, above)
-            if not known and VALIDATION.search(line):
-                self._section = "validation/"
             self._metrics, self._behind_a_metric = {}, False
         elif not STEP.search(line) and not SAMPLE.search(line):
             yield from self._rows_without_words(text, line, shape)
@@ -132,8 +137,8 @@ class Pairs:
 
     def _rows_without_words(self, text: str, line: str, shape: str) -> Iterator[Row]:
         """Yields the row of a line that does not name its step: that of the line above it, or a count."""
-        if section := SECTION.match(line.strip(" |=-#*")):
-            self._section = "validation/" if VALIDATION.search(line) else ""
+        if heading := is_heading(line):
+            self._section = section_of(line)
         outer = self._outer(text)
         values = {self._full_name(outer, name): value for name, value in named_numbers(line).items()}
         known = _has_a_metric(name for name in values if not (self.counts and is_by_words(name)))
@@ -150,7 +155,7 @@ class Pairs:
         elif known:
             yield from self._metrics_below(values)
         self._behind_a_metric = known
-        if not (known or section or self._section or YAML.match(text)) and len(self._unknown) < MOST_SHAPES:
+        if not (known or heading or self._section or YAML.match(text)) and len(self._unknown) < MOST_SHAPES:
             self._unknown.add(shape)
 
     def _metrics_below(self, values: Values) -> Iterator[Row]:

@@ -8,6 +8,8 @@ files separates the processes:
 - A unit that goes back to a later step s is a resumed run. Earlier rows of steps after s are abandoned; step s itself
   is merged, because a resumed run may only validate there.
 - A unit with only validation decides neither: it may come late, or be the first of a resumed run.
+- In a text, what would be another run is the same one if it has the same steps, and no other values of what both have:
+  two tables of one run, or one that was pasted twice.
 """
 
 import math
@@ -40,6 +42,7 @@ STEP_NAMES = (
     *("system/step",),
 )
 DEEPEST = 8  # nested objects
+MOST_PARTS = 10  # of one file, that are compared with each other
 FIRST_STEPS = 1  # 0 if the run validates before training, else 1
 
 
@@ -142,9 +145,11 @@ class MetricTable:
 
     Args:
         rows_are_units: a row may begin another run or resume one; else only a unit that `begin_unit` announces.
+        of_text: a run may be there in several parts (see the module).
     """
 
-    def __init__(self, *, rows_are_units: bool):
+    def __init__(self, *, rows_are_units: bool, of_text: bool = False):
+        self._of_text = of_text
         self._steps = array("q")
         self._validation = bytearray()  # by row
         self._unit_starts: array | None = None if rows_are_units else array("q")
@@ -218,15 +223,23 @@ class MetricTable:
         validation = np.frombuffer(bytes(self._validation), bool)
         units, unit_of_row = self._units(steps, validation)
         starts = [*_run_starts(units), units.low.size]
-        runs = len(starts) - 1
+        row_ends: np.ndarray = np.searchsorted(unit_of_row, np.array(starts))
+        ends: list[int] = row_ends.tolist()  # of the rows of each part
+        whole = [at for at in range(len(ends)) if not self._goes_on(steps, ends, at)]
+        runs = len(whole) - 1
         number = chosen_run(which, runs)
-        chosen = slice(starts[number - 1], starts[number])
-        first = int(np.searchsorted(unit_of_row, chosen.start))
-        last = int(np.searchsorted(unit_of_row, chosen.stop))
+        chosen = range(whole[number - 1], whole[number])  # its parts
+        first, last = ends[chosen.start], ends[chosen.stop]
         keep = np.zeros(steps.size, bool)
-        keep[first:last], gone, notes = _valid_rows(
-            units[chosen], unit_of_row[first:last] - chosen.start, steps[first:last], validation[first:last]
-        )
+        gone: np.ndarray = steps[:0]
+        notes: list[str] = []
+        for part in chosen:
+            rows = slice(ends[part], ends[part + 1])
+            keep[rows], left_out, noted = _valid_rows(
+                units[starts[part] : starts[part + 1]], unit_of_row[rows] - starts[part], steps[rows], validation[rows]
+            )
+            gone, notes = np.union1d(gone, left_out), notes + noted
+        gone = np.setdiff1d(gone, steps[keep])
         if runs > 1 and which is None:
             all_others = f"--run 1 to --run {runs - 1} (or FILE:1 to FILE:{runs - 1}) show the others"
             other = "--run 1 (or FILE:1) shows the first" if runs == 2 else all_others
@@ -237,6 +250,16 @@ class MetricTable:
         overwritten = self._series(steps, abandoned, np.unique(steps[abandoned])) if abandoned.any() else {}
         metrics = self._series(steps, keep, run_steps)
         return TableRun(run_steps, metrics, gone, overwritten, tuple(notes), range(first, last), number, runs)
+
+    def _goes_on(self, steps: np.ndarray, ends: list[int], at: int) -> bool:
+        """Returns True if a part has the steps of the part before it, and no other values of what both have."""
+        if not (self._of_text and 0 < at < len(ends) - 1 <= MOST_PARTS):
+            return False
+        part_of_row = np.searchsorted(ends, np.arange(steps.size), side="right") - 1
+        masks = [part_of_row == at - 1, part_of_row == at]
+        before, own = (self._series(steps, keep, np.unique(steps[keep])) for keep in masks)
+        shared = np.isin(steps[masks[1]], steps[masks[0]]).all()
+        return bool(shared) and all(_agree(before[name], own[name]) for name in before.keys() & own.keys())
 
     def _units(self, steps: np.ndarray, validation: np.ndarray) -> tuple[_Units, np.ndarray]:
         """Returns the units, and the unit of each row."""
@@ -287,6 +310,12 @@ def _as_number(value: object) -> float | None:
         return float(value)
     except OverflowError:  # an int beyond 1e308
         return math.inf if value > 0 else -math.inf
+
+
+def _agree(one: Series, other: Series) -> bool:
+    """Returns True if two series have common steps, with the same values."""
+    _, at_one, at_other = np.intersect1d(one.steps, other.steps, return_indices=True)
+    return at_one.size > 0 and np.array_equal(one.values[at_one], other.values[at_other], equal_nan=True)
 
 
 def _run_starts(units: _Units) -> list[int]:

@@ -11,8 +11,8 @@ A document (`document=True`) is sniffed by its beginning, and `rows` takes all o
 Of several formats that find a row in a log, the one with the lowest `order` reads it; of several with the same order,
 the one that finds the most readings which the report knows.
 
-A format may also have `every`, the steps from one row without a step to the next, `notes` on what it left out, and a
-document `after`, what was printed after its last row.
+A format may also have `every`, the steps from one row without a step to the next, `torn`, the rows within which the
+text so far ends, `notes` on what it left out, and a document `after`, what was printed after its last row.
 """
 
 import re
@@ -117,7 +117,7 @@ def _first_that_sniffs(
     for order, group in groupby(left, key=lambda form: form.order):
         forms = [*group, *counted]
         most = forms[0].fewest if len(forms) == 1 else None
-        rows = {form: list(islice(rows_in(text, form()), most)) for form in forms}
+        rows = {form: list(islice(all_rows(text, form()), most)) for form in forms}
         fitting = [form for form in forms if len(rows[form]) >= form.fewest]
         best = max(fitting, key=lambda form: sum(known_readings(rows[form]).values()), default=None)
         if best is not None and (best in counted or any(step is not None for step, _ in rows[best])):
@@ -133,6 +133,12 @@ def rows_in(text: bytes, read: Format) -> Iterator[Row]:
         for line in text.splitlines(keepends=True):
             if read.sniff(line):
                 yield from read.rows(printed(line))
+
+
+def all_rows(text: bytes, read: Format) -> Iterator[Row]:
+    """Yields the rows of a whole text, and what it has of one within which it ends."""
+    yield from rows_in(text, read)
+    yield from getattr(read, "torn", list)()
 
 
 def first_step(path: Path, form: type[Format]) -> int:
@@ -157,10 +163,11 @@ class TextSource:
         self._start_over()
 
     def _start_over(self) -> None:
-        self._table = MetricTable(rows_are_units=True)
+        self._table = MetricTable(rows_are_units=True, of_text=True)
         self._ends = Ends()
         self._overflows = 0  # updates that a loss scaler skipped
         self._read = self._form()
+        self._is_torn = False  # whether the last row may grow
         self._epochs: list[float] = []  # of the rows without a step, in TRL's epochs
         self._logs = [GrowingFile(path, self._take_lines, self._take_tail, self._replaced) for path in self.files]
 
@@ -178,7 +185,7 @@ class TextSource:
         if seen == self._seen:
             return False
         earlier_changed = self._seen and seen[:-1] != self._seen[:-1]
-        if self._form.document or earlier_changed:
+        if self._form.document or earlier_changed or self._is_torn:
             self._start_over()
         try:
             self._refresh()
@@ -200,6 +207,9 @@ class TextSource:
             return
         for log in self._logs:
             log.refresh()
+        torn: list[Row] = getattr(self._read, "torn", list)()
+        self._is_torn = bool(torn)
+        self._add(torn, torn=True)
 
     def _take_lines(self, lines: bytes, first_is_cut: bool) -> None:
         lines = without_colours(lines)
@@ -228,7 +238,7 @@ class TextSource:
         self._add(self._read.rows(printed(line)))
         return len(self._table) > size
 
-    def _add(self, rows: Iterable[Row]) -> None:
+    def _add(self, rows: Iterable[Row], torn: bool = False) -> None:
         for step, values in rows:
             if step is None and self._epochs and only_validates(values):
                 step = len(self._epochs) * self._every
@@ -240,7 +250,7 @@ class TextSource:
                 step *= self._every
             if values and is_step(step):
                 self._table.add(step, values)
-                self._ends.row(step, validates=only_validates(values))
+                self._ends.row(step, validates=only_validates(values), torn=torn)
 
     def _count(self, values: Mapping[str, object]) -> int:
         """Returns the number of a row without a step. If its epoch is earlier than the last one's, the run was started
