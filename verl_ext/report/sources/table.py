@@ -223,8 +223,7 @@ class MetricTable:
         validation = np.frombuffer(bytes(self._validation), bool)
         units, unit_of_row = self._units(steps, validation)
         starts = [*_run_starts(units), units.low.size]
-        row_ends: np.ndarray = np.searchsorted(unit_of_row, np.array(starts))
-        ends: list[int] = row_ends.tolist()  # of the rows of each part
+        ends = [int(np.searchsorted(unit_of_row, start)) for start in starts]  # of the rows of each part
         whole = [at for at in range(len(ends)) if not self._goes_on(steps, ends, at)]
         runs = len(whole) - 1
         number = chosen_run(which, runs)
