@@ -57,6 +57,8 @@ CASES = [
     ("gap_level.broken", None, {K3: [5.0] * 10}),
     ("gap_level.broken", None, {K3: [1e-3] * 10, PROB_DIFF: [0.7] * 10}),  # the measure that is the worst
     ("gap_level.broken", None, {CORRELATION: [0.2] * 10}),
+    ("gap_level.close", None, {K3: [0.008], K1: [-0.05]}),  # one reading of k1 is noise
+    ("gap_level.apart", None, {K3: [8e-4, 9e-4] * 10, K1: [0.03, 0.031] * 10}),  # top_p that training does not know
     ("gap_level.broken", None, {LOG_RATIO: [2.0] * 10}),
     ("gap_level.apart", None, {K3: [0.05] * 10}),
     ("gap_level.apart", None, {K1: [-0.05] * 10}),

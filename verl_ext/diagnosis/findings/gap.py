@@ -138,8 +138,11 @@ def gap_of(run: Readings) -> Gap | None:
 
 
 def _logged_gaps(run: Readings) -> list[Gap]:
-    """Returns the gap by each measure that was logged, in order of preference."""
-    return [Gap(series, each, each.words) for each in MEASURES if (series := run.get(each.name)) is not None]
+    """Returns the gap by each measure that was logged, in order of preference. Of the two estimates of one KL, k1
+    scatters far more, around 0 too: beside k3 it counts only if its mean is more than noise."""
+    found = [Gap(series, each, each.words) for each in MEASURES if (series := run.get(each.name)) is not None]
+    sure = abs(in_errors(run.values(K1)[-LEVEL_READINGS:]) or 0.0) > NOISE_ERRORS or run.get(K3) is None
+    return [each for each in found if each.measure.name != K1 or sure]
 
 
 def _median(values: np.ndarray) -> float:
