@@ -35,7 +35,7 @@ from verl_ext.features.verl_config import (
     reads_models,
     value_of,
 )
-from verl_ext.launch.command_line import plugins
+from verl_ext.launch.command_line import Launch, plugins
 from verl_ext.launch.gpus import Gpu
 from verl_ext.launch.models import ModelShape, shape_of
 from verl_ext.launch.packages import (
@@ -92,8 +92,7 @@ class Context:
         environ: environment variables.
         refused: why the overrides do not compose, or those that Hydra refuses; the config is without them.
         overrides: the command line from which the config is composed.
-        left_out: settings of a script whose values are not known here, so that the config has verl's defaults.
-        entry: the entry point, if it is not main_ppo.
+        launch: the launch of a script. The config has verl's defaults where it was left out.
         gpu: the rollout's GPU, if it is known.
         trust: whether code that the config names may run (`hooks.py`).
         folder: returns the folder of a package's source.
@@ -111,8 +110,7 @@ class Context:
     config: Any = None  # DictConfig | None
     refused: Sequence[Problem] = ()
     overrides: Sequence[str] = ()
-    left_out: Collection[str] = ()
-    entry: str = ""
+    launch: Launch = field(default_factory=Launch)
     gpu: Gpu | None = None
     trust: bool = False
     folder: Callable[[str], Path | None] = package_folder
@@ -131,6 +129,11 @@ class Context:
         """Returns a setting that is a number; None for another value, which other checks report."""
         value = self.get(key)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    @property
+    def entry(self) -> str:
+        """The entry point, if it is not main_ppo."""
+        return self.launch.entry
 
     @property
     def given(self) -> set[str]:
@@ -426,6 +429,9 @@ def _as_far_as_known(found: Problem, context: Context) -> Problem:
     if found.unknown and found.level not in ("ok", "note"):
         said = f"the script's value of {', '.join(found.unknown)} is not known here, and verl's default was judged"
         return replace(found, level="note", why="; ".join(filter(None, (said, found.why))), fix=())
+    if found.fix and (lost := [key for key in context.launch.lost if key in f"{found.found} {' '.join(found.fix)}"]):
+        why = f"{found.why}; {', '.join(lost)} of the script {'does' if len(lost) == 1 else 'do'} not arrive"
+        found = replace(found, why=why, fix=())
     of_verl = ("config", "verl's settings", "verl's validation")
     if context.entry and found.level == "error" and found.check not in of_verl:
         return replace(found, level="warning", why=f"it would stop main_ppo; {found.why}", fix=())

@@ -79,12 +79,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     def look(overrides: Sequence[str]) -> "list[Problem]":
         return diagnose(
-            [*given, *overrides],
-            arguments.gpu,
-            trust=arguments.trust,
-            versions=versions,
-            left_out=arguments.left_out,
-            entry=arguments.entry,
+            [*given, *overrides], arguments.gpu, trust=arguments.trust, versions=versions, launch=arguments.launch
         )
 
     findings = look(())

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from verl_ext.doctor import installation  # noqa: F401 (registers checks, in the order of the table)
 
@@ -12,7 +12,7 @@ from verl_ext.doctor import engine, experts, hooks, precision, sampling  # noqa:
 
 # isort: split
 from verl_ext.base.errors import Problem, errors_of
-from verl_ext.doctor import objective, outcome, sizes, training, unread, weight_sync, zero_mismatch  # noqa: F401
+from verl_ext.doctor import machines, objective, outcome, sizes, training, unread, weight_sync, zero_mismatch  # noqa: F401
 
 # isort: split
 from verl_ext.doctor import refusals  # noqa: F401 (last: it repeats nothing that another check has said)
@@ -26,7 +26,7 @@ from verl_ext.doctor.checks import (
     run_checks,
 )
 from verl_ext.features.verl_config import key_of, mark_unknown
-from verl_ext.launch.command_line import Composed, compose
+from verl_ext.launch.command_line import Composed, Launch, compose
 from verl_ext.launch.gpus import Gpu, present
 
 MOST_ROUNDS = 8  # each round applies all known fixes
@@ -38,8 +38,7 @@ def diagnose(
     *,
     trust: bool = False,
     versions: Mapping[str, str] | None = None,
-    left_out: Collection[str] = (),
-    entry: str = "",
+    launch: Launch | None = None,
 ) -> list[Problem]:
     """Returns the findings on this installation, and on the run that these arguments of `verl_ext.main_ppo` describe.
 
@@ -47,13 +46,13 @@ def diagnose(
     `installed_versions` from before.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when it is imported; nothing is downloaded
-    versions = versions or installed_versions()
+    versions, launch = versions or installed_versions(), launch or Launch()
     composed, other_machine = Composed(None), gpu is not None
     with contextlib.redirect_stdout(sys.stderr):  # verl and its imports print; stdout is for the findings
         if arguments:
-            composed = compose(arguments, trust=trust, entry=entry)
+            composed = compose(arguments, trust=trust, entry=launch.entry)
             gpu = gpu or present()
-            for setting in left_out if composed.config is not None else ():
+            for setting in launch.left_out if composed.config is not None else ():
                 mark_unknown(composed.config, setting)
         context = Context(
             versions,
@@ -62,8 +61,7 @@ def diagnose(
             composed.config,
             composed.problems,
             overrides=arguments,
-            left_out=left_out,
-            entry=entry,
+            launch=launch,
             gpu=gpu,
             trust=trust,
             other_machine=other_machine,

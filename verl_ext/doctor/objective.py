@@ -3,11 +3,12 @@
 The files of verl are those of 0.9.1; `core_algos.py` and `v1` are in verl/trainer/ppo.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 
 from omegaconf import OmegaConf
 
-from verl_ext.base.errors import Problem
+from verl_ext.base.errors import Problem, errors_of
 from verl_ext.core.filters import BATCH_FILTERS
 from verl_ext.doctor.checks import Context, check, error, note, ok, warning
 from verl_ext.doctor.precision import BFLOAT16, DTYPES, corrected, dtype_name
@@ -28,8 +29,9 @@ from verl_ext.features.verl_config import (
     replay_mode,
     verls_corrections,
 )
-from verl_ext.launch.names import MANAGER
+from verl_ext.launch.names import MANAGER, unknown_names
 from verl_ext.launch.refused import is_plain, new_place, replacement
+from verl_ext.launch.rewards import reward_function_problems
 
 WITHOUT_BASELINE = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "grpo_positive", "qae")
 ROOTS = ("custom_reward_function", "reward_manager", "reward_model", "sandbox_fusion", "ray_init")
@@ -70,16 +72,33 @@ def old_reward_settings(context: Context) -> Iterable[Problem]:
         for leaf, value in _set_below(context.get(root), root)
         if not (place := new_place(leaf)) or context.get(place) != value  # else nothing is lost
     }
-    given |= {key: "" for key in context.left_out if key.split(".")[0] in ROOTS}
+    given |= {key: "" for key in context.launch.left_out if key.split(".")[0] in ROOTS}
     if context.entry.removesuffix(".py").endswith("fully_async_main"):  # which moves the reward's itself
         given = {leaf: value for leaf, value in given.items() if leaf.startswith("ray_init")}
     if given:
         known = ", ".join(dict.fromkeys(filter(None, map(new_place, given)))) or "no such setting"
         default = "its default" if all(leaf.startswith("ray_init") for leaf in given) else "its default reward"
         why = f"verl 0.9.1 silently uses {default}: it reads {known}"
-        known_values = ((leaf, value) for leaf, value in given.items() if leaf not in context.left_out)
-        moved = (replacement(leaf, value, context.config, context.given) for leaf, value in known_values)
-        yield warning(f"{', '.join(given)}: not read", why, *(one for places in moved for one in places))
+        known_values = ((leaf, value) for leaf, value in given.items() if leaf not in context.launch.left_out)
+        moved, fix = copy.deepcopy(context.config), list[str]()
+        for leaf, value in known_values:
+            fix += replacement(leaf, value, context.config, context.given)
+            if place := new_place(leaf):
+                OmegaConf.update(moved, place, value, force_add=True)
+        there = [*errors_of([*unknown_names(moved), *reward_function_problems(moved)])]
+        if new := [one for one in there if one not in {*unknown_names(context.config)}]:
+            why = f"{why}; there the run stops: {'; '.join(f'{one.found} ({one.why})' for one in new)}"
+        yield warning(f"{', '.join(given)}: not read", why, *([] if new else fix))
+
+
+@check("reward function", needs="config")
+def reward_function(context: Context) -> Iterable[Problem]:
+    """A reward function whose parameters are not those with which its manager calls it.
+
+    Source: the call of `compute_score` in verl/experimental/reward_loop/reward_manager, to which `_call_with_kwargs` of
+    verl/trainer/ppo/reward.py adds reward_kwargs.
+    """
+    yield from reward_function_problems(context.config)
 
 
 def _set_below(node: object, path: str) -> Iterator[tuple[str, object]]:
@@ -149,7 +168,7 @@ def group_estimators(context: Context) -> Iterable[Problem]:
     elif name == "rloo_vectorized":
         yield warning(found, "every advantage is 0: nothing is learnt", f"{RESPONSES}=8")
     else:
-        why = "a group of one has no baseline: the advantage is the reward, and every response is reinforced"
+        why = "a group of one has no baseline: the advantage is the reward itself"
         yield warning(found, why, f"{RESPONSES}=8")
 
 

@@ -45,7 +45,7 @@ def sizes(context: Context) -> Iterable[Problem]:
         return
     own = [*_batches(context), *_too_large(context), *_whole_tensors(context)]
     yield from own
-    if all(each.level == "note" for each in own):
+    if not own:
         beside = "" if shape else "; the model's shape is not known, and was left out"
         yield ok(f"batches, lengths and ranks fit each other{beside}")
 
@@ -58,7 +58,8 @@ def _batches(context: Context) -> Iterator[Problem]:
     """
     batch, mini = context.get("data.train_batch_size"), context.get(f"{ACTOR}.ppo_mini_batch_size")
     if batch % mini:
-        why = f"the last one has {batch % mini} prompts and padding, and makes a whole optimizer step"
+        which = "last" if batch > mini else "only"
+        why = f"the {which} one has {batch % mini} prompts and padding, and makes a whole optimizer step"
         found = f"data.train_batch_size={batch} is no multiple of ppo_mini_batch_size={mini}"
         if str(context.get(f"{ACTOR}.loss_agg_mode")).startswith("seq-mean"):
             why = f"{why}; a mean over answers divides its gradient by {mini / (batch % mini):.2g}"

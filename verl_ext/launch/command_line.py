@@ -6,10 +6,10 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -22,9 +22,6 @@ from verl_ext.features.stability import import_from_here
 from verl_ext.features.verl_config import ACTOR, hydra_value, key_of, value_of
 from verl_ext.launch.names import unknown_name
 from verl_ext.launch.refused import Refused, refusals
-
-if TYPE_CHECKING:
-    from verl_ext.launch.script import Launch
 
 COMMAND = re.compile(r"main_|^-m$|^--module$|\.py$")
 FLAGS = ("config-path", "config-name")
@@ -49,6 +46,43 @@ REMEDIES = {
     "blanks in a value only between quotes: \"key='value'\"",
 }
 KNOWN_PATH = re.compile(r"file://|pkg://(verl|verl_ext)(\.|/|$)")
+
+
+class Machines(NamedTuple):
+    """The machines that a script asks for: its words, and the numbers of nodes and of GPUs per node, None if open."""
+
+    said: str
+    nodes: int | None
+    gpus: int | None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The command of a script that starts verl; empty if there is none.
+
+    Attributes:
+        arguments: those of the entry point. A part that is not known stands as `$CAUSE` in a longer value.
+        where: its script and line.
+        module: the entry point.
+        entry: the same, if it is not main_ppo.
+        unknown: what could not be known, as `$NAME` or `$(command)` -> its script and line, and the settings with it.
+        left_out: settings of which nothing is known.
+        others: where else the script starts verl.
+        exports: the environment variables that the script has set for it.
+        lost: overrides behind it that the shell does not give to it -> to what it gives them.
+        machines: those on which Ray starts.
+    """
+
+    arguments: Sequence[str] = ()
+    where: str = ""
+    module: str = ""
+    entry: str = ""
+    unknown: Mapping[str, tuple[str, list[str]]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    exports: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+    machines: tuple[Machines, ...] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +113,7 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
     """
     if arguments.trust:
         import_from_here()
-    read = read_launch(arguments.overrides, os.environ)
-    arguments.overrides, said, arguments.left_out, arguments.entry = read
+    arguments.overrides, said, arguments.launch = read_launch(arguments.overrides, os.environ)
     if said:
         print(f"verl-ext: {printable(said, MOST_SAID)}", file=sys.stderr)
     values = {flag: getattr(arguments, flag.replace("-", "_"), None) for flag in FLAGS}
@@ -89,9 +122,9 @@ def given_arguments(arguments: argparse.Namespace) -> list[str]:
 
 def read_launch(
     words: Sequence[str], environ: Mapping[str, str], *, complete: bool = False
-) -> tuple[list[str], str, tuple[str, ...], str]:
-    """Returns the arguments of `verl_ext.main_ppo` that these words give, a line on what was read, "" if nothing, the
-    settings that were left out because their values are not known, and the entry point if it is not main_ppo.
+) -> tuple[list[str], str, Launch]:
+    """Returns the arguments of `verl_ext.main_ppo` that these words give, a line on what was read, "" if nothing, and
+    the launch in a script or a command.
 
     Args:
         words: overrides, and YAML files of overrides, and one script with its arguments, or one command. An override
@@ -112,7 +145,7 @@ def read_launch(
     script = next((index for index, word in enumerate(given) if "=" not in word and Path(word[:200]).is_file()), None)
     command = any(COMMAND.search(word) and "=" not in word.split()[0] for word in given if word.strip())
     if script is None and not command:
-        return given, "", (), ""
+        return given, "", Launch()
     from verl_ext.launch import script as scripts
 
     entry = scripts.entry_of(given)
@@ -126,9 +159,10 @@ def read_launch(
     else:
         words = [word for word in before if word not in added] + given[len(before) :]
         launch = scripts.read_command(words, variables, replaced)
-    said, other = _about(launch), "" if scripts.MAIN.fullmatch(launch.module) else launch.module
-    if complete and other:
-        raise ConfigError(f"{launch.where} starts {other}", otherwise="only a launch of main_ppo can be submitted")
+    said = _about(launch)
+    if complete and launch.entry:
+        why = "only a launch of main_ppo can be submitted"
+        raise ConfigError(f"{launch.where} starts {launch.entry}", otherwise=why)
     if complete and launch.unknown:
         raise ConfigError(said)
     if complete and launch.exports:
@@ -136,7 +170,7 @@ def read_launch(
     ours = [word for word in (*launch.arguments, *added) if needs_our_module(word)]
     if ours and launch.module == VERLS and not complete:
         said += f"; {ours[0]} needs python -m {OURS}: {VERLS} does not know it"
-    return _with_added(launch.arguments, added), said, launch.left_out, other
+    return _with_added(launch.arguments, added), said, launch
 
 
 def _with_added(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
@@ -153,7 +187,7 @@ def _with_added(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
     return [*found, *(word for word in added if key_of(word) not in own & values.keys() or word.startswith("~"))]
 
 
-def _about(launch: "Launch") -> str:
+def _about(launch: Launch) -> str:
     parts = [f"read {launch.where}"]
     if launch.others:
         parts.append(f"not read, as they start verl too: {'; '.join(launch.others)}")
@@ -314,7 +348,7 @@ def required_config(arguments: argparse.Namespace) -> DictConfig:
     """
     with contextlib.redirect_stdout(sys.stderr):  # what --trust imports may print
         given = given_arguments(arguments)
-        composed = compose(given, trust=arguments.trust, entry=arguments.entry)
+        composed = compose(given, trust=arguments.trust, entry=arguments.launch.entry)
     config = composed.config
     if config is None or errors_of(composed.problems):
         raise ConfigError.of(composed.problems)

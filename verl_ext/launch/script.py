@@ -9,8 +9,8 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
@@ -21,12 +21,21 @@ import tree_sitter_bash
 from tree_sitter import Language, Parser
 
 from verl_ext.base.errors import ConfigError
+from verl_ext.launch.command_line import Launch, Machines
 
 # A value is text. An unknown part of it is its cause between two private characters, without blanks; FIELD ends a word.
 UNKNOWN, BLANK, FIELD = re.compile("\ue000(.*?)\ue001"), "\ue003", "\ue002"
 STARTS = re.compile(r"(?:[\w.]+\.|(?:\S*/)?)main_\w+(?:\.py)?")  # a module or file of an entry point
 SETTING = re.compile(r"\+*(?:actor_rollout_ref|algorithm|critic|data|reward\w*|trainer)\.[\w.]+=")  # of verl's config
 MODEL = re.compile(r"\+*actor_rollout_ref\.model\.path=")
+NO_COMMAND = re.compile(r"[+~]*[a-z]\w*(?:\.\w+)+=")  # an override where the shell expects a command's name
+VISIBLE = re.compile(r"(?:CUDA|HIP|ROCR|ASCEND_RT)_VISIBLE_DEVICES")
+IDS = re.compile(r"(?:\d+|(?:GPU|MIG)-[\w-]+)(?:,(?:\d+|(?:GPU|MIG)-[\w-]+))*")
+REMOTE = re.compile(r"\bRAY_ADDRESS\b|\bray\s+(?:job|submit|exec)\b")  # the run starts on machines of another job
+CLUSTER = re.compile(rf"{REMOTE.pattern}|\bray\s+(?:start|up)\b|ray\w*\.sh\b")  # whose Ray counts the GPUs itself
+SLURM = re.compile(r"^#SBATCH[ \t]+(.*)", re.MULTILINE)
+NODES = re.compile(r"(?:--nodes[= ]|-N ?)(\d+)(?![\d-])")
+GPUS_PER_NODE = re.compile(r"--(?:gres[= ]gpu:|gpus-per-node[= ])(?:[A-Za-z][\w.-]*:)?(\d+)\b")
 MAIN = re.compile(r"(?:.*/)?(?:verl[./]trainer|verl_ext)[./]main_ppo(?:\.py)?")
 PYTHON = re.compile(r"(?:\S*/)?(?:python[\d.]*|torchrun|accelerate)")
 COMMAND, COMMAND_TEXT = "the command", re.compile(r"main_| -m ")
@@ -54,29 +63,6 @@ LEXEME = re.compile(
 MOST_TURNS = 100  # of a loop
 Node: TypeAlias = Any  # tree_sitter.Node, whose text and fields may be None by its type, and here never are
 Status: TypeAlias = bool | str  # of a command; the cause if it is not known
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The command that starts verl.
-
-    Attributes:
-        arguments: those of the entry point. A part that is not known stands as `$CAUSE` in a longer value.
-        where: its script and line.
-        module: the entry point.
-        unknown: what could not be known, as `$NAME` or `$(command)` -> its script and line, and the settings with it.
-        left_out: settings of which nothing is known.
-        others: where else the script starts verl.
-        exports: names of the environment variables that the script sets.
-    """
-
-    arguments: list[str]
-    where: str
-    module: str = ""
-    unknown: Mapping[str, tuple[str, list[str]]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-    exports: tuple[str, ...] = ()
 
 
 def read_script(
@@ -113,6 +99,7 @@ def read_command(words: Sequence[str], environ: Mapping[str, str], replaced: Col
         ConfigError: it starts nothing that is known.
     """
     shell = _Shell(environ, Path(COMMAND), ())
+    shell.texts = [" ".join(words)]
     shell.execute(list(words), COMMAND, "")
     return _chosen(shell, COMMAND, "", replaced)
 
@@ -137,15 +124,30 @@ def _chosen(shell: "_Shell", name: str, ended: str, replaced: Collection[str]) -
         for cause in dict.fromkeys(UNKNOWN.findall(word)):
             place = shell.places.get(cause, chosen.where)
             unknown.setdefault(cause.replace(BLANK, " "), (place, []))[1].append(_setting_of(word))
-    return Launch(
-        [UNKNOWN.sub(lambda found: "$" + re.sub(r"\W+", "_", found[1]).strip("_")[:40], word) for word in kept],
-        chosen.where,
-        chosen.module,
-        unknown,
-        tuple(map(_setting_of, lost)),
-        tuple(dict.fromkeys(one.where for one in trains if one.where != chosen.where)),
-        tuple(sorted(shell.exports)),
+    return replace(
+        chosen,
+        arguments=[UNKNOWN.sub(lambda at: "$" + re.sub(r"\W+", "_", at[1]).strip("_")[:40], word) for word in kept],
+        entry="" if MAIN.fullmatch(chosen.module) else chosen.module,
+        unknown=unknown,
+        left_out=tuple(map(_setting_of, lost)),
+        others=tuple(dict.fromkeys(one.where for one in trains if one.where != chosen.where)),
+        lost={key: to for key, to in chosen.lost.items() if key not in replaced and not shell.unparsed},
+        machines=tuple(_machines(shell, chosen.exports)),
     )
+
+
+def _machines(shell: "_Shell", exports: Mapping[str, str]) -> Iterator[Machines]:
+    """Yields the GPUs that a script makes visible, and those that it asks Slurm for, if Ray starts on them."""
+    text, slurm = "\n".join(shell.texts), " ".join(SLURM.findall("\n".join(shell.texts[:1])))
+    if "RAY_ADDRESS" in shell.variables or REMOTE.search(text):
+        return
+    for name, value in exports.items():
+        if VISIBLE.fullmatch(name) and IDS.fullmatch(value) and not CLUSTER.search(text):
+            yield Machines(f"{name}={value}", 1, value.count(",") + 1)
+    nodes, gpus = ([*pattern.finditer(slurm)][-1:] for pattern in (NODES, GPUS_PER_NODE))
+    if nodes or gpus:
+        said = " ".join(one[0] for one in (*nodes, *gpus))
+        yield Machines(f"#SBATCH {said}", *(int(found[0][1]) if found else None for found in (nodes, gpus)))
 
 
 def _setting_of(word: str) -> str:
@@ -191,6 +193,7 @@ class _Shell:
         self.functions: dict[str, Node] = {}
         self.found: list[Launch] = []
         self.exports: set[str] = set()
+        self.texts, self.piped = list[str](), False  # piped: behind a launch, in its pipeline
         self.unparsed, self.joined = list[int](), list[int]()
         self.printed: list[str] = []
         self.places: dict[str, str] = {}
@@ -208,6 +211,7 @@ class _Shell:
     # Statements
 
     def run_text(self, text: str) -> Status:
+        self.texts.append(text)
         plain, self.joined = _as_grammar_reads(text)
         return self.run(_parsed(plain))
 
@@ -275,7 +279,11 @@ class _Shell:
                 value = self.arithmetic(node.named_children)
                 return _causes(value) or value != "0"
             case "pipeline":
-                self.run_all(node.children)
+                found = len(self.found)
+                for child in node.children:
+                    self.piped = len(self.found) > found
+                    self.run_all([child])
+                self.piped = False
                 self.printed = [_unknown(node.text.decode())]
                 return node.text.decode()
             case "heredoc_redirect":
@@ -391,16 +399,29 @@ class _Shell:
     # Commands
 
     def command(self, node: Node) -> Status:
-        words = []
+        words, own, before = list[str](), set[str](), dict(self.variables)
+        named = node.child_by_field_name("name") or node
         for child in node.named_children:
-            if child.type == "variable_assignment":  # kept, because the grammar takes `A=1 B=2` before a line as this
-                self.exports.add(self.assign(child))
+            if child.type == "variable_assignment":
+                name = self.assign(child)
+                between = node.text[child.end_byte - node.start_byte : max(named.start_byte - node.start_byte, 0)]
+                if b"\n" not in between.replace(b"\\\n", b""):  # else a line before, which the grammar takes as this
+                    own.add(name)
             elif child.type == "heredoc_redirect":
                 self.run(child)
             elif child.type not in ("comment", "file_redirect", "herestring_redirect"):
                 words += (new := self.words(child))
                 self.note(new, child)
-        return self.execute(words, f"{self.script.name}, line {self.line(node)}", node.text.decode()) if words else True
+        if not words:
+            return True
+        added = own - self.exports
+        self.exports |= own
+        status = self.execute(words, f"{self.script.name}, line {self.line(node)}", node.text.decode())
+        for name in own:  # which only this command has
+            self.variables.pop(name, None)
+        self.variables |= {name: before[name] for name in own & before.keys()}
+        self.exports -= added
+        return status
 
     def execute(self, words: list[str], where: str, text: str) -> Status:
         """Follows a command as far as it matters here; returns its status, or `text` if that is not known."""
@@ -442,8 +463,15 @@ class _Shell:
         if name in SILENT or name in ("echo", "printf", "pwd", "dirname", "basename"):
             return True
         if (index := entry_of(words)) is not None:
-            self.found.append(Launch(words[index + 1 :], where, words[index]))
+            exports = {
+                one: said for one in sorted(self.exports) if isinstance(said := self.variables.get(one, ""), str)
+            }
+            self.found.append(Launch(words[index + 1 :], where, words[index], exports=exports))
             return text
+        alone = NO_COMMAND.match(name)
+        if self.found and (alone or self.piped):
+            to, lost = f"{'a command of its own' if alone else name} ({where})", NO_COMMAND if alone else SETTING
+            self.found[-1].lost.update((_setting_of(word), to) for word in words if lost.match(word))
         if PYTHON.fullmatch(name) and rest[:1] == ["-c"] and (probe := PROBE.fullmatch(rest[-1])):
             return importlib.util.find_spec(probe[1]) is not None  # whether `import NAME` would work
         self.printed.append(_unknown(text))

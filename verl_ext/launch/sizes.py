@@ -14,6 +14,7 @@ from verl_ext.base.errors import ConfigError, Problem
 from verl_ext.features.verl_config import (
     ACTOR,
     BYPASS,
+    MODE,
     ROLLOUT,
     ROLLOUTS,
     VIRTUAL_STAGES,
@@ -63,6 +64,23 @@ def size_problems(config: DictConfig, shape: ModelShape | None) -> Iterator[Prob
 def world_size(config: DictConfig) -> int:
     """Returns the number of training workers."""
     return int(config.trainer.nnodes * config.trainer.n_gpus_per_node)
+
+
+def gpu_pools(config: DictConfig) -> dict[str, tuple[int, int]]:
+    """Returns node of settings -> machines, and GPUs per machine, of those with GPUs of their own:
+    `_init_resource_pool_mgr` of v1/trainer_base.py, and the rollout of v1/trainer_separate_async.py."""
+    used = {
+        "trainer": True,
+        "reward.reward_model": _get(config, "reward.reward_model.enable_resource_pool"),
+        "distillation": _get(config, "distillation.enabled"),
+        ROLLOUT: _get(config, "trainer.use_v1") and _get(config, MODE) == "separate_async",
+    }
+    sizes = {each: (_get(config, f"{each}.nnodes"), _get(config, f"{each}.n_gpus_per_node")) for each in used}
+    return {
+        each: sizes[each]
+        for each in used
+        if used[each] and all(isinstance(size, int) and size > 0 for size in sizes[each])
+    }
 
 
 def data_parallel_size(config: DictConfig) -> int:

@@ -91,6 +91,7 @@ POOL = " ".join(
     f"reward.reward_model.{one}" for one in ("enable=true", "enable_resource_pool=true", "n_gpus_per_node=8")
 )
 FULL = f"{MEGATRON} {LAYERS}.recompute_granularity=full"
+CPUS, REWARD = "ray_kwargs.ray_init.num_cpus", "reward.custom_reward_function.path=/x/verl/utils/reward_score"
 DEEPEP = f"{MEGATRON} {SMALL} {LAYERS}.moe_enable_deepep=true"
 GDPO = f"{ESTIMATOR}=gdpo +algorithm.gdpo_reward_keys=[a]"
 DISTILLED = "distillation.distillation_loss"
@@ -369,6 +370,18 @@ HAZARDS: dict[str, dict[str, list[str | tuple[str, str]]]] = {
             "+ray_init.num_cpus=8",
             "+reward_manager.name=dapo",
         ],
+    },
+    "machine": {
+        "": [EIGHT, f"{CPUS}=24 {EIGHT}", f"{CPUS}=1 {EIGHT} trainer.device=cpu"],
+        "error": [(f"{CPUS}=16 {EIGHT}", f"{CPUS}=34"), f"{CPUS}=40 {EIGHT} {POOL} reward.reward_model.nnodes=1"],
+    },
+    "reward function": {
+        "": [
+            "reward.custom_reward_function.path=mine.py",  # not here
+            f"{REWARD}/__init__.py reward.custom_reward_function.name=default_compute_score",
+            f"{REWARD}/gsm8k.py reward.reward_manager.source=importlib",  # a manager of one's own
+        ],
+        "error": [f"{REWARD}/gsm8k.py", f"{REWARD}/math_dapo.py"],
     },
     "group size": {
         "": [f"{ROLLOUT}.n=1 distillation.enabled=true {DISTILLED}.use_task_rewards=False"],
@@ -886,6 +899,9 @@ def test_old_reward_settings_move_with_what_they_need(findings):
     assert finding.fix[1] == "++reward.custom_reward_function.path=/a/grader.py"
     (finding,) = findings("old reward settings", "reward_model.reward_manager=prime")  # verl has none of this name
     assert finding.fix == ()
+    path = "custom_reward_function.path=/x/verl/utils/reward_score/gsm8k.py"  # its function takes no data_source
+    (finding,) = findings("old reward settings", path)
+    assert finding.fix == () and "there the run stops" in finding.why and "data_source" in finding.why
     overlong = "+reward_model.overlong_buffer"
     (finding,) = findings("old reward settings", f"{overlong}.enable=True", f"{overlong}.len=64")
     buffer = "++reward.reward_kwargs.overlong_buffer_cfg"

@@ -3,6 +3,8 @@
 import pytest
 from transformers import GemmaConfig, GPT2Config, Qwen3Config, Qwen3MoeConfig
 
+from verl_ext.doctor.checks import run_checks
+from verl_ext.launch.command_line import Launch, Machines
 from verl_ext.launch.gpus import named
 
 ACTOR = "actor_rollout_ref.actor"
@@ -125,3 +127,29 @@ def test_packed_linear_attention(findings, model, level, ulysses):
     packed = "actor_rollout_ref.model.use_remove_padding=true"
     found = findings("sizes", f"{MODEL}=Qwen/{model}", packed, *split, f"{ROLLOUT}.n=8")
     assert levels(found) == {level} and (level == "ok" or len(found) == ulysses)
+
+
+@pytest.mark.parametrize(
+    ("machines", "overrides", "level", "fix"),
+    [
+        (("CUDA_VISIBLE_DEVICES=0,1", 1, 2), ["trainer.n_gpus_per_node=4"], "error", ("trainer.n_gpus_per_node=2",)),
+        (("CUDA_VISIBLE_DEVICES=0,1", 1, 2), ["trainer.n_gpus_per_node=2"], None, ()),
+        (("CUDA_VISIBLE_DEVICES=0,1", 1, 2), ["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], None, ()),
+        (("#SBATCH --nodes=1", 1, None), ["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], "warning", ()),
+        (("#SBATCH --nodes=1 --gres=gpu:8", 1, 8), ["trainer.n_gpus_per_node=4", "trainer.nnodes=2"], None, ()),
+        (("#SBATCH --gres=gpu:4", None, 4), ["trainer.n_gpus_per_node=8"], "warning", ("trainer.n_gpus_per_node=4",)),
+    ],
+)
+def test_machines_of_the_script_have_the_gpus(findings, machines, overrides, level, fix):
+    launch = Launch(machines=(Machines(*machines),))
+    found = findings("machine", *overrides, launch=launch)
+    assert [(one.level, one.fix) for one in found] == ([(level, fix)] if level else [])
+
+
+def test_lost_overrides_are_told_and_no_fix_repeats_them(context):
+    lost = {f"{ROLLOUT}.n": "a command of its own (run.sh, line 3)", "trainer.nnodes": "tee (run.sh, line 5)"}
+    run = context(f"{ROLLOUT}.n=1", launch=Launch(lost=lost))
+    own, tee = run_checks(run, ["lost overrides"])
+    assert own.level == tee.level == "warning" and f"{ROLLOUT}.n" in own.found and "without a backslash" in own.why
+    (finding,) = run_checks(run, ["group size"])
+    assert finding.fix == () and "does not arrive" in finding.why

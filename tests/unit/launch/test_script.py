@@ -174,6 +174,60 @@ def test_a_file_that_is_not_here_may_be_where_the_script_runs(tmp_path):
     assert launch.left_out == ("a",)
 
 
+LAUNCH = f"{START} a.b=1 \\\n"
+LATER = "+trainer.nnodes=1 \\\n data.x=$N\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        (
+            f"{LAUNCH}# data.y=2 \\\n{LATER}",
+            {"trainer.nnodes": "a command of its own", "data.x": "a command of its own"},
+        ),
+        (f"{START} a.b=1 # why \\\n{LATER}", ["trainer.nnodes", "data.x"]),
+        (f"{START} a.b=1\n{LATER}", ["trainer.nnodes", "data.x"]),
+        (f"{LAUNCH} 2>&1 | tee x.log \\\n trainer.nnodes=1", {"trainer.nnodes": "tee"}),
+        (f"f() {{\n{START} a.b=1\n{LATER}}}\nf", ["trainer.nnodes", "data.x"]),
+        (f"{LAUNCH}{LATER}", []),
+        (f"# {LATER}{LAUNCH} 2>&1 | tee x.log\necho trainer.nnodes=1", []),
+        (f"./prepare.sh data.x=1 | cat\n{LAUNCH}\npython3 -m verl.model_merger merge data.x=1", []),
+    ],
+)
+def test_overrides_that_the_shell_gives_to_others_are_lost(text, lost, tmp_path):
+    found = read(text, tmp_path).lost
+    assert [*found] == [*lost]
+    if isinstance(lost, dict):
+        assert all(found[key].startswith(to) and "run.sh, line" in found[key] for key, to in lost.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "machines"),
+    [
+        (f"export CUDA_VISIBLE_DEVICES=0,3\n{START} a=1", [("CUDA_VISIBLE_DEVICES=0,3", 1, 2)]),
+        (f"X=1 CUDA_VISIBLE_DEVICES=4 {START} a=1", [("CUDA_VISIBLE_DEVICES=4", 1, 1)]),
+        (f"CUDA_VISIBLE_DEVICES=0 vllm serve x &\n{START} a=1", []),  # of that command alone
+        (
+            f"export CUDA_VISIBLE_DEVICES=0,1\nCUDA_VISIBLE_DEVICES=2 x &\n{START} a=1",
+            [("CUDA_VISIBLE_DEVICES=0,1", 1, 2)],
+        ),
+        (f"export CUDA_VISIBLE_DEVICES=$GPUS\n{START} a=1", []),
+        (f"CUDA_VISIBLE_DEVICES=0\n{START} a=1", []),  # not exported
+        (f"export CUDA_VISIBLE_DEVICES=0\nray start --head --num-gpus=8\n{START} a=1", []),
+        (f"export CUDA_VISIBLE_DEVICES=0\nray job submit -- {START} a=1", []),
+        (
+            f"#SBATCH --nodes=2  # machines\n#SBATCH --gres=gpu:h100:4\nray start --head\n{START} a=1",
+            [("#SBATCH --nodes=2 --gres=gpu:h100:4", 2, 4)],
+        ),
+        (f"#SBATCH -N 1-4\n##SBATCH --gpus-per-node=8\n{START} a=1", []),
+        (f"#SBATCH --gpus-per-node=8\n{START} a=1", [("#SBATCH --gpus-per-node=8", None, 8)]),
+        (f"#SBATCH --nodes=1\nexport RAY_ADDRESS=x\n{START} a=1", []),
+    ],
+)
+def test_machines_that_a_script_asks_for(text, machines, tmp_path):
+    assert [*read(text, tmp_path).machines] == machines
+
+
 def test_variables_of_the_environment_count(tmp_path):
     text = f"{START} nodes=$NODES model=${{MODEL:-mine}}"
     assert read(text, tmp_path, NODES="2", MODEL="yours").arguments == ["nodes=2", "model=yours"]
