@@ -81,7 +81,7 @@ class Launch:
     left_out: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     exports: Mapping[str, str] = field(default_factory=dict)
-    lost: Mapping[str, str] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
     machines: tuple[Machines, ...] = ()
 
 
