@@ -76,7 +76,11 @@ OF_TEXT = ("endswith", "lower", "lstrip", "rstrip", "split", "startswith", "stri
 
 
 def refused_by(
-    classes: Iterable[ast.ClassDef], called: Sequence[str], attributes: Mapping[str, Any], settings: Mapping[str, str]
+    classes: Iterable[ast.ClassDef],
+    called: Sequence[str],
+    attributes: Mapping[str, Any],
+    settings: Mapping[str, str],
+    imported: Callable[[str], Method | None] = lambda name: None,
 ) -> list[Refusal]:
     """Returns the errors that methods would raise which are called one after the other.
 
@@ -85,14 +89,14 @@ def refused_by(
         called: the methods.
         attributes: the known attributes of `self` and arguments of the method, by name.
         settings: the settings whose values these are, by name; "" for the whole config.
+        imported: returns a function of another file that the methods call by this name; None if it is not known.
     """
     methods: dict[str, list[Method]] = {}
     for node in (node for one in classes for node in one.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             methods.setdefault(node.name, []).append(node)
-    reader = _Reader(
-        methods, Facts(attributes), {**settings, **{f"self.{name}": one for name, one in settings.items()}}
-    )
+    places: dict[str, str | None] = {**settings, **{f"self.{name}": one for name, one in settings.items()}}
+    reader = _Reader(methods, Facts(attributes), places, imported)
     with suppress(StopError):
         for method in called if methods else ():
             reader.call(method, 0)
@@ -121,6 +125,7 @@ class _Reader:
     methods: Mapping[str, list[Method]]
     this: Facts
     settings: dict[str, str | None]
+    imported: Callable[[str], Method | None]
     found: list[Refusal] = field(default_factory=list)
     conditions: list[tuple[ast.expr, bool]] = field(default_factory=list)
     stack: list[tuple[str, int]] = field(default_factory=list)
@@ -219,6 +224,27 @@ class _Reader:
             case _ if isinstance(self.value(test), bool) and (setting := self.setting(test)):
                 return setting, wanted
         return None
+
+    def lacking(self, function: str, given: Sequence[ast.expr]) -> None:
+        """Refuses null settings that a function of another file needs, in a branch that another setting has opened.
+
+        It needs an argument without a default, an annotation or a test of it.
+        """
+        nulls = {index: one for index, one in enumerate(given) if self.setting(one) and self.value(one) is None}
+        branch, truth = self.conditions[-1] if self.conditions else (None, False)
+        if not nulls or not truth or branch is None or self.setting(branch) is None:
+            return
+        if (called := self.imported(function)) is None:
+            return
+        tests: list[ast.AST] = [
+            each for each in ast.walk(called) if isinstance(each, ast.Compare | ast.BoolOp | ast.UnaryOp)
+        ]
+        tests += [each.test for each in ast.walk(called) if isinstance(each, ast.If | ast.IfExp | ast.Assert)]
+        tested = {each.id for test in tests for each in ast.walk(test) if isinstance(each, ast.Name)}
+        for index, one in enumerate(called.args.args[: len(called.args.args) - len(called.args.defaults)]):
+            if index in nulls and not one.annotation and one.arg not in tested:
+                said = f"{function} needs {ast.unparse(nulls[index]).rpartition('.')[2]}"
+                self.refuse(said, [branch, nulls[index]])
 
     def skip(self, node: ast.AST) -> None:
         """Forgets what a statement may change, or if it may return what all of its method may change."""
@@ -330,6 +356,8 @@ class _Reader:
             return UNKNOWN
 
     def called(self, node: ast.Call) -> Any:
+        if isinstance(node.func, ast.Name):
+            self.lacking(node.func.id, node.args)
         match node:
             case ast.Call(func=ast.Name(id=name), args=[one, *_]) if name in SAME:
                 return self.value(one)

@@ -102,9 +102,17 @@ PARTS = (
     Part(
         "workers/engine/megatron/transformer_impl.py",
         "MegatronEngine",
-        ("__init__",),
+        ("__init__", "initialize"),
         {"model_config": MODEL, "engine_config": MEGATRON, "optimizer_config": OPTIM},
         lambda context: context.on_megatron,
+    ),
+    Part(
+        "workers/engine/megatron/transformer_impl.py",
+        "MegatronEngineWithLMHead",
+        ("postprocess_micro_batch_func",),
+        {"model_config": MODEL, "engine_config": MEGATRON, "tf_config": LAYERS},
+        lambda context: context.on_megatron,
+        {"loss_function": "a loss"},
     ),
     Part("checkpoint_engine/base.py", "CheckpointEngineWorker", ("__init__",), OF_ROLLOUT),
     Part(
@@ -147,7 +155,8 @@ def refused_parts(context: Context) -> Iterable[Problem]:
         values = {name: context.get(setting) if setting else context.config for name, setting in part.settings.items()}
         known = {name: value for name, value in values.items() if value is not None} | dict(part.known)
         classes = _classes_in("verl", part.path, part.name)
-        yield from _problems(context, "verl", part.name, refused_by(classes, part.methods, known, part.settings))
+        found = refused_by(classes, part.methods, known, part.settings, partial(_imported_in, part.path))
+        yield from _problems(context, "verl", part.name, found)
 
 
 def _problems(context: Context, package: str, name: str, found: Sequence[Refusal]) -> Iterator[Problem]:
@@ -192,6 +201,18 @@ def _classes_in(package: str, path: str, *names: str) -> tuple[ast.ClassDef, ...
     text = source(package_folder(package), path)
     classes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     return tuple(classes[name] for name in names if name in classes)
+
+
+@cache
+def _imported_in(path: str, name: str) -> ast.FunctionDef | None:
+    """Returns a function that a file of verl imports from another one; None if there is none."""
+    folder = package_folder("verl")
+    for node in ast.walk(ast.parse(source(folder, path))):
+        if isinstance(node, ast.ImportFrom) and name in [one.name for one in node.names if node.module]:
+            place = f"{str(node.module).removeprefix('verl.').replace('.', '/')}.py"
+            functions = (one for one in ast.parse(source(folder, place)).body if isinstance(one, ast.FunctionDef))
+            return next((one for one in functions if one.name == name), None)
+    return None
 
 
 @check("Megatron's layers", needs="on_megatron", after=("sizes",))

@@ -1,7 +1,7 @@
 """Settings of the launch that have no effect: verl reads them nowhere, or only beside another setting.
 
-What nothing reads is found in the installed sources (`without_reader`). The tables have what a search for names cannot
-see; their files of verl are those of 0.9.1.
+What nothing reads is found in the installed sources (`reads.py`). The tables have what a search for names cannot see;
+their files of verl are those of 0.9.1.
 """
 
 import re
@@ -10,24 +10,25 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_ext.base.errors import Problem
 from verl_ext.doctor.checks import Context, check, warning
+from verl_ext.doctor.reads import without_reader
 from verl_ext.features.verl_config import (
     ACTOR,
     CORRECTION,
     MODE,
     REWARD_ARGUMENTS,
     ROLLOUT,
-    is_unknown,
     key_of,
     value_of,
 )
 from verl_ext.launch.command_line import compose
-from verl_ext.launch.names import FREE, GROUPS, MANAGER, known_names
-from verl_ext.launch.packages import STRATEGY, package_folder
+from verl_ext.launch.names import GROUPS, MANAGER, known_names
+from verl_ext.launch.packages import STRATEGY
 from verl_ext.launch.refused import is_plain
+from verl_ext.upstream.agent_loop import MANAGER as LOOPS
 
 V1, ESTIMATOR = "trainer.use_v1", "algorithm.adv_estimator"
 LOSS, OPTIM = f"{ACTOR}.policy_loss", f"{ACTOR}.optim"
@@ -70,25 +71,18 @@ READ_BESIDE = (
     Beside("trainer.v1.separate_async..*", MODE, ("separate_async",), "v1/trainer_separate_async.py"),
     Beside("trainer.v1.colocate_async..*", MODE, ("colocate_async",), "v1/trainer_colocate_async.py"),
     Beside("critic.ppo_max_token_len_per_gpu", V1, (False,), "V1 takes ppo_infer_max_token_len_per_gpu"),
+    Beside(f"{ROLLOUT}.trace..*", V1, (False,), "v1/agent_loop_tq.py turns it off for each sample"),
 )
-# Nodes that verl gives to other code as they are, or whose settings it reads by a pattern of their names.
-HANDED_ON = ("lora", "turbo_config", "transfer_queue", "worker_nsight_options", "controller_nsight_options", "veomni")
-# Files that trainer V1 does not use, and the class of the old trainer in a file that it does use.
-ELSEWHERE = re.compile(
-    r"experimental/(fully_async_policy|one_step_off_policy|separation)/|/(main_(ppo_v0|eval|generation)|\w*sft\w*)"
-    r"|model_merger/|rollout/(hf_rollout|naive)|tinker"
-)
-OLD_TRAINER = re.compile(r"^class RayPPOTrainer\b.*?(?=^\S|\Z)", re.DOTALL | re.MULTILINE)
 
 
 @check("unread settings", needs="config")
 def unread_settings(context: Context) -> Iterable[Problem]:
-    """Settings of the launch that nothing in this verl reads, such as `actor_rollout_ref.nccl_timeout`; that verl reads
+    """Settings of the launch that nothing in this verl reads, such as `data.reward_fn_key`; that verl reads
     only beside another setting, such as `kl_loss_coef` without `use_kl_loss`; that another one replaces, such as
     `grad_clip`; `norm_adv_by_std_in_grpo` with an estimator other than grpo; an overlong buffer with a reward manager
     other than dapo, or above the length of all answers.
 
-    Source: the installed sources of verl, searched for each name; the table of verl_ext/doctor/unread.py.
+    Source: the installed sources of verl, searched for each name (`reads.py`); the table of verl_ext/doctor/unread.py.
     `compute_advantage` of ray_trainer.py passes norm_adv_by_std_in_grpo only to grpo. Of the managers in
     experimental/reward_loop/reward_manager, only dapo.py reads reward_kwargs.
     """
@@ -117,7 +111,8 @@ def _without_its_switch(context: Context) -> Iterator[Problem]:
     """Yields settings of READ_BESIDE whose switch the launch does not mention: where it does, its author knows."""
     for row in READ_BESIDE:
         switch = context.get(row.switch)
-        if row.switch in context.given or (switch in row.values if row.values else switch is not None):
+        of_others = row.switch == V1 and (context.entry or context.get(LOOPS))  # another trainer, or its own loops
+        if of_others or row.switch in context.given or (switch in row.values if row.values else switch is not None):
             continue
         names = [name for name in sorted(context.given) if re.fullmatch(row.settings, name)]
         if found := ", ".join(f"{name}={context.get(name)}" for name in names if _is_changed(context, name)):
@@ -154,48 +149,3 @@ def _unused_penalty(context: Context) -> Iterator[Problem]:
         found = f"{limit}={context.get(limit)} with {buffer}.len={context.get(f'{buffer}.len')} has no effect"
         why = f"the penalty begins above {begins} tokens, and answers end at data.max_response_length={longest}"
         yield warning(found, why, f"++{limit}={longest}")
-
-
-def without_reader(config: DictConfig, settings: Collection[str]) -> list[str]:
-    """Returns those of the settings of verl's own that no code of trainer V1 names, by an attribute, a key or an
-    interpolation.
-
-    A node none of whose settings is named is handed on whole, to code that reads them.
-    """
-    leaves = {name: name.split(".") for name in sorted(settings) if _is_leaf(config, name)}
-    nodes = {name: value_of(config, ".".join(parts[:-1])) for name, parts in leaves.items()}
-    beside = {str(word) for node in nodes.values() for word in node}
-    read = named_in_verl(frozenset(beside))
-    return [
-        name
-        for name, parts in leaves.items()
-        if parts[-1] not in read and read & {str(word) for word in nodes[name]} and value_of(config, name) is not None
-    ]
-
-
-def _is_leaf(config: DictConfig, name: str) -> bool:
-    """Returns True if a setting is one of verl's, with a value that is known, and not an argument of other code."""
-    above, _, leaf = name.rpartition(".")
-    node = value_of(config, above) if above else None
-    free = any(FREE.fullmatch(part) or part in HANDED_ON for part in name.split("."))
-    if not isinstance(node, DictConfig) or leaf not in node or free or is_unknown(config, name):
-        return False
-    return not OmegaConf.is_config(value_of(config, name))
-
-
-@cache
-def named_in_verl(words: frozenset[str]) -> frozenset[str]:
-    """Returns those of the words that verl's sources read as an attribute or a key, or its configs by interpolation;
-    all of them if verl is not installed."""
-    if (folder := package_folder("verl")) is None:
-        return words
-    texts = (
-        OLD_TRAINER.sub("", file.read_text(encoding="utf-8"))
-        for file in folder.rglob("*.py")
-        if not ELSEWHERE.search(file.relative_to(folder).as_posix())
-    )
-    either = "|".join(sorted(words, key=len, reverse=True))
-    used, above = re.compile(rf"""(?:\.|["'])({either})\b"""), re.compile(rf"\$\{{[^}}]*\b({either})\b")
-    configs = (file.read_text(encoding="utf-8") for file in folder.glob("trainer/config/**/*.yaml"))
-    found = {word for text in texts for word in used.findall(text)}
-    return frozenset(found | {word for text in configs for word in above.findall(text)})

@@ -163,3 +163,21 @@ def test_a_refusal_is_what_python_would_raise(test, config, unknown):
         except TypeError:  # Python stops before the error, at a comparison with None
             return
         assert not holds
+
+
+@pytest.mark.parametrize(
+    ("function", "condition", "said"),
+    [
+        ("def load(module, path): open(path)", "config.n", "load needs off"),
+        ("def load(module, path): open(path)", "config.off", None),
+        ("def load(module, path): open(path)", "True", None),  # no setting asks for it
+        ("def load(module, path=None): open(path)", "config.n", None),
+        ("def load(module, path): open(path or '.')", "config.n", None),
+        ("def load(module, path: str | None): open(path)", "config.n", None),
+    ],
+)
+def test_a_setting_that_a_branch_needs_must_not_be_null(function, condition, said):
+    tree = ast.parse(f"class C:\n    def __init__(self, config):\n        if {condition}: load(1, config.off)").body[0]
+    given = {"config": OmegaConf.create(CONFIG)}
+    found = refused_by([tree], ("__init__",), given, {"config": ""}, lambda name: ast.parse(function).body[0])
+    assert [one.said for one in found] == ([said] if said else [])

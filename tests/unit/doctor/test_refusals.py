@@ -4,7 +4,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 
-from verl_ext.doctor.unread import named_in_verl, without_reader
+from verl_ext.doctor.reads import is_read_below, without_reader
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SEPARATE = f"trainer.v1.trainer_mode=separate_async {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=8"
@@ -28,9 +28,12 @@ def test_a_misspelt_setting_of_the_layers_gets_the_similar_one(findings):
     assert "moe_permute_fusion" in found.why
 
 
-def test_a_name_is_read_as_an_attribute_a_key_or_by_interpolation():
-    words = frozenset({"nccl_timeout", "ppo_mini_batch_size", "train_batch_size", "no_such_word"})
-    assert named_in_verl(words) == {"ppo_mini_batch_size", "train_batch_size"}
+def test_a_name_is_read_of_its_own_node_or_of_what_may_be_any():
+    nodes = {"data", "trainer", "v1", "rollout", "val_kwargs"}
+    assert is_read_below("data", "train_batch_size", nodes) and is_read_below("trainer.v1", "trainer_mode", nodes)
+    assert is_read_below("actor_rollout_ref.rollout.val_kwargs", "do_sample", nodes)
+    assert not is_read_below("actor_rollout_ref.rollout", "do_sample", nodes)  # of val_kwargs alone
+    assert not is_read_below("data", "reward_fn_key", nodes)  # an argument that old reward managers store
 
 
 def test_the_prompts_of_the_datas_own_files_are_counted(findings, tmp_path):
@@ -58,10 +61,10 @@ def test_what_nothing_reads_is_no_more_than_was_looked_up(compose):
         "actor_rollout_ref.nccl_timeout",
         *(
             f"{ROLLOUT}.{name}"
-            for name in ("multi_stage_wake_up", "multi_turn.num_repeat_rollouts", "over_sample_rate")
+            for name in ("multi_stage_wake_up", "multi_turn.num_repeat_rollouts", "over_sample_rate", "do_sample")
         ),
-        "data.return_raw_input_ids",
-        "reward.reward_model.rollout.multi_stage_wake_up",
+        *(f"data.{name}" for name in ("return_raw_input_ids", "reward_fn_key")),
+        *(f"reward.reward_model.rollout.{name}" for name in ("multi_stage_wake_up", "do_sample")),
         *(f"trainer.{name}" for name in ("balance_batch", "esi_redundant_time", "ray_wait_register_center_timeout")),
     }
 
